@@ -1,0 +1,1 @@
+"""A pretraining harness whose runs survive."""

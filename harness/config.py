@@ -1,0 +1,396 @@
+"""Every option of a run, as one typed tree that needs no torch.
+
+Why: an option that exists is written once, here, with its unit and its limits, and nowhere else.
+How: types and checks live in this file, values in `conf/`; `harness.compose` lets Hydra merge the two into these plain
+dataclasses. A value that cannot work is a `ConfigError`: one line, the key first, then what is allowed.
+Left out: what only the machine can tell (how many ranks there are) is checked by `check_world`, once it is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+EXIT_DONE = 0
+EXIT_BAD_CONFIG = 2
+EXIT_HALTED = 3
+EXIT_INTERRUPTED = 75
+
+
+class ConfigError(Exception):
+    """The user asked for something that cannot be; the message names the key and what is allowed."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(f"{key}: {message}" if key else message)
+
+
+def require(condition: bool, key: str, message: str) -> None:
+    """Refuse the configuration unless `condition` holds."""
+    if not condition:
+        raise ConfigError(key, message)
+
+
+class ResumePolicy(StrEnum):
+    same = "same"
+    changed = "changed"
+
+
+class AttentionKind(StrEnum):
+    fused = "fused"
+    fp32 = "fp32"
+
+
+class InitKind(StrEnum):
+    fixed = "fixed"
+    hidden = "hidden"
+
+
+class DataKind(StrEnum):
+    embedded = "embedded"
+    synthetic = "synthetic"
+
+
+class ScheduleKind(StrEnum):
+    cosine = "cosine"
+    wsd = "wsd"
+    linear = "linear"
+    constant = "constant"
+    inverse_sqrt = "inverse_sqrt"
+
+
+class PrecisionKind(StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class ActivationCheckpointing(StrEnum):
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class DeviceKind(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass(slots=True, kw_only=True)
+class RunConfig:
+    name: str | None
+    """Name of the run and of its directory; null: model name and start time."""
+    dir: str
+    """Where run directories live."""
+    seed: int
+    """Weights, data order and synthetic data are pure functions of it."""
+    resume: ResumePolicy
+    """What to do when an existing run is started with another configuration: refuse (same) or record it (changed)."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**63, "run.seed", f"must be in 0 .. 2**63 - 1, got {self.seed}")
+        if self.name is not None:
+            valid = bool(self.name) and "/" not in self.name and not self.name.startswith(".")
+            require(valid, "run.name", f"must be a plain directory name, got {self.name!r}")
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainConfig:
+    num_steps: int
+    """Updates to apply; a refused update does not count."""
+    batch_size: int
+    """Sequences in one global batch, over all ranks and micro-batches."""
+    sequence_length: int
+    """Tokens the model predicts in one sequence."""
+    batch_tokens: int | None
+    """Tokens in one global batch; when set, it decides batch_size."""
+    micro_batch_size: int | None
+    """Sequences in one forward pass of one rank; null: the rank's whole share of the batch."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "batch_size", "sequence_length"):
+            require(getattr(self, name) >= 1, f"train.{name}", f"must be at least 1, got {getattr(self, name)}")
+        if self.micro_batch_size is not None:
+            require(self.micro_batch_size >= 1, "train.micro_batch_size", f"must be at least 1, got {self.micro_batch_size}")
+        if self.batch_tokens is not None:
+            fits = self.batch_tokens >= self.sequence_length and self.batch_tokens % self.sequence_length == 0
+            message = f"must be a multiple of train.sequence_length={self.sequence_length}, got {self.batch_tokens}"
+            require(fits, "train.batch_tokens", message)
+            self.batch_size = self.batch_tokens // self.sequence_length
+
+
+@dataclass(slots=True, kw_only=True)
+class EvalConfig:
+    every_steps: int
+    """Steps between evaluations on held-out data; 0: never. The last step is always evaluated unless 0."""
+    num_batches: int
+    """Held-out batches in one evaluation."""
+
+    def __post_init__(self) -> None:
+        require(self.every_steps >= 0, "eval.every_steps", f"must be 0 (never) or more, got {self.every_steps}")
+        require(self.num_batches >= 1, "eval.num_batches", f"must be at least 1, got {self.num_batches}")
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelConfig:
+    name: str
+    """What the size is called in run names and reports."""
+    vocab_size: int
+    dim: int
+    """Width of the residual stream."""
+    num_layers: int
+    num_heads: int
+    """Query heads; each is dim / num_heads wide."""
+    num_kv_heads: int
+    """Key and value heads (grouped-query attention); divides num_heads."""
+    ffn_dim: int
+    """Width of the SwiGLU hidden layer."""
+    rope_theta: float
+    norm_eps: float
+    tied_head: bool
+    """Use the embedding as output head."""
+    qk_norm: bool
+    """RMSNorm on queries and keys of each head."""
+    embedding_norm: bool
+    """RMSNorm right after the embedding (BLOOM)."""
+    attention: AttentionKind
+    """fused: the fastest kernel (its softmax accumulates in fp32); fp32: queries, keys and values are raised to fp32."""
+    z_loss: float
+    """Coefficient of the squared log-partition; 0: off."""
+    loss_chunk_tokens: int
+    """Tokens whose logits exist at once in the loss."""
+    init: InitKind
+    """fixed: std is init_std; hidden: std is sqrt(1 / (3 dim))."""
+    init_std: float
+    depth_scaled_init: bool
+    """Divide the std of matrices that write into the residual stream by sqrt(2 num_layers)."""
+    mup_base_width: int | None
+    """muP: the width at which lr and init_std were tuned; null: standard parametrization."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "loss_chunk_tokens"):
+            require(getattr(self, name) >= 1, f"model.{name}", f"must be at least 1, got {getattr(self, name)}")
+        require(self.dim % self.num_heads == 0, "model.num_heads", f"must divide model.dim={self.dim}, got {self.num_heads}")
+        message = f"must be even for rotary embedding, model.dim / model.num_heads is {self.head_dim}"
+        require(self.head_dim % 2 == 0, "model.dim", message)
+        message = f"must divide model.num_heads={self.num_heads}, got {self.num_kv_heads}"
+        require(self.num_heads % self.num_kv_heads == 0, "model.num_kv_heads", message)
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            require(getattr(self, name) > 0, f"model.{name}", f"must be positive, got {getattr(self, name)}")
+        require(self.z_loss >= 0, "model.z_loss", f"must be 0 (off) or more, got {self.z_loss}")
+        if self.mup_base_width is not None:
+            require(self.mup_base_width >= 1, "model.mup_base_width", f"must be at least 1 or null, got {self.mup_base_width}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+
+@dataclass(slots=True, kw_only=True)
+class SyntheticConfig:
+    num_samples: int
+    """Training and held-out sequences in the corpus."""
+    zipf_exponent: float
+    """Frequency of the k-th common token falls as k ** -exponent."""
+    repeat_probability: float
+    """How often the next token is the fixed successor of the last one: what there is to learn beyond frequencies."""
+    rare_tokens: int
+    """Size of the tail: that many highest token ids never occur in the bulk."""
+    rare_probability: float
+    """How often a position holds a token of the tail."""
+
+    def __post_init__(self) -> None:
+        require(self.num_samples >= 2, "data.synthetic.num_samples", f"must be at least 2, got {self.num_samples}")
+        require(self.zipf_exponent >= 0, "data.synthetic.zipf_exponent", f"must be 0 or more, got {self.zipf_exponent}")
+        require(self.rare_tokens >= 0, "data.synthetic.rare_tokens", f"must be 0 or more, got {self.rare_tokens}")
+        for name in ("repeat_probability", "rare_probability"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"data.synthetic.{name}", f"must be in 0 .. 1, got {value}")
+
+
+@dataclass(slots=True, kw_only=True)
+class DataConfig:
+    kind: DataKind
+    """embedded: English text that every Python installation carries; synthetic: a corpus with a controllable tail."""
+    eval_fraction: float
+    """Share of the samples held out; disjoint from training by construction."""
+    synthetic: SyntheticConfig
+
+    def __post_init__(self) -> None:
+        require(0 < self.eval_fraction < 1, "data.eval_fraction", f"must be between 0 and 1, got {self.eval_fraction}")
+
+
+@dataclass(slots=True, kw_only=True)
+class OptimConfig:
+    lr: float
+    """Peak learning rate; under muP, the one of the base width."""
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    """Decoupled; on matrices, never on norms."""
+    decay_embeddings: bool
+    """Also decay the embedding (and the head tied to it)."""
+    clip_norm: float | None
+    """Largest global gradient norm; null: no clipping."""
+    schedule: ScheduleKind
+    warmup_steps: int
+    """Linear warm-up from lr / warmup_steps."""
+    decay_steps: int
+    """Length of the final descent of schedule wsd; the other schedules do not use it."""
+    min_lr_fraction: float
+    """Where cosine, wsd and linear end, as a fraction of lr."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, "optim.lr", f"must be positive, got {self.lr}")
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"optim.{name}", f"must be in 0 .. 1 (1 excluded), got {getattr(self, name)}")
+        require(self.eps > 0, "optim.eps", f"must be positive, got {self.eps}")
+        require(self.weight_decay >= 0, "optim.weight_decay", f"must be 0 or more, got {self.weight_decay}")
+        if self.clip_norm is not None:
+            require(self.clip_norm > 0, "optim.clip_norm", f"must be positive, or null for no clipping, got {self.clip_norm}")
+        require(self.warmup_steps >= 0, "optim.warmup_steps", f"must be 0 or more, got {self.warmup_steps}")
+        require(self.decay_steps >= 0, "optim.decay_steps", f"must be 0 or more, got {self.decay_steps}")
+        require(0 <= self.min_lr_fraction <= 1, "optim.min_lr_fraction", f"must be in 0 .. 1, got {self.min_lr_fraction}")
+
+
+@dataclass(slots=True, kw_only=True)
+class PrecisionConfig:
+    kind: PrecisionKind
+    """What matrices are multiplied in; master weights, moments and gradient reduction stay fp32."""
+    initial_loss_scale: float
+    """fp16 only."""
+    loss_scale_growth_interval: int
+    """fp16 only: clean steps after which the loss scale doubles; an overflow halves it at once."""
+
+    def __post_init__(self) -> None:
+        scale, interval = self.initial_loss_scale, self.loss_scale_growth_interval
+        require(scale > 0, "precision.initial_loss_scale", f"must be positive, got {scale}")
+        require(interval >= 1, "precision.loss_scale_growth_interval", f"must be at least 1, got {interval}")
+
+
+@dataclass(slots=True, kw_only=True)
+class ParallelConfig:
+    device: DeviceKind
+    """auto: cuda where there is one."""
+    replicate: int
+    """Copies of the sharded model (HSDP); 1: plain FSDP. Divides the number of ranks."""
+    reshard_after_forward: bool
+    """Free gathered weights after each block's forward: less memory, one more all-gather."""
+    activation_checkpointing: ActivationCheckpointing
+    """none; selective: keep matrix products and attention, recompute the rest; full: keep block inputs only."""
+    compile: bool
+    """torch.compile each block (needs a C++ compiler on CPU)."""
+    timeout_s: float
+    """How long a collective may wait for a lost rank."""
+
+    def __post_init__(self) -> None:
+        require(self.replicate >= 1, "parallel.replicate", f"must be at least 1, got {self.replicate}")
+        require(self.timeout_s > 0, "parallel.timeout_s", f"must be positive, got {self.timeout_s}")
+
+
+@dataclass(slots=True, kw_only=True)
+class SentinelConfig:
+    lag: int
+    """Steps after which the host reads what the device wrote; 0 waits for every step."""
+    probe_every: int
+    """Steps between the costlier signals: norms of weights, moments and activations."""
+
+    def __post_init__(self) -> None:
+        require(self.lag >= 0, "sentinel.lag", f"must be 0 or more, got {self.lag}")
+        require(self.probe_every >= 1, "sentinel.probe_every", f"must be at least 1, got {self.probe_every}")
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckpointConfig:
+    every_steps: int
+    """Steps between checkpoints; 0: only when the run stops or ends."""
+    keep: int
+    """How many of the newest checkpoints stay on disk."""
+
+    def __post_init__(self) -> None:
+        require(self.every_steps >= 0, "checkpoint.every_steps", f"must be 0 or more, got {self.every_steps}")
+        require(self.keep >= 1, "checkpoint.keep", f"must be at least 1, got {self.keep}")
+
+
+@dataclass(slots=True, kw_only=True)
+class TelemetryConfig:
+    mlflow: bool
+    tracking_uri: str | None
+    """Any MLflow tracking URI; null: sqlite in run.dir."""
+    experiment: str
+    """MLflow experiment the run belongs to."""
+    exit_wait_s: float
+    """How long a finished run waits for MLflow to take the rest; what is left can be sent later."""
+    picture: bool
+    """Write loss.png when the run ends."""
+
+    def __post_init__(self) -> None:
+        require(self.exit_wait_s >= 0, "telemetry.exit_wait_s", f"must be 0 or more, got {self.exit_wait_s}")
+        require(bool(self.experiment), "telemetry.experiment", "must not be empty")
+
+
+@dataclass(slots=True, kw_only=True)
+class LaunchConfig:
+    nproc: int | None
+    """Ranks on this machine; null: one a GPU, or 2 on CPU."""
+    threads: int | None
+    """CPU threads of one rank; null: the machine's cores shared out."""
+
+    def __post_init__(self) -> None:
+        for name in ("nproc", "threads"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"launch.{name}", f"must be at least 1 or null, got {value}")
+
+
+@dataclass(slots=True, kw_only=True)
+class ClusterConfig:
+    peak_tflops: float | None
+    """Dense bf16 rate of one device, the 100 % of MFU; null: known from the device's name, or no MFU."""
+
+    def __post_init__(self) -> None:
+        require(self.peak_tflops is None or self.peak_tflops > 0, "cluster.peak_tflops", "must be positive or null")
+
+
+@dataclass(slots=True, kw_only=True)
+class Config:
+    run: RunConfig
+    train: TrainConfig
+    eval: EvalConfig
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig
+    precision: PrecisionConfig
+    parallel: ParallelConfig
+    sentinel: SentinelConfig
+    checkpoint: CheckpointConfig
+    telemetry: TelemetryConfig
+    launch: LaunchConfig
+    cluster: ClusterConfig
+
+    def __post_init__(self) -> None:
+        optim, train, model = self.optim, self.train, self.model
+        message = f"must not exceed train.num_steps={train.num_steps}, got {optim.warmup_steps}"
+        require(optim.warmup_steps <= train.num_steps, "optim.warmup_steps", message)
+        if optim.schedule is ScheduleKind.wsd:
+            room = train.num_steps - optim.warmup_steps
+            message = f"must fit between the warm-up and the end ({room} steps), got {optim.decay_steps}"
+            require(optim.decay_steps <= room, "optim.decay_steps", message)
+        match self.data.kind:
+            case DataKind.embedded:
+                message = f"must be at least 256 for byte-level data (data.kind=embedded), got {model.vocab_size}"
+                require(model.vocab_size >= 256, "model.vocab_size", message)
+            case DataKind.synthetic:
+                rare = self.data.synthetic.rare_tokens
+                message = f"must leave at least 2 tokens of model.vocab_size={model.vocab_size} to the bulk, got {rare}"
+                require(rare <= model.vocab_size - 2, "data.synthetic.rare_tokens", message)
+
+
+def check_world(cfg: Config, world_size: int) -> None:
+    """Refuse what cannot be divided among `world_size` ranks."""
+    replicate, batch, micro = cfg.parallel.replicate, cfg.train.batch_size, cfg.train.micro_batch_size
+    require(world_size % replicate == 0, "parallel.replicate", f"must divide the number of ranks ({world_size}), got {replicate}")
+    require(batch % world_size == 0, "train.batch_size", f"must be a multiple of the number of ranks ({world_size}), got {batch}")
+    share = batch // world_size
+    message = f"must divide the {share} sequences of each of the {world_size} ranks, got {micro}"
+    require(micro is None or share % micro == 0, "train.micro_batch_size", message)

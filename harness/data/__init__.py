@@ -1,0 +1,1 @@
+"""Data as arithmetic: (seed, batch index, ledger) -> tokens."""

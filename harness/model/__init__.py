@@ -1,0 +1,1 @@
+"""The transformer, its loss, its parameter table and its size."""

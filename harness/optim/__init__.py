@@ -1,0 +1,1 @@
+"""The gated update and the schedule tables."""

@@ -1,0 +1,134 @@
+"""The run directory: self-describing, and the only interface between a run and every tool.
+
+    runs/<name>/  config.yaml  manifest.json  events.jsonl  ledger.jsonl  interventions.jsonl  mlflow.json
+                  checkpoints/step-*-gen-*/   logs/   loss.png
+
+A directory that exists is a run to resume. One whose configuration disagrees is refused with the differing keys, unless
+`run.resume=changed` asks for the change, which is then written down as an intervention.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.compose import flat, plain, to_yaml
+from harness.config import Config, ConfigError, ResumePolicy
+
+MAY_DIFFER = ("run.resume", "run.dir", "launch.", "cluster.", "telemetry.", "parallel.timeout_s")
+"""Keys that say where and how visibly a run happens, not what it computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def interventions(self) -> Path:
+        return self.path / "interventions.jsonl"
+
+    @property
+    def mlflow(self) -> Path:
+        return self.path / "mlflow.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def picture(self) -> Path:
+        return self.path / "loss.png"
+
+
+def name_run(cfg: Config) -> None:
+    """Give a run without a name one: its model and the time."""
+    if cfg.run.name is None:
+        cfg.run.name = f"{cfg.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def locate(cfg: Config) -> RunDir:
+    assert cfg.run.name is not None, "name_run comes first"
+    return RunDir(Path(cfg.run.dir) / cfg.run.name)
+
+
+def differences(cfg: Config, run: RunDir) -> dict[str, tuple[Any, Any]]:
+    """Keys whose value differs from the one the run was started with: key -> (then, now)."""
+    if not run.config.exists():
+        return {}
+    then, now = flat(yaml.safe_load(run.config.read_text()) or {}), flat(plain(cfg))
+    keys = [key for key in now | then if not key.startswith(MAY_DIFFER)]
+    return {key: (then.get(key), now.get(key)) for key in keys if then.get(key) != now.get(key)}
+
+
+def check_resume(cfg: Config, run: RunDir) -> None:
+    """Refuse to continue a run under another configuration, unless that was asked for."""
+    changes = differences(cfg, run)
+    if changes and cfg.run.resume is not ResumePolicy.changed:
+        listed = ", ".join(f"{key} was {then}, is {now}" for key, (then, now) in changes.items())
+        message = f"{run.path} has another configuration: {listed}; choose another name, or run.resume=changed"
+        raise ConfigError("run.name", message)
+
+
+def prepare(cfg: Config, run: RunDir) -> dict[str, tuple[Any, Any]]:
+    """Create the directory, or admit a change to it; returns the admitted changes."""
+    check_resume(cfg, run)
+    try:
+        run.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("run.dir", f"cannot create {run.path}: {error.strerror}") from None
+    changes = differences(cfg, run)
+    if changes:
+        entry = {
+            "time": time.time(),
+            "who": getpass.getuser(),
+            "reason": "run.resume=changed",
+            "changes": {key: list(values) for key, values in changes.items()},
+        }
+        append_line(run.interventions, json.dumps(entry))
+    write_atomically(run.config, to_yaml(cfg))
+    return changes
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file is the old one or the new one, never a part."""
+    scratch = path.with_name(f".{path.name}.tmp")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def append_line(path: Path, line: str) -> None:
+    """One more line, on disk before this returns."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,1 @@
+"""What every step tells, and the gate that may refuse an update."""

@@ -1,0 +1,1 @@
+"""Starts processes: the command line and its targets."""
