@@ -1,13 +1,14 @@
 """The door to Hydra: overrides in, a checked `Config` out, and every complaint in one line.
 
 Why: the launcher, the plain torchrun door and the tests must read the same command line the same way.
-How: `conf/config.yaml` starts from the schema registered here, so that a wrong key or type stops at the merge; `explain`
-turns what Hydra and OmegaConf say about it into a line that names the key and what is allowed.
+How: `conf/config.yaml` starts from the schema registered here, so that a wrong key or type stops at the merge;
+`explain` turns what Hydra and OmegaConf say about it into a line that names the key and what is allowed.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
 from enum import StrEnum
@@ -18,6 +19,9 @@ from typing import Any, get_type_hints
 import yaml
 
 from harness.config import Config, ConfigError
+
+BASE = "base"
+"""The file of a group that holds what its options share; not itself a choice."""
 
 
 def conf_dir() -> Path:
@@ -54,31 +58,89 @@ def load(overrides: Sequence[str] = ()) -> Config:
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             return check(compose("config", overrides=list(overrides)))
-    except ConfigError:
-        raise
     except Exception as error:
-        raise explain(error) from None
+        raise explain(error, overrides) from None
 
 
-def explain(error: Exception) -> Exception:
-    """What Hydra and OmegaConf say of a bad override, as one line that names the key and what is allowed."""
-    from hydra.errors import HydraException
+def explain(error: Exception, overrides: Sequence[str] = ()) -> Exception:
+    """What Hydra and OmegaConf say of a bad override, as a `ConfigError`; any other error as it is."""
+    from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import OmegaConfBaseException
 
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        key = str(cause.full_key)
+    match cause:
+        case MissingConfigException(missing_cfg_file=str(missing), options=[*options]):
+            group, _, option = missing.rpartition("/")
+            choices = ", ".join(each for each in options if each != BASE)
+            return ConfigError(group, f"no {option!r}; choose one of {choices}")
+        case OverrideParseException():
+            return ConfigError(cause.override, "cannot be read; write key=value and quote special characters")
+        case OmegaConfBaseException() if cause.full_key:
+            return explain_key(str(cause.full_key), str(cause))
+        case AttributeError() | ValueError():
+            return explain_override(cause, overrides)
+        case HydraException():
+            return ConfigError("", in_words(str(cause)))
+        case _:
+            return error
+
+
+def explain_key(key: str, complaint: str) -> ConfigError:
+    """A complaint that came with its key: the key does not exist, or its value is not of the right kind."""
+    section, _, name = key.rpartition(".")
+    allowed = keys_of(section)
+    if name in allowed or not allowed:
+        inside = f"; it has the keys {', '.join(keys_of(key))}" if keys_of(key) else ""
+        return ConfigError(key, in_words(complaint.splitlines()[0]) + inside)
+    close = difflib.get_close_matches(name, allowed, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return ConfigError(key, f"no such key; {section or 'the configuration'} has {', '.join(allowed)}{hint}")
+
+
+def explain_override(error: Exception, overrides: Sequence[str]) -> Exception:
+    """A complaint without a key: the override it can only be about, or the error as it is where there is none."""
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
         section, _, name = key.rpartition(".")
-        allowed = keys_of(section)
-        if name in allowed or not allowed:
-            return ConfigError(key, str(cause).splitlines()[0])
-        close = difflib.get_close_matches(name, allowed, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        where = section or "the configuration"
-        return ConfigError(key, f"no such key; {where} has {', '.join(allowed)}{hint}")
-    if isinstance(error, HydraException):
-        return ConfigError("", " ".join(str(error).split()))
+        if options_of(key):
+            if value not in options_of(key) and isinstance(error, ValueError):
+                return ConfigError(key, f"no {value!r}; choose one of {', '.join(options_of(key))}")
+        elif keys_of(section) and name not in keys_of(section) and "/" not in key:
+            return explain_key(key, "")
     return error
+
+
+COMPLAINTS = (
+    (r"Value '(.*)' of type '.*' could not be converted to Float", r"must be a number, got '\1'"),
+    (r"Value '(.*)' of type '.*' could not be converted to Integer", r"must be a whole number, got '\1'"),
+    (r"Value '(.*)' is not a valid bool .*", r"must be true or false, got '\1'"),
+    (r"Cannot convert '.*' to string: '(.*)'", r"must be a text, got \1"),
+    (r"Invalid value '(.*)', expected one of \[(.*)\]", r"must be one of \2, got '\1'"),
+    (r"Invalid type assigned: .* value: (.*)", r"is a section, got \1"),
+    (r"field '.*' is not Optional", r"must not be null"),
+    (r".* does not support deletion", r"cannot be left out"),
+    (r"Ambiguous value for argument '(.*?)=(.*?)'.*", r"\1: got several values, \2; add --multirun to sweep over them"),
+    (
+        r"Could not override '(.*?)'\. No match in the defaults list\..*use (\+.*)",
+        r"\1: not chosen by default; add it with \2",
+    ),
+)
+"""What the libraries say, and how it reads beside the name of the key."""
+
+
+def in_words(complaint: str) -> str:
+    """One line of plain words for a complaint of Hydra or OmegaConf."""
+    line = " ".join(complaint.split())
+    for said, meant in COMPLAINTS:
+        if re.fullmatch(said, line):
+            return re.sub(said, meant, line)
+    return line
+
+
+def options_of(group: str) -> tuple[str, ...]:
+    """What may be chosen for a config group; empty when there is no such group."""
+    files = (conf_dir() / group).glob("*.yaml") if group.isidentifier() else ()
+    return tuple(sorted(file.stem for file in files if file.stem != BASE))
 
 
 @cache

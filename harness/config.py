@@ -111,7 +111,9 @@ class TrainConfig:
         for name in ("num_steps", "batch_size", "sequence_length"):
             require(getattr(self, name) >= 1, f"train.{name}", f"must be at least 1, got {getattr(self, name)}")
         if self.micro_batch_size is not None:
-            require(self.micro_batch_size >= 1, "train.micro_batch_size", f"must be at least 1, got {self.micro_batch_size}")
+            require(
+                self.micro_batch_size >= 1, "train.micro_batch_size", f"must be at least 1, got {self.micro_batch_size}"
+            )
         if self.batch_tokens is not None:
             fits = self.batch_tokens >= self.sequence_length and self.batch_tokens % self.sequence_length == 0
             message = f"must be a multiple of train.sequence_length={self.sequence_length}, got {self.batch_tokens}"
@@ -124,7 +126,7 @@ class EvalConfig:
     every_steps: int
     """Steps between evaluations on held-out data; 0: never. The last step is always evaluated unless 0."""
     num_batches: int
-    """Held-out batches in one evaluation."""
+    """Held-out batches in one evaluation; fewer where the held-out data has fewer."""
 
     def __post_init__(self) -> None:
         require(self.every_steps >= 0, "eval.every_steps", f"must be 0 (never) or more, got {self.every_steps}")
@@ -154,7 +156,7 @@ class ModelConfig:
     embedding_norm: bool
     """RMSNorm right after the embedding (BLOOM)."""
     attention: AttentionKind
-    """fused: the fastest kernel (its softmax accumulates in fp32); fp32: queries, keys and values are raised to fp32."""
+    """fused: the fastest kernel, whose softmax is fp32; fp32: queries, keys and values are raised to fp32 too."""
     z_loss: float
     """Coefficient of the squared log-partition; 0: off."""
     loss_chunk_tokens: int
@@ -170,7 +172,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "loss_chunk_tokens"):
             require(getattr(self, name) >= 1, f"model.{name}", f"must be at least 1, got {getattr(self, name)}")
-        require(self.dim % self.num_heads == 0, "model.num_heads", f"must divide model.dim={self.dim}, got {self.num_heads}")
+        require(
+            self.dim % self.num_heads == 0, "model.num_heads", f"must divide model.dim={self.dim}, got {self.num_heads}"
+        )
         message = f"must be even for rotary embedding, model.dim / model.num_heads is {self.head_dim}"
         require(self.head_dim % 2 == 0, "model.dim", message)
         message = f"must divide model.num_heads={self.num_heads}, got {self.num_kv_heads}"
@@ -179,7 +183,11 @@ class ModelConfig:
             require(getattr(self, name) > 0, f"model.{name}", f"must be positive, got {getattr(self, name)}")
         require(self.z_loss >= 0, "model.z_loss", f"must be 0 (off) or more, got {self.z_loss}")
         if self.mup_base_width is not None:
-            require(self.mup_base_width >= 1, "model.mup_base_width", f"must be at least 1 or null, got {self.mup_base_width}")
+            require(
+                self.mup_base_width >= 1,
+                "model.mup_base_width",
+                f"must be at least 1 or null, got {self.mup_base_width}",
+            )
 
     @property
     def head_dim(self) -> int:
@@ -200,12 +208,14 @@ class SyntheticConfig:
     """How often a position holds a token of the tail."""
 
     def __post_init__(self) -> None:
-        require(self.num_samples >= 2, "data.synthetic.num_samples", f"must be at least 2, got {self.num_samples}")
+        require(self.num_samples >= 3, "data.synthetic.num_samples", f"must be at least 3, got {self.num_samples}")
         require(self.zipf_exponent >= 0, "data.synthetic.zipf_exponent", f"must be 0 or more, got {self.zipf_exponent}")
         require(self.rare_tokens >= 0, "data.synthetic.rare_tokens", f"must be 0 or more, got {self.rare_tokens}")
         for name in ("repeat_probability", "rare_probability"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"data.synthetic.{name}", f"must be in 0 .. 1, got {value}")
+        message = "must be at least 1 where data.synthetic.rare_probability is above 0, got 0"
+        require(self.rare_tokens > 0 or self.rare_probability == 0, "data.synthetic.rare_tokens", message)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,14 +254,24 @@ class OptimConfig:
     def __post_init__(self) -> None:
         require(self.lr > 0, "optim.lr", f"must be positive, got {self.lr}")
         for name in ("beta1", "beta2"):
-            require(0 <= getattr(self, name) < 1, f"optim.{name}", f"must be in 0 .. 1 (1 excluded), got {getattr(self, name)}")
+            require(
+                0 <= getattr(self, name) < 1,
+                f"optim.{name}",
+                f"must be in 0 .. 1 (1 excluded), got {getattr(self, name)}",
+            )
         require(self.eps > 0, "optim.eps", f"must be positive, got {self.eps}")
         require(self.weight_decay >= 0, "optim.weight_decay", f"must be 0 or more, got {self.weight_decay}")
         if self.clip_norm is not None:
-            require(self.clip_norm > 0, "optim.clip_norm", f"must be positive, or null for no clipping, got {self.clip_norm}")
+            require(
+                self.clip_norm > 0,
+                "optim.clip_norm",
+                f"must be positive, or null for no clipping, got {self.clip_norm}",
+            )
         require(self.warmup_steps >= 0, "optim.warmup_steps", f"must be 0 or more, got {self.warmup_steps}")
         require(self.decay_steps >= 0, "optim.decay_steps", f"must be 0 or more, got {self.decay_steps}")
-        require(0 <= self.min_lr_fraction <= 1, "optim.min_lr_fraction", f"must be in 0 .. 1, got {self.min_lr_fraction}")
+        require(
+            0 <= self.min_lr_fraction <= 1, "optim.min_lr_fraction", f"must be in 0 .. 1, got {self.min_lr_fraction}"
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -389,8 +409,16 @@ class Config:
 def check_world(cfg: Config, world_size: int) -> None:
     """Refuse what cannot be divided among `world_size` ranks."""
     replicate, batch, micro = cfg.parallel.replicate, cfg.train.batch_size, cfg.train.micro_batch_size
-    require(world_size % replicate == 0, "parallel.replicate", f"must divide the number of ranks ({world_size}), got {replicate}")
-    require(batch % world_size == 0, "train.batch_size", f"must be a multiple of the number of ranks ({world_size}), got {batch}")
+    require(
+        world_size % replicate == 0,
+        "parallel.replicate",
+        f"must divide the number of ranks ({world_size}), got {replicate}",
+    )
+    require(
+        batch % world_size == 0,
+        "train.batch_size",
+        f"must be a multiple of the number of ranks ({world_size}), got {batch}",
+    )
     share = batch // world_size
     message = f"must divide the {share} sequences of each of the {world_size} ranks, got {micro}"
     require(micro is None or share % micro == 0, "train.micro_batch_size", message)

@@ -1,7 +1,7 @@
 """What happened in a run, one JSON object a line: the only thing every tool reads.
 
 Why: a run must be understood from its directory alone, long after its processes are gone.
-How: each event is a dataclass with a name, the wall-clock `time` (seconds since 1970) and the `iteration` it belongs to.
+How: an event is a dataclass with a name, the wall-clock `time` (seconds since 1970) and the `iteration` it belongs to.
 NaN and Inf are written as strings, because JSON has no word for them; a line cut short by a crash is passed over.
 """
 
@@ -50,6 +50,8 @@ class StepRecord(Event):
     lr: float
     tokens_per_s: float
     refused: bool
+    stop_requested: bool
+    """Some rank was asked to stop; all stop after the same iteration."""
     step_time_s: float
     flops_per_s: float
     """Model FLOP/s of all ranks together."""

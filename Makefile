@@ -1,0 +1,36 @@
+# Needs Python 3.11 or newer, make, and a package index; everything else goes into .venv.
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: train test clean
+
+train: .venv/.installed
+	$(BIN)/harness train $(ARGS)
+
+test: .venv/.installed-test
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(ARGS)
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/.installed: .venv/.created pyproject.toml
+	@echo "Installing into .venv; the first time this takes a few minutes."
+	@$(PIP) --editable .
+	@touch $@
+
+.venv/.installed-test: .venv/.created pyproject.toml
+	@echo "Installing into .venv; the first time this takes a few minutes."
+	@$(PIP) --editable '.[test]'
+	@touch $@ .venv/.installed

@@ -1,0 +1,122 @@
+"""The composition root: every part of a run, constructed by name from the configuration.
+
+Why: there is one place to see what a run is made of, and nothing reaches for its parts from afar.
+How: parts are plain objects; which one is taken is decided by an enum and a `match`, never by a registry.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness.config import Config
+from harness.data.batches import Batches, open_data
+from harness.data.ledger import Ledger
+from harness.model.init import initialize
+from harness.model.mup import parameter_table, role_of
+from harness.model.size import flops_per_token, num_parameters
+from harness.model.transformer import Transformer, sampled_layers
+from harness.optim.update import Group, Update, build_update
+from harness.parallel import World, shard
+from harness.precision import LossScale, linear, loss_scale, policy
+from harness.rundir import RunDir
+from harness.sentinel.mailbox import Mailbox
+from harness.sentinel.report import DECIDED, HostFacts
+from harness.sentinel.signals import Layout, Signals, group_of
+from harness.telemetry.manifest import build_manifest
+from harness.telemetry.meters import Meter, peak_flops
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """Everything a step touches."""
+
+    world: World
+    model: Transformer
+    update: Update
+    scale: LossScale
+    signals: Signals
+    mailbox: Mailbox[HostFacts]
+    batches: Batches
+    held_out: Batches
+    ledger: Ledger
+
+    def tensors(self) -> dict[str, Any]:
+        """What a checkpoint holds, loaded in place."""
+        return {
+            "model": self.update.parameters,
+            "optimizer": self.update.state(),
+            "device": {"step": self.update.step, "scale": self.scale.scale, "clean_steps": self.scale.clean_steps},
+        }
+
+
+def build(cfg: Config, world: World, run: RunDir) -> Parts:
+    """Construct every part; weights depend on the seed and their names alone, whatever the number of ranks."""
+    with torch.device("meta"):
+        model = Transformer(
+            cfg.model, sequence_length=cfg.train.sequence_length, linear=linear, compile_loss=cfg.parallel.compile
+        )
+    shard(model, model.blocks, world=world, cfg=cfg.parallel, precision=policy(cfg.precision.kind))
+    model.to_empty(device=world.device)
+    initialize(model, cfg.model, seed=cfg.run.seed)
+
+    parameters = dict(model.named_parameters())
+    layout = Layout(
+        groups=tuple(dict.fromkeys(group_of(name) for name in parameters)),
+        layers=tuple(f"blocks.{layer}" for layer in sampled_layers(cfg.model.num_layers)),
+    )
+    batches, held_out = open_data(cfg, rank=world.rank, world_size=world.size, device=world.device)
+    return Parts(
+        world=world,
+        model=model,
+        update=build_update(
+            parameter_groups(model, cfg), cfg=cfg.optim, num_steps=cfg.train.num_steps, device=world.device
+        ),
+        scale=loss_scale(cfg.precision, world.device),
+        signals=Signals(layout, parameters=parameters, world=world),
+        mailbox=Mailbox(size=layout.size + DECIDED, lag=cfg.sentinel.lag, device=world.device),
+        batches=batches,
+        held_out=held_out,
+        ledger=Ledger.load(run.ledger, writer=world.is_first),
+    )
+
+
+def parameter_groups(model: Transformer, cfg: Config) -> list[Group]:
+    """What the optimizer does with each parameter, read from the model's parameter table."""
+    treatments = parameter_table(cfg.model, decay_embeddings=cfg.optim.decay_embeddings)
+    groups = [
+        Group(
+            parameters={name: p for name, p in model.named_parameters() if role_of(name) is role},
+            lr_multiplier=treatment.lr_multiplier,
+            weight_decay=cfg.optim.weight_decay * treatment.decay_multiplier if treatment.decay else 0.0,
+        )
+        for role, treatment in treatments.items()
+    ]
+    return [group for group in groups if group.parameters]
+
+
+def meter(cfg: Config, world: World) -> Meter:
+    """Turns seconds into tokens/s, FLOP/s and MFU of all ranks together."""
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
+    peak = peak_flops(device, cfg.cluster.peak_tflops)
+    batch_tokens = cfg.train.batch_size * cfg.train.sequence_length
+    return Meter(
+        tokens_per_step=batch_tokens,
+        flops_per_step=batch_tokens * flops_per_token(cfg.model, cfg.train.sequence_length),
+        peak_flops=None if peak is None else peak * world.size,
+        started_s=time.perf_counter(),
+    )
+
+
+def describe(cfg: Config, parts: Parts) -> dict[str, Any]:
+    """The manifest of this start."""
+    return build_manifest(
+        cfg,
+        world_size=parts.world.size,
+        device=parts.world.device,
+        corpus_fingerprint=parts.batches.corpus.fingerprint(),
+        num_parameters=num_parameters(cfg.model),
+    )

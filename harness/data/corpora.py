@@ -1,0 +1,170 @@
+"""The corpora a run can learn from without a download: English text of Python itself, and synthetic tokens.
+
+Why: the first run of a newcomer and every test need data that is there; a study of loss spikes needs data whose tail of
+rare tokens is a number.
+How: a corpus is random access to samples of `sequence_length + 1` tokens (the last one is only a target), and a pure
+function of the index. The embedded text is cut into windows that share that one token; `split` therefore leaves a
+window between training and held-out data. A synthetic sample draws counter-based random words (Philox keyed by seed and
+index), so that no sample depends on another; the successor rule follows one cycle through the bulk of the vocabulary,
+which makes the n-th successor a table lookup and the whole sample vector arithmetic.
+Left out: data from files.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.config import ConfigError, DataConfig, DataKind, SyntheticConfig, require
+from harness.data.order import permute_many
+
+Tokens = NDArray[np.integer[Any]]
+
+MIN_SAMPLES = 3
+"""One to train on, one held out, one unused between them."""
+
+DRAW_BITS = 32
+DRAW_RANGE = 1 << DRAW_BITS
+"""Probabilities of synthetic data are multiples of one over this."""
+
+CYCLE_EPOCH = 2**63
+"""Chooses the successor rule; no order of samples gets so far."""
+
+
+class Corpus(Protocol):
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token id is below it."""
+        ...
+
+    def sample(self, index: int) -> Tokens:
+        """The `sequence_length + 1` tokens of one sample; pure, and safe to call from several threads."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Equal for equal corpora, as short hexadecimal text."""
+        ...
+
+
+def build_corpus(cfg: DataConfig, *, vocab_size: int, sequence_length: int, seed: int) -> Corpus:
+    """The corpus that the configuration names, of token ids below `vocab_size`."""
+    corpus: Corpus
+    match cfg.kind:
+        case DataKind.embedded:
+            corpus = EmbeddedCorpus(sequence_length)
+        case DataKind.synthetic:
+            corpus = SyntheticCorpus(cfg.synthetic, vocab_size=vocab_size, sequence_length=sequence_length, seed=seed)
+    message = f"must be at least {corpus.vocab_size}, the token ids of data.kind={cfg.kind}, got {vocab_size}"
+    require(corpus.vocab_size <= vocab_size, "model.vocab_size", message)
+    return corpus
+
+
+def split(num_samples: int, eval_fraction: float) -> tuple[range, range]:
+    """Samples to train on and samples held out: the tail, one window away, so that the two share no token."""
+    num_held_out = max(1, round(num_samples * eval_fraction))
+    num_train = num_samples - num_held_out - 1
+    message = f"must leave 2 of the {num_samples} sequences, but {eval_fraction} holds out {num_held_out}"
+    require(num_train >= 1, "data.eval_fraction", message)
+    return range(num_train), range(num_samples - num_held_out, num_samples)
+
+
+@final
+class EmbeddedCorpus:
+    """The reference texts that `help()` shows (pydoc topics), one token a byte, in windows of `sequence_length`."""
+
+    vocab_size = 256
+
+    def __init__(self, sequence_length: int) -> None:
+        self._text = _pydoc_text()
+        self._sequence_length = sequence_length
+        self.num_samples = (len(self._text) - 1) // sequence_length
+        longest = (len(self._text) - 1) // MIN_SAMPLES
+        message = (
+            f"must be at most {longest} for the {len(self._text)} bytes of data.kind=embedded, got {sequence_length}"
+        )
+        require(sequence_length <= longest, "train.sequence_length", message)
+        self._tokens: NDArray[np.uint8] = np.frombuffer(self._text, dtype=np.uint8)
+
+    def sample(self, index: int) -> Tokens:
+        assert 0 <= index < self.num_samples
+        first = index * self._sequence_length
+        return self._tokens[first : first + self._sequence_length + 1]
+
+    def fingerprint(self) -> str:
+        return _digest(self._text, self._sequence_length)
+
+
+@final
+class SyntheticCorpus:
+    """Zipf tokens, a fixed successor that often follows, and a tail of tokens as rare as asked for.
+
+    The bulk is `vocab_size - rare_tokens` ids; id k starts a run of successors with a probability that falls as
+    `(k + 1) ** -exponent`. With `repeat_probability` a run goes on. Last, positions are replaced by tail tokens.
+    """
+
+    def __init__(self, cfg: SyntheticConfig, *, vocab_size: int, sequence_length: int, seed: int) -> None:
+        self._cfg = cfg
+        self._seed = seed
+        self._num_tokens = sequence_length + 1
+        self.num_samples = cfg.num_samples
+        self.vocab_size = vocab_size
+        self._num_bulk = vocab_size - cfg.rare_tokens
+        self._bounds = _zipf_bounds(self._num_bulk, cfg.zipf_exponent)
+        self._cycle = permute_many(np.arange(self._num_bulk), self._num_bulk, (seed, CYCLE_EPOCH)).astype(np.int32)
+        self._place = np.argsort(self._cycle).astype(np.int32)
+
+    def sample(self, index: int) -> Tokens:
+        assert 0 <= index < self.num_samples
+        token_draw, repeat_draw, rare_draw, tail_draw = self._draws(index)
+        runs_on = repeat_draw < _threshold(self._cfg.repeat_probability)
+        runs_on[0] = False
+        position = np.arange(self._num_tokens)
+        run_start = np.maximum.accumulate(np.where(runs_on, 0, position))
+        starts = np.searchsorted(self._bounds, token_draw[~runs_on], side="right")
+        place = self._place[starts][np.cumsum(~runs_on) - 1] + (position - run_start)
+        tokens: NDArray[np.int32] = self._cycle[place % self._num_bulk]
+        if self._cfg.rare_probability > 0:
+            is_rare = np.flatnonzero(rare_draw < _threshold(self._cfg.rare_probability))
+            tokens[is_rare] = self._num_bulk + (tail_draw[is_rare] * self._cfg.rare_tokens >> DRAW_BITS)
+        return tokens
+
+    def fingerprint(self) -> str:
+        return _digest(repr(self._cfg).encode(), self._seed, self.vocab_size, self._num_tokens)
+
+    def _draws(self, index: int) -> tuple[NDArray[np.uint64], ...]:
+        """Four independent 32-bit draws a position; raw words, because numpy promises that those never change."""
+        philox = np.random.Philox(key=np.array([self._seed, index], dtype=np.uint64))
+        first, second = philox.random_raw(2 * self._num_tokens).reshape(2, -1)
+        shift, mask = np.uint64(DRAW_BITS), np.uint64(DRAW_RANGE - 1)
+        return first >> shift, first & mask, second >> shift, second & mask
+
+
+def _pydoc_text() -> bytes:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        message = "embedded needs the module pydoc_data, which this Python was built without; allowed here: synthetic"
+        raise ConfigError("data.kind", message) from None
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def _zipf_bounds(num_tokens: int, exponent: float) -> NDArray[np.uint64]:
+    """Upper ends of all tokens' shares of the draws but the last's, which takes the rest."""
+    cumulative = np.cumsum(np.power(np.arange(1, num_tokens + 1), -exponent))
+    bounds: NDArray[np.uint64] = (cumulative[:-1] * (DRAW_RANGE / cumulative[-1])).astype(np.uint64)
+    return bounds
+
+
+def _threshold(probability: float) -> int:
+    """A draw is below it with `probability`."""
+    return round(probability * DRAW_RANGE)
+
+
+def _digest(content: bytes, *parameters: int) -> str:
+    return blake2b(content + repr(parameters).encode(), digest_size=8).hexdigest()

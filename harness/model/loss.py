@@ -1,0 +1,115 @@
+"""Cross-entropy over a large vocabulary, a few thousand tokens at a time.
+
+Why: the logits of a whole batch in fp32 are the largest tensor of a step by far, and nobody needs them all at once.
+How: one autograd function walks over chunks of tokens. For each it multiplies with the head, takes softmax and
+log-sum-exp in fp32, and finishes the gradients, when they are wanted, on the spot: backward has nothing to recompute.
+The seed (loss scale / expected tokens) goes into the gradient of the logits in fp32, before it is cast: in fp16 the
+gradient of one token among many would be zero otherwise. The head's gradient is summed over chunks in fp32.
+Left out: sharding over the vocabulary; gradients of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+IGNORED = -100
+"""The target of a position that is not predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOptions:
+    z_loss: float
+    """Coefficient of the squared log-partition."""
+    output_multiplier: float
+    """What logits are multiplied with, in fp32."""
+    chunk_tokens: int
+    compiled: bool
+    """Fuse the elementwise part of a chunk; worth it on CUDA."""
+
+
+class LossSums(NamedTuple):
+    objective: Tensor
+    """seed * (loss_sum + z_sum); the one to differentiate."""
+    loss_sum: Tensor
+    z_sum: Tensor
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, seed: Tensor, *, options: LossOptions
+) -> LossSums:
+    """Cross-entropy of `hidden` [T, D] @ `weight` [V, D]^T against `targets` [T], summed over the counted tokens."""
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        sums = _ChunkedCrossEntropy.apply(hidden, weight, targets, seed, options)  # type: ignore[no-untyped-call]
+        return LossSums(*cast(tuple[Tensor, Tensor, Tensor], sums))
+    loss_sum, z_sum = hidden.new_zeros(2, dtype=torch.float32).unbind()
+    for hidden_chunk, targets_chunk in _chunks(hidden, targets, options):
+        chunk_loss, chunk_z, _, _ = _chunk_terms(F.linear(hidden_chunk, weight), targets_chunk, options)
+        loss_sum, z_sum = loss_sum + chunk_loss, z_sum + chunk_z
+    return LossSums(seed * (loss_sum + z_sum), loss_sum, z_sum)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, seed: Tensor, options: LossOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        loss_sum, z_sum = hidden.new_zeros(2, dtype=torch.float32).unbind()
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+        hidden_gradients = []
+        differentiate = _compiled_chunk_gradient() if options.compiled else _chunk_gradient
+        for hidden_chunk, targets_chunk in _chunks(hidden, targets, options):
+            logits = F.linear(hidden_chunk, weight)
+            chunk_loss, chunk_z, logits_gradient = differentiate(logits, targets_chunk, seed, options)
+            loss_sum, z_sum = loss_sum + chunk_loss, z_sum + chunk_z
+            hidden_gradients.append(logits_gradient @ weight)
+            weight_gradient += logits_gradient.T @ hidden_chunk
+        ctx.save_for_backward(torch.cat(hidden_gradients), weight_gradient.to(weight.dtype))
+        ctx.mark_non_differentiable(loss_sum, z_sum)
+        return seed * (loss_sum + z_sum), loss_sum, z_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, objective_gradient: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden_gradient, weight_gradient = ctx.saved_tensors
+        return hidden_gradient * objective_gradient, weight_gradient * objective_gradient, None, None, None
+
+
+def _chunks(hidden: Tensor, targets: Tensor, options: LossOptions) -> zip[tuple[Tensor, Tensor]]:
+    size = options.chunk_tokens
+    return zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
+
+
+def _chunk_terms(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sum of the losses, sum of the z terms, the fp32 logits after the multiplier, and their log-partition [T, 1]."""
+    scaled = logits.float() * options.output_multiplier
+    log_partition = torch.logsumexp(scaled, dim=-1, keepdim=True)
+    is_counted = (targets != IGNORED)[:, None]
+    losses = log_partition - scaled.gather(-1, targets.clamp(min=0)[:, None])
+    loss_sum = torch.where(is_counted, losses, 0.0).sum()
+    z_sum = options.z_loss * torch.where(is_counted, log_partition.square(), 0.0).sum()
+    return loss_sum, z_sum, scaled, log_partition
+
+
+def _chunk_gradient(
+    logits: Tensor, targets: Tensor, seed: Tensor, options: LossOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Both sums, and the gradient of seed * (their sum) with respect to `logits`, in the dtype of `logits`."""
+    loss_sum, z_sum, scaled, log_partition = _chunk_terms(logits, targets, options)
+    slope = seed * options.output_multiplier
+    of_partition = torch.where((targets != IGNORED)[:, None], slope * (1 + 2 * options.z_loss * log_partition), 0.0)
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    gradient = torch.exp(scaled - log_partition) * of_partition - torch.where(is_target, slope, 0.0)
+    return loss_sum, z_sum, gradient.to(logits.dtype)
+
+
+@cache
+def _compiled_chunk_gradient() -> Callable[[Tensor, Tensor, Tensor, LossOptions], tuple[Tensor, Tensor, Tensor]]:
+    return torch.compile(_chunk_gradient, dynamic=False, fullgraph=True)

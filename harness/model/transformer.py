@@ -1,0 +1,219 @@
+"""The language model: pre-LN, RMSNorm, SwiGLU, rotary positions, grouped-query attention, no biases.
+
+Why: one plain module that computes, and knows nothing of shards, precision or compilation; those are applied beside it.
+How: `forward` takes tokens and targets and gives the objective to differentiate together with the sums that are
+logged, so that whole logits never leave the loss. Blocks are alike and take all they need as arguments: each can be
+compiled, checkpointed and sharded alone. Statistics of norms, rotation and loss are fp32 in every precision. Nothing
+depends on the values of tensors: no host sync, and NaN flows through to whoever watches.
+Rotary positions turn the first half of a head against the second, as in Hugging Face's Llama, so weights copy over.
+Left out: dropout, attention across documents of a packed sequence other than by `mask`, caches for generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from harness.config import AttentionKind, ModelConfig
+from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy
+from harness.model.mup import attention_scale, output_multiplier
+
+LinearFactory = Callable[[int, int], nn.Module]
+"""(in_features, out_features) -> a linear map without bias."""
+
+MAX_SAMPLED_LAYERS = 8
+
+
+class Output(NamedTuple):
+    objective: Tensor
+    """seed * (loss_sum + z_sum); the one to differentiate. The others are detached fp32."""
+    loss_sum: Tensor
+    """Cross-entropy in nats, summed over the counted tokens."""
+    z_sum: Tensor
+    """Squared log-partition, summed, times its coefficient."""
+    num_tokens: Tensor
+    """Targets that are not ignored."""
+    activation_square_sums: Tensor | None
+    """Sum of squares of the residual stream after each of `sampled_layers`, when probed."""
+
+
+def sampled_layers(num_layers: int) -> tuple[int, ...]:
+    """Indices of the layers whose activations are watched: few, evenly spread, the first and the last among them."""
+    count = min(num_layers, MAX_SAMPLED_LAYERS)
+    return tuple(index * (num_layers - 1) // max(count - 1, 1) for index in range(count))
+
+
+def rotary_tables(cfg: ModelConfig, sequence_length: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, [sequence_length, head_dim / 2], of each position's angle at each frequency.
+
+    Computed on the CPU and in fp64: far positions keep their angle, and every device gets the same bits.
+    """
+    exponents = torch.arange(0, cfg.head_dim, 2, dtype=torch.float64, device="cpu") / cfg.head_dim
+    positions = torch.arange(sequence_length, dtype=torch.float64, device="cpu")
+    angles = torch.outer(positions, cfg.rope_theta**-exponents)
+    return angles.cos(), angles.sin()
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn `heads` [B, S, H, head_dim] by their positions, in fp32."""
+    first, second = heads.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, cfg: ModelConfig, *, linear: LinearFactory) -> None:
+        super().__init__()
+        self.head_dim = cfg.head_dim
+        self.scale = attention_scale(cfg)
+        self.kind = cfg.attention
+        self.group_size = cfg.num_heads // cfg.num_kv_heads
+        self.query = linear(cfg.dim, cfg.dim)
+        self.key = linear(cfg.dim, cfg.num_kv_heads * cfg.head_dim)
+        self.value = linear(cfg.dim, cfg.num_kv_heads * cfg.head_dim)
+        self.output = linear(cfg.dim, cfg.dim)
+        self.query_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        query = rotate(self.query_norm(self._heads(self.query(hidden))), cos, sin)
+        key = rotate(self.key_norm(self._heads(self.key(hidden))), cos, sin)
+        value = self._heads(self.value(hidden))
+        attended = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
+        mixed: Tensor = self.output(attended.to(hidden.dtype).transpose(1, 2).flatten(2))
+        return mixed
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        return projected.view(*projected.shape[:-1], -1, self.head_dim)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, H, S, head_dim]; a position that may attend to nothing gets zeros, and gives no gradient."""
+        enable_gqa = self.group_size > 1
+        if self.kind is AttentionKind.fp32:
+            # The memory-efficient fp32 kernel knows no grouped queries, and the one that does keeps S x S scores.
+            query, key, value = (
+                query.float(),
+                key.float().repeat_interleave(self.group_size, dim=1),
+                value.float().repeat_interleave(self.group_size, dim=1),
+            )
+            enable_gqa = False
+        if mask is None:
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self.scale, enable_gqa=enable_gqa
+            )
+        length = query.shape[-2]
+        allowed = mask & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+        is_alive = allowed.any(dim=-1, keepdim=True)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=allowed | ~is_alive, scale=self.scale, enable_gqa=enable_gqa
+        )
+        return torch.where(is_alive, attended, 0.0)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, cfg: ModelConfig, *, linear: LinearFactory) -> None:
+        super().__init__()
+        self.gate = linear(cfg.dim, cfg.ffn_dim)
+        self.up = linear(cfg.dim, cfg.ffn_dim)
+        self.down = linear(cfg.ffn_dim, cfg.dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        projected: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return projected
+
+
+class Block(nn.Module):
+    def __init__(self, cfg: ModelConfig, *, linear: LinearFactory) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.attention = Attention(cfg, linear=linear)
+        self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.mlp = SwiGLU(cfg, linear=linear)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The residual stream [B, S, D] one layer on.
+
+        `mask` (bool, broadcastable to [B, H, S, S]) says who may attend to whom; the future is closed whatever it says.
+        """
+        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, mask)
+        advanced: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        return advanced
+
+
+class Transformer(nn.Module):
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self, cfg: ModelConfig, *, sequence_length: int, linear: LinearFactory, compile_loss: bool = False
+    ) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.sequence_length = sequence_length
+        self.loss_options = LossOptions(
+            z_loss=cfg.z_loss,
+            output_multiplier=output_multiplier(cfg),
+            chunk_tokens=cfg.loss_chunk_tokens,
+            compiled=compile_loss,
+        )
+        self.sampled_layers = sampled_layers(cfg.num_layers)
+        self.embedding = nn.Embedding(cfg.vocab_size, cfg.dim)
+        self.embedding_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps) if cfg.embedding_norm else nn.Identity()
+        self.blocks = nn.ModuleList(Block(cfg, linear=linear) for _ in range(cfg.num_layers))
+        self.norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+        self.head = None if cfg.tied_head else nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
+        table_shape = (sequence_length, cfg.head_dim // 2)
+        self.register_buffer("cos", torch.empty(table_shape, dtype=torch.float32), persistent=False)
+        self.register_buffer("sin", torch.empty(table_shape, dtype=torch.float32), persistent=False)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Fill the rotary tables; needed again after `to_empty`, which wipes them."""
+        cos, sin = rotary_tables(self.cfg, self.sequence_length)
+        self.cos.copy_(cos)
+        self.sin.copy_(sin)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        seed: Tensor | float = 1.0,
+        probe: bool = False,
+        mask: Tensor | None = None,
+    ) -> Output:
+        """The objective and the sums of `tokens` [B, S] against `targets` [B, S], where -100 is ignored.
+
+        `seed` is what the summed loss is multiplied with before it is differentiated: loss scale / expected tokens.
+        """
+        hidden, square_sums = self._hidden(tokens, mask=mask, probe=probe)
+        if not isinstance(seed, Tensor):
+            seed = torch.full((), seed, dtype=torch.float32, device=hidden.device)
+        sums = chunked_cross_entropy(
+            hidden.flatten(0, 1), self._head_weight(), targets.flatten(), seed, options=self.loss_options
+        )
+        num_tokens = (targets != IGNORED).sum(dtype=torch.float32)
+        return Output(*sums, num_tokens, torch.stack(square_sums) if probe else None)
+
+    def logits(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """All logits [B, S, V] in fp32, for tests and export; the model must not be sharded."""
+        hidden, _ = self._hidden(tokens, mask=mask, probe=False)
+        return F.linear(hidden, self._head_weight()).float() * self.loss_options.output_multiplier
+
+    def _hidden(self, tokens: Tensor, *, mask: Tensor | None, probe: bool) -> tuple[Tensor, list[Tensor]]:
+        """What the head reads, and the square sums of the sampled layers."""
+        hidden: Tensor = self.embedding_norm(self.embedding(tokens))
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        square_sums = []
+        for index, block in enumerate(self.blocks):
+            hidden = block(hidden, cos, sin, mask)
+            if probe and index in self.sampled_layers:
+                square_sums.append(torch.linalg.vector_norm(hidden.detach(), dtype=torch.float32).square())
+        return self.norm(hidden), square_sums
+
+    def _head_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight

@@ -1,0 +1,96 @@
+"""The update: fused AdamW that a device bit can refuse, with clipping folded in and the learning rate on the device.
+
+Why: deciding on the host costs a sync every step, and multiplying a bad gradient by zero writes NaN into the weights.
+How: the fused kernel itself reads `found_inf` (1: leave parameters, moments and step counters bit for bit as they are)
+and `grad_scale` (divides the gradient: token count, loss scale and clipping in one factor). The number of applied
+updates is counted on the device, where it picks the learning rate from the schedule's table.
+Moments exist from the start, so that every snapshot has the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from harness.config import OptimConfig
+from harness.optim.schedule import table
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that are treated alike."""
+
+    parameters: Mapping[str, nn.Parameter]
+    lr_multiplier: float
+    weight_decay: float
+
+
+@dataclass(slots=True)
+class Update:
+    adamw: torch.optim.AdamW
+    groups: Sequence[Group]
+    rates: Tensor
+    """Learning rate of each step at multiplier 1."""
+    step: Tensor
+    """Updates applied, counted on the device."""
+    clip_norm: float | None
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for group in self.groups for name, parameter in group.parameters.items()}
+
+    @property
+    def lr(self) -> Tensor:
+        """The rate the next update takes at multiplier 1."""
+        return torch.take(self.rates, self.step.clamp(max=len(self.rates) - 1))
+
+    def apply(self, *, refuse: Tensor, grad_norm: Tensor, divisor: Tensor) -> Tensor:
+        """One update, or none where `refuse` is 1; returns the learning rate it was made for.
+
+        `divisor` turns the stored gradient into the true one, whose norm before clipping is `grad_norm`.
+        """
+        lr = self.lr
+        for group, options in zip(self.groups, self.adamw.param_groups, strict=True):
+            options["lr"].copy_(lr * group.lr_multiplier)
+        excess = 1.0 if self.clip_norm is None else (grad_norm / self.clip_norm).clamp(min=1.0)
+        setattr(self.adamw, "grad_scale", divisor * excess)  # noqa: B010  (read by the fused kernel, unknown to mypy)
+        setattr(self.adamw, "found_inf", refuse)  # noqa: B010
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        self.step += 1 - refuse.to(self.step.dtype)
+        return lr
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Moments and step counter of each parameter, by name."""
+        return {name: self.adamw.state[parameter] for name, parameter in self.parameters.items()}
+
+
+def build_update(groups: Sequence[Group], *, cfg: OptimConfig, num_steps: int, device: torch.device) -> Update:
+    """AdamW over the groups, its moments allocated."""
+    options = [
+        {
+            "params": list(group.parameters.values()),
+            "lr": torch.zeros((), dtype=torch.float32, device=device),
+            "weight_decay": group.weight_decay,
+        }
+        for group in groups
+    ]
+    adamw = torch.optim.AdamW(options, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, fused=True)
+    for group in groups:
+        for parameter in group.parameters.values():
+            adamw.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            }
+    rates = torch.tensor(table(cfg, num_steps=num_steps), dtype=torch.float64) * cfg.lr
+    return Update(
+        adamw=adamw,
+        groups=groups,
+        rates=rates.to(torch.float32).to(device),
+        step=torch.zeros((), dtype=torch.int64, device=device),
+        clip_norm=cfg.clip_norm,
+    )

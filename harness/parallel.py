@@ -1,0 +1,176 @@
+"""The machine: who the ranks are, how the model is spread over them, and every collective the harness makes.
+
+Why: parallelism is applied beside the model, not inside it, and communication can be counted when it lives in one file.
+How: a mesh of replicate x shard ranks; FSDP2 shards each block and the root over the shard axis, so a step gathers one
+block at a time. Gradients are summed, never averaged: the loss is already divided by the tokens of the global batch.
+Left out: tensor, pipeline and context parallelism.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from harness.config import ActivationCheckpointing, ConfigError, DeviceKind, ParallelConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This rank's place among all ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    replicate: int
+    """Ranks that hold the same shard."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def rank_from_environment() -> tuple[int, int, int]:
+    """(rank, world size, local rank) as torchrun tells them; one lonely rank without torchrun."""
+    return tuple(int(os.environ.get(name, default)) for name, default in _TORCHRUN_VARIABLES)  # type: ignore[return-value]
+
+
+_TORCHRUN_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+
+
+def connect(cfg: ParallelConfig) -> World:
+    """Join the process group and lay out the mesh."""
+    rank, size, local_rank = rank_from_environment()
+    device = _device(cfg.device, local_rank)
+    store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=cfg.timeout_s),
+        store=store,
+        rank=rank if store else -1,
+        world_size=size if store else -1,
+        device_id=device if device.type == "cuda" else None,
+    )
+    shape, axes = (size,), ("shard",)
+    if cfg.replicate > 1:
+        shape, axes = (cfg.replicate, size // cfg.replicate), ("replicate", "shard")  # type: ignore[assignment]
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
+    return World(rank=rank, size=size, device=device, mesh=mesh, replicate=cfg.replicate)
+
+
+def _device(kind: DeviceKind, local_rank: int) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if kind is DeviceKind.cpu or (kind is DeviceKind.auto and not has_cuda):
+        return torch.device("cpu")
+    if not has_cuda:
+        raise ConfigError("parallel.device", "cuda was asked for, but torch sees no GPU; use auto or cpu")
+    if local_rank >= torch.cuda.device_count():
+        message = f"{local_rank + 1} ranks on this machine, but it has {torch.cuda.device_count()} GPUs"
+        raise ConfigError("launch.nproc", message)
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def disconnect() -> None:
+    """Leave the process group, in order when the others still answer."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(
+    model: nn.Module, blocks: Iterable[nn.Module], *, world: World, cfg: ParallelConfig, precision: MixedPrecisionPolicy
+) -> None:
+    """Checkpoint activations, compile, then shard: each block by itself, what is left with the root."""
+    layers = list(blocks)
+    for block in layers:
+        _checkpoint_activations(block, cfg.activation_checkpointing)
+        if cfg.compile:
+            block.compile(fullgraph=cfg.activation_checkpointing is ActivationCheckpointing.none)
+        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=cfg.reshard_after_forward)
+    fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+_KEPT_BY_SELECTIVE = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""Dear to compute, cheap to keep: matrix products and attention."""
+
+
+def _keep_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checkpoint_activations(block: nn.Module, kind: ActivationCheckpointing) -> None:
+    """Wrap the block's forward in place, so that parameter names stay what they are."""
+    match kind:
+        case ActivationCheckpointing.none:
+            return
+        case ActivationCheckpointing.full:
+            wrapped = partial(checkpoint, block.forward, use_reentrant=False)
+        case ActivationCheckpointing.selective:
+            contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+            wrapped = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    setattr(block, "forward", wrapped)  # noqa: B010  (a module's forward is a method to mypy)
+
+
+def write_local(parameter: Tensor, full: Tensor) -> None:
+    """Copy this rank's part of `full` into a parameter, sharded or not."""
+    with torch.no_grad():
+        if not isinstance(parameter, DTensor):
+            parameter.copy_(full)
+            return
+        mesh = parameter.device_mesh
+        for axis, placement in enumerate(parameter.placements):
+            if placement.is_shard():
+                parts = full.chunk(mesh.size(axis), dim=placement.dim)  # type: ignore[attr-defined]
+                index = mesh.get_local_rank(axis)
+                full = parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)  # type: ignore[attr-defined]
+        parameter.to_local().copy_(full)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def all_reduce_sum(vector: Tensor) -> Tensor:
+    """Sum over all ranks, in place."""
+    dist.all_reduce(vector, op=dist.ReduceOp.SUM)
+    return vector
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    box: list[Any] = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]  # type: ignore[no-any-return]
+
+
+def barrier() -> None:
+    """Wait for all ranks (over gloo: the device's stream is not involved)."""
+    dist.broadcast_object_list([None], src=0, device=torch.device("cpu"))

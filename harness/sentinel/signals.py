@@ -1,0 +1,100 @@
+"""What every step tells: one fixed-size float32 vector, summed over all ranks in one all-reduce.
+
+Why: every rank must hold the same numbers at the same step to take the same decision, and one small collective is what
+that may cost.
+How: `Layout` gives each number its place. Sums over data (loss, tokens, activations) add up over all ranks; sums over
+sharded state (gradients, weights, moments) are first divided by the number of replicas that hold the same shard. What
+is not measured in a step travels as zero, so the vector and the collective never change shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.parallel import World, all_reduce_sum, local
+
+SCALARS = ("loss", "z_loss", "tokens", "stop", "param", "v")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each number lies in the vector."""
+
+    groups: tuple[str, ...]
+    """Layer groups whose gradient norms are told apart."""
+    layers: tuple[str, ...]
+    """Layers whose activations are sampled."""
+
+    @property
+    def size(self) -> int:
+        return len(SCALARS) + len(self.groups) + len(self.layers)
+
+    def scalar(self, vector: Tensor, name: str) -> Tensor:
+        return vector[SCALARS.index(name)]
+
+    def group_squares(self, vector: Tensor) -> Tensor:
+        return vector[len(SCALARS) : len(SCALARS) + len(self.groups)]
+
+    def layer_squares(self, vector: Tensor) -> Tensor:
+        return vector[len(SCALARS) + len(self.groups) : self.size]
+
+
+def group_of(parameter_name: str) -> str:
+    """The layer group a parameter belongs to: its block, or its own module outside the blocks."""
+    first, _, rest = parameter_name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first
+
+
+def square_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of squares of this rank's part of each tensor, as a vector."""
+    norms = torch._foreach_norm([local(tensor) for tensor in tensors], 2, dtype=torch.float32)
+    return torch.stack(norms).square()
+
+
+class Signals:
+    """Gathers one step's numbers on this rank, then sums them over all."""
+
+    def __init__(self, layout: Layout, *, parameters: Mapping[str, Tensor], world: World) -> None:
+        self.layout = layout
+        self._world = world
+        self._parameters = list(parameters.values())
+        groups = [layout.groups.index(group_of(name)) for name in parameters]
+        self._group_index = torch.tensor(groups, device=world.device)
+        self.clear()
+
+    def clear(self) -> None:
+        self.vector = torch.zeros(self.layout.size, dtype=torch.float32, device=self._world.device)
+
+    def add_forward(self, *, loss: Tensor, z_loss: Tensor, tokens: Tensor, layers: Tensor | None) -> None:
+        """Sums of one micro-batch."""
+        self.layout.scalar(self.vector, "loss").add_(loss)
+        self.layout.scalar(self.vector, "z_loss").add_(z_loss)
+        self.layout.scalar(self.vector, "tokens").add_(tokens)
+        if layers is not None:
+            self.layout.layer_squares(self.vector).add_(layers)
+
+    def add_gradients(self) -> None:
+        """Squared norm of each layer group's gradient."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        assert len(gradients) == len(self._parameters), "every parameter takes part in every step"
+        squares = square_sums(gradients) / self._world.replicate
+        self.layout.group_squares(self.vector).index_add_(0, self._group_index, squares)
+
+    def add_state(self, second_moments: Sequence[Tensor]) -> None:
+        """Squared norms of weights and second moments."""
+        share = 1 / self._world.replicate
+        self.layout.scalar(self.vector, "param").add_(square_sums(self._parameters).sum(), alpha=share)
+        self.layout.scalar(self.vector, "v").add_(square_sums(second_moments).sum(), alpha=share)
+
+    def add_stop_request(self) -> None:
+        self.layout.scalar(self.vector, "stop").add_(1.0)
+
+    def reduce(self) -> Tensor:
+        """The one collective of the step; returns the vector every rank now shares and starts a new one."""
+        reduced = all_reduce_sum(self.vector)
+        self.clear()
+        return reduced

@@ -1,0 +1,264 @@
+"""What a person sees while a run goes on: a live line on a terminal, plain lines in a file or a pipe.
+
+How: `Console.show` takes the same events as the log. Step records move the bar (or, without a terminal, print a line
+every few seconds, and the first and the last); everything rarer is printed above it. Nothing here runs in a thread
+and nothing here may stop a run: when the reader of a pipe goes away, the console falls silent and training continues.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO, cast, final
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from harness.config import EXIT_DONE
+from harness.events import CheckpointSaved, EvalRecord, Event, Intervention, RunEnded, RunStarted, StepRecord
+from harness.rundir import RunDir
+from harness.telemetry.shipper import SINK_MODULE
+from harness.telemetry.store import SQLITE, sqlite_path, without_credentials
+
+PLAIN_EVERY_S = 5.0
+REFRESH_EVERY_S = 0.1
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What the closing block tells."""
+
+    first_loss: float | None = None
+    last_loss: float | None = None
+    eval_loss: float | None = None
+    num_refused: int = 0
+
+    def count(self, event: Event) -> None:
+        match event:
+            case StepRecord():
+                self.first_loss = event.loss if self.first_loss is None else self.first_loss
+                self.last_loss = event.loss
+                self.num_refused += event.refused
+            case EvalRecord():
+                self.eval_loss = event.loss
+            case _:
+                pass
+
+
+def closing(run: RunDir, tally: Tally, *, tracking_uri: str | None, shipped: bool) -> str:
+    """The last words of a run: how it went, where it lies, how to look at it."""
+    rows: list[tuple[str, str]] = []
+    if tally.first_loss is not None and tally.last_loss is not None:
+        rows.append(("loss", f"{tally.first_loss:.4f} -> {tally.last_loss:.4f}"))
+    if tally.eval_loss is not None:
+        rows.append(("eval loss", f"{tally.eval_loss:.4f}"))
+    if tally.num_refused:
+        rows.append(("refused", f"{tally.num_refused} updates"))
+    rows.append(("run", _short(run.path)))
+    if run.picture.exists():
+        rows.append(("picture", _short(run.picture)))
+    if tracking_uri is not None:
+        rows.append(("mlflow", mlflow_command(tracking_uri)))
+        if not shipped:
+            rows.append(("unsent", f"{_program('python')} -m {SINK_MODULE} {shlex.quote(_short(run.path))}"))
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+def mlflow_command(tracking_uri: str) -> str:
+    """How to look at a store: a server has its address, a database needs one."""
+    database = sqlite_path(tracking_uri)
+    if tracking_uri.startswith(("http://", "https://")):
+        return without_credentials(tracking_uri)
+    uri = tracking_uri if database is None else f"{SQLITE}{_short(database)}"
+    return f"{_program('mlflow')} ui --backend-store-uri {shlex.quote(without_credentials(uri))}"
+
+
+def step_line(record: StepRecord, num_steps: int, eta_s: float | None) -> str:
+    """One step in one line."""
+    work = f"{record.mfu:.1%} MFU" if record.mfu is not None else with_prefix(record.flops_per_s, "FLOP/s")
+    parts = [
+        f"step {record.step}/{num_steps}",
+        f"loss {record.loss:.4f}",
+        f"grad {record.grad_norm:.3g}",
+        f"lr {record.lr:.2e}",
+        with_prefix(record.tokens_per_s, "tok/s"),
+        work,
+    ]
+    if eta_s is not None:
+        parts.append(f"ETA {clock(eta_s)}")
+    return "  ".join(parts)
+
+
+def notice(event: Event) -> str | None:
+    """The line of an event that is not an ordinary step."""
+    match event:
+        case RunStarted(resumed_from=None):
+            return (
+                f"training {event.num_steps} steps on {event.world_size} {'rank' if event.world_size == 1 else 'ranks'}"
+            )
+        case RunStarted():
+            return (
+                f"resumed from {event.resumed_from}, step {event.step}/{event.num_steps}, on {event.world_size} ranks"
+            )
+        case StepRecord(refused=True):
+            return (
+                f"iteration {event.iteration}: update refused, loss {event.loss:.4g}, grad norm {event.grad_norm:.4g}"
+            )
+        case EvalRecord():
+            return f"step {event.step}: eval loss {event.loss:.4f}"
+        case CheckpointSaved():
+            return f"step {event.step}: saved {event.directory} in {event.seconds:.1f} s"
+        case Intervention():
+            changes = ", ".join(f"{key}: {change}" for key, change in event.changes.items())
+            return f"{event.who} changed {changes or 'nothing'} ({event.reason})"
+        case RunEnded() if event.exit_code != EXIT_DONE:
+            return f"ended at step {event.step}: {event.reason} (exit code {event.exit_code})"
+        case _:
+            return None
+
+
+def with_prefix(value: float, unit: str) -> str:
+    """Three digits and a metric prefix: 38.2 GFLOP/s."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(value) < 999.5:
+            return f"{value:.3g} {prefix}{unit}"
+        value /= 1000
+    return f"{value:.3g} E{unit}"
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds, as much as needed: 1:02:03, 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+@final
+class PatientStream(io.TextIOBase):
+    """A stream that nobody may be reading: a write that fails ends the output, not the run."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.silent = False
+
+    def write(self, text: str) -> int:
+        if not self.silent:
+            try:
+                self._stream.write(text)
+            except OSError:
+                self._fall_silent()
+        return len(text)
+
+    def flush(self) -> None:
+        if not self.silent:
+            try:
+                self._stream.flush()
+            except OSError:
+                self._fall_silent()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def _fall_silent(self) -> None:
+        """What is left in the buffer goes nowhere, or the interpreter would stumble over it on its way out."""
+        self.silent = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+@final
+class Console:
+    """Shows events on `stream`, by default standard output."""
+
+    def __init__(self, num_steps: int, stream: TextIO | None = None) -> None:
+        self.tally = Tally()
+        self._num_steps = num_steps
+        self._stream = PatientStream(stream or sys.stdout)
+        self._last: StepRecord | None = None
+        self._shown: StepRecord | None = None
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            self._progress = _progress(self._stream)
+            self._task = self._progress.add_task("", total=num_steps, line="", visible=False)
+            self._progress.start()
+
+    def show(self, event: Event) -> None:
+        self.tally.count(event)
+        text = notice(event)
+        if text is not None:
+            self.say(text)
+        if isinstance(event, StepRecord):
+            self._show_step(event)
+
+    def say(self, text: str) -> None:
+        """Lines that stay, above the live one."""
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Show where the run stands and take the live line down; `say` still works."""
+        if self._last is not None and self._shown is not self._last:
+            self._draw(self._last, eta_s=None)
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _show_step(self, record: StepRecord) -> None:
+        eta_s = self._eta_s(record)
+        self._last = record
+        every_s = PLAIN_EVERY_S if self._progress is None else REFRESH_EVERY_S
+        if self._shown is None or record.time - self._shown.time >= every_s or record.step >= self._num_steps:
+            self._draw(record, eta_s)
+
+    def _eta_s(self, record: StepRecord) -> float | None:
+        if self._last is None or record.tokens_per_s <= 0:
+            return None
+        batch_tokens = record.tokens - self._last.tokens
+        return max(0, self._num_steps - record.step) * batch_tokens / record.tokens_per_s
+
+    def _draw(self, record: StepRecord, eta_s: float | None) -> None:
+        self._shown = record
+        line = step_line(record, self._num_steps, eta_s)
+        if self._progress is None:
+            self.say(line)
+        else:
+            self._progress.update(self._task, completed=record.step, line=line, visible=True)
+            self._progress.refresh()
+
+
+def _progress(stream: PatientStream) -> Progress:
+    console = RichConsole(file=cast(TextIO, stream), force_terminal=True)
+    bar = BarColumn(bar_width=None, complete_style="cyan", finished_style="green")
+    return Progress(
+        bar, TextColumn("{task.fields[line]}", markup=False), console=console, auto_refresh=False, expand=True
+    )
+
+
+def _short(path: Path) -> str:
+    """Relative where it lies below the working directory."""
+    path = path.resolve()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _program(name: str) -> str:
+    """A program of this environment, by its path: the reader's shell may not have the environment activated."""
+    beside = Path(sys.executable).with_name(name)
+    if not beside.exists():
+        return name
+    return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)

@@ -1,0 +1,171 @@
+"""What a run was made of: code, versions, machine, seeds, number formats.
+
+Why: a result that cannot be traced to its code and its machine cannot be repeated.
+How: `manifest.json` holds the first start; each later one (a resume may bring other code, another machine) is
+appended whole to its list `starts`. The diff against the commit is kept up to a limit, with the size and hash of all
+of it. Of the environment only an allow-list is written, and credentials are cut out of command lines, because
+manifests are shared.
+Left out: contents of untracked files (their names are listed) and the machines of other ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import harness
+from harness.config import Config
+from harness.rundir import RunDir, write_atomically
+from harness.telemetry.store import without_credentials
+
+DIFF_LIMIT_BYTES = 200_000
+UNTRACKED_LIMIT = 100
+GIT_TIMEOUT_S = 20
+PACKAGES = {
+    "torch": "torch",
+    "mlflow": "mlflow",
+    "hydra": "hydra-core",
+    "omegaconf": "omegaconf",
+    "numpy": "numpy",
+    "harness": "pretraining-harness",
+}
+ENVIRONMENT = re.compile(
+    r"CUDA_VISIBLE_DEVICES|CUDA_DEVICE_MAX_CONNECTIONS|CUBLAS_WORKSPACE_CONFIG|(OMP|MKL)_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF"
+    r"|SLURM_(JOB_ID|JOB_NODELIST|NNODES|NTASKS|CLUSTER_NAME|RESTART_COUNT)|NCCL_\w+|TORCH_\w+"
+)
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|KEY", re.IGNORECASE)
+
+
+def build_manifest(
+    cfg: Config, *, world_size: int, device: torch.device, corpus_fingerprint: str, num_parameters: int
+) -> dict[str, Any]:
+    """This start of the run, as plain values."""
+    return {
+        "time": time.time(),
+        "run": cfg.run.name,
+        "argv": [without_credentials(argument) for argument in sys.argv],
+        **code(Path(harness.__file__).parent),
+        "versions": versions(),
+        "hardware": hardware(device) | {"world_size": world_size},
+        "seeds": {"run": cfg.run.seed},
+        "dtype": {
+            "compute": str(cfg.precision.kind),
+            "master_weights": "fp32",
+            "gradient_reduction": "fp32",
+            "fp32_matmul": torch.get_float32_matmul_precision(),
+        },
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "num_parameters": num_parameters,
+        "corpus_fingerprint": corpus_fingerprint,
+        "environment": environment(),
+    }
+
+
+def write_manifest(run: RunDir, manifest: dict[str, Any]) -> None:
+    """Keep the first start as it is and append the others to it."""
+    if run.manifest.exists():
+        first = json.loads(run.manifest.read_text(encoding="utf-8"))
+        first["starts"].append(manifest)
+    else:
+        first = manifest | {"starts": []}
+    write_atomically(run.manifest, json.dumps(first, indent=2) + "\n")
+
+
+def code(directory: Path) -> dict[str, Any]:
+    """Commit and diff of the tree that `directory` belongs to; nulls where git does not track it."""
+    untracked_here = _git(directory, "ls-files", "--error-unmatch", "__init__.py") is None
+    commit = None if untracked_here else _git(directory, "rev-parse", "HEAD")
+    if commit is None:
+        return {"commit": None, "diff": None, "untracked": None}
+    untracked = (_git(directory, "ls-files", "--others", "--exclude-standard", "--full-name", ":/") or b"").decode(
+        errors="replace"
+    )
+    return {
+        "commit": commit.decode().strip(),
+        "diff": _described(_git(directory, "diff", "HEAD", "--no-ext-diff", "--no-color")),
+        "untracked": untracked.splitlines()[:UNTRACKED_LIMIT],
+    }
+
+
+def _described(diff: bytes | None) -> dict[str, Any] | None:
+    if not diff:
+        return None
+    return {
+        "size_bytes": len(diff),
+        "sha256": hashlib.sha256(diff).hexdigest(),
+        "truncated": len(diff) > DIFF_LIMIT_BYTES,
+        "text": diff[:DIFF_LIMIT_BYTES].decode(errors="replace"),
+    }
+
+
+def _git(directory: Path, *arguments: str) -> bytes | None:
+    try:
+        command = ["git", "-C", str(directory), *arguments]
+        return subprocess.run(command, capture_output=True, check=True, timeout=GIT_TIMEOUT_S).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Python and the packages whose version can change a result."""
+    return {"python": platform.python_version()} | {name: _version(package) for name, package in PACKAGES.items()}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """The machine of this rank."""
+    machine: dict[str, Any] = {
+        "hostname": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpu": _after_colon(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine(),
+        "num_cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "device": device.type,
+        "gpus": [],
+    }
+    if device.type == "cuda":
+        machine["gpus"] = [_gpu(index) for index in range(torch.cuda.device_count())]
+        machine["cuda"] = torch.version.cuda
+        machine["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+        machine["driver"] = _after_colon(Path("/proc/driver/nvidia/version"), "NVRM version")
+    return machine
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {"name": properties.name, "memory_bytes": properties.total_memory}
+
+
+def _after_colon(path: Path, label: str) -> str | None:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(label)), None)
+
+
+def environment() -> dict[str, str]:
+    """The variables that change how a run behaves; never one that may hold a secret."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if ENVIRONMENT.fullmatch(name) and not SECRET.search(name)
+    }

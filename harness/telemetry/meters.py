@@ -1,0 +1,111 @@
+"""How fast and how large: throughput, FLOP/s, MFU and memory, from clocks and counters the host already has.
+
+Why: a meter that waits for the device slows down what it measures.
+How: the loop calls `tick` once an iteration with the host's clock. The host runs at most `lag` steps ahead of the
+device, so over a few steps both keep the same pace. Rates are means over the last steps; the first one, which
+compiles and warms up, is never among them, nor is time spent elsewhere (evaluation, checkpoint), which `resume`
+leaves out.
+Left out: device timers (they need a sync or an event pool) and the rates of other ranks (one step is as slow as the
+slowest).
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from collections import deque
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+WINDOW_STEPS = 20
+
+PEAK_FLOPS: tuple[tuple[frozenset[str], float], ...] = (
+    (frozenset({"GB200"}), 2500e12),
+    (frozenset({"B200"}), 2250e12),
+    (frozenset({"H200"}), 989e12),
+    (frozenset({"GH200"}), 989e12),
+    (frozenset({"H100", "PCIE"}), 756e12),
+    (frozenset({"H100", "NVL"}), 835e12),
+    (frozenset({"H100"}), 989e12),
+    (frozenset({"H800"}), 989e12),
+    (frozenset({"H20"}), 148e12),
+    (frozenset({"A100"}), 312e12),
+    (frozenset({"A800"}), 312e12),
+    (frozenset({"A40"}), 149.7e12),
+    (frozenset({"L40S"}), 362e12),
+    (frozenset({"L4"}), 121e12),
+    (frozenset({"MI300X"}), 1307e12),
+)
+"""Words of a device's name -> dense bf16 FLOP/s of one device; the first row whose words all occur wins."""
+
+
+def peak_flops(device_name: str | None, override_tflops: float | None) -> float | None:
+    """What one device could do at best; None where nobody said and the name is not known."""
+    if override_tflops is not None:
+        return override_tflops * 1e12
+    words = set(re.split(r"[^A-Z0-9]+", (device_name or "").upper()))
+    return next((flops for needed, flops in PEAK_FLOPS if needed <= words), None)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak memory of this process on `device`, as the allocator or the kernel counted it; no sync."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    step_time_s: float
+    """This step alone."""
+    tokens_per_s: float
+    flops_per_s: float
+    mfu: float | None
+
+
+@final
+class Meter:
+    """Turns the host's clock, read once an iteration, into rates of the whole run.
+
+    `flops_per_step` and `peak_flops` are those of all ranks together.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens_per_step: int,
+        flops_per_step: float,
+        peak_flops: float | None,
+        started_s: float,
+        window_steps: int = WINDOW_STEPS,
+    ) -> None:
+        self._tokens_per_step = tokens_per_step
+        self._flops_per_step = flops_per_step
+        self._peak_flops = peak_flops
+        self._last_s = started_s
+        self._warm = False
+        self._recent_s: deque[float] = deque(maxlen=window_steps)
+
+    def tick(self, now_s: float) -> Rates:
+        """One iteration was issued."""
+        step_time_s = max(now_s - self._last_s, 1e-9)
+        self._last_s = now_s
+        if self._warm:
+            self._recent_s.append(step_time_s)
+        self._warm = True
+        mean_s = sum(self._recent_s) / len(self._recent_s) if self._recent_s else step_time_s
+        flops_per_s = self._flops_per_step / mean_s
+        return Rates(
+            step_time_s=step_time_s,
+            tokens_per_s=self._tokens_per_step / mean_s,
+            flops_per_s=flops_per_s,
+            mfu=None if self._peak_flops is None else flops_per_s / self._peak_flops,
+        )
+
+    def resume(self, now_s: float) -> None:
+        """The time since the last tick was not training."""
+        self._last_s = now_s

@@ -1,0 +1,79 @@
+"""Rank 0's voice: what happens goes into the event log first, and from there to the console, MLflow and a picture.
+
+Other ranks have a narrator too and say nothing, so that the loop needs no `if rank == 0`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Self, final
+
+from harness.config import Config
+from harness.events import Event, RunEnded, StepRecord
+from harness.parallel import World
+from harness.rundir import RunDir
+from harness.telemetry.console import Console, closing
+from harness.telemetry.meters import Meter
+from harness.telemetry.picture import draw
+from harness.telemetry.shipper import Shipper
+from harness.telemetry.sinks import EventLog
+from harness.telemetry.store import tracking_uri
+
+
+@final
+class Narrator:
+    def __init__(self, cfg: Config, run: RunDir, *, world: World, meter: Meter) -> None:
+        self._cfg = cfg
+        self._run = run
+        self._meter = meter
+        self._speaks = world.is_first
+
+    def __enter__(self) -> Self:
+        if self._speaks:
+            self._log = EventLog(self._run.events)
+            self._console = Console(self._cfg.train.num_steps)
+            self._shipper = Shipper.start(self._run) if self._cfg.telemetry.mlflow else None
+        return self
+
+    def emit(self, event: Event) -> None:
+        """Tell an event; the time it took was not training."""
+        self._tell(event)
+        self._meter.resume(time.perf_counter())
+
+    def emit_step(self, record: StepRecord) -> None:
+        """Tell a step, with the pace the host's clock gives it."""
+        rates = self._meter.tick(time.perf_counter())
+        self._tell(
+            replace(
+                record,
+                time=time.time(),
+                step_time_s=rates.step_time_s,
+                tokens_per_s=rates.tokens_per_s,
+                flops_per_s=rates.flops_per_s,
+                mfu=rates.mfu,
+            )
+        )
+
+    def end(self, event: RunEnded) -> None:
+        """The last event of a run; the picture comes before it, because MLflow takes its leave with it."""
+        if self._speaks and self._cfg.telemetry.picture:
+            draw(self._run.events, self._run.picture)
+        self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        if self._speaks:
+            self._log.write(event)
+            self._console.show(event)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the log, give MLflow its time, and say where everything lies; after a crash, leave at once."""
+        if not self._speaks:
+            return
+        self._log.close()
+        self._console.close()
+        if kind is not None:
+            return
+        shipped = self._shipper is None or self._shipper.finish(self._cfg.telemetry.exit_wait_s)
+        uri = None if self._shipper is None else tracking_uri(self._cfg)
+        self._console.say(closing(self._run, self._console.tally, tracking_uri=uri, shipped=shipped))

@@ -1,0 +1,54 @@
+"""Which MLflow store a run reports to, as a URI; torch-free and MLflow-free.
+
+A run that names none shares one sqlite file with its neighbours in `run.dir`, so that a sweep is one table. Relative
+sqlite paths are made absolute, because the rest of a run may be sent later and from elsewhere.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness.config import Config
+
+SQLITE = "sqlite:///"
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def tracking_uri(cfg: Config) -> str:
+    """The store of a run, resolved."""
+    return resolve(cfg.telemetry.tracking_uri, runs=Path(cfg.run.dir))
+
+
+def resolve(uri: str | None, *, runs: Path) -> str:
+    """`uri` with an absolute path where it has one; without a URI, sqlite in the directory of the runs."""
+    if uri is None:
+        return f"{SQLITE}{runs.resolve() / 'mlflow.db'}"
+    database = sqlite_path(uri)
+    return uri if database is None else f"{SQLITE}{database.resolve()}"
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The file of a sqlite store; None for every other kind."""
+    return Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) and uri != SQLITE else None
+
+
+def without_credentials(text: str) -> str:
+    """`text` with the user and password of any URI in it hidden."""
+    return _CREDENTIALS.sub("***@", text)
+
+
+@contextmanager
+def schema_lock(uri: str) -> Iterator[None]:
+    """One process at a time opens a sqlite store, because the first to do so creates its tables."""
+    database = sqlite_path(uri)
+    if database is None:
+        yield
+        return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with database.with_name(f".{database.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

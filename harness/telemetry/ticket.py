@@ -1,0 +1,95 @@
+"""How far a run has come on its way to MLflow: what must be remembered between processes, and who may send.
+
+`mlflow.json` is replaced as a whole after each batch that MLflow took, so it never claims more than was taken. A lock
+on the run directory keeps two senders apart: the one of a restarted trainer waits for the one that its predecessor
+left behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import yaml
+
+from harness.rundir import RunDir, write_atomically
+from harness.telemetry.store import resolve
+
+LOCK_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """The process whose log is being followed."""
+
+    pid: int
+    log_bytes: int
+    """How long the log was when it started: what is older is not its own."""
+
+    def is_alive(self) -> bool:
+        """Asked by its child: an orphan gets another parent at once."""
+        return os.getppid() == self.pid
+
+
+@dataclass(slots=True, kw_only=True)
+class Ticket:
+    tracking_uri: str
+    key: str
+    """Marks the MLflow run; written down before the first contact, so that a run is never created twice."""
+    experiment_id: str | None = None
+    run_id: str | None = None
+    offset: int = 0
+    """Bytes of the event log that MLflow has taken."""
+
+    def save(self, run: RunDir) -> None:
+        write_atomically(run.mlflow, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def load_ticket(run: RunDir, tracking_uri: str | None) -> Ticket:
+    """The stored ticket; a new one, to send all of the log, for a new run or where `tracking_uri` is another store."""
+    if run.mlflow.exists():
+        ticket = Ticket(**json.loads(run.mlflow.read_text(encoding="utf-8")))
+        if tracking_uri in (None, ticket.tracking_uri):
+            return ticket
+    ticket = Ticket(tracking_uri=tracking_uri or configured_uri(run), key=uuid.uuid4().hex)
+    ticket.save(run)
+    return ticket
+
+
+def configuration(run: RunDir) -> dict[str, Any]:
+    """The run's configuration as it lies on disk: of whichever version wrote it."""
+    tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    assert isinstance(tree, dict)
+    return tree
+
+
+def configured_uri(run: RunDir) -> str:
+    """The store that the run's configuration names."""
+    return resolve(configuration(run)["telemetry"]["tracking_uri"], runs=run.path.parent)
+
+
+@contextmanager
+def sole_sender(run: RunDir, trainer: Trainer | None) -> Iterator[bool]:
+    """Hold the run's lock, or yield False: a living trainer's sender waits for it, a sender by hand does not."""
+    with (run.path / ".mlflow.lock").open("w") as lock:
+        while not _acquire(lock.fileno()):
+            if trainer is None or not trainer.is_alive():
+                yield False
+                return
+            time.sleep(LOCK_POLL_S)
+        yield True
+
+
+def _acquire(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

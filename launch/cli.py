@@ -1,0 +1,44 @@
+"""The `harness` command: finds the subcommand, and nothing else.
+
+Why: asking for help must answer at once, so this file imports neither Hydra nor torch; a command brings what it needs.
+How: one `match` over the words of the command line. Every command returns its exit code: 0 done, 2 bad configuration,
+3 halted by the sentinel (do not requeue), 75 interrupted but resumable (requeue), 1 crashed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from harness.config import EXIT_BAD_CONFIG, EXIT_DONE
+
+HELP = """\
+usage: harness COMMAND [ARGUMENTS]
+
+commands:
+  train    train a model, or resume a run: harness train [group=option] [key=value] ...
+
+`harness COMMAND --help` says more.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    match list(sys.argv[1:] if argv is None else argv):
+        case ["-h" | "--help" | "help", *_]:
+            print(HELP, end="")
+            return EXIT_DONE
+        case ["train", *arguments]:
+            from launch import train
+
+            return train.main(arguments)
+        case [unknown, *_]:
+            print(f"harness: no command {unknown!r}; choose train, or --help", file=sys.stderr)
+            return EXIT_BAD_CONFIG
+        case _:
+            print("harness: which command? choose train, or --help", file=sys.stderr)
+            return EXIT_BAD_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""The ledger agrees with a plain set of excluded indices, and its file survives crashes and says where it is broken."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.config import ConfigError
+from harness.data.ledger import VERSION, Exclusion, Ledger
+
+RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
+
+
+def _assert_equals_set(ledger: Ledger, excluded: set[int]) -> None:
+    for index in range(80):
+        assert ledger.is_excluded(index) == (index in excluded)
+        expected = next(later for later in range(index, 100) if later not in excluded)
+        assert ledger.next_index(index) == expected
+
+
+@settings(deadline=None)
+@given(ranges=RANGES)
+def test_agrees_with_a_set(ranges: list[tuple[int, int]]) -> None:
+    ledger, excluded = Ledger(), set[int]()
+    for first, last in ranges:
+        ledger.exclude(first, last, "test")
+        excluded |= set(range(first, last + 1))
+        _assert_equals_set(ledger, excluded)
+    assert [(entry.first, entry.last) for entry in ledger] == ranges
+
+
+@settings(deadline=None)
+@given(ranges=RANGES)
+def test_the_order_of_exclusions_does_not_matter(ranges: list[tuple[int, int]]) -> None:
+    forward, backward = Ledger(), Ledger()
+    for first, last in ranges:
+        forward.exclude(first, last, "test")
+    for first, last in reversed(ranges):
+        backward.exclude(first, last, "test")
+    assert [forward.next_index(index) for index in range(80)] == [backward.next_index(index) for index in range(80)]
+
+
+@settings(deadline=None, max_examples=30)
+@given(ranges=RANGES)
+def test_file_gives_back_what_was_written(ranges: list[tuple[int, int]]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "ledger.jsonl"
+        written = Ledger.load(path)
+        for number, (first, last) in enumerate(ranges):
+            written.exclude(first, last, f"incident {number} ünïcode\nand a newline")
+        read = Ledger.load(path)
+        assert read.entries == written.entries
+        _assert_equals_set(read, {index for first, last in ranges for index in range(first, last + 1)})
+
+
+def test_missing_file_is_an_empty_ledger(tmp_path: Path) -> None:
+    ledger = Ledger.load(tmp_path / "ledger.jsonl")
+    assert len(ledger) == 0
+    assert ledger.next_index(5) == 5
+    assert not (tmp_path / "ledger.jsonl").exists()
+
+
+def test_a_line_says_version_time_range_and_reason(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    Ledger.load(path).exclude(3, 5, "loss spike")
+    (line,) = path.read_text().splitlines()
+    data = json.loads(line)
+    assert data.pop("time") > 1.7e9
+    assert data == {"version": VERSION, "first": 3, "last": 5, "reason": "loss spike"}
+
+
+def test_only_the_writer_touches_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    Ledger.load(path).exclude(1, 1, "first")
+    before = path.read_bytes()
+    reader = Ledger.load(path, writer=False)
+    reader.exclude(2, 2, "second")
+    assert reader.next_index(1) == 3
+    assert path.read_bytes() == before
+
+
+def test_two_writers_append_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    one, other = Ledger.load(path), Ledger.load(path)
+    one.exclude(1, 2, "one")
+    other.exclude(3, 4, "other")
+    one.exclude(10, 10, "one again")
+    both = Ledger.load(path)
+    assert [entry.reason for entry in both] == ["one", "other", "one again"]
+    assert both.next_index(1) == 5
+
+
+def test_every_cut_of_the_last_line_keeps_the_lines_before(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.load(path)
+    ledger.exclude(1, 2, "kept")
+    kept = len(path.read_bytes())
+    ledger.exclude(7, 7, "cut")
+    whole = path.read_bytes()
+    for length in range(kept, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        resumed = Ledger.load(path)
+        assert [entry.reason for entry in resumed] == ["kept"]
+        resumed.exclude(9, 9, "after")
+        assert [entry.reason for entry in Ledger.load(path)] == ["kept", "after"]
+
+
+def test_a_last_line_that_lacks_only_its_newline_counts(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    Ledger.load(path).exclude(1, 2, "edited by hand")
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    resumed = Ledger.load(path)
+    assert resumed.next_index(1) == 3
+    resumed.exclude(9, 9, "after")
+    assert [entry.reason for entry in Ledger.load(path)] == ["edited by hand", "after"]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b"{", "not an exclusion"),
+        (b"", "not an exclusion"),
+        (b"\xff\xfe", "not an exclusion"),
+        (b"[1, 2]", "0 <= first <= last"),
+        (b'{"version": 1, "first": 5, "last": 4, "reason": "x", "time": 1}', "0 <= first <= last"),
+        (b'{"version": 1, "first": "5", "last": 6, "reason": "x", "time": 1}', "0 <= first <= last"),
+        (b'{"version": 99, "first": 5, "last": 6, "reason": "x", "time": 1}', "version 99, allowed is 1"),
+        (b'{"first": 5, "last": 6, "reason": "x", "time": 1}', "needs version"),
+    ],
+)
+def test_a_corrupt_line_is_named(tmp_path: Path, line: bytes, complaint: str) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.load(path)
+    ledger.exclude(1, 1, "before")
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    ledger.exclude(2, 2, "after")
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        Ledger.load(path)
+    assert str(caught.value).startswith(f"{path}, line 2: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        Ledger.load(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+def test_a_failed_write_excludes_nothing(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "missing" / "ledger.jsonl")
+    with pytest.raises(OSError, match="No such file"):
+        ledger.exclude(1, 1, "nowhere to write")
+    assert not ledger.is_excluded(1)
+    assert ledger.entries == []
+
+
+@pytest.mark.parametrize(("first", "last"), [(-1, 3), (4, 3)])
+def test_an_impossible_range_is_refused(tmp_path: Path, first: int, last: int) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with pytest.raises(ValueError, match=f"got {first} .. {last}"):
+        Ledger.load(path).exclude(first, last, "nonsense")
+    assert not path.exists()
+
+
+def test_many_exclusions_stay_fast_to_ask() -> None:
+    """Logarithmic in the exclusions and free of the lengths of the ranges: a linear search would take minutes."""
+    ledger = Ledger()
+    for number in range(20_000):
+        ledger._add(Exclusion(first=number * 10**9, last=number * 10**9 + 10**8, reason="long", time=0.0))
+    for number in range(20_000):
+        assert ledger.next_index(number * 10**9 + 7) == number * 10**9 + 10**8 + 1

@@ -1,0 +1,95 @@
+"""The order is a bijection, looks random, and gives each epoch every sample exactly once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from harness.data.order import permute, permute_many, sample_ids
+
+SEEDS = st.integers(0, 2**63 - 1)
+KEYS = st.tuples(SEEDS, st.integers(0, 2**40))
+
+
+@settings(deadline=None)
+@given(length=st.integers(1, 3000), key=KEYS)
+def test_permutation_is_a_bijection(length: int, key: tuple[int, int]) -> None:
+    images = permute_many(np.arange(length), length, key)
+    np.testing.assert_array_equal(np.sort(images), np.arange(length))
+
+
+@settings(deadline=None)
+@given(length=st.integers(1, 2**62), key=KEYS, data=st.data())
+def test_scalar_equals_vector(length: int, key: tuple[int, int], data: st.DataObject) -> None:
+    indices = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=8))
+    images = permute_many(np.array(indices, dtype=np.int64), length, key)
+    assert images.dtype == np.int64
+    assert images.tolist() == [permute(index, length, key) for index in indices]
+
+
+def test_the_order_of_released_runs_stays() -> None:
+    assert permute_many(np.arange(10), 10, (0, 0)).tolist() == [0, 3, 6, 2, 8, 7, 5, 9, 1, 4]
+    assert permute(0, 10**12, (2**63 - 1, 3)) == 577674517337
+
+
+@pytest.mark.parametrize("length", [17, 1000, 4097])
+def test_looks_shuffled(length: int) -> None:
+    """Every position's image is uniform, and neighbours are not kept together: both by chi-square over many keys."""
+    num_keys = 500
+    images = np.stack([permute_many(np.arange(length), length, (seed, 0)) for seed in range(num_keys)])
+    bins = images * 16 // length
+    expected = np.bincount(np.arange(length) * 16 // length) * num_keys / length
+    for position in (0, 1, length // 2, length - 1):
+        assert _chi_square(np.bincount(bins[:, position], minlength=16), expected) < 45
+    steps = np.diff(images[:40], axis=1) % length
+    counts = np.bincount(steps.ravel(), minlength=length)[1:]
+    assert _chi_square(counts, np.full(length - 1, steps.size / (length - 1))) < length + 6 * (2 * length) ** 0.5
+
+
+@pytest.mark.parametrize("length", [3, 4])
+def test_all_orders_of_a_tiny_range_occur(length: int) -> None:
+    orders = {tuple(permute_many(np.arange(length), length, (seed, 0)).tolist()) for seed in range(400)}
+    assert len(orders) == {3: 6, 4: 24}[length]
+
+
+def test_seed_and_epoch_change_the_order() -> None:
+    keys = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 2)]
+    images = [permute_many(np.arange(1000), 1000, key) for key in keys]
+    for number, one in enumerate(images):
+        for other in images[:number]:
+            assert (one == other).mean() < 0.01
+
+
+@settings(deadline=None)
+@given(num_samples=st.integers(1, 60), batch_size=st.integers(1, 70), seed=SEEDS)
+def test_each_epoch_visits_each_sample_once(num_samples: int, batch_size: int, seed: int) -> None:
+    num_epochs = 3
+    num_batches = -(-num_epochs * num_samples // batch_size)
+    batches = [
+        sample_ids(index, batch_size=batch_size, num_samples=num_samples, seed=seed) for index in range(num_batches)
+    ]
+    assert all(len(batch) == batch_size for batch in batches)
+    stream = np.concatenate(batches)[: num_epochs * num_samples]
+    for epoch in stream.reshape(num_epochs, num_samples):
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(num_samples))
+
+
+def test_consecutive_epochs_differ() -> None:
+    first, second = (sample_ids(epoch, batch_size=500, num_samples=500, seed=7) for epoch in (0, 1))
+    assert (first == second).mean() < 0.02
+
+
+def test_a_batch_far_out_needs_nothing_before_it() -> None:
+    ids = sample_ids(10**12, batch_size=8, num_samples=10**9 + 7, seed=3)
+    assert len(set(ids.tolist())) == 8
+    assert ids.min() >= 0
+    assert ids.max() < 10**9 + 7
+
+
+def _chi_square(counts: NDArray[Any], expected: NDArray[Any]) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())

@@ -1,0 +1,179 @@
+"""What the distributed tests run on every rank. Functions here are sent to real processes by name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from harness import events, rundir, train
+from harness.build import Parts, build
+from harness.compose import load
+from harness.config import Config
+from harness.events import StepRecord
+from harness.parallel import World, connect, local
+from harness.rundir import RunDir
+
+TINY = (
+    "model.dim=32",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.ffn_dim=48",
+    "train.sequence_length=32",
+    "train.batch_size=8",
+    "train.num_steps=6",
+    "optim.warmup_steps=2",
+    "eval.every_steps=0",
+    "checkpoint.every_steps=0",
+    "telemetry=plain",
+    "telemetry.picture=false",
+    "parallel.device=cpu",
+)
+"""A model that learns in milliseconds."""
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, gathered from all ranks where it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Equal for bitwise equal tensors only."""
+    joined = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        joined.update(name.encode())
+        joined.update(full(tensor).detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return joined.hexdigest()
+
+
+def first_weights(*overrides: str) -> str:
+    """Digest of the weights a run starts with."""
+    cfg = load([*TINY, *overrides])
+    return digest(dict(_build(cfg).model.named_parameters()))
+
+
+def _build(cfg: Config, world: World | None = None) -> Parts:
+    return build(cfg, world or connect(cfg.parallel), RunDir(Path("/nonexistent")))
+
+
+def run(directory: str, *overrides: str) -> tuple[int, list[StepRecord]]:
+    """A whole run through the worker's own door: exit code and step records."""
+    cfg = load([*TINY, f"run.dir={directory}", *overrides])
+    code = train.run_worker(cfg)
+    path = rundir.locate(cfg).events if cfg.run.name else None
+    records = [] if path is None else [event for event in events.read(path) if isinstance(event, StepRecord)]
+    return code, records
+
+
+@dataclass
+class Snapshot:
+    """Everything an update may touch, on this rank."""
+
+    weights: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    step: int
+
+    @staticmethod
+    def of(parts: Parts) -> Snapshot:
+        weights = {name: local(p).detach().clone() for name, p in parts.update.parameters.items()}
+        moments = {
+            f"{name}.{key}": local(value).clone()
+            for name, state in parts.update.state().items()
+            for key, value in state.items()
+        }
+        return Snapshot(weights, moments, int(parts.update.step))
+
+    def equals(self, other: Snapshot) -> bool:
+        def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+            return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+        return self.step == other.step and same(self.weights, other.weights) and same(self.moments, other.moments)
+
+
+def poison(parts: Parts, spoil: Callable[[Tensor], Any]) -> None:
+    """Spoil the first block's gradient on this rank, after the backward pass and before the reduction of signals."""
+    gradient = parts.update.parameters["blocks.0.attention.query.weight"].grad
+    assert gradient is not None
+    with torch.no_grad():
+        spoil(local(gradient))
+
+
+def step(parts: Parts, cfg: Config, index: int, *, poisoned_by: float | None = None, guilty: int = 0) -> list[float]:
+    """One iteration as the loop makes it, with the gradient of one rank spoiled where asked."""
+    train.forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
+    if poisoned_by is not None and parts.world.rank == guilty:
+        poison(parts, lambda gradient: gradient.view(-1)[0].fill_(poisoned_by))
+    return train.judge_and_update(parts, cfg=cfg, probe=False).tolist()
+
+
+def refusal(value: float, guilty: int, *overrides: str) -> dict[str, Any]:
+    """A poisoned step between two clean ones, and a control that never sees the poisoned one."""
+    cfg = load([*TINY, *overrides])
+    world = connect(cfg.parallel)
+    parts = _build(cfg, world)
+    step(parts, cfg, 0)
+    before = Snapshot.of(parts)
+    step(parts, cfg, 1, poisoned_by=value, guilty=guilty)
+    after = Snapshot.of(parts)
+    step(parts, cfg, 2)
+    end = digest(parts.update.parameters)
+
+    control = _build(cfg, world)
+    step(control, cfg, 0)
+    step(control, cfg, 2)
+    return {
+        "unchanged": before.equals(after),
+        "equals_control": digest(control.update.parameters) == end,
+        "moved": not Snapshot.of(control).equals(before),
+    }
+
+
+def count_collectives(*overrides: str) -> dict[str, int]:
+    """How often each collective is called in one step."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    cfg = load([*TINY, *overrides])
+    parts = _build(cfg)
+    step(parts, cfg, 0)
+    with CommDebugMode() as counted:  # type: ignore[no-untyped-call]
+        step(parts, cfg, 1)
+    return {str(operator).replace("_", ""): count for operator, count in counted.get_comm_counts().items()}
+
+
+def dtypes(*overrides: str) -> dict[str, str]:
+    """What a step computes in: master weights, moments, gradients, and the weights inside a block's forward."""
+    cfg = load([*TINY, *overrides])
+    parts = _build(cfg)
+    seen: dict[str, str] = {}
+    name = "blocks.0.attention.query.weight"
+
+    def look(module: Any, _inputs: Any, output: Tensor) -> None:
+        seen["activation"] = str(output.dtype)
+        seen["gathered"] = str(module.weight.dtype)
+
+    handle = parts.model.get_submodule(name.removesuffix(".weight")).register_forward_hook(look)
+    train.forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
+    handle.remove()
+    parameter = parts.update.parameters[name]
+    assert parameter.grad is not None
+    moments = parts.update.state()[name]
+    return seen | {
+        "master": str(parameter.dtype),
+        "gradient": str(parameter.grad.dtype),
+        "moment": str(moments["exp_avg_sq"].dtype),
+    }
+
+
+def gradient_digests(*overrides: str) -> dict[str, Tensor]:
+    """Whole gradients of the first batch."""
+    cfg = load([*TINY, *overrides])
+    parts = _build(cfg)
+    train.forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
+    return {name: full(p.grad).clone() for name, p in parts.update.parameters.items() if p.grad is not None}

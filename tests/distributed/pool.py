@@ -1,0 +1,102 @@
+"""Real ranks for tests: processes that import torch once and then run one distributed case after another.
+
+Each case is a module-level function `case(*arguments) -> result` that runs on `size` ranks at once with torchrun's
+environment set and a fresh rendezvous; the results come back in rank order. An exception on any rank fails the case
+with that rank's traceback, and ranks that would wait for it for ever are replaced.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+CASE_TIMEOUT_S = 120
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _serve(orders: Connection) -> None:
+    import torch
+
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (the console of a run, which nobody reads)
+    torch.set_num_threads(1)
+    while True:
+        order = orders.recv()
+        if order is None:
+            return
+        function, arguments, environment = order
+        os.environ.update(environment)
+        try:
+            orders.send((True, function(*arguments)))
+        except BaseException:
+            orders.send((False, traceback.format_exc()))
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
+class Pool:
+    """Up to four ranks, started when first needed."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+
+    def run(self, size: int, case: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Run the case on `size` ranks; results in rank order."""
+        while len(self._workers) < size:
+            self._start()
+        port = str(free_port())
+        for rank, (_, orders) in enumerate(self._workers[:size]):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            orders.send((case, arguments, environment))
+        return self._collect(size)
+
+    def _collect(self, size: int) -> list[Any]:
+        results: list[Any] = []
+        for rank, (_, orders) in enumerate(self._workers[:size]):
+            if not orders.poll(CASE_TIMEOUT_S):
+                self.close(force=True)
+                raise AssertionError(f"rank {rank} did not answer in {CASE_TIMEOUT_S} s")
+            succeeded, result = orders.recv()
+            if not succeeded:
+                self.close(force=True)
+                raise AssertionError(f"rank {rank} of {size} failed:\n{result}")
+            results.append(result)
+        return results
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers.append((process, ours))
+
+    def close(self, *, force: bool = False) -> None:
+        for process, orders in self._workers:
+            if force:
+                process.kill()
+            else:
+                orders.send(None)
+            process.join()
+            orders.close()
+        self._workers.clear()

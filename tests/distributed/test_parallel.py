@@ -1,0 +1,126 @@
+"""Sharding changes where numbers live, not what they are."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import cases
+from tests.distributed.pool import Pool
+
+
+def test_every_world_starts_with_the_same_bits(ranks: Pool) -> None:
+    alone = ranks.run(1, cases.first_weights)[0]
+    assert ranks.run(2, cases.first_weights) == [alone] * 2
+    assert ranks.run(4, cases.first_weights) == [alone] * 4
+    assert ranks.run(4, cases.first_weights, "parallel=hsdp") == [alone] * 4
+    assert ranks.run(3, cases.first_weights, "train.batch_size=9") == [alone] * 3, "uneven shards"
+    assert ranks.run(1, cases.first_weights, "run.seed=1") != [alone]
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides"),
+    [
+        (2, ()),
+        (4, ()),
+        (4, ("parallel=hsdp",)),
+        (2, ("train.micro_batch_size=1",)),
+        (2, ("parallel.reshard_after_forward=false",)),
+        (2, ("parallel.activation_checkpointing=full",)),
+        (2, ("parallel.activation_checkpointing=selective",)),
+        (2, ("model.tied_head=true",)),
+        (2, ("model.loss_chunk_tokens=10",)),
+    ],
+)
+def test_gradients_equal_those_of_one_rank(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
+    model = [override for override in overrides if override == "model.tied_head=true"]
+    expected = ranks.run(1, cases.gradient_digests, *model)[0]
+    for gradients in ranks.run(size, cases.gradient_digests, *overrides):
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=2e-5, atol=1e-7, msg=name)
+
+
+def test_training_equals_one_rank_to_rounding(ranks: Pool, tmp_path: Path) -> None:
+    def losses(size: int, name: str, *overrides: str) -> list[float]:
+        (code, records), *_ = ranks.run(size, cases.run, str(tmp_path), f"run.name={name}", *overrides)
+        assert code == 0
+        assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
+        return [record.loss for record in records]
+
+    alone = losses(1, "one")
+    assert alone[-1] < alone[0]
+    assert losses(2, "two") == pytest.approx(alone, rel=1e-5)
+    four = losses(4, "four")
+    assert four == pytest.approx(alone, rel=1e-5)
+    assert losses(4, "hsdp", "parallel=hsdp") == pytest.approx(four, rel=1e-5)
+    assert losses(2, "accumulated", "train.micro_batch_size=2") == pytest.approx(alone, rel=1e-5)
+
+
+def test_same_seed_same_bits_twice(ranks: Pool, tmp_path: Path) -> None:
+    def numbers(name: str, *overrides: str) -> list[tuple[float, float]]:
+        (_, records), *_ = ranks.run(2, cases.run, str(tmp_path), f"run.name={name}", *overrides)
+        return [(record.loss, record.grad_norm) for record in records]
+
+    first = numbers("first")
+    assert numbers("second") == first
+    assert numbers("other", "run.seed=1") != first
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_refused_update_leaves_no_trace(ranks: Pool, value: float, guilty: int) -> None:
+    for outcome in ranks.run(2, cases.refusal, value, guilty):
+        assert outcome == {"unchanged": True, "equals_control": True, "moved": True}
+
+
+def test_a_refused_update_leaves_no_trace_on_four_ranks_and_replicas(ranks: Pool) -> None:
+    for outcome in ranks.run(4, cases.refusal, math.nan, 2, "parallel=hsdp"):
+        assert outcome == {"unchanged": True, "equals_control": True, "moved": True}
+
+
+def test_signals_cost_one_collective_a_step(ranks: Pool) -> None:
+    blocks_and_root = 3
+    for counts in ranks.run(2, cases.count_collectives):
+        gathered = sum(count for name, count in counts.items() if "allgather" in name)
+        scattered = sum(count for name, count in counts.items() if "reducescatter" in name)
+        reduced = sum(count for name, count in counts.items() if "allreduce" in name)
+        assert scattered == blocks_and_root
+        assert gathered >= blocks_and_root
+        assert reduced == 1
+
+
+def test_bf16_computes_low_and_remembers_high(ranks: Pool) -> None:
+    bf16, fp32 = "torch.bfloat16", "torch.float32"
+    for seen in ranks.run(2, cases.dtypes, "precision=bf16"):
+        assert seen == {"activation": bf16, "gathered": bf16, "master": fp32, "gradient": fp32, "moment": fp32}
+
+
+def test_bf16_learns_like_fp32(ranks: Pool, tmp_path: Path) -> None:
+    (_, exact), *_ = ranks.run(2, cases.run, str(tmp_path), "run.name=fp32")
+    (_, rounded), *_ = ranks.run(2, cases.run, str(tmp_path), "run.name=bf16", "precision=bf16")
+    assert [r.loss for r in rounded] == pytest.approx([r.loss for r in exact], rel=5e-3)
+    assert [r.loss for r in rounded] != [r.loss for r in exact]
+
+
+def test_fp16_scale_halves_at_overflow_and_doubles_when_clean(ranks: Pool, tmp_path: Path) -> None:
+    overrides = ("precision=fp16", "precision.initial_loss_scale=1e9", "precision.loss_scale_growth_interval=2")
+    (code, records), *_ = ranks.run(2, cases.run, str(tmp_path), "run.name=fp16", *overrides)
+    assert code == 0
+    scales = [record.loss_scale for record in records]
+    refused = [record.refused for record in records]
+    assert scales[0] == 1e9
+    assert refused[0], "fp16 cannot hold gradients at this scale"
+    assert refused.count(False) == 6, "the run goes on until its steps are done"
+    clean = 0
+    for now, then, bad in zip(scales, scales[1:], refused, strict=False):
+        assert now is not None
+        clean = 0 if bad else clean + 1
+        grown = clean == 2
+        clean = 0 if grown else clean
+        assert then == pytest.approx(now * (0.5 if bad else 2.0 if grown else 1.0))
+    assert [record.step for record in records if not record.refused] == [1, 2, 3, 4, 5, 6]
+    assert max(record.loss for record in records) < 10

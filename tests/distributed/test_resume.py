@@ -1,0 +1,118 @@
+"""A run that was killed or stopped goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from harness import events
+from harness.events import RunEnded, RunStarted, StepRecord
+from tests.distributed import cases
+from tests.distributed.pool import Pool
+
+STEPS = ("train.num_steps=120", "checkpoint.every_steps=10", "optim.warmup_steps=5")
+Numbers = dict[int, tuple[float, float, float, int]]
+
+
+def numbers(records: list[StepRecord]) -> Numbers:
+    """What each step computed, to the last bit; of steps taken twice, the later."""
+    return {record.step: (record.loss, record.grad_norm, record.lr, record.cursor) for record in records}
+
+
+@pytest.fixture(scope="module")
+def control(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Numbers:
+    """A run that nobody disturbed."""
+    directory = str(tmp_path_factory.mktemp("control"))
+    (code, records), *_ = ranks.run(2, cases.run, directory, "run.name=control", *STEPS)
+    assert code == 0
+    return numbers(records)
+
+
+@contextmanager
+def launched(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The same run through the launcher, as a user starts it, in a session of its own."""
+    overrides = [*cases.TINY, *STEPS, f"run.dir={directory}", "run.name=victim", "launch.nproc=2"]
+    command = [sys.executable, "-m", "launch.train", *overrides]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for_step(directory: Path, step: int) -> None:
+    log = directory / "victim" / "events.jsonl"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if log.exists() and any(isinstance(event, StepRecord) and event.step >= step for event in events.read(log)):
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def finish(ranks: Pool, directory: Path, size: int) -> tuple[int, list[StepRecord]]:
+    code, records = ranks.run(size, cases.run, str(directory), "run.name=victim", *STEPS)[0]
+    assert [event for event in events.read(directory / "victim" / "events.jsonl") if isinstance(event, RunStarted)][
+        -1
+    ].resumed_from
+    return code, records
+
+
+def test_killed_run_resumes_bit_identically(ranks: Pool, control: Numbers, tmp_path: Path) -> None:
+    with launched(tmp_path) as process:
+        wait_for_step(tmp_path, 15)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    code, records = finish(ranks, tmp_path, 2)
+    assert code == 0
+    assert numbers(records) == control
+    iterations = [record.iteration for record in records]
+    assert iterations == sorted(set(iterations)), "iterations never go back"
+    assert len(records) > len(control), "what was lost was done again"
+
+
+def test_stopped_run_saves_exits_75_and_resumes_bit_identically(ranks: Pool, control: Numbers, tmp_path: Path) -> None:
+    with launched(tmp_path) as process:
+        wait_for_step(tmp_path, 15)
+        process.send_signal(signal.SIGTERM)
+        _, complaint = process.communicate(timeout=60)
+        assert process.returncode == 75, complaint.decode()
+    log = list(events.read(tmp_path / "victim" / "events.jsonl"))
+    ended = log[-1]
+    assert isinstance(ended, RunEnded)
+    assert ended.exit_code == 75
+    assert (tmp_path / "victim" / "checkpoints" / f"step-{ended.step:08d}-gen-0").is_dir()
+    code, records = finish(ranks, tmp_path, 2)
+    assert code == 0
+    assert numbers(records) == control
+    assert len(records) == len(control), "nothing was done twice"
+
+
+def test_another_number_of_ranks_resumes_to_rounding(ranks: Pool, tmp_path: Path) -> None:
+    early = ("train.num_steps=120", "checkpoint.every_steps=10", "optim.warmup_steps=5")
+    for size, until in ((1, 20), (4, 40), (2, 60)):
+        overrides = [*early, f"train.num_steps={until}", "run.resume=changed", "optim.schedule=constant"]
+        code, records = ranks.run(size, cases.run, str(tmp_path), "run.name=a", *overrides)[0]
+        assert code == 0
+    whole = ranks.run(
+        2, cases.run, str(tmp_path), "run.name=b", *early, "train.num_steps=60", "optim.schedule=constant"
+    )
+    expected = whole[0][1]
+    assert [record.cursor for record in records] == [record.cursor for record in expected]
+    assert [record.loss for record in records] == pytest.approx([record.loss for record in expected], rel=1e-4)

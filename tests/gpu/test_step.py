@@ -1,0 +1,132 @@
+"""The step on a real GPU: no hidden sync, refusal, compilation, mixed precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.build import Parts, build
+from harness.compose import load
+from harness.config import Config
+from harness.parallel import connect, disconnect, local
+from harness.precision import fast_attention
+from harness.rundir import RunDir
+from harness.sentinel.report import HostFacts, unpack
+from harness.train import evaluate, forward_backward, judge_and_update
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # torch.compile and NCCL warn of their own affairs
+]
+
+SMALL = (
+    "model.dim=256",
+    "model.num_layers=3",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.ffn_dim=512",
+    "train.batch_size=8",
+    "train.sequence_length=256",
+    "parallel.device=cuda",
+)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with fast_attention():
+        yield
+    disconnect()
+
+
+def start(*overrides: str) -> tuple[Parts, Config]:
+    cfg = load([*SMALL, *overrides])
+    return build(cfg, connect(cfg.parallel), RunDir(Path("/nonexistent"))), cfg
+
+
+def step(parts: Parts, cfg: Config, index: int, *, probe: bool = False) -> torch.Tensor:
+    forward_backward(parts, parts.batches[index], cfg=cfg, probe=probe)
+    return judge_and_update(parts, cfg=cfg, probe=probe)
+
+
+def losses(parts: Parts, cfg: Config, num_steps: int) -> list[float]:
+    layout = parts.signals.layout
+    reports = [step(parts, cfg, index).clone() for index in range(num_steps)]
+    return [float(layout.scalar(report, "loss") / layout.scalar(report, "tokens")) for report in reports]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_step_never_waits_for_the_device(precision: str) -> None:
+    parts, cfg = start(f"precision={precision}", "train.micro_batch_size=4", "sentinel.lag=2")
+    for index in range(2):
+        step(parts, cfg, index, probe=True)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for index in range(2, 5):
+            report = step(parts, cfg, index, probe=index % 2 == 0)
+            parts.mailbox.post(HostFacts(index, index, 0, index % 2 == 0, 0), report)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    records = [
+        unpack(parts.signals.layout, facts, values, dim=cfg.model.dim, dynamic_scale=False)
+        for facts, values in parts.mailbox.take(everything=True)
+    ]
+    assert [record.cursor for record in records] == [2, 3, 4]
+    assert all(math.isfinite(record.loss) and not record.refused for record in records)
+    assert records[0].param_norm is not None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_refused_update_leaves_no_trace(value: float) -> None:
+    parts, cfg = start("precision=bf16")
+    step(parts, cfg, 0)
+    before = {name: local(p).detach().clone() for name, p in parts.update.parameters.items()}
+    moments = {name: {k: local(v).clone() for k, v in s.items()} for name, s in parts.update.state().items()}
+    forward_backward(parts, parts.batches[1], cfg=cfg, probe=False)
+    gradient = parts.update.parameters["blocks.1.mlp.up.weight"].grad
+    assert gradient is not None
+    local(gradient).view(-1)[7] = value
+    judge_and_update(parts, cfg=cfg, probe=False)
+    for name, parameter in parts.update.parameters.items():
+        assert torch.equal(local(parameter), before[name]), name
+        for key, moment in parts.update.state()[name].items():
+            assert torch.equal(local(moment), moments[name][key]), (name, key)
+    assert int(parts.update.step) == 1
+    step(parts, cfg, 2)
+    assert not torch.equal(local(parts.update.parameters["norm.weight"]), before["norm.weight"])
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_compiled_blocks_learn_like_plain_ones(checkpointing: str) -> None:
+    variant = f"parallel.activation_checkpointing={checkpointing}"
+    parts, cfg = start("precision=bf16", "optim.warmup_steps=2")
+    plain = losses(parts, cfg, 8)
+    disconnect()
+    parts, cfg = start("precision=bf16", "optim.warmup_steps=2", "parallel.compile=true", variant)
+    compiled = losses(parts, cfg, 8)
+    assert compiled == pytest.approx(plain, rel=5e-3)
+    assert compiled[-1] < compiled[0] - 0.5
+
+
+def test_same_seed_same_bits_twice() -> None:
+    parts, cfg = start("precision=bf16")
+    first = losses(parts, cfg, 5)
+    disconnect()
+    parts, cfg = start("precision=bf16")
+    assert losses(parts, cfg, 5) == first
+
+
+def test_evaluation_sees_what_training_sees() -> None:
+    from harness.state import RunState
+
+    parts, cfg = start("precision=bf16")
+    before = evaluate(parts, RunState(), cfg=cfg)
+    losses(parts, cfg, 10)
+    after = evaluate(parts, RunState(), cfg=cfg)
+    assert before.tokens == after.tokens == 4 * 8 * 256
+    assert after.loss < before.loss

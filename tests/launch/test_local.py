@@ -1,0 +1,152 @@
+"""The launcher with real processes: how ranks end decides the exit code and what is said about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.config import ConfigError, DeviceKind
+from harness.rundir import locate
+from launch import local
+from tests.launch import workers
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(worker: local.Worker, runs: Path) -> int:
+    return local.launch(workers.config(runs, worker.__name__), worker)
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"{paths} never came"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def process(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A launcher of its own, once its workers work."""
+    name = str(request.param)
+    command = [sys.executable, "-m", "tests.launch.workers", name, str(tmp_path)]
+    launcher = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(tmp_path / name / "ready-0", tmp_path / name / "ready-1")
+        yield launcher
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
+def test_worst_code_of_the_ranks_and_where_their_words_go(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert launch(workers.halt_on_one, tmp_path) == 3
+    out, err = capfd.readouterr()
+    assert out == "rank 0 of 2 with 1 threads\n"
+    assert err == ""
+    (log,) = (tmp_path / "halt_on_one" / "logs").glob("*/rank-1.stdout")
+    assert log.read_text() == "rank 1 of 2 with 1 threads\n"
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_crash_names_the_first_rank_with_its_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(workers.crash, tmp_path) == 1
+    err = capfd.readouterr().err
+    first, *rest = err.splitlines()
+    assert first.startswith("harness: rank 1 exited with code 1; its log: ")
+    assert first.endswith("rank-1.stderr")
+    assert rest[0].startswith("Traceback")
+    assert rest[-1] == "ZeroDivisionError: the first to fall"
+    assert "victim" not in err
+
+
+def test_killed_rank_is_named_though_another_one_raised(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(workers.killed, tmp_path) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("harness: rank 1 was killed by SIGKILL; its log: ")
+
+
+def test_bad_configuration_found_by_the_workers_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(workers.refuse, tmp_path) == 2
+    assert capfd.readouterr().err == "harness: data.path: no such file\n"
+
+
+def test_exit_code_of_the_contract_passes_through(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(workers.exit_late, tmp_path) == 75
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("process", ["patient"], indirect=True)
+def test_stop_lets_the_workers_finish(process: subprocess.Popen[str], tmp_path: Path) -> None:
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 75
+    assert (tmp_path / "patient" / "saved-0").exists()
+    assert (tmp_path / "patient" / "saved-1").exists()
+    assert process.stderr is not None
+    assert process.stderr.read() == "harness: stopping in order; a second signal kills the workers\n"
+
+
+@pytest.mark.parametrize("process", ["stubborn"], indirect=True)
+def test_second_stop_kills(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 75
+
+
+def test_stop_while_workers_start(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.launch.workers", "patient", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as launcher:
+        wait_for(tmp_path / "patient" / "logs")
+        time.sleep(1.0)
+        os.killpg(launcher.pid, signal.SIGINT)
+        _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 75
+    assert err == "harness: stopping in order; a second signal kills the workers\n"
+
+
+def test_unusable_directory_names_the_key(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    with pytest.raises(ConfigError, match=r"^run\.dir: cannot create "):
+        launch(workers.exit_late, blocked)
+
+
+def test_threads_are_shared_out_unless_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    cfg = workers.config(tmp_path, "threads")
+    with local.threads_of_a_rank(cfg, 2):
+        assert os.environ["OMP_NUM_THREADS"] == "3"
+    cfg.launch.threads = 5
+    with local.threads_of_a_rank(cfg, 2):
+        assert os.environ["OMP_NUM_THREADS"] == "5"
+    assert "OMP_NUM_THREADS" not in os.environ
+    assert not locate(cfg).path.exists()
+
+
+def test_ranks_follow_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = workers.config(tmp_path, "ranks")
+    cfg.launch.nproc = None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert local.num_ranks(cfg) == 2
+    cfg.parallel.device = DeviceKind.auto
+    assert local.num_ranks(cfg) == 4
+    cfg.launch.nproc = 8
+    with pytest.raises(ConfigError, match=r"^launch\.nproc: must not exceed the 4 GPUs"):
+        local.num_ranks(cfg)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    cfg.parallel.device = DeviceKind.cuda
+    with pytest.raises(ConfigError, match=r"^parallel\.device: no CUDA device"):
+        local.num_ranks(cfg)

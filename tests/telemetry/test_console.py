@@ -1,0 +1,155 @@
+"""What a person sees: plain lines in a file, a live line on a terminal, nothing that could stop a run."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.config import Config
+from harness.events import CheckpointSaved, EvalRecord, Event, Intervention, RunEnded, RunStarted, StepRecord
+from harness.rundir import RunDir
+from harness.telemetry.console import Console, Tally, clock, closing, mlflow_command, with_prefix
+
+MakeRun = Callable[..., tuple[RunDir, Config]]
+MakeStep = Callable[..., StepRecord]
+
+
+def a_run(make_step: MakeStep, started: RunStarted, num_steps: int) -> list[Event]:
+    """One step a second, with one of everything else."""
+    events: list[Event] = [started, *(make_step(iteration) for iteration in range(num_steps))]
+    events[4] = make_step(3, loss=float("nan"), grad_norm=float("inf"), refused=True, step=3)
+    events[7:7] = [
+        EvalRecord(time=0.0, iteration=5, step=6, loss=2.5, tokens=8),
+        CheckpointSaved(time=0.0, iteration=5, step=6, directory="step-6-gen-0", seconds=0.42),
+        Intervention(time=0.0, iteration=5, who="ann", reason="too hot", changes={"optim.lr": [3e-3, 1e-3]}),
+    ]
+    return events
+
+
+def test_plain_lines(make_step: MakeStep, started: RunStarted) -> None:
+    stream = io.StringIO()
+    console = Console(12, stream)
+    for event in a_run(make_step, started, 12):
+        console.show(event)
+    console.close()
+    assert stream.getvalue().splitlines() == [
+        "training 100 steps on 2 ranks",
+        "step 1/12  loss 5.5000  grad 1.25  lr 3.00e-03  20.5 ktok/s  38.2 GFLOP/s",
+        "iteration 3: update refused, loss nan, grad norm inf",
+        "step 6/12  loss 5.4500  grad 1.25  lr 3.00e-03  20.5 ktok/s  38.2 GFLOP/s  ETA 0:01",
+        "step 6: eval loss 2.5000",
+        "step 6: saved step-6-gen-0 in 0.4 s",
+        "ann changed optim.lr: [0.003, 0.001] (too hot)",
+        "step 11/12  loss 5.4000  grad 1.25  lr 3.00e-03  20.5 ktok/s  38.2 GFLOP/s  ETA 0:00",
+        "step 12/12  loss 5.3900  grad 1.25  lr 3.00e-03  20.5 ktok/s  38.2 GFLOP/s  ETA 0:00",
+    ]
+
+
+def test_an_interrupted_run_shows_where_it_stopped(make_step: MakeStep) -> None:
+    stream = io.StringIO()
+    console = Console(100, stream)
+    for iteration in range(3):
+        console.show(make_step(iteration, mfu=0.583))
+    console.show(RunEnded(time=0.0, iteration=3, step=3, exit_code=75, reason="asked to stop"))
+    console.close()
+    assert stream.getvalue().splitlines()[1:] == [
+        "ended at step 3: asked to stop (exit code 75)",
+        "step 3/100  loss 5.4800  grad 1.25  lr 3.00e-03  20.5 ktok/s  58.3% MFU",
+    ]
+
+
+def test_a_terminal_gets_a_live_line_under_the_lines_that_stay(
+    make_step: MakeStep, started: RunStarted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "110")
+    leader, follower = os.openpty()
+    termios.tcsetwinsize(follower, (30, 110))
+    with os.fdopen(follower, "w") as terminal:
+        console = Console(12, terminal)
+        for event in a_run(make_step, started, 12):
+            console.show(event)
+        console.close()
+        console.say("goodbye")
+        output = os.read(leader, 1 << 20).decode()
+    os.close(leader)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
+    assert "━" in text
+    assert "\x1b[2K" in output
+    for expected in ("step 12/12  loss 5.3900", "iteration 3: update refused", "step 6: eval loss 2.5000", "ETA 0:01"):
+        assert expected in text
+    assert text.index("step 6: saved step-6-gen-0") < text.index("step 7/12")
+    assert max(len(line.rstrip()) for line in re.split(r"[\r\n]+", text)) <= 110
+    assert text.rstrip().endswith("goodbye")
+
+
+def test_a_reader_that_goes_away_stops_nothing(tmp_path: Path) -> None:
+    program = """
+import sys
+from harness.events import EvalRecord
+from harness.telemetry.console import Console
+console = Console(10)
+for iteration in range(5000):
+    console.show(EvalRecord(time=0.0, iteration=iteration, step=1, loss=2.5, tokens=8))
+console.close()
+console.say("unheard")
+print("to the end", file=sys.stderr)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "step 1: eval loss 2.5000\n"
+    process.stdout.close()
+    assert process.stderr.read() == "to the end\n"
+    process.stderr.close()
+    assert process.wait(timeout=30) == 0
+
+
+def test_the_closing_block(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, _ = make_run("tiny-1")
+    run.picture.touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name in ("python", "mlflow"):
+        (tmp_path / ".venv" / "bin" / name).touch()
+    tally = Tally(first_loss=5.5, last_loss=2.25, eval_loss=2.5, num_refused=1)
+    uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
+    assert closing(run, tally, tracking_uri=uri, shipped=False).splitlines() == [
+        "loss       5.5000 -> 2.2500",
+        "eval loss  2.5000",
+        "refused    1 updates",
+        "run        runs/tiny-1",
+        "picture    runs/tiny-1/loss.png",
+        "mlflow     .venv/bin/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db",
+        "unsent     .venv/bin/python -m harness.telemetry.mlflow_sink runs/tiny-1",
+    ]
+    run.picture.unlink()
+    assert closing(run, Tally(), tracking_uri=None, shipped=True).splitlines() == ["run  runs/tiny-1"]
+
+
+def test_how_to_look_at_a_store() -> None:
+    assert mlflow_command("https://ann:secret@mlflow.example") == "https://***@mlflow.example"
+    assert mlflow_command("postgresql://ann:secret@db/x").endswith("--backend-store-uri 'postgresql://***@db/x'")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0 x"), (12.34, "12.3 x"), (999.6, "1 kx"), (38.2e9, "38.2 Gx"), (1.5e18, "1.5 Ex"), (2e22, "2e+04 Ex")],
+)
+def test_three_digits_and_a_prefix(value: float, text: str) -> None:
+    assert with_prefix(value, "x") == text
+
+
+def test_clock() -> None:
+    assert [clock(seconds) for seconds in (0.4, 59.6, 125, 3723)] == ["0:00", "1:00", "2:05", "1:02:03"]

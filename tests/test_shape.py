@@ -1,0 +1,175 @@
+"""The shape of the house: who may import whom, one door per library, and budgets that keep rooms small.
+
+The tables below are the rule; a change of shape is a change of this file, with its reason in the commit.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LAYERS = (
+    {"config", "compose", "events", "state", "rundir"},
+    {"parallel", "precision"},
+    {"model", "data", "optim", "sentinel", "checkpoint", "telemetry"},
+    {"build", "train"},
+)
+"""Rooms of harness/ from the vocabulary up: a room imports its own layer and lower ones; leaves never each other."""
+LEAVES = LAYERS[2]
+
+DOORS = {
+    "hydra": {"harness/compose.py", "launch/train.py"},
+    "omegaconf": {"harness/compose.py", "launch/train.py"},
+    "mlflow": {"harness/telemetry/mlflow_sink.py"},
+    "matplotlib": {"harness/telemetry/picture.py"},
+    "rich": {"harness/telemetry/console.py"},
+    "torch.distributed": {
+        "harness/parallel.py",
+        "harness/precision.py",
+        "harness/checkpoint/store.py",
+        "launch/local.py",
+    },
+    "transformer_engine": {"harness/precision.py"},
+}
+"""Library -> the only files that may import it."""
+
+LIGHT = (
+    "harness.config",
+    "harness.compose",
+    "harness.events",
+    "harness.state",
+    "harness.rundir",
+    "harness.model.mup",
+    "harness.model.size",
+    "harness.data.order",
+    "harness.data.ledger",
+    "harness.optim.schedule",
+    "launch.cli",
+    "launch.train",
+)
+"""Modules that must not import torch: the command line and offline tools answer at once."""
+
+FILE_LINES, FUNCTION_LINES, NUM_ARGUMENTS = 300, 60, 7
+LONG_FILES = {"harness/config.py": "one tree, one file: every option with its unit and limits"}
+TRAIN_LOOP_LINES = 60
+
+
+def sources() -> list[Path]:
+    return sorted([*ROOT.glob("harness/**/*.py"), *ROOT.glob("launch/**/*.py")])
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names a file imports, wherever in it."""
+    for node in ast.walk(tree(path)):
+        match node:
+            case ast.Import():
+                yield from (alias.name for alias in node.names)
+            case ast.ImportFrom(module=str(module), level=level):
+                assert level == 0, f"{name_of(path)}: relative import"
+                yield module
+                yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT / "harness").parts[0].removesuffix(".py")
+
+
+def test_every_room_has_a_layer() -> None:
+    rooms = {room(path) for path in ROOT.glob("harness/**/*.py")} - {"__init__"}
+    assert rooms == set().union(*LAYERS)
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_imports_point_down(path: Path) -> None:
+    imported = {name.split(".")[1] for name in imports(path) if name.startswith("harness.")}
+    if name_of(path).startswith("launch/"):
+        return
+    assert not any(name.split(".")[0] in ("launch", "tests") for name in imports(path))
+    here = room(path)
+    if here == "__init__":
+        return
+    level = next(index for index, rooms in enumerate(LAYERS) if here in rooms)
+    allowed = set().union(*LAYERS[: level + 1])
+    if here in LEAVES:
+        allowed -= LEAVES - {here}
+    assert imported <= allowed
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_each_library_has_one_door(path: Path) -> None:
+    for library, doors in DOORS.items():
+        used = any(name == library or name.startswith(f"{library}.") for name in imports(path))
+        assert not used or name_of(path) in doors, f"{library} enters through {', '.join(sorted(doors))} only"
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_rooms_stay_small(path: Path) -> None:
+    name = name_of(path)
+    num_lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert num_lines <= FILE_LINES or name in LONG_FILES, f"{num_lines} lines"
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            length = node.end_lineno - node.lineno + 1
+            assert length <= FUNCTION_LINES, f"{node.name} has {length} lines"
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            count = len([argument for argument in arguments if argument.arg not in ("self", "cls")])
+            assert count <= NUM_ARGUMENTS, f"{node.name} takes {count} arguments"
+
+
+def test_exceptions_are_needed() -> None:
+    for name in LONG_FILES:
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) > FILE_LINES
+
+
+def test_the_loop_reads_aloud() -> None:
+    train = next(
+        node
+        for node in ast.walk(tree(ROOT / "harness/train.py"))
+        if isinstance(node, ast.FunctionDef) and node.name == "train"
+    )
+    assert train.end_lineno is not None
+    assert train.end_lineno - train.lineno < TRAIN_LOOP_LINES
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_modules_say_what_they_are_for(path: Path) -> None:
+    docstring = ast.get_docstring(tree(path))
+    assert docstring
+    if path.name == "__init__.py":
+        assert len(tree(path).body) == 1, "an __init__.py is one docstring line"
+        assert "\n" not in docstring
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_host_copies_are_marked(path: Path) -> None:
+    """A device-to-host copy in the step path says why on its line."""
+    rooms = ("train.py", "sentinel/", "optim/", "model/", "precision.py", "parallel.py")
+    if not name_of(path).removeprefix("harness/").startswith(rooms):
+        return
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        copies = (".item()", ".tolist()", ".cpu()", ".synchronize()", ".numpy()")
+        if any(copy in line for copy in copies):
+            assert "# sync:" in line, f"{name_of(path)}:{number}"
+
+
+def test_light_modules_do_without_torch() -> None:
+    program = f"import sys, {', '.join(LIGHT)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
