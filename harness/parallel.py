@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -56,7 +55,7 @@ def connect(cfg: ParallelConfig) -> World:
     """Join the process group and lay out the mesh."""
     rank, size, local_rank = rank_from_environment()
     device = _device(cfg.device, local_rank)
-    store = None if "MASTER_ADDR" in os.environ else dist.HashStore()
+    store = None if "MASTER_ADDR" in os.environ else dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=cfg.timeout_s),
@@ -100,7 +99,7 @@ def shard(
     for block in layers:
         _checkpoint_activations(block, cfg.activation_checkpointing)
         if cfg.compile:
-            block.compile(fullgraph=cfg.activation_checkpointing is ActivationCheckpointing.none)
+            block.compile(fullgraph=True)
         fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=cfg.reshard_after_forward)
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     for module in model.modules():
@@ -125,17 +124,21 @@ def _keep_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) ->
     return CheckpointPolicy.MUST_SAVE if operator in _KEPT_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_keep_products)  # type: ignore[no-untyped-call]
+
+
 def _checkpoint_activations(block: nn.Module, kind: ActivationCheckpointing) -> None:
-    """Wrap the block's forward in place, so that parameter names stay what they are."""
-    match kind:
-        case ActivationCheckpointing.none:
-            return
-        case ActivationCheckpointing.full:
-            wrapped = partial(checkpoint, block.forward, use_reentrant=False)
-        case ActivationCheckpointing.selective:
-            contexts = partial(create_selective_checkpoint_contexts, _keep_products)
-            wrapped = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-    setattr(block, "forward", wrapped)  # noqa: B010  (a module's forward is a method to mypy)
+    """Wrap the block's forward in place, so that parameter names stay what they are and the block still compiles."""
+    if kind is ActivationCheckpointing.none:
+        return
+    forward = block.forward
+    contexts: dict[str, Any] = {"context_fn": _selective_contexts} if kind is ActivationCheckpointing.selective else {}
+
+    def checkpointed(*inputs: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False, **contexts)
+
+    setattr(block, "forward", checkpointed)  # noqa: B010  (a module's forward is a method to mypy)
 
 
 def write_local(parameter: Tensor, full: Tensor) -> None:

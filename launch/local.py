@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -39,6 +38,8 @@ Worker = Callable[[Config], int]
 EXIT_CRASHED = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.1
+PID_FILE = "HARNESS_PID_FILE"
+"""Environment variable of a worker: where it says that it can be told to stop."""
 LAST_WORD_S = 1.0
 """How long a worker that raises waits: a peer that was killed leaves no message and must be seen to have died first."""
 
@@ -83,7 +84,7 @@ def launch(cfg: Config, worker: Worker) -> int:
     ):
         logs.create()
         future: Future[dict[int, int]] = pool.submit(agent, worker, cfg)
-        pass_on(requests, future)
+        pass_on(requests, future, logs)
         try:
             return max(future.result().values())
         except ChildFailedError as error:
@@ -99,6 +100,7 @@ def enter_worker(worker: Worker, cfg: Config) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    Path(os.environ[PID_FILE]).write_text(str(os.getpid()))
     try:
         return worker(cfg)
     except KeyboardInterrupt:
@@ -128,20 +130,23 @@ def stop_requests() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def pass_on(requests: list[int], future: Future[dict[int, int]]) -> None:
-    """Until the agent is done, hand stop requests to the workers: the first as SIGTERM, any further one as SIGKILL."""
+def pass_on(requests: list[int], future: Future[dict[int, int]], logs: RankLogs) -> None:
+    """Until the agent is done, hand stop requests to the workers: the first as SIGTERM, any further one as SIGKILL.
+
+    The workers are the agent's to wait for: asking `multiprocessing` for them here would reap one under its eyes.
+    """
     while not requests:
         if wait([future], timeout=POLL_S).done:
             return
     print("harness: stopping in order; a second signal kills the workers", file=sys.stderr)
-    told: set[int | None] = set()
+    told: set[tuple[int, int]] = set()
     while not wait([future], timeout=POLL_S).done:
-        for process in multiprocessing.active_children():
-            if len(requests) > 1:
-                process.kill()
-            elif process.pid not in told:
-                process.terminate()
-                told.add(process.pid)
+        number = signal.SIGKILL if len(requests) > 1 else signal.SIGTERM
+        for pid in logs.pids():
+            if (pid, number) not in told:
+                told.add((pid, number))
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
 
 @contextmanager
@@ -218,9 +223,18 @@ class RankLogs(LogsSpecs):
             raise ConfigError("run.dir", f"cannot create {self.directory}: {error.strerror}") from None
         for rank in range(self.nproc):
             self.error_file(rank).unlink(missing_ok=True)
+            self.pid_file(rank).unlink(missing_ok=True)
 
     def error_file(self, rank: int) -> Path:
         return self.directory / f"rank-{rank}.error.json"
+
+    def pid_file(self, rank: int) -> Path:
+        return self.directory / f"rank-{rank}.pid"
+
+    def pids(self) -> list[int]:
+        """Processes of the workers that can answer a signal by now."""
+        texts = [path.read_text() for rank in range(self.nproc) if (path := self.pid_file(rank)).exists()]
+        return [int(text) for text in texts if text]
 
     def stream(self, rank: int, name: str) -> str:
         """A file, or "" for the terminal."""
@@ -230,6 +244,7 @@ class RankLogs(LogsSpecs):
         errors = {rank: str(self.error_file(rank)) for rank in envs}
         for rank, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = errors[rank]
+            env[PID_FILE] = str(self.pid_file(rank))
         return LogsDest(
             stdouts={rank: self.stream(rank, "stdout") for rank in envs},
             stderrs={rank: self.stream(rank, "stderr") for rank in envs},

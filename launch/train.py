@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
-        explained = explain(error, [word for word in arguments if not word.startswith("-")])
+        explained = explain(error, [word for word in arguments if "=" in word])
         if not isinstance(explained, ConfigError):
             raise
         print(f"harness: {explained}", file=sys.stderr)

@@ -78,20 +78,26 @@ def mlflow_command(tracking_uri: str) -> str:
     return f"{_program('mlflow')} ui --backend-store-uri {shlex.quote(without_credentials(uri))}"
 
 
-def step_line(record: StepRecord, num_steps: int, eta_s: float | None) -> str:
-    """One step in one line."""
-    work = f"{record.mfu:.1%} MFU" if record.mfu is not None else with_prefix(record.flops_per_s, "FLOP/s")
-    parts = [
-        f"step {record.step}/{num_steps}",
+def plain_line(record: StepRecord, num_steps: int, eta_s: float | None) -> str:
+    """One step, as it stands in a file."""
+    eta = [] if eta_s is None else [f"ETA {clock(eta_s)}"]
+    return "  ".join([f"step {record.step}/{num_steps}", *_measures(record), *eta])
+
+
+def live_line(record: StepRecord, num_steps: int, eta_s: float | None) -> str:
+    """One step beside the bar: shorter, and what matters least last, where a narrow terminal cuts it off."""
+    eta = [] if eta_s is None else [f"ETA {clock(eta_s)}"]
+    return " ".join([f"{record.step}/{num_steps}", *eta, *_measures(record)])
+
+
+def _measures(record: StepRecord) -> list[str]:
+    return [
         f"loss {record.loss:.4f}",
         f"grad {record.grad_norm:.3g}",
-        f"lr {record.lr:.2e}",
+        f"lr {record.lr:.1e}",
         with_prefix(record.tokens_per_s, "tok/s"),
-        work,
+        f"{record.mfu:.1%} MFU" if record.mfu is not None else with_prefix(record.flops_per_s, "FLOP/s"),
     ]
-    if eta_s is not None:
-        parts.append(f"ETA {clock(eta_s)}")
-    return "  ".join(parts)
 
 
 def notice(event: Event) -> str | None:
@@ -234,10 +240,10 @@ class Console:
 
     def _draw(self, record: StepRecord, eta_s: float | None) -> None:
         self._shown = record
-        line = step_line(record, self._num_steps, eta_s)
         if self._progress is None:
-            self.say(line)
+            self.say(plain_line(record, self._num_steps, eta_s))
         else:
+            line = live_line(record, self._num_steps, eta_s)
             self._progress.update(self._task, completed=record.step, line=line, visible=True)
             self._progress.refresh()
 
