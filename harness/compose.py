@@ -8,6 +8,7 @@ How: `conf/config.yaml` starts from the schema registered here, so that a wrong 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
@@ -18,7 +19,7 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from harness.config import Config, ConfigError
+from harness.config import Config, ConfigError, require
 
 BASE = "base"
 """The file of a group that holds what its options share; not itself a choice."""
@@ -40,6 +41,8 @@ def check(tree: Any) -> Config:
     except MissingMandatoryValue as error:
         raise ConfigError(error.full_key or "", "has no value") from None
     assert isinstance(cfg, Config)
+    for key, value in flat(plain(cfg)).items():
+        require(not isinstance(value, float) or math.isfinite(value), key, f"must be finite, got {value}")
     return cfg
 
 
