@@ -146,12 +146,14 @@ class SyntheticCorpus:
 
 
 def _pydoc_text() -> bytes:
+    """All topics, ordered by a hash of their names: in the order of the alphabet the tail would be all of a kind."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
         message = "embedded needs the module pydoc_data, which this Python was built without; allowed here: synthetic"
         raise ConfigError("data.kind", message) from None
-    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    shuffled = sorted(topics, key=lambda name: _digest(name.encode()))
+    return "\n\n".join(topics[name] for name in shuffled).encode()
 
 
 def _zipf_bounds(num_tokens: int, exponent: float) -> NDArray[np.uint64]:

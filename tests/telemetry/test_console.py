@@ -9,6 +9,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,17 @@ def a_run(make_step: MakeStep, started: RunStarted, num_steps: int) -> list[Even
         Intervention(time=0.0, iteration=5, who="ann", reason="too hot", changes={"optim.lr": [3e-3, 1e-3]}),
     ]
     return events
+
+
+def read_terminal(leader: int) -> str:
+    """All that a terminal shows until its other side is closed, which Linux reports as an I/O error."""
+    shown = b""
+    with os.fdopen(leader, "rb", buffering=0) as screen:
+        while True:
+            try:
+                shown += screen.read(1 << 16)
+            except OSError:
+                return shown.decode()
 
 
 def test_plain_lines(make_step: MakeStep, started: RunStarted) -> None:
@@ -73,14 +85,15 @@ def test_a_terminal_gets_a_live_line_under_the_lines_that_stay(
     monkeypatch.setenv("COLUMNS", "80")
     leader, follower = os.openpty()
     termios.tcsetwinsize(follower, (30, 80))
-    with os.fdopen(follower, "w") as terminal:
+    with ThreadPoolExecutor(1) as pool, os.fdopen(follower, "w") as terminal:
+        screen = pool.submit(read_terminal, leader)
         console = Console(12, terminal)
         for event in a_run(make_step, started, 12):
             console.show(event)
         console.close()
         console.say("goodbye")
-        output = os.read(leader, 1 << 20).decode()
-    os.close(leader)
+        terminal.close()
+        output = screen.result(timeout=30)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
     assert "━" in text
     assert "\x1b[2K" in output
