@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from harness.rundir import RunDir
 from harness.telemetry.mlflow_sink import Delivery, create_run, follow, main, open_client, pause_s
 from harness.telemetry.sinks import EventLog
 from harness.telemetry.store import tracking_uri
-from harness.telemetry.ticket import Ticket, load_ticket, sole_sender
+from harness.telemetry.ticket import Ticket, Trainer, load_ticket, sole_sender
 
 MakeRun = Callable[..., tuple[RunDir, Config]]
 MakeStep = Callable[..., StepRecord]
@@ -214,6 +216,22 @@ def test_two_senders_by_hand_do_not_mix(make_run: MakeRun, capsys: pytest.Captur
         assert third
     assert main([str(run.path / "nothing")]) == 2
     assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_the_sender_of_a_living_trainer_waits_for_the_one_before(make_run: MakeRun) -> None:
+    run, _ = make_run()
+    living, gone = Trainer(os.getppid(), 0), Trainer(-1, 0)
+
+    def take(trainer: Trainer) -> bool:
+        with sole_sender(run, trainer) as alone:
+            return alone
+
+    with ThreadPoolExecutor(2) as pool:
+        with sole_sender(run, None):
+            waiting = pool.submit(take, living)
+            assert pool.submit(take, gone).result(timeout=30) is False
+            assert not waiting.done()
+        assert waiting.result(timeout=30) is True
 
 
 def test_a_hopeless_uri_is_told_from_a_silent_server(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
