@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
+from traceback import format_exc
 from types import FrameType
 
 import torch
@@ -31,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from harness.config import EXIT_BAD_CONFIG, EXIT_HALTED, EXIT_INTERRUPTED, Config, ConfigError, DeviceKind, require
-from harness.rundir import locate
+from harness.rundir import locate, write_atomically
 
 Worker = Callable[[Config], int]
 
@@ -40,6 +41,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.1
 PID_FILE = "HARNESS_PID_FILE"
 """Environment variable of a worker: where it says that it can be told to stop."""
+FALL_FILE = "HARNESS_FALL_FILE"
+"""Environment variable of a worker: where it writes the exception that ends it, at the moment it is raised."""
 LAST_WORD_S = 1.0
 """How long a worker that raises waits: a peer that was killed leaves no message and must be seen to have died first."""
 
@@ -105,9 +108,11 @@ def enter_worker(worker: Worker, cfg: Config) -> int:
         return worker(cfg)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)  # the agent takes it for a silent success and waits for ever
-    except Exception:
+    except Exception as error:
+        fall = {"message": str(error), "is_user_error": isinstance(error, ConfigError), "traceback": format_exc()}
+        write_atomically(Path(os.environ[FALL_FILE]), json.dumps(fall))
         time.sleep(LAST_WORD_S)
-        raise
+        sys.exit(EXIT_CRASHED)
     finally:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -178,8 +183,8 @@ def report(failure: Failure, *, stopping: bool) -> int:
         return failure.exit_code
     if stopping and failure.exit_code < 0:
         return EXIT_INTERRUPTED
-    if failure.message.startswith(f"{ConfigError.__name__}: "):
-        print(f"harness: {failure.message.removeprefix(f'{ConfigError.__name__}: ')}", file=sys.stderr)
+    if failure.is_user_error:
+        print(f"harness: {failure.message}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     how = f"exited with code {failure.exit_code}"
     if failure.exit_code < 0:
@@ -197,11 +202,12 @@ class Failure:
     rank: int
     exit_code: int
     """Negative: the number of the signal that killed it."""
-    message: str
-    """Type and text of the exception; empty where there was none."""
-    traceback: str
     log: str
     """Where its stderr went; empty: the terminal."""
+    message: str = ""
+    """Text of the exception; empty where there was none."""
+    is_user_error: bool = False
+    traceback: str = ""
 
 
 class RankLogs(LogsSpecs):
@@ -222,11 +228,11 @@ class RankLogs(LogsSpecs):
         except OSError as error:
             raise ConfigError("run.dir", f"cannot create {self.directory}: {error.strerror}") from None
         for rank in range(self.nproc):
-            self.error_file(rank).unlink(missing_ok=True)
+            self.fall_file(rank).unlink(missing_ok=True)
             self.pid_file(rank).unlink(missing_ok=True)
 
-    def error_file(self, rank: int) -> Path:
-        return self.directory / f"rank-{rank}.error.json"
+    def fall_file(self, rank: int) -> Path:
+        return self.directory / f"rank-{rank}.fall.json"
 
     def pid_file(self, rank: int) -> Path:
         return self.directory / f"rank-{rank}.pid"
@@ -241,26 +247,21 @@ class RankLogs(LogsSpecs):
         return str(self.directory / f"rank-{rank}.{name}") if rank > 0 else ""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        errors = {rank: str(self.error_file(rank)) for rank in envs}
         for rank, env in envs.items():
-            env["TORCHELASTIC_ERROR_FILE"] = errors[rank]
+            env[FALL_FILE] = str(self.fall_file(rank))
             env[PID_FILE] = str(self.pid_file(rank))
         return LogsDest(
             stdouts={rank: self.stream(rank, "stdout") for rank in envs},
             stderrs={rank: self.stream(rank, "stderr") for rank in envs},
-            error_files=errors,
+            error_files={rank: str(self.directory / f"rank-{rank}.agent.json") for rank in envs},
         )
 
     def first_failure(self, error: ChildFailedError) -> Failure:
         """The rank that died first. The agent names one that is dead; an exception elsewhere may be older."""
         rank, process = error.get_first_failure()
-        exit_code = process.exitcode
-        raised = [each for each in range(self.nproc) if self.error_file(each).exists()]
-        if rank in raised:
-            rank, exit_code = min(raised, key=lambda each: self.error_file(each).stat().st_mtime_ns), EXIT_CRASHED
-        message = traceback = ""
-        if rank in raised:
-            record = json.loads(self.error_file(rank).read_text(encoding="utf-8"))["message"]
-            message, traceback = record["message"], record["extraInfo"]["py_callstack"]
-        log = self.stream(rank, "stderr")
-        return Failure(rank=rank, exit_code=exit_code, message=message, traceback=traceback, log=log)
+        fallen = [each for each in range(self.nproc) if self.fall_file(each).exists()]
+        if rank not in fallen:
+            return Failure(rank=rank, exit_code=process.exitcode, log=self.stream(rank, "stderr"))
+        first = min(fallen, key=lambda each: self.fall_file(each).stat().st_mtime_ns)
+        fall = json.loads(self.fall_file(first).read_text(encoding="utf-8"))
+        return Failure(rank=first, exit_code=EXIT_CRASHED, log=self.stream(first, "stderr"), **fall)

@@ -25,16 +25,21 @@ def halt_on_one(_cfg: Config) -> int:
     return 3 if rank() == 1 else 0
 
 
-def crash(_cfg: Config) -> int:
+def crash(cfg: Config) -> int:
     if rank() == 1:
         raise ZeroDivisionError("the first to fall")
-    time.sleep(0.3)
+    while not list(locate(cfg).path.glob("logs/*/rank-1.fall.json")):
+        time.sleep(0.01)
     raise ConnectionError("a victim of the first")
 
 
-def killed(_cfg: Config) -> int:
+def killed(cfg: Config) -> int:
+    last_words = locate(cfg).path / "last-words-1"
     if rank() == 1:
+        last_words.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    while not last_words.exists():
+        time.sleep(0.01)
     raise ConnectionError("a victim of the kill")
 
 
