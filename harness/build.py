@@ -44,6 +44,10 @@ class Parts:
     held_out: Batches
     ledger: Ledger
 
+    def close(self) -> None:
+        self.batches.close()
+        self.held_out.close()
+
     def tensors(self) -> dict[str, Any]:
         """What a checkpoint holds, loaded in place."""
         return {

@@ -315,10 +315,13 @@ class SentinelConfig:
     """Steps after which the host reads what the device wrote; 0 waits for every step."""
     probe_every: int
     """Steps between the costlier signals: norms of weights, moments and activations."""
+    halt_after_refused: int
+    """Updates refused in a row after which the run halts (exit code 3): what is broken will not mend itself."""
 
     def __post_init__(self) -> None:
         require(self.lag >= 0, "sentinel.lag", f"must be 0 or more, got {self.lag}")
-        require(self.probe_every >= 1, "sentinel.probe_every", f"must be at least 1, got {self.probe_every}")
+        for name in ("probe_every", "halt_after_refused"):
+            require(getattr(self, name) >= 1, f"sentinel.{name}", f"must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,7 +10,6 @@ A directory that exists is a run to resume. One whose configuration disagrees is
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import time
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import yaml
 
 from harness.compose import flat, plain, to_yaml
 from harness.config import Config, ConfigError, ResumePolicy
+from harness.events import Intervention, to_json
 
 MAY_DIFFER = ("run.resume", "run.dir", "launch.", "cluster.", "telemetry.", "parallel.timeout_s")
 """Keys that say where and how visibly a run happens, not what it computes."""
@@ -96,24 +96,25 @@ def check_resume(cfg: Config, run: RunDir) -> None:
         raise ConfigError("run.name", message)
 
 
-def prepare(cfg: Config, run: RunDir) -> dict[str, tuple[Any, Any]]:
-    """Create the directory, or admit a change to it; returns the admitted changes."""
+def prepare(cfg: Config, run: RunDir) -> dict[str, Any]:
+    """Create the directory, or admit a change to it; returns the admitted changes, key -> [then, now]."""
     check_resume(cfg, run)
     try:
         run.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("run.dir", f"cannot create {run.path}: {error.strerror}") from None
-    changes = differences(cfg, run)
+    changes = {key: list(values) for key, values in differences(cfg, run).items()}
     if changes:
-        entry = {
-            "time": time.time(),
-            "who": getpass.getuser(),
-            "reason": "run.resume=changed",
-            "changes": {key: list(values) for key, values in changes.items()},
-        }
-        append_line(run.interventions, json.dumps(entry))
+        append_line(run.interventions, to_json(intervention(changes, iteration=0)))
     write_atomically(run.config, to_yaml(cfg))
     return changes
+
+
+def intervention(changes: dict[str, Any], *, iteration: int) -> Intervention:
+    """A change of the configuration, with who made it and when."""
+    return Intervention(
+        time=time.time(), iteration=iteration, who=getpass.getuser(), reason="run.resume=changed", changes=changes
+    )
 
 
 def write_atomically(path: Path, text: str) -> None:

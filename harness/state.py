@@ -18,6 +18,9 @@ class RunState:
     generation: int = 0
     """Rewinds and rollbacks behind this run."""
 
+    refused_in_row: int = 0
+    """Updates refused since the last one that was applied."""
+
     def advance(self, *, next_cursor: int, tokens: int) -> None:
         """One iteration was issued; until its record says otherwise, its update counts as applied."""
         self.step += 1
@@ -25,6 +28,7 @@ class RunState:
         self.cursor = next_cursor
         self.tokens += tokens
 
-    def take_back_refused(self) -> None:
-        """A record came back refused: its update was not applied after all."""
-        self.step -= 1
+    def learn(self, *, refused: bool) -> None:
+        """What the record of an iteration says of its update; a refused one was not applied after all."""
+        self.step -= refused
+        self.refused_in_row = self.refused_in_row + 1 if refused else 0

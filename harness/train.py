@@ -10,19 +10,28 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 
 from harness import compose, rundir
 from harness.build import Parts, build, describe, meter
 from harness.checkpoint import store
-from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, Config, ConfigError, check_world
+from harness.config import (
+    EXIT_BAD_CONFIG,
+    EXIT_DONE,
+    EXIT_HALTED,
+    EXIT_INTERRUPTED,
+    Config,
+    ConfigError,
+    check_world,
+)
 from harness.data.batches import Batch
 from harness.events import EvalRecord, RunEnded, RunStarted
-from harness.parallel import all_reduce_sum, broadcast, connect, disconnect, rank_from_environment
+from harness.parallel import World, all_reduce_sum, broadcast, connect, disconnect, rank_from_environment
 from harness.precision import fast_attention
 from harness.rundir import RunDir
 from harness.sentinel.gate import refuse_nonfinite
@@ -47,6 +56,13 @@ class StopRequest:
         if signal.SIGINT in self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received.append(number)
+
+
+class Ending(NamedTuple):
+    """Why the loop ends."""
+
+    exit_code: int
+    reason: str
 
 
 def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) -> None:
@@ -78,17 +94,19 @@ def judge_and_update(parts: Parts, *, cfg: Config, probe: bool) -> torch.Tensor:
     return pack(reduced, total, refused=refuse, lr=lr, step=parts.update.step, scale=scale)
 
 
-def hear(parts: Parts, state: RunState, narrator: Narrator, *, cfg: Config, everything: bool = False) -> bool:
-    """Tell what the device reported and correct the host's count; true when some rank was asked to stop."""
-    stop = False
+def hear(parts: Parts, state: RunState, narrator: Narrator, *, cfg: Config, everything: bool = False) -> Ending | None:
+    """Tell what the device reported and correct the host's count; says why the run must end, if it must."""
+    ending = None
     dynamic_scale = parts.scale.growth_interval is not None
     for facts, values in parts.mailbox.take(everything=everything):
         record = unpack(parts.signals.layout, facts, values, dim=cfg.model.dim, dynamic_scale=dynamic_scale)
         narrator.emit_step(record)
-        if record.refused:
-            state.take_back_refused()
-        stop = stop or record.stop_requested
-    return stop
+        state.learn(refused=record.refused)
+        if record.stop_requested:
+            ending = Ending(EXIT_INTERRUPTED, "asked to stop")
+        if state.refused_in_row >= cfg.sentinel.halt_after_refused:
+            ending = Ending(EXIT_HALTED, f"{state.refused_in_row} updates refused in a row")
+    return ending
 
 
 def evaluate(parts: Parts, state: RunState, *, cfg: Config) -> EvalRecord:
@@ -111,11 +129,11 @@ def due(every_steps: int, state: RunState, cfg: Config) -> bool:
     return every_steps > 0 and (state.step % every_steps == 0 or state.step == cfg.train.num_steps)
 
 
-def train(cfg: Config, parts: Parts, state: RunState, narrator: Narrator, run: RunDir, stop: StopRequest) -> int:
-    """The loop. Returns the exit code: done, or interrupted and resumable."""
+def train(cfg: Config, parts: Parts, state: RunState, narrator: Narrator, run: RunDir, stop: StopRequest) -> Ending:
+    """The loop: until all steps are done, a rank is asked to stop, or nothing but refusals comes back."""
     batch_tokens = cfg.train.batch_size * cfg.train.sequence_length
-    stopping = False
-    while state.step < cfg.train.num_steps and not stopping:
+    ending = None
+    while state.step < cfg.train.num_steps and ending is None:
         cursor = parts.ledger.next_index(state.cursor)
         batch = parts.batches[cursor]
         probe = state.iteration % cfg.sentinel.probe_every == 0
@@ -127,19 +145,21 @@ def train(cfg: Config, parts: Parts, state: RunState, narrator: Narrator, run: R
         state.advance(next_cursor=cursor + 1, tokens=batch_tokens)
         facts = HostFacts(state.iteration, cursor, state.tokens, probe, memory_bytes(parts.world.device))
         parts.mailbox.post(facts, report)
-        stopping = hear(parts, state, narrator, cfg=cfg)
+        ending = hear(parts, state, narrator, cfg=cfg)
 
-        save = stopping or due(cfg.checkpoint.every_steps, state, cfg) or state.step == cfg.train.num_steps
+        leaving = ending is not None or state.step == cfg.train.num_steps
+        save = leaving or due(cfg.checkpoint.every_steps, state, cfg)
         look = due(cfg.eval.every_steps, state, cfg)
         if save or look:
-            stopping |= hear(parts, state, narrator, cfg=cfg, everything=True)
+            ending = hear(parts, state, narrator, cfg=cfg, everything=True) or ending
         if look:
             narrator.emit(evaluate(parts, state, cfg=cfg))
-        if save:
-            narrator.emit(
-                store.save(run.checkpoints, parts.tensors(), state, world=parts.world, keep=cfg.checkpoint.keep)
-            )
-    return EXIT_DONE if state.step >= cfg.train.num_steps else EXIT_INTERRUPTED
+        if save and not (ending and ending.exit_code == EXIT_HALTED):  # what only refuses may be broken already
+            tensors = parts.tensors()
+            narrator.emit(store.save(run.checkpoints, tensors, state, world=parts.world, keep=cfg.checkpoint.keep))
+    if ending is None or state.step >= cfg.train.num_steps:
+        return Ending(EXIT_DONE, "all steps done")
+    return ending
 
 
 def resume(cfg: Config, parts: Parts, run: RunDir, *, last_seen: int) -> tuple[RunState, RunStarted]:
@@ -181,21 +201,7 @@ def run_worker(cfg: Config) -> int:
             assert opened is not None
             if opened.problem:
                 raise ConfigError("", opened.problem)
-            run = opened.directory
-            parts = build(cfg, world, run)
-            if world.is_first:
-                write_manifest(run, describe(cfg, parts))
-            with Narrator(cfg, run, world=world, meter=meter(cfg, world)) as narrator:
-                state, started = resume(cfg, parts, run, last_seen=opened.last_iteration)
-                narrator.emit(started)
-                code = train(cfg, parts, state, narrator, run, stop)
-                reason = "all steps done" if code == EXIT_DONE else "asked to stop"
-                narrator.end(
-                    RunEnded(
-                        time=time.time(), iteration=state.iteration, step=state.step, exit_code=code, reason=reason
-                    )
-                )
-            return code
+            return run_opened(cfg, opened, world, stop)
         finally:
             disconnect()
 
@@ -204,20 +210,42 @@ def run_worker(cfg: Config) -> int:
 class Opened:
     """What rank 0 found on disk, for all ranks to hear."""
 
-    directory: RunDir
+    run: RunDir
     last_iteration: int
-    problem: str
+    changes: dict[str, Any]
+    """Keys that were changed on purpose since the run was last started."""
+    problem: str = ""
 
 
 def open_run(cfg: Config) -> Opened:
     """Name and create the run directory, or say why not."""
     rundir.name_run(cfg)
-    run, problem = rundir.locate(cfg), ""
+    run = rundir.locate(cfg)
+    seen = max(last_iteration(run.events), 0)
     try:
-        rundir.prepare(cfg, run)
+        return Opened(run, seen, rundir.prepare(cfg, run))
     except ConfigError as error:
-        problem = str(error)
-    return Opened(run, max(last_iteration(run.events), 0), problem)
+        return Opened(run, seen, {}, problem=str(error))
+
+
+def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest) -> int:
+    """Build, resume and train in a directory that all ranks agree on."""
+    run = opened.run
+    with (
+        closing(build(cfg, world, run)) as parts,
+        Narrator(cfg, run, world=world, meter=meter(cfg, world)) as narrator,
+    ):
+        if world.is_first:
+            write_manifest(run, describe(cfg, parts))
+        state, started = resume(cfg, parts, run, last_seen=opened.last_iteration)
+        narrator.emit(started)
+        if opened.changes:
+            narrator.emit(rundir.intervention(opened.changes, iteration=state.iteration))
+        code, reason = train(cfg, parts, state, narrator, run, stop)
+        narrator.end(
+            RunEnded(time=time.time(), iteration=state.iteration, step=state.step, exit_code=code, reason=reason)
+        )
+    return code
 
 
 def main() -> int:

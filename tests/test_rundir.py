@@ -50,7 +50,7 @@ def test_an_asked_for_change_is_an_intervention(tmp_path: Path) -> None:
     run = rundir.locate(cfg)
     rundir.prepare(cfg, run)
     changed = config(tmp_path, "optim.lr=0.1", "run.resume=changed")
-    assert rundir.prepare(changed, run) == {"optim.lr": (0.003, 0.1)}
+    assert rundir.prepare(changed, run) == {"optim.lr": [0.003, 0.1]}
     [entry] = [json.loads(line) for line in run.interventions.read_text().splitlines()]
     assert entry["changes"] == {"optim.lr": [0.003, 0.1]}
     assert entry["who"]

@@ -1,7 +1,7 @@
 """Checkpoints on disk: one directory per (step, generation), there whole or not at all.
 
 How: all ranks write their shards with torch.distributed.checkpoint into a hidden directory; when all are done, rank 0
-adds the host's numbers and renames it, which is the moment it exists. Weights, moments and device counters are loaded in
+adds the numbers of the host and renames it, which is the moment it exists. Weights, moments and counters are loaded in
 place, into tensors that already have their final sharding, so the number of ranks may change between runs.
 Left out: random state, because nothing draws from one: weights and data are pure functions of the seed.
 """
@@ -16,7 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from harness.config import ConfigError
 from harness.events import CheckpointSaved
@@ -44,7 +45,7 @@ def save(root: Path, tensors: dict[str, Any], state: RunState, *, world: World, 
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
         barrier()
-        dcp.save(tensors, checkpoint_id=scratch)
+        save_shards(tensors, checkpoint_id=scratch)
         if world.is_first:
             write_atomically(scratch / STATE_FILE, json.dumps(asdict(state)))
             scratch.rename(target)
@@ -66,7 +67,7 @@ def load_newest(root: Path, tensors: dict[str, Any], *, world: World) -> tuple[R
     if not newest:
         return None
     path = newest[0]
-    dcp.load(tensors, checkpoint_id=path)
+    load_shards(tensors, checkpoint_id=path)
     try:
         state = RunState(**json.loads((path / STATE_FILE).read_text()))
     except (OSError, ValueError, TypeError) as error:

@@ -41,7 +41,7 @@ class Mailbox(Generic[Facts]):
         slot.copy_(report, non_blocking=True)
         arrived = None
         if self._on_gpu:
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
         self._waiting.append(Letter(facts, slot, arrived))
         self._posted += 1

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness import events
+from harness.events import RunEnded
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
@@ -80,6 +82,19 @@ def test_a_refused_update_leaves_no_trace(ranks: Pool, value: float, guilty: int
 def test_a_refused_update_leaves_no_trace_on_four_ranks_and_replicas(ranks: Pool) -> None:
     for outcome in ranks.run(4, cases.refusal, math.nan, 2, "parallel=hsdp"):
         assert outcome == {"unchanged": True, "equals_control": True, "moved": True}
+
+
+def test_a_run_that_only_refuses_halts_with_exit_code_3(ranks: Pool, tmp_path: Path) -> None:
+    overrides = ("optim.lr=1e30", "optim.warmup_steps=0", "sentinel.halt_after_refused=5")
+    for code, records in ranks.run(2, cases.run, str(tmp_path), "run.name=broken", *overrides):
+        assert code == 3
+        assert [record.refused for record in records][-5:] == [True] * 5
+        assert len(records) <= 5 + 2 + 1, "few applied, five refused, one in flight"
+    *_, ended = events.read(tmp_path / "broken" / "events.jsonl")
+    assert isinstance(ended, RunEnded)
+    assert (ended.exit_code, ended.step) == (3, records[-1].step)
+    assert "refused in a row" in ended.reason
+    assert not (tmp_path / "broken" / "checkpoints").exists(), "what may be broken is not saved"
 
 
 def test_signals_cost_one_collective_a_step(ranks: Pool) -> None:
