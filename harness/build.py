@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from harness.config import Config
-from harness.data.batches import Batches, open_data
+from harness.data.batches import Batches
 from harness.data.ledger import Ledger
+from harness.data.sources import open_data
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
 from harness.model.size import flops_per_token, num_parameters
@@ -67,12 +68,14 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
     model.to_empty(device=world.device)
     initialize(model, cfg.model, seed=cfg.run.seed)
 
+    ledger = Ledger.load(run.ledger, writer=world.is_first)
+    batches, held_out = open_data(cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger)
     parameters = dict(model.named_parameters())
     layout = Layout(
         groups=tuple(dict.fromkeys(group_of(name) for name in parameters)),
         layers=tuple(f"blocks.{layer}" for layer in sampled_layers(cfg.model.num_layers)),
+        sources=batches.source_names,
     )
-    batches, held_out = open_data(cfg, rank=world.rank, world_size=world.size, device=world.device)
     return Parts(
         world=world,
         model=model,
@@ -84,7 +87,7 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         mailbox=Mailbox(size=layout.size + DECIDED, lag=cfg.sentinel.lag, device=world.device),
         batches=batches,
         held_out=held_out,
-        ledger=Ledger.load(run.ledger, writer=world.is_first),
+        ledger=ledger,
     )
 
 
@@ -121,6 +124,6 @@ def describe(cfg: Config, parts: Parts) -> dict[str, Any]:
         cfg,
         world_size=parts.world.size,
         device=parts.world.device,
-        corpus_fingerprint=parts.batches.corpus.fingerprint(),
+        corpus_fingerprint=parts.batches.fingerprint(),
         num_parameters=num_parameters(cfg.model),
     )

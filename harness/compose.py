@@ -15,7 +15,7 @@ from dataclasses import asdict, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -79,7 +79,7 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> Exception:
         case OverrideParseException():
             return ConfigError(cause.override, "cannot be read; write key=value and quote special characters")
         case OmegaConfBaseException() if cause.full_key:
-            return explain_key(str(cause.full_key), str(cause))
+            return explain_key(whole_key(str(cause.full_key), overrides), str(cause))
         case AttributeError() | ValueError():
             return explain_override(cause, overrides)
         case HydraException():
@@ -92,12 +92,30 @@ def explain_key(key: str, complaint: str) -> ConfigError:
     """A complaint that came with its key: the key does not exist, or its value is not of the right kind."""
     section, _, name = key.rpartition(".")
     allowed = keys_of(section)
+    if keys_of(key) and not allowed and re.match(NO_ENTRY, complaint):
+        keys = ", ".join(keys_of(key))
+        return ConfigError(key, f"is not there; add it with +{section}={{{name}: {{...}}}} and the keys {keys}")
     if name in allowed or not allowed:
         inside = f"; it has the keys {', '.join(keys_of(key))}" if keys_of(key) else ""
         return ConfigError(key, in_words(complaint.splitlines()[0]) + inside)
     close = difflib.get_close_matches(name, allowed, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     return ConfigError(key, f"no such key; {section or 'the configuration'} has {', '.join(allowed)}{hint}")
+
+
+def whole_key(key: str, overrides: Sequence[str]) -> str:
+    """The key with its section: inside a dict or a list of sections OmegaConf forgets where it is."""
+    first = re.split(r"[.\[]", key)[0]
+    if first in keys_of(""):
+        return key
+    for override in overrides:
+        section, _, value = override.lstrip("+~").partition("=")
+        above, found, _ = f".{section}.".partition(f".{first}.")
+        if found:
+            return f"{above}.{key}".lstrip(".")
+        if re.search(rf"\b{re.escape(first)}\b", value):
+            return f"{section}.{key}"
+    return key
 
 
 def explain_override(error: Exception, overrides: Sequence[str]) -> Exception:
@@ -113,6 +131,9 @@ def explain_override(error: Exception, overrides: Sequence[str]) -> Exception:
     return error
 
 
+NO_ENTRY = r"Key '.*' is not in struct|Invalid type assigned: dict is not a subclass"
+"""What OmegaConf says of an override inside a section that its dict does not have yet."""
+
 COMPLAINTS = (
     (r"Value '(.*)' of type '.*' could not be converted to Float", r"must be a number, got '\1'"),
     (r"Value '(.*)' of type '.*' could not be converted to Integer", r"must be a whole number, got '\1'"),
@@ -120,6 +141,8 @@ COMPLAINTS = (
     (r"Cannot convert '.*' to string: '(.*)'", r"must be a text, got \1"),
     (r"Invalid value '(.*)', expected one of \[(.*)\]", r"must be one of \2, got '\1'"),
     (r"Invalid type assigned: .* value: (.*)", r"is a section, got \1"),
+    (r"Invalid value assigned: (.*) is not a ListConfig, list or tuple\.", r"must be a list, as [...]"),
+    (r"Cannot assign (.*) to Dict.*", r"must map names to sections, as {name: {...}}"),
     (r"field '.*' is not Optional", r"must not be null"),
     (r".* does not support deletion", r"cannot be left out"),
     (r"Ambiguous value for argument '(.*?)=(.*?)'.*", r"\1: got several values, \2; add --multirun to sweep over them"),
@@ -150,8 +173,13 @@ def options_of(group: str) -> tuple[str, ...]:
 def keys_of(section: str) -> tuple[str, ...]:
     """The keys a section of the tree may have; empty when there is no such section."""
     node: Any = Config
-    for name in filter(None, section.split(".")):
-        node = get_type_hints(node).get(name) if is_dataclass(node) else None
+    for name in re.findall(r"[^.\[\]]+", re.sub(r"\[\d+\]|\.\d+\b", "", section)):
+        if get_origin(node) is dict:  # under a name of the user's choice
+            node = get_args(node)[-1]
+        else:
+            node = get_type_hints(node).get(name) if is_dataclass(node) else None
+        if get_origin(node) is list:  # all its sections are of one kind
+            (node,) = get_args(node)
     return tuple(field.name for field in fields(node)) if is_dataclass(node) else ()
 
 

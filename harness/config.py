@@ -8,7 +8,9 @@ Left out: what only the machine can tell (how many ranks there are) is checked b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 EXIT_DONE = 0
@@ -48,6 +50,16 @@ class InitKind(StrEnum):
 class DataKind(StrEnum):
     embedded = "embedded"
     synthetic = "synthetic"
+    files = "files"
+
+
+class TokenDtype(StrEnum):
+    auto = "auto"
+    uint8 = "uint8"
+    uint16 = "uint16"
+    uint32 = "uint32"
+    int32 = "int32"
+    int64 = "int64"
 
 
 class ScheduleKind(StrEnum):
@@ -219,15 +231,96 @@ class SyntheticConfig:
 
 
 @dataclass(slots=True, kw_only=True)
-class DataConfig:
+class SourceConfig:
     kind: DataKind
-    """embedded: English text that every Python installation carries; synthetic: a corpus with a controllable tail."""
+    """embedded: English text that every Python installation carries; synthetic: a corpus with a controllable tail;
+    files: tokens on disk."""
+    weight: float = 1.0
+    """How many samples this source gives, relative to the others."""
+    seed: int | None = None
+    """Order of the samples, and content of synthetic ones; null: from run.seed and the name of the source."""
+    paths: list[str] = field(default_factory=list)
+    """files only: Megatron prefixes, .bin or .npy files, globs."""
+    dtype: TokenDtype = TokenDtype.auto
+    """files only: what a flat .bin without a header holds; auto: what the file itself says, or uint16."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PhaseConfig:
+    from_batch: int
+    """The first batch index with these weights."""
+    weights: dict[str, float]
+    """Source -> weight; 0: off. A source that is not named keeps the weight it had."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StratifyConfig:
+    rare_below: int
+    """A token with fewer occurrences in the training data is rare; 0: off. Costs one scan of the data at start."""
+    max_per_batch: int
+    """Most occurrences of any one rare token in one global batch."""
+
+    def __post_init__(self) -> None:
+        require(self.rare_below >= 0, "data.stratify.rare_below", f"must be 0 (off) or more, got {self.rare_below}")
+        message = f"must be at least 1, got {self.max_per_batch}"
+        require(self.max_per_batch >= 1, "data.stratify.max_per_batch", message)
+
+
+@dataclass(slots=True, kw_only=True)
+class DataConfig:
     eval_fraction: float
-    """Share of the samples held out; disjoint from training by construction."""
+    """Share of each source's samples held out; disjoint from training by construction."""
+    document_mask: bool
+    """No attention and no target across documents, where a source knows its documents."""
+    sources: dict[str, SourceConfig]
+    """Name -> where tokens come from."""
+    phases: list[PhaseConfig]
+    """Changes of the weights, in order; evaluation always mixes by the weights of the sources."""
+    stratify: StratifyConfig
     synthetic: SyntheticConfig
+    """Shared by all synthetic sources; they differ by their seeds."""
 
     def __post_init__(self) -> None:
         require(0 < self.eval_fraction < 1, "data.eval_fraction", f"must be between 0 and 1, got {self.eval_fraction}")
+        require(bool(self.sources), "data.sources", "must name at least one source")
+        for name, source in self.sources.items():
+            check_source(name, source)
+        check_phases(self.phases, self.sources)
+        message = (
+            f"must be 0 (off) for a mixture: it orders the batches of one source, and there are {len(self.sources)}"
+        )
+        require(self.stratify.rare_below == 0 or len(self.sources) == 1, "data.stratify.rare_below", message)
+
+
+def check_source(name: str, source: SourceConfig) -> None:
+    """Refuse what no source can be."""
+    key = f"data.sources.{name}"
+    message = f"names of sources are letters, digits, _ and -, got {name!r}"
+    require(re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None, "data.sources", message)
+    require(0 < source.weight < math.inf, f"{key}.weight", f"must be positive, got {source.weight}")
+    valid = source.seed is None or 0 <= source.seed < 2**63
+    require(valid, f"{key}.seed", f"must be in 0 .. 2**63 - 1 or null, got {source.seed}")
+    if source.kind is DataKind.files:
+        require(bool(source.paths), f"{key}.paths", "must name at least one file, prefix or glob for kind=files")
+    else:
+        require(not source.paths, f"{key}.paths", f"must be empty for kind={source.kind}, got {source.paths}")
+
+
+def check_phases(phases: list[PhaseConfig], sources: dict[str, SourceConfig]) -> None:
+    """Refuse phases out of order, of unknown sources, or that leave nothing to read."""
+    weights = {name: source.weight for name, source in sources.items()}
+    earlier = -1
+    for number, phase in enumerate(phases):
+        key = f"data.phases[{number}]"
+        message = f"must be above {earlier}, where the phase before begins, got {phase.from_batch}"
+        require(phase.from_batch >= 0, f"{key}.from_batch", f"must be 0 or more, got {phase.from_batch}")
+        require(phase.from_batch > earlier, f"{key}.from_batch", message)
+        earlier = phase.from_batch
+        for name, weight in phase.weights.items():
+            require(name in sources, f"{key}.weights", f"no source {name!r}; there are {', '.join(sources)}")
+            require(0 <= weight < math.inf, f"{key}.weights.{name}", f"must be 0 (off) or more, got {weight}")
+        weights |= phase.weights
+        require(any(weights.values()), f"{key}.weights", "must leave a source with a weight above 0")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -399,14 +492,14 @@ class Config:
             room = train.num_steps - optim.warmup_steps
             message = f"must fit between the warm-up and the end ({room} steps), got {optim.decay_steps}"
             require(optim.decay_steps <= room, "optim.decay_steps", message)
-        match self.data.kind:
-            case DataKind.embedded:
-                message = f"must be at least 256 for byte-level data (data.kind=embedded), got {model.vocab_size}"
-                require(model.vocab_size >= 256, "model.vocab_size", message)
-            case DataKind.synthetic:
-                rare = self.data.synthetic.rare_tokens
-                message = f"must leave at least 2 tokens of model.vocab_size={model.vocab_size} to the bulk, got {rare}"
-                require(rare <= model.vocab_size - 2, "data.synthetic.rare_tokens", message)
+        kinds = {source.kind for source in self.data.sources.values()}
+        if DataKind.embedded in kinds:
+            message = f"must be at least 256 for byte-level data (kind=embedded), got {model.vocab_size}"
+            require(model.vocab_size >= 256, "model.vocab_size", message)
+        if DataKind.synthetic in kinds:
+            rare = self.data.synthetic.rare_tokens
+            message = f"must leave at least 2 tokens of model.vocab_size={model.vocab_size} to the bulk, got {rare}"
+            require(rare <= model.vocab_size - 2, "data.synthetic.rare_tokens", message)
 
 
 def check_world(cfg: Config, world_size: int) -> None:

@@ -67,6 +67,10 @@ class StepRecord(Event):
     """Norm of Adam's second moment."""
     activation_rms: dict[str, float] = field(default_factory=dict)
     """Root mean square of the residual stream after each sampled layer."""
+    source_losses: dict[str, float] = field(default_factory=dict)
+    """Mean loss of each source that was in the batch."""
+    batch: dict[str, Any] = field(default_factory=dict)
+    """Facts of the batch: fingerprint, entropy, rarest tokens, rows of each source."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -30,7 +30,9 @@ from harness.config import (
     check_world,
 )
 from harness.data.batches import Batch
+from harness.data.facts import as_record
 from harness.events import EvalRecord, RunEnded, RunStarted
+from harness.model.transformer import document_mask
 from harness.parallel import World, all_reduce_sum, broadcast, connect, disconnect, rank_from_environment
 from harness.precision import fast_attention
 from harness.rundir import RunDir
@@ -68,15 +70,21 @@ class Ending(NamedTuple):
 def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) -> None:
     """Gradients of the mean loss over the global batch, one micro-batch at a time."""
     seed = parts.scale.scale / (cfg.train.batch_size * cfg.train.sequence_length)
-    for micro_batch in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
-        output = parts.model(micro_batch.inputs, micro_batch.targets, seed=seed, probe=probe)
+    for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
+        output = parts.model(rows.inputs, rows.targets, seed=seed, probe=probe, mask=mask_of(rows))
         output.objective.backward()
         parts.signals.add_forward(
-            loss=output.loss_sum,
+            row_losses=output.row_losses,
+            row_tokens=output.row_tokens,
+            sources=rows.sources,
             z_loss=output.z_sum,
-            tokens=output.num_tokens,
             layers=output.activation_square_sums,
         )
+
+
+def mask_of(rows: Batch) -> torch.Tensor | None:
+    """Who may attend to whom, where documents are kept apart."""
+    return None if rows.documents is None else document_mask(rows.documents)
 
 
 def judge_and_update(parts: Parts, *, cfg: Config, probe: bool) -> torch.Tensor:
@@ -100,7 +108,7 @@ def hear(parts: Parts, state: RunState, narrator: Narrator, *, cfg: Config, ever
     dynamic_scale = parts.scale.growth_interval is not None
     for facts, values in parts.mailbox.take(everything=everything):
         record = unpack(parts.signals.layout, facts, values, dim=cfg.model.dim, dynamic_scale=dynamic_scale)
-        narrator.emit_step(record)
+        narrator.emit_step(record, posted_s=facts.posted_s)
         state.learn(refused=record.refused)
         if record.stop_requested:
             ending = Ending(EXIT_INTERRUPTED, "asked to stop")
@@ -115,9 +123,9 @@ def evaluate(parts: Parts, state: RunState, *, cfg: Config) -> EvalRecord:
     with torch.no_grad():
         for index in range(min(cfg.eval.num_batches, len(parts.held_out))):
             batch = parts.held_out[index]
-            for micro_batch in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
-                output = parts.model(micro_batch.inputs, micro_batch.targets)
-                sums += torch.stack([output.loss_sum, output.num_tokens])
+            for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
+                output = parts.model(rows.inputs, rows.targets, mask=mask_of(rows))
+                sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])
     loss_sum, tokens = all_reduce_sum(sums).tolist()  # sync: an evaluation is rare and its end is waited for
     return EvalRecord(
         time=time.time(), iteration=state.iteration, step=state.step, loss=loss_sum / tokens, tokens=int(tokens)
@@ -143,7 +151,15 @@ def train(cfg: Config, parts: Parts, state: RunState, narrator: Narrator, run: R
         report = judge_and_update(parts, cfg=cfg, probe=probe)
 
         state.advance(next_cursor=cursor + 1, tokens=batch_tokens)
-        facts = HostFacts(state.iteration, cursor, state.tokens, probe, memory_bytes(parts.world.device))
+        facts = HostFacts(
+            iteration=state.iteration,
+            cursor=cursor,
+            tokens=state.tokens,
+            probed=probe,
+            posted_s=time.perf_counter(),
+            memory_bytes=memory_bytes(parts.world.device),
+            batch=as_record(batch.facts, parts.batches.source_names),
+        )
         parts.mailbox.post(facts, report)
         ending = hear(parts, state, narrator, cfg=cfg)
 

@@ -17,6 +17,7 @@ usage: harness COMMAND [ARGUMENTS]
 
 commands:
   train    train a model, or resume a run: harness train [group=option] [key=value] ...
+  data     make an indexed corpus of texts, or look at a batch: harness data prepare | inspect ...
 
 `harness COMMAND --help` says more.
 """
@@ -32,11 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             from launch import train
 
             return train.main(arguments)
+        case ["data", *arguments]:
+            from launch import data
+
+            return data.main(arguments)
         case [unknown, *_]:
-            print(f"harness: no command {unknown!r}; choose train, or --help", file=sys.stderr)
+            print(f"harness: no command {unknown!r}; choose train, data, or --help", file=sys.stderr)
             return EXIT_BAD_CONFIG
         case _:
-            print("harness: which command? choose train, or --help", file=sys.stderr)
+            print("harness: which command? choose train, data, or --help", file=sys.stderr)
             return EXIT_BAD_CONFIG
 
 

@@ -30,7 +30,10 @@ DOORS = {
     "omegaconf": {"harness/compose.py", "launch/train.py"},
     "mlflow": {"harness/telemetry/mlflow_sink.py"},
     "matplotlib": {"harness/telemetry/picture.py"},
-    "rich": {"harness/telemetry/console.py"},
+    "rich": {"harness/telemetry/console.py", "launch/progress.py"},
+    "tokenizers": {"harness/data/tokenizer.py"},
+    "zstandard": {"harness/data/text.py"},
+    "pyarrow": {"harness/data/text.py"},
     "torch.distributed": {
         "harness/parallel.py",
         "harness/precision.py",
@@ -51,9 +54,13 @@ LIGHT = (
     "harness.model.size",
     "harness.data.order",
     "harness.data.ledger",
+    "harness.data.mixture",
+    "harness.data.index",
+    "harness.data.prepare",
     "harness.optim.schedule",
     "launch.cli",
     "launch.train",
+    "launch.data",
 )
 """Modules that must not import torch: the command line and offline tools answer at once."""
 

@@ -2,14 +2,16 @@
 
 Why: the loop asks for `batches[cursor]` and may ask for any index again; the answer must not depend on what was asked
 before or on how many ranks there are, and making it must not delay the step.
-How: the order gives the sample ids of the global batch, and rank r of W takes the r-th of W equal parts of its rows.
-One thread makes the next `NUM_AHEAD` indices while the step runs; it only fills memory that the asking thread has
-allocated, so that everything CUDA happens in one thread. A wrong guess costs time, never a different token.
-Left out: guessing across the ledger's gaps; the first batch after a skip is made on demand.
+How: the mixture gives source and turn of each row of the global batch, the order of that source the sample, and rank r
+of W takes the r-th of W equal parts of the rows. One thread makes the `NUM_AHEAD` indices that the ledger lets through
+next while the step runs, and the facts about them; it only fills memory that the asking thread has allocated, so that
+everything CUDA happens in one thread. A wrong guess costs time, never a different token.
+Rank 0 reads the rows of all ranks, for the facts of the global batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, final
 
@@ -18,123 +20,247 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harness.config import Config, require
-from harness.data.corpora import Corpus, Tokens, build_corpus, split
-from harness.data.order import sample_ids
+from harness.data.corpus import Corpus, Origin, Tokens, digest
+from harness.data.facts import BatchFacts, GlobalFacts, fingerprint, global_facts
+from harness.data.ledger import Ledger
+from harness.data.mixture import Change, Mixture, Recipe
+from harness.data.order import samples_at
+from harness.data.stratify import Stratified
+
+Ints = NDArray[np.int64]
 
 NUM_AHEAD = 2
 
-HELD_OUT_SEED = 2**63
-"""The order of held-out data: one above every `run.seed`, and the same for all, so that runs are judged alike."""
+IGNORED = -100
+"""The target of a token whose successor belongs to another document, with `data.document_mask`."""
 
 
 class Batch(NamedTuple):
     inputs: Tensor
     """int64, rows x sequence_length."""
     targets: Tensor
-    """The token that follows each input."""
+    """The token that follows each input, or IGNORED."""
+    sources: Tensor
+    """int64, rows: where each comes from, as an index into `Batches.source_names`."""
+    documents: Tensor | None
+    """int32, rows x sequence_length: which of its row's documents an input belongs to; None: all see each other."""
+    facts: BatchFacts | None
+    """About the whole batch, also in a micro-batch; None for held-out data."""
 
     def micro_batches(self, size: int) -> list[Batch]:
         """The rows in their order, `size` at a time."""
-        starts = range(0, len(self.inputs), size)
-        return [Batch(self.inputs[start : start + size], self.targets[start : start + size]) for start in starts]
+        parts = [slice(start, start + size) for start in range(0, len(self.inputs), size)]
+        return [
+            Batch(
+                self.inputs[part],
+                self.targets[part],
+                self.sources[part],
+                None if self.documents is None else self.documents[part],
+                self.facts,
+            )
+            for part in parts
+        ]
 
 
-def open_data(cfg: Config, *, rank: int, world_size: int, device: torch.device) -> tuple[Batches, Batches]:
-    """What this rank trains on and what it is judged by."""
-    train, seed = cfg.train, cfg.run.seed
-    vocab_size, sequence_length = cfg.model.vocab_size, train.sequence_length
-    corpus = build_corpus(cfg.data, vocab_size=vocab_size, sequence_length=sequence_length, seed=seed)
-    train_samples, held_out_samples = split(corpus.num_samples, cfg.data.eval_fraction)
-    message = f"must be at most the {len(train_samples)} sequences there are to train on, got {train.batch_size}"
-    require(train.batch_size <= len(train_samples), "train.batch_size", message)
-    if cfg.eval.every_steps > 0:
-        message = f"holds out {len(held_out_samples)} sequences, less than one batch of {train.batch_size}"
-        require(train.batch_size <= len(held_out_samples), "data.eval_fraction", message)
+class Source(NamedTuple):
+    name: str
+    corpus: Corpus
+    samples: range
+    """Which samples of the corpus are read."""
+    seed: int
+    """Of their order."""
 
-    def batches(samples: range, order_seed: int) -> Batches:
-        size = train.batch_size
-        return Batches(
-            corpus, samples, batch_size=size, seed=order_seed, rank=rank, world_size=world_size, device=device
-        )
 
-    return batches(train_samples, seed), batches(held_out_samples, HELD_OUT_SEED)
+class Share(NamedTuple):
+    """Which rows of a batch are this rank's, and where they go."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+class _Buffers(NamedTuple):
+    """Host memory of one batch, pinned where it goes to a GPU."""
+
+    tokens: Tensor
+    """Inputs and targets as one block, so that one copy brings both to the device."""
+    sources: Tensor
+    documents: Tensor | None
+
+
+class _Made(NamedTuple):
+    buffers: _Buffers
+    facts: BatchFacts | None
 
 
 @final
 class Batches:
-    """A pure function of the batch index, with the next ones made in advance."""
+    """A pure function of the batch index and the ledger, with the next ones made in advance."""
 
     def __init__(
         self,
-        corpus: Corpus,
-        samples: range,
+        sources: Sequence[Source],
         *,
-        batch_size: int,
-        seed: int,
-        rank: int,
-        world_size: int,
-        device: torch.device,
+        recipe: Recipe,
+        share: Share,
+        ledger: Ledger,
+        document_mask: bool = False,
+        stratified: Stratified | None = None,
+        with_facts: bool = False,
     ) -> None:
-        assert samples.step == 1, "a corpus is split into contiguous parts"
-        assert samples.stop <= corpus.num_samples
-        assert batch_size % world_size == 0, "check_world comes first"
-        assert 0 <= rank < world_size
-        share = batch_size // world_size
-        self.corpus = corpus
-        self.samples = samples
-        self._batch_size = batch_size
-        self._seed = seed
-        self._own_rows = slice(rank * share, (rank + 1) * share)
-        self._device = device
-        self._sequence_length = len(corpus.sample(samples.start)) - 1
+        assert list(recipe.weights) == [source.name for source in sources]
+        assert all(source.samples.step == 1 for source in sources), "a corpus is split into contiguous parts"
+        assert recipe.batch_size % share.world_size == 0, "check_world comes first"
+        assert stratified is None or len(sources) == 1
+        num_rows = recipe.batch_size // share.world_size
+        self.sources = tuple(sources)
+        self.source_names = tuple(recipe.weights)
+        self._recipe = recipe
+        self._ledger = ledger
+        self._share = share
+        self._own_rows = slice(share.rank * num_rows, (share.rank + 1) * num_rows)
+        self._document_mask = document_mask
+        self._stratified = stratified
+        self._with_facts = with_facts
+        self._frequencies = _frequencies(sources) if with_facts and share.rank == 0 else None
+        self._num_tokens = len(sources[0].corpus.sample(sources[0].samples.start))
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        self._ahead: dict[int, Future[Tensor]] = {}
+        self._ahead: dict[int, Future[_Made]] = {}
+        self._heed_ledger()
 
     def __getitem__(self, index: int) -> Batch:
         """This rank's share; what went wrong while it was made in advance is raised here."""
         assert index >= 0
-        made = self._ahead.pop(index, None)
+        if len(self._ledger) != self._num_heeded:
+            self._heed_ledger()
+        made_ahead = self._ahead.pop(index, None)
         self._look_ahead(index)
-        tokens = self._fill(index, self._allocate()) if made is None else made.result()
-        inputs, targets = tokens.to(self._device, non_blocking=True)
-        return Batch(inputs, targets)
+        made = self._make(index, self.mixture, self._allocate()) if made_ahead is None else made_ahead.result()
+        device, (tokens, sources, documents) = self._share.device, made.buffers
+        inputs, targets = tokens.to(device, non_blocking=True)
+        return Batch(
+            inputs,
+            targets,
+            sources.to(device, non_blocking=True),
+            None if documents is None else documents.to(device, non_blocking=True),
+            made.facts,
+        )
 
-    def sample_ids(self, index: int) -> NDArray[np.int64]:
-        """Which samples of the corpus the global batch holds, row by row."""
-        size, num_samples = self._batch_size, len(self.samples)
-        return self.samples.start + sample_ids(index, batch_size=size, num_samples=num_samples, seed=self._seed)
+    def __len__(self) -> int:
+        """Whole batches before any source begins its second pass; an index may go beyond."""
+        return self.first_repeat()[0]
+
+    def first_repeat(self) -> tuple[int, Source]:
+        """The first batch that holds a sample of a second pass, and the source that begins it."""
+        ends = [self.mixture.find(number, len(source.samples)) for number, source in enumerate(self.sources)]
+        index, _, number = min((*end, number) for number, end in enumerate(ends) if end is not None)
+        return index, self.sources[number]
+
+    def samples(self, index: int) -> tuple[Ints, Ints]:
+        """Number of the source and sample of its corpus, for each row of the global batch."""
+        return self._samples(index, self.mixture)
 
     def rows(self, index: int) -> Tokens:
         """The global batch, rows x (sequence_length + 1), for inspection."""
-        return np.stack([self.corpus.sample(int(sample)) for sample in self.sample_ids(index)])
+        return self._read(*self.samples(index))
 
-    def __len__(self) -> int:
-        """Whole batches in one pass over the samples; an index may go beyond, into the next pass."""
-        return len(self.samples) // self._batch_size
+    def origins(self, index: int) -> list[Origin]:
+        """Where each row of the global batch comes from."""
+        pairs = zip(*self.samples(index), strict=True)
+        return [self.sources[source].corpus.origin(int(sample)) for source, sample in pairs]
+
+    def facts(self, index: int) -> GlobalFacts:
+        """What is remarkable about the global batch, for inspection."""
+        sources, samples = self.samples(index)
+        return self._facts(self._read(sources, samples), sources)
+
+    def fingerprint(self) -> str:
+        """Equal for equal corpora under equal names, as short hexadecimal text."""
+        return digest(repr([(source.name, source.corpus.fingerprint()) for source in self.sources]).encode())
 
     def close(self) -> None:
         """End the thread; no batch can be asked for afterwards."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._ahead.clear()
 
+    def _heed_ledger(self) -> None:
+        """Mix as the ledger says by now; what was made ahead by other weights is made again."""
+        amendments = [Change(entry.from_batch, entry.weights) for entry in self._ledger.reweightings]
+        self.mixture = self._recipe.mixture(amendments)
+        self._num_heeded = len(self._ledger)
+        while self._ahead:
+            self._ahead.popitem()[1].cancel()
+
     def _look_ahead(self, index: int) -> None:
-        guesses = range(index + 1, index + 1 + NUM_AHEAD)
+        guesses = [index]
+        for _ in range(NUM_AHEAD):
+            guesses.append(self._ledger.next_index(guesses[-1] + 1))
         for stale in self._ahead.keys() - set(guesses):
             self._ahead.pop(stale).cancel()
-        for guess in guesses:
+        for guess in guesses[1:]:
             if guess not in self._ahead:
-                self._ahead[guess] = self._worker.submit(self._fill, guess, self._allocate())
+                self._ahead[guess] = self._worker.submit(self._make, guess, self.mixture, self._allocate())
 
-    def _allocate(self) -> Tensor:
-        """Inputs and targets as one block, so that one copy brings both to the device."""
-        num_rows = self._own_rows.stop - self._own_rows.start
-        shape = (2, num_rows, self._sequence_length)
-        return torch.empty(shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+    def _allocate(self) -> _Buffers:
+        shape = (self._own_rows.stop - self._own_rows.start, self._num_tokens - 1)
+        pinned = self._share.device.type == "cuda"
+        return _Buffers(
+            torch.empty((2, *shape), dtype=torch.int64, pin_memory=pinned),
+            torch.empty(shape[0], dtype=torch.int64, pin_memory=pinned),
+            torch.empty(shape, dtype=torch.int32, pin_memory=pinned) if self._document_mask else None,
+        )
 
-    def _fill(self, index: int, block: Tensor) -> Tensor:
-        inputs, targets = block.numpy()
-        for row, sample in enumerate(self.sample_ids(index)[self._own_rows]):
-            tokens = self.corpus.sample(int(sample))
-            inputs[row], targets[row] = tokens[:-1], tokens[1:]
-        return block
+    def _make(self, index: int, mixture: Mixture, buffers: _Buffers) -> _Made:
+        own = self._own_rows
+        sources, samples = self._samples(index, mixture)
+        whole = self._with_facts and self._share.rank == 0
+        rows = self._read(sources, samples) if whole else self._read(sources[own], samples[own])
+        own_tokens = rows[own] if whole else rows
+        inputs, targets = buffers.tokens.numpy()
+        inputs[:], targets[:] = own_tokens[:, :-1], own_tokens[:, 1:]
+        buffers.sources.numpy()[:] = sources[own]
+        if buffers.documents is not None:
+            documents = self._documents(sources[own], samples[own])
+            targets[documents[:, 1:] != documents[:, :-1]] = IGNORED
+            buffers.documents.numpy()[:] = documents[:, :-1]
+        if not self._with_facts:
+            return _Made(buffers, None)
+        facts = self._facts(rows, sources) if whole else None
+        alone = facts is not None and self._share.world_size == 1
+        own_fingerprint = facts.fingerprint if facts is not None and alone else fingerprint(own_tokens)
+        return _Made(buffers, BatchFacts(fingerprint=own_fingerprint, whole=facts))
+
+    def _samples(self, index: int, mixture: Mixture) -> tuple[Ints, Ints]:
+        sources, turns = mixture.batch(index)
+        if self._stratified is not None:
+            turns = self._stratified.turns(turns)
+        samples = np.empty_like(turns)
+        for number, (_, _, own, seed) in enumerate(self.sources):
+            here = sources == number
+            if here.any():
+                samples[here] = own.start + samples_at(turns[here], num_samples=len(own), seed=seed)
+        return sources, samples
+
+    def _read(self, sources: Ints, samples: Ints) -> Tokens:
+        rows = np.empty((len(samples), self._num_tokens), dtype=np.uint32)
+        for row, (source, sample) in enumerate(zip(sources.tolist(), samples.tolist(), strict=True)):
+            rows[row] = self.sources[source].corpus.sample(sample)
+        return rows
+
+    def _documents(self, sources: Ints, samples: Ints) -> NDArray[np.int32]:
+        pairs = zip(sources.tolist(), samples.tolist(), strict=True)
+        return np.stack([self.sources[source].corpus.documents(sample) for source, sample in pairs])
+
+    def _facts(self, rows: Tokens, sources: Ints) -> GlobalFacts:
+        return global_facts(rows, sources, num_sources=len(self.sources), frequencies=self._frequencies)
+
+
+def _frequencies(sources: Sequence[Source]) -> Ints | None:
+    """How often each token id occurs in all sources together; None where one of them cannot say."""
+    counts = [source.corpus.token_counts() for source in sources]
+    total = np.zeros(max(source.corpus.vocab_size for source in sources), dtype=np.int64)
+    for count in counts:
+        if count is None:
+            return None
+        total[: len(count)] += count
+    return total

@@ -1,30 +1,25 @@
-"""The corpora a run can learn from without a download: English text of Python itself, and synthetic tokens.
+"""The corpora a run can learn from: files of tokens, and without a download, English text and synthetic tokens.
 
 Why: the first run of a newcomer and every test need data that is there; a study of loss spikes needs data whose tail of
 rare tokens is a number.
-How: a corpus is random access to samples of `sequence_length + 1` tokens (the last one is only a target), and a pure
-function of the index. The embedded text is cut into windows that share that one token; `split` therefore leaves a
-window between training and held-out data. A synthetic sample draws counter-based random words (Philox keyed by seed and
-index), so that no sample depends on another; the successor rule follows one cycle through the bulk of the vocabulary,
-which makes the n-th successor a table lookup and the whole sample vector arithmetic.
-Left out: data from files.
+How: the embedded text is cut into windows that share one token; `split` therefore leaves a window between training and
+held-out data. A synthetic sample draws counter-based random words (Philox keyed by seed and index), so that no sample
+depends on another; the successor rule follows one cycle through the bulk of the vocabulary, which makes the n-th
+successor a table lookup and the whole sample vector arithmetic. Files: see `harness.data.files`.
 """
 
 from __future__ import annotations
 
-from hashlib import blake2b
-from typing import Any, Protocol, final
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.config import ConfigError, DataConfig, DataKind, SyntheticConfig, require
+from harness.config import ConfigError, DataKind, SourceConfig, SyntheticConfig, require
+from harness.data.corpus import MIN_SAMPLES, Corpus, Origin, SampleShape, Tokens, digest
+from harness.data.files import FilesCorpus
+from harness.data.index import expand, open_tokens
 from harness.data.order import permute_many
-
-Tokens = NDArray[np.integer[Any]]
-
-MIN_SAMPLES = 3
-"""One to train on, one held out, one unused between them."""
 
 DRAW_BITS = 32
 DRAW_RANGE = 1 << DRAW_BITS
@@ -34,42 +29,27 @@ CYCLE_EPOCH = 2**63
 """Chooses the successor rule; no order of samples gets so far."""
 
 
-class Corpus(Protocol):
-    @property
-    def num_samples(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Every token id is below it."""
-        ...
-
-    def sample(self, index: int) -> Tokens:
-        """The `sequence_length + 1` tokens of one sample; pure, and safe to call from several threads."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Equal for equal corpora, as short hexadecimal text."""
-        ...
-
-
-def build_corpus(cfg: DataConfig, *, vocab_size: int, sequence_length: int, seed: int) -> Corpus:
-    """The corpus that the configuration names, of token ids below `vocab_size`."""
-    corpus: Corpus
-    match cfg.kind:
+def build_corpus(
+    name: str, source: SourceConfig, *, shape: SampleShape, synthetic: SyntheticConfig, seed: int
+) -> Corpus:
+    """The corpus that the configuration names, of token ids below the vocabulary's size."""
+    length, vocab_size = shape
+    match source.kind:
         case DataKind.embedded:
-            corpus = EmbeddedCorpus(sequence_length)
+            return EmbeddedCorpus(length)
         case DataKind.synthetic:
-            corpus = SyntheticCorpus(cfg.synthetic, vocab_size=vocab_size, sequence_length=sequence_length, seed=seed)
-    message = f"must be at least {corpus.vocab_size}, the token ids of data.kind={cfg.kind}, got {vocab_size}"
-    require(corpus.vocab_size <= vocab_size, "model.vocab_size", message)
-    return corpus
+            return SyntheticCorpus(synthetic, vocab_size=vocab_size, sequence_length=length, seed=seed)
+        case DataKind.files:
+            key = f"data.sources.{name}.paths"
+            files = [open_tokens(path, dtype=source.dtype, key=key) for path in expand(source.paths, key=key)]
+            return FilesCorpus(files, shape=shape, key=key)
 
 
-def split(num_samples: int, eval_fraction: float) -> tuple[range, range]:
+def split(num_samples: int, eval_fraction: float, *, source: str) -> tuple[range, range]:
     """Samples to train on and samples held out: the tail, one window away, so that the two share no token."""
     num_held_out = max(1, round(num_samples * eval_fraction))
     num_train = num_samples - num_held_out - 1
-    message = f"must leave 2 of the {num_samples} sequences, but {eval_fraction} holds out {num_held_out}"
+    message = f"must leave 2 of the {num_samples} sequences of {source}, but {eval_fraction} holds out {num_held_out}"
     require(num_train >= 1, "data.eval_fraction", message)
     return range(num_train), range(num_samples - num_held_out, num_samples)
 
@@ -81,13 +61,13 @@ class EmbeddedCorpus:
     vocab_size = 256
 
     def __init__(self, sequence_length: int) -> None:
-        self._text = _pydoc_text()
+        topics = _pydoc_topics()
+        self._text = b"".join(topics)
+        self._starts = np.cumsum([0, *map(len, topics[:-1])])
         self._sequence_length = sequence_length
         self.num_samples = (len(self._text) - 1) // sequence_length
         longest = (len(self._text) - 1) // MIN_SAMPLES
-        message = (
-            f"must be at most {longest} for the {len(self._text)} bytes of data.kind=embedded, got {sequence_length}"
-        )
+        message = f"must be at most {longest} for the {len(self._text)} bytes of kind=embedded, got {sequence_length}"
         require(sequence_length <= longest, "train.sequence_length", message)
         self._tokens: NDArray[np.uint8] = np.frombuffer(self._text, dtype=np.uint8)
 
@@ -96,8 +76,24 @@ class EmbeddedCorpus:
         first = index * self._sequence_length
         return self._tokens[first : first + self._sequence_length + 1]
 
+    def documents(self, index: int) -> NDArray[np.int32]:
+        """Each topic is one."""
+        topics = self._topics_at(index * self._sequence_length + np.arange(self._sequence_length + 1))
+        numbers: NDArray[np.int32] = topics - topics[0]
+        return numbers
+
+    def origin(self, index: int) -> Origin:
+        first = index * self._sequence_length
+        return Origin("pydoc_data.topics", first, *map(int, self._topics_at([first, first + self._sequence_length])))
+
+    def token_counts(self) -> NDArray[np.int64]:
+        return np.bincount(self._tokens, minlength=self.vocab_size)
+
     def fingerprint(self) -> str:
-        return _digest(self._text, self._sequence_length)
+        return digest(self._text, self._sequence_length)
+
+    def _topics_at(self, positions: NDArray[np.int64] | list[int]) -> NDArray[np.int32]:
+        return (np.searchsorted(self._starts, positions, side="right") - 1).astype(np.int32)
 
 
 @final
@@ -134,8 +130,17 @@ class SyntheticCorpus:
             tokens[is_rare] = self._num_bulk + (tail_draw[is_rare] * self._cfg.rare_tokens >> DRAW_BITS)
         return tokens
 
+    def documents(self, index: int) -> NDArray[np.int32]:  # noqa: ARG002 -- every sample is one document
+        return np.zeros(self._num_tokens, dtype=np.int32)
+
+    def origin(self, index: int) -> Origin:
+        return Origin("synthetic", index * self._num_tokens, index, index)
+
+    def token_counts(self) -> NDArray[np.int64] | None:
+        return None
+
     def fingerprint(self) -> str:
-        return _digest(repr(self._cfg).encode(), self._seed, self.vocab_size, self._num_tokens)
+        return digest(repr(self._cfg).encode(), self._seed, self.vocab_size, self._num_tokens)
 
     def _draws(self, index: int) -> tuple[NDArray[np.uint64], ...]:
         """Four independent 32-bit draws a position; raw words, because numpy promises that those never change."""
@@ -145,15 +150,15 @@ class SyntheticCorpus:
         return first >> shift, first & mask, second >> shift, second & mask
 
 
-def _pydoc_text() -> bytes:
+def _pydoc_topics() -> list[bytes]:
     """All topics, ordered by a hash of their names: in the order of the alphabet the tail would be all of a kind."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        message = "embedded needs the module pydoc_data, which this Python was built without; allowed here: synthetic"
-        raise ConfigError("data.kind", message) from None
-    shuffled = sorted(topics, key=lambda name: _digest(name.encode()))
-    return "\n\n".join(topics[name] for name in shuffled).encode()
+        message = "embedded needs the module pydoc_data, which this Python was built without; choose data=synthetic"
+        raise ConfigError("data.sources", message) from None
+    shuffled = sorted(topics, key=lambda name: digest(name.encode()))
+    return [f"{topics[name]}\n\n".encode() for name in shuffled]
 
 
 def _zipf_bounds(num_tokens: int, exponent: float) -> NDArray[np.uint64]:
@@ -166,7 +171,3 @@ def _zipf_bounds(num_tokens: int, exponent: float) -> NDArray[np.uint64]:
 def _threshold(probability: float) -> int:
     """A draw is below it with `probability`."""
     return round(probability * DRAW_RANGE)
-
-
-def _digest(content: bytes, *parameters: int) -> str:
-    return blake2b(content + repr(parameters).encode(), digest_size=8).hexdigest()

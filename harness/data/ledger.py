@@ -1,19 +1,21 @@
-"""The ledger: batches that must never be seen (again), each with the reason it was excluded.
+"""The ledger: batches that must never be seen (again), and sources that must weigh less, each with its reason.
 
 Why: with the data a pure function of its index, a skipped batch is one number; a run that restarts from this file meets
 the same batches as one that knew it from the start.
-How: one JSON line an exclusion, on disk before the exclusion counts. In memory overlapping ranges are merged into
-sorted, disjoint ones, so that a lookup is one bisection; the entries stay as they were written.
-Left out: taking an exclusion back. The file is append-only.
+How: one JSON line an entry, on disk before the entry counts; a line with `kind` weights changes the mixture from some
+batch on, any other excludes a range. In memory overlapping ranges are merged into sorted, disjoint ones, so that a
+lookup is one bisection; the entries stay as they were written.
+Left out: taking an entry back. The file is append-only; a later entry for the same sources wins.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self, final
@@ -35,14 +37,29 @@ class Exclusion:
 
 
 @final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reweighting:
+    from_batch: int
+    weights: dict[str, float]
+    """Source -> weight; 0: off."""
+    reason: str
+    time: float
+
+
+Entry = Exclusion | Reweighting
+
+
+@final
 @dataclass(slots=True)
 class Ledger:
     path: Path | None = None
-    """Where exclusions are written; None: in memory only, as on every rank but the first."""
-    entries: list[Exclusion] = field(default_factory=list)
+    """Where entries are written; None: in memory only, as on every rank but the first."""
+    entries: list[Entry] = field(default_factory=list)
     """As they were written, in that order."""
     _firsts: list[int] = field(default_factory=list)
     _lasts: list[int] = field(default_factory=list)
+    _seen: list[int] = field(default_factory=list)
+    """For each excluded range, how many batches before it may be seen."""
 
     @classmethod
     def load(cls, path: Path, *, writer: bool = True) -> Self:
@@ -56,11 +73,19 @@ class Ledger:
         """Never see the batches `first` to `last` (inclusive) again."""
         if not 0 <= first <= last:
             raise ValueError(f"batches are excluded from 0 <= first to last >= first, got {first} .. {last}")
-        entry = Exclusion(first=first, last=last, reason=reason, time=time.time())
-        if self.path is not None:
-            _mend(self.path)
-            append_line(self.path, json.dumps({"version": VERSION} | asdict(entry)))
-        self._add(entry)
+        self._write(Exclusion(first=first, last=last, reason=reason, time=time.time()))
+
+    def reweight(self, from_batch: int, weights: Mapping[str, float], reason: str) -> None:
+        """Mix the named sources by other weights from a batch on; 0 turns a source off."""
+        if not (from_batch >= 0 and weights and _are_weights(weights)):
+            raise ValueError(f"weights of 0 or more are set from a batch >= 0 on, got {weights} from {from_batch}")
+        named = {name: float(weight) for name, weight in weights.items()}
+        self._write(Reweighting(from_batch=from_batch, weights=named, reason=reason, time=time.time()))
+
+    @property
+    def reweightings(self) -> tuple[Reweighting, ...]:
+        """In the order in which they were written."""
+        return tuple(entry for entry in self.entries if isinstance(entry, Reweighting))
 
     def is_excluded(self, index: int) -> bool:
         return self.next_index(index) != index
@@ -70,23 +95,50 @@ class Ledger:
         place = bisect_right(self._firsts, cursor) - 1
         return max(cursor, self._lasts[place] + 1) if place >= 0 else cursor
 
-    def __iter__(self) -> Iterator[Exclusion]:
+    def nth(self, consumed: int) -> int:
+        """The batch index that is seen after `consumed` others, counted from 0; logarithmic in the exclusions."""
+        assert consumed >= 0
+        place = bisect_right(self._seen, consumed) - 1
+        return self._lasts[place] + 1 + consumed - self._seen[place] if place >= 0 else consumed
+
+    def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def _add(self, entry: Exclusion) -> None:
-        """Merge the range with all it overlaps or touches, so that what follows a merged range may be seen."""
+    def _write(self, entry: Entry) -> None:
+        if self.path is not None:
+            _mend(self.path)
+            append_line(self.path, _line(entry))
+        self._add(entry)
+
+    def _add(self, entry: Entry) -> None:
+        """Merge a range with all it overlaps or touches, so that what follows a merged range may be seen."""
         self.entries.append(entry)
+        if isinstance(entry, Reweighting):
+            return
         start = bisect_left(self._lasts, entry.first - 1)
         end = bisect_right(self._firsts, entry.last + 1)
         first = min([entry.first, *self._firsts[start:end]])
         last = max([entry.last, *self._lasts[start:end]])
         self._firsts[start:end], self._lasts[start:end] = [first], [last]
+        del self._seen[start:]
+        for place in range(start, len(self._firsts)):
+            seen, end_before = (self._seen[-1], self._lasts[place - 1] + 1) if place else (0, 0)
+            self._seen.append(seen + self._firsts[place] - end_before)
 
 
-def _read(path: Path) -> Iterator[Exclusion]:
+def _line(entry: Entry) -> str:
+    kind = {"kind": "weights"} if isinstance(entry, Reweighting) else {}
+    return json.dumps({"version": VERSION} | kind | asdict(entry))
+
+
+def _are_weights(weights: Mapping[str, object]) -> bool:
+    return all(isinstance(weight, int | float) and 0 <= weight < math.inf for weight in weights.values())
+
+
+def _read(path: Path) -> Iterator[Entry]:
     try:
         *lines, tail = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -97,15 +149,27 @@ def _read(path: Path) -> Iterator[Exclusion]:
         try:
             yield _parse(line)
         except ValueError as error:
-            raise ConfigError(f"{path}, line {number}", f"is not an exclusion: {error}") from None
+            raise ConfigError(f"{path}, line {number}", f"is not an entry: {error}") from None
     if _is_whole(tail):
         yield _parse(tail)
 
 
-def _parse(line: bytes) -> Exclusion:
+def _parse(line: bytes) -> Entry:
     match json.loads(line):
         case {"version": int(version)} if version != VERSION:
             raise ValueError(f"it has version {version}, allowed is {VERSION}")
+        case {
+            "version": 1,
+            "kind": "weights",
+            "from_batch": int(from_batch),
+            "weights": dict(weights),
+            "reason": str(reason),
+            "time": int() | float() as when,
+        }:
+            if from_batch >= 0 and weights and _are_weights(weights):
+                return Reweighting(from_batch=from_batch, weights=weights, reason=reason, time=when)
+        case {"kind": kind}:
+            raise ValueError(f"kind {kind!r} needs to be weights, with version, from_batch, weights, reason and time")
         case {
             "version": 1,
             "first": int(first),
@@ -115,7 +179,8 @@ def _parse(line: bytes) -> Exclusion:
         }:
             if 0 <= first <= last:
                 return Exclusion(first=first, last=last, reason=reason, time=when)
-    raise ValueError("it needs version, 0 <= first <= last, reason and time")
+            raise ValueError("it needs 0 <= first <= last")
+    raise ValueError("it needs version, reason, time, and 0 <= first <= last or weights of 0 or more from a batch on")
 
 
 def _is_whole(tail: bytes) -> bool:

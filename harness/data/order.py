@@ -1,10 +1,11 @@
-"""The order of the data as arithmetic: batch index in, sample ids out, no state and no array of all samples.
+"""The order of the data as arithmetic: turn in, sample out, no state and no array of all samples.
 
 Why: a skip, a rewind, a resume or another number of ranks must meet the same batches again, and a corpus of billions of
 samples must not cost a shuffled index in memory.
-How: an epoch visits the samples in a seeded format-preserving permutation of `range(length)`: a Feistel network over
-just enough bits, walked again whenever it leaves the range. The network covers less than twice the range, so a lookup
-takes fewer than two walks on average. The same expressions serve Python integers and numpy arrays.
+How: a source gives its samples in turns, 0, 1, 2, ...; each pass over them (an epoch) is a seeded format-preserving
+permutation of `range(length)`: a Feistel network over just enough bits, walked again whenever it leaves the range. The
+network covers less than twice the range, so a lookup takes fewer than two walks on average, and walking backwards gives
+the inverse. The same expressions serve Python integers and numpy arrays.
 Left out: strength against an adversary; the hash only has to look random to a model.
 """
 
@@ -27,19 +28,28 @@ GOLDEN = 0x9E3779B97F4A7C15
 Key = tuple[int, int]
 """What a permutation depends on: the seed and the epoch."""
 
+FEW = 12
+"""Up to so many lookups are faster one by one in Python than through numpy."""
+
 Word = TypeVar("Word", int, NDArray[Any])
 
 
-def sample_ids(batch_index: int, *, batch_size: int, num_samples: int, seed: int) -> NDArray[np.int64]:
-    """The samples of one global batch; a batch may run over the end of an epoch into the next."""
-    position, end = batch_index * batch_size, (batch_index + 1) * batch_size
-    parts = []
-    while position < end:
-        epoch, first = divmod(position, num_samples)
-        last = min(num_samples, first + end - position)
-        parts.append(permute_many(np.arange(first, last, dtype=np.int64), num_samples, (seed, epoch)))
-        position += last - first
-    return np.concatenate(parts)
+def samples_at(turns: NDArray[np.int64], *, num_samples: int, seed: int) -> NDArray[np.int64]:
+    """The samples of a source at its turns: pass after pass, each in an order of its own."""
+    epochs, offsets = np.divmod(turns, num_samples)
+    first, last = (int(epochs.min()), int(epochs.max())) if len(epochs) else (0, 0)
+    if first == last:
+        return permute_many(offsets, num_samples, (seed, first))
+    samples = np.empty_like(offsets)
+    for epoch in np.unique(epochs):
+        now = epochs == epoch
+        samples[now] = permute_many(offsets[now], num_samples, (seed, int(epoch)))
+    return samples
+
+
+def turns_of(samples: NDArray[np.int64], *, epoch: int, num_samples: int, seed: int) -> NDArray[np.int64]:
+    """When the samples have their turns in one pass: the inverse of `samples_at`."""
+    return epoch * num_samples + unpermute_many(samples, num_samples, (seed, epoch))
 
 
 def permute(index: int, length: int, key: Key) -> int:
@@ -54,11 +64,29 @@ def permute(index: int, length: int, key: Key) -> int:
 
 def permute_many(indices: NDArray[np.int64], length: int, key: Key) -> NDArray[np.int64]:
     """`permute` of each index."""
+    if len(indices) <= FEW:
+        return np.array([permute(index, length, key) for index in indices.tolist()], dtype=np.int64)
     bits, keys = (length - 1).bit_length(), _round_keys(key)
     images = _encipher(indices.astype(np.uint64), bits, keys)
     while (outside := images >= length).any():
         images[outside] = _encipher(images[outside], bits, keys)
     return images.astype(np.int64)
+
+
+def unpermute_many(images: NDArray[np.int64], length: int, key: Key) -> NDArray[np.int64]:
+    """The indices that `permute_many` sends to `images`."""
+    bits, keys = (length - 1).bit_length(), _round_keys(key)
+    indices = _decipher(images.astype(np.uint64), bits, keys)
+    while (outside := indices >= length).any():
+        indices[outside] = _decipher(indices[outside], bits, keys)
+    return indices.astype(np.int64)
+
+
+def shuffled(length: int, key: Key) -> NDArray[np.int64]:
+    """All of a small `range(length)` in the order that `key` chooses."""
+    ((state, _), *_) = _round_keys(key)
+    order: NDArray[np.int64] = np.argsort(_mix(np.arange(length, dtype=np.uint64) ^ state), kind="stable")
+    return order
 
 
 @lru_cache(maxsize=64)
@@ -77,6 +105,17 @@ def _encipher(word: Word, bits: int, keys: tuple[tuple[int, int], ...]) -> Word:
     for high_key, low_key in keys:
         high = high ^ (_mix(low ^ high_key) & high_mask)
         low = low ^ (_mix(high ^ low_key) & low_mask)
+    return high << low_bits | low
+
+
+def _decipher(word: Word, bits: int, keys: tuple[tuple[int, int], ...]) -> Word:
+    """The walk backwards."""
+    low_bits = bits // 2
+    low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
+    low, high = word & low_mask, word >> low_bits
+    for high_key, low_key in reversed(keys):
+        low = low ^ (_mix(high ^ low_key) & low_mask)
+        high = high ^ (_mix(low ^ high_key) & high_mask)
     return high << low_bits | low
 
 

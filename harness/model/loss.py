@@ -37,8 +37,9 @@ class LossOptions:
 
 class LossSums(NamedTuple):
     objective: Tensor
-    """seed * (loss_sum + z_sum); the one to differentiate."""
-    loss_sum: Tensor
+    """seed * (sum of the losses + z_sum); the one to differentiate."""
+    losses: Tensor
+    """Cross-entropy of each token [T] in fp32, zero where the target is ignored."""
     z_sum: Tensor
 
 
@@ -49,11 +50,14 @@ def chunked_cross_entropy(
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         sums = _ChunkedCrossEntropy.apply(hidden, weight, targets, seed, options)  # type: ignore[no-untyped-call]
         return LossSums(*cast(tuple[Tensor, Tensor, Tensor], sums))
-    loss_sum, z_sum = hidden.new_zeros(2, dtype=torch.float32).unbind()
+    z_sum = hidden.new_zeros((), dtype=torch.float32)
+    losses = []
     for hidden_chunk, targets_chunk in _chunks(hidden, targets, options):
-        chunk_loss, chunk_z, _, _ = _chunk_terms(F.linear(hidden_chunk, weight), targets_chunk, options)
-        loss_sum, z_sum = loss_sum + chunk_loss, z_sum + chunk_z
-    return LossSums(seed * (loss_sum + z_sum), loss_sum, z_sum)
+        chunk_losses, chunk_z, _, _ = _chunk_terms(F.linear(hidden_chunk, weight), targets_chunk, options)
+        losses.append(chunk_losses)
+        z_sum = z_sum + chunk_z
+    joined = torch.cat(losses)
+    return LossSums(seed * (joined.sum() + z_sum), joined, z_sum)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -61,19 +65,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, seed: Tensor, options: LossOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
-        loss_sum, z_sum = hidden.new_zeros(2, dtype=torch.float32).unbind()
+        z_sum = hidden.new_zeros((), dtype=torch.float32)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
-        hidden_gradients = []
+        losses, hidden_gradients = [], []
         differentiate = _compiled_chunk_gradient() if options.compiled else _chunk_gradient
         for hidden_chunk, targets_chunk in _chunks(hidden, targets, options):
             logits = F.linear(hidden_chunk, weight)
-            chunk_loss, chunk_z, logits_gradient = differentiate(logits, targets_chunk, seed, options)
-            loss_sum, z_sum = loss_sum + chunk_loss, z_sum + chunk_z
+            chunk_losses, chunk_z, logits_gradient = differentiate(logits, targets_chunk, seed, options)
+            losses.append(chunk_losses)
+            z_sum = z_sum + chunk_z
             hidden_gradients.append(logits_gradient @ weight)
             weight_gradient += logits_gradient.T @ hidden_chunk
         ctx.save_for_backward(torch.cat(hidden_gradients), weight_gradient.to(weight.dtype))
-        ctx.mark_non_differentiable(loss_sum, z_sum)
-        return seed * (loss_sum + z_sum), loss_sum, z_sum
+        joined = torch.cat(losses)
+        ctx.mark_non_differentiable(joined, z_sum)
+        return seed * (joined.sum() + z_sum), joined, z_sum
 
     @staticmethod
     @once_differentiable
@@ -88,26 +94,26 @@ def _chunks(hidden: Tensor, targets: Tensor, options: LossOptions) -> zip[tuple[
 
 
 def _chunk_terms(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sum of the losses, sum of the z terms, the fp32 logits after the multiplier, and their log-partition [T, 1]."""
+    """Losses [T], sum of the z terms, the fp32 logits after the multiplier, and their log-partition [T, 1]."""
     scaled = logits.float() * options.output_multiplier
     log_partition = torch.logsumexp(scaled, dim=-1, keepdim=True)
     is_counted = (targets != IGNORED)[:, None]
     losses = log_partition - scaled.gather(-1, targets.clamp(min=0)[:, None])
-    loss_sum = torch.where(is_counted, losses, 0.0).sum()
+    losses = torch.where(is_counted, losses, 0.0).squeeze(-1)
     z_sum = options.z_loss * torch.where(is_counted, log_partition.square(), 0.0).sum()
-    return loss_sum, z_sum, scaled, log_partition
+    return losses, z_sum, scaled, log_partition
 
 
 def _chunk_gradient(
     logits: Tensor, targets: Tensor, seed: Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Both sums, and the gradient of seed * (their sum) with respect to `logits`, in the dtype of `logits`."""
-    loss_sum, z_sum, scaled, log_partition = _chunk_terms(logits, targets, options)
+    """Losses, sum of the z terms, and the gradient of seed * (both summed) with respect to `logits`, in its dtype."""
+    losses, z_sum, scaled, log_partition = _chunk_terms(logits, targets, options)
     slope = seed * options.output_multiplier
     of_partition = torch.where((targets != IGNORED)[:, None], slope * (1 + 2 * options.z_loss * log_partition), 0.0)
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
     gradient = torch.exp(scaled - log_partition) * of_partition - torch.where(is_target, slope, 0.0)
-    return loss_sum, z_sum, gradient.to(logits.dtype)
+    return losses, z_sum, gradient.to(logits.dtype)
 
 
 @cache

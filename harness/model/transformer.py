@@ -6,7 +6,7 @@ logged, so that whole logits never leave the loss. Blocks are alike and take all
 compiled, checkpointed and sharded alone. Statistics of norms, rotation and loss are fp32 in every precision. Nothing
 depends on the values of tensors: no host sync, and NaN flows through to whoever watches.
 Rotary positions turn the first half of a head against the second, as in Hugging Face's Llama, so weights copy over.
-Left out: dropout, attention across documents of a packed sequence other than by `mask`, caches for generation.
+Left out: dropout, positions that start anew in each document of a packed sequence, caches for generation.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MAX_SAMPLED_LAYERS = 8
 
 class Output(NamedTuple):
     objective: Tensor
-    """seed * (loss_sum + z_sum); the one to differentiate. The others are detached fp32."""
-    loss_sum: Tensor
-    """Cross-entropy in nats, summed over the counted tokens."""
+    """seed * (row_losses + z_sum, summed); the one to differentiate. The others are detached fp32."""
+    row_losses: Tensor
+    """Cross-entropy in nats, summed over the counted tokens of each sequence [B]."""
+    row_tokens: Tensor
+    """Targets of each sequence [B] that are not ignored."""
     z_sum: Tensor
     """Squared log-partition, summed, times its coefficient."""
-    num_tokens: Tensor
-    """Targets that are not ignored."""
     activation_square_sums: Tensor | None
     """Sum of squares of the residual stream after each of `sampled_layers`, when probed."""
 
@@ -63,6 +63,11 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = heads.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Who may attend to whom [B, 1, S, S] where `documents` [B, S] numbers each token's document: only its own."""
+    return documents[:, None, :, None] == documents[:, None, None, :]
 
 
 class Attention(nn.Module):
@@ -196,8 +201,13 @@ class Transformer(nn.Module):
         sums = chunked_cross_entropy(
             hidden.flatten(0, 1), self._head_weight(), targets.flatten(), seed, options=self.loss_options
         )
-        num_tokens = (targets != IGNORED).sum(dtype=torch.float32)
-        return Output(*sums, num_tokens, torch.stack(square_sums) if probe else None)
+        return Output(
+            objective=sums.objective,
+            row_losses=sums.losses.view_as(targets).sum(dim=1),
+            row_tokens=(targets != IGNORED).sum(dim=1, dtype=torch.float32),
+            z_sum=sums.z_sum,
+            activation_square_sums=torch.stack(square_sums) if probe else None,
+        )
 
     def logits(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         """All logits [B, S, V] in fp32, for tests and export; the model must not be sharded."""

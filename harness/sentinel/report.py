@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,15 +52,19 @@ class HostFacts:
     tokens: int
     """Tokens consumed since the start of the run, this step included."""
     probed: bool
+    posted_s: float
+    """The host's clock; steps are as far apart as their posts."""
     memory_bytes: int
+    batch: dict[str, Any]
+    """What the batch held."""
 
 
 def unpack(layout: Layout, facts: HostFacts, values: list[float], *, dim: int, dynamic_scale: bool) -> StepRecord:
     """The record of a step; throughput is filled in by whoever reads the clock."""
-    scalars = dict(zip(SCALARS, values, strict=False))
-    groups = values[len(SCALARS) : len(SCALARS) + len(layout.groups)]
-    layers = values[len(SCALARS) + len(layout.groups) : layout.size]
-    grad_norm, divisor, refused, lr, step, scale = values[layout.size :]
+    numbers = iter(values)
+    named, groups, layers, source_losses, source_tokens = (list(islice(numbers, size)) for size in layout.parts)
+    scalars = dict(zip(SCALARS, named, strict=True))
+    grad_norm, divisor, refused, lr, step, scale = numbers
     tokens = scalars["tokens"] or math.nan
     return StepRecord(
         time=0.0,
@@ -78,15 +83,22 @@ def unpack(layout: Layout, facts: HostFacts, values: list[float], *, dim: int, d
         z_loss=scalars["z_loss"] / tokens,
         loss_scale=scale if dynamic_scale else None,
         memory_bytes=facts.memory_bytes,
-        group_grad_norms={
-            name: math.sqrt(square) / divisor if square >= 0 else math.nan
-            for name, square in zip(layout.groups, groups, strict=True)
+        group_grad_norms={name: _root(square) / divisor for name, square in zip(layout.groups, groups, strict=True)},
+        source_losses={
+            name: loss / count
+            for name, loss, count in zip(layout.sources, source_losses, source_tokens, strict=True)
+            if count > 0
         },
-        param_norm=math.sqrt(scalars["param"]) if facts.probed else None,
-        v_norm=math.sqrt(scalars["v"]) if facts.probed else None,
+        param_norm=_root(scalars["param"]) if facts.probed else None,
+        v_norm=_root(scalars["v"]) if facts.probed else None,
         activation_rms={
-            name: math.sqrt(square / (tokens * dim)) for name, square in zip(layout.layers, layers, strict=True)
+            name: _root(square / (tokens * dim)) for name, square in zip(layout.layers, layers, strict=True)
         }
         if facts.probed
         else {},
+        batch=facts.batch,
     )
+
+
+def _root(square: float) -> float:
+    return math.sqrt(square) if square >= 0 else math.nan

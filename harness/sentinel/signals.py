@@ -28,19 +28,36 @@ class Layout:
     """Layer groups whose gradient norms are told apart."""
     layers: tuple[str, ...]
     """Layers whose activations are sampled."""
+    sources: tuple[str, ...]
+    """Sources of data whose losses are told apart."""
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Lengths of the vector's parts: scalars, groups, layers, losses of the sources, tokens of the sources."""
+        return len(SCALARS), len(self.groups), len(self.layers), len(self.sources), len(self.sources)
 
     @property
     def size(self) -> int:
-        return len(SCALARS) + len(self.groups) + len(self.layers)
+        return sum(self.parts)
 
     def scalar(self, vector: Tensor, name: str) -> Tensor:
         return vector[SCALARS.index(name)]
 
     def group_squares(self, vector: Tensor) -> Tensor:
-        return vector[len(SCALARS) : len(SCALARS) + len(self.groups)]
+        return self._part(vector, 1)
 
     def layer_squares(self, vector: Tensor) -> Tensor:
-        return vector[len(SCALARS) + len(self.groups) : self.size]
+        return self._part(vector, 2)
+
+    def source_losses(self, vector: Tensor) -> Tensor:
+        return self._part(vector, 3)
+
+    def source_tokens(self, vector: Tensor) -> Tensor:
+        return self._part(vector, 4)
+
+    def _part(self, vector: Tensor, number: int) -> Tensor:
+        first = sum(self.parts[:number])
+        return vector[first : first + self.parts[number]]
 
 
 def group_of(parameter_name: str) -> str:
@@ -69,11 +86,15 @@ class Signals:
     def clear(self) -> None:
         self.vector = torch.zeros(self.layout.size, dtype=torch.float32, device=self._world.device)
 
-    def add_forward(self, *, loss: Tensor, z_loss: Tensor, tokens: Tensor, layers: Tensor | None) -> None:
-        """Sums of one micro-batch."""
-        self.layout.scalar(self.vector, "loss").add_(loss)
+    def add_forward(
+        self, *, row_losses: Tensor, row_tokens: Tensor, sources: Tensor, z_loss: Tensor, layers: Tensor | None
+    ) -> None:
+        """Sums of one micro-batch, whose rows come from `sources`."""
+        self.layout.scalar(self.vector, "loss").add_(row_losses.sum())
         self.layout.scalar(self.vector, "z_loss").add_(z_loss)
-        self.layout.scalar(self.vector, "tokens").add_(tokens)
+        self.layout.scalar(self.vector, "tokens").add_(row_tokens.sum())
+        self.layout.source_losses(self.vector).index_add_(0, sources, row_losses)
+        self.layout.source_tokens(self.vector).index_add_(0, sources, row_tokens)
         if layers is not None:
             self.layout.layer_squares(self.vector).add_(layers)
 

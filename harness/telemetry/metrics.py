@@ -50,6 +50,8 @@ def _step_values(record: StepRecord) -> dict[str, float | None]:
         "v_norm": record.v_norm,
     }
     values |= {f"grad_norm/{_clean(group)}": norm for group, norm in record.group_grad_norms.items()}
+    if len(record.source_losses) > 1:
+        values |= {f"loss/{_clean(source)}": loss for source, loss in record.source_losses.items()}
     values |= {f"activation_rms/{_clean(layer)}": rms for layer, rms in record.activation_rms.items()}
     return values
 

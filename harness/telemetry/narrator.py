@@ -41,9 +41,9 @@ class Narrator:
         self._tell(event)
         self._meter.resume(time.perf_counter())
 
-    def emit_step(self, record: StepRecord) -> None:
-        """Tell a step, with the pace the host's clock gives it."""
-        rates = self._meter.tick(time.perf_counter())
+    def emit_step(self, record: StepRecord, *, posted_s: float) -> None:
+        """Tell a step, with the pace the host's clock gave it when it was posted."""
+        rates = self._meter.tick(posted_s)
         self._tell(
             replace(
                 record,

@@ -3,45 +3,104 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from harness.compose import load
-from harness.config import ConfigError
-from harness.data.batches import HELD_OUT_SEED, Batch, Batches, open_data
-from harness.data.corpora import Corpus, EmbeddedCorpus, Tokens
+from harness.data.batches import IGNORED, Batch, Batches, Share, Source
+from harness.data.corpora import EmbeddedCorpus
+from harness.data.corpus import Corpus, Origin, Tokens
+from harness.data.facts import fingerprint
+from harness.data.ledger import Ledger
+from harness.data.mixture import Change, Recipe
 
 CPU = torch.device("cpu")
+WEIGHTS = {"a": 2.0, "b": 1.0, "c": 0.4}
+CHANGES = (Change(4, {"b": 3.0}), Change(9, {"a": 0.0}))
 
 
 class CountingCorpus:
-    """Sample i is i * 10, i * 10 + 1, ...; it notes who asked, and breaks where it is told to."""
+    """Sample i is first + i * 10, first + i * 10 + 1, ...; it notes who asked, and breaks where it is told to.
 
-    vocab_size = 10_000
+    A document ends after as many tokens as the number of the sample, modulo 5.
+    """
 
-    def __init__(self, num_samples: int = 40, broken: frozenset[int] = frozenset()) -> None:
+    vocab_size = 100_000
+
+    def __init__(self, num_samples: int = 40, broken: frozenset[int] = frozenset(), first: int = 0) -> None:
         self.num_samples = num_samples
         self.broken = broken
+        self.first = first
         self.askers: dict[int, list[str]] = {}
 
     def sample(self, index: int) -> Tokens:
         self.askers.setdefault(index, []).append(threading.current_thread().name)
         if index in self.broken:
             raise OSError(f"sample {index} cannot be read")
-        return np.arange(index * 10, index * 10 + 5, dtype=np.int32)
+        return self.first + np.arange(index * 10, index * 10 + 5, dtype=np.int32)
+
+    def documents(self, index: int) -> NDArray[np.int32]:
+        return (np.arange(5) >= (index % 5 or 5)).astype(np.int32)
+
+    def origin(self, index: int) -> Origin:
+        return Origin(f"counting from {self.first}", index * 10, index, index)
+
+    def token_counts(self) -> NDArray[np.int64]:
+        return np.full(self.vocab_size, 7)
 
     def fingerprint(self) -> str:
-        return "counting"
+        return f"counting from {self.first}"
 
 
 @contextmanager
-def _batches(corpus: Corpus, *, rank: int = 0, world_size: int = 1, batch_size: int = 4) -> Iterator[Batches]:
-    samples = range(corpus.num_samples)
-    batches = Batches(corpus, samples, batch_size=batch_size, seed=5, rank=rank, world_size=world_size, device=CPU)
+def _batches(
+    corpus: Corpus,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    batch_size: int = 4,
+    ledger: Ledger | None = None,
+    document_mask: bool = False,
+) -> Iterator[Batches]:
+    batches = Batches(
+        [Source("main", corpus, range(corpus.num_samples), 5)],
+        recipe=Recipe(weights={"main": 1.0}, changes=(), batch_size=batch_size, seed=5),
+        share=Share(rank, world_size, CPU),
+        ledger=Ledger() if ledger is None else ledger,
+        document_mask=document_mask,
+        with_facts=True,
+    )
+    with closing(batches):
+        yield batches
+
+
+@contextmanager
+def _mixed(
+    ledger: Ledger | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    weights: Mapping[str, float] = WEIGHTS,
+    changes: Sequence[Change] = CHANGES,
+    sizes: Sequence[int] = (30, 20, 11),
+) -> Iterator[Batches]:
+    """Three sources of different sizes, whose tokens say where they come from."""
+    sources = [
+        Source(name, CountingCorpus(size, first=10_000 * number), range(size), number)
+        for number, (name, size) in enumerate(zip(weights, sizes, strict=True))
+    ]
+    batches = Batches(
+        sources,
+        recipe=Recipe(weights=weights, changes=changes, batch_size=8, seed=3),
+        share=Share(rank, world_size, CPU),
+        ledger=Ledger() if ledger is None else ledger,
+        document_mask=True,
+        with_facts=True,
+    )
     with closing(batches):
         yield batches
 
@@ -59,60 +118,161 @@ def test_a_batch_is_rows_and_the_tokens_that_follow() -> None:
         assert batch.targets.is_contiguous()
         assert torch.equal(batch.inputs[:, 1:], batch.targets[:, :-1])
         assert _equal(batch, batches.rows(3))
-        expected = [batches.corpus.sample(int(sample)) for sample in batches.sample_ids(3)]
+        sources, samples = batches.samples(3)
+        expected = [batches.sources[0].corpus.sample(int(sample)) for sample in samples]
         np.testing.assert_array_equal(batches.rows(3), np.stack(expected))
+        assert not sources.any()
+        assert not batch.sources.numpy().any()
+        assert batch.documents is None
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("data", ["embedded", "synthetic"])
-def test_any_number_of_ranks_sees_the_same_global_batches(world_size: int, data: str) -> None:
-    cfg = load([f"data={data}", "train.sequence_length=64", "train.batch_size=8"])
-    alone = open_data(cfg, rank=0, world_size=1, device=CPU)
-    ranks = [open_data(cfg, rank=rank, world_size=world_size, device=CPU) for rank in range(world_size)]
-    for part in (0, 1):
-        for index in (0, 1, 2, 7, 1000):
-            shares = [rank[part][index] for rank in ranks]
-            assert all(len(share.inputs) == 8 // world_size for share in shares)
-            assert torch.equal(torch.cat([share.inputs for share in shares]), alone[part][index].inputs)
-            assert torch.equal(torch.cat([share.targets for share in shares]), alone[part][index].targets)
-    for pair in (alone, *ranks):
-        for batches in pair:
-            batches.close()
+def _token_by_token(batch: Batch) -> list[torch.Tensor]:
+    assert batch.documents is not None
+    return [batch.inputs, batch.targets, batch.sources, batch.documents]
 
 
-def test_a_change_of_ranks_in_mid_run_goes_on_with_the_same_batches() -> None:
-    corpus = CountingCorpus()
-    seen = []
-    for world_size, indices in ((1, range(3)), (4, range(3, 6)), (2, range(6, 9))):
-        for index in indices:
-            rows = []
+def test_any_number_of_ranks_and_a_change_of_it_see_the_same_batches() -> None:
+    """A mixture with phases and exclusions: 1, then 4, then 2 ranks go on exactly where one rank would be."""
+    ledger = Ledger()
+    ledger.exclude(2, 3, "test")
+    ledger.exclude(8, 8, "test")
+    indices = [ledger.nth(consumed) for consumed in range(15)]
+    assert indices == [0, 1, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15, 16, 17]
+    with _mixed(ledger) as alone:
+        expected = [alone[index] for index in indices]
+    for plan in ((1,) * 15, (2,) * 15, (4,) * 15, (1,) * 5 + (4,) * 5 + (2,) * 5):
+        for index, batch, world_size in zip(indices, expected, plan, strict=True):
+            shares = []
             for rank in range(world_size):
-                with _batches(corpus, rank=rank, world_size=world_size) as batches:
-                    rows.append(batches[index].inputs)
-            seen.append(torch.cat(rows))
-    with _batches(corpus) as batches:
-        assert all(torch.equal(batches[index].inputs, tokens) for index, tokens in enumerate(seen))
+                with _mixed(ledger, rank=rank, world_size=world_size) as batches:
+                    shares.append(batches[index])
+            assert all(len(share.inputs) == 8 // world_size for share in shares)
+            for parts, whole in zip(
+                zip(*map(_token_by_token, shares), strict=True), _token_by_token(batch), strict=True
+            ):
+                assert torch.equal(torch.cat(parts), whole)
+            fingerprints = [share.facts.fingerprint for share in shares if share.facts is not None]
+            assert batch.facts is not None
+            assert sum(fingerprints) % 2**64 == batch.facts.fingerprint
+            assert [share.facts.whole for share in shares if share.facts] == [batch.facts.whole] + [None] * (
+                world_size - 1
+            )
 
 
-def test_train_and_held_out_share_no_token_of_the_text() -> None:
-    cfg = load(["train.sequence_length=64"])
-    train, held_out = open_data(cfg, rank=0, world_size=1, device=CPU)
-    with closing(train), closing(held_out):
-        num_train_batches = len(train.samples) // 8
-        trained = np.concatenate([train.sample_ids(index) for index in range(num_train_batches)])
-        judged = np.concatenate([held_out.sample_ids(index) for index in range(len(held_out))])
-        assert (trained.max() + 1) * 64 < judged.min() * 64, "the last target of training lies before the first input"
-        assert len(set(trained.tolist())) == len(trained)
-        assert len(set(judged.tolist())) == len(judged)
+def test_rows_come_from_the_sources_they_say() -> None:
+    with _mixed() as batches:
+        assert batches.source_names == ("a", "b", "c")
+        for index in range(12):
+            batch = batches[index]
+            np.testing.assert_array_equal(batch.inputs[:, 0] // 10_000, batch.sources)
+            assert [origin.file for origin in batches.origins(index)] == [
+                f"counting from {10_000 * source}" for source in batch.sources.tolist()
+            ]
+            assert batch.facts is not None
+            assert batch.facts.whole == batches.facts(index)
+            assert batches.facts(index).rows_by_source == tuple(np.bincount(batch.sources, minlength=3))
 
 
-def test_held_out_order_is_the_same_for_every_run_seed() -> None:
-    pairs = [open_data(load([f"run.seed={seed}"]), rank=0, world_size=1, device=CPU) for seed in (0, 1)]
-    assert not np.array_equal(pairs[0][0].sample_ids(0), pairs[1][0].sample_ids(0))
-    np.testing.assert_array_equal(pairs[0][1].sample_ids(0), pairs[1][1].sample_ids(0))
-    assert HELD_OUT_SEED > 2**63 - 1
-    for batches in (*pairs[0], *pairs[1]):
-        batches.close()
+def test_each_source_passes_over_its_samples_exactly_once_a_pass() -> None:
+    """Also while the weights change: 40 batches take source b through many passes."""
+    with _mixed() as batches:
+        taken: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        for index in range(40):
+            sources, samples = batches.samples(index)
+            turns = batches.mixture.batch(index)[1]
+            for row in np.argsort(turns, kind="stable"):
+                taken[int(sources[row])].append(int(samples[row]))
+        for source, size in enumerate((30, 20, 11)):
+            assert len(taken[source]) >= size
+            for first in range(0, len(taken[source]) - size + 1, size):
+                assert sorted(taken[source][first : first + size]) == list(range(size))
+
+
+def test_len_ends_before_the_first_second_pass() -> None:
+    with _mixed(changes=()) as batches:
+        index, source = batches.first_repeat()
+        assert index == len(batches) > 0
+        taken = np.zeros(3, dtype=np.int64)
+        for earlier in range(index):
+            taken += np.bincount(batches.samples(earlier)[0], minlength=3)
+        assert (taken <= [30, 20, 11]).all()
+        taken += np.bincount(batches.samples(index)[0], minlength=3)
+        assert (taken > [30, 20, 11]).tolist() == [source.name == name for name in batches.source_names]
+
+
+def test_weights_from_the_ledger_equal_the_planned_phase() -> None:
+    """Written before the run or in the middle of it: from its batch on the mixture is the same, before it untouched."""
+    poisoned = Change(6, {"b": 0.0})
+    with _mixed(changes=[poisoned]) as batches:
+        planned = [batches[index] for index in range(12)]
+    before = Ledger()
+    before.reweight(6, {"b": 0.0}, "poisoned")
+    during = Ledger()
+    with _mixed(before, changes=()) as known, _mixed(during, changes=()) as learning:
+        for index in range(12):
+            if index == 5:
+                during.reweight(6, {"b": 0.0}, "poisoned")
+            for one, other, third in zip(
+                *map(_token_by_token, (planned[index], known[index], learning[index])), strict=True
+            ):
+                assert torch.equal(one, other)
+                assert torch.equal(one, third)
+            assert index < 6 or 1 not in known[index].sources
+
+
+def test_what_was_made_ahead_by_other_weights_is_made_again() -> None:
+    ledger = Ledger()
+    with _mixed(ledger, changes=()) as batches:
+        batches[0]
+        batches[1]
+        ledger.reweight(2, {"a": 0.0, "c": 0.0}, "only b is left")
+        assert batches[2].sources.tolist() == [1] * 8
+
+
+def test_the_next_guess_follows_the_ledger() -> None:
+    ledger = Ledger()
+    ledger.exclude(2, 6, "test")
+    corpus = CountingCorpus(num_samples=1000)
+    with _batches(corpus, ledger=ledger) as batches:
+        batches[0]
+        batches[1]
+        batch = batches[7]
+        assert _equal(batch, batches.rows(7))
+        main = threading.current_thread().name
+        askers = [corpus.askers[int(sample)][0] for sample in batches.samples(7)[1]]
+        assert main not in askers
+        skipped = {int(sample) for index in (3, 4) for sample in batches.samples(index)[1]}
+        assert not skipped & corpus.askers.keys(), "what is excluded is not even read"
+
+
+def test_no_target_across_documents() -> None:
+    with _batches(CountingCorpus(), document_mask=True) as batches, _batches(CountingCorpus()) as plain:
+        for index in range(10):
+            batch, whole = batches[index], plain[index]
+            assert batch.documents is not None
+            assert batch.documents.dtype == torch.int32
+            assert torch.equal(batch.inputs, whole.inputs)
+            for row, sample in enumerate(batches.samples(index)[1]):
+                documents = CountingCorpus().documents(int(sample))
+                assert batch.documents[row].tolist() == documents[:-1].tolist()
+                ends = documents[1:] != documents[:-1]
+                assert batch.targets[row].tolist() == np.where(ends, IGNORED, whole.targets[row]).tolist()
+                assert ends.sum() == (int(sample) % 5 != 0)
+
+
+def test_facts_come_with_the_batch() -> None:
+    with _batches(CountingCorpus()) as batches:
+        facts = batches[3].facts
+        assert facts is not None
+        assert facts.whole is not None
+        assert facts.fingerprint == facts.whole.fingerprint == fingerprint(batches.rows(3))
+        assert facts.whole.rarest[0].num_in_corpus == 7
+        assert facts.whole.rows_by_source == (4,)
+
+
+def test_the_fingerprint_is_of_all_sources() -> None:
+    with _mixed() as one, _mixed() as same, _mixed(weights={"a": 1, "b": 1, "x": 1}) as other:
+        assert one.fingerprint() == same.fingerprint() != other.fingerprint()
 
 
 def test_micro_batches_are_the_rows_in_order() -> None:
@@ -122,6 +282,12 @@ def test_micro_batches_are_the_rows_in_order() -> None:
         assert [part.inputs.shape for part in parts] == [(2, 4)] * 3
         assert torch.equal(torch.cat([part.inputs for part in parts]), batch.inputs)
         assert torch.equal(torch.cat([part.targets for part in parts]), batch.targets)
+    with _mixed() as batches:
+        batch = batches[0]
+        parts = batch.micro_batches(4)
+        for pieces, whole in zip(zip(*map(_token_by_token, parts), strict=True), _token_by_token(batch), strict=True):
+            assert torch.equal(torch.cat(pieces), whole)
+        assert all(part.facts is batch.facts for part in parts)
 
 
 def test_what_was_made_ahead_equals_what_is_made_on_demand() -> None:
@@ -146,14 +312,14 @@ def test_the_next_batch_is_made_by_the_thread() -> None:
             batches[index]
         main = threading.current_thread().name
         for index in range(1, 5):
-            askers = [asker for sample in batches.sample_ids(index) for asker in corpus.askers[int(sample)]]
+            askers = [asker for sample in batches.samples(index)[1] for asker in corpus.askers[int(sample)]]
             assert main not in askers, index
             assert len(askers) == 4, "each sample is read once"
 
 
 def test_what_breaks_ahead_is_raised_when_asked_for() -> None:
     with _batches(CountingCorpus()) as batches:
-        broken = int(batches.sample_ids(2)[1])
+        broken = int(batches.samples(2)[1][1])
     with _batches(CountingCorpus(broken=frozenset({broken}))) as batches:
         assert _equal(batches[0], batches.rows(0))
         assert _equal(batches[1], batches.rows(1))
@@ -171,42 +337,25 @@ def test_close_ends_the_thread() -> None:
     assert not worker.is_alive()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (["train.sequence_length=1000000"], r"train\.sequence_length: must be at most \d+"),
-        (["train.batch_size=5000"], r"train\.batch_size: must be at most the \d+ sequences"),
-        (["data.eval_fraction=0.002"], r"data\.eval_fraction: holds out \d sequences, less than one batch of 8"),
-        (["data.kind=synthetic", "data.synthetic.rare_probability=0.1"], r"data\.synthetic\.rare_tokens: must"),
-        (["data.kind=synthetic", "data.synthetic.rare_tokens=255"], r"data\.synthetic\.rare_tokens: must leave"),
-        (["data.kind=synthetic", "data.synthetic.num_samples=2"], r"data\.synthetic\.num_samples: must"),
-        (["data.eval_fraction=0.99999"], r"data\.eval_fraction: must leave 2"),
-    ],
-)
-def test_too_small_a_corpus_names_the_key(overrides: list[str], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key}") as caught:
-        open_data(load(overrides), rank=0, world_size=1, device=CPU)
-    assert "\n" not in str(caught.value)
-
-
-def test_without_evaluation_little_held_out_data_is_no_reason_to_stop() -> None:
-    cfg = load(["eval.every_steps=0", "data.eval_fraction=0.002"])
-    for batches in open_data(cfg, rank=0, world_size=1, device=CPU):
-        batches.close()
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_tokens_are_the_same_and_nothing_waits() -> None:
     device = torch.device("cuda", 0)
     corpus = EmbeddedCorpus(64)
-    batches = Batches(corpus, range(100), batch_size=4, seed=5, rank=0, world_size=1, device=device)
+    batches = Batches(
+        [Source("main", corpus, range(100), 5)],
+        recipe=Recipe(weights={"main": 1.0}, changes=(), batch_size=4, seed=5),
+        share=Share(0, 1, device),
+        ledger=Ledger(),
+        document_mask=True,
+        with_facts=True,
+    )
     with closing(batches):
         torch.cuda.set_sync_debug_mode("error")
         try:
             handed_out = [batches[index] for index in range(20)]
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert all(batch.inputs.device == device for batch in handed_out)
         for index, batch in enumerate(handed_out):
-            assert _equal(Batch(batch.inputs.cpu(), batch.targets.cpu()), batches.rows(index))
+            assert all(part.device == device for part in _token_by_token(batch))
+            np.testing.assert_array_equal(batch.inputs.cpu().numpy(), batches.rows(index)[:, :-1])

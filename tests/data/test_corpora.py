@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config import ConfigError, DataConfig, DataKind, SyntheticConfig
-from harness.data.corpora import EmbeddedCorpus, SyntheticCorpus, Tokens, build_corpus, split
+from harness.config import ConfigError, DataKind, SourceConfig, SyntheticConfig
+from harness.data.corpora import EmbeddedCorpus, SyntheticCorpus, build_corpus, split
+from harness.data.corpus import SampleShape, Tokens
 
 PLAIN = SyntheticConfig(
     num_samples=1000, zipf_exponent=1.0, repeat_probability=0.0, rare_tokens=0, rare_probability=0.0
@@ -49,7 +50,7 @@ def test_embedded_windows_share_one_token_and_cover_the_text() -> None:
 def test_embedded_without_pydoc_names_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data", None)
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(ConfigError, match=r"^data\.kind: .*allowed here: synthetic$"):
+    with pytest.raises(ConfigError, match=r"^data\.sources: .*choose data=synthetic$"):
         EmbeddedCorpus(256)
 
 
@@ -142,18 +143,46 @@ def test_fingerprints_tell_corpora_apart() -> None:
 
 @pytest.mark.parametrize(("kind", "expected"), [("embedded", EmbeddedCorpus), ("synthetic", SyntheticCorpus)])
 def test_build_follows_the_kind(kind: str, expected: type) -> None:
-    cfg = DataConfig(kind=DataKind(kind), eval_fraction=0.1, synthetic=PLAIN)
-    corpus = build_corpus(cfg, vocab_size=300, sequence_length=32, seed=0)
+    source = SourceConfig(kind=DataKind(kind))
+    corpus = build_corpus("main", source, shape=SampleShape(32, 300), synthetic=PLAIN, seed=0)
     assert isinstance(corpus, expected)
     sampled = np.concatenate([corpus.sample(index) for index in range(100)])
     assert sampled.min() >= 0
     assert sampled.max() < corpus.vocab_size <= 300
 
 
-def test_build_refuses_a_vocabulary_below_the_data() -> None:
-    cfg = DataConfig(kind=DataKind.embedded, eval_fraction=0.1, synthetic=PLAIN)
-    with pytest.raises(ConfigError, match=r"^model\.vocab_size: must be at least 256"):
-        build_corpus(cfg, vocab_size=255, sequence_length=32, seed=0)
+def test_the_documents_of_the_text_are_its_topics() -> None:
+    corpus = EmbeddedCorpus(1000)
+    joined = np.concatenate([corpus.sample(index)[:-1] for index in range(corpus.num_samples)]).tobytes()
+    ends = set()
+    for index in range(corpus.num_samples):
+        documents, origin = corpus.documents(index), corpus.origin(index)
+        assert documents.dtype == np.int32
+        assert documents.shape == (1001,)
+        assert documents[0] == 0
+        assert set(np.diff(documents)) <= {0, 1}
+        assert origin.last_document - origin.first_document == documents[-1]
+        assert origin.first_token == index * 1000
+        ends |= {index * 1000 + place for place in np.flatnonzero(np.diff(documents))}
+    assert len(ends) > 50
+    for end in ends:
+        assert joined[end - 1 : end + 1] == b"\n\n"
+    assert corpus.origin(0).first_document == 0
+
+
+def test_counts_are_of_the_whole_text() -> None:
+    corpus = EmbeddedCorpus(1000)
+    counts = corpus.token_counts()
+    assert counts.shape == (256,)
+    joined = np.concatenate([corpus.sample(index)[:-1] for index in range(corpus.num_samples)])
+    assert 0 <= counts[ord("e")] - (joined == ord("e")).sum() < 1000
+
+
+def test_a_synthetic_sample_is_one_document() -> None:
+    corpus = _synthetic(PLAIN)
+    assert corpus.documents(5).tolist() == [0] * 513
+    assert corpus.origin(5).first_document == corpus.origin(5).last_document == 5
+    assert corpus.token_counts() is None
 
 
 @settings(deadline=None)
@@ -161,9 +190,9 @@ def test_build_refuses_a_vocabulary_below_the_data() -> None:
 def test_split_shares_no_token(num_samples: int, eval_fraction: float) -> None:
     if round(num_samples * eval_fraction) >= num_samples - 1:
         with pytest.raises(ConfigError, match=r"^data\.eval_fraction: must"):
-            split(num_samples, eval_fraction)
+            split(num_samples, eval_fraction, source="main")
         return
-    train, held_out = split(num_samples, eval_fraction)
+    train, held_out = split(num_samples, eval_fraction, source="main")
     sequence_length = 8
     last_train_token = train[-1] * sequence_length + sequence_length
     assert train.start == 0
@@ -176,4 +205,4 @@ def test_split_shares_no_token(num_samples: int, eval_fraction: float) -> None:
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_split_refuses_a_corpus_without_room(num_samples: int) -> None:
     with pytest.raises(ConfigError, match=r"^data\.eval_fraction: must leave 2"):
-        split(num_samples, 0.1)
+        split(num_samples, 0.1, source="main")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config import ConfigError
-from harness.data.ledger import VERSION, Exclusion, Ledger
+from harness.data.ledger import VERSION, Exclusion, Ledger, Reweighting
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
 
@@ -21,6 +21,8 @@ def _assert_equals_set(ledger: Ledger, excluded: set[int]) -> None:
         assert ledger.is_excluded(index) == (index in excluded)
         expected = next(later for later in range(index, 100) if later not in excluded)
         assert ledger.next_index(index) == expected
+    seen = [index for index in range(100) if index not in excluded]
+    assert [ledger.nth(consumed) for consumed in range(len(seen))] == seen
 
 
 @settings(deadline=None)
@@ -31,7 +33,7 @@ def test_agrees_with_a_set(ranges: list[tuple[int, int]]) -> None:
         ledger.exclude(first, last, "test")
         excluded |= set(range(first, last + 1))
         _assert_equals_set(ledger, excluded)
-    assert [(entry.first, entry.last) for entry in ledger] == ranges
+    assert [(entry.first, entry.last) for entry in ledger if isinstance(entry, Exclusion)] == ranges
 
 
 @settings(deadline=None)
@@ -72,6 +74,34 @@ def test_a_line_says_version_time_range_and_reason(tmp_path: Path) -> None:
     data = json.loads(line)
     assert data.pop("time") > 1.7e9
     assert data == {"version": VERSION, "first": 3, "last": 5, "reason": "loss spike"}
+
+
+def test_weights_go_to_the_file_and_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger.load(path)
+    ledger.reweight(40, {"web": 0, "books": 2.5}, "web is poisoned")
+    ledger.exclude(3, 5, "loss spike")
+    ledger.reweight(20, {"books": 1}, "back")
+    data = json.loads(path.read_text().splitlines()[0])
+    assert data.pop("time") > 1.7e9
+    weights = {"web": 0.0, "books": 2.5}
+    expected = {"kind": "weights", "from_batch": 40, "weights": weights, "reason": "web is poisoned"}
+    assert data == {"version": VERSION} | expected
+    read = Ledger.load(path)
+    assert read.entries == ledger.entries
+    assert [entry.from_batch for entry in read.reweightings] == [40, 20]
+    assert isinstance(read.entries[0], Reweighting)
+    assert read.next_index(3) == 6
+
+
+@pytest.mark.parametrize(
+    ("from_batch", "weights"), [(-1, {"a": 1.0}), (0, {}), (0, {"a": -0.1}), (0, {"a": float("nan")})]
+)
+def test_impossible_weights_are_refused(tmp_path: Path, from_batch: int, weights: dict[str, float]) -> None:
+    path = tmp_path / "ledger.jsonl"
+    with pytest.raises(ValueError, match="weights of 0 or more"):
+        Ledger.load(path).reweight(from_batch, weights, "nonsense")
+    assert not path.exists()
 
 
 def test_only_the_writer_touches_the_file(tmp_path: Path) -> None:
@@ -123,14 +153,24 @@ def test_a_last_line_that_lacks_only_its_newline_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        (b"{", "not an exclusion"),
-        (b"", "not an exclusion"),
-        (b"\xff\xfe", "not an exclusion"),
+        (b"{", "not an entry"),
+        (b"", "not an entry"),
+        (b"\xff\xfe", "not an entry"),
         (b"[1, 2]", "0 <= first <= last"),
         (b'{"version": 1, "first": 5, "last": 4, "reason": "x", "time": 1}', "0 <= first <= last"),
         (b'{"version": 1, "first": "5", "last": 6, "reason": "x", "time": 1}', "0 <= first <= last"),
         (b'{"version": 99, "first": 5, "last": 6, "reason": "x", "time": 1}', "version 99, allowed is 1"),
         (b'{"first": 5, "last": 6, "reason": "x", "time": 1}', "needs version"),
+        (
+            b'{"version": 1, "kind": "weights", "from_batch": 5, "weights": {}, "reason": "x", "time": 1}',
+            "of 0 or more",
+        ),
+        (
+            b'{"version": 1, "kind": "weights", "from_batch": 5, "weights": {"a": -1}, "reason": "", "time": 1}',
+            "of 0 or",
+        ),
+        (b'{"version": 1, "kind": "weights", "from_batch": 5, "reason": "x", "time": 1}', "kind 'weights' needs"),
+        (b'{"version": 1, "kind": "swap", "first": 5, "last": 6, "reason": "x", "time": 1}', "kind 'swap' needs"),
     ],
 )
 def test_a_corrupt_line_is_named(tmp_path: Path, line: bytes, complaint: str) -> None:
@@ -174,3 +214,6 @@ def test_many_exclusions_stay_fast_to_ask() -> None:
         ledger._add(Exclusion(first=number * 10**9, last=number * 10**9 + 10**8, reason="long", time=0.0))
     for number in range(20_000):
         assert ledger.next_index(number * 10**9 + 7) == number * 10**9 + 10**8 + 1
+        seen_before = number * (10**9 - 10**8 - 1)
+        assert ledger.nth(seen_before) == number * 10**9 + 10**8 + 1
+        assert number == 0 or ledger.nth(seen_before - 1) == number * 10**9 - 1

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from harness.data.order import permute, permute_many, sample_ids
+from harness.data.order import permute, permute_many, samples_at, shuffled, turns_of, unpermute_many
 
 SEEDS = st.integers(0, 2**63 - 1)
 KEYS = st.tuples(SEEDS, st.integers(0, 2**40))
@@ -30,6 +30,13 @@ def test_scalar_equals_vector(length: int, key: tuple[int, int], data: st.DataOb
     images = permute_many(np.array(indices, dtype=np.int64), length, key)
     assert images.dtype == np.int64
     assert images.tolist() == [permute(index, length, key) for index in indices]
+
+
+@settings(deadline=None)
+@given(length=st.integers(1, 2**62), key=KEYS, data=st.data())
+def test_the_inverse_finds_every_index_again(length: int, key: tuple[int, int], data: st.DataObject) -> None:
+    indices = np.array(data.draw(st.lists(st.integers(0, length - 1), max_size=40)), dtype=np.int64)
+    np.testing.assert_array_equal(unpermute_many(permute_many(indices, length, key), length, key), indices)
 
 
 def test_the_order_of_released_runs_stays() -> None:
@@ -66,29 +73,37 @@ def test_seed_and_epoch_change_the_order() -> None:
 
 
 @settings(deadline=None)
-@given(num_samples=st.integers(1, 60), batch_size=st.integers(1, 70), seed=SEEDS)
-def test_each_epoch_visits_each_sample_once(num_samples: int, batch_size: int, seed: int) -> None:
-    num_epochs = 3
-    num_batches = -(-num_epochs * num_samples // batch_size)
-    batches = [
-        sample_ids(index, batch_size=batch_size, num_samples=num_samples, seed=seed) for index in range(num_batches)
+@given(num_samples=st.integers(1, 60), part=st.integers(1, 70), seed=SEEDS)
+def test_each_pass_visits_each_sample_once(num_samples: int, part: int, seed: int) -> None:
+    turns = np.arange(3 * num_samples)
+    parts = [
+        samples_at(turns[first : first + part], num_samples=num_samples, seed=seed)
+        for first in range(0, len(turns), part)
     ]
-    assert all(len(batch) == batch_size for batch in batches)
-    stream = np.concatenate(batches)[: num_epochs * num_samples]
-    for epoch in stream.reshape(num_epochs, num_samples):
-        np.testing.assert_array_equal(np.sort(epoch), np.arange(num_samples))
+    for epoch, samples in enumerate(np.concatenate(parts).reshape(3, num_samples)):
+        np.testing.assert_array_equal(np.sort(samples), np.arange(num_samples))
+        found = turns_of(samples, epoch=epoch, num_samples=num_samples, seed=seed)
+        np.testing.assert_array_equal(found, epoch * num_samples + np.arange(num_samples))
 
 
-def test_consecutive_epochs_differ() -> None:
-    first, second = (sample_ids(epoch, batch_size=500, num_samples=500, seed=7) for epoch in (0, 1))
+def test_consecutive_passes_differ() -> None:
+    first, second = (samples_at(np.arange(500) + start, num_samples=500, seed=7) for start in (0, 500))
     assert (first == second).mean() < 0.02
 
 
-def test_a_batch_far_out_needs_nothing_before_it() -> None:
-    ids = sample_ids(10**12, batch_size=8, num_samples=10**9 + 7, seed=3)
-    assert len(set(ids.tolist())) == 8
-    assert ids.min() >= 0
-    assert ids.max() < 10**9 + 7
+def test_a_turn_far_out_needs_nothing_before_it() -> None:
+    samples = samples_at(np.arange(8) + 8 * 10**12, num_samples=10**9 + 7, seed=3)
+    assert len(set(samples.tolist())) == 8
+    assert samples.min() >= 0
+    assert samples.max() < 10**9 + 7
+
+
+def test_shuffled_is_a_permutation_of_its_own_for_each_key() -> None:
+    orders = [shuffled(64, (seed, index)) for seed in range(4) for index in range(50)]
+    assert all(sorted(order.tolist()) == list(range(64)) for order in orders)
+    assert len({order.tobytes() for order in orders}) == 200
+    firsts = np.bincount([int(shuffled(8, (0, index))[0]) for index in range(4000)], minlength=8)
+    assert _chi_square(firsts, np.full(8, 500.0)) < 30
 
 
 def _chi_square(counts: NDArray[Any], expected: NDArray[Any]) -> float:

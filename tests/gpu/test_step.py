@@ -53,6 +53,12 @@ def step(parts: Parts, cfg: Config, index: int, *, probe: bool = False) -> torch
     return judge_and_update(parts, cfg=cfg, probe=probe)
 
 
+def facts(index: int) -> HostFacts:
+    return HostFacts(
+        iteration=index, cursor=index, tokens=0, probed=index % 2 == 0, posted_s=0.0, memory_bytes=0, batch={}
+    )
+
+
 def losses(parts: Parts, cfg: Config, num_steps: int) -> list[float]:
     layout = parts.signals.layout
     reports = [step(parts, cfg, index).clone() for index in range(num_steps)]
@@ -69,12 +75,12 @@ def test_the_step_never_waits_for_the_device(precision: str) -> None:
     try:
         for index in range(2, 5):
             report = step(parts, cfg, index, probe=index % 2 == 0)
-            parts.mailbox.post(HostFacts(index, index, 0, index % 2 == 0, 0), report)
+            parts.mailbox.post(facts(index), report)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     records = [
-        unpack(parts.signals.layout, facts, values, dim=cfg.model.dim, dynamic_scale=False)
-        for facts, values in parts.mailbox.take(everything=True)
+        unpack(parts.signals.layout, known, values, dim=cfg.model.dim, dynamic_scale=False)
+        for known, values in parts.mailbox.take(everything=True)
     ]
     assert [record.cursor for record in records] == [2, 3, 4]
     assert all(math.isfinite(record.loss) and not record.refused for record in records)

@@ -15,7 +15,8 @@ OPTIONS = [(group, option) for group in GROUPS for option in compose.options_of(
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_file_composes(group: str, option: str) -> None:
-    cfg = compose.load([f"+{group}={option}" if group == "experiment" else f"{group}={option}"])
+    needed = ["data.sources.main.paths=[corpus]"] if option == "files" else []
+    cfg = compose.load([f"+{group}={option}" if group == "experiment" else f"{group}={option}", *needed])
     assert set(compose.plain(cfg)) == set(compose.keys_of(""))
 
 
@@ -72,6 +73,50 @@ def test_overrides_arrive() -> None:
         ("optim.lr=-1", "optim.lr: must be positive, got -1.0"),
         ("run.name=a/b", "run.name: must be a plain directory name, got 'a/b'"),
         ("train.batch_tokens=100", "train.batch_tokens: must be a multiple of train.sequence_length=256, got 100"),
+        ("data=files", "data.sources.main.paths: must name at least one file, prefix or glob for kind=files"),
+        ("data.kind=synthetic", "data.kind: no such key; data has eval_fraction, document_mask, sources, phases, "),
+        (
+            "data.sources.main.pathz=[a]",
+            "data.sources.main.pathz: no such key; data.sources.main has kind, weight, seed, ",
+        ),
+        ("data.sources.main.kind=web", "data.sources.main.kind: must be one of embedded, synthetic, files, got 'web'"),
+        ("data.sources.main.paths=a", "data.sources.main.paths: must be a list, as [...]"),
+        ("data.sources.main.paths=[a]", "data.sources.main.paths: must be empty for kind=embedded, got ['a']"),
+        ("data.sources.main.weight=0", "data.sources.main.weight: must be positive, got 0.0"),
+        ("data.sources.main.weight=-1", "data.sources.main.weight: must be positive, got -1.0"),
+        ("data.sources.main.seed=-1", "data.sources.main.seed: must be in 0 .. 2**63 - 1 or null, got -1"),
+        ("data.sources=3", "data.sources: must map names to sections, as {name: {...}}"),
+        ("~data.sources.main", "data.sources: must name at least one source"),
+        (
+            "data.sources.web.kind=files",
+            "data.sources.web: is not there; add it with +data.sources={web: {...}} and the ",
+        ),
+        (
+            "+data.sources.web.kind=files",
+            "data.sources.web: is not there; add it with +data.sources={web: {...}} and the ",
+        ),
+        ("+data.sources={web: {knd: files}}", "data.sources.web.knd: no such key; data.sources.web has kind, weight, "),
+        ("+data.sources={web: {weight: 1}}", "data.sources.web.kind: has no value"),
+        (
+            "data.phases=[{from_batch: 1, weight: {main: 1}}]",
+            "data.phases.weight: no such key; data.phases has from_batch",
+        ),
+        ("data.phases=[{from_batch: 1, weights: {a: 1}}]", "data.phases[0].weights: no source 'a'; there are main"),
+        (
+            "data.phases=[{from_batch: 1, weights: {main: -1}}]",
+            "data.phases[0].weights.main: must be 0 (off) or more, got",
+        ),
+        (
+            "data.phases=[{from_batch: 1, weights: {main: 0}}]",
+            "data.phases[0].weights: must leave a source with a weight",
+        ),
+        ("data.phases=[{from_batch: -1, weights: {main: 1}}]", "data.phases[0].from_batch: must be 0 or more, got -1"),
+        (
+            "data.phases=[{from_batch: 5, weights: {main: 1}}, {from_batch: 5, weights: {main: 2}}]",
+            "data.phases[1].from_batch: must be above 5, where the phase before begins, got 5",
+        ),
+        ("data.stratify.rare_below=-1", "data.stratify.rare_below: must be 0 (off) or more, got -1"),
+        ("data.stratify.max_per_batch=0", "data.stratify.max_per_batch: must be at least 1, got 0"),
         ("optim.warmup_steps=999", "optim.warmup_steps: must not exceed train.num_steps=200, got 999"),
     ],
 )
@@ -83,6 +128,16 @@ def test_a_bad_override_is_one_line(override: str, line: str) -> None:
     assert "\n" not in message
     assert "search path" not in message
     assert caught.value.__cause__ is None
+
+
+def test_sources_are_added_and_turned_off_on_the_command_line() -> None:
+    web = "+data.sources={web: {kind: files, paths: [/data/web], weight: 2}}"
+    cfg = compose.load(["data=mixture", web, "data.phases=[{from_batch: 9, weights: {web: 0}}]"])
+    assert list(cfg.data.sources) == ["text", "synthetic", "web"]
+    assert cfg.data.sources["web"].paths == ["/data/web"]
+    assert cfg.data.phases[0].weights == {"web": 0.0}
+    assert compose.flat(compose.plain(cfg))["data.sources.web.weight"] == 2.0
+    assert "files" in compose.to_yaml(cfg)
 
 
 def test_a_close_key_is_suggested() -> None:

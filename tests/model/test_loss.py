@@ -72,9 +72,9 @@ def test_equals_reference(z_loss: float, output_multiplier: float, chunk_tokens:
     hidden, weight, targets = make_inputs()
     loss_sum, z_sum = reference(hidden, weight, targets, options)
     torch.autograd.backward(seed * (loss_sum + z_sum))
-    torch.testing.assert_close(sums.loss_sum.double(), loss_sum.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(sums.losses.sum().double(), loss_sum.detach(), rtol=1e-6, atol=0)
     torch.testing.assert_close(sums.z_sum.double(), z_sum.detach(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(sums.objective.detach(), seed * (sums.loss_sum + sums.z_sum))
+    torch.testing.assert_close(sums.objective.detach(), seed * (sums.losses.sum() + sums.z_sum))
     torch.testing.assert_close(hidden_gradient, hidden.grad, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(weight_gradient, weight.grad, rtol=1e-5, atol=1e-5)
 
@@ -90,7 +90,7 @@ def test_gradient_follows_what_comes_after_the_objective() -> None:
 def test_only_the_objective_is_differentiable() -> None:
     sums, _, _ = run(make_options(z_loss=0.1))
     assert sums.objective.requires_grad
-    assert not sums.loss_sum.requires_grad
+    assert not sums.losses.sum().requires_grad
     assert not sums.z_sum.requires_grad
 
 

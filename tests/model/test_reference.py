@@ -92,8 +92,8 @@ def test_logits_and_gradients_equal_llama(
     reference = F.cross_entropy(llama_logits.flatten(0, 1), targets.flatten(), reduction="sum")
     output = model(tokens, targets, seed=0.25)
     assert relative_error(model.logits(tokens), llama_logits) < 2e-6
-    assert relative_error(output.loss_sum, reference) < 1e-6
-    assert output.num_tokens == 3 * SEQUENCE_LENGTH - 4
+    assert relative_error(output.row_losses.sum(), reference) < 1e-6
+    assert output.row_tokens.sum() == 3 * SEQUENCE_LENGTH - 4
 
     torch.autograd.backward(reference * 0.25)
     torch.autograd.backward(output.objective)

@@ -9,7 +9,8 @@ import torch
 
 from harness.config import ModelConfig
 from harness.model.init import initialize
-from harness.model.transformer import Transformer, sampled_layers
+from harness.model.loss import IGNORED
+from harness.model.transformer import Transformer, document_mask, sampled_layers
 from harness.precision import linear
 
 MakeConfig = Callable[..., ModelConfig]
@@ -137,3 +138,31 @@ def test_nan_flows_through_without_an_error(make_config: MakeConfig) -> None:
     output = model(tokens, tokens, probe=True)
     torch.autograd.backward(output.objective)
     assert output.objective.isnan()
+
+
+def test_documents_in_one_sequence_do_not_see_each_other(make_config: MakeConfig) -> None:
+    """The second document's logits are what they are without the first one, and its gradient reaches no token of it."""
+    cfg = make_config()
+    model = build(cfg)
+    tokens = torch.randint(cfg.vocab_size, (1, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(3))
+    other = tokens.clone()
+    other[0, :5] = (other[0, :5] + 1) % cfg.vocab_size
+    mask = document_mask(torch.tensor([[0] * 5 + [1] * 3]))
+    masked, changed = model.logits(tokens, mask=mask), model.logits(other, mask=mask)
+    torch.testing.assert_close(masked[:, 5:], changed[:, 5:], rtol=0, atol=0)
+    assert not torch.equal(masked[:, :5], changed[:, :5])
+    assert not torch.allclose(model.logits(tokens)[:, 5:], masked[:, 5:])
+
+
+def test_rows_are_counted_one_by_one(make_config: MakeConfig) -> None:
+    cfg = make_config()
+    model = build(cfg)
+    tokens = torch.randint(cfg.vocab_size, (3, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(4))
+    targets = tokens.roll(-1, dims=1)
+    targets[1, 4:] = IGNORED
+    output = model(tokens, targets)
+    expected = torch.nn.functional.cross_entropy(
+        model.logits(tokens).transpose(1, 2), targets, ignore_index=IGNORED, reduction="none"
+    ).sum(dim=1)
+    torch.testing.assert_close(output.row_losses, expected.detach())
+    assert output.row_tokens.tolist() == [8.0, 4.0, 8.0]

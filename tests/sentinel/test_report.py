@@ -12,8 +12,10 @@ from harness.sentinel.mailbox import Mailbox
 from harness.sentinel.report import DECIDED, HostFacts, pack, totals, unpack
 from harness.sentinel.signals import SCALARS, Layout, group_of
 
-LAYOUT = Layout(groups=("embedding", "blocks.0"), layers=("blocks.0",))
-FACTS = HostFacts(iteration=7, cursor=9, tokens=700, probed=True, memory_bytes=1)
+LAYOUT = Layout(groups=("embedding", "blocks.0"), layers=("blocks.0",), sources=("web", "code", "books"))
+FACTS = HostFacts(
+    iteration=7, cursor=9, tokens=700, probed=True, posted_s=0.0, memory_bytes=1, batch={"fingerprint": "f"}
+)
 
 
 def reduced(**values: float) -> torch.Tensor:
@@ -22,6 +24,8 @@ def reduced(**values: float) -> torch.Tensor:
         vector[SCALARS.index(name)] = value
     LAYOUT.group_squares(vector).copy_(torch.tensor([9.0, 16.0]))
     LAYOUT.layer_squares(vector).copy_(torch.tensor([400.0]))
+    LAYOUT.source_losses(vector).copy_(torch.tensor([30.0, 0.0, 170.0]))
+    LAYOUT.source_tokens(vector).copy_(torch.tensor([10.0, 0.0, 40.0]))
     return vector
 
 
@@ -46,6 +50,8 @@ def test_numbers_come_back_as_they_were_meant() -> None:
     assert record.group_grad_norms == {"embedding": 0.75, "blocks.0": 1.0}
     assert (record.param_norm, record.v_norm, record.loss_scale) == (2.0, 3.0, 8.0)
     assert record.activation_rms == {"blocks.0": 2.0}
+    assert record.source_losses == {"web": 3.0, "books": 4.25}, "a source that gave no token has no loss"
+    assert record.batch == {"fingerprint": "f"}
     assert not record.refused
     assert not record.stop_requested
 

@@ -1,0 +1,64 @@
+"""What a corpus is: random access to samples, pure, with their documents and where they come from."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.integer[Any]]
+
+MIN_SAMPLES = 3
+"""One to train on, one held out, one unused between them."""
+
+
+class SampleShape(NamedTuple):
+    sequence_length: int
+    vocab_size: int
+    """Token ids must be below it."""
+
+
+class Origin(NamedTuple):
+    """Where a sample comes from."""
+
+    file: str
+    first_token: int
+    """Position in the file of the sample's first token."""
+    first_document: int
+    last_document: int
+    """Inclusive."""
+
+
+class Corpus(Protocol):
+    @property
+    def num_samples(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token id is below it."""
+        ...
+
+    def sample(self, index: int) -> Tokens:
+        """The `sequence_length + 1` tokens of one sample; pure, and safe to call from several threads."""
+        ...
+
+    def documents(self, index: int) -> NDArray[np.int32]:
+        """For each token of a sample, which of the sample's documents it belongs to: 0, 0, ..., 1, 1, ..."""
+        ...
+
+    def origin(self, index: int) -> Origin: ...
+
+    def token_counts(self) -> NDArray[np.int64] | None:
+        """How often each token id occurs in the whole corpus, where that is known without a scan."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Equal for equal corpora, as short hexadecimal text."""
+        ...
+
+
+def digest(content: bytes, *parameters: int) -> str:
+    """Short hexadecimal text, equal for equal content and parameters."""
+    return blake2b(content + repr(parameters).encode(), digest_size=8).hexdigest()

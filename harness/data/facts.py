@@ -1,0 +1,101 @@
+"""What is remarkable about a batch, for the record of its step.
+
+Why: when a step goes wrong, the first questions are whether its batch was seen before, whether it holds rare tokens,
+and which source it came from; the answers must be there without reading the batch again.
+How: a row's fingerprint is a 64-bit hash of its token ids, whatever type they are stored in; that of several rows is
+the sum modulo 2 ** 64. So the fingerprints of all ranks add up to that of the global batch, whatever the number of
+ranks and the order of the rows. Tokens are ranked by how often they occur in the corpus where that is known, and
+otherwise in the batch itself; of equally frequent ones the highest id is the rarest, since tokenizers number frequent
+tokens first.
+Left out: memory of other batches. Facts are a pure function of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.data.corpus import Tokens
+
+NUM_RAREST = 8
+
+
+class RareToken(NamedTuple):
+    token: int
+    num_in_batch: int
+    num_in_corpus: int | None
+    """Where it is known without a scan."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalFacts:
+    fingerprint: int
+    rarest: tuple[RareToken, ...]
+    """The rarest first."""
+    entropy_nats: float
+    """Of the distribution of token ids in the batch."""
+    rows_by_source: tuple[int, ...]
+    """In the order of the sources."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFacts:
+    fingerprint: int
+    """Of this rank's rows."""
+    whole: GlobalFacts | None
+    """Of the global batch; on rank 0 only."""
+
+
+def fingerprint(rows: Tokens) -> int:
+    """Equal for equal rows in any order; additive over parts of a batch."""
+    words = np.ascontiguousarray(rows, dtype="<u4")
+    total = sum(int.from_bytes(blake2b(row.data, digest_size=8).digest(), "little") for row in words)
+    return total % 2**64
+
+
+def global_facts(
+    rows: Tokens, sources: NDArray[np.int64], *, num_sources: int, frequencies: NDArray[np.int64] | None
+) -> GlobalFacts:
+    """Facts of a global batch; `frequencies` is how often each token id occurs in the corpus."""
+    counts = np.bincount(rows.ravel())
+    present = np.flatnonzero(counts)
+    shares = counts[present] / rows.size
+    return GlobalFacts(
+        fingerprint=fingerprint(rows),
+        rarest=_rarest(present, counts, frequencies),
+        entropy_nats=max(0.0, -float((shares * np.log(shares)).sum())),
+        rows_by_source=tuple(np.bincount(sources, minlength=num_sources).tolist()),
+    )
+
+
+def _rarest(
+    present: NDArray[np.int64], counts: NDArray[np.int64], frequencies: NDArray[np.int64] | None
+) -> tuple[RareToken, ...]:
+    ranks = (counts if frequencies is None else frequencies)[present]
+    keys = ranks * len(counts) - present
+    first = np.argpartition(keys, NUM_RAREST)[:NUM_RAREST] if len(keys) > NUM_RAREST else np.arange(len(keys))
+    first = first[np.argsort(keys[first])]
+    return tuple(
+        RareToken(token, int(counts[token]), None if frequencies is None else int(frequencies[token]))
+        for token in present[first].tolist()
+    )
+
+
+def as_record(facts: BatchFacts | None, source_names: Sequence[str]) -> dict[str, Any]:
+    """Facts as they stand in a step's record; empty where there are none."""
+    if facts is None or facts.whole is None:
+        return {}
+    whole = facts.whole
+    return {
+        "fingerprint": f"{whole.fingerprint:016x}",
+        "entropy_nats": whole.entropy_nats,
+        "rarest": [list(rare) for rare in whole.rarest],
+        "rows": dict(zip(source_names, whole.rows_by_source, strict=True)),
+    }

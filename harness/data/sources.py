@@ -1,0 +1,116 @@
+"""From the configuration to the two streams of a run: what it trains on and what it is judged by.
+
+Why: everything that can be wrong with the data is said here, in one line, before the first step.
+How: each source is split by itself, its tail held out. Training mixes by the configured phases as the ledger amends
+them; evaluation always mixes by the weights of the sources, in one order for all runs, so that losses can be compared.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+
+from harness.config import Config, require
+from harness.data.batches import Batches, Share, Source
+from harness.data.corpora import build_corpus, split
+from harness.data.corpus import Corpus, SampleShape
+from harness.data.ledger import Ledger
+from harness.data.mixture import Change, Recipe
+from harness.data.stratify import Stratified, find_rare
+
+HELD_OUT_SEED = 2**63
+"""The order of held-out data: one above every `run.seed`, and the same for all, so that runs are judged alike."""
+
+NUM_PASSES_CHECKED = 64
+"""Passes over the data for which the limit on rare tokens is tried out; few runs take more."""
+
+
+def open_data(
+    cfg: Config, *, rank: int, world_size: int, device: torch.device, ledger: Ledger
+) -> tuple[Batches, Batches]:
+    """What this rank trains on and what it is judged by."""
+    train_sources, held_out_sources = open_sources(cfg)
+    share = Share(rank, world_size, device)
+    mask, size = cfg.data.document_mask, cfg.train.batch_size
+    train = Batches(
+        train_sources,
+        recipe=recipe(cfg),
+        share=share,
+        ledger=ledger,
+        document_mask=mask,
+        stratified=stratify(cfg, train_sources),
+        with_facts=True,
+    )
+    message = f"must be at most the {room(train)} there are to train on, got {size}"
+    require(len(train) > 0, "train.batch_size", message)
+    held_out = Batches(held_out_sources, recipe=held_out_recipe(cfg), share=share, ledger=Ledger(), document_mask=mask)
+    message = f"holds out {room(held_out)}, less than one batch of {size} takes"
+    require(len(held_out) > 0 or cfg.eval.every_steps == 0, "data.eval_fraction", message)
+    return train, held_out
+
+
+def open_sources(cfg: Config) -> tuple[list[Source], list[Source]]:
+    """Each source's samples to train on, and those held out."""
+    train, held_out = [], []
+    for name in cfg.data.sources:
+        seed = source_seed(cfg, name)
+        corpus = open_corpus(cfg, name, seed=seed)
+        train_samples, held_out_samples = split(corpus.num_samples, cfg.data.eval_fraction, source=name)
+        train.append(Source(name, corpus, train_samples, seed))
+        held_out.append(Source(name, corpus, held_out_samples, HELD_OUT_SEED))
+    return train, held_out
+
+
+def open_corpus(cfg: Config, name: str, *, seed: int) -> Corpus:
+    shape = SampleShape(cfg.train.sequence_length, cfg.model.vocab_size)
+    return build_corpus(name, cfg.data.sources[name], shape=shape, synthetic=cfg.data.synthetic, seed=seed)
+
+
+def source_seed(cfg: Config, name: str) -> int:
+    """The source's own seed, or one that depends on the run's and the name alone."""
+    given = cfg.data.sources[name].seed
+    if given is not None:
+        return given
+    word = blake2b(f"{cfg.run.seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(word, "little") >> 1
+
+
+def recipe(cfg: Config) -> Recipe:
+    """What the run is to train on, batch by batch."""
+    changes = [Change(phase.from_batch, phase.weights) for phase in cfg.data.phases]
+    return Recipe(weights=weights(cfg), changes=changes, batch_size=cfg.train.batch_size, seed=cfg.run.seed)
+
+
+def held_out_recipe(cfg: Config) -> Recipe:
+    return Recipe(weights=weights(cfg), changes=(), batch_size=cfg.train.batch_size, seed=HELD_OUT_SEED)
+
+
+def weights(cfg: Config) -> dict[str, float]:
+    return {name: source.weight for name, source in cfg.data.sources.items()}
+
+
+def stratify(cfg: Config, sources: list[Source]) -> Stratified | None:
+    """The limit on rare tokens, where it is asked for; that it can be kept is tried out before the first step."""
+    limits = cfg.data.stratify
+    if limits.rare_below == 0:
+        return None
+    (source,) = sources
+    stratified = Stratified(
+        find_rare(source.corpus, source.samples, below=limits.rare_below),
+        num_samples=len(source.samples),
+        batch_size=cfg.train.batch_size,
+        seed=source.seed,
+        max_per_batch=limits.max_per_batch,
+    )
+    num_passes = -(-cfg.train.num_steps * cfg.train.batch_size // len(source.samples))
+    for epoch in reversed(range(min(num_passes, NUM_PASSES_CHECKED))):
+        stratified.exchanged(epoch)
+    return stratified
+
+
+def room(batches: Batches) -> str:
+    """How many sequences there are, of the source that runs out first."""
+    _, source = batches.first_repeat()
+    named = f" of {source.name}" if len(batches.sources) > 1 else ""
+    return f"{len(source.samples)} sequences{named}"

@@ -1,0 +1,168 @@
+"""From overrides to batches: any number of ranks, disjoint held-out data, limits kept, complaints that name a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from harness.compose import load
+from harness.config import Config, ConfigError
+from harness.data.batches import Batches
+from harness.data.index import IndexedWriter
+from harness.data.ledger import Ledger
+from harness.data.sources import HELD_OUT_SEED, open_data, source_seed
+
+CPU = torch.device("cpu")
+SMALL = ["train.sequence_length=64", "data.synthetic.num_samples=2000"]
+
+
+@contextmanager
+def _opened(cfg: Config, *, rank: int = 0, world_size: int = 1) -> Iterator[tuple[Batches, Batches]]:
+    train, held_out = open_data(cfg, rank=rank, world_size=world_size, device=CPU, ledger=Ledger())
+    with closing(train), closing(held_out):
+        yield train, held_out
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    draw = np.random.default_rng(0)
+    with IndexedWriter(tmp_path / "corpus", np.dtype("uint16")) as writer:
+        for _ in range(300):
+            writer.add(draw.integers(0, 256, size=draw.integers(1, 300)))
+    return tmp_path / "corpus"
+
+
+@pytest.mark.parametrize("data", ["embedded", "synthetic", "mixture", "files"])
+def test_any_number_of_ranks_sees_the_same_global_batches(data: str, prefix: Path) -> None:
+    paths = [f"data.sources.main.paths=[{prefix}]"] if data == "files" else []
+    cfg = load([f"data={data}", *SMALL, *paths, "data.document_mask=true"])
+    with _opened(cfg) as alone:
+        for world_size in (2, 4):
+            for rank in range(world_size):
+                rows = slice(rank * 8 // world_size, (rank + 1) * 8 // world_size)
+                with _opened(cfg, rank=rank, world_size=world_size) as pair:
+                    for part, index in ((0, 0), (0, 99), (0, 100), (0, 1000), (1, 0), (1, 3)):
+                        share, whole = pair[part][index], alone[part][index]
+                        assert torch.equal(share.inputs, whole.inputs[rows])
+                        assert torch.equal(share.targets, whole.targets[rows])
+                        assert torch.equal(share.sources, whole.sources[rows])
+
+
+def test_the_mixture_that_comes_along_changes_its_weights() -> None:
+    with _opened(load(["data=mixture", *SMALL])) as (train, held_out):
+        assert train.source_names == ("text", "synthetic")
+        counts = [np.bincount(train.samples(index)[0], minlength=2).tolist() for index in (0, 99, 100, 500)]
+        assert counts == [[4, 4], [4, 4], [6, 2], [6, 2]]
+        assert np.bincount(held_out.samples(500)[0]).tolist() == [4, 4], "evaluation keeps the weights of the sources"
+
+
+@pytest.mark.parametrize("data", ["embedded", "mixture"])
+def test_train_and_held_out_share_no_token(data: str) -> None:
+    with _opened(load([f"data={data}", *SMALL])) as (train, held_out):
+        for number in range(len(train.sources)):
+            trained, judged = (_samples(batches, number) for batches in (train, held_out))
+            assert (trained.max() + 1) * 64 < judged.min() * 64, "the last target lies before the first held-out input"
+            assert len(set(trained.tolist())) == len(trained)
+            assert len(set(judged.tolist())) == len(judged)
+
+
+def test_held_out_order_is_the_same_for_every_run_seed() -> None:
+    with _opened(load(["run.seed=0"])) as first, _opened(load(["run.seed=1"])) as second:
+        assert not np.array_equal(first[0].samples(0)[1], second[0].samples(0)[1])
+        np.testing.assert_array_equal(first[1].samples(0)[1], second[1].samples(0)[1])
+    assert HELD_OUT_SEED > 2**63 - 1
+
+
+def test_each_source_has_a_seed_of_its_own() -> None:
+    cfg = load(["data=mixture", "data.sources.text.seed=7"])
+    seeds = [source_seed(cfg, "text"), source_seed(cfg, "synthetic"), source_seed(load(["data=mixture"]), "text")]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
+    assert source_seed(load(["data=mixture"]), "synthetic") == seeds[1]
+    assert source_seed(load(["data=mixture", "run.seed=1"]), "synthetic") != seeds[1]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_source_more_leaves_the_others_in_their_order() -> None:
+    more = "+data.sources={more: {kind: synthetic}}"
+    with _opened(load(["data=mixture", *SMALL])) as (one, _), _opened(load(["data=mixture", *SMALL, more])) as (two, _):
+        for number in (0, 1):
+            first, second = (_in_turn(batches, number, 20) for batches in (one, two))
+            assert first[: len(second)] == second[: len(first)]
+
+
+def test_rare_tokens_are_limited_in_every_batch() -> None:
+    tail = ["rare_tokens=4", "rare_probability=0.005", "num_samples=600", "zipf_exponent=0"]
+    data = ["data=synthetic", "train.sequence_length=64", *(f"data.synthetic.{item}" for item in tail)]
+    plain = load(data)
+    limited = load([*data, "data.stratify.rare_below=90", "data.stratify.max_per_batch=2"])
+    with _opened(plain) as (one, _), _opened(limited) as (two, _):
+        most = [
+            [max((batches.rows(index) == token).sum() for token in range(252, 256)) for index in range(len(batches))]
+            for batches in (one, two)
+        ]
+        assert max(most[0]) > 2
+        assert max(most[1]) <= 2
+        visited = [
+            np.sort(np.concatenate([batches.samples(i)[1] for i in range(len(batches))])) for batches in (one, two)
+        ]
+        assert len(set(visited[1].tolist())) == len(visited[1]) == len(visited[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["train.sequence_length=1000000"], r"train\.sequence_length: must be at most \d+"),
+        (["train.batch_size=5000"], r"train\.batch_size: must be at most the \d+ sequences there"),
+        (["data=mixture", "train.batch_size=20000"], r"train\.batch_size: must be at most the \d+ sequences of text"),
+        (["data.eval_fraction=0.002"], r"data\.eval_fraction: holds out \d sequences, less than one batch of 8"),
+        (["data=mixture", "data.eval_fraction=0.001"], r"data\.eval_fraction: holds out \d sequences of text, less"),
+        (["data=synthetic", "data.synthetic.rare_probability=0.1"], r"data\.synthetic\.rare_tokens: must"),
+        (["data=synthetic", "data.synthetic.rare_tokens=255"], r"data\.synthetic\.rare_tokens: must leave"),
+        (["data=synthetic", "data.synthetic.num_samples=2"], r"data\.synthetic\.num_samples: must"),
+        (["data.eval_fraction=0.99999"], r"data\.eval_fraction: must leave 2 of the \d+ sequences of main"),
+        (["data=files", "data.sources.main.paths=[/no/such]"], r"data\.sources\.main\.paths: /no/such: no such file"),
+        (
+            ["data=mixture", "data.stratify.rare_below=3"],
+            r"data\.stratify\.rare_below: must be 0 \(off\) for a mixture",
+        ),
+        (["data.stratify.rare_below=9999"], r"data\.stratify\.max_per_batch: must be at least \d+: token \d+ occurs"),
+    ],
+)
+def test_data_that_does_not_fit_names_the_key(overrides: list[str], line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line}") as caught, _opened(load(overrides)):
+        pass
+    assert "\n" not in str(caught.value)
+
+
+def test_without_evaluation_little_held_out_data_is_no_reason_to_stop() -> None:
+    with _opened(load(["eval.every_steps=0", "data.eval_fraction=0.002"])):
+        pass
+
+
+def test_a_source_that_vanishes_stops_the_run_with_its_name(prefix: Path) -> None:
+    with _opened(load(["data=files", *SMALL, f"data.sources.main.paths=[{prefix}]"])) as (train, _):
+        train[0]
+        prefix.with_suffix(".bin").unlink()
+        with pytest.raises(ConfigError, match=rf"^data\.sources\.main\.paths: {prefix}\.bin: vanished"):
+            train[100]
+
+
+def _samples(batches: Batches, number: int) -> np.ndarray:
+    pairs = [batches.samples(index) for index in range(len(batches))]
+    return np.concatenate([samples[sources == number] for sources, samples in pairs])
+
+
+def _in_turn(batches: Batches, number: int, num_batches: int) -> list[int]:
+    """The samples of a source in the order of their turns."""
+    found = []
+    for index in range(num_batches):
+        sources, turns = batches.mixture.batch(index)
+        own = np.flatnonzero(sources == number)
+        found += batches.samples(index)[1][own[np.argsort(turns[own])]].tolist()
+    return found
