@@ -29,7 +29,7 @@ from harness.config import (
     ConfigError,
     check_world,
 )
-from harness.data.batches import Batch
+from harness.data.batch import Batch
 from harness.data.facts import as_record
 from harness.events import EvalRecord, RunEnded, RunStarted
 from harness.model.transformer import document_mask

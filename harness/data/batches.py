@@ -5,12 +5,15 @@ before or on how many ranks there are, and making it must not delay the step.
 How: the mixture gives source and turn of each row of the global batch, the order of that source the sample, and rank r
 of W takes the r-th of W equal parts of the rows. One thread makes the `NUM_AHEAD` indices that the ledger lets through
 next while the step runs, and the facts about them; it only fills memory that the asking thread has allocated, so that
-everything CUDA happens in one thread. A wrong guess costs time, never a different token.
+everything CUDA happens in one thread. A wrong guess costs time, never a different token. Nothing is made ahead for a
+caller that jumps, or that does nothing in between: the two threads would only fight over the interpreter.
 Rank 0 reads the rows of all ranks, for the facts of the global batch.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, final
@@ -20,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from harness.data.batch import IGNORED, Batch
 from harness.data.corpus import Corpus, Origin, Tokens, digest
 from harness.data.facts import BatchFacts, GlobalFacts, fingerprint, global_facts
 from harness.data.ledger import Ledger
@@ -31,35 +35,8 @@ Ints = NDArray[np.int64]
 
 NUM_AHEAD = 2
 
-IGNORED = -100
-"""The target of a token whose successor belongs to another document, with `data.document_mask`."""
-
-
-class Batch(NamedTuple):
-    inputs: Tensor
-    """int64, rows x sequence_length."""
-    targets: Tensor
-    """The token that follows each input, or IGNORED."""
-    sources: Tensor
-    """int64, rows: where each comes from, as an index into `Batches.source_names`."""
-    documents: Tensor | None
-    """int32, rows x sequence_length: which of its row's documents an input belongs to; None: all see each other."""
-    facts: BatchFacts | None
-    """About the whole batch, also in a micro-batch; None for held-out data."""
-
-    def micro_batches(self, size: int) -> list[Batch]:
-        """The rows in their order, `size` at a time."""
-        parts = [slice(start, start + size) for start in range(0, len(self.inputs), size)]
-        return [
-            Batch(
-                self.inputs[part],
-                self.targets[part],
-                self.sources[part],
-                None if self.documents is None else self.documents[part],
-                self.facts,
-            )
-            for part in parts
-        ]
+NUM_PLANNED = 32
+"""Batches whose samples are looked up at once: in numpy a few hundred cost little more than a few."""
 
 
 class Source(NamedTuple):
@@ -83,14 +60,25 @@ class _Buffers(NamedTuple):
     """Host memory of one batch, pinned where it goes to a GPU."""
 
     tokens: Tensor
-    """Inputs and targets as one block, so that one copy brings both to the device."""
+    """Rows x (sequence_length + 1): inputs and targets are views of it, so that one copy brings both to the device."""
     sources: Tensor
+    targets: Tensor | None
+    """Of their own where some are ignored."""
     documents: Tensor | None
 
 
 class _Made(NamedTuple):
     buffers: _Buffers
     facts: BatchFacts | None
+
+
+class _Plan(NamedTuple):
+    """Sources and samples of some batches, one row each; replaced as a whole, so that threads may share it."""
+
+    mixture: Mixture
+    first: int
+    sources: Ints
+    samples: Ints
 
 
 @final
@@ -126,25 +114,35 @@ class Batches:
         self._num_tokens = len(sources[0].corpus.sample(sources[0].samples.start))
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: dict[int, Future[_Made]] = {}
+        self._last = -1
+        self._returned_s = -math.inf
+        self._make_s = 0.0
+        """How long the last batch took to make."""
         self._heed_ledger()
 
     def __getitem__(self, index: int) -> Batch:
         """This rank's share; what went wrong while it was made in advance is raised here."""
         assert index >= 0
+        idle_s = time.perf_counter() - self._returned_s
+        in_order, self._last = index == self._ledger.next_index(self._last + 1), index
         if len(self._ledger) != self._num_heeded:
             self._heed_ledger()
-        made_ahead = self._ahead.pop(index, None)
-        self._look_ahead(index)
-        made = self._make(index, self.mixture, self._allocate()) if made_ahead is None else made_ahead.result()
-        device, (tokens, sources, documents) = self._share.device, made.buffers
-        inputs, targets = tokens.to(device, non_blocking=True)
-        return Batch(
-            inputs,
-            targets,
-            sources.to(device, non_blocking=True),
-            None if documents is None else documents.to(device, non_blocking=True),
-            made.facts,
-        )
+        ahead = self._ahead.pop(index, None)
+        begun = ahead is not None and not ahead.cancel()
+        made = ahead.result() if ahead and begun else self._make(index, self.mixture, self._allocate())
+        batch = self._brought(made)
+        if in_order and idle_s > self._make_s:
+            self._look_ahead(index)
+        self._returned_s = time.perf_counter()
+        return batch
+
+    def _brought(self, made: _Made) -> Batch:
+        device, buffers = self._share.device, made.buffers
+        tokens, sources = (each.to(device, non_blocking=True) for each in (buffers.tokens, buffers.sources))
+        if buffers.targets is None or buffers.documents is None:
+            return Batch(tokens[:, :-1], tokens[:, 1:], sources, None, made.facts)
+        targets, documents = (each.to(device, non_blocking=True) for each in (buffers.targets, buffers.documents))
+        return Batch(tokens[:, :-1], targets, sources, documents, made.facts)
 
     def __len__(self) -> int:
         """Whole batches before any source begins its second pass; an index may go beyond."""
@@ -187,6 +185,7 @@ class Batches:
         """Mix as the ledger says by now; what was made ahead by other weights is made again."""
         amendments = [Change(entry.from_batch, entry.weights) for entry in self._ledger.reweightings]
         self.mixture = self._recipe.mixture(amendments)
+        self._plan = self._plan_from(0, 1, self.mixture)
         self._num_heeded = len(self._ledger)
         while self._ahead:
             self._ahead.popitem()[1].cancel()
@@ -202,36 +201,49 @@ class Batches:
                 self._ahead[guess] = self._worker.submit(self._make, guess, self.mixture, self._allocate())
 
     def _allocate(self) -> _Buffers:
-        shape = (self._own_rows.stop - self._own_rows.start, self._num_tokens - 1)
+        num_rows, length = self._own_rows.stop - self._own_rows.start, self._num_tokens - 1
         pinned = self._share.device.type == "cuda"
         return _Buffers(
-            torch.empty((2, *shape), dtype=torch.int64, pin_memory=pinned),
-            torch.empty(shape[0], dtype=torch.int64, pin_memory=pinned),
-            torch.empty(shape, dtype=torch.int32, pin_memory=pinned) if self._document_mask else None,
+            torch.empty((num_rows, length + 1), dtype=torch.int64, pin_memory=pinned),
+            torch.empty(num_rows, dtype=torch.int64, pin_memory=pinned),
+            torch.empty((num_rows, length), dtype=torch.int64, pin_memory=pinned) if self._document_mask else None,
+            torch.empty((num_rows, length), dtype=torch.int32, pin_memory=pinned) if self._document_mask else None,
         )
 
     def _make(self, index: int, mixture: Mixture, buffers: _Buffers) -> _Made:
+        begun_s = time.perf_counter()
+        made = self._fill(index, mixture, buffers)
+        self._make_s = time.perf_counter() - begun_s
+        return made
+
+    def _fill(self, index: int, mixture: Mixture, buffers: _Buffers) -> _Made:
         own = self._own_rows
         sources, samples = self._samples(index, mixture)
-        whole = self._with_facts and self._share.rank == 0
-        rows = self._read(sources, samples) if whole else self._read(sources[own], samples[own])
-        own_tokens = rows[own] if whole else rows
-        inputs, targets = buffers.tokens.numpy()
-        inputs[:], targets[:] = own_tokens[:, :-1], own_tokens[:, 1:]
+        tokens = self._read(sources[own], samples[own], into=buffers.tokens.numpy())
         buffers.sources.numpy()[:] = sources[own]
-        if buffers.documents is not None:
+        if buffers.targets is not None and buffers.documents is not None:
             documents = self._documents(sources[own], samples[own])
-            targets[documents[:, 1:] != documents[:, :-1]] = IGNORED
+            buffers.targets.numpy()[:] = np.where(documents[:, 1:] != documents[:, :-1], IGNORED, tokens[:, 1:])
             buffers.documents.numpy()[:] = documents[:, :-1]
         if not self._with_facts:
             return _Made(buffers, None)
-        facts = self._facts(rows, sources) if whole else None
-        alone = facts is not None and self._share.world_size == 1
-        own_fingerprint = facts.fingerprint if facts is not None and alone else fingerprint(own_tokens)
-        return _Made(buffers, BatchFacts(fingerprint=own_fingerprint, whole=facts))
+        if self._share.rank > 0:
+            return _Made(buffers, BatchFacts(fingerprint=fingerprint(tokens), whole=None))
+        alone = self._share.world_size == 1
+        whole = self._facts(tokens if alone else self._read(sources, samples), sources)
+        return _Made(buffers, BatchFacts(fingerprint=whole.fingerprint if alone else fingerprint(tokens), whole=whole))
 
     def _samples(self, index: int, mixture: Mixture) -> tuple[Ints, Ints]:
-        sources, turns = mixture.batch(index)
+        """Looked up in the plan; where batches are asked for one after the other, many are planned at once."""
+        plan = self._plan
+        goes_on = plan.mixture is mixture and index == plan.first + len(plan.samples)
+        if plan.mixture is not mixture or not 0 <= index - plan.first < len(plan.samples):
+            self._plan = plan = self._plan_from(index, NUM_PLANNED if goes_on else 1, mixture)
+        return plan.sources[index - plan.first], plan.samples[index - plan.first]
+
+    def _plan_from(self, first: int, count: int, mixture: Mixture) -> _Plan:
+        dealt = [mixture.batch(index) for index in range(first, first + count)]
+        sources, turns = (np.concatenate(part) for part in zip(*dealt, strict=True))
         if self._stratified is not None:
             turns = self._stratified.turns(turns)
         samples = np.empty_like(turns)
@@ -239,12 +251,18 @@ class Batches:
             here = sources == number
             if here.any():
                 samples[here] = own.start + samples_at(turns[here], num_samples=len(own), seed=seed)
-        return sources, samples
+        shape = (count, self._recipe.batch_size)
+        return _Plan(mixture, first, sources.reshape(shape), samples.reshape(shape))
 
-    def _read(self, sources: Ints, samples: Ints) -> Tokens:
-        rows = np.empty((len(samples), self._num_tokens), dtype=np.uint32)
-        for row, (source, sample) in enumerate(zip(sources.tolist(), samples.tolist(), strict=True)):
-            rows[row] = self.sources[source].corpus.sample(sample)
+    def _read(self, sources: Ints, samples: Ints, into: Ints | None = None) -> Ints:
+        rows = np.empty((len(samples), self._num_tokens), dtype=np.int64) if into is None else into
+        if len(self.sources) == 1:
+            rows[:] = self.sources[0].corpus.rows(samples)
+            return rows
+        for number, source in enumerate(self.sources):
+            here = sources == number
+            if here.any():
+                rows[here] = source.corpus.rows(samples[here])
         return rows
 
     def _documents(self, sources: Ints, samples: Ints) -> NDArray[np.int32]:

@@ -76,6 +76,9 @@ class EmbeddedCorpus:
         first = index * self._sequence_length
         return self._tokens[first : first + self._sequence_length + 1]
 
+    def rows(self, indices: NDArray[np.int64]) -> Tokens:
+        return np.stack([self.sample(index) for index in indices.tolist()])
+
     def documents(self, index: int) -> NDArray[np.int32]:
         """Each topic is one."""
         topics = self._topics_at(index * self._sequence_length + np.arange(self._sequence_length + 1))
@@ -129,6 +132,9 @@ class SyntheticCorpus:
             is_rare = np.flatnonzero(rare_draw < _threshold(self._cfg.rare_probability))
             tokens[is_rare] = self._num_bulk + (tail_draw[is_rare] * self._cfg.rare_tokens >> DRAW_BITS)
         return tokens
+
+    def rows(self, indices: NDArray[np.int64]) -> Tokens:
+        return np.stack([self.sample(index) for index in indices.tolist()])
 
     def documents(self, index: int) -> NDArray[np.int32]:  # noqa: ARG002 -- every sample is one document
         return np.zeros(self._num_tokens, dtype=np.int32)

@@ -44,6 +44,10 @@ class Corpus(Protocol):
         """The `sequence_length + 1` tokens of one sample; pure, and safe to call from several threads."""
         ...
 
+    def rows(self, indices: NDArray[np.int64]) -> Tokens:
+        """The tokens of several samples, one row each."""
+        ...
+
     def documents(self, index: int) -> NDArray[np.int32]:
         """For each token of a sample, which of the sample's documents it belongs to: 0, 0, ..., 1, 1, ..."""
         ...

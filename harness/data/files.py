@@ -38,17 +38,23 @@ class FilesCorpus:
         found = f"{self.num_samples} sequences of train.sequence_length={self._length}"
         message = f"must hold at least {MIN_SAMPLES} sequences, got {found}"
         require(self.num_samples >= MIN_SAMPLES, key, message)
+        self._windows = [file.windows(self._length + 1, self._length) for file in files]
         self._is_trusted = [self._fits(file) for file in files]
 
     def sample(self, index: int) -> Tokens:
-        number, first = self._window(index)
-        tokens = self._files[number].read(first, self._length + 1)
-        if not self._is_trusted[number] and tokens.view(tokens.dtype.str.replace("i", "u")).max() >= self.vocab_size:
-            position = int(np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))[0])
-            where = f"{self._files[number].path}: token {first + position}"
-            message = f"{where} is id {tokens[position]}, must be in 0 .. {self.vocab_size - 1} (model.vocab_size)"
-            raise ConfigError(self._key, message)
-        return tokens
+        row: Tokens = self.rows(np.array([index], dtype=np.int64))[0]
+        return row
+
+    def rows(self, indices: NDArray[np.int64]) -> Tokens:
+        assert 0 <= indices.min() <= indices.max() < self.num_samples
+        if len(self._files) == 1:
+            return self._rows_of(0, indices)
+        numbers = np.searchsorted(self._ends, indices, side="right")
+        rows = np.empty((len(indices), self._length + 1), dtype=np.int64)
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
+            rows[here] = self._rows_of(number, indices[here] - (self._ends[number - 1] if number else 0))
+        return rows
 
     def documents(self, index: int) -> NDArray[np.int32]:
         number, first = self._window(index)
@@ -78,6 +84,18 @@ class FilesCorpus:
 
     def fingerprint(self) -> str:
         return digest("".join(file.fingerprint() for file in self._files).encode(), self._length)
+
+    def _rows_of(self, number: int, windows: NDArray[np.int64]) -> Tokens:
+        """Windows of one file, checked; one lookup in the map serves them all."""
+        file = self._files[number]
+        file.check_presence()
+        rows: Tokens = self._windows[number][windows]
+        if self._is_trusted[number] or int(rows.view(rows.dtype.str.replace("i", "u")).max()) < self.vocab_size:
+            return rows
+        row, position = np.argwhere((rows < 0) | (rows >= self.vocab_size))[0].tolist()
+        where = f"{file.path}: token {int(windows[row]) * self._length + position}"
+        message = f"{where} is id {rows[row, position]}, must be in 0 .. {self.vocab_size - 1} (model.vocab_size)"
+        raise ConfigError(self._key, message)
 
     def _window(self, index: int) -> tuple[int, int]:
         """Number of the file and position in it."""

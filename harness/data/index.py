@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self, final
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from harness.config import ConfigError, TokenDtype, require
@@ -91,8 +92,15 @@ class TokenFile:
     def read(self, first: int, count: int) -> Tokens:
         """Tokens by their position in the stream, as a view that cannot be written to."""
         assert 0 <= first <= first + count <= self.num_tokens
-        self._check_presence()
+        self.check_presence()
         return self._tokens[first : first + count]
+
+    def windows(self, length: int, stride: int) -> Tokens:
+        """All windows of `length` tokens that begin at multiples of `stride`, as rows of a view; it is not checked for
+        the presence of the file."""
+        if self.num_tokens < length:
+            return np.empty((0, length), dtype=self.dtype)
+        return sliding_window_view(self._tokens, length)[::stride]
 
     def document_at(self, position: int) -> tuple[int, int, int]:
         """Number, first token and end of the document that holds the token; logarithmic in the documents."""
@@ -114,7 +122,8 @@ class TokenFile:
             digest.update(repr(self.document((self.num_documents - 1) * probe // (NUM_PROBES - 1))).encode())
         return digest.hexdigest()
 
-    def _check_presence(self) -> None:
+    def check_presence(self) -> None:
+        """Refuse a file that vanished or changed its size: reading its map could end the process."""
         try:
             num_bytes = os.stat(self.path).st_size  # noqa: PTH116 -- half the time of Path.stat, in the path of a batch
         except OSError as error:

@@ -18,7 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 NUM_ROUND_PAIRS = 4
-"""Each pair changes both halves once. Two serve a large range; four also shuffle a range of a few samples."""
+"""Each pair changes both halves once. Four shuffle a range of a few samples too."""
+
+NUM_ROUND_PAIRS_WIDE = 2
+"""As many serve words of WIDE_BITS and more, whose halves have room for the hash."""
+
+WIDE_BITS = 16
 
 WORD_MASK = 2**64 - 1
 
@@ -55,7 +60,7 @@ def turns_of(samples: NDArray[np.int64], *, epoch: int, num_samples: int, seed: 
 def permute(index: int, length: int, key: Key) -> int:
     """Where `index` goes in the permutation of `range(length)` that `key` chooses."""
     assert 0 <= index < length
-    bits, keys = (length - 1).bit_length(), _round_keys(key)
+    bits, keys = _network(length, key)
     image = _encipher(index, bits, keys)
     while image >= length:
         image = _encipher(image, bits, keys)
@@ -66,7 +71,7 @@ def permute_many(indices: NDArray[np.int64], length: int, key: Key) -> NDArray[n
     """`permute` of each index."""
     if len(indices) <= FEW:
         return np.array([permute(index, length, key) for index in indices.tolist()], dtype=np.int64)
-    bits, keys = (length - 1).bit_length(), _round_keys(key)
+    bits, keys = _network(length, key)
     images = _encipher(indices.astype(np.uint64), bits, keys)
     while (outside := images >= length).any():
         images[outside] = _encipher(images[outside], bits, keys)
@@ -75,7 +80,7 @@ def permute_many(indices: NDArray[np.int64], length: int, key: Key) -> NDArray[n
 
 def unpermute_many(images: NDArray[np.int64], length: int, key: Key) -> NDArray[np.int64]:
     """The indices that `permute_many` sends to `images`."""
-    bits, keys = (length - 1).bit_length(), _round_keys(key)
+    bits, keys = _network(length, key)
     indices = _decipher(images.astype(np.uint64), bits, keys)
     while (outside := indices >= length).any():
         indices[outside] = _decipher(indices[outside], bits, keys)
@@ -87,6 +92,12 @@ def shuffled(length: int, key: Key) -> NDArray[np.int64]:
     ((state, _), *_) = _round_keys(key)
     order: NDArray[np.int64] = np.argsort(_mix(np.arange(length, dtype=np.uint64) ^ state), kind="stable")
     return order
+
+
+def _network(length: int, key: Key) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Width of the words that cover the range, and the keys of the rounds they take."""
+    bits = (length - 1).bit_length()
+    return bits, _round_keys(key)[: NUM_ROUND_PAIRS_WIDE if bits >= WIDE_BITS else NUM_ROUND_PAIRS]
 
 
 @lru_cache(maxsize=64)

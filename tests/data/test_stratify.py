@@ -27,6 +27,9 @@ class TableCorpus:
         row: Tokens = self.table[index]
         return row
 
+    def rows(self, indices: NDArray[np.int64]) -> Tokens:
+        return np.stack([self.sample(index) for index in indices.tolist()])
+
     def documents(self, index: int) -> NDArray[np.int32]:
         return np.zeros(len(self.table[index]), dtype=np.int32)
 

@@ -155,7 +155,7 @@ def test_a_broken_line_is_named_with_exit_code_2(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_run_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
     """An interrupt from the terminal, which reaches all processes, and the death of a worker."""
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in list(topics.values()) * 8)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in list(topics.values()) * 24)
     (tmp_path / "in.jsonl").write_text(lines)
     arguments = ["in.jsonl", "--output", "out", "--train-bpe", "400", "--workers", "1", "--shard-bytes", "9000"]
     process = subprocess.Popen(
