@@ -61,7 +61,8 @@ class _Buffers(NamedTuple):
 
     tokens: Tensor
     """Rows x (sequence_length + 1): inputs and targets are views of it, so that one copy brings both to the device."""
-    sources: Tensor
+    sources: Tensor | None
+    """None where there is but one."""
     targets: Tensor | None
     """Of their own where some are ignored."""
     documents: Tensor | None
@@ -114,6 +115,7 @@ class Batches:
         self._num_tokens = len(sources[0].corpus.sample(sources[0].samples.start))
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: dict[int, Future[_Made]] = {}
+        self._only_source = torch.zeros(num_rows, dtype=torch.int64, device=share.device)
         self._last = -1
         self._returned_s = -math.inf
         self._make_s = 0.0
@@ -138,7 +140,8 @@ class Batches:
 
     def _brought(self, made: _Made) -> Batch:
         device, buffers = self._share.device, made.buffers
-        tokens, sources = (each.to(device, non_blocking=True) for each in (buffers.tokens, buffers.sources))
+        tokens = buffers.tokens.to(device, non_blocking=True)
+        sources = self._only_source if buffers.sources is None else buffers.sources.to(device, non_blocking=True)
         if buffers.targets is None or buffers.documents is None:
             return Batch(tokens[:, :-1], tokens[:, 1:], sources, None, made.facts)
         targets, documents = (each.to(device, non_blocking=True) for each in (buffers.targets, buffers.documents))
@@ -205,7 +208,7 @@ class Batches:
         pinned = self._share.device.type == "cuda"
         return _Buffers(
             torch.empty((num_rows, length + 1), dtype=torch.int64, pin_memory=pinned),
-            torch.empty(num_rows, dtype=torch.int64, pin_memory=pinned),
+            torch.empty(num_rows, dtype=torch.int64, pin_memory=pinned) if len(self.sources) > 1 else None,
             torch.empty((num_rows, length), dtype=torch.int64, pin_memory=pinned) if self._document_mask else None,
             torch.empty((num_rows, length), dtype=torch.int32, pin_memory=pinned) if self._document_mask else None,
         )
@@ -220,7 +223,8 @@ class Batches:
         own = self._own_rows
         sources, samples = self._samples(index, mixture)
         tokens = self._read(sources[own], samples[own], into=buffers.tokens.numpy())
-        buffers.sources.numpy()[:] = sources[own]
+        if buffers.sources is not None:
+            buffers.sources.numpy()[:] = sources[own]
         if buffers.targets is not None and buffers.documents is not None:
             documents = self._documents(sources[own], samples[own])
             buffers.targets.numpy()[:] = np.where(documents[:, 1:] != documents[:, :-1], IGNORED, tokens[:, 1:])
@@ -242,17 +246,21 @@ class Batches:
         return plan.sources[index - plan.first], plan.samples[index - plan.first]
 
     def _plan_from(self, first: int, count: int, mixture: Mixture) -> _Plan:
-        dealt = [mixture.batch(index) for index in range(first, first + count)]
-        sources, turns = (np.concatenate(part) for part in zip(*dealt, strict=True))
+        sources, turns = mixture.batches(first, count)
+        if len(self.sources) == 1:
+            return _Plan(mixture, first, sources, self._at_turns(0, turns.ravel()).reshape(turns.shape))
+        samples = np.empty_like(turns)
+        for number in range(len(self.sources)):
+            here = sources == number
+            samples[here] = self._at_turns(number, turns[here])
+        return _Plan(mixture, first, sources, samples)
+
+    def _at_turns(self, number: int, turns: Ints) -> Ints:
+        """The samples that a source gives at its turns."""
         if self._stratified is not None:
             turns = self._stratified.turns(turns)
-        samples = np.empty_like(turns)
-        for number, (_, _, own, seed) in enumerate(self.sources):
-            here = sources == number
-            if here.any():
-                samples[here] = own.start + samples_at(turns[here], num_samples=len(own), seed=seed)
-        shape = (count, self._recipe.batch_size)
-        return _Plan(mixture, first, sources.reshape(shape), samples.reshape(shape))
+        _, _, own, seed = self.sources[number]
+        return own.start + samples_at(turns, num_samples=len(own), seed=seed)
 
     def _read(self, sources: Ints, samples: Ints, into: Ints | None = None) -> Ints:
         rows = np.empty((len(samples), self._num_tokens), dtype=np.int64) if into is None else into

@@ -39,14 +39,16 @@ class FilesCorpus:
         message = f"must hold at least {MIN_SAMPLES} sequences, got {found}"
         require(self.num_samples >= MIN_SAMPLES, key, message)
         self._windows = [file.windows(self._length + 1, self._length) for file in files]
+        self._unsigned = [np.dtype(file.dtype.str.replace("i", "u")) for file in files]
+        """What the ids are compared as: a negative one is above every vocabulary then."""
         self._is_trusted = [self._fits(file) for file in files]
 
     def sample(self, index: int) -> Tokens:
+        assert 0 <= index < self.num_samples
         row: Tokens = self.rows(np.array([index], dtype=np.int64))[0]
         return row
 
     def rows(self, indices: NDArray[np.int64]) -> Tokens:
-        assert 0 <= indices.min() <= indices.max() < self.num_samples
         if len(self._files) == 1:
             return self._rows_of(0, indices)
         numbers = np.searchsorted(self._ends, indices, side="right")
@@ -90,7 +92,7 @@ class FilesCorpus:
         file = self._files[number]
         file.check_presence()
         rows: Tokens = self._windows[number][windows]
-        if self._is_trusted[number] or int(rows.view(rows.dtype.str.replace("i", "u")).max()) < self.vocab_size:
+        if self._is_trusted[number] or rows.view(self._unsigned[number]).max() < self.vocab_size:
             return rows
         row, position = np.argwhere((rows < 0) | (rows >= self.vocab_size))[0].tolist()
         where = f"{file.path}: token {int(windows[row]) * self._length + position}"

@@ -111,6 +111,14 @@ class Mixture:
             sources, turns = sources[rows], turns[rows]
         return sources, turns
 
+    def batches(self, first: int, count: int) -> tuple[Ints, Ints]:
+        """`batch` of `count` indices, one row each; the turns of an only source are its positions."""
+        if self.num_sources == 1:
+            turns = np.arange(first * self.batch_size, (first + count) * self.batch_size)
+            return np.zeros((count, self.batch_size), dtype=np.int64), turns.reshape(count, self.batch_size)
+        dealt = [self.batch(index) for index in range(first, first + count)]
+        return np.stack([sources for sources, _ in dealt]), np.stack([turns for _, turns in dealt])
+
     def find(self, source: int, turn: int) -> tuple[int, int] | None:
         """Batch index and row of a source's turn, the inverse of `batch`; None: it never comes."""
         phase = bisect_right([taken[source] for taken in self._taken], turn) - 1

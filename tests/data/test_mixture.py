@@ -150,3 +150,14 @@ def test_what_cannot_be_mixed_is_named() -> None:
         phases_of({"a": 1, "b": 1}, [], [Change(3, {"x": 0.0})])
     with pytest.raises(ConfigError, match=r"^data\.sources: no source has a weight above 0 from batch 7 on$"):
         phases_of({"a": 1, "b": 1}, [Change(5, {"a": 0.0})], [Change(7, {"b": 0.0})])
+
+
+@pytest.mark.parametrize("weights", [{"a": 1.0}, {"a": 2.0, "b": 1.0}])
+def test_many_batches_at_once_are_those_one_by_one(weights: dict[str, float]) -> None:
+    changes = [Change(5, {"a": 3.0})]
+    mixture = Recipe(weights=weights, changes=changes, batch_size=6, seed=4).mixture()
+    sources, turns = mixture.batches(3, 7)
+    for row, index in enumerate(range(3, 10)):
+        one_source, one_turn = mixture.batch(index)
+        np.testing.assert_array_equal(sources[row], one_source)
+        np.testing.assert_array_equal(turns[row], one_turn)
