@@ -12,6 +12,7 @@ Left out: memory of other batches. Facts are a pure function of the rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -65,23 +66,30 @@ def global_facts(
 ) -> GlobalFacts:
     """Facts of a global batch; `frequencies` is how often each token id occurs in the corpus."""
     counts = np.bincount(rows.ravel())
-    present = np.flatnonzero(counts)
-    shares = counts[present] / rows.size
     return GlobalFacts(
         fingerprint=fingerprint(rows),
-        rarest=_rarest(present, counts, frequencies),
-        entropy_nats=max(0.0, -float((shares * np.log(shares)).sum())),
+        rarest=_rarest(counts, frequencies),
+        entropy_nats=_entropy_nats(counts, rows.size),
         rows_by_source=tuple(np.bincount(sources, minlength=num_sources).tolist()),
     )
 
 
-def _rarest(
-    present: NDArray[np.int64], counts: NDArray[np.int64], frequencies: NDArray[np.int64] | None
-) -> tuple[RareToken, ...]:
+def _entropy_nats(counts: NDArray[np.int64], num_tokens: int) -> float:
+    """From how many tokens occur how often: far fewer logarithms than tokens."""
+    num_with = np.bincount(counts)
+    often = np.flatnonzero(num_with[1:]) + 1
+    return max(0.0, math.log(num_tokens) - float((num_with[often] * often * np.log(often)).sum()) / num_tokens)
+
+
+def _rarest(counts: NDArray[np.int64], frequencies: NDArray[np.int64] | None) -> tuple[RareToken, ...]:
+    present = np.flatnonzero(counts)
     ranks = (counts if frequencies is None else frequencies)[present]
-    keys = ranks * len(counts) - present
-    first = np.argpartition(keys, NUM_RAREST)[:NUM_RAREST] if len(keys) > NUM_RAREST else np.arange(len(keys))
-    first = first[np.argsort(keys[first])]
+    if len(present) > NUM_RAREST:
+        limit = np.partition(ranks, NUM_RAREST)[NUM_RAREST]
+        below, even = np.flatnonzero(ranks < limit), np.flatnonzero(ranks == limit)[-NUM_RAREST:]
+        chosen = np.concatenate([below, even])
+        present, ranks = present[chosen], ranks[chosen]
+    first = np.lexsort((-present, ranks))[:NUM_RAREST]
     return tuple(
         RareToken(token, int(counts[token]), None if frequencies is None else int(frequencies[token]))
         for token in present[first].tolist()
