@@ -4,11 +4,13 @@ Why: every rank must hold the same numbers at the same step to take the same dec
 that may cost.
 How: `Layout` gives each number its place. Sums over data (loss, tokens, activations) add up over all ranks; sums over
 sharded state (gradients, weights, moments) are first divided by the number of replicas that hold the same shard. What
-is not measured in a step travels as zero, so the vector and the collective never change shape.
+is not measured in a step travels as zero, so the vector and the collective never change shape. Sums are taken over rows
+of a table, not by adding at indices: a GPU would add in another order each time, and clip by another norm.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,7 +82,11 @@ class Signals:
         self._world = world
         self._parameters = list(parameters.values())
         groups = [layout.groups.index(group_of(name)) for name in parameters]
-        self._group_index = torch.tensor(groups, device=world.device)
+        self._width = max(Counter(groups).values())
+        places = [group * self._width + groups[:number].count(group) for number, group in enumerate(groups)]
+        self._places = torch.tensor(places, device=world.device)
+        """Where each parameter's square goes in a table of one row a group."""
+        self._source_numbers = torch.arange(len(layout.sources), device=world.device)[:, None]
         self.clear()
 
     def clear(self) -> None:
@@ -93,8 +99,9 @@ class Signals:
         self.layout.scalar(self.vector, "loss").add_(row_losses.sum())
         self.layout.scalar(self.vector, "z_loss").add_(z_loss)
         self.layout.scalar(self.vector, "tokens").add_(row_tokens.sum())
-        self.layout.source_losses(self.vector).index_add_(0, sources, row_losses)
-        self.layout.source_tokens(self.vector).index_add_(0, sources, row_tokens)
+        is_from = self._source_numbers == sources
+        self.layout.source_losses(self.vector).add_(torch.where(is_from, row_losses, 0.0).sum(dim=1))
+        self.layout.source_tokens(self.vector).add_(torch.where(is_from, row_tokens, 0.0).sum(dim=1))
         if layers is not None:
             self.layout.layer_squares(self.vector).add_(layers)
 
@@ -103,7 +110,8 @@ class Signals:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         assert len(gradients) == len(self._parameters), "every parameter takes part in every step"
         squares = square_sums(gradients) / self._world.replicate
-        self.layout.group_squares(self.vector).index_add_(0, self._group_index, squares)
+        table = squares.new_zeros(len(self.layout.groups) * self._width).scatter_(0, self._places, squares)
+        self.layout.group_squares(self.vector).add_(table.view(-1, self._width).sum(dim=1))
 
     def add_state(self, second_moments: Sequence[Tensor]) -> None:
         """Squared norms of weights and second moments."""

@@ -7,10 +7,12 @@ import math
 import pytest
 import torch
 
+from harness.compose import load
+from harness.parallel import connect, disconnect
 from harness.sentinel.gate import refuse_nonfinite
 from harness.sentinel.mailbox import Mailbox
 from harness.sentinel.report import DECIDED, HostFacts, pack, totals, unpack
-from harness.sentinel.signals import SCALARS, Layout, group_of
+from harness.sentinel.signals import SCALARS, Layout, Signals, group_of
 
 LAYOUT = Layout(groups=("embedding", "blocks.0"), layers=("blocks.0",), sources=("web", "code", "books"))
 FACTS = HostFacts(
@@ -104,3 +106,29 @@ def test_parameters_belong_to_their_block_or_module() -> None:
     assert group_of("blocks.11.attention.query.weight") == "blocks.11"
     assert group_of("embedding.weight") == "embedding"
     assert group_of("norm.weight") == "norm"
+
+
+def test_a_gradient_counts_for_its_group_alone_and_a_row_for_its_source() -> None:
+    world = connect(load(["parallel.device=cpu"]).parallel)
+    try:
+        names = ("embedding.weight", "blocks.0.a.weight", "blocks.0.b.weight", "blocks.0.c.weight")
+        parameters = {name: torch.nn.Parameter(torch.zeros(3)) for name in names}
+        for number, parameter in enumerate(parameters.values(), start=1):
+            parameter.grad = torch.full((3,), float(number))
+        signals = Signals(LAYOUT, parameters=parameters, world=world)
+        signals.add_gradients()
+        signals.add_forward(
+            row_losses=torch.tensor([1.0, math.nan, 4.0]),
+            row_tokens=torch.tensor([10.0, 20.0, 30.0]),
+            sources=torch.tensor([0, 2, 0]),
+            z_loss=torch.tensor(0.0),
+            layers=None,
+        )
+        vector = signals.reduce()
+    finally:
+        disconnect()
+    assert LAYOUT.group_squares(vector).tolist() == pytest.approx([3.0, 3 * (4 + 9 + 16)])
+    assert LAYOUT.source_tokens(vector).tolist() == [40.0, 0.0, 20.0]
+    losses = LAYOUT.source_losses(vector).tolist()
+    assert losses[:2] == [5.0, 0.0], "a NaN stays with its source"
+    assert math.isnan(losses[2])
