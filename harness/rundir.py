@@ -79,8 +79,9 @@ def locate(cfg: Config) -> RunDir:
 
 
 def differences(cfg: Config, run: RunDir) -> dict[str, tuple[Any, Any]]:
-    """Keys whose value differs from the one the run was started with: key -> (then, now)."""
-    if not run.config.exists():
+    """Keys whose value differs from the one the run was started with: key -> (then, now); a run that failed before its
+    first event was never started."""
+    if not (run.config.exists() and run.events.exists()):
         return {}
     then, now = flat(yaml.safe_load(run.config.read_text()) or {}), flat(plain(cfg))
     keys = [key for key in now | then if not key.startswith(MAY_DIFFER)]

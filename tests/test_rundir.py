@@ -18,6 +18,14 @@ def config(root: Path, *overrides: str) -> Config:
     return load([f"run.dir={root}", "run.name=a", *overrides])
 
 
+def start(cfg: Config) -> rundir.RunDir:
+    """A run as it is once it has begun."""
+    run = rundir.locate(cfg)
+    rundir.prepare(cfg, run)
+    run.events.touch()
+    return run
+
+
 def test_the_resolved_configuration_is_written(tmp_path: Path) -> None:
     cfg = config(tmp_path, "optim.beta2=0.99")
     run = rundir.locate(cfg)
@@ -26,9 +34,7 @@ def test_the_resolved_configuration_is_written(tmp_path: Path) -> None:
 
 
 def test_a_disagreeing_configuration_is_refused_with_its_keys_and_changes_nothing(tmp_path: Path) -> None:
-    cfg = config(tmp_path)
-    run = rundir.locate(cfg)
-    rundir.prepare(cfg, run)
+    run = start(config(tmp_path))
     before = run.config.read_bytes()
     with pytest.raises(
         ConfigError, match=r"^run\.name: .*optim\.lr was 0\.003, is 0\.1.*run\.resume=changed"
@@ -40,15 +46,21 @@ def test_a_disagreeing_configuration_is_refused_with_its_keys_and_changes_nothin
 
 
 def test_where_and_how_visibly_a_run_happens_may_differ(tmp_path: Path) -> None:
-    cfg = config(tmp_path)
-    rundir.prepare(cfg, rundir.locate(cfg))
-    rundir.prepare(config(tmp_path, "launch.nproc=4", "telemetry=plain", "cluster=h100"), rundir.locate(cfg))
+    run = start(config(tmp_path))
+    assert rundir.prepare(config(tmp_path, "launch.nproc=4", "telemetry=plain", "cluster=h100"), run) == {}
+
+
+def test_a_run_that_never_began_may_be_corrected(tmp_path: Path) -> None:
+    wrong, right = config(tmp_path, "optim.lr=0.1"), config(tmp_path)
+    run = rundir.locate(wrong)
+    rundir.prepare(wrong, run)
+    assert rundir.prepare(right, run) == {}
+    assert yaml.safe_load(run.config.read_text()) == plain(right)
+    assert not run.interventions.exists()
 
 
 def test_an_asked_for_change_is_an_intervention(tmp_path: Path) -> None:
-    cfg = config(tmp_path)
-    run = rundir.locate(cfg)
-    rundir.prepare(cfg, run)
+    run = start(config(tmp_path))
     changed = config(tmp_path, "optim.lr=0.1", "run.resume=changed")
     assert rundir.prepare(changed, run) == {"optim.lr": [0.003, 0.1]}
     [entry] = [json.loads(line) for line in run.interventions.read_text().splitlines()]
