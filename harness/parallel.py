@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from harness.config import ActivationCheckpointing, ConfigError, DeviceKind, ParallelConfig
@@ -45,10 +45,12 @@ class World:
 
 def rank_from_environment() -> tuple[int, int, int]:
     """(rank, world size, local rank) as torchrun tells them; one lonely rank without torchrun."""
-    return tuple(int(os.environ.get(name, default)) for name, default in _TORCHRUN_VARIABLES)  # type: ignore[return-value]
-
-
-_TORCHRUN_VARIABLES = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    environment = os.environ
+    return (
+        int(environment.get("RANK", "0")),
+        int(environment.get("WORLD_SIZE", "1")),
+        int(environment.get("LOCAL_RANK", "0")),
+    )
 
 
 def connect(cfg: ParallelConfig) -> World:
@@ -64,9 +66,10 @@ def connect(cfg: ParallelConfig) -> World:
         world_size=size if store else -1,
         device_id=device if device.type == "cuda" else None,
     )
-    shape, axes = (size,), ("shard",)
+    shape: tuple[int, ...] = (size,)
+    axes: tuple[str, ...] = ("shard",)
     if cfg.replicate > 1:
-        shape, axes = (cfg.replicate, size // cfg.replicate), ("replicate", "shard")  # type: ignore[assignment]
+        shape, axes = (cfg.replicate, size // cfg.replicate), ("replicate", "shard")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
     return World(rank=rank, size=size, device=device, mesh=mesh, replicate=cfg.replicate)
 
@@ -149,10 +152,10 @@ def write_local(parameter: Tensor, full: Tensor) -> None:
             return
         mesh = parameter.device_mesh
         for axis, placement in enumerate(parameter.placements):
-            if placement.is_shard():
-                parts = full.chunk(mesh.size(axis), dim=placement.dim)  # type: ignore[attr-defined]
+            if isinstance(placement, Shard):
+                parts = full.chunk(mesh.size(axis), dim=placement.dim)
                 index = mesh.get_local_rank(axis)
-                full = parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)  # type: ignore[attr-defined]
+                full = parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)
         parameter.to_local().copy_(full)
 
 

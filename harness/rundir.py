@@ -97,8 +97,8 @@ def check_resume(cfg: Config, run: RunDir) -> None:
         raise ConfigError("run.name", message)
 
 
-def prepare(cfg: Config, run: RunDir) -> dict[str, Any]:
-    """Create the directory, or admit a change to it; returns the admitted changes, key -> [then, now]."""
+def prepare(cfg: Config, run: RunDir, *, iteration: int = 0) -> dict[str, Any]:
+    """Create the directory, or admit a change at `iteration`; returns the admitted changes, key -> [then, now]."""
     check_resume(cfg, run)
     try:
         run.logs.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def prepare(cfg: Config, run: RunDir) -> dict[str, Any]:
         raise ConfigError("run.dir", f"cannot create {run.path}: {error.strerror}") from None
     changes = {key: list(values) for key, values in differences(cfg, run).items()}
     if changes:
-        append_line(run.interventions, to_json(intervention(changes, iteration=0)))
+        append_line(run.interventions, to_json(intervention(changes, iteration=iteration)))
     write_atomically(run.config, to_yaml(cfg))
     return changes
 

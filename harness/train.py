@@ -1,4 +1,4 @@
-"""Build a run, resume it, train it: the only code that knows everybody.
+"""Resume a run and train it, with the parts that `harness.build` made.
 
 The loop reads from top to bottom as a step happens; nothing is hooked in from elsewhere. The device is not waited for:
 what it computed in one step is read from the mailbox `sentinel.lag` steps later, on every rank alike.
@@ -239,7 +239,7 @@ def open_run(cfg: Config) -> Opened:
     run = rundir.locate(cfg)
     seen = max(last_iteration(run.events), 0)
     try:
-        return Opened(run, seen, rundir.prepare(cfg, run))
+        return Opened(run, seen, rundir.prepare(cfg, run, iteration=seen))
     except ConfigError as error:
         return Opened(run, seen, {}, problem=str(error))
 

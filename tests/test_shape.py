@@ -180,3 +180,11 @@ def test_host_copies_are_marked(path: Path) -> None:
 def test_light_modules_do_without_torch() -> None:
     program = f"import sys, {', '.join(LIGHT)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_leaves_agree_on_the_target_that_is_ignored() -> None:
+    """Data writes it, the loss reads it, and neither may import the other."""
+    from harness.data import batch
+    from harness.model import loss
+
+    assert batch.IGNORED == loss.IGNORED
