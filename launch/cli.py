@@ -12,12 +12,17 @@ from collections.abc import Sequence
 
 from harness.config import EXIT_BAD_CONFIG, EXIT_DONE
 
+COMMANDS = "train, judge, data, checkpoint, ctl, plan, or --help"
 HELP = """\
 usage: harness COMMAND [ARGUMENTS]
 
 commands:
-  train    train a model, or resume a run: harness train [group=option] [key=value] ...
-  data     make an indexed corpus of texts, or look at a batch: harness data prepare | inspect ...
+  train       train a model, or resume a run: harness train [group=option] [key=value] ...
+  judge       what the sentinel finds in any log of losses: harness judge FILE [--json] [--plot OUT.png]
+  data        make an indexed corpus of texts, or look at a batch: harness data prepare | inspect ...
+  checkpoint  list, verify, prune, export or import checkpoints: harness checkpoint list RUN ...
+  ctl         ask something of a run that is training: harness ctl RUN stop ...
+  plan        what a run would take and what a rollback would cost: harness plan [group=option] [key=value] ...
 
 `harness COMMAND --help` says more.
 """
@@ -33,15 +38,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             from launch import train
 
             return train.main(arguments)
+        case ["judge", *arguments]:
+            from launch import judge
+
+            return judge.main(arguments)
         case ["data", *arguments]:
             from launch import data
 
             return data.main(arguments)
+        case ["checkpoint", *arguments]:
+            from launch import checkpoint
+
+            return checkpoint.main(arguments)
+        case ["ctl", *arguments]:
+            from launch import ctl
+
+            return ctl.main(arguments)
+        case ["plan", *arguments]:
+            from launch import plan
+
+            return plan.main(arguments)
         case [unknown, *_]:
-            print(f"harness: no command {unknown!r}; choose train, data, or --help", file=sys.stderr)
+            print(f"harness: no command {unknown!r}; choose {COMMANDS}", file=sys.stderr)
             return EXIT_BAD_CONFIG
         case _:
-            print("harness: which command? choose train, data, or --help", file=sys.stderr)
+            print(f"harness: which command? choose {COMMANDS}", file=sys.stderr)
             return EXIT_BAD_CONFIG
 
 

@@ -14,12 +14,12 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
 from harness.data.prepared import Options
 from harness.data.tokenizer import EOD_TOKEN
 from harness.rundir import locate
+from launch.parser import Parser
 
 HELP = """\
 usage: harness data COMMAND [ARGUMENTS]
@@ -200,10 +200,3 @@ def output_prefix(word: str) -> Path:
         f"must be the beginning of a file name, got {word!r}",
     )
     return Path(word.removesuffix(".bin").removesuffix(".idx"))
-
-
-class Parser(ArgumentParser):
-    """Complains in one line, as every command does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(self.prog.removeprefix("harness "), f"{message}; --help says more")

@@ -47,6 +47,7 @@ def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
         "from launch.cli import main\n"
         "assert main(['--help']) == 0\n"
         "assert main(['fly']) == 2\n"
+        "assert all(main([word, '--help']) == 0 for word in ('data', 'checkpoint', 'ctl', 'plan'))\n"
         "assert not {'torch', 'hydra'} & set(sys.modules)\n"
         "assert main(['train', '--cfg', 'job']) == 0\n"
         "assert main(['train', 'optim.lr=-1']) == 2\n"
@@ -61,8 +62,8 @@ def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["fly"], "harness: no command 'fly'; choose train, data, or --help"),
-        ([], "harness: which command? choose train, data, or --help"),
+        (["fly"], "harness: no command 'fly'; choose train, data, checkpoint, ctl, plan, or --help"),
+        ([], "harness: which command? choose train, data, checkpoint, ctl, plan, or --help"),
         (["train", "optim.lr=abc"], "harness: optim.lr: must be a number, got 'abc'"),
         (["train", "+foo=1"], "harness: foo: no such key; the configuration has "),
         (["train", "model=9b"], "harness: model: no '9b'; choose one of "),

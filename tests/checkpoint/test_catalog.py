@@ -1,0 +1,296 @@
+"""What exists is listed in order, what is half there is nobody's checkpoint, and the newest good one never goes."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.checkpoint import catalog
+from harness.checkpoint.catalog import Checkpoint, Health, expendable, name_of
+
+AGES = st.tuples(st.integers(0, 3), st.integers(0, 60))
+HISTORIES = st.dictionaries(AGES, st.sampled_from(Health), max_size=25).map(
+    lambda ages: [checkpoint(step, generation, health) for (generation, step), health in ages.items()]
+)
+KEEP = st.integers(1, 6)
+KEEP_EVERY_STEPS = st.sampled_from([0, 1, 7, 10, 100])
+
+
+def checkpoint(step: int, generation: int, health: Health = Health.candidate) -> Checkpoint:
+    path = Path("checkpoints") / name_of(step, generation)
+    return Checkpoint(path=path, step=step, generation=generation, health=health)
+
+
+def make(root: Path, name: str) -> Path:
+    """A directory with something in it."""
+    (root / name).mkdir(parents=True)
+    (root / name / "__0_0.distcp").write_bytes(b"shard")
+    return root / name
+
+
+def names(root: Path) -> list[str]:
+    return [each.name for each in catalog.saved(root)]
+
+
+def prune(history: Sequence[Checkpoint], *, keep: int, keep_every_steps: int) -> list[Checkpoint]:
+    gone = expendable(history, keep=keep, keep_every_steps=keep_every_steps)
+    assert len(gone) == len({each.path for each in gone})
+    return [each for each in history if each not in gone]
+
+
+@given(HISTORIES, KEEP, KEEP_EVERY_STEPS)
+def test_the_newest_stay_and_the_tainted_go(history: list[Checkpoint], keep: int, keep_every_steps: int) -> None:
+    kept = prune(history, keep=keep, keep_every_steps=keep_every_steps)
+    sound = sorted((each for each in history if each.health is not Health.tainted), key=lambda each: each.age)
+    assert set(kept) <= set(sound)
+    assert set(sound[-keep:]) <= set(kept)
+    if not keep_every_steps:
+        assert len(kept) <= keep + 2
+
+
+@given(HISTORIES, KEEP, KEEP_EVERY_STEPS)
+def test_the_newest_good_one_never_goes(history: list[Checkpoint], keep: int, keep_every_steps: int) -> None:
+    good = [each for each in history if each.health is Health.good]
+    if good:
+        kept = prune(history, keep=keep, keep_every_steps=keep_every_steps)
+        assert max(good, key=lambda each: each.age) in kept
+
+
+@given(HISTORIES, KEEP, st.sampled_from([1, 7, 10, 100]))
+def test_every_interval_that_had_a_checkpoint_keeps_one(history: list[Checkpoint], keep: int, every: int) -> None:
+    kept = prune(history, keep=keep, keep_every_steps=every)
+    sound = [each for each in history if each.health is not Health.tainted]
+    for interval in {each.step // every for each in sound} - {0}:
+        members = [each for each in sound if each.step // every == interval]
+        newest = max(each.generation for each in members)
+        first = min((each for each in members if each.generation == newest), key=lambda each: each.step)
+        assert first in kept
+
+
+@given(HISTORIES, KEEP, KEEP_EVERY_STEPS, st.randoms())
+def test_pruning_again_drops_nothing_new(
+    history: list[Checkpoint], keep: int, keep_every_steps: int, random: Random
+) -> None:
+    kept = prune(history, keep=keep, keep_every_steps=keep_every_steps)
+    assert expendable(kept, keep=keep, keep_every_steps=keep_every_steps) == []
+    shuffled = sorted(history, key=lambda _: random.random())
+    assert set(prune(shuffled, keep=keep, keep_every_steps=keep_every_steps)) == set(kept)
+
+
+@given(HISTORIES, KEEP, KEEP_EVERY_STEPS)
+def test_those_that_go_come_oldest_first(history: list[Checkpoint], keep: int, keep_every_steps: int) -> None:
+    gone = expendable(history, keep=keep, keep_every_steps=keep_every_steps)
+    assert gone == sorted(gone, key=lambda each: each.age)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=40), KEEP, st.sampled_from([7, 10, 25]))
+def test_a_milestone_stays_while_the_run_goes_on(gaps: list[int], keep: int, every: int) -> None:
+    """Pruned after every save, a run keeps what it would have kept had it been pruned once at the end."""
+    history: list[Checkpoint] = []
+    kept: list[Checkpoint] = []
+    for gap in gaps:
+        new = checkpoint((history[-1].step if history else 0) + gap, 0)
+        history.append(new)
+        kept = prune([*kept, new], keep=keep, keep_every_steps=every)
+    assert kept == prune(history, keep=keep, keep_every_steps=every)
+
+
+@given(st.integers(1, 30), KEEP)
+def test_a_run_that_stays_sick_cannot_delete_its_last_good_state(num_saves: int, keep: int) -> None:
+    kept = [checkpoint(10, 0, Health.good)]
+    for number in range(num_saves):
+        sick = checkpoint(20 + 10 * number, 0, Health.tainted if number % 2 else Health.candidate)
+        kept = prune([*kept, sick], keep=keep, keep_every_steps=0)
+        assert checkpoint(10, 0, Health.good) in kept
+
+
+@given(st.integers(1, 20), st.integers(1, 100), KEEP)
+def test_the_newest_good_one_moves_on_however_long_a_proof_takes(every: int, good_after: int, keep: int) -> None:
+    """Saved far more often than a checkpoint takes to prove good, one must still live to see the day."""
+    kept: list[Checkpoint] = []
+    for step in range(every, 1000, every):
+        kept = [replace(each, health=Health.good) if step - each.step >= good_after else each for each in kept]
+        kept = prune([*kept, checkpoint(step, 0)], keep=keep, keep_every_steps=0)
+    newest = max(each.step for each in kept if each.health is Health.good)
+    assert 1000 - newest <= 2 * (good_after + 2 * every)
+
+
+def test_retention_by_example() -> None:
+    history = [checkpoint(step, 0, Health.good) for step in range(0, 100, 10)]
+    history[4:] = [replace(each, health=Health.candidate) for each in history[4:]]
+    history[8] = replace(history[8], health=Health.tainted)
+    kept = prune(history, keep=2, keep_every_steps=25)
+    assert [each.step for each in kept] == [30, 40, 50, 70, 90]
+
+
+def test_a_rewound_run_is_newer_than_what_it_left_behind(tmp_path: Path) -> None:
+    for step, generation in [(90, 0), (40, 1), (100, 0), (50, 1), (10, 2)]:
+        make(tmp_path, name_of(step, generation))
+    assert [(each.step, each.generation) for each in catalog.saved(tmp_path)] == [
+        (90, 0),
+        (100, 0),
+        (40, 1),
+        (50, 1),
+        (10, 2),
+    ]
+
+
+def test_names_are_sorted_as_numbers_beyond_their_width(tmp_path: Path) -> None:
+    ages = [(9, 0), (99_999_999, 0), (100_000_000, 0), (1_000_000_000, 0), (5, 9), (5, 10)]
+    for step, generation in reversed(ages):
+        make(tmp_path, name_of(step, generation))
+    assert [(each.step, each.generation) for each in catalog.saved(tmp_path)] == ages
+    assert names(tmp_path)[0] == "step-00000009-gen-0"
+    assert names(tmp_path)[2] == "step-100000000-gen-0"
+
+
+def test_what_is_no_checkpoint_is_invisible(tmp_path: Path) -> None:
+    assert catalog.saved(tmp_path / "nowhere") == []
+    assert catalog.damaged(tmp_path / "nowhere") == []
+    make(tmp_path, name_of(10, 0))
+    make(tmp_path, catalog.scratch(tmp_path, name_of(20, 0)).name)
+    for name in ("step-1-gen-0", "step-00000010-gen-", "xstep-00000010-gen-0", "step-00000030-gen-0.copy", "last"):
+        make(tmp_path, name)
+    (tmp_path / name_of(40, 0)).write_text("a file")
+    assert names(tmp_path) == [name_of(10, 0)]
+    assert catalog.damaged(tmp_path) == []
+
+
+def test_a_checkpoint_exists_once_it_is_published(tmp_path: Path) -> None:
+    target = tmp_path / name_of(10, 0)
+    scratch = make(tmp_path, catalog.scratch(tmp_path, target.name).name)
+    assert names(tmp_path) == []
+    catalog.publish(scratch, target)
+    assert names(tmp_path) == [target.name]
+    assert not scratch.exists()
+    assert (target / "__0_0.distcp").read_bytes() == b"shard"
+
+
+def test_health_comes_back(tmp_path: Path) -> None:
+    path = make(tmp_path, name_of(10, 0))
+    assert catalog.health_of(path) is Health.candidate
+    for health in (Health.good, Health.tainted, Health.candidate):
+        catalog.mark(path, health, "a test")
+        assert catalog.health_of(path) is health
+        assert [each.health for each in catalog.saved(tmp_path)] == [health]
+    assert sorted(each.name for each in path.iterdir()) == ["__0_0.distcp", catalog.HEALTH]
+
+
+def test_a_torn_health_file_makes_a_candidate(tmp_path: Path) -> None:
+    path = make(tmp_path, name_of(10, 0))
+    catalog.mark(path, Health.good, "a test")
+    content = (path / catalog.HEALTH).read_bytes()
+    odd = [b"[]", b"7", b"null", b'"good"', b'{"health": []}', b'{"health": "fine"}', b"\xff", b"[" * 100_000]
+    for torn in [*(content[:length] for length in range(len(content))), *odd]:
+        (path / catalog.HEALTH).write_bytes(torn)
+        assert catalog.health_of(path) is Health.candidate
+    (path / catalog.HEALTH).unlink()
+    (path / catalog.HEALTH).mkdir()
+    assert catalog.health_of(path) is Health.candidate
+
+
+def test_sweep_removes_what_is_half_there_and_nothing_else(tmp_path: Path) -> None:
+    half = [catalog.scratch(tmp_path, name_of(20, 0)).name, catalog.scratch(tmp_path, name_of(10**8, 3)).name]
+    whole = [name_of(10, 0), name_of(5, 1), f"{name_of(10, 0)}.damaged", f"{name_of(10, 0)}.damaged-2"]
+    foreign = [".step-notes", ".step-00000010-gen-0", ".git", "notes.part", ".step-00000010-gen-0.party"]
+    for name in [*half, *whole, *foreign]:
+        make(tmp_path, name)
+    catalog.sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*whole, *foreign}
+    catalog.sweep(tmp_path / "nowhere")
+
+
+def test_set_aside_twice_keeps_both(tmp_path: Path) -> None:
+    for number in range(3):
+        path = make(tmp_path, name_of(10, 0))
+        (path / "number").write_text(str(number))
+        aside = catalog.set_aside(path)
+        assert not path.exists()
+        assert (aside / "number").read_text() == str(number)
+    assert names(tmp_path) == []
+    name = name_of(10, 0)
+    listed = [path.name for path in catalog.damaged(tmp_path)]
+    assert listed == [f"{name}.damaged", f"{name}.damaged-2", f"{name}.damaged-3"]
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_drop_leaves_nothing(tmp_path: Path, aside: bool) -> None:
+    path, other = make(tmp_path, name_of(10, 0)), make(tmp_path, name_of(20, 0))
+    path = catalog.set_aside(path) if aside else path
+    assert catalog.drop(path)
+    assert list(tmp_path.iterdir()) == [other]
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_drop_killed_on_the_way_leaves_no_checkpoint(
+    tmp_path: Path, aside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    path = make(tmp_path, name_of(10, 0))
+    path = catalog.set_aside(path) if aside else path
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            catalog.drop(path)
+    assert names(tmp_path) == []
+    assert catalog.damaged(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 1
+    make(tmp_path, path.name)
+    assert catalog.drop(path)
+    catalog.sweep(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_another_process_dropped_first_is_no_error(tmp_path: Path) -> None:
+    path = make(tmp_path, name_of(10, 0))
+    assert catalog.drop(path)
+    assert not catalog.drop(path)
+
+
+def test_two_that_drop_the_same_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second comes while the first is in the middle of deleting."""
+    path = make(tmp_path, name_of(10, 0))
+    delete = shutil.rmtree
+    begun, other_is_done = threading.Event(), threading.Event()
+
+    def slow(victim: Path) -> None:
+        begun.set()
+        assert other_is_done.wait(10)
+        delete(victim)
+
+    results: list[bool] = []
+    first = threading.Thread(target=lambda: results.append(catalog.drop(path)))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", slow)
+        first.start()
+        assert begun.wait(10)
+        patch.setattr(shutil, "rmtree", delete)
+        assert not catalog.drop(path)
+        other_is_done.set()
+        first.join()
+    assert results == [True]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_in_the_middle_of_a_drop_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make(tmp_path, name_of(10, 0))
+    delete = shutil.rmtree
+
+    def swept(victim: Path) -> None:
+        monkeypatch.setattr(shutil, "rmtree", delete)
+        catalog.sweep(tmp_path)
+        delete(victim)
+
+    monkeypatch.setattr(shutil, "rmtree", swept)
+    assert catalog.drop(path)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,425 @@
+"""A manifest tells every kind of damage, names the file, and never answers with a traceback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.checkpoint.integrity import (
+    MANIFEST,
+    VERSION,
+    Damaged,
+    Entry,
+    Manifest,
+    measure,
+    measure_all,
+    read_manifest,
+    verify,
+    write_manifest,
+)
+
+CONTENTS = {
+    ".metadata": b"not really a pickle",
+    "__0_0.distcp": bytes(range(256)) * 64,
+    "__1_0.distcp": b"\x7f" * 9000,
+    "__2_0.distcp": b"",
+    "state.json": b'{"step": 7}',
+}
+DATA = "__0_0.distcp"
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """A checkpoint as it should be."""
+    return make(tmp_path / "step-00000007-gen-1")
+
+
+def make(directory: Path) -> Path:
+    directory.mkdir()
+    for name, content in CONTENTS.items():
+        (directory / name).write_bytes(content)
+    write_manifest(directory, manifest_of(measure_all(directory, CONTENTS)))
+    return directory
+
+
+def manifest_of(files: dict[str, Entry]) -> Manifest:
+    return Manifest(
+        step=7,
+        generation=1,
+        iteration=9,
+        tokens=1234,
+        time=1.5e9,
+        world_size=3,
+        files=files,
+        rollback={"steps_at_most": 20.5, "minutes_at_most": None},
+    )
+
+
+def forge(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest and make its own hash fit again: what damage does not do, but a bug or a stranger may."""
+    content = json.loads((directory / MANIFEST).read_text())
+    del content["sha256"]
+    change(content)
+    sign(directory, content)
+
+
+def sign(directory: Path, content: dict[str, Any]) -> None:
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (directory / MANIFEST).write_text(json.dumps(content | {"sha256": digest}))
+
+
+def damage_of(directory: Path) -> Damaged:
+    with pytest.raises(Damaged) as caught:
+        verify(directory)
+    assert str(caught.value) == f"{caught.value.path}: {caught.value.problem}"
+    assert "\n" not in str(caught.value)
+    assert caught.value.path.parent == directory
+    return caught.value
+
+
+def damage_in(read: Callable[[], Manifest]) -> Damaged | None:
+    try:
+        read()
+    except Damaged as damage:
+        return damage
+    return None
+
+
+def test_a_whole_checkpoint_is_what_was_written(whole: Path) -> None:
+    manifest = verify(whole)
+    assert manifest == manifest_of(manifest.files)
+    assert manifest.bytes == sum(len(content) for content in CONTENTS.values())
+    assert manifest.files == {
+        name: Entry(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        for name, content in CONTENTS.items()
+    }
+
+
+def test_files_written_later_are_nobodys_damage(whole: Path) -> None:
+    (whole / "health.json").write_text("{}")
+    verify(whole)
+
+
+@pytest.mark.parametrize("name", [name for name, content in CONTENTS.items() if content])
+def test_a_flipped_bit_is_found_wherever_it_is(whole: Path, name: str) -> None:
+    content = CONTENTS[name]
+    for position in {0, len(content) // 2, len(content) - 1}:
+        for bit in (0, 7):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << bit
+            (whole / name).write_bytes(flipped)
+            assert damage_of(whole).path == whole / name
+            assert "sha256 differs" in damage_of(whole).problem
+    (whole / name).write_bytes(content)
+    verify(whole)
+
+
+def test_a_hole_of_zeros_is_found(whole: Path) -> None:
+    with (whole / DATA).open("r+b") as file:
+        file.seek(4096)
+        file.write(bytes(4096))
+    assert damage_of(whole).path == whole / DATA
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, len(CONTENTS[DATA]) - 1, len(CONTENTS[DATA]) + 1, 10**6])
+def test_a_file_cut_short_or_grown_is_found(whole: Path, num_bytes: int) -> None:
+    os.truncate(whole / DATA, num_bytes)
+    damage = damage_of(whole)
+    assert damage.path == whole / DATA
+    assert damage.problem == f"has {num_bytes:,} bytes, {len(CONTENTS[DATA]):,} were saved"
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_missing_file_is_found(whole: Path, name: str) -> None:
+    (whole / name).unlink()
+    assert str(damage_of(whole)) == f"{whole / name}: is missing"
+
+
+def test_a_directory_in_the_place_of_a_file_is_found(whole: Path) -> None:
+    (whole / DATA).unlink()
+    (whole / DATA).mkdir()
+    assert damage_of(whole).path == whole / DATA
+
+
+@pytest.mark.parametrize("name", [*CONTENTS, MANIFEST])
+def test_a_link_is_damage_even_when_it_leads_to_the_right_bytes(whole: Path, name: str, tmp_path: Path) -> None:
+    (whole / name).rename(tmp_path / "elsewhere")
+    (whole / name).symlink_to(tmp_path / "elsewhere")
+    assert str(damage_of(whole)) == f"{whole / name}: is a link, and a checkpoint holds files only"
+
+
+@pytest.mark.parametrize("name", [DATA, MANIFEST])
+@pytest.mark.timeout(20)
+def test_a_pipe_does_not_keep_anybody_waiting(whole: Path, name: str) -> None:
+    (whole / name).unlink()
+    os.mkfifo(whole / name)
+    assert damage_of(whole).path == whole / name
+
+
+def test_a_file_that_cannot_be_read_is_named(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing disk answers a read with an error that knows no name."""
+    monkeypatch.chdir(whole.parent)
+    monkeypatch.setattr("harness.checkpoint.integrity.measure", broken_read)
+    with pytest.raises(Damaged) as caught:
+        verify(Path(whole.name))
+    assert str(caught.value) == f"{whole.name}/.metadata: cannot be read: Input/output error"
+
+
+def broken_read(*_: object) -> Entry:
+    raise OSError(5, os.strerror(5))
+
+
+def test_a_file_that_may_not_be_opened_is_named_once(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *_: object, **__: object) -> object:
+        raise PermissionError(13, os.strerror(13), str(self))
+
+    monkeypatch.chdir(whole.parent)
+    manifest = read_manifest(whole)
+    monkeypatch.setattr("harness.checkpoint.integrity.read_manifest", lambda _: manifest)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(Damaged) as caught:
+        verify(Path(whole.name))
+    assert str(caught.value) == f"{whole.name}/.metadata: cannot be read: Permission denied"
+
+
+def test_a_missing_manifest_or_directory_is_damage(whole: Path) -> None:
+    (whole / MANIFEST).unlink()
+    assert str(damage_of(whole)) == f"{whole / MANIFEST}: is missing"
+    assert damage_of(whole / "nowhere").problem == "is missing"
+    (whole / MANIFEST).mkdir()
+    assert damage_of(whole).path == whole / MANIFEST
+
+
+def test_every_flipped_byte_of_a_manifest_is_found_or_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"content")
+    write_manifest(tmp_path, manifest_of(measure_all(tmp_path, ["a"])))
+    path, told = tmp_path / MANIFEST, read_manifest(tmp_path)
+    content = path.read_bytes()
+    num_damaged, num_tried = 0, 0
+    for position, byte in enumerate(content):
+        for other in {byte ^ 1 << position % 8, byte ^ 0xFF, 0, ord("0"), ord(" ")} - {byte}:
+            with path.open("r+b") as file:  # a file that is cut and written again may wait for the disk
+                file.write(content[:position] + bytes([other]) + content[position + 1 :])
+            damage = damage_in(partial(read_manifest, tmp_path))
+            assert path == damage.path if damage else read_manifest(tmp_path) == told
+            num_damaged, num_tried = num_damaged + (damage is not None), num_tried + 1
+    assert num_damaged > 0.9 * num_tried
+    path.write_bytes(content)
+    for length in reversed(range(len(content))):
+        os.truncate(path, length)
+        assert damage_in(partial(read_manifest, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "/etc/passwd",
+        "a/b",
+        "a\\b",
+        "a\0b",
+        "a\n",
+        " a",
+        "..a",
+        "-rf",
+        "\ud800",
+        "manifest.json",
+        "x" * 300,
+    ],
+)
+def test_a_name_that_leads_elsewhere_is_damage(whole: Path, name: str) -> None:
+    outside = whole.parent / "x"
+    outside.write_bytes(b"outside")
+    forge(whole, lambda content: content["files"].update({name: {"bytes": 7, "sha256": measure(outside).sha256}}))
+    assert damage_of(whole).path in (whole / MANIFEST, whole / name[:300])
+
+
+@pytest.mark.parametrize("version", [0, 2, None, "1", True, 1.0, [1], {"1": 1}, 10**400])
+def test_another_version_is_not_read(whole: Path, version: Any) -> None:
+    forge(whole, lambda content: content.update(version=version))
+    assert damage_of(whole).path == whole / MANIFEST
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "7",
+        '"manifest"',
+        "[]",
+        "{}",
+        '{"sha256": null}',
+        "NaN",
+        "{" * 10,
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        "9" * 10_000,
+        '{"sha256": "' + "0" * 64 + '"}',
+        "\x00" * 4096,
+        "\ufeff{}",
+    ],
+    ids=lambda text: repr(text[:12]),
+)
+def test_what_is_no_manifest_is_damage(whole: Path, text: str) -> None:
+    (whole / MANIFEST).write_text(text)
+    assert damage_of(whole).path == whole / MANIFEST
+
+
+def test_what_is_no_text_is_damage(whole: Path) -> None:
+    (whole / MANIFEST).write_bytes(b"\xff\xfe" * 100)
+    assert damage_of(whole).path == whole / MANIFEST
+
+
+ODD: list[Any] = [None, True, "7", -1, 7.5, [], {}, 10**30, "x\ny"]
+
+
+@pytest.mark.parametrize("key", ["step", "generation", "iteration", "tokens", "world_size"])
+@pytest.mark.parametrize("value", [value for value in ODD if value != 10**30], ids=repr)
+def test_odd_numbers_in_a_manifest_are_damage(whole: Path, key: str, value: Any) -> None:
+    forge(whole, lambda content: content.update({key: value}))
+    assert damage_of(whole).path == whole / MANIFEST
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_an_odd_table_of_files_is_damage(whole: Path, value: Any) -> None:
+    for change in (
+        {"files": {"a": value}},
+        {"files": {"a": {"bytes": value, "sha256": "0" * 64}}},
+        {"files": {"a": {"bytes": 7, "sha256": value}}},
+        {"files": {"a": {"bytes": 7, "sha256": "0" * 64, "x\ny": value}}},
+        {"x\ny": value},
+    ):
+        (whole / "a").write_bytes(b"1234567")
+        forge(whole, methodcaller("update", change))
+        assert damage_of(whole).path in (whole / MANIFEST, whole / "a")
+    if value != {}:
+        forge(whole, lambda content: content.update(files=value, **{"x\ny": 0}))
+        assert damage_of(whole).path == whole / MANIFEST
+
+
+@pytest.mark.parametrize("value", ["soon", True, [], {}, "1"], ids=repr)
+def test_an_odd_time_or_cost_is_damage(whole: Path, value: Any) -> None:
+    content = (whole / MANIFEST).read_text()
+    for change in ({"time": value}, {"rollback": {"steps": value}}, {"rollback": [value]}):
+        (whole / MANIFEST).write_text(content)
+        forge(whole, methodcaller("update", change))
+        assert damage_of(whole).path == whole / MANIFEST
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_whatever_a_signed_manifest_holds_there_is_no_traceback(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = make(tmp_path_factory.mktemp("any") / "step-00000007-gen-1")
+    content = json.loads((directory / MANIFEST).read_text())
+    del content["sha256"]
+    key = data.draw(st.sampled_from([*content, "other"]))
+    sign(directory, content | {key: data.draw(JSON)})
+    if damage := damage_in(partial(verify, directory)):
+        assert damage.path.parent == directory
+    else:
+        manifest = verify(directory)
+        assert isinstance(manifest.bytes, int)
+        assert all(isinstance(number, int | float | None) for number in manifest.rollback.values())
+
+
+def test_a_manifest_without_a_key_says_which(whole: Path) -> None:
+    forge(whole, lambda content: content.pop("tokens"))
+    assert "tokens" in damage_of(whole).problem
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 8])
+def test_damage_is_found_by_exactly_the_part_that_has_the_file(whole: Path, parts: int) -> None:
+    for name, content in CONTENTS.items():
+        (whole / name).write_bytes(content + b"!")
+        found = [damage_in(partial(verify, whole, part=part, parts=parts)) for part in range(parts)]
+        mine = sorted(CONTENTS).index(name) % parts
+        assert [damage and damage.path for damage in found] == [
+            whole / name if part == mine else None for part in range(parts)
+        ]
+        (whole / name).write_bytes(content)
+    assert [verify(whole, part=part, parts=parts) for part in range(parts)] == [verify(whole)] * parts
+
+
+def test_every_part_reads_the_manifest(whole: Path) -> None:
+    (whole / MANIFEST).write_text("{}")
+    for part in range(8):
+        damage = damage_in(partial(verify, whole, part=part, parts=8))
+        assert damage is not None
+        assert damage.path == whole / MANIFEST
+
+
+def test_the_first_of_several_is_named(whole: Path) -> None:
+    for name in ("state.json", "__1_0.distcp"):
+        (whole / name).write_bytes(bytes(len(CONTENTS[name])))
+    assert damage_of(whole).path == whole / "__1_0.distcp"
+
+
+def test_progress_counts_every_byte(whole: Path) -> None:
+    counts: list[int] = []
+    manifest = verify(whole, progress=counts.append)
+    assert sum(counts) == manifest.bytes
+
+
+def test_damage_travels_between_processes(whole: Path) -> None:
+    damage = Damaged(whole / DATA, "is missing")
+    copy = pickle.loads(pickle.dumps(damage))
+    assert (copy.path, copy.problem, str(copy)) == (damage.path, damage.problem, str(damage))
+
+
+def test_a_manifest_cut_off_while_it_is_written_leaves_the_old_one(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = read_manifest(whole)
+    monkeypatch.setattr(os, "fsync", broken_read)
+    with pytest.raises(OSError, match="Input/output"):
+        write_manifest(whole, replace(told, step=8))
+    assert verify(whole) == told
+
+
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    for files in ({"../x": Entry(3, "0" * 64)}, {"a": Entry(3, "short")}, {"a": Entry(-1, "0" * 64)}):
+        with pytest.raises(ValueError, match=r"files|name of a file"):
+            write_manifest(tmp_path, manifest_of(files))
+        assert not list(tmp_path.iterdir())
+
+
+def test_the_format_of_version_1_stays(tmp_path: Path) -> None:
+    assert VERSION == 1
+    (tmp_path / "a").write_bytes(b"abc")
+    write_manifest(tmp_path, replace(manifest_of(measure_all(tmp_path, ["a"])), rollback={}))
+    content = json.loads((tmp_path / MANIFEST).read_text())
+    assert content.pop("sha256") == "3dbb008109ed9a2811057a0d227bd88dde9f7b76121b197fc8e320c6531392b6"
+    assert content == {
+        "version": 1,
+        "step": 7,
+        "generation": 1,
+        "iteration": 9,
+        "tokens": 1234,
+        "time": 1.5e9,
+        "world_size": 3,
+        "files": {"a": {"bytes": 3, "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"}},
+        "rollback": {},
+    }
