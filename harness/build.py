@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from harness.checkpoint.keeper import Keeper
+from harness.checkpoint.ring import Ring
 from harness.config import Config
 from harness.data.batches import Batches
 from harness.data.ledger import Ledger
@@ -44,18 +47,25 @@ class Parts:
     batches: Batches
     held_out: Batches
     ledger: Ledger
+    ring: Ring
+    keeper: Keeper
 
     def close(self) -> None:
+        self.keeper.close()
+        self.ring.close()
         self.batches.close()
         self.held_out.close()
 
-    def tensors(self) -> dict[str, Any]:
-        """What a checkpoint holds, loaded in place."""
-        return {
-            "model": self.update.parameters,
-            "optimizer": self.update.state(),
-            "device": {"step": self.update.step, "scale": self.scale.scale, "clean_steps": self.scale.clean_steps},
-        }
+    def tensors(self) -> dict[str, Tensor]:
+        """What a snapshot and a checkpoint hold, restored in place."""
+        return state_tensors(self.update, self.scale)
+
+
+def state_tensors(update: Update, scale: LossScale) -> dict[str, Tensor]:
+    """Every tensor that a step changes, by the name it has on disk."""
+    moments = {f"optimizer.{name}.{key}": t for name, state in update.state().items() for key, t in state.items()}
+    counters = {"device.step": update.step, "device.scale": scale.scale, "device.clean_steps": scale.clean_steps}
+    return {f"model.{name}": parameter for name, parameter in update.parameters.items()} | moments | counters
 
 
 def build(cfg: Config, world: World, run: RunDir) -> Parts:
@@ -76,18 +86,23 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         layers=tuple(f"blocks.{layer}" for layer in sampled_layers(cfg.model.num_layers)),
         sources=batches.source_names,
     )
+    update = build_update(
+        parameter_groups(model, cfg), cfg=cfg.optim, num_steps=cfg.train.num_steps, device=world.device
+    )
+    scale = loss_scale(cfg.precision, world.device)
+    ring = Ring(state_tensors(update, scale), cfg=cfg.checkpoint.ring, world=world)
     return Parts(
         world=world,
         model=model,
-        update=build_update(
-            parameter_groups(model, cfg), cfg=cfg.optim, num_steps=cfg.train.num_steps, device=world.device
-        ),
-        scale=loss_scale(cfg.precision, world.device),
+        update=update,
+        scale=scale,
         signals=Signals(layout, parameters=parameters, world=world),
         mailbox=Mailbox(size=layout.size + DECIDED, lag=cfg.sentinel.lag, device=world.device),
         batches=batches,
         held_out=held_out,
         ledger=ledger,
+        ring=ring,
+        keeper=Keeper(cfg, run.checkpoints, ring=ring, world=world),
     )
 
 

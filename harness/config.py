@@ -403,6 +403,147 @@ class ParallelConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class DetectConfig:
+    """What is normal and what is not; the gate and the detectors read the same numbers."""
+
+    level_rows: int
+    """Rows that the level of loss and gradient norm is the mean of."""
+    memory_rows: int
+    """Rows over which the slow level forgets: the loss may come back to where it was in them."""
+    spread_rows: int
+    """Rows that the spread of the noise is learnt from."""
+    warmup_rows: int
+    """Rows until the bounds are as narrow as they get."""
+    warmup_widening: float
+    """What bounds are widened by while the learning rate rises; at least 1."""
+    gate_sigmas: float
+    """Spreads above the level from which the gate refuses; heavy noise counts in its own measure."""
+    gate_loss_factor: float
+    """The gate refuses no loss below this many times the level."""
+    gate_grad_factor: float
+    """The gate refuses no gradient norm alone below this many times the level."""
+    joint_sigmas: float
+    """Spreads from which the gate refuses where loss and gradient norm are both beyond."""
+    joint_grad_factor: float
+    """Together with the loss, the gate refuses a gradient norm of this many times the level."""
+    spike_sigmas: float
+    """Spreads, summed over neighbouring rows beyond `slack_sigmas` each, that make a loss spike."""
+    slack_sigmas: float
+    """Spreads above the level that one row has free before it counts towards a spike."""
+    row_sigmas: float
+    """Spreads that one row can count at most towards a spike: less than `spike_sigmas` + `slack_sigmas` takes two."""
+    lone_sigmas: float
+    """Spreads from which one row is a spike by itself where rows are logged several steps apart."""
+    spike_forgetting: float
+    """Share of the sum that is forgotten with each row."""
+    grad_spike_factor: float
+    """Times the level from which a gradient norm is a spike."""
+    recovered_rows: int
+    """Rows back to normal after which an episode is over and its detector armed again."""
+    lingering_rows: int
+    """Rows after which a loss that has not come back is a shift of its level, or a divergence where it still rises."""
+    divergence_rows: int
+    """Rows over which a rising trend is a divergence."""
+
+    def __post_init__(self) -> None:
+        least: dict[str, float] = {
+            "level_rows": 2,
+            "memory_rows": 2,
+            "spread_rows": 2,
+            "warmup_rows": 1,
+            "warmup_widening": 1.0,
+            "gate_loss_factor": 1.0,
+            "gate_grad_factor": 1.0,
+            "joint_grad_factor": 1.0,
+            "grad_spike_factor": 1.0,
+            "recovered_rows": 1,
+            "lingering_rows": 1,
+            "divergence_rows": 10,
+            "slack_sigmas": 0.0,
+        }
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            require(value >= minimum, f"sentinel.detect.{name}", f"must be at least {minimum:g}, got {value}")
+        for name in ("gate_sigmas", "joint_sigmas", "spike_sigmas", "row_sigmas", "lone_sigmas"):
+            require(getattr(self, name) > 0, f"sentinel.detect.{name}", f"must be positive, got {getattr(self, name)}")
+        valid = 0 <= self.spike_forgetting < 1
+        require(valid, "sentinel.detect.spike_forgetting", f"must be in 0 .. 1, got {self.spike_forgetting}")
+
+
+@dataclass(slots=True, kw_only=True)
+class BudgetConfig:
+    per_window: int
+    """Within sentinel.policy.window_steps of net progress."""
+    per_run: int
+
+    def __post_init__(self) -> None:
+        for name in ("per_window", "per_run"):
+            value = getattr(self, name)
+            require(value >= 0, f"sentinel.policy.budgets.*.{name}", f"must be 0 (never) or more, got {value}")
+
+
+@dataclass(slots=True, kw_only=True)
+class BudgetsConfig:
+    skip: BudgetConfig
+    rewind: BudgetConfig
+    rollback: BudgetConfig
+    cool: BudgetConfig
+    swap: BudgetConfig
+    precision: BudgetConfig
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyConfig:
+    watch_iterations: int
+    """How long a loss spike may take to recover by itself; it is prolonged while the spike keeps halving."""
+    patience_iterations: int
+    """How long a loss spike may take to turn, and how long after a sign of trouble the trouble may follow."""
+    accept_rise_nats: float
+    """Largest lasting step of the loss that is taken for other data, where it never overshot and has no known cause."""
+    refused_in_row: int
+    """Refusals in a row, of as many batches, that show that the state is broken and not a batch."""
+    neighbours: int
+    """Batches on either side of the guilty ones that are excluded too where their exclusion alone did not help."""
+    rollback_margin_steps: int
+    """How long before the onset a checkpoint should be; any before it will do where there is none so old."""
+    rollback_window_batches: int
+    """Batches around the onset that a rollback excludes."""
+    region_steps: int
+    """Trouble this near to a place of trouble is the same incident."""
+    clean_steps: int
+    """Steps past a place of trouble after which its incident is closed and the ladder begins anew."""
+    window_steps: int
+    """Stretch of net progress that budgets count in; steps that are trained again are no progress."""
+    recur_after: int
+    """Rewinds and rollbacks in one window after which a cure follows: another source, another precision, a lower lr."""
+    swap_after: int
+    """Guilty batches in a row that must share a source before it is turned off."""
+    cool_factor: float
+    """What the learning rate is multiplied with each time."""
+    min_lr_scale: float
+    """The learning rate is never scaled below this."""
+    cool_steps: int
+    """Clean steps of net progress after which one cooling is taken back."""
+    fall_back_precision: bool
+    """Whether the run can compute in another precision for a while."""
+    precision_iterations: int
+    """For how long it then does."""
+    budgets: BudgetsConfig
+
+    def __post_init__(self) -> None:
+        positive = ("watch_iterations", "patience_iterations", "refused_in_row", "region_steps", "clean_steps")
+        for name in (*positive, "window_steps", "recur_after", "swap_after", "cool_steps", "precision_iterations"):
+            value = getattr(self, name)
+            require(value >= 1, f"sentinel.policy.{name}", f"must be at least 1, got {value}")
+        for name in ("neighbours", "rollback_margin_steps", "rollback_window_batches", "accept_rise_nats"):
+            value = getattr(self, name)
+            require(value >= 0, f"sentinel.policy.{name}", f"must be 0 or more, got {value}")
+        factor, least = self.cool_factor, self.min_lr_scale
+        require(0 < factor < 1, "sentinel.policy.cool_factor", f"must be between 0 and 1, got {factor}")
+        require(0 < least <= 1, "sentinel.policy.min_lr_scale", f"must be above 0 and at most 1, got {least}")
+
+
+@dataclass(slots=True, kw_only=True)
 class SentinelConfig:
     lag: int
     """Steps after which the host reads what the device wrote; 0 waits for every step."""
@@ -410,6 +551,8 @@ class SentinelConfig:
     """Steps between the costlier signals: norms of weights, moments and activations."""
     halt_after_refused: int
     """Updates refused in a row after which the run halts (exit code 3): what is broken will not mend itself."""
+    policy: PolicyConfig
+    detect: DetectConfig
 
     def __post_init__(self) -> None:
         require(self.lag >= 0, "sentinel.lag", f"must be 0 or more, got {self.lag}")
@@ -418,15 +561,43 @@ class SentinelConfig:
 
 
 @dataclass(slots=True, kw_only=True)
-class CheckpointConfig:
+class RingConfig:
+    slots: int
+    """Snapshots in host memory a run can rewind to; 0: none. One buffer more is held for what is being saved."""
     every_steps: int
-    """Steps between checkpoints; 0: only when the run stops or ends."""
-    keep: int
-    """How many of the newest checkpoints stay on disk."""
+    """Iterations between snapshots."""
+    memory_gb: float | None
+    """Host memory of one machine that all its snapshots may take, in GB (1e9 bytes); null: half of what is free."""
 
     def __post_init__(self) -> None:
-        require(self.every_steps >= 0, "checkpoint.every_steps", f"must be 0 or more, got {self.every_steps}")
-        require(self.keep >= 1, "checkpoint.keep", f"must be at least 1, got {self.keep}")
+        message = f"must be 0 (none) or at least 2, one to keep while the next is taken, got {self.slots}"
+        require(self.slots == 0 or self.slots >= 2, "checkpoint.ring.slots", message)
+        require(self.every_steps >= 1, "checkpoint.ring.every_steps", f"must be at least 1, got {self.every_steps}")
+        valid = self.memory_gb is None or self.memory_gb > 0
+        require(valid, "checkpoint.ring.memory_gb", f"must be positive or null, got {self.memory_gb}")
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckpointConfig:
+    every_steps: int
+    """Steps between checkpoints; 0: none by steps. A run that stops or ends always saves."""
+    every_minutes: float | None
+    """Minutes between checkpoints, by rank 0's clock; null: none by the clock. With every_steps, whichever is first."""
+    keep: int
+    """How many of the newest checkpoints stay on disk; the newest good one always does."""
+    keep_every_steps: int
+    """The first checkpoint in every so many steps stays for ever; 0: none."""
+    good_after_steps: int
+    """Clean steps in a row that must follow before a checkpoint counts as good."""
+    ring: RingConfig
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "keep_every_steps"):
+            require(getattr(self, name) >= 0, f"checkpoint.{name}", f"must be 0 or more, got {getattr(self, name)}")
+        for name in ("keep", "good_after_steps"):
+            require(getattr(self, name) >= 1, f"checkpoint.{name}", f"must be at least 1, got {getattr(self, name)}")
+        valid = self.every_minutes is None or 0 < self.every_minutes < math.inf
+        require(valid, "checkpoint.every_minutes", f"must be positive or null, got {self.every_minutes}")
 
 
 @dataclass(slots=True, kw_only=True)

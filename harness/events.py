@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +34,11 @@ class RunStarted(Event):
     """Name of the checkpoint directory."""
 
 
+RankSpread = dict[str, Any]
+"""One number of every rank, in brief: `median`, `spread` (a robust sigma) and `worst`: [[rank, value], ...], the
+farthest from the median first, at most four; a log line must not grow with the cluster."""
+
+
 @dataclass(slots=True, kw_only=True)
 class StepRecord(Event):
     """One iteration, as every rank saw it after the all-reduce."""
@@ -52,6 +58,8 @@ class StepRecord(Event):
     refused: bool
     stop_requested: bool
     """Some rank was asked to stop; all stop after the same iteration."""
+    save_requested: bool = False
+    """A checkpoint is due by the clock; all save after the same iteration."""
     step_time_s: float
     flops_per_s: float
     """Model FLOP/s of all ranks together."""
@@ -63,12 +71,26 @@ class StepRecord(Event):
     group_grad_norms: dict[str, float] = field(default_factory=dict)
     """Pre-clip gradient norm of each layer group."""
     param_norm: float | None = None
+    group_param_norms: dict[str, float] = field(default_factory=dict)
+    """Norm of the weights of each layer group."""
     v_norm: float | None = None
     """Norm of Adam's second moment."""
+    update_ratio: float | None = None
+    """Norm of the last update over the norm of the weights."""
+    square_ratio: float | None = None
+    """Root mean square of gradient over the root of Adam's second moment: about 1; far above, the moment is stale."""
     activation_rms: dict[str, float] = field(default_factory=dict)
     """Root mean square of the residual stream after each sampled layer."""
     source_losses: dict[str, float] = field(default_factory=dict)
     """Mean loss of each source that was in the batch."""
+    bounds: dict[str, float] = field(default_factory=dict)
+    """What the gate would have refused beyond: loss, grad_norm."""
+    ranks: dict[str, RankSpread] = field(default_factory=dict)
+    """How loss, grad_norm (before the reduction) and step_time_s spread over the ranks."""
+    nonfinite_ranks: list[int] = field(default_factory=list)
+    """Ranks whose own loss or own gradient, before the reduction, was not finite."""
+    mismatched_ranks: list[int] = field(default_factory=list)
+    """Ranks whose weights differ from those of their replicas."""
     batch: dict[str, Any] = field(default_factory=dict)
     """Facts of the batch: fingerprint, entropy, rarest tokens, rows of each source."""
 
@@ -88,6 +110,125 @@ class CheckpointSaved(Event):
     step: int
     directory: str
     seconds: float
+    """From the moment its numbers were known until it was safe on disk."""
+    blocked_s: float = 0.0
+    """How long training waited for it."""
+    bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckpointFailed(Event):
+    """Training goes on; the next one is tried when it is due."""
+
+    name: ClassVar[str] = "checkpoint_failed"
+    step: int
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckpointJudged(Event):
+    """What later steps, or its own files, showed of a checkpoint."""
+
+    name: ClassVar[str] = "checkpoint_judged"
+    directory: str
+    health: str
+    """good, tainted or damaged."""
+    reason: str
+
+
+class FindingKind(StrEnum):
+    """What a detector can suspect."""
+
+    nonfinite = "nonfinite"
+    loss_spike = "loss_spike"
+    grad_spike = "grad_spike"
+    divergence = "divergence"
+    level_shift = "level_shift"
+    weight_drift = "weight_drift"
+    v_stale = "v_stale"
+    lr_jump = "lr_jump"
+    duplicate_batch = "duplicate_batch"
+    optimizer_reset = "optimizer_reset"
+    scale_collapse = "scale_collapse"
+    slow = "slow"
+    rank_outlier = "rank_outlier"
+    replica_mismatch = "replica_mismatch"
+
+
+@dataclass(slots=True, kw_only=True)
+class Finding(Event):
+    """A suspicion, raised once at the iteration whose record gave rise to it."""
+
+    name: ClassVar[str] = "finding"
+    kind: FindingKind
+    step: int
+    onset: int
+    """The iteration where it probably began, at or before this one."""
+    value: float
+    """The number that gave rise to it."""
+    bound: float
+    """What it was held against."""
+    message: str
+    """One line for a person."""
+    ranks: list[int] = field(default_factory=list)
+    """Guilty ranks, where known."""
+    groups: list[str] = field(default_factory=list)
+    """Guilty layer groups, where known."""
+    cursors: list[int] = field(default_factory=list)
+    """Batches that may have caused it."""
+
+
+class ActionKind(StrEnum):
+    """The ladder, from doing nothing to giving up."""
+
+    watch = "watch"
+    skip = "skip"
+    rewind = "rewind"
+    rollback = "rollback"
+    cool = "cool"
+    swap = "swap"
+    precision = "precision"
+    halt = "halt"
+
+
+@dataclass(slots=True, kw_only=True)
+class Action(Event):
+    """What the policy decided, alike on every rank; what came of it is an `Outcome`."""
+
+    name: ClassVar[str] = "action"
+    kind: ActionKind
+    step: int
+    incident: int
+    """Number of the incident it answers, counted from 1."""
+    reason: str
+    onset: int
+    """Rewind and rollback: the state must be from before this iteration."""
+    exclude: list[int] = field(default_factory=list)
+    """First and last batch index that must never be seen again; empty: none."""
+    lr_scale: float | None = None
+    """Cool: what the learning rate is multiplied with from now on; 1 restores it."""
+    source: str | None = None
+    """Swap: the source of data to turn off."""
+    until: int | None = None
+    """Cool and precision: the iteration at which it ends."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome(Event):
+    """What an action came to."""
+
+    name: ClassVar[str] = "outcome"
+    kind: ActionKind
+    incident: int
+    succeeded: bool
+    """False: there was nothing to go back to; the policy must choose again."""
+    step: int
+    """Where the run stands after it."""
+    target: str = ""
+    """What was restored: a snapshot's iteration or a checkpoint's directory."""
+    steps_lost: int = 0
+    tokens_lost: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +250,20 @@ class RunEnded(Event):
 
 
 EVENTS: dict[str, type[Event]] = {
-    kind.name: kind for kind in (RunStarted, StepRecord, EvalRecord, CheckpointSaved, Intervention, RunEnded)
+    kind.name: kind
+    for kind in (
+        RunStarted,
+        StepRecord,
+        EvalRecord,
+        CheckpointSaved,
+        CheckpointFailed,
+        CheckpointJudged,
+        Finding,
+        Action,
+        Outcome,
+        Intervention,
+        RunEnded,
+    )
 }
 
 

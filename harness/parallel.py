@@ -9,7 +9,7 @@ Left out: tensor, pipeline and context parallelism.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,6 +26,9 @@ from harness.config import ActivationCheckpointing, ConfigError, DeviceKind, Par
 
 T = TypeVar("T")
 
+ASIDE_TIMEOUT_S = 3600.0
+"""How long a thread beside training waits for another rank: as long as a slow disk may take."""
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -37,6 +40,10 @@ class World:
     mesh: DeviceMesh
     replicate: int
     """Ranks that hold the same shard."""
+    host_mesh: DeviceMesh
+    """The same mesh for copies in host memory."""
+    aside: dist.ProcessGroup
+    """All ranks again, over gloo: what a thread beside training may talk on."""
 
     @property
     def is_first(self) -> bool:
@@ -51,6 +58,11 @@ def rank_from_environment() -> tuple[int, int, int]:
         int(environment.get("WORLD_SIZE", "1")),
         int(environment.get("LOCAL_RANK", "0")),
     )
+
+
+def num_local_ranks() -> int:
+    """Ranks on this machine, as torchrun tells; one without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def connect(cfg: ParallelConfig) -> World:
@@ -71,7 +83,11 @@ def connect(cfg: ParallelConfig) -> World:
     if cfg.replicate > 1:
         shape, axes = (cfg.replicate, size // cfg.replicate), ("replicate", "shard")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
-    return World(rank=rank, size=size, device=device, mesh=mesh, replicate=cfg.replicate)
+    host_mesh = mesh if device.type == "cpu" else init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    aside = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(cfg.timeout_s, ASIDE_TIMEOUT_S)))
+    return World(
+        rank=rank, size=size, device=device, mesh=mesh, replicate=cfg.replicate, host_mesh=host_mesh, aside=aside
+    )
 
 
 def _device(kind: DeviceKind, local_rank: int) -> torch.device:
@@ -164,10 +180,26 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def like_on_host(tensor: Tensor, part: Tensor, *, world: World) -> Tensor:
+    """A tensor whose part on this rank is `part`, in host memory, and which is sharded like `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor.from_local(
+        part, world.host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def all_reduce_sum(vector: Tensor) -> Tensor:
     """Sum over all ranks, in place."""
     dist.all_reduce(vector, op=dist.ReduceOp.SUM)
     return vector
+
+
+def minimum(value: int) -> int:
+    """The least over all ranks, by way of the hosts."""
+    box = torch.tensor(value)
+    dist.all_reduce(box, op=dist.ReduceOp.MIN)
+    return int(box)  # sync: it lies in host memory
 
 
 def broadcast(value: T) -> T:
@@ -175,6 +207,21 @@ def broadcast(value: T) -> T:
     box: list[Any] = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]  # type: ignore[no-any-return]
+
+
+def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Do something on every rank of a group; the results in rank order, or on every rank the first failure of any."""
+    outcome: T | Exception
+    try:
+        outcome = work()
+    except Exception as error:
+        outcome = error
+    outcomes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, outcome, group=group)
+    for each in outcomes:
+        if isinstance(each, Exception):
+            raise each
+    return outcomes
 
 
 def barrier() -> None:

@@ -1,7 +1,7 @@
 """The run directory: self-describing, and the only interface between a run and every tool.
 
     runs/<name>/  config.yaml  manifest.json  events.jsonl  ledger.jsonl  interventions.jsonl  mlflow.json
-                  checkpoints/step-*-gen-*/   logs/   loss.png
+                  checkpoints/step-*-gen-*/   logs/   loss.png   STOP
 
 A directory that exists is a run to resume. One whose configuration disagrees is refused with the differing keys, unless
 `run.resume=changed` asks for the change, which is then written down as an intervention.
@@ -22,8 +22,8 @@ from harness.compose import flat, plain, to_yaml
 from harness.config import Config, ConfigError, ResumePolicy
 from harness.events import Intervention, to_json
 
-MAY_DIFFER = ("run.resume", "run.dir", "launch.", "cluster.", "telemetry.", "parallel.timeout_s")
-"""Keys that say where and how visibly a run happens, not what it computes."""
+MAY_DIFFER = ("run.resume", "run.dir", "launch.", "cluster.", "telemetry.", "checkpoint.", "parallel.timeout_s")
+"""Keys that say where, how visibly and how safely a run happens, not what it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,11 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def stop(self) -> Path:
+        """Asks the run to save and leave, as long as it is there."""
+        return self.path / "STOP"
 
     @property
     def logs(self) -> Path:

@@ -6,18 +6,15 @@ what it computed in one step is read from the mailbox `sentinel.lag` steps later
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from types import FrameType
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from harness import compose, rundir
+from harness import compose, requests, rundir
 from harness.build import Parts, build, describe, meter
 from harness.checkpoint import store
 from harness.config import (
@@ -31,11 +28,12 @@ from harness.config import (
 )
 from harness.data.batch import Batch
 from harness.data.facts import as_record
-from harness.events import EvalRecord, RunEnded, RunStarted
+from harness.events import CheckpointJudged, EvalRecord, Event, RunEnded, RunStarted, to_json
 from harness.model.transformer import document_mask
 from harness.parallel import World, all_reduce_sum, broadcast, connect, disconnect, rank_from_environment
 from harness.precision import fast_attention
-from harness.rundir import RunDir
+from harness.requests import StopRequest, signals_to
+from harness.rundir import RunDir, append_line
 from harness.sentinel.gate import refuse_nonfinite
 from harness.sentinel.report import HostFacts, pack, totals, unpack
 from harness.state import RunState
@@ -43,21 +41,6 @@ from harness.telemetry.manifest import write_manifest
 from harness.telemetry.meters import memory_bytes
 from harness.telemetry.narrator import Narrator
 from harness.telemetry.sinks import last_iteration
-
-
-@dataclass(slots=True)
-class StopRequest:
-    """Set by a signal, heard by all ranks through the next all-reduce."""
-
-    received: list[int] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.received)
-
-    def __call__(self, number: int, _frame: FrameType | None) -> None:
-        if signal.SIGINT in self.received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received.append(number)
 
 
 class Ending(NamedTuple):
@@ -110,10 +93,13 @@ def hear(parts: Parts, state: RunState, narrator: Narrator, *, cfg: Config, ever
         record = unpack(parts.signals.layout, facts, values, dim=cfg.model.dim, dynamic_scale=dynamic_scale)
         narrator.emit_step(record, posted_s=facts.posted_s)
         state.learn(refused=record.refused)
+        parts.keeper.learn(record, state)
         if record.stop_requested:
-            ending = Ending(EXIT_INTERRUPTED, "asked to stop")
+            ending = Ending(EXIT_INTERRUPTED, "stopped")
         if state.refused_in_row >= cfg.sentinel.halt_after_refused:
             ending = Ending(EXIT_HALTED, f"{state.refused_in_row} updates refused in a row")
+    for event in parts.keeper.news():
+        narrator.note(event)
     return ending
 
 
@@ -137,7 +123,7 @@ def due(every_steps: int, state: RunState, cfg: Config) -> bool:
     return every_steps > 0 and (state.step % every_steps == 0 or state.step == cfg.train.num_steps)
 
 
-def train(cfg: Config, parts: Parts, state: RunState, narrator: Narrator, run: RunDir, stop: StopRequest) -> Ending:
+def train(cfg: Config, parts: Parts, state: RunState, narrator: Narrator, stop: StopRequest) -> Ending:
     """The loop: until all steps are done, a rank is asked to stop, or nothing but refusals comes back."""
     batch_tokens = cfg.train.batch_size * cfg.train.sequence_length
     ending = None
@@ -146,8 +132,8 @@ def train(cfg: Config, parts: Parts, state: RunState, narrator: Narrator, run: R
         batch = parts.batches[cursor]
         probe = state.iteration % cfg.sentinel.probe_every == 0
         forward_backward(parts, batch, cfg=cfg, probe=probe)
-        if stop:
-            parts.signals.add_stop_request()
+        parts.signals.add_requests(stop=bool(stop), save=parts.keeper.is_due_by_clock())
+        parts.ring.finish_copy()
         report = judge_and_update(parts, cfg=cfg, probe=probe)
 
         state.advance(next_cursor=cursor + 1, tokens=batch_tokens)
@@ -161,48 +147,59 @@ def train(cfg: Config, parts: Parts, state: RunState, narrator: Narrator, run: R
             batch=as_record(batch.facts, parts.batches.source_names),
         )
         parts.mailbox.post(facts, report)
+        parts.keeper.take_if_due(state)
         ending = hear(parts, state, narrator, cfg=cfg)
 
-        leaving = ending is not None or state.step == cfg.train.num_steps
-        save = leaving or due(cfg.checkpoint.every_steps, state, cfg)
         look = due(cfg.eval.every_steps, state, cfg)
-        if save or look:
+        if look or ending is not None or state.step == cfg.train.num_steps:
             ending = hear(parts, state, narrator, cfg=cfg, everything=True) or ending
         if look:
             narrator.emit(evaluate(parts, state, cfg=cfg))
-        if save and not (ending and ending.exit_code == EXIT_HALTED):  # what only refuses may be broken already
-            tensors = parts.tensors()
-            narrator.emit(store.save(run.checkpoints, tensors, state, world=parts.world, keep=cfg.checkpoint.keep))
     if ending is None or state.step >= cfg.train.num_steps:
         return Ending(EXIT_DONE, "all steps done")
     return ending
 
 
-def resume(cfg: Config, parts: Parts, run: RunDir, *, last_seen: int) -> tuple[RunState, RunStarted]:
-    """Continue from the newest checkpoint, or begin."""
+def leave(
+    parts: Parts, state: RunState, narrator: Narrator, ending: Ending, *, run: RunDir, stop: StopRequest
+) -> Ending:
+    """Say who asked for the end and save where the run stands, unless it halted: what only refuses may be broken."""
+    if ending.exit_code == EXIT_HALTED:
+        return ending
+    if ending.exit_code == EXIT_INTERRUPTED:
+        ending = Ending(EXIT_INTERRUPTED, f"{ending.reason}: {stop.reason}")
+        if parts.world.is_first and (asked := requests.intervention(run, state.iteration)):
+            append_line(run.interventions, to_json(asked))
+            narrator.note(asked)
+    is_saved = parts.keeper.save_last(state, is_done=ending.exit_code == EXIT_DONE)
+    for event in parts.keeper.news():
+        narrator.note(event)
+    return ending if is_saved else Ending(EXIT_INTERRUPTED, f"{ending.reason}, but the last checkpoint was not saved")
+
+
+def resume(cfg: Config, parts: Parts, run: RunDir, *, last_seen: int) -> tuple[RunState, list[Event]]:
+    """Continue from the newest checkpoint that is whole, or begin; what is there to tell comes with it."""
     found = store.load_newest(run.checkpoints, parts.tensors(), world=parts.world)
-    state, directory = found or (RunState(), None)
+    state, directory = found.loaded or (RunState(), None)
     state.iteration = max(state.iteration, last_seen)
+    if directory is not None:
+        parts.keeper.continue_from(directory, state)
+    now, iteration = time.time(), state.iteration
+    told: list[Event] = [
+        CheckpointJudged(
+            time=now, iteration=iteration, directory=error.path.parent.name, health="damaged", reason=str(error)
+        )
+        for error in found.damage
+    ]
     started = RunStarted(
-        time=time.time(),
-        iteration=state.iteration,
+        time=now,
+        iteration=iteration,
         world_size=parts.world.size,
         num_steps=cfg.train.num_steps,
         step=state.step,
         resumed_from=directory,
     )
-    return state, started
-
-
-@contextmanager
-def signals_to(stop: StopRequest) -> Iterator[None]:
-    """SIGTERM and SIGINT ask for a stop; a second SIGINT insists."""
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return state, [*told, started]
 
 
 def run_worker(cfg: Config) -> int:
@@ -239,7 +236,9 @@ def open_run(cfg: Config) -> Opened:
     run = rundir.locate(cfg)
     seen = max(last_iteration(run.events), 0)
     try:
-        return Opened(run, seen, rundir.prepare(cfg, run, iteration=seen))
+        changes = rundir.prepare(cfg, run, iteration=seen)
+        requests.clear(run)
+        return Opened(run, seen, changes)
     except ConfigError as error:
         return Opened(run, seen, {}, problem=str(error))
 
@@ -253,11 +252,14 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest) -> 
     ):
         if world.is_first:
             write_manifest(run, describe(cfg, parts))
-        state, started = resume(cfg, parts, run, last_seen=opened.last_iteration)
-        narrator.emit(started)
+            stop.watch(run)
+        state, told = resume(cfg, parts, run, last_seen=opened.last_iteration)
+        for event in told:
+            narrator.emit(event)
         if opened.changes:
             narrator.emit(rundir.intervention(opened.changes, iteration=state.iteration))
-        code, reason = train(cfg, parts, state, narrator, run, stop)
+        ending = train(cfg, parts, state, narrator, stop)
+        code, reason = leave(parts, state, narrator, ending, run=run, stop=stop)
         narrator.end(
             RunEnded(time=time.time(), iteration=state.iteration, step=state.step, exit_code=code, reason=reason)
         )

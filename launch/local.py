@@ -4,8 +4,9 @@ Why: torchrun exits with 1 whatever its workers said, and gives a stopping run 3
 when it is told to stop needs its own time, and a cluster needs to know whether to requeue.
 How: torch's elastic agent runs in a thread with the stop signals blocked; the main thread catches them and passes them
 on. Workers inherit the block and lift it once they can answer, so no signal is lost while Python starts. The first
-signal asks the workers to stop, the second one kills them. Workers return their exit code; a worker that dies is
-reported by rank, cause, traceback and log. Rank 0 keeps the terminal, the others write to `logs/<start>/`.
+signal asks the workers to stop, a second SIGINT or SIGTERM kills them; SIGUSR1 only ever asks, because a scheduler may
+send it to every process and more than once. Workers return their exit code; a worker that dies is reported by rank,
+cause, traceback and log. Rank 0 keeps the terminal, the others write to `logs/<start>/`.
 Left out: restarts. A run that ends with 75 is resumed by whoever started it. `LOGLEVEL` brings back the agent's log.
 """
 
@@ -32,12 +33,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from harness.config import EXIT_BAD_CONFIG, EXIT_HALTED, EXIT_INTERRUPTED, Config, ConfigError, DeviceKind, require
+from harness.requests import STOP_SIGNALS
 from harness.rundir import locate, write_atomically
 
 Worker = Callable[[Config], int]
 
 EXIT_CRASHED = 1
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL_S = 0.1
 PID_FILE = "HARNESS_PID_FILE"
 """Environment variable of a worker: where it says that it can be told to stop."""
@@ -63,7 +64,6 @@ def launch(cfg: Config, worker: Worker) -> int:
     nproc = num_ranks(cfg)
     logs = RankLogs(locate(cfg).logs / time.strftime("%Y%m%d-%H%M%S"), nproc)
     silence_agent()
-    resource_tracker.ensure_running()  # it would lift the block from the thread that starts it
     agent = elastic_launch(
         LaunchConfig(
             min_nodes=1,
@@ -86,6 +86,7 @@ def launch(cfg: Config, worker: Worker) -> int:
         ThreadPoolExecutor(max_workers=1, initializer=block_stop_signals) as pool,
     ):
         logs.create()
+        start_tracker()
         future: Future[dict[int, int]] = pool.submit(agent, worker, cfg)
         pass_on(requests, future, logs)
         try:
@@ -123,6 +124,16 @@ def block_stop_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
+def start_tracker() -> None:
+    """Start the helper process of `multiprocessing` from here: it would lift the block from the agent's thread, and die
+    of a SIGUSR1 that was not blocked when it began."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+
+
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
     """The stop signals that arrived so far; the handler only writes them down."""
@@ -136,17 +147,18 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 def pass_on(requests: list[int], future: Future[dict[int, int]], logs: RankLogs) -> None:
-    """Until the agent is done, hand stop requests to the workers: the first as SIGTERM, any further one as SIGKILL.
+    """Until the agent is done, hand stop requests to the workers: the first as SIGTERM, one that insists as SIGKILL.
 
     The workers are the agent's to wait for: asking `multiprocessing` for them here would reap one under its eyes.
     """
     while not requests:
         if wait([future], timeout=POLL_S).done:
             return
-    print("harness: stopping in order; a second signal kills the workers", file=sys.stderr)
+    print("harness: stopping in order; a second Ctrl-C or SIGTERM kills the workers", file=sys.stderr)
     told: set[tuple[int, int]] = set()
     while not wait([future], timeout=POLL_S).done:
-        number = signal.SIGKILL if len(requests) > 1 else signal.SIGTERM
+        insisting = sum(request != signal.SIGUSR1 for request in requests) > 1
+        number = signal.SIGKILL if insisting else signal.SIGTERM
         for pid in logs.pids():
             if (pid, number) not in told:
                 told.add((pid, number))

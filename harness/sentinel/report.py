@@ -78,6 +78,7 @@ def unpack(layout: Layout, facts: HostFacts, values: list[float], *, dim: int, d
         tokens_per_s=0.0,
         refused=refused == 1.0,
         stop_requested=scalars["stop"] > 0,
+        save_requested=scalars["save"] > 0,
         step_time_s=0.0,
         flops_per_s=0.0,
         z_loss=scalars["z_loss"] / tokens,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from harness.parallel import World, all_reduce_sum, local
 
-SCALARS = ("loss", "z_loss", "tokens", "stop", "param", "v")
+SCALARS = ("loss", "z_loss", "tokens", "stop", "save", "param", "v")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,12 @@ class Signals:
         self.layout.scalar(self.vector, "param").add_(square_sums(self._parameters).sum(), alpha=share)
         self.layout.scalar(self.vector, "v").add_(square_sums(second_moments).sum(), alpha=share)
 
-    def add_stop_request(self) -> None:
-        self.layout.scalar(self.vector, "stop").add_(1.0)
+    def add_requests(self, *, stop: bool, save: bool) -> None:
+        """What this rank was asked from outside; all ranks will hear of it at the same iteration."""
+        if stop:
+            self.layout.scalar(self.vector, "stop").add_(1.0)
+        if save:
+            self.layout.scalar(self.vector, "save").add_(1.0)
 
     def reduce(self) -> Tensor:
         """The one collective of the step; returns the vector every rank now shares and starts a new one."""

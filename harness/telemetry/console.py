@@ -19,7 +19,17 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from harness.config import EXIT_DONE
-from harness.events import CheckpointSaved, EvalRecord, Event, Intervention, RunEnded, RunStarted, StepRecord
+from harness.events import (
+    CheckpointFailed,
+    CheckpointJudged,
+    CheckpointSaved,
+    EvalRecord,
+    Event,
+    Intervention,
+    RunEnded,
+    RunStarted,
+    StepRecord,
+)
 from harness.rundir import RunDir
 from harness.telemetry.shipper import SINK_MODULE
 from harness.telemetry.store import SQLITE, sqlite_path, without_credentials
@@ -119,6 +129,10 @@ def notice(event: Event) -> str | None:
             return f"step {event.step}: eval loss {event.loss:.4f}"
         case CheckpointSaved():
             return f"step {event.step}: saved {event.directory} in {event.seconds:.1f} s"
+        case CheckpointFailed():
+            return f"step {event.step}: not saved, {event.reason}"
+        case CheckpointJudged() if event.health != "good":
+            return f"{event.directory} is {event.health}: {event.reason}"
         case Intervention():
             changes = ", ".join(f"{key}: {change}" for key, change in event.changes.items())
             return f"{event.who} changed {changes or 'nothing'} ({event.reason})"

@@ -24,7 +24,11 @@ def metrics_of(event: Event) -> dict[str, float]:
         case EvalRecord():
             values = {"eval/loss": event.loss, "eval/tokens": event.tokens}
         case CheckpointSaved():
-            values = {"checkpoint/seconds": event.seconds}
+            values = {
+                "checkpoint/seconds": event.seconds,
+                "checkpoint/blocked_s": event.blocked_s,
+                "checkpoint/gb": event.bytes / BYTES_PER_GB,
+            }
         case _:
             values = {}
     return dict(_finite(name, value) for name, value in values.items() if value is not None)

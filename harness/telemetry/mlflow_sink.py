@@ -69,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_CONFIG
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1):  # meant for the run, sent to everybody
+        signal.signal(number, signal.SIG_IGN)
     trainer = None if options.trainer is None else Trainer(options.trainer, options.log_bytes)
     with sole_sender(run, trainer) as alone:
         if not alone:

@@ -41,6 +41,10 @@ class Narrator:
         self._tell(event)
         self._meter.resume(time.perf_counter())
 
+    def note(self, event: Event) -> None:
+        """Tell an event that took no time from training."""
+        self._tell(event)
+
     def emit_step(self, record: StepRecord, *, posted_s: float) -> None:
         """Tell a step, with the pace the host's clock gave it when it was posted."""
         rates = self._meter.tick(posted_s)

@@ -1,94 +1,283 @@
-"""A checkpoint is there whole or not at all, and only the newest stay."""
+"""A checkpoint is there whole or not at all, and nothing that is not what was saved is ever loaded."""
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from harness.checkpoint import store
+from harness import events
+from harness.checkpoint import catalog, integrity, store
 from harness.compose import load
 from harness.config import ConfigError
+from harness.events import CheckpointJudged, RunStarted
 from harness.parallel import World, connect, disconnect
 from harness.state import RunState
+from tests.distributed import cases
 from tests.distributed.pool import Pool
 
+ROLLBACK = {"steps_at_most": 7.0}
 
-def tensors(value: float) -> dict[str, Any]:
-    return {"model": {"weight": torch.full((4, 3), value)}, "device": {"step": torch.tensor(int(value))}}
+
+def tensors(value: float) -> dict[str, Tensor]:
+    return {"model.weight": torch.full((4, 3), value), "device.step": torch.tensor(int(value))}
 
 
 def world() -> World:
     return connect(load(["parallel.device=cpu"]).parallel)
 
 
-def save_many(root: str, steps: list[int], keep: int) -> list[str]:
+def write_many(root: str, steps: list[int]) -> list[str]:
     here = world()
-    saved = [
-        store.save(Path(root), tensors(step), RunState(step=step, cursor=step + 1), world=here, keep=keep).directory
-        for step in steps
-    ]
+    names = []
+    for step in steps:
+        state = RunState(step=step, cursor=step + 1)
+        names.append(store.write(Path(root), tensors(step), state, world=here, rollback=ROLLBACK).path.name)
     disconnect()
-    return saved
+    return names
 
 
-def load_newest(root: str) -> tuple[RunState, str, float, int] | None:
+def load_newest(root: str) -> tuple[RunState | None, str | None, float, list[str]]:
     here = world()
     into = tensors(-1.0)
     try:
         found = store.load_newest(Path(root), into, world=here)
     finally:
         disconnect()
-    if found is None:
-        return None
-    return *found, float(into["model"]["weight"][2, 1]), int(into["device"]["step"])
+    state, name = found.loaded or (None, None)
+    assert int(into["device.step"]) == int(into["model.weight"][2, 1])
+    return state, name, float(into["model.weight"][2, 1]), [str(error) for error in found.damage]
 
 
-def complaint_of_loading(root: str) -> str:
+def complaint_of_loading(root: str, shapes: dict[str, tuple[int, ...]] | None = None) -> str:
+    here = world()
+    into = tensors(-1.0) if shapes is None else {name: torch.zeros(shape) for name, shape in shapes.items()}
     try:
-        load_newest(root)
+        store.load_newest(Path(root), into, world=here)
     except ConfigError as error:
         return str(error)
+    finally:
+        disconnect()
     return ""
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_was_saved_last_comes_back_whole(ranks: Pool, tmp_path: Path, size: int) -> None:
-    for saved in ranks.run(size, save_many, str(tmp_path), [5, 10, 10000000], 2):
-        assert saved == ["step-00000005-gen-0", "step-00000010-gen-0", "step-10000000-gen-0"]
-    assert [path.name for path in store.saved(tmp_path)] == ["step-00000010-gen-0", "step-10000000-gen-0"]
-    for state, directory, weight, step in ranks.run(size, load_newest, str(tmp_path)):
+    for names in ranks.run(size, write_many, str(tmp_path), [5, 10, 10000000]):
+        assert names == ["step-00000005-gen-0", "step-00000010-gen-0", "step-10000000-gen-0"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    for state, directory, weight, damage in ranks.run(size, load_newest, str(tmp_path)):
         assert state == RunState(step=10000000, cursor=10000001)
-        assert directory == "step-10000000-gen-0"
-        assert (weight, step) == (10000000.0, 10000000)
+        assert (directory, weight, damage) == ("step-10000000-gen-0", 10000000.0, [])
+
+
+def test_every_file_is_in_the_manifest(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(2, write_many, str(tmp_path), [5])
+    directory = tmp_path / "step-00000005-gen-0"
+    manifest = integrity.verify(directory)
+    assert set(manifest.files) | {integrity.MANIFEST} == {path.name for path in directory.iterdir()}
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "state.json"} <= set(manifest.files)
+    assert (manifest.step, manifest.world_size, manifest.rollback) == (5, 2, ROLLBACK)
+    assert manifest.bytes == sum((directory / name).stat().st_size for name in manifest.files)
 
 
 def test_where_nothing_was_saved_nothing_is_found(ranks: Pool, tmp_path: Path) -> None:
-    assert ranks.run(2, load_newest, str(tmp_path / "nowhere")) == [None, None]
+    assert ranks.run(2, load_newest, str(tmp_path / "nowhere")) == [(None, None, -1.0, [])] * 2
 
 
-def test_a_checkpoint_that_was_never_finished_does_not_exist(ranks: Pool, tmp_path: Path) -> None:
-    ranks.run(1, save_many, str(tmp_path), [5], 2)
-    (tmp_path / ".step-00000009-gen-0.part").mkdir()
-    (tmp_path / "step-x-gen-0").mkdir()
-    assert [path.name for path in store.saved(tmp_path)] == ["step-00000005-gen-0"]
-    ranks.run(1, save_many, str(tmp_path), [9], 2)
-    assert [path.name for path in store.saved(tmp_path)] == ["step-00000005-gen-0", "step-00000009-gen-0"]
+def test_what_a_crash_left_unfinished_is_neither_listed_nor_left(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(1, write_many, str(tmp_path), [5])
+    shutil.copytree(tmp_path / "step-00000005-gen-0", tmp_path / ".step-00000009-gen-0.part")
+    assert [checkpoint.step for checkpoint in catalog.saved(tmp_path)] == [5]
+    (found,) = ranks.run(1, load_newest, str(tmp_path))
+    assert found[1] == "step-00000005-gen-0"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005-gen-0"]
 
 
-def test_saving_the_same_step_again_keeps_what_is_there(ranks: Pool, tmp_path: Path) -> None:
-    ranks.run(2, save_many, str(tmp_path), [5], 2)
-    before = (tmp_path / "step-00000005-gen-0" / store.STATE_FILE).stat().st_ino
-    ranks.run(2, save_many, str(tmp_path), [5], 2)
-    assert (tmp_path / "step-00000005-gen-0" / store.STATE_FILE).stat().st_ino == before
+def test_tainted_checkpoints_are_passed_over(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(1, write_many, str(tmp_path), [5, 10])
+    catalog.mark(tmp_path / "step-00000010-gen-0", catalog.Health.tainted, "taken after the onset of an incident")
+    (found,) = ranks.run(1, load_newest, str(tmp_path))
+    assert found[1:] == ("step-00000005-gen-0", 5.0, [])
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"unheard_of": 1}'])
-def test_a_spoiled_state_is_one_line_that_names_the_file(ranks: Pool, tmp_path: Path, text: str) -> None:
-    ranks.run(2, save_many, str(tmp_path), [5], 2)
-    (tmp_path / "step-00000005-gen-0" / store.STATE_FILE).write_text(text)
-    for complaint in ranks.run(2, complaint_of_loading, str(tmp_path)):
-        assert "step-00000005-gen-0/state.json cannot be read" in complaint
-        assert "\n" not in complaint
+def test_another_model_is_refused_by_name_and_nothing_is_set_aside(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(2, write_many, str(tmp_path), [5])
+    other = {"model.weight": (4, 4), "device.step": ()}
+    for complaint in ranks.run(2, complaint_of_loading, str(tmp_path), other):
+        assert "holds model.weight as [4, 3], and this configuration needs [4, 4]" in complaint
+    for complaint in ranks.run(2, complaint_of_loading, str(tmp_path), {"model.head": (4,)}):
+        assert "does not hold model.head" in complaint
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005-gen-0"]
+
+
+def flip_bit(directory: Path) -> str:
+    """One bit in the middle of rank 1's shards."""
+    return _spoil(directory / "__1_0.distcp", lambda data: data[:100000] + bytes([data[100000] ^ 1]) + data[100001:])
+
+
+def zero_hole(directory: Path) -> str:
+    return _spoil(directory / "__0_0.distcp", lambda data: data[:4096] + bytes(4096) + data[8192:])
+
+
+def truncate(directory: Path) -> str:
+    return _spoil(directory / "__0_0.distcp", lambda data: data[:-1])
+
+
+def empty(directory: Path) -> str:
+    return _spoil(directory / "__1_0.distcp", lambda _: b"")
+
+
+def spoil_metadata(directory: Path) -> str:
+    return _spoil(directory / ".metadata", lambda data: data[:-20] + b"?" + data[-19:])
+
+
+def spoil_state(directory: Path) -> str:
+    return _spoil(directory / "state.json", lambda data: data.replace(b'"cursor": 1', b'"cursor": 2'))
+
+
+def lose_a_file(directory: Path) -> str:
+    (directory / "__1_0.distcp").unlink()
+    return "__1_0.distcp"
+
+
+def lose_the_manifest(directory: Path) -> str:
+    (directory / integrity.MANIFEST).unlink()
+    return integrity.MANIFEST
+
+
+def _spoil(path: Path, change: Callable[[bytes], bytes]) -> str:
+    before = path.read_bytes()
+    after = change(before)
+    assert after != before
+    path.write_bytes(after)
+    return path.name
+
+
+DAMAGES = [flip_bit, zero_hole, truncate, empty, spoil_metadata, spoil_state, lose_a_file, lose_the_manifest]
+STEPS = ("run.name=a", "checkpoint.every_steps=5", "checkpoint.good_after_steps=3", "train.num_steps=15")
+LONGER = (*STEPS, "train.num_steps=20", "run.resume=changed", "optim.schedule=constant")
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of the steps 10 and 15."""
+    directory = tmp_path_factory.mktemp("trained")
+    ranks.run(2, cases.run, str(directory), *STEPS, "optim.schedule=constant")
+    assert [checkpoint.step for checkpoint in catalog.saved(directory / "a" / "checkpoints")] == [10, 15]
+    return directory
+
+
+@pytest.fixture(scope="module")
+def control(ranks: Pool, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    directory = tmp_path_factory.mktemp("control") / "copy"
+    shutil.copytree(trained, directory)
+    return _history(ranks.run(2, cases.run, str(directory), *LONGER)[0][1])
+
+
+def _history(records: list[events.StepRecord]) -> list[Any]:
+    last = {record.step: (record.cursor, record.loss, record.grad_norm, record.lr) for record in records}
+    return sorted(last.items())
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(
+    ranks: Pool, trained: Path, control: list[Any], tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    checkpoints = tmp_path / "a" / "checkpoints"
+    name = damage(checkpoints / "step-00000015-gen-0")
+    code, records = ranks.run(2, cases.run, str(tmp_path), *LONGER)[0]
+    assert code == 0
+    log = list(events.read(tmp_path / "a" / "events.jsonl"))
+    assert [event for event in log if isinstance(event, RunStarted)][-1].resumed_from == "step-00000010-gen-0"
+    (told,) = [event for event in log if isinstance(event, CheckpointJudged) and event.health == "damaged"]
+    assert f"step-00000015-gen-0/{name}" in told.reason
+    assert (checkpoints / "step-00000015-gen-0.damaged").is_dir(), "it is kept for whoever wants to know"
+    assert _history(records) == control, "and the run is the one that resumed from the newest"
+    assert [checkpoint.step for checkpoint in catalog.saved(checkpoints)] == [15, 20]
+    for checkpoint in catalog.saved(checkpoints):
+        integrity.verify(checkpoint.path)
+
+
+def test_a_run_never_starts_over_in_silence(ranks: Pool, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    for checkpoint in catalog.saved(tmp_path / "a" / "checkpoints"):
+        truncate(checkpoint.path)
+    for attempt in range(2):
+        for complaint in ranks.run(2, complaint_of_running, str(tmp_path)):
+            assert "no checkpoint in" in complaint
+            assert "\n" not in complaint
+            assert attempt or "step-00000015-gen-0/__0_0.distcp" in complaint
+
+
+def complaint_of_running(directory: str) -> str:
+    try:
+        cases.run(directory, *LONGER)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+class Payload:
+    """Unpickling this would create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_nothing_is_run_that_a_checkpoint_holds(ranks: Pool, tmp_path: Path) -> None:
+    """Even where whoever planted it made the manifest fit."""
+    ranks.run(1, write_many, str(tmp_path), [5])
+    directory = tmp_path / "step-00000005-gen-0"
+    (directory / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "proof")))
+    _forge(directory)
+    (complaint,) = ranks.run(1, complaint_of_loading, str(tmp_path))
+    assert "posix.mkdir has no place in a checkpoint" in complaint
+    assert not (tmp_path / "proof").exists()
+
+
+def test_no_path_leads_out_of_a_checkpoint(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(1, write_many, str(tmp_path), [5, 10])
+    directory = tmp_path / "step-00000010-gen-0"
+    with (directory / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    for info in metadata.storage_data.values():
+        info.relative_path = "../step-00000005-gen-0/__0_0.distcp"
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    _forge(directory)
+    (found,) = ranks.run(1, load_newest, str(tmp_path))
+    assert found[1] == "step-00000005-gen-0"
+    assert "which is outside the checkpoint" in found[3][0]
+
+
+def _forge(directory: Path) -> None:
+    """A manifest that fits whatever lies there."""
+    manifest = integrity.read_manifest(directory)
+    files = integrity.measure_all(directory, manifest.files)
+    integrity.write_manifest(directory, integrity.Manifest(**(_shallow(manifest) | {"files": files})))
+
+
+def _shallow(manifest: integrity.Manifest) -> dict[str, Any]:
+    return {name: getattr(manifest, name) for name in manifest.__slots__}
+
+
+def test_tensors_are_read_whole_without_a_process_group(trained: Path) -> None:
+    directory = trained / "a" / "checkpoints" / "step-00000015-gen-0"
+    shapes = store.read_shapes(directory)
+    name = "model.blocks.0.mlp.up.weight"
+    (read,) = store.read_tensors(directory, [name]).values()
+    assert read.shape == shapes[name] == (48, 32)
+    assert json.loads((directory / store.STATE_FILE).read_text())["step"] == 15
+    assert int(store.read_tensors(directory, ["device.step"])["device.step"]) == 15

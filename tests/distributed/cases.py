@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from harness import events, rundir, train
 from harness.build import Parts, build
+from harness.checkpoint import store
 from harness.compose import load
 from harness.config import Config
 from harness.events import StepRecord
 from harness.parallel import World, connect, local
 from harness.rundir import RunDir
+from harness.state import RunState
 
 TINY = (
     "model.dim=32",
@@ -49,7 +52,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     joined = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         joined.update(name.encode())
-        joined.update(full(tensor).detach().contiguous().view(torch.uint8).numpy().tobytes())
+        joined.update(full(tensor).detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     return joined.hexdigest()
 
 
@@ -70,6 +73,16 @@ def run(directory: str, *overrides: str) -> tuple[int, list[StepRecord]]:
     path = rundir.locate(cfg).events if cfg.run.name else None
     records = [] if path is None else [event for event in events.read(path) if isinstance(event, StepRecord)]
     return code, records
+
+
+def state_on_disk(checkpoint: Path) -> RunState:
+    """What a checkpoint says of the host's numbers."""
+    return RunState(**json.loads((checkpoint / store.STATE_FILE).read_text()))
+
+
+def device_step(checkpoint: Path) -> int:
+    """How many updates the device had counted."""
+    return int(store.read_tensors(checkpoint, ["device.step"])["device.step"])
 
 
 @dataclass

@@ -25,6 +25,12 @@ def launch(worker: local.Worker, runs: Path) -> int:
     return local.launch(workers.config(runs, worker.__name__), worker)
 
 
+def children(pid: int) -> list[int]:
+    """Processes that a process started."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
 def wait_for(*paths: Path) -> None:
     deadline = time.monotonic() + 60
     while not all(path.exists() for path in paths):
@@ -86,14 +92,15 @@ def test_exit_code_of_the_contract_passes_through(tmp_path: Path, capfd: pytest.
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 @pytest.mark.parametrize("process", ["patient"], indirect=True)
-def test_stop_lets_the_workers_finish(process: subprocess.Popen[str], tmp_path: Path) -> None:
-    process.send_signal(signal.SIGTERM)
+def test_stop_lets_the_workers_finish(process: subprocess.Popen[str], tmp_path: Path, number: signal.Signals) -> None:
+    process.send_signal(number)
     assert process.wait(timeout=30) == 75
-    assert (tmp_path / "patient" / "saved-0").exists()
-    assert (tmp_path / "patient" / "saved-1").exists()
+    saved = [(tmp_path / "patient" / f"saved-{rank}").read_text() for rank in range(2)]
+    assert saved == ["SIGTERM", "SIGTERM"], "what the workers were told"
     assert process.stderr is not None
-    assert process.stderr.read() == "harness: stopping in order; a second signal kills the workers\n"
+    assert process.stderr.read() == "harness: stopping in order; a second Ctrl-C or SIGTERM kills the workers\n"
 
 
 @pytest.mark.parametrize("process", ["stubborn"], indirect=True)
@@ -105,6 +112,33 @@ def test_second_stop_kills(process: subprocess.Popen[str]) -> None:
     assert process.wait(timeout=30) == 75
 
 
+@pytest.mark.parametrize("process", ["patient"], indirect=True)
+def test_sigusr1_to_every_process_twice_kills_nobody(process: subprocess.Popen[str], tmp_path: Path) -> None:
+    """As a scheduler sends it that knows no launcher from a worker; the helper of multiprocessing is hit too."""
+    everybody = [process.pid, *children(process.pid)]
+    assert len(everybody) >= 4, "launcher, two workers, resource tracker"
+    for _ in range(2):
+        for pid in everybody:
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.1)
+    assert not [pid for pid in everybody if "zombie" in Path(f"/proc/{pid}/status").read_text()]
+    assert process.wait(timeout=30) == 75
+    saved = [(tmp_path / "patient" / f"saved-{rank}").read_text() for rank in range(2)]
+    assert saved == ["SIGUSR1", "SIGUSR1"]
+    assert process.stderr is not None
+    assert process.stderr.read() == "harness: stopping in order; a second Ctrl-C or SIGTERM kills the workers\n"
+
+
+@pytest.mark.parametrize("process", ["stubborn"], indirect=True)
+def test_sigusr1_is_not_counted_among_those_that_kill(process: subprocess.Popen[str]) -> None:
+    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+        process.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 75
+
+
 def test_stop_while_workers_start(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.launch.workers", "patient", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as launcher:
@@ -113,7 +147,7 @@ def test_stop_while_workers_start(tmp_path: Path) -> None:
         os.killpg(launcher.pid, signal.SIGINT)
         _, err = launcher.communicate(timeout=60)
     assert launcher.returncode == 75
-    assert err == "harness: stopping in order; a second signal kills the workers\n"
+    assert err == "harness: stopping in order; a second Ctrl-C or SIGTERM kills the workers\n"
 
 
 def test_unusable_directory_names_the_key(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 from harness import compose
 from harness.config import Config, ConfigError
+from harness.requests import StopRequest, signals_to
 from harness.rundir import locate
 
 PATIENCE_S = 60.0
@@ -53,21 +53,16 @@ def exit_late(_cfg: Config) -> int:
 
 def patient(cfg: Config) -> int:
     """Works until asked to stop, then takes its time, as a run that saves a checkpoint does."""
-    asked: list[int] = []
-
-    def ask(number: int, _frame: FrameType | None) -> None:
-        asked.append(number)
-
-    signal.signal(signal.SIGTERM, ask)
-    signal.signal(signal.SIGINT, ask)
-    (locate(cfg).path / f"ready-{rank()}").touch()
-    deadline = time.monotonic() + PATIENCE_S
-    while not asked:
-        if time.monotonic() > deadline:
-            return 1
-        time.sleep(0.05)
-    time.sleep(0.5)
-    (locate(cfg).path / f"saved-{rank()}").touch()
+    stop = StopRequest()
+    with signals_to(stop):
+        (locate(cfg).path / f"ready-{rank()}").touch()
+        deadline = time.monotonic() + PATIENCE_S
+        while not stop:
+            if time.monotonic() > deadline:
+                return 1
+            time.sleep(0.05)
+        time.sleep(0.5)
+        (locate(cfg).path / f"saved-{rank()}").write_text(stop.reason)
     return 75
 
 

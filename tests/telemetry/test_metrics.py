@@ -60,6 +60,6 @@ def test_what_is_not_finite_becomes_a_flag(make_step: MakeStep) -> None:
 def test_rarer_events(started: RunStarted) -> None:
     evaluated = EvalRecord(time=0.0, iteration=1, step=1, loss=2.5, tokens=8)
     assert metrics_of(evaluated) == {"eval/loss": 2.5, "eval/tokens": 8.0}
-    saved = CheckpointSaved(time=0.0, iteration=1, step=1, directory="d", seconds=0.5)
-    assert metrics_of(saved) == {"checkpoint/seconds": 0.5}
+    saved = CheckpointSaved(time=0.0, iteration=1, step=1, directory="d", seconds=0.5, blocked_s=0.1, bytes=2 * 10**9)
+    assert metrics_of(saved) == {"checkpoint/seconds": 0.5, "checkpoint/blocked_s": 0.1, "checkpoint/gb": 2.0}
     assert metrics_of(started) == {}

@@ -1,0 +1,198 @@
+"""The keeper: when a snapshot is taken, when one goes to disk, how healthy what lies there is, and what may go.
+
+How: all ranks call it at the same iterations and do the same, so the ring and the files agree without a word. A save is
+a snapshot that the clerk writes once its report has come back; the loop never waits for it, unless the next one is due
+before it is done. Rank 0 alone judges and deletes: a checkpoint is good once `good_after_steps` clean steps in a row
+have followed it, and what is not finite is not written at all.
+A disk that refuses costs that checkpoint and an event; training goes on and the next one tries again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import final
+
+from harness.checkpoint import catalog, store
+from harness.checkpoint.cadence import rollback_cost
+from harness.checkpoint.catalog import Health
+from harness.checkpoint.clerk import Clerk
+from harness.checkpoint.ring import Ring, Slot
+from harness.config import Config
+from harness.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, StepRecord
+from harness.parallel import World, together
+from harness.state import RunState
+
+
+@final
+class Keeper:
+    def __init__(self, cfg: Config, root: Path, *, ring: Ring, world: World) -> None:
+        self._cfg = cfg.checkpoint
+        self._rollback = rollback_cost(cfg).as_dict()
+        self._root = root
+        self._ring = ring
+        self._world = world
+        self._clerk: Clerk[Event] = Clerk()
+        self._told: list[Event] = []
+        self._on_disk: set[str] = set()
+        self._queued: Slot | None = None
+        """Waits for its report before it can be written."""
+        self._is_asked = False
+        self._blocked_s = 0.0
+        self._interval_s = 60 * (self._cfg.every_minutes or math.inf)
+        self._next_save_s = time.monotonic() + self._interval_s
+        self._candidates: dict[str, int] = {}
+        """Directory -> the iteration it was taken after."""
+        self._last_unclean = 0
+        """The last iteration that was not clean, or where the run began."""
+
+    def continue_from(self, name: str, state: RunState) -> None:
+        """The run goes on from this checkpoint, which its next clean steps may prove good."""
+        self._on_disk.add(name)
+        self._last_unclean = state.iteration
+        if catalog.health_of(self._root / name) is Health.candidate:
+            self._candidates[name] = state.iteration
+
+    def is_due_by_clock(self) -> bool:
+        """Whether the clock asks for a checkpoint, once each time; on rank 0 alone, whose word the others hear."""
+        is_due = self._world.is_first and time.monotonic() >= self._next_save_s
+        if is_due:
+            self._next_save_s = time.monotonic() + self._interval_s
+        return is_due
+
+    def take_if_due(self, state: RunState) -> None:
+        """Snapshot the state that the last update left, for the ring, for the disk, or for both."""
+        is_due = self._is_asked or (self._cfg.every_steps > 0 and state.step % self._cfg.every_steps == 0)
+        self._is_asked = is_due and self._queued is not None
+        if is_due and self._queued is None:
+            self._queued = self._take_to_save(state)
+        elif self._cfg.ring.slots and state.iteration % self._cfg.ring.every_steps == 0:
+            self._ring.take(state)
+
+    def learn(self, record: StepRecord, state: RunState) -> None:
+        """What a report says: its snapshot is whole, those before it can be trusted, a checkpoint has proved good."""
+        slot = self._ring.settle(record.iteration, step=record.step, refused_in_row=state.refused_in_row)
+        if record.refused:
+            self._last_unclean = record.iteration
+        else:
+            self._ring.trust(record.iteration)
+            self._promote(record.iteration)
+        if slot is not None and slot is self._queued:
+            self._queued = None
+            self._write(slot)
+        self._is_asked |= record.save_requested
+
+    def news(self) -> Iterator[Event]:
+        """What has become of earlier saves."""
+        self._listen()
+        while self._told:
+            yield self._told.pop(0)
+
+    def save_last(self, state: RunState, *, is_done: bool) -> bool:
+        """Save where the run leaves, every report heard, and wait for it; False where that failed.
+
+        The state a finished run ends with is good when clean steps led up to it, because none will follow.
+        """
+        assert self._queued is None, "every report was heard"
+        name = catalog.name_of(state.step, state.generation)
+        self._finish_writing()
+        if name not in self._on_disk:
+            slot = self._take_to_save(state)
+            slot.settle(step=state.step, refused_in_row=state.refused_in_row)
+            self._write(slot)
+            self._finish_writing()
+        num_clean = state.iteration - self._last_unclean
+        if is_done and num_clean >= self._cfg.good_after_steps and name in self._candidates:
+            self._judge(name, f"{num_clean} clean steps led up to the end of the run")
+            self._finish_writing()
+        return name in self._on_disk
+
+    def close(self) -> None:
+        self._clerk.close()
+
+    def _take_to_save(self, state: RunState) -> Slot:
+        begun_s = time.monotonic()
+        self._finish_writing()
+        slot = self._ring.take(state)
+        slot.is_leased = True
+        self._next_save_s = time.monotonic() + self._interval_s
+        self._blocked_s = time.monotonic() - begun_s
+        return slot
+
+    def _finish_writing(self) -> None:
+        self._clerk.wait()
+        self._listen()
+
+    def _listen(self) -> None:
+        for event in self._clerk.news():
+            self._told.append(event)
+            if isinstance(event, CheckpointSaved):
+                self._on_disk.add(event.directory)
+                self._candidates[event.directory] = event.iteration
+
+    def _write(self, slot: Slot) -> None:
+        if catalog.name_of(slot.state.step, slot.state.generation) in self._on_disk:
+            slot.is_leased = False
+            return
+        blocked_s = self._blocked_s
+        self._clerk.give(lambda: [self._save(slot, blocked_s)])
+
+    def _save(self, slot: Slot, blocked_s: float) -> Event:
+        """In the clerk's thread, on every rank."""
+        begun_s, state = time.monotonic(), slot.state
+        try:
+            if not all(together(lambda: slot.is_finite, self._world.aside)):
+                return _failed(state, "weights or moments are not finite")
+            written = store.write(self._root, slot.whole, state, world=self._world, rollback=self._rollback)
+        except OSError as error:
+            return _failed(state, " ".join(str(error).split()))
+        finally:
+            slot.is_leased = False
+        self._prune()
+        return CheckpointSaved(
+            time=time.time(),
+            iteration=state.iteration,
+            step=state.step,
+            directory=written.path.name,
+            seconds=time.monotonic() - begun_s,
+            blocked_s=blocked_s,
+            bytes=written.bytes,
+        )
+
+    def _promote(self, iteration: int) -> None:
+        for name, taken in list(self._candidates.items()):
+            num_clean = iteration - max(taken, self._last_unclean)
+            if num_clean >= self._cfg.good_after_steps:
+                self._judge(name, f"{num_clean} clean steps followed")
+
+    def _judge(self, name: str, reason: str) -> None:
+        iteration = self._candidates.pop(name)
+        if self._world.is_first:
+            self._clerk.give(lambda: self._mark_good(name, iteration, reason))
+
+    def _mark_good(self, name: str, iteration: int, reason: str) -> list[Event]:
+        """In the clerk's thread; what has been dropped meanwhile needs no mark."""
+        try:
+            catalog.mark(self._root / name, Health.good, reason)
+        except OSError:
+            return []
+        self._prune()
+        return [
+            CheckpointJudged(time=time.time(), iteration=iteration, directory=name, health=Health.good, reason=reason)
+        ]
+
+    def _prune(self) -> None:
+        """In the clerk's thread; what cannot be deleted today may be tomorrow."""
+        if not self._world.is_first:
+            return
+        keep, every = self._cfg.keep, self._cfg.keep_every_steps
+        for checkpoint in catalog.expendable(catalog.saved(self._root), keep=keep, keep_every_steps=every):
+            with suppress(OSError):
+                catalog.drop(checkpoint.path)
+
+
+def _failed(state: RunState, reason: str) -> CheckpointFailed:
+    return CheckpointFailed(time=time.time(), iteration=state.iteration, step=state.step, reason=reason)

@@ -1,0 +1,82 @@
+"""Host memory: how much there is left, and blocks of it that a GPU can copy into without waiting.
+
+Why: a ring that does not fit must be refused before the first step, with its numbers, not killed by the kernel in the
+middle of the night; and on a cluster the limit is the job's, not the machine's.
+How: the least of what the kernel calls available and what each control group above this process still allows.
+A block is registered with the driver and not taken from torch's pinned allocator, which rounds up to a power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import final
+
+import torch
+
+ALIGNMENT_BYTES = 64
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def free_bytes() -> int:
+    """Memory this machine, or the job on it, can still give."""
+    return min([_available_bytes(), *_allowed_bytes()])
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise OSError("/proc/meminfo does not tell MemAvailable")
+
+
+def _allowed_bytes() -> Iterator[int]:
+    """What each control group (version 2) from this process's up to the root has left; file cache can be given back."""
+    with suppress(OSError, ValueError, IndexError):
+        own = _CGROUPS / Path("/proc/self/cgroup").read_text().split("::")[1].strip().lstrip("/")
+        for group in [own, *own.parents]:
+            if not group.is_relative_to(_CGROUPS):
+                return
+            limit = group / "memory.max"
+            if limit.exists() and (text := limit.read_text().strip()) != "max":
+                used = int((group / "memory.current").read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield int(text) - used + int(stat["inactive_file"])
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@final
+class Block:
+    """Host memory of a fixed size, page-locked where a GPU copies into it, handed out piece by piece."""
+
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        self._bytes = torch.empty(max(num_bytes, 1), dtype=torch.uint8)
+        self._buffer = memoryview(self._bytes.numpy())  # type: ignore[arg-type]
+        self._used = 0
+        self._pinned = pinned
+        if pinned:
+            _driver("cudaHostRegister", self._bytes.data_ptr(), self._bytes.numel(), 0)
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The next piece, shaped like a tensor and with a storage of its own, so that it is saved without a copy."""
+        if tensor.numel() == 0:
+            return torch.empty_like(tensor, device="cpu")
+        piece = torch.frombuffer(self._buffer, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
+        self._used += aligned(tensor.nbytes)
+        return piece.view(tensor.shape)
+
+    def release(self) -> None:
+        """Unlock the memory; nothing may be copied into it any more."""
+        if self._pinned:
+            self._pinned = False
+            _driver("cudaHostUnregister", self._bytes.data_ptr())
+
+
+def _driver(function: str, *arguments: int) -> None:
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(getattr(runtime, function)(*arguments)))

@@ -1,0 +1,255 @@
+"""Ranks that are killed where a test says, cheaply enough to kill dozens.
+
+Why: a promise about `kill -9` at any instant is worth what is tried, and starting Python and torch costs seconds.
+How: one process, the mother, is started afresh, imports everything and from then on only forks: each attempt is a set
+of ranks born of her with torchrun's environment, which nobody but the kernel stops. She runs no thread, no process
+group and no tensor operation of size, so what she hands down is whole. A rank dies at a *place*: the n-th call of a
+function of the product, before it, after it, or at a chosen point within; the function is replaced in that rank alone,
+and the product knows nothing of it. The others follow a moment later, as they would under a launcher.
+Left out: losing what the kernel had not yet written to disk; a killed process loses nothing of that kind.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import wraps
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from tests.distributed.pool import free_port
+
+ATTEMPT_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
+KILLED = -signal.SIGKILL
+
+
+class When(StrEnum):
+    before = "before"
+    within = "within"
+    after = "after"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A function of the product, by where it is looked up: `package.module:name` or `package.module:Class.name`."""
+
+    phase: str
+    function: str
+    arm: Callable[[], None] | None = None
+    """Sees to it that the call that follows dies halfway."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtPlace:
+    """One rank dies at the n-th call of a function."""
+
+    place: Place
+    when: When
+    nth: int
+    rank: int
+    grace_s: float
+    """How long the other ranks outlive it."""
+
+    def __str__(self) -> str:
+        return f"{self.when} {self.place.phase} {self.nth} on rank {self.rank}, the other {self.grace_s:.2f} s later"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtTime:
+    """One rank dies by the clock, counted from its birth."""
+
+    after_s: float
+    rank: int
+    grace_s: float
+
+    def __str__(self) -> str:
+        return f"{self.after_s:.2f} s after the start on rank {self.rank}, the other {self.grace_s:.2f} s later"
+
+
+Death = AtPlace | AtTime
+
+
+class Outcome(NamedTuple):
+    exit_codes: list[int]
+    results: list[Any]
+    """What the case returned on each rank; None where a rank was killed."""
+    killed: bool
+    """Whether the death came; else every rank lived to the end."""
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in(owner: Any, name: str, part: Callable[..., Any]) -> None:
+    """Let the next call of `owner.name` do only `part(function, *arguments)`, and die."""
+    function = getattr(owner, name)
+
+    def last(*arguments: Any, **options: Any) -> None:
+        part(function, *arguments, **options)
+        die()
+
+    setattr(owner, name, last)
+
+
+def doom(death: AtPlace) -> None:
+    """Replace the function in this process by one that dies."""
+    module, _, path = death.place.function.partition(":")
+    *owners, name = path.split(".")
+    owner: Any = attrgetter(".".join(owners))(import_module(module)) if owners else import_module(module)
+    function = getattr(owner, name)
+    calls = 0
+
+    @wraps(function)
+    def mortal(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        now = calls == death.nth
+        if now and death.when is When.before:
+            die()
+        if now and death.when is When.within:
+            assert death.place.arm is not None
+            death.place.arm()
+        result = function(*arguments, **options)
+        if now and death.when is When.after:
+            die()
+        return result
+
+    setattr(owner, name, mortal)
+
+
+class Mortals:
+    """The mother, seen from the test."""
+
+    def __init__(self, *modules: str) -> None:
+        """`modules` are imported once, for all ranks to come."""
+        context = multiprocessing.get_context("spawn")
+        self._orders, theirs = context.Pipe()
+        self._mother = context.Process(target=_serve, args=(theirs, modules))
+        with patch.dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):  # read when numpy is loaded
+            self._mother.start()
+        theirs.close()
+
+    def run(self, size: int, case: Callable[..., Any], *arguments: Any, death: Death | None = None) -> Outcome:
+        """One attempt on `size` ranks; a rank that fails by itself fails the test, with its traceback."""
+        self._orders.send((size, case, arguments, death))
+        assert self._orders.poll(START_TIMEOUT_S + ATTEMPT_TIMEOUT_S), "the mother does not answer"
+        outcome = self._orders.recv()
+        assert isinstance(outcome, Outcome), outcome
+        return outcome
+
+    def close(self) -> None:
+        self._orders.send(None)
+        self._orders.close()
+        self._mother.join()
+
+
+def _serve(orders: Connection, modules: tuple[str, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  (the console of a run, which nobody reads)
+    for module in modules:
+        import_module(module)
+    threads = list(Path("/proc/self/task").iterdir())
+    while (order := orders.recv()) is not None:
+        orders.send(_attempt(*order) if len(threads) == 1 else f"{len(threads)} threads cannot be forked")
+
+
+def _attempt(size: int, case: Callable[..., Any], arguments: tuple[Any, ...], death: Death | None) -> Outcome | str:
+    """Give birth, wait for the end of all, and say what was; as text where a rank failed by itself."""
+    port = str(free_port())
+    born = {rank: _bear(rank, size, port, (case, arguments, death)) for rank in range(size)}
+    reports, complaint = _watch(born, death)
+    for child, results in born.values():
+        child.join()
+        results.close()
+    exit_codes = [child.exitcode or 0 for child, _ in born.values()]
+    killed = death is not None and exit_codes[death.rank] == KILLED and not complaint
+    failures = [str(report.value) for report in reports.values() if report and not report.ended]
+    if not killed and (complaint or failures or None in reports.values()):
+        return "\n".join([complaint, f"exit codes {exit_codes}", *failures])
+    returned = [report.value if (report := reports[rank]) and report.ended else None for rank in range(size)]
+    return Outcome(exit_codes, returned, killed)
+
+
+class _Report(NamedTuple):
+    ended: bool
+    value: Any
+    """What the case returned, or the traceback of its failure."""
+
+
+_Born = Mapping[int, tuple[BaseProcess, Connection]]
+
+
+def _bear(rank: int, size: int, port: str, order: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_live, args=(rank, size, port, theirs, order))
+    child.start()
+    theirs.close()
+    return child, ours
+
+
+def _live(rank: int, size: int, port: str, reports: Connection, order: tuple[Any, ...]) -> None:
+    """A rank's life."""
+    case, arguments, death = order
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+    )
+    if isinstance(death, AtPlace) and death.rank == rank:
+        doom(death)
+    try:
+        reports.send(_Report(True, case(*arguments)))
+    except BaseException:
+        reports.send(_Report(False, traceback.format_exc()))
+        sys.exit(1)
+
+
+def _watch(born: _Born, death: Death | None) -> tuple[dict[int, _Report | None], str]:
+    """Hear every rank's report, None from the dead; when one has died the others are killed in their turn."""
+    pending = {results: rank for rank, (_, results) in born.items()}
+    reports: dict[int, _Report | None] = {}
+    complaint = ""
+    until_s = time.monotonic() + ATTEMPT_TIMEOUT_S
+    if isinstance(death, AtTime) and not wait(list(pending), timeout=death.after_s):
+        born[death.rank][0].kill()
+    while pending:
+        ready = wait(list(pending), timeout=max(0.0, until_s - time.monotonic()))
+        if not ready:
+            complaint = complaint or ("" if None in reports.values() else f"no end in {ATTEMPT_TIMEOUT_S:.0f} s")
+            for rank in pending.values():
+                born[rank][0].kill()
+            until_s = time.monotonic() + ATTEMPT_TIMEOUT_S
+        for results in ready:
+            rank = pending.pop(results)  # type: ignore[call-overload]
+            reports[rank] = _receive(results)  # type: ignore[arg-type]
+            if reports[rank] is None and death is not None:
+                until_s = min(until_s, time.monotonic() + death.grace_s)
+    return reports, complaint
+
+
+def _receive(results: Connection) -> _Report | None:
+    try:
+        report: _Report = results.recv()
+    except EOFError:
+        return None
+    return report

@@ -1,0 +1,236 @@
+"""However a run is asked to stop, all ranks save the same step and leave with 75, and it goes on as if nothing was."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from harness import events, train
+from harness.events import Event, Intervention, RunEnded, RunStarted, StepRecord
+from harness.rundir import RunDir
+from tests.distributed import cases
+from tests.distributed.pool import Pool
+
+ROOT = Path(__file__).parents[2]
+LAG = 1
+ENDLESS = ("train.num_steps=100000", "optim.schedule=constant", f"sentinel.lag={LAG}")
+FURTHER = 5
+Numbers = dict[int, tuple[float, float, float, int]]
+
+
+def asked_in_step(directory: str, nth: int, rank: int, place: str, *overrides: str) -> tuple[int, int]:
+    """A run in which one rank is sent SIGUSR1 in the n-th step it begins, at the beginning of a function of the loop;
+    its exit code and the number of steps begun."""
+    begun = 0
+
+    def interrupted(name: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(train, name)
+
+        def replaced(*arguments: Any, **options: Any) -> Any:
+            nonlocal begun
+            begun += name == "forward_backward"
+            if name == place and begun == nth and int(os.environ["RANK"]) == rank:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return function(*arguments, **options)
+
+        return replaced
+
+    compute, decide = interrupted("forward_backward"), interrupted("judge_and_update")
+    with patch.multiple(train, forward_backward=compute, judge_and_update=decide):
+        code, _ = cases.run(directory, *overrides)
+    return code, begun
+
+
+def log_of(run: RunDir) -> list[Event]:
+    return list(events.read(run.events))
+
+
+def numbers(log: list[Event]) -> Numbers:
+    """What each step computed, to the last bit."""
+    records = [event for event in log if isinstance(event, StepRecord)]
+    assert len({record.step for record in records}) == len(records), "nothing was done twice"
+    return {record.step: (record.loss, record.grad_norm, record.lr, record.cursor) for record in records}
+
+
+def end_of(log: list[Event]) -> RunEnded:
+    assert isinstance(log[-1], RunEnded)
+    return log[-1]
+
+
+@contextmanager
+def launched(run: RunDir) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that would go on for ever, through the launcher, in a session of its own, once it trains."""
+    overrides = [*cases.TINY, *ENDLESS, f"run.dir={run.path.parent}", f"run.name={run.path.name}", "launch.nproc=2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launch.cli", "train", *overrides],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        cwd=ROOT,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (run.events.exists() and any(isinstance(event, StepRecord) for event in log_of(run))):
+            assert process.poll() is None
+            assert time.monotonic() < deadline, "the run does not begin"
+            time.sleep(0.05)
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def worker(run: RunDir, rank: int) -> int:
+    (file,) = run.logs.glob(f"*/rank-{rank}.pid")
+    return int(file.read_text())
+
+
+def ask_by_signal(_run: RunDir, launcher: subprocess.Popen[bytes]) -> None:
+    launcher.send_signal(signal.SIGUSR1)
+
+
+def ask_by_file(run: RunDir, _launcher: subprocess.Popen[bytes]) -> None:
+    run.stop.touch()
+
+
+def ask_by_command(run: RunDir, _launcher: subprocess.Popen[bytes]) -> None:
+    command = [sys.executable, "-m", "launch.cli", "ctl", str(run.path), "stop", "--reason", "new nodes", "--wait"]
+    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (asked.returncode, asked.stderr) == (75, "")
+    assert f"{run.path} ended at step {end_of(log_of(run)).step}: " in asked.stdout
+
+
+WAYS = {
+    "signal": (ask_by_signal, "SIGTERM"),
+    "file": (ask_by_file, "STOP file"),
+    "command": (ask_by_command, f"asked by {getpass.getuser()}: new nodes"),
+}
+"""How a run is asked -> what its last event must say."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    run: RunDir
+    exit_code: int
+    log: list[Event]
+
+    @property
+    def step(self) -> int:
+        return end_of(self.log).step
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stopped]:
+    """A run for each way to ask."""
+    runs = {}
+    for way, (ask, _) in WAYS.items():
+        run = RunDir(tmp_path_factory.mktemp("runs") / way)
+        with launched(run) as process:
+            ask(run, process)
+            code = process.wait(timeout=60)
+        runs[way] = Stopped(run, code, log_of(run))
+    return runs
+
+
+@pytest.fixture(scope="module")
+def control(ranks: Pool, stopped: dict[str, Stopped], tmp_path_factory: pytest.TempPathFactory) -> Numbers:
+    """A run that nobody disturbed, as far as any of the others will come."""
+    run = RunDir(tmp_path_factory.mktemp("control") / "control")
+    last = max(each.step for each in stopped.values()) + FURTHER
+    overrides = (f"run.dir={run.path.parent}", "run.name=control", *ENDLESS)
+    results = ranks.run(2, asked_in_step, str(run.path.parent), last, 0, "forward_backward", *overrides)
+    assert results == [(75, last + LAG)] * 2
+    return numbers(log_of(run))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_run_saves_tells_why_and_goes_on_bit_identically(
+    way: str, ranks: Pool, stopped: dict[str, Stopped], control: Numbers
+) -> None:
+    run, step, log = stopped[way].run, stopped[way].step, stopped[way].log
+    assert stopped[way].exit_code == end_of(log).exit_code == 75
+    assert end_of(log).reason.endswith(WAYS[way][1])
+    seen = next(event.iteration for event in log if isinstance(event, StepRecord) and event.stop_requested)
+    assert end_of(log).iteration - seen == LAG, "steps that began after the request was seen"
+    assert [path.name for path in run.checkpoints.iterdir()] == [f"step-{step:08d}-gen-0"]
+    assert run.stop.exists() == (way in ("file", "command")), "a stop that was wanted can be seen"
+
+    words = (f"run.dir={run.path.parent}", f"run.name={way}", *ENDLESS)
+    results = ranks.run(2, asked_in_step, str(run.path.parent), FURTHER, 0, "forward_backward", *words)
+    assert results == [(75, FURTHER + LAG)] * 2, "a stop of last time does not stop it again"
+    assert not run.stop.exists()
+    log = log_of(run)
+    (began, resumed) = [event for event in log if isinstance(event, RunStarted)]
+    assert (began.resumed_from, resumed.resumed_from) == (None, f"step-{step:08d}-gen-0")
+    assert numbers(log).items() <= control.items()
+    assert len(numbers(log)) == step + FURTHER + LAG
+
+
+def test_an_operator_is_written_down(stopped: dict[str, Stopped]) -> None:
+    run, log = stopped["command"].run, stopped["command"].log
+    (asked,) = [event for event in log if isinstance(event, Intervention)]
+    assert (asked.who, asked.reason) == (getpass.getuser(), "new nodes")
+    assert list(events.read(run.interventions)) == [asked]
+    for way in ("signal", "file"):
+        assert not [event for event in stopped[way].log if isinstance(event, Intervention)]
+
+
+@pytest.mark.parametrize(
+    ("lag", "rank", "place", "heard_late"),
+    [
+        (0, 0, "forward_backward", 0),
+        (0, 1, "judge_and_update", 1),
+        (3, 1, "forward_backward", 0),
+        (3, 0, "judge_and_update", 1),
+    ],
+)
+def test_few_steps_begin_after_a_request(
+    lag: int, rank: int, place: str, heard_late: int, ranks: Pool, tmp_path: Path
+) -> None:
+    """Whichever rank is asked, before it looked in a step or just after."""
+    words = ("run.name=a", *ENDLESS, f"sentinel.lag={lag}")
+    assert ranks.run(2, asked_in_step, str(tmp_path), 4, rank, place, *words) == [(75, 4 + lag + heard_late)] * 2
+    ended = end_of(log_of(RunDir(tmp_path / "a")))
+    assert ended.step == 4 + lag + heard_late
+    assert ended.reason.endswith("SIGUSR1" if rank == 0 else "a signal to another rank")
+
+
+@pytest.mark.parametrize("nth", [5, 6])
+def test_a_run_asked_in_its_last_steps_is_done(nth: int, ranks: Pool, tmp_path: Path) -> None:
+    words = ("run.name=a", "train.num_steps=6")
+    assert ranks.run(2, asked_in_step, str(tmp_path), nth, 1, "forward_backward", *words) == [(0, 6)] * 2
+    assert end_of(log_of(RunDir(tmp_path / "a"))).reason == "all steps done"
+
+
+def is_gone(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    try:
+        return "zombie" in status.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_second_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "hung")
+    with launched(run) as process:
+        workers = [worker(run, rank) for rank in range(2)]
+        os.kill(workers[1], signal.SIGSTOP)
+        os.killpg(process.pid, signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=10) == 75
+        assert all(is_gone(pid) for pid in workers)

@@ -1,0 +1,120 @@
+"""Snapshots and saves on a real GPU: no hidden sync, complete before the next update, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.build import Parts, build
+from harness.checkpoint import store
+from harness.compose import load
+from harness.config import Config
+from harness.events import CheckpointSaved
+from harness.parallel import connect, disconnect, local
+from harness.rundir import RunDir
+from harness.state import RunState
+from harness.train import forward_backward, judge_and_update
+from tests.gpu.test_step import SMALL
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # torch.compile and NCCL warn of their own affairs
+]
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    yield
+    disconnect()
+
+
+def start(run: Path, *overrides: str) -> tuple[Parts, Config]:
+    cfg = load([*SMALL, "precision=bf16", *overrides])
+    return build(cfg, connect(cfg.parallel), RunDir(run)), cfg
+
+
+def step(parts: Parts, cfg: Config, index: int) -> None:
+    forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
+    parts.ring.finish_copy()
+    judge_and_update(parts, cfg=cfg, probe=False)
+
+
+def copies(parts: Parts) -> dict[str, torch.Tensor]:
+    return {name: local(tensor.detach()).clone() for name, tensor in parts.tensors().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_snapshot_never_waits_and_holds_the_state_of_its_step(tmp_path: Path) -> None:
+    """Many snapshots in a row, each while the next step is already on its way to overwrite what it copies."""
+    parts, cfg = start(tmp_path, "checkpoint.ring.slots=4")
+    for index in range(2):
+        step(parts, cfg, index)
+    torch.cuda.synchronize()
+    slots, expected = [], []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for index in range(2, 6):
+            step(parts, cfg, index)
+            expected.append(copies(parts))
+            slots.append(parts.ring.take(RunState(iteration=index)))
+        step(parts, cfg, 6)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for slot, before in zip(slots, expected, strict=True):
+        assert slot.is_finite
+        for name, tensor in slot.tensors.items():
+            assert torch.equal(tensor, before[name].cpu()), name
+            assert tensor.numel() == 0 or tensor.is_pinned(), name
+    parts.close()
+
+
+def test_a_rewind_replays_bit_for_bit(tmp_path: Path) -> None:
+    parts, cfg = start(tmp_path)
+    step(parts, cfg, 0)
+    slot = parts.ring.take(RunState(iteration=1, step=1))
+    slot.settle(step=1, refused_in_row=0)
+    before = copies(parts)
+    for index in range(1, 4):
+        step(parts, cfg, index)
+    after = copies(parts)
+    assert parts.ring.restore(slot).step == 1
+    assert same(copies(parts), before)
+    for index in range(1, 4):
+        step(parts, cfg, index)
+    assert same(copies(parts), after)
+    parts.close()
+
+
+def test_what_is_not_finite_is_seen(tmp_path: Path) -> None:
+    parts, cfg = start(tmp_path)
+    step(parts, cfg, 0)
+    for value in (math.nan, math.inf, -math.inf):
+        local(parts.update.state()["norm.weight"]["exp_avg_sq"])[3] = value
+        assert not parts.ring.take(RunState(iteration=1)).is_finite
+    parts.close()
+
+
+def test_a_save_beside_training_comes_back_from_disk(tmp_path: Path) -> None:
+    parts, cfg = start(tmp_path, "checkpoint.every_steps=2")
+    for index in range(2):
+        step(parts, cfg, index)
+    state = RunState(iteration=2, step=2, cursor=2)
+    before = copies(parts)
+    assert parts.keeper.save_last(state, is_done=False)
+    (saved,) = [event for event in parts.keeper.news() if isinstance(event, CheckpointSaved)]
+    assert saved.bytes > sum(tensor.nbytes for tensor in before.values())
+    for index in range(2, 4):
+        step(parts, cfg, index)
+    assert not same(copies(parts), before)
+    found = store.load_newest(RunDir(tmp_path).checkpoints, parts.tensors(), world=parts.world)
+    assert found.loaded == store.Loaded(state, saved.directory)
+    assert same(copies(parts), before)
+    parts.close()
