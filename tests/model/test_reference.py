@@ -12,32 +12,12 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.config import AttentionKind, ModelConfig
+from harness.model.huggingface import name_of
 from harness.model.init import initialize
 from harness.model.transformer import Transformer
 from harness.precision import linear
 
 SEQUENCE_LENGTH = 19
-NAMES = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-
-
-def llama_name(name: str) -> str:
-    if not name.startswith("blocks."):
-        return NAMES[name]
-    _, index, module = name.removesuffix(".weight").split(".", 2)
-    return f"model.layers.{index}.{NAMES[module]}.weight"
 
 
 def llama_options(cfg: ModelConfig) -> dict[str, Any]:
@@ -65,7 +45,7 @@ def build_pair(cfg: ModelConfig) -> tuple[Transformer, Any]:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
     llama = LlamaForCausalLM(LlamaConfig(**llama_options(cfg)))  # type: ignore[no-untyped-call]
-    weights = {llama_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+    weights = {name_of(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
     missing = llama.load_state_dict(weights, strict=False)
     assert not missing.unexpected_keys
     assert set(missing.missing_keys) <= ({"lm_head.weight"} if cfg.tied_head else set())
@@ -100,4 +80,4 @@ def test_logits_and_gradients_equal_llama(
     expected = dict(llama.named_parameters())
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        assert relative_error(parameter.grad, expected[llama_name(name)].grad) < 5e-6, name
+        assert relative_error(parameter.grad, expected[name_of(name)].grad) < 5e-6, name
