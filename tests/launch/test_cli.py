@@ -62,8 +62,8 @@ def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["fly"], "harness: no command 'fly'; choose train, data, checkpoint, ctl, plan, or --help"),
-        ([], "harness: which command? choose train, data, checkpoint, ctl, plan, or --help"),
+        (["fly"], "harness: no command 'fly'; choose train, judge, data, checkpoint, ctl, plan, or --help"),
+        ([], "harness: which command? choose train, judge, data, checkpoint, ctl, plan, or --help"),
         (["train", "optim.lr=abc"], "harness: optim.lr: must be a number, got 'abc'"),
         (["train", "+foo=1"], "harness: foo: no such key; the configuration has "),
         (["train", "model=9b"], "harness: model: no '9b'; choose one of "),

@@ -1,0 +1,117 @@
+"""The picture of a judged log: the loss, and what was found in it.
+
+However long the log, a few thousand columns are kept of it while it streams by: each holds the lowest and the highest
+loss of its rows, so no spike is lost between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+MOST_COLUMNS = 4096
+SIZE_INCHES, DOTS_PER_INCH = (9.0, 4.2), 150
+INK, GRID, BLUE, ORANGE, RED = "#24292f", "#e6e8eb", "#2563a8", "#e07b1f", "#c8322b"
+MARGIN = 0.08
+
+
+class Marked(Protocol):
+    """What the picture needs of an incident."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def severity(self) -> str: ...
+
+    @property
+    def onset_step(self) -> int: ...
+
+    @property
+    def end_step(self) -> int | None: ...
+
+
+@dataclass(slots=True)
+class Trace:
+    columns: list[tuple[int, float, float]] = field(default_factory=list)
+    """First step, lowest and highest finite loss; NaN where none was finite."""
+    rows_each: int = 1
+    filled: int = 0
+    """Rows in the last column."""
+    num_rows: int = 0
+    first_step: int = 0
+    last_step: int = 0
+
+    def add(self, step: int, loss: float) -> None:
+        """One row more."""
+        if self.num_rows == 0:
+            self.first_step = step
+        self.num_rows += 1
+        self.last_step = step
+        value = loss if math.isfinite(loss) else math.nan
+        if self.columns and self.filled < self.rows_each:
+            self.filled += 1
+            last = self.columns[-1]
+            if not last[1] <= value <= last[2]:
+                self.columns[-1] = _merged(last, (step, value, value))
+            return
+        self.columns.append((step, value, value))
+        self.filled = 1
+        if len(self.columns) >= MOST_COLUMNS:
+            pairs = zip(self.columns[::2], self.columns[1::2], strict=True)
+            self.columns = [_merged(first, second) for first, second in pairs]
+            self.rows_each *= 2
+            self.filled = self.rows_each
+
+
+def draw(trace: Trace, incidents: Sequence[Marked], out: Path, *, title: str) -> None:
+    """Write the picture to `out` (PNG)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    steps = [step for step, _, _ in trace.columns]
+    lows, highs = [low for _, low, _ in trace.columns], [high for _, _, high in trace.columns]
+    axes.fill_between(steps, lows, highs, color=BLUE, linewidth=0.8)
+    axes.plot(steps, highs, color=BLUE, linewidth=0.8)
+    for incident in incidents:
+        end = trace.last_step if incident.end_step is None else incident.end_step
+        color = RED if incident.severity == "high" else ORANGE
+        axes.axvspan(incident.onset_step, max(end, incident.onset_step + 1), color=color, alpha=0.25, linewidth=0)
+        axes.annotate(
+            str(incident.kind),
+            (incident.onset_step, 1.0),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            va="top",
+            ha="right",
+            fontsize=7,
+            color=color,
+        )
+    axes.set_ylim(*_view(lows, highs))
+    axes.set_title(f"{title}: {len(incidents)} incidents", loc="left", fontsize=11, fontweight="bold", color=INK)
+    axes.set_xlabel("step", color=INK)
+    axes.set_ylabel("loss", color=INK)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.tick_params(length=0, labelsize=8.5, colors=INK)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.savefig(out, format="png")
+
+
+def _merged(first: tuple[int, float, float], second: tuple[int, float, float]) -> tuple[int, float, float]:
+    lows = [low for low in (first[1], second[1]) if low == low]
+    highs = [high for high in (first[2], second[2]) if high == high]
+    return first[0], min(lows, default=math.nan), max(highs, default=math.nan)
+
+
+def _view(lows: Sequence[float], highs: Sequence[float]) -> tuple[float, float]:
+    """From the lowest loss to what all but the first tenth of the rows need: the steep start would hide the rest."""
+    later = sorted(high for high in highs[len(highs) // 10 :] if high == high) or [1.0]
+    bottom, top = min((low for low in lows if low == low), default=0.0), later[-1]
+    margin = MARGIN * max(top - bottom, 1e-3)
+    return bottom - margin, top + margin
