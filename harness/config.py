@@ -336,6 +336,8 @@ class OptimConfig:
     """Also decay the embedding (and the head tied to it)."""
     clip_norm: float | None
     """Largest global gradient norm; null: no clipping."""
+    clip_value: float | None
+    """Largest absolute value of one number of the gradient, after clip_norm; null: no clipping by value."""
     schedule: ScheduleKind
     warmup_steps: int
     """Linear warm-up from lr / warmup_steps."""
@@ -360,6 +362,8 @@ class OptimConfig:
                 "optim.clip_norm",
                 f"must be positive, or null for no clipping, got {self.clip_norm}",
             )
+        valid = self.clip_value is None or self.clip_value > 0
+        require(valid, "optim.clip_value", f"must be positive, or null for no clipping by value, got {self.clip_value}")
         require(self.warmup_steps >= 0, "optim.warmup_steps", f"must be 0 or more, got {self.warmup_steps}")
         require(self.decay_steps >= 0, "optim.decay_steps", f"must be 0 or more, got {self.decay_steps}")
         require(
@@ -422,6 +426,10 @@ class DetectConfig:
     """The gate refuses no loss below this many times the level."""
     gate_grad_factor: float
     """The gate refuses no gradient norm alone below this many times the level."""
+    gate_loss_cap: float
+    """The gate refuses a loss of this many times the level, whatever the noise."""
+    gate_grad_cap: float
+    """The gate refuses a gradient norm of this many times the level, whatever the noise."""
     joint_sigmas: float
     """Spreads from which the gate refuses where loss and gradient norm are both beyond."""
     joint_grad_factor: float
@@ -439,9 +447,9 @@ class DetectConfig:
     grad_spike_factor: float
     """Times the level from which a gradient norm is a spike."""
     recovered_rows: int
-    """Rows back to normal after which an episode is over and its detector armed again."""
+    """Rows back to normal after which an episode is over and its detector armed again; steps where rows are sparser."""
     lingering_rows: int
-    """Rows after which a loss that has not come back is a shift of its level, or a divergence where it still rises."""
+    """Rows, twice over, after which an incident whose loss has not come back is closed."""
     divergence_rows: int
     """Rows over which a rising trend is a divergence."""
 
@@ -455,6 +463,8 @@ class DetectConfig:
             "gate_loss_factor": 1.0,
             "gate_grad_factor": 1.0,
             "joint_grad_factor": 1.0,
+            "gate_loss_cap": self.gate_loss_factor,
+            "gate_grad_cap": self.gate_grad_factor,
             "grad_spike_factor": 1.0,
             "recovered_rows": 1,
             "lingering_rows": 1,

@@ -1,0 +1,193 @@
+"""A case: one incident as the policy sees it, from its onset until the run has left it well behind.
+
+Why: what to do about a finding depends on what was tried before at the same place, and on what the loss does meanwhile.
+How: a case holds where the trouble lies (in iterations for restores, in steps for recognising the place again), the
+rung of the ladder it has reached, and what was normal before. While it is watched, `judge` looks at the median of the
+last few losses: down to normal again is recovered (type 1); stuck near its peak is a bad update that slipped through;
+still high when the watch ends is lingering (type 2). A step up that never overshot, is small and has no known cause is
+other data, and is accepted: damage comes down from a peak, data does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any, NamedTuple, Self, final
+
+from harness.config import PolicyConfig
+from harness.events import FindingKind
+from harness.sentinel.branch import Branch
+
+NUM_RECENT = 9
+RECOVERED_SIGMAS = 0.5
+TURNED, TURNED_SIGMAS = 0.25, 2.0
+"""A spike is coming down by itself once it fell by this share of its height, and by more than noise does."""
+HALVED = 0.5
+"""What must be left at most of a spike's height for its watch to be prolonged."""
+
+
+class Rung(IntEnum):
+    """The ladder of one case; the cures (cool, swap, precision) follow a restore."""
+
+    none = -1
+    watch = 0
+    skip = 1
+    rewind = 2
+    wide = 3
+    """Rewind further, without the neighbours of the guilty batches."""
+    rollback = 4
+    cure = 5
+    """Roll back further, then cool, swap or change the precision."""
+    halt = 6
+
+
+class Verdict(StrEnum):
+    """What became of a case, or of watching it."""
+
+    harmless = "harmless"
+    """A sign of trouble that no trouble followed."""
+    recovered = "recovered"
+    accepted = "accepted"
+    """The new level of the loss is that of other data."""
+    cured = "cured"
+    """The run has left the place well behind since something was done."""
+    undone = "undone"
+    """A restore for another case took its steps back."""
+    stuck = "stuck"
+    lingering = "lingering"
+
+
+class Closed(NamedTuple):
+    incident: int
+    verdict: Verdict
+    spike_type: int | None
+    """1 recovered by itself, 2 lingering, 3 divergent; None: no spike, or cured before it could show."""
+
+
+CAUSES = frozenset({FindingKind.grad_spike, FindingKind.v_stale, FindingKind.rank_outlier, FindingKind.lr_jump})
+"""Signs that come before a loss spike; when one does, its cause is known."""
+OMENS = CAUSES | {FindingKind.weight_drift}
+"""Findings that alone do no harm."""
+DIVERGENT = frozenset({FindingKind.divergence, FindingKind.nonfinite})
+INNOCENT_DATA = frozenset({FindingKind.lr_jump, FindingKind.optimizer_reset, FindingKind.scale_collapse})
+"""What no batch is to blame for."""
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Case:
+    number: int
+    onset: int
+    """Iteration."""
+    onset_step: int
+    end_step: int
+    """The furthest step at which it showed."""
+    level: float | None = None
+    """Loss before the onset."""
+    sigma: float = 0.0
+    kinds: list[str] = field(default_factory=list)
+    """Of its findings, in order of appearance."""
+    cursors: list[int] = field(default_factory=list)
+    """Batches that its findings name."""
+    source: str | None = None
+    """The source that stands out in its batch."""
+    rung: int = Rung.none
+    is_restored: bool = False
+    """The run was set back, and nothing has shown since."""
+    target_step: int | None = None
+    """The earliest step it was set back to."""
+    without_margin: bool = False
+    """There was nothing to go back to well before the onset; anything before it will do."""
+    is_hopeless: bool = False
+    """There was nothing to go back to at all."""
+    failed_cures: list[str] = field(default_factory=list)
+    watched_since: int | None = None
+    """Iteration."""
+    watched_until: int = 0
+    peak: float | None = None
+    """Highest median of recent losses while watched."""
+    last_height: float | None = None
+    """Above the level, when the watch was last prolonged."""
+
+    @property
+    def is_treated(self) -> bool:
+        return self.rung >= Rung.rewind
+
+    @property
+    def is_watched(self) -> bool:
+        return self.watched_since is not None and not self.is_treated
+
+    @property
+    def has_cause(self) -> bool:
+        return not CAUSES.isdisjoint(self.kinds)
+
+    @property
+    def blames_data(self) -> bool:
+        """Once a restore without an exclusion did not help, data is excluded too."""
+        return self.target_step is not None or INNOCENT_DATA.isdisjoint(self.kinds)
+
+    @property
+    def spike_type(self) -> int | None:
+        if not DIVERGENT.isdisjoint(self.kinds):
+            return 3
+        return 2 if self.rung >= Rung.rollback else None
+
+    def extend(self, kind: str, *, onset: int, onset_step: int, step: int, cursors: Iterable[int]) -> None:
+        """One more finding; the first after a restore starts the place anew."""
+        if kind not in self.kinds:
+            self.kinds.append(kind)
+        self.end_step = max(self.end_step, step)
+        if self.is_restored or onset < self.onset:
+            self.onset, self.onset_step = onset, onset_step
+        if self.is_restored:
+            self.cursors = []
+        self.is_restored = False
+        self.cursors += [cursor for cursor in cursors if cursor not in self.cursors]
+
+    def height(self, loss: float | None) -> float:
+        """Of a loss above the level from before."""
+        return 0.0 if self.level is None or loss is None else loss - self.level
+
+    def has_turned(self, recent: float) -> bool:
+        """It comes down from its peak, as damage that heals does; other data stays where it is."""
+        fall = self.height(self.peak) - self.height(recent)
+        return fall > max(TURNED * self.height(self.peak), TURNED_SIGMAS * self.sigma)
+
+    def judge(self, branch: Branch, iteration: int, *, cfg: PolicyConfig) -> Verdict | None:
+        """What watching it says so far; None: go on. Prolongs the watch of a spike that keeps coming down."""
+        assert self.watched_since is not None
+        if OMENS.issuperset(self.kinds) or self.level is None:
+            period = cfg.patience_iterations if OMENS.issuperset(self.kinds) else cfg.watch_iterations
+            return Verdict.harmless if iteration - self.watched_since >= period else None
+        recent = branch.recent_loss(NUM_RECENT, since=self.watched_since)
+        if recent is None:
+            return Verdict.lingering if iteration >= self.watched_until else None
+        self.peak = recent if self.peak is None else max(self.peak, recent)
+        if self.height(recent) <= RECOVERED_SIGMAS * self.sigma:
+            return Verdict.recovered
+        has_turned = self.has_turned(recent)
+        is_acceptable = not has_turned and not self.has_cause and self.height(recent) <= cfg.accept_rise_nats
+        is_overdue = iteration - self.watched_since >= cfg.patience_iterations
+        if is_overdue and not has_turned and not is_acceptable:
+            return Verdict.stuck
+        if iteration < self.watched_until:
+            return None
+        return Verdict.accepted if is_acceptable else self._prolong(recent, iteration, cfg=cfg)
+
+    def _prolong(self, recent: float, iteration: int, *, cfg: PolicyConfig) -> Verdict | None:
+        """A spike that halved since the last look may go on; halving cannot go on for ever above the noise."""
+        before = self.height(self.peak) if self.last_height is None else self.last_height
+        if self.height(recent) > HALVED * before:
+            return Verdict.lingering
+        self.last_height = self.height(recent)
+        self.watched_until = iteration + cfg.watch_iterations
+        return None
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def restore(cls, state: dict[str, Any]) -> Self:
+        return cls(**deepcopy(state))
