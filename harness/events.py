@@ -34,6 +34,9 @@ class RunStarted(Event):
     """Name of the checkpoint directory."""
 
 
+TOKEN_LOSS_EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0, 20.0)
+"""Nats; between neighbouring edges lies one bin of the histogram of token losses."""
+
 RankSpread = dict[str, Any]
 """One number of every rank, in brief: `median`, `spread` (a robust sigma) and `worst`: [[rank, value], ...], the
 farthest from the median first, at most four; a log line must not grow with the cluster."""
@@ -60,6 +63,8 @@ class StepRecord(Event):
     """Some rank was asked to stop; all stop after the same iteration."""
     save_requested: bool = False
     """A checkpoint is due by the clock; all save after the same iteration."""
+    command_waits: bool = False
+    """An operator asks for something; all ranks hear what at the same iteration."""
     step_time_s: float
     flops_per_s: float
     """Model FLOP/s of all ranks together."""
@@ -76,9 +81,10 @@ class StepRecord(Event):
     v_norm: float | None = None
     """Norm of Adam's second moment."""
     update_ratio: float | None = None
-    """Norm of the last update over the norm of the weights."""
+    """Norm of the update that the moments stand for, over the norm of the weights."""
     square_ratio: float | None = None
-    """Root mean square of gradient over the root of Adam's second moment: about 1; far above, the moment is stale."""
+    """Clipped gradient over the root of Adam's second moment, in the layer group where that is largest: about 1; far
+    above, the moment is stale."""
     activation_rms: dict[str, float] = field(default_factory=dict)
     """Root mean square of the residual stream after each sampled layer."""
     source_losses: dict[str, float] = field(default_factory=dict)
@@ -91,6 +97,10 @@ class StepRecord(Event):
     """Ranks whose own loss or own gradient, before the reduction, was not finite."""
     mismatched_ranks: list[int] = field(default_factory=list)
     """Ranks whose weights differ from those of their replicas."""
+    digests: dict[str, list[int]] = field(default_factory=dict)
+    """Digest of all decisions so far -> ranks that hold it (at most four); empty where all ranks agree."""
+    token_loss_counts: list[int] = field(default_factory=list)
+    """How many tokens had a loss below each edge of `TOKEN_LOSS_EDGES`, and the rest; only where probed."""
     batch: dict[str, Any] = field(default_factory=dict)
     """Facts of the batch: fingerprint, entropy, rarest tokens, rows of each source."""
 
@@ -308,7 +318,12 @@ def _encode(value: Any) -> Any:
             return value
 
 
+_CHOICES: dict[str, type[StrEnum]] = {"FindingKind": FindingKind, "ActionKind": ActionKind}
+
+
 def _decode(value: Any, kind: str) -> Any:
+    if kind in _CHOICES:
+        return _CHOICES[kind](value)
     if "float" not in kind:
         return value
     if isinstance(value, dict):

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from harness.events import TOKEN_LOSS_EDGES
+
 IGNORED = -100
 """The target of a position that is not predicted."""
 
@@ -58,6 +60,15 @@ def chunked_cross_entropy(
         z_sum = z_sum + chunk_z
     joined = torch.cat(losses)
     return LossSums(seed * (joined.sum() + z_sum), joined, z_sum)
+
+
+def count_losses(losses: Tensor, targets: Tensor) -> Tensor:
+    """How many counted tokens of [T] have a loss below the first of `TOKEN_LOSS_EDGES`, then between each two, then not
+    below the last one, NaN among them."""
+    is_counted = targets != IGNORED
+    below = torch.stack([((losses < edge) & is_counted).sum() for edge in TOKEN_LOSS_EDGES])
+    at_most = torch.cat([below.new_zeros(1), below, is_counted.sum().view(1)])
+    return at_most.diff().to(torch.float32)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

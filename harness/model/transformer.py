@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.config import AttentionKind, ModelConfig
-from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy
+from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy, count_losses
 from harness.model.mup import attention_scale, output_multiplier
 
 LinearFactory = Callable[[int, int], nn.Module]
@@ -39,6 +39,8 @@ class Output(NamedTuple):
     """Squared log-partition, summed, times its coefficient."""
     activation_square_sums: Tensor | None
     """Sum of squares of the residual stream after each of `sampled_layers`, when probed."""
+    token_loss_counts: Tensor | None
+    """How many of the counted tokens fell between neighbouring `TOKEN_LOSS_EDGES`, when probed."""
 
 
 def sampled_layers(num_layers: int) -> tuple[int, ...]:
@@ -207,6 +209,7 @@ class Transformer(nn.Module):
             row_tokens=(targets != IGNORED).sum(dim=1, dtype=torch.float32),
             z_sum=sums.z_sum,
             activation_square_sums=torch.stack(square_sums) if probe else None,
+            token_loss_counts=count_losses(sums.losses, targets.flatten()) if probe else None,
         )
 
     def logits(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:

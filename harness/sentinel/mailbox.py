@@ -46,10 +46,13 @@ class Mailbox(Generic[Facts]):
         self._waiting.append(Letter(facts, slot, arrived))
         self._posted += 1
 
-    def take(self, *, everything: bool = False) -> Iterator[tuple[Facts, list[float]]]:
-        """Reports at least `lag` steps old, oldest first; or everything, waiting for the last one."""
+    def take(self, *, everything: bool = False) -> Iterator[tuple[Facts, Tensor]]:
+        """Reports at least `lag` steps old, oldest first; or everything, waiting for the last one.
+
+        A report is the slot it lies in, in host memory: read it before the next one is posted over it.
+        """
         while len(self._waiting) > (0 if everything else self._lag):
             letter = self._waiting.popleft()
             if letter.arrived is not None:
                 letter.arrived.synchronize()  # sync: the report of `lag` steps ago, there unless the host is far ahead
-            yield letter.facts, letter.values.tolist()  # sync: none, it lies in host memory by now
+            yield letter.facts, letter.values

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from harness.events import StepRecord
+from harness.sentinel.gate import Judgement
 from harness.sentinel.signals import SCALARS, Layout
+from harness.sentinel.slots import summarise
 
 
 class Totals(NamedTuple):
@@ -33,14 +34,14 @@ def totals(layout: Layout, reduced: Tensor, *, scale: Tensor, expected_tokens: i
     return Totals(loss=layout.scalar(reduced, "loss") / tokens, grad_norm=grad_norm, divisor=divisor)
 
 
-DECIDED = 6
+DECIDED = 8
 """Numbers that follow the reduced signals in a report."""
 
 
-def pack(reduced: Tensor, total: Totals, *, refused: Tensor, lr: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+def pack(reduced: Tensor, total: Totals, *, judgement: Judgement, lr: Tensor, step: Tensor, scale: Tensor) -> Tensor:
     """Everything the host will read of this step, as one vector."""
-    decided = [total.grad_norm, total.divisor, refused, lr, step.to(torch.float32), scale]
-    return torch.cat([reduced, torch.stack(decided)])
+    decided = [total.grad_norm, total.divisor, judgement.refuse, lr, step.to(torch.float32), scale]
+    return torch.cat([reduced, torch.stack(decided), judgement.bounds])
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,29 @@ class HostFacts:
     """What the batch held."""
 
 
-def unpack(layout: Layout, facts: HostFacts, values: list[float], *, dim: int, dynamic_scale: bool) -> StepRecord:
-    """The record of a step; throughput is filled in by whoever reads the clock."""
-    numbers = iter(values)
-    named, groups, layers, source_losses, source_tokens = (list(islice(numbers, size)) for size in layout.parts)
-    scalars = dict(zip(SCALARS, named, strict=True))
-    grad_norm, divisor, refused, lr, step, scale = numbers
+def unpack(
+    layout: Layout,
+    facts: HostFacts,
+    report: Tensor,
+    *,
+    dim: int,
+    dynamic_scale: bool,
+    clip_norm: float | None,
+    replicate: int,
+) -> StepRecord:
+    """The record of a step, from its report in host memory; throughput is filled in by whoever reads the clock."""
+    parts = layout.parts
+    values = report[: parts["slots"].start].tolist()  # sync: none, it lies in host memory by now
+    decided = report[layout.size :].tolist()  # sync: none, likewise
+    grad_norm, divisor, refused, lr, step, scale, loss_bound, grad_bound = decided
+    divisor = divisor or math.nan
+    scalars = dict(zip(SCALARS, values[parts["scalars"]], strict=True))
+    group_squares = values[parts["group_squares"]]
+    source_sums = zip(layout.sources, values[parts["source_losses"]], values[parts["source_tokens"]], strict=True)
     tokens = scalars["tokens"] or math.nan
-    return StepRecord(
+    table = layout.slots(report[: layout.size]).numpy()  # sync: none, likewise
+    seen = summarise(table, divisor=divisor, replicate=replicate if facts.probed else 1)
+    record = StepRecord(
         time=0.0,
         iteration=facts.iteration,
         step=int(step),
@@ -79,26 +95,49 @@ def unpack(layout: Layout, facts: HostFacts, values: list[float], *, dim: int, d
         refused=refused == 1.0,
         stop_requested=scalars["stop"] > 0,
         save_requested=scalars["save"] > 0,
+        command_waits=scalars["command"] > 0,
         step_time_s=0.0,
         flops_per_s=0.0,
         z_loss=scalars["z_loss"] / tokens,
         loss_scale=scale if dynamic_scale else None,
         memory_bytes=facts.memory_bytes,
-        group_grad_norms={name: _root(square) / divisor for name, square in zip(layout.groups, groups, strict=True)},
-        source_losses={
-            name: loss / count
-            for name, loss, count in zip(layout.sources, source_losses, source_tokens, strict=True)
-            if count > 0
-        },
-        param_norm=_root(scalars["param"]) if facts.probed else None,
-        v_norm=_root(scalars["v"]) if facts.probed else None,
-        activation_rms={
-            name: _root(square / (tokens * dim)) for name, square in zip(layout.layers, layers, strict=True)
-        }
-        if facts.probed
-        else {},
+        group_grad_norms={name: _root(one) / divisor for name, one in zip(layout.groups, group_squares, strict=True)},
+        source_losses={name: loss / count for name, loss, count in source_sums if count > 0},
+        bounds={"loss": loss_bound, "grad_norm": grad_bound},
+        ranks=seen.ranks,
+        nonfinite_ranks=seen.nonfinite_ranks,
+        mismatched_ranks=seen.mismatched_ranks,
+        digests=seen.digests,
         batch=facts.batch,
     )
+    if facts.probed:
+        excess = 1.0 if clip_norm is None else max(1.0, grad_norm / clip_norm)
+        _add_probe(record, layout, values, num_activations=tokens * dim, divisor=divisor * excess)
+    return record
+
+
+def _add_probe(
+    record: StepRecord, layout: Layout, values: list[float], *, num_activations: float, divisor: float
+) -> None:
+    """What is measured now and then; `divisor` turns the stored gradient into the one that Adam sees, clipped."""
+    parts = layout.parts
+    scalars = dict(zip(SCALARS, values[parts["scalars"]], strict=True))
+    params, moments = values[parts["group_params"]], values[parts["group_moments"]]
+    layers = zip(layout.layers, values[parts["layer_squares"]], strict=True)
+    record.group_param_norms = {name: _root(square) for name, square in zip(layout.groups, params, strict=True)}
+    record.param_norm = _root(sum(params))
+    record.v_norm = _root(scalars["v"])
+    record.update_ratio = _root(scalars["update"]) / (record.param_norm or math.nan)
+    record.square_ratio = _square_ratio(values[parts["group_squares"]], moments, divisor=divisor)
+    record.activation_rms = {name: _root(square / num_activations) for name, square in layers}
+    record.token_loss_counts = [int(count) for count in values[parts["token_losses"]]]
+
+
+def _square_ratio(squares: list[float], moments: list[float], *, divisor: float) -> float | None:
+    """Norm of the gradient that Adam sees over the root of its second moment, in the layer group where it is largest;
+    None before the first update, and where the gradient is not finite."""
+    ratios = [_root(square / moment) / divisor for square, moment in zip(squares, moments, strict=True) if moment > 0]
+    return max(ratios) if ratios and math.isfinite(sum(ratios)) else None
 
 
 def _root(square: float) -> float:

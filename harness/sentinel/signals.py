@@ -4,8 +4,12 @@ Why: every rank must hold the same numbers at the same step to take the same dec
 that may cost.
 How: `Layout` gives each number its place. Sums over data (loss, tokens, activations) add up over all ranks; sums over
 sharded state (gradients, weights, moments) are first divided by the number of replicas that hold the same shard. What
-is not measured in a step travels as zero, so the vector and the collective never change shape. Sums are taken over rows
-of a table, not by adding at indices: a GPU would add in another order each time, and clip by another norm.
+one rank says for itself goes into its own column of a table that is zero elsewhere: there a sum is a gather, and a NaN
+stays where it arose. What is not measured in a step travels as zero, so the vector and the collective never change
+shape. Sums are taken over rows of a table, not by adding at indices: a GPU would add in another order each time, and
+clip by another norm.
+Left out: the ratio of each single gradient to its second moment. The rows of rare tokens have moments near zero, which
+would drown all others in a mean; second moments are summed by layer group and held against the group's gradient.
 """
 
 from __future__ import annotations
@@ -13,13 +17,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from harness.parallel import World, all_reduce_sum, local
+from harness.events import TOKEN_LOSS_EDGES
+from harness.parallel import Collectives, World, all_reduce_sum, local
+from harness.sentinel.slots import DIGEST_BITS, SLOTS
 
-SCALARS = ("loss", "z_loss", "tokens", "stop", "save", "param", "v")
+SCALARS = ("loss", "z_loss", "tokens", "stop", "save", "command", "v", "update")
+PARTS = (
+    "scalars",
+    "group_squares",
+    "group_params",
+    "group_moments",
+    "layer_squares",
+    "source_losses",
+    "source_tokens",
+    "token_losses",
+    "slots",
+)
+"""The vector from its begin to its end."""
+
+DIGEST_MODULUS = 2**DIGEST_BITS - 3
+"""A prime: modulo a power of two, a flipped high bit would vanish from a sum."""
+
+PIECE = 2**24
+"""Numbers of one tensor that are looked at together, so that no large temporary exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,39 +52,40 @@ class Layout:
     """Where each number lies in the vector."""
 
     groups: tuple[str, ...]
-    """Layer groups whose gradient norms are told apart."""
+    """Layer groups whose gradients and weights are told apart."""
     layers: tuple[str, ...]
     """Layers whose activations are sampled."""
     sources: tuple[str, ...]
     """Sources of data whose losses are told apart."""
+    num_ranks: int = 1
 
     @property
-    def parts(self) -> tuple[int, ...]:
-        """Lengths of the vector's parts: scalars, groups, layers, losses of the sources, tokens of the sources."""
-        return len(SCALARS), len(self.groups), len(self.layers), len(self.sources), len(self.sources)
+    def parts(self) -> dict[str, slice]:
+        """Name of each part -> its place."""
+        groups, sources = len(self.groups), len(self.sources)
+        lengths = (
+            *(len(SCALARS), groups, groups, groups, len(self.layers), sources, sources),
+            *(len(TOKEN_LOSS_EDGES) + 1, len(SLOTS) * self.num_ranks),
+        )
+        ends = list(accumulate(lengths))
+        return {name: slice(end - length, end) for name, length, end in zip(PARTS, lengths, ends, strict=True)}
 
     @property
     def size(self) -> int:
-        return sum(self.parts)
+        return int(self.parts[PARTS[-1]].stop)
 
     def scalar(self, vector: Tensor, name: str) -> Tensor:
         return vector[SCALARS.index(name)]
 
+    def part(self, vector: Tensor, name: str) -> Tensor:
+        return vector[self.parts[name]]
+
     def group_squares(self, vector: Tensor) -> Tensor:
-        return self._part(vector, 1)
+        return self.part(vector, "group_squares")
 
-    def layer_squares(self, vector: Tensor) -> Tensor:
-        return self._part(vector, 2)
-
-    def source_losses(self, vector: Tensor) -> Tensor:
-        return self._part(vector, 3)
-
-    def source_tokens(self, vector: Tensor) -> Tensor:
-        return self._part(vector, 4)
-
-    def _part(self, vector: Tensor, number: int) -> Tensor:
-        first = sum(self.parts[:number])
-        return vector[first : first + self.parts[number]]
+    def slots(self, vector: Tensor) -> Tensor:
+        """`SLOTS` x ranks."""
+        return self.part(vector, "slots").view(len(SLOTS), self.num_ranks)
 
 
 def group_of(parameter_name: str) -> str:
@@ -74,18 +100,44 @@ def square_sums(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(norms).square()
 
 
+def absolute_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of absolute values of this rank's part of each tensor, as a vector."""
+    return torch.stack(torch._foreach_norm([local(tensor) for tensor in tensors], 1, dtype=torch.float32))
+
+
+def direction_square(moments: Mapping[str, Tensor], *, corrections: tuple[Tensor, Tensor], eps: float) -> Tensor:
+    """Sum of squares of this rank's part of Adam's step at rate 1, without its decay of weights."""
+    first_correction, second_correction = corrections
+    firsts, seconds = (torch.split(local(moments[key]).view(-1), PIECE) for key in ("exp_avg", "exp_avg_sq"))
+    squares = []
+    for first, second in zip(firsts, seconds, strict=True):
+        step = (second / second_correction).sqrt_().add_(eps)
+        torch.div(first, step, out=step)
+        squares.append(torch.linalg.vector_norm(step).square())
+    return torch.stack(squares).sum() / first_correction.square()
+
+
+def weight_digest(parameters: Sequence[Tensor]) -> Tensor:
+    """A number that equal weights share and that any one flipped bit changes; exact in float32."""
+    sums = [local(parameter).detach().view(torch.int32).sum(dtype=torch.int64) for parameter in parameters]
+    return torch.stack(sums).sum().remainder(DIGEST_MODULUS)
+
+
 class Signals:
     """Gathers one step's numbers on this rank, then sums them over all."""
 
-    def __init__(self, layout: Layout, *, parameters: Mapping[str, Tensor], world: World) -> None:
+    def __init__(
+        self, layout: Layout, *, parameters: Mapping[str, Tensor], world: World, collectives: Collectives
+    ) -> None:
         self.layout = layout
         self._world = world
-        self._parameters = list(parameters.values())
+        self._collectives = collectives
+        self._parameters = dict(parameters)
         groups = [layout.groups.index(group_of(name)) for name in parameters]
         self._width = max(Counter(groups).values())
         places = [group * self._width + groups[:number].count(group) for number, group in enumerate(groups)]
         self._places = torch.tensor(places, device=world.device)
-        """Where each parameter's square goes in a table of one row a group."""
+        """Where each parameter's number goes in a table of one row a group."""
         self._source_numbers = torch.arange(len(layout.sources), device=world.device)[:, None]
         self.clear()
 
@@ -93,41 +145,103 @@ class Signals:
         self.vector = torch.zeros(self.layout.size, dtype=torch.float32, device=self._world.device)
 
     def add_forward(
-        self, *, row_losses: Tensor, row_tokens: Tensor, sources: Tensor, z_loss: Tensor, layers: Tensor | None
+        self,
+        *,
+        row_losses: Tensor,
+        row_tokens: Tensor,
+        sources: Tensor,
+        z_loss: Tensor,
+        layers: Tensor | None,
+        token_losses: Tensor | None = None,
     ) -> None:
-        """Sums of one micro-batch, whose rows come from `sources`."""
-        self.layout.scalar(self.vector, "loss").add_(row_losses.sum())
-        self.layout.scalar(self.vector, "z_loss").add_(z_loss)
-        self.layout.scalar(self.vector, "tokens").add_(row_tokens.sum())
+        """Sums of one micro-batch, whose rows come from `sources`; `layers` and `token_losses` when it was probed."""
+        self._add("loss", row_losses.sum())
+        self._add("z_loss", z_loss)
+        self._add("tokens", row_tokens.sum())
         is_from = self._source_numbers == sources
-        self.layout.source_losses(self.vector).add_(torch.where(is_from, row_losses, 0.0).sum(dim=1))
-        self.layout.source_tokens(self.vector).add_(torch.where(is_from, row_tokens, 0.0).sum(dim=1))
+        self._part("source_losses").add_(torch.where(is_from, row_losses, 0.0).sum(dim=1))
+        self._part("source_tokens").add_(torch.where(is_from, row_tokens, 0.0).sum(dim=1))
         if layers is not None:
-            self.layout.layer_squares(self.vector).add_(layers)
+            self._part("layer_squares").add_(layers)
+        if token_losses is not None:
+            self._part("token_losses").add_(token_losses)
 
     def add_gradients(self) -> None:
-        """Squared norm of each layer group's gradient."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        """Squared norm of each layer group's gradient, and of this rank's own before it was reduced.
+
+        A lone rank's gradient is its own. Where replicas shard nothing, nobody sees it in time: it travels as zero.
+        """
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         assert len(gradients) == len(self._parameters), "every parameter takes part in every step"
-        squares = square_sums(gradients) / self._world.replicate
-        table = squares.new_zeros(len(self.layout.groups) * self._width).scatter_(0, self._places, squares)
-        self.layout.group_squares(self.vector).add_(table.view(-1, self._width).sum(dim=1))
+        self._part("group_squares").add_(self._by_group(square_sums(gradients)))
+        if self._collectives.sees_gradients:
+            self._say("grad_square", self._collectives.take())
+        elif self._world.size == 1:
+            self._say("grad_square", self._part("group_squares").sum())
 
-    def add_state(self, second_moments: Sequence[Tensor]) -> None:
-        """Squared norms of weights and second moments."""
-        share = 1 / self._world.replicate
-        self.layout.scalar(self.vector, "param").add_(square_sums(self._parameters).sum(), alpha=share)
-        self.layout.scalar(self.vector, "v").add_(square_sums(second_moments).sum(), alpha=share)
+    @torch.no_grad()
+    def add_state(
+        self,
+        *,
+        moments: Mapping[str, Mapping[str, Tensor]],
+        rates: Mapping[str, Tensor],
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        """Norms of weights, of second moments and of the update they stand for; where there are replicas, a digest.
 
-    def add_requests(self, *, stop: bool, save: bool) -> None:
+        `moments` (step, exp_avg, exp_avg_sq) and `rates` (of the next update) by the name of their parameter.
+        """
+        parameters = list(self._parameters.values())
+        seconds = [moments[name]["exp_avg_sq"] for name in self._parameters]
+        step = moments[next(iter(self._parameters))]["step"].clamp(min=1)
+        first_correction, second_correction = (1 - torch.pow(beta, step) for beta in betas)
+        self._part("group_params").add_(self._by_group(square_sums(parameters)))
+        self._part("group_moments").add_(self._by_group(absolute_sums(seconds) / second_correction))
+        self._add("v", square_sums(seconds).sum() / self._world.replicate)
+        corrections = (first_correction, second_correction)
+        updates = [
+            direction_square(moments[name], corrections=corrections, eps=eps) * rates[name].square()
+            for name in self._parameters
+        ]
+        self._add("update", torch.stack(updates).sum() / self._world.replicate)
+        if self._world.replicate > 1:
+            self._say("weight_digest", weight_digest(parameters))
+
+    def add_requests(self, *, stop: bool, save: bool, command: bool) -> None:
         """What this rank was asked from outside; all ranks will hear of it at the same iteration."""
-        if stop:
-            self.layout.scalar(self.vector, "stop").add_(1.0)
-        if save:
-            self.layout.scalar(self.vector, "save").add_(1.0)
+        for name, asked in (("stop", stop), ("save", save), ("command", command)):
+            if asked:
+                self.layout.scalar(self.vector, name).fill_(1.0)
+
+    def add_host_facts(self, *, decision: int, busy_s: float) -> None:
+        """What the host of this rank knows: a digest of all it decided, and its seconds outside collectives."""
+        assert 0 <= decision < 2**DIGEST_BITS, "a digest that float32 cannot hold"
+        self._own("decision").fill_(decision)
+        self._own("busy_s").fill_(busy_s)
 
     def reduce(self) -> Tensor:
         """The one collective of the step; returns the vector every rank now shares and starts a new one."""
-        reduced = all_reduce_sum(self.vector)
+        tokens = self.layout.scalar(self.vector, "tokens")
+        self._say("loss", self.layout.scalar(self.vector, "loss") / tokens.clamp(min=1))
+        with self._collectives.waiting():
+            reduced = all_reduce_sum(self.vector)
         self.clear()
         return reduced
+
+    def _part(self, name: str) -> Tensor:
+        return self.layout.part(self.vector, name)
+
+    def _own(self, slot: str) -> Tensor:
+        return self.layout.slots(self.vector)[SLOTS.index(slot), self._world.rank]
+
+    def _add(self, scalar: str, value: Tensor) -> None:
+        self.layout.scalar(self.vector, scalar).add_(value)
+
+    def _say(self, slot: str, value: Tensor) -> None:
+        self._own(slot).copy_(value)
+
+    def _by_group(self, sums: Tensor) -> Tensor:
+        """This rank's share of the sums of each layer group, from one number a parameter."""
+        table = sums.new_zeros(len(self.layout.groups) * self._width).scatter_(0, self._places, sums)
+        return table.view(-1, self._width).sum(dim=1) / self._world.replicate

@@ -1,0 +1,239 @@
+"""What the ranks say for themselves: who is guilty, who is slow, whose weights differ."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor.debug import CommDebugMode
+
+from harness.build import Parts
+from harness.compose import load
+from harness.config import Config
+from harness.events import StepRecord, to_json
+from harness.model.transformer import Transformer
+from harness.parallel import connect, local
+from harness.precision import linear
+from harness.sentinel.report import HostFacts, unpack
+from harness.step import forward_backward, judge_and_update
+from tests.distributed import cases
+from tests.distributed.pool import Pool
+
+GROUPS = ("embedding", "blocks.0", "blocks.1", "norm", "head")
+
+
+def start(*overrides: str) -> tuple[Parts, Config]:
+    cfg = load([*cases.TINY, *overrides])
+    return cases._build(cfg, connect(cfg.parallel)), cfg
+
+
+def step(parts: Parts, cfg: Config, index: int, *, probe: bool = True) -> StepRecord:
+    """One iteration and its record, read at once."""
+    forward_backward(parts, parts.batches[index], cfg=cfg, probe=probe)
+    report = judge_and_update(parts, cfg=cfg, probe=probe)
+    facts = HostFacts(iteration=index, cursor=index, tokens=0, probed=probe, posted_s=0.0, memory_bytes=0, batch={})
+    return unpack(
+        parts.signals.layout,
+        facts,
+        report,
+        dim=cfg.model.dim,
+        dynamic_scale=False,
+        clip_norm=cfg.optim.clip_norm,
+        replicate=cfg.parallel.replicate,
+    )
+
+
+def spoiled(module: str, value: float, guilty: int, *overrides: str) -> list[StepRecord]:
+    """A clean step, one in which a rank's gradient is spoiled on its way back through a module, and a clean one."""
+    parts, cfg = start(*overrides)
+
+    def spoil(_module: Any, _inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: gradient * value)  # type: ignore[no-untyped-call]
+
+    records = [step(parts, cfg, 0)]
+    handle = None
+    if parts.world.rank == guilty:
+        handle = parts.model.get_submodule(module).register_forward_hook(spoil)
+    records.append(step(parts, cfg, 1))
+    if handle is not None:
+        handle.remove()
+    return [*records, step(parts, cfg, 2)]
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides"),
+    [(1, ()), (2, ()), (2, ("precision=bf16", "train.micro_batch_size=2")), (4, ("parallel=hsdp",))],
+)
+@pytest.mark.parametrize(
+    ("module", "value", "groups"),
+    [("embedding", math.nan, {"embedding"}), ("blocks.0.mlp", math.inf, {"embedding", "blocks.0"})],
+)
+def test_a_bad_gradient_is_known_by_its_rank_and_its_layers(
+    ranks: Pool, size: int, overrides: tuple[str, ...], module: str, value: float, groups: set[str]
+) -> None:
+    guilty = size // 2
+    outcomes = ranks.run(size, spoiled, module, value, guilty, *overrides)
+    for before, bad, after in outcomes:
+        assert bad.refused
+        assert math.isfinite(bad.loss)
+        assert bad.nonfinite_ranks == [guilty]
+        assert {name for name, norm in bad.group_grad_norms.items() if not math.isfinite(norm)} == groups
+        assert set(bad.group_grad_norms) == set(GROUPS)
+        for clean in (before, after):
+            assert not clean.refused
+            assert clean.nonfinite_ranks == []
+    told = [[to_json(record) for record in records] for records in outcomes]
+    assert told == [told[0]] * size, "all ranks know the same"
+
+
+def said_and_true(*overrides: str) -> tuple[StepRecord, float, float]:
+    """A step's record, and this rank's own loss and gradient norm from a whole model on its rows alone."""
+    parts, cfg = start(*overrides)
+    weights = {name: cases.full(p).detach().clone() for name, p in parts.model.named_parameters()}
+    parts.signals.add_host_facts(decision=77, busy_s=parts.world.rank + 1.0)
+    record = step(parts, cfg, 0)
+
+    alone = Transformer(cfg.model, sequence_length=cfg.train.sequence_length, linear=linear)
+    alone.load_state_dict(weights, strict=False)
+    loss, num_tokens, squares = torch.zeros(()), torch.zeros(()), torch.zeros(())
+    for rows in parts.batches[0].micro_batches(cfg.train.micro_batch_size or cfg.train.batch_size):
+        output = alone(rows.inputs, rows.targets, seed=1 / (cfg.train.batch_size * cfg.train.sequence_length))
+        output.objective.backward()
+        loss += output.row_losses.sum()
+        num_tokens += output.row_tokens.sum()
+        for parameter in alone.parameters():
+            assert parameter.grad is not None
+            squares += parameter.grad.square().sum()
+            parameter.grad = None
+    return record, float(loss / num_tokens), float(squares.sqrt())
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides"),
+    [(2, ()), (3, ("train.batch_size=9",)), (4, ()), (4, ("parallel=hsdp",)), (2, ("train.micro_batch_size=1",))],
+)
+def test_ranks_are_told_apart_by_their_own_numbers(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
+    outcomes = ranks.run(size, said_and_true, *overrides)
+    for record, _, _ in outcomes:
+        assert record == outcomes[0][0], "all ranks know the same"
+        assert record.ranks.keys() == {"loss", "grad_norm", "step_time_s"}
+        told = {name: dict(spread["worst"]) for name, spread in record.ranks.items()}
+        assert told["step_time_s"] == {rank: rank + 1.0 for rank in range(size)}
+        for rank, (_, loss, grad_norm) in enumerate(outcomes):
+            assert told["loss"][rank] == pytest.approx(loss, rel=1e-5)
+            assert told["grad_norm"][rank] == pytest.approx(grad_norm, rel=1e-4)
+        assert record.digests == {}
+        assert record.mismatched_ranks == []
+        train = load([*cases.TINY, *overrides]).train
+        assert sum(record.token_loss_counts) == train.batch_size * train.sequence_length
+
+
+def probes(*overrides: str) -> list[StepRecord]:
+    parts, cfg = start(*overrides)
+    return [step(parts, cfg, index) for index in range(3)]
+
+
+@pytest.mark.parametrize(("size", "overrides"), [(4, ()), (4, ("parallel=hsdp",)), (2, ("parallel.replicate=2",))])
+def test_probes_do_not_depend_on_how_the_model_is_spread(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
+    alone = ranks.run(1, probes)[0]
+    assert alone[0].square_ratio is None
+    for records in ranks.run(size, probes, *overrides):
+        assert records[0].square_ratio is None
+        for record, expected in zip(records, alone, strict=True):
+            for name in ("param_norm", "v_norm", "update_ratio", "square_ratio")[: 4 if record.step > 1 else 3]:
+                assert getattr(record, name) == pytest.approx(getattr(expected, name), rel=1e-3), name
+            assert record.group_param_norms == pytest.approx(expected.group_param_norms, rel=1e-5)
+            assert record.token_loss_counts == expected.token_loss_counts
+
+
+def disagreeing(guilty: int) -> dict[str, list[int]]:
+    parts, cfg = start()
+    parts.signals.add_host_facts(decision=5 if parts.world.rank == guilty else 77, busy_s=0.0)
+    return step(parts, cfg, 0).digests
+
+
+def test_ranks_that_decided_differently_are_found_out(ranks: Pool) -> None:
+    for digests in ranks.run(4, disagreeing, 2):
+        assert digests == {"00004d": [0, 1, 3], "000005": [2]}
+
+
+def flipped(guilty: int, *overrides: str) -> list[list[int]]:
+    """Ranks that are found to differ: after some steps, and once a sign was flipped on one of them."""
+    parts, cfg = start(*overrides)
+    for index in range(3):
+        before = step(parts, cfg, index)
+    if parts.world.rank == guilty:
+        weight = local(parts.update.parameters["blocks.1.mlp.up.weight"]).detach()
+        weight.view(-1)[3:4].neg_()
+    unseen = step(parts, cfg, 3, probe=False)
+    return [record.mismatched_ranks for record in (before, unseen, step(parts, cfg, 4))]
+
+
+@pytest.mark.parametrize(("replicate", "guilty", "expected"), [(2, 3, [1, 3]), (2, 0, [0, 2]), (4, 2, [2]), (1, 2, [])])
+def test_weights_that_differ_between_replicas_are_found(
+    ranks: Pool, replicate: int, guilty: int, expected: list[int]
+) -> None:
+    for found in ranks.run(4, flipped, guilty, f"parallel.replicate={replicate}"):
+        assert found == [[], [], expected]
+
+
+def bits(is_watched: bool, probe: bool, *overrides: str) -> tuple[list[float], str]:
+    """Losses and last weights of a few steps, with FSDP's collectives watched or torch's own."""
+    parts, cfg = start(*overrides)
+    for module in parts.model.modules():
+        if isinstance(module, FSDPModule) and not is_watched:
+            module.set_custom_all_gather(DefaultAllGather())
+            module.set_custom_reduce_scatter(DefaultReduceScatter())
+    records = [step(parts, cfg, index, probe=probe) for index in range(4)]
+    seen = [bool(record.ranks["grad_norm"]["median"]) if "grad_norm" in record.ranks else False for record in records]
+    assert seen == [is_watched] * 4
+    return [record.loss for record in records], cases.digest(parts.update.parameters)
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides"),
+    [(2, ()), (2, ("precision=bf16", "train.micro_batch_size=1")), (4, ("parallel=hsdp",))],
+)
+def test_watching_changes_no_bit(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
+    watched = ranks.run(size, bits, True, True, *overrides)
+    assert watched == ranks.run(size, bits, False, False, *overrides)
+    assert len(set(watched[0][0])) == 4
+
+
+def all_reduces(*overrides: str) -> int:
+    """How often something is summed over ranks in a probed step."""
+    parts, cfg = start(*overrides)
+    step(parts, cfg, 0)
+    with CommDebugMode() as counted:  # type: ignore[no-untyped-call]
+        step(parts, cfg, 1)
+    names = {str(operator).replace("_", ""): count for operator, count in counted.get_comm_counts().items()}
+    return sum(count for name, count in names.items() if "allreduce" in name)
+
+
+def test_probes_and_slots_cost_no_collective(ranks: Pool) -> None:
+    assert ranks.run(2, all_reduces) == [1, 1]
+    blocks_and_root = 3
+    assert ranks.run(4, all_reduces, "parallel=hsdp") == [1 + blocks_and_root] * 4, "FSDP's own, between replicas"
+
+
+def late(guilty: int, late_s: float) -> float:
+    """How long this rank stood in collectives during a step in which one rank came late."""
+    parts, cfg = start()
+    step(parts, cfg, 0)
+    before_s = parts.collectives.waited_s
+    if parts.world.rank == guilty:
+        time.sleep(late_s)
+    step(parts, cfg, 1)
+    return parts.collectives.waited_s - before_s
+
+
+def test_the_rank_that_others_wait_for_waits_least(ranks: Pool) -> None:
+    waited_s = ranks.run(2, late, 1, 1.0)
+    assert waited_s[0] > 0.8
+    assert waited_s[1] < 0.5
