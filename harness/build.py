@@ -24,11 +24,13 @@ from harness.model.mup import parameter_table, role_of
 from harness.model.size import flops_per_token, num_parameters
 from harness.model.transformer import Transformer, sampled_layers
 from harness.optim.update import Group, Update, build_update
-from harness.parallel import World, shard
+from harness.parallel import Collectives, World, shard
 from harness.precision import LossScale, linear, loss_scale, policy
 from harness.rundir import RunDir
+from harness.sentinel.gate import Gate
 from harness.sentinel.mailbox import Mailbox
 from harness.sentinel.report import DECIDED, HostFacts
+from harness.sentinel.sentinel import Sentinel
 from harness.sentinel.signals import Layout, Signals, group_of
 from harness.telemetry.manifest import build_manifest
 from harness.telemetry.meters import Meter, peak_flops
@@ -42,6 +44,7 @@ class Parts:
     model: Transformer
     update: Update
     scale: LossScale
+    collectives: Collectives
     signals: Signals
     mailbox: Mailbox[HostFacts]
     batches: Batches
@@ -49,6 +52,8 @@ class Parts:
     ledger: Ledger
     ring: Ring
     keeper: Keeper
+    gate: Gate
+    sentinel: Sentinel
 
     def close(self) -> None:
         self.keeper.close()
@@ -58,13 +63,19 @@ class Parts:
 
     def tensors(self) -> dict[str, Tensor]:
         """What a snapshot and a checkpoint hold, restored in place."""
-        return state_tensors(self.update, self.scale)
+        return state_tensors(self.update, self.scale, self.gate)
 
 
-def state_tensors(update: Update, scale: LossScale) -> dict[str, Tensor]:
+def state_tensors(update: Update, scale: LossScale, gate: Gate) -> dict[str, Tensor]:
     """Every tensor that a step changes, by the name it has on disk."""
     moments = {f"optimizer.{name}.{key}": t for name, state in update.state().items() for key, t in state.items()}
-    counters = {"device.step": update.step, "device.scale": scale.scale, "device.clean_steps": scale.clean_steps}
+    counters = {
+        "device.step": update.step,
+        "device.lr_scale": update.lr_scale,
+        "device.scale": scale.scale,
+        "device.clean_steps": scale.clean_steps,
+        "device.gate": gate.history,
+    }
     return {f"model.{name}": parameter for name, parameter in update.parameters.items()} | moments | counters
 
 
@@ -74,7 +85,7 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         model = Transformer(
             cfg.model, sequence_length=cfg.train.sequence_length, linear=linear, compile_loss=cfg.parallel.compile
         )
-    shard(model, model.blocks, world=world, cfg=cfg.parallel, precision=policy(cfg.precision.kind))
+    collectives = shard(model, model.blocks, world=world, cfg=cfg.parallel, precision=policy(cfg.precision.kind))
     model.to_empty(device=world.device)
     initialize(model, cfg.model, seed=cfg.run.seed)
 
@@ -85,24 +96,29 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         groups=tuple(dict.fromkeys(group_of(name) for name in parameters)),
         layers=tuple(f"blocks.{layer}" for layer in sampled_layers(cfg.model.num_layers)),
         sources=batches.source_names,
+        num_ranks=world.size,
     )
     update = build_update(
         parameter_groups(model, cfg), cfg=cfg.optim, num_steps=cfg.train.num_steps, device=world.device
     )
     scale = loss_scale(cfg.precision, world.device)
-    ring = Ring(state_tensors(update, scale), cfg=cfg.checkpoint.ring, world=world)
+    gate = Gate(cfg.sentinel.detect, device=world.device)
+    ring = Ring(state_tensors(update, scale, gate), cfg=cfg.checkpoint.ring, world=world)
     return Parts(
         world=world,
         model=model,
         update=update,
         scale=scale,
-        signals=Signals(layout, parameters=parameters, world=world),
+        collectives=collectives,
+        signals=Signals(layout, parameters=parameters, world=world, collectives=collectives),
         mailbox=Mailbox(size=layout.size + DECIDED, lag=cfg.sentinel.lag, device=world.device),
         batches=batches,
         held_out=held_out,
         ledger=ledger,
         ring=ring,
         keeper=Keeper(cfg, run.checkpoints, ring=ring, world=world),
+        gate=gate,
+        sentinel=Sentinel.start(cfg.sentinel),
     )
 
 

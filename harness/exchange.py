@@ -38,6 +38,7 @@ from harness.model.huggingface import Origin
 from harness.parallel import connect, disconnect
 from harness.precision import DTYPES
 from harness.rundir import RunDir, write_atomically
+from harness.sentinel.gate import first_history
 from harness.state import RunState
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
@@ -216,7 +217,13 @@ def first_state(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors[f"optimizer.{name}.step"] = torch.zeros(())
         for moment in ("exp_avg", "exp_avg_sq"):
             tensors[f"optimizer.{name}.{moment}"] = torch.zeros(()).expand(weight.shape)
-    counters = {"step": torch.tensor(0), "scale": torch.tensor(1.0), "clean_steps": torch.tensor(0)}
+    counters = {
+        "step": torch.tensor(0),
+        "lr_scale": torch.tensor(1.0),
+        "scale": torch.tensor(1.0),
+        "clean_steps": torch.tensor(0),
+        "gate": first_history(torch.device("cpu")),
+    }
     return tensors | {f"device.{name}": value for name, value in counters.items()}
 
 

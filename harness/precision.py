@@ -46,12 +46,13 @@ class LossScale:
     growth_interval: int | None
     """None: the scale never moves."""
 
-    def update(self, overflow: Tensor) -> None:
-        """Halve at an overflow, double after `growth_interval` clean steps; no host sync."""
+    def update(self, *, overflow: Tensor, refused: Tensor) -> None:
+        """Halve at an overflow, double after `growth_interval` clean steps, stand still where an update was refused for
+        its size; no host sync."""
         if self.growth_interval is None:
             return
         overflowed = overflow > 0
-        clean_steps = torch.where(overflowed, 0, self.clean_steps + 1)
+        clean_steps = torch.where(overflowed, 0, self.clean_steps + (refused == 0))
         grown = clean_steps >= self.growth_interval
         factor = torch.where(overflowed, 0.5, torch.where(grown, 2.0, 1.0))
         self.scale.mul_(factor)

@@ -7,7 +7,8 @@ second. The loop asks `if stop` in every step and puts the answer into the step'
 `sentinel.lag` steps later: after a signal at most lag + 1 further steps begin, one of them because it came just after
 the loop had asked.
 STOP stays as long as the run is stopped, as a sign that this was wanted; the next start clears it away.
-Left out: taking a request back. Once seen, it holds for this start of the run.
+Left out: what is asked of a run that goes on, which is `harness.commands`; and taking a request back. Once seen, it
+holds for this start of the run.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import final
 
 from harness.config import ConfigError
 from harness.events import Intervention
+from harness.orders import one_line
 from harness.rundir import RunDir, write_atomically
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -114,8 +116,8 @@ def read(run: RunDir) -> Asked | None:
     try:
         with run.stop.open("rb") as file:
             words = json.loads(file.read(LONGEST_STOP_BYTES))
-        return Asked(who=_one_line(words["who"]), time=float(words["time"]), reason=_one_line(words["reason"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        return Asked(who=one_line(str(words["who"])), time=float(words["time"]), reason=one_line(str(words["reason"])))
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
@@ -135,8 +137,3 @@ def clear(run: RunDir) -> None:
         run.stop.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError("", f"{run.stop} cannot be removed: {error.strerror}") from None
-
-
-def _one_line(text: object) -> str:
-    """Words that any log and any terminal can show."""
-    return " ".join(str(text).encode(errors="replace").decode().split())

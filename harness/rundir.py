@@ -1,7 +1,7 @@
 """The run directory: self-describing, and the only interface between a run and every tool.
 
     runs/<name>/  config.yaml  manifest.json  events.jsonl  ledger.jsonl  interventions.jsonl  mlflow.json
-                  checkpoints/step-*-gen-*/   logs/   loss.png   STOP
+                  checkpoints/step-*-gen-*/   control/   logs/   loss.png   STOP
 
 A directory that exists is a run to resume. One whose configuration disagrees is refused with the differing keys, unless
 `run.resume=changed` asks for the change, which is then written down as an intervention.
@@ -62,6 +62,11 @@ class RunDir:
     def stop(self) -> Path:
         """Asks the run to save and leave, as long as it is there."""
         return self.path / "STOP"
+
+    @property
+    def control(self) -> Path:
+        """Where an operator's orders wait."""
+        return self.path / "control"
 
     @property
     def logs(self) -> Path:
@@ -134,8 +139,11 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """One more line, on disk before this returns."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    """One more line, on disk before this returns; a line that a crash cut short is ended first."""
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else f"\n{line}"
+        file.write(f"{line}\n".encode())
         file.flush()
         os.fsync(file.fileno())

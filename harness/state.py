@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,6 +21,10 @@ class RunState:
 
     refused_in_row: int = 0
     """Updates refused since the last one that was applied."""
+    lr_factor: float = 1.0
+    """What an operator multiplies the learning rate with."""
+    sentinel: dict[str, Any] = field(default_factory=dict)
+    """What the detectors and the policy remember of the records up to here, in a snapshot or on disk; plain data."""
 
     def advance(self, *, next_cursor: int, tokens: int) -> None:
         """One iteration was issued; until its record says otherwise, its update counts as applied."""
@@ -32,3 +37,9 @@ class RunState:
         """What the record of an iteration says of its update; a refused one was not applied after all."""
         self.step -= refused
         self.refused_in_row = self.refused_in_row + 1 if refused else 0
+
+    def return_to(self, earlier: RunState) -> None:
+        """The weights are those of an earlier state again. Attempts go on counting, and the operator's word stands."""
+        self.step, self.cursor, self.tokens = earlier.step, earlier.cursor, earlier.tokens
+        self.refused_in_row = earlier.refused_in_row
+        self.generation += 1

@@ -1,7 +1,8 @@
 """Resume a run and train it, with the parts that `harness.build` made.
 
 The loop reads from top to bottom as a step happens; nothing is hooked in from elsewhere. The device is not waited for:
-what it computed in one step is read from the mailbox `sentinel.lag` steps later, on every rank alike.
+what it computed in one step is read from the mailbox `sentinel.lag` steps later, on every rank alike, judged, and acted
+upon.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from harness import compose, requests, rundir
 from harness.build import Parts, build, describe, meter
-from harness.checkpoint import store
+from harness.commands import REFUSED, Inbox, intervention
 from harness.config import (
     EXIT_BAD_CONFIG,
     EXIT_DONE,
@@ -26,21 +27,24 @@ from harness.config import (
     ConfigError,
     check_world,
 )
-from harness.data.batch import Batch
 from harness.data.facts import as_record
-from harness.events import CheckpointJudged, EvalRecord, Event, RunEnded, RunStarted, to_json
-from harness.model.transformer import document_mask
-from harness.parallel import World, all_reduce_sum, broadcast, connect, disconnect, rank_from_environment
+from harness.events import Action, ActionKind, Outcome, RunEnded, StepRecord, to_json
+from harness.opening import Opened, open_run, resume
+from harness.operator import action_of, changes_of, refusal_of
+from harness.orders import Command, Pause, Rate, Resume, SaveCheckpoint
+from harness.parallel import World, broadcast, connect, disconnect, rank_from_environment, together
 from harness.precision import fast_attention
+from harness.recovery import RESTORES, recover
 from harness.requests import StopRequest, signals_to
 from harness.rundir import RunDir, append_line
-from harness.sentinel.gate import refuse_nonfinite
-from harness.sentinel.report import HostFacts, pack, totals, unpack
+from harness.sentinel.report import HostFacts, unpack
 from harness.state import RunState
+from harness.step import evaluate, forward_backward, judge_and_update
 from harness.telemetry.manifest import write_manifest
 from harness.telemetry.meters import memory_bytes
 from harness.telemetry.narrator import Narrator
-from harness.telemetry.sinks import last_iteration
+
+PAUSED_LOOK_S = 1.0
 
 
 class Ending(NamedTuple):
@@ -50,72 +54,120 @@ class Ending(NamedTuple):
     reason: str
 
 
-def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) -> None:
-    """Gradients of the mean loss over the global batch, one micro-batch at a time."""
-    seed = parts.scale.scale / (cfg.train.batch_size * cfg.train.sequence_length)
-    for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
-        output = parts.model(rows.inputs, rows.targets, seed=seed, probe=probe, mask=mask_of(rows))
-        output.objective.backward()
-        parts.signals.add_forward(
-            row_losses=output.row_losses,
-            row_tokens=output.row_tokens,
-            sources=rows.sources,
-            z_loss=output.z_sum,
-            layers=output.activation_square_sums,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run that goes on."""
+
+    cfg: Config
+    directory: RunDir
+    parts: Parts
+    state: RunState
+    narrator: Narrator
+    stop: StopRequest
+    inbox: Inbox | None
+    """On rank 0 alone."""
+
+    def tell(self, facts: HostFacts, values: Tensor) -> StepRecord:
+        """The record of an iteration, as it goes into the log."""
+        record = unpack(
+            self.parts.signals.layout,
+            facts,
+            values,
+            dim=self.cfg.model.dim,
+            dynamic_scale=self.parts.scale.growth_interval is not None,
+            clip_norm=self.cfg.optim.clip_norm,
+            replicate=self.parts.world.replicate,
         )
+        return self.narrator.emit_step(record, posted_s=facts.posted_s)
 
 
-def mask_of(rows: Batch) -> torch.Tensor | None:
-    """Who may attend to whom, where documents are kept apart."""
-    return None if rows.documents is None else document_mask(rows.documents)
-
-
-def judge_and_update(parts: Parts, *, cfg: Config, probe: bool) -> torch.Tensor:
-    """Reduce the signals, refuse or apply the update, and report; all on the device."""
-    parts.signals.add_gradients()
-    if probe:
-        parts.signals.add_state([moments["exp_avg_sq"] for moments in parts.update.state().values()])
-    reduced = parts.signals.reduce()
-    scale = parts.scale.scale.clone()
-    expected = cfg.train.batch_size * cfg.train.sequence_length
-    total = totals(parts.signals.layout, reduced, scale=scale, expected_tokens=expected)
-    refuse = refuse_nonfinite(loss=total.loss, grad_norm=total.grad_norm)
-    lr = parts.update.apply(refuse=refuse, grad_norm=total.grad_norm, divisor=total.divisor)
-    parts.scale.update(refuse)
-    return pack(reduced, total, refused=refuse, lr=lr, step=parts.update.step, scale=scale)
-
-
-def hear(parts: Parts, state: RunState, narrator: Narrator, *, cfg: Config, everything: bool = False) -> Ending | None:
-    """Tell what the device reported and correct the host's count; says why the run must end, if it must."""
+def hear(run: Run, *, everything: bool = False) -> Ending | None:
+    """Tell what the device reported, correct the host's count, and do what it calls for; says why the run must end."""
+    parts, state = run.parts, run.state
     ending = None
-    dynamic_scale = parts.scale.growth_interval is not None
     for facts, values in parts.mailbox.take(everything=everything):
-        record = unpack(parts.signals.layout, facts, values, dim=cfg.model.dim, dynamic_scale=dynamic_scale)
-        narrator.emit_step(record, posted_s=facts.posted_s)
+        record = run.tell(facts, values)
         state.learn(refused=record.refused)
-        parts.keeper.learn(record, state)
-        if record.stop_requested:
-            ending = Ending(EXIT_INTERRUPTED, "stopped")
-        if state.refused_in_row >= cfg.sentinel.halt_after_refused:
-            ending = Ending(EXIT_HALTED, f"{state.refused_in_row} updates refused in a row")
+        findings, action = parts.sentinel.judge(record)
+        for finding in findings:
+            run.narrator.note(finding)
+        parts.keeper.learn(
+            record, state, doubtful_since=parts.sentinel.policy.doubtful_since, remembered=parts.sentinel.memory
+        )
+        ending = act(run, action) or must_end(run, record) or ending
+        if record.command_waits and ending is None:
+            ending = obey(run)
     for event in parts.keeper.news():
-        narrator.note(event)
+        run.narrator.note(event)
     return ending
 
 
-def evaluate(parts: Parts, state: RunState, *, cfg: Config) -> EvalRecord:
-    """Mean loss on the held-out batches, the same ones every time."""
-    sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
-    with torch.no_grad():
-        for index in range(min(cfg.eval.num_batches, len(parts.held_out))):
-            batch = parts.held_out[index]
-            for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
-                output = parts.model(rows.inputs, rows.targets, mask=mask_of(rows))
-                sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])
-    loss_sum, tokens = all_reduce_sum(sums).tolist()  # sync: an evaluation is rare and its end is waited for
-    return EvalRecord(
-        time=time.time(), iteration=state.iteration, step=state.step, loss=loss_sum / tokens, tokens=int(tokens)
-    )
+def act(run: Run, action: Action | None) -> Ending | None:
+    """Carry out a decision and what follows from it, until nothing more is called for."""
+    while action is not None:
+        outcome = carry_out(run, action)
+        if action.kind is ActionKind.halt:
+            return Ending(EXIT_HALTED, action.reason)
+        action = run.parts.sentinel.hear(outcome)
+    return None
+
+
+def carry_out(run: Run, action: Action) -> Outcome:
+    """One action from its announcement to its outcome."""
+    run.narrator.note(action)
+    if action.kind in RESTORES:
+        for facts, values in run.parts.mailbox.take(everything=True):  # of steps that are about to be undone
+            run.tell(facts, values)
+    outcome = recover(action, run.parts, run.state, root=run.directory.checkpoints)
+    run.narrator.emit(outcome)
+    return outcome
+
+
+def obey(run: Run) -> Ending | None:
+    """Hear the operator's orders and carry them out, on all ranks at the same iteration; a paused run stays in here."""
+    is_paused = False
+    while True:
+        for command in broadcast(run.inbox.take() if run.inbox else []):
+            is_paused = isinstance(command.order, Pause) or (is_paused and not isinstance(command.order, Resume))
+            changes, ending = apply(run, command)
+            event = intervention(command, run.state.iteration, changes)
+            run.narrator.emit(event)
+            if run.inbox:
+                run.inbox.done(command, event)
+            if ending is not None:
+                return ending
+        if not is_paused:
+            return None
+        if run.inbox:
+            run.inbox.wait(PAUSED_LOOK_S)
+        if any(together(lambda: bool(run.stop))):
+            return Ending(EXIT_INTERRUPTED, "stopped")
+
+
+def apply(run: Run, command: Command) -> tuple[dict[str, Any], Ending | None]:
+    """Do what one order says, if it can be done; returns what came of it, for the books, and why the run must end."""
+    order, parts = command.order, run.parts
+    if refusal := broadcast(refusal_of(run.directory, order) if run.inbox else ""):
+        return {REFUSED: refusal}, None
+    if isinstance(order, SaveCheckpoint):
+        parts.keeper.ask()
+    if isinstance(order, Rate):
+        run.state.lr_factor = order.factor
+    action = action_of(order, command.reason, parts, run.state)
+    if action is None:
+        return changes_of(order, None, None), None
+    parts.sentinel.obey(action)
+    outcome = carry_out(run, action)
+    return changes_of(order, action, outcome), act(run, parts.sentinel.hear(outcome))
+
+
+def must_end(run: Run, record: StepRecord) -> Ending | None:
+    """Why a run ends that nobody decided to end."""
+    if record.digests:
+        return Ending(EXIT_HALTED, f"ranks decided differently: {record.digests}")
+    if run.state.refused_in_row >= run.cfg.sentinel.halt_after_refused:
+        return Ending(EXIT_HALTED, f"{run.state.refused_in_row} updates refused in a row")
+    return Ending(EXIT_INTERRUPTED, "stopped") if record.stop_requested else None
 
 
 def due(every_steps: int, state: RunState, cfg: Config) -> bool:
@@ -123,16 +175,24 @@ def due(every_steps: int, state: RunState, cfg: Config) -> bool:
     return every_steps > 0 and (state.step % every_steps == 0 or state.step == cfg.train.num_steps)
 
 
-def train(cfg: Config, parts: Parts, state: RunState, narrator: Narrator, stop: StopRequest) -> Ending:
-    """The loop: until all steps are done, a rank is asked to stop, or nothing but refusals comes back."""
+def train(run: Run) -> Ending:
+    """The loop: until all steps are done, somebody asks for a stop, or the sentinel gives up."""
+    cfg, parts, state = run.cfg, run.parts, run.state
     batch_tokens = cfg.train.batch_size * cfg.train.sequence_length
     ending = None
     while state.step < cfg.train.num_steps and ending is None:
+        begun_s = time.perf_counter() - parts.collectives.waited_s
         cursor = parts.ledger.next_index(state.cursor)
         batch = parts.batches[cursor]
         probe = state.iteration % cfg.sentinel.probe_every == 0
         forward_backward(parts, batch, cfg=cfg, probe=probe)
-        parts.signals.add_requests(stop=bool(stop), save=parts.keeper.is_due_by_clock())
+        parts.signals.add_requests(
+            stop=bool(run.stop),
+            save=parts.keeper.is_due_by_clock(),
+            command=run.inbox is not None and run.inbox.waits(),
+        )
+        busy_s = time.perf_counter() - parts.collectives.waited_s - begun_s
+        parts.signals.add_host_facts(decision=parts.sentinel.digest, busy_s=busy_s)
         parts.ring.finish_copy()
         report = judge_and_update(parts, cfg=cfg, probe=probe)
 
@@ -148,58 +208,32 @@ def train(cfg: Config, parts: Parts, state: RunState, narrator: Narrator, stop: 
         )
         parts.mailbox.post(facts, report)
         parts.keeper.take_if_due(state)
-        ending = hear(parts, state, narrator, cfg=cfg)
+        ending = hear(run)
 
         look = due(cfg.eval.every_steps, state, cfg)
         if look or ending is not None or state.step == cfg.train.num_steps:
-            ending = hear(parts, state, narrator, cfg=cfg, everything=True) or ending
+            ending = hear(run, everything=True) or ending
         if look:
-            narrator.emit(evaluate(parts, state, cfg=cfg))
-    if ending is None or state.step >= cfg.train.num_steps:
+            run.narrator.emit(evaluate(parts, state, cfg=cfg))
+    if ending is None or (state.step >= cfg.train.num_steps and ending.exit_code == EXIT_INTERRUPTED):
         return Ending(EXIT_DONE, "all steps done")
     return ending
 
 
-def leave(
-    parts: Parts, state: RunState, narrator: Narrator, ending: Ending, *, run: RunDir, stop: StopRequest
-) -> Ending:
-    """Say who asked for the end and save where the run stands, unless it halted: what only refuses may be broken."""
+def leave(run: Run, ending: Ending) -> Ending:
+    """Say who asked for the end and save where the run stands, unless it halted: what was given up may be broken."""
     if ending.exit_code == EXIT_HALTED:
         return ending
     if ending.exit_code == EXIT_INTERRUPTED:
-        ending = Ending(EXIT_INTERRUPTED, f"{ending.reason}: {stop.reason}")
-        if parts.world.is_first and (asked := requests.intervention(run, state.iteration)):
-            append_line(run.interventions, to_json(asked))
-            narrator.note(asked)
-    is_saved = parts.keeper.save_last(state, is_done=ending.exit_code == EXIT_DONE)
-    for event in parts.keeper.news():
-        narrator.note(event)
+        ending = Ending(EXIT_INTERRUPTED, f"{ending.reason}: {run.stop.reason}")
+        if run.parts.world.is_first and (asked := requests.intervention(run.directory, run.state.iteration)):
+            append_line(run.directory.interventions, to_json(asked))
+            run.narrator.note(asked)
+    is_done = ending.exit_code == EXIT_DONE
+    is_saved = run.parts.keeper.save_last(run.state, is_done=is_done, remembered=run.parts.sentinel.memory)
+    for event in run.parts.keeper.news():
+        run.narrator.note(event)
     return ending if is_saved else Ending(EXIT_INTERRUPTED, f"{ending.reason}, but the last checkpoint was not saved")
-
-
-def resume(cfg: Config, parts: Parts, run: RunDir, *, last_seen: int) -> tuple[RunState, list[Event]]:
-    """Continue from the newest checkpoint that is whole, or begin; what is there to tell comes with it."""
-    found = store.load_newest(run.checkpoints, parts.tensors(), world=parts.world)
-    state, directory = found.loaded or (RunState(), None)
-    state.iteration = max(state.iteration, last_seen)
-    if directory is not None:
-        parts.keeper.continue_from(directory, state)
-    now, iteration = time.time(), state.iteration
-    told: list[Event] = [
-        CheckpointJudged(
-            time=now, iteration=iteration, directory=error.path.parent.name, health="damaged", reason=str(error)
-        )
-        for error in found.damage
-    ]
-    started = RunStarted(
-        time=now,
-        iteration=iteration,
-        world_size=parts.world.size,
-        num_steps=cfg.train.num_steps,
-        step=state.step,
-        resumed_from=directory,
-    )
-    return state, [*told, started]
 
 
 def run_worker(cfg: Config) -> int:
@@ -219,47 +253,24 @@ def run_worker(cfg: Config) -> int:
             disconnect()
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """What rank 0 found on disk, for all ranks to hear."""
-
-    run: RunDir
-    last_iteration: int
-    changes: dict[str, Any]
-    """Keys that were changed on purpose since the run was last started."""
-    problem: str = ""
-
-
-def open_run(cfg: Config) -> Opened:
-    """Name and create the run directory, or say why not."""
-    rundir.name_run(cfg)
-    run = rundir.locate(cfg)
-    seen = max(last_iteration(run.events), 0)
-    try:
-        changes = rundir.prepare(cfg, run, iteration=seen)
-        requests.clear(run)
-        return Opened(run, seen, changes)
-    except ConfigError as error:
-        return Opened(run, seen, {}, problem=str(error))
-
-
 def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest) -> int:
     """Build, resume and train in a directory that all ranks agree on."""
-    run = opened.run
+    directory = opened.run
     with (
-        closing(build(cfg, world, run)) as parts,
-        Narrator(cfg, run, world=world, meter=meter(cfg, world)) as narrator,
+        closing(build(cfg, world, directory)) as parts,
+        Narrator(cfg, directory, world=world, meter=meter(cfg, world)) as narrator,
     ):
+        inbox = Inbox(directory) if world.is_first else None
         if world.is_first:
-            write_manifest(run, describe(cfg, parts))
-            stop.watch(run)
-        state, told = resume(cfg, parts, run, last_seen=opened.last_iteration)
+            write_manifest(directory, describe(cfg, parts))
+            stop.watch(directory)
+        state, told = resume(cfg, parts, opened)
         for event in told:
             narrator.emit(event)
         if opened.changes:
             narrator.emit(rundir.intervention(opened.changes, iteration=state.iteration))
-        ending = train(cfg, parts, state, narrator, stop)
-        code, reason = leave(parts, state, narrator, ending, run=run, stop=stop)
+        run = Run(cfg=cfg, directory=directory, parts=parts, state=state, narrator=narrator, stop=stop, inbox=inbox)
+        code, reason = leave(run, train(run))
         narrator.end(
             RunEnded(time=time.time(), iteration=state.iteration, step=state.step, exit_code=code, reason=reason)
         )

@@ -1,11 +1,12 @@
 """`harness ctl`: what an operator asks of a running run, written down with who asked and why.
 
 Why: a run must be told things from any machine that sees its directory, without its processes' numbers or a port.
-How: a request is a small file in the run directory (`harness.requests` says which), put there whole by a rename; the
-run finds it within a second or so, writes the intervention into its log, and acts. A plain `touch RUN/STOP` does the
-same without a name. A complaint is one line on stderr and exit code 2.
+How: what is asked is held against the run directory first; then it is a small file there, put in place whole by a
+rename (`harness.commands`, and `harness.requests` for stop). The run finds it within a second or so, does it on all
+ranks at the same step, and writes the intervention into its log. A plain `touch RUN/STOP` stops it too, without a name.
+A complaint is one line on stderr and exit code 2.
 Left out: whether the run's processes still live is not known here. A run that was killed has no last word in its log;
-it takes the request as one from before its next start, and `--wait` waits for that, until Ctrl-C.
+what it was asked waits for its next start (a stop is then forgotten), and `--wait` waits too, until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -14,45 +15,82 @@ import getpass
 import os
 import sys
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness import requests
+from harness import commands, requests
 from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
-from harness.events import RunEnded, RunStarted, StepRecord
+from harness.events import Intervention, RunEnded, RunStarted, StepRecord
+from harness.orders import (
+    LONGEST_REASON,
+    ORDERS,
+    Command,
+    Order,
+    Rollback,
+    in_words,
+    one_line,
+    order_of,
+)
 from harness.rundir import RunDir
 from harness.telemetry.sinks import read_chunk, tail
 from launch.parser import Parser
 
 HELP = """\
-usage: harness ctl RUN COMMAND [ARGUMENTS]
+usage: harness ctl RUN COMMAND [ARGUMENTS] --reason TEXT [--wait]
 
 RUN is a run directory, such as runs/first. Commands:
-  stop     save a checkpoint and leave, with exit code 75 or, after the last step, 0; the same words resume the run
+  skip N              never see the next N batches
+  rollback --to STEP  go back to the newest sound checkpoint at or before STEP
+  lr FACTOR           multiply the learning rate of the schedule; 1 restores it
+  exclude SOURCE      read a source of data no more
+  checkpoint          save one now
+  pause, resume       stay where the run is, in memory; go on
+  stop                save a checkpoint and leave, with exit code 75 or, after the last step, 0
+  list                what waits, and what was changed last
+
+Who asked, when and why is written to RUN/interventions.jsonl with what came of it. Examples:
+  harness ctl runs/first skip 20 --reason "repeated boilerplate from shard 17"
+  harness ctl runs/first rollback --to 12000 --reason "loss floor moved up after 12100" --wait
+  harness ctl runs/first lr 0.5 --reason "third spike today"
+  harness ctl runs/first exclude web --reason "the dump of March is broken"
 
 `harness ctl RUN COMMAND --help` says more.
 """
 
-STOP = """\
-Ask a run to save a checkpoint and leave. All ranks leave after the same step, with exit code 75 or, after the last
-step, 0. `harness train` with the words that started the run resumes it.
-"""
-
-COMMANDS = "stop"
-LONGEST_REASON = 1000
+DESCRIPTIONS = {
+    "skip": "Exclude the next batches for ever. A run that is rolled back past them does not see them either.",
+    "rollback": "Go back to the newest checkpoint at or before a step that is not tainted; its processes stay.",
+    "lr": "Multiply the learning rate of the schedule by a factor, until another one is asked for.",
+    "exclude": "Turn a source of data off; the others share its place by their weights.",
+    "checkpoint": "Save a checkpoint now.",
+    "pause": "Finish the step and stay, with everything in memory, until resume or stop.",
+    "resume": "Go on after a pause.",
+    "stop": (
+        "Ask a run to save a checkpoint and leave. All ranks leave after the same step, with exit code 75 or, after\n"
+        "the last step, 0. `harness train` with the words that started the run resumes it."
+    ),
+    "list": "Show what a run was asked and has not done yet, and what was changed in it last.",
+}
+COMMANDS = ", ".join(DESCRIPTIONS)
 POLL_S = 0.2
+NUM_LISTED = 10
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; returns its exit code."""
     try:
         match list(argv):
-            case ["-h" | "--help" | "help", *_]:
+            case ["-h" | "--help" | "help", *_] | [_, "-h" | "--help", *_]:
                 print(HELP, end="")
                 return EXIT_DONE
+            case [run, "list", *arguments]:
+                parser_of("list").parse_args(arguments)
+                return list_command(RunDir(Path(run)))
             case [run, "stop", *arguments]:
-                return stop(RunDir(Path(run)), arguments)
+                return stop(RunDir(Path(run)), parser_of("stop").parse_args(arguments))
+            case [run, word, *arguments] if word in ORDERS:
+                return ask(RunDir(Path(run)), word, parser_of(word).parse_args(arguments))
             case [_, unknown, *_]:
                 raise ConfigError("ctl", f"no command {unknown!r}; choose {COMMANDS}, or --help")
             case [_]:
@@ -62,40 +100,110 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
+    except OSError as error:
+        print(f"harness: {error.filename}: {error.strerror}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
 
 
-def stop(run: RunDir, arguments: Sequence[str]) -> int:
+def ask(run: RunDir, word: str, words: Namespace) -> int:
+    """Any command that a run goes on after."""
+    reason = reason_of(words)
+    order = order_of(word, {key: value for key, value in vars(words).items() if key not in ("reason", "wait")})
+    log_bytes = num_bytes_of_log(run)
+    check_running(run)
+    commands.check(run, order, before=[command.order for command in commands.waiting(run)])
+    try:
+        command = commands.send(run, order, who=operator(), reason=reason)
+    except OSError as error:
+        raise ConfigError(str(run.control), f"cannot be written: {error.strerror}") from None
+    print(f"asked {run.path} to {in_words(order)}{target_of(run, order)}", flush=True)
+    return wait(run, in_words(order), lambda: wait_for_answer(run, command, log_bytes)) if words.wait else EXIT_DONE
+
+
+def stop(run: RunDir, words: Namespace) -> int:
     """`harness ctl RUN stop`."""
-    words = stop_parser().parse_args(arguments)
-    message = f"must have at most {LONGEST_REASON} characters, got {len(words.reason)}"
-    require(len(words.reason) <= LONGEST_REASON, "--reason", message)
-    log_bytes = run.events.stat().st_size if run.events.exists() else 0
+    reason = reason_of(words)
+    log_bytes = num_bytes_of_log(run)
     check_running(run)
     try:
-        requests.ask(run, who=operator(), reason=words.reason)
+        requests.ask(run, who=operator(), reason=reason)
     except OSError as error:
         raise ConfigError(str(run.stop), f"cannot be written: {error.strerror}") from None
-    print(f"asked {run.path} to stop")
-    if not words.wait:
-        return EXIT_DONE
-    try:
-        ended = wait_for_end(run, log_bytes)
-    except KeyboardInterrupt:
-        print(f"harness: no longer waiting; {run.path} is still asked to stop", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    print(f"{run.path} ended at step {ended.step}: {ended.reason} (exit code {ended.exit_code})")
-    return ended.exit_code
+    print(f"asked {run.path} to stop", flush=True)
+    return wait(run, "stop", lambda: wait_for_end(run, log_bytes)) if words.wait else EXIT_DONE
+
+
+def list_command(run: RunDir) -> int:
+    """`harness ctl RUN list`."""
+    check_run(run)
+    waiting = [
+        (command.time, command.who, in_words(command.order), command.reason) for command in commands.waiting(run)
+    ]
+    if (asked := requests.read(run)) is not None:
+        waiting.append((asked.time, asked.who, "stop", asked.reason))
+    print(render(waiting, commands.interventions(run)))
+    return EXIT_DONE
+
+
+def render(waiting: Sequence[tuple[float, str, str, str]], interventions: Sequence[Intervention]) -> str:
+    """What waits (when, who, what, why), then what was changed last, as text."""
+    lines = [f"waiting: {len(waiting) or 'nothing'}"]
+    lines += [f"  {clock(when)}  {who}: {what} ({reason})" for when, who, what, reason in waiting]
+    last = interventions[-NUM_LISTED:]
+    total = f"the last {len(last)} of {len(interventions)}" if len(last) < len(interventions) else len(last) or "none"
+    lines += [f"interventions: {total}"]
+    lines += [
+        f"  {clock(event.time)}  iteration {event.iteration}  {event.who}: {changes_in_words(event)} ({event.reason})"
+        for event in last
+    ]
+    return "\n".join(lines)
+
+
+def clock(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+
+
+def changes_in_words(event: Intervention) -> str:
+    """What was asked and what came of it, without what only programs need."""
+    known = {key: value for key, value in event.changes.items() if key not in ("id", "asked_time")}
+    asked = known.pop("command", None)
+    return one_line(", ".join([*([str(asked)] if asked else []), *(f"{key}: {value}" for key, value in known.items())]))
+
+
+def reason_of(words: Namespace) -> str:
+    """Why, in one line that is not empty."""
+    reason = one_line(str(words.reason))
+    require(bool(reason), "--reason", "must not be empty")
+    message = f"must have at most {LONGEST_REASON} characters, got {len(reason)}"
+    require(len(reason) <= LONGEST_REASON, "--reason", message)
+    return reason
+
+
+def target_of(run: RunDir, order: Order) -> str:
+    """Which checkpoint a rollback would take; a newer one may come before it is done."""
+    if not isinstance(order, Rollback):
+        return ""
+    best = next(iter(commands.rollback_targets(run, order.to_step)), None)
+    return f": {best.name} ({best.health})" if best is not None else ""
+
+
+def check_run(run: RunDir) -> None:
+    """Refuse a directory that is no run's."""
+    require(run.config.is_file(), str(run.path), f"is no run directory: it has no {run.config.name}")
 
 
 def check_running(run: RunDir) -> None:
-    """Refuse a directory that is no run's, and a run that has ended by itself or was stopped."""
-    if not run.config.is_file():
-        raise ConfigError(str(run.path), f"is no run directory: it has no {run.config.name}")
+    """Refuse also a run that has ended by itself or was stopped."""
+    check_run(run)
     for event in reversed(tail(run.events)):
         if isinstance(event, RunEnded):
             raise ConfigError(str(run.path), f"has ended at step {event.step}: {event.reason}")
         if isinstance(event, RunStarted | StepRecord):
             return
+
+
+def num_bytes_of_log(run: RunDir) -> int:
+    return run.events.stat().st_size if run.events.exists() else 0
 
 
 def operator() -> str:
@@ -106,19 +214,77 @@ def operator() -> str:
         return f"user {os.getuid()}"
 
 
-def wait_for_end(run: RunDir, log_bytes: int) -> RunEnded:
-    """The first end in the log after its first `log_bytes`."""
+def wait(run: RunDir, asked: str, wait_for: Callable[[], int]) -> int:
+    """The exit code that was waited for; Ctrl-C takes nothing back."""
+    try:
+        return wait_for()
+    except KeyboardInterrupt:
+        print(f"harness: no longer waiting; {run.path} is still asked to {asked}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def wait_for_answer(run: RunDir, command: Command, log_bytes: int) -> int:
+    """Wait until a command was answered and say how, or that the run ended without an answer."""
+    path = commands.path_of(run, command.id)
     while True:
-        while chunk := read_chunk(run.events, log_bytes):
-            log_bytes = chunk.end
-            for event in chunk.events:
-                if isinstance(event, RunEnded):
-                    return event
+        is_there = path.exists()
+        ended, log_bytes = read_end(run, log_bytes)
+        if (event := commands.answer(run, command.id)) is not None:
+            refused = event.changes.get(commands.REFUSED)
+            require(refused is None, str(run.path), f"refused at iteration {event.iteration}: {refused}")
+            print(f"{run.path} did at iteration {event.iteration}: {changes_in_words(event)}")
+            return EXIT_DONE
+        if not is_there:
+            aside = commands.refused_path_of(run, command.id)
+            fate = f"refused by the run, see {aside}" if aside.exists() else f"withdrawn: {path} is gone"
+            raise ConfigError(str(run.path), f"the command was {fate}")
+        if ended is not None:
+            print(f"{in_the_end(run, ended)}; the command waits for its next start, unless you remove {path}")
+            return EXIT_INTERRUPTED
         time.sleep(POLL_S)
 
 
-def stop_parser() -> ArgumentParser:
-    parser = Parser(prog="harness ctl RUN stop", description=STOP, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--reason", metavar="TEXT", default="", help="why, for the log of the run")
-    parser.add_argument("--wait", action="store_true", help="until the run has ended; exit with its exit code")
+def wait_for_end(run: RunDir, log_bytes: int) -> int:
+    """Wait for the end of the run and say how it ended; returns its exit code."""
+    while True:
+        ended, log_bytes = read_end(run, log_bytes)
+        if ended is not None:
+            print(in_the_end(run, ended))
+            return ended.exit_code
+        time.sleep(POLL_S)
+
+
+def read_end(run: RunDir, log_bytes: int) -> tuple[RunEnded | None, int]:
+    """The first end in the log after its first `log_bytes`, and how far it was read."""
+    while chunk := read_chunk(run.events, log_bytes):
+        log_bytes = chunk.end
+        for event in chunk.events:
+            if isinstance(event, RunEnded):
+                return event, log_bytes
+    return None, log_bytes
+
+
+def in_the_end(run: RunDir, ended: RunEnded) -> str:
+    return f"{run.path} ended at step {ended.step}: {ended.reason} (exit code {ended.exit_code})"
+
+
+def parser_of(word: str) -> ArgumentParser:
+    description = DESCRIPTIONS[word]
+    parser = Parser(
+        prog=f"harness ctl RUN {word}", description=description, formatter_class=RawDescriptionHelpFormatter
+    )
+    match word:
+        case "skip":
+            parser.add_argument("num_batches", metavar="N", type=int, help="how many batches, at least 1")
+        case "rollback":
+            parser.add_argument("--to", dest="to_step", metavar="STEP", type=int, required=True, help="at or before it")
+        case "lr":
+            parser.add_argument("factor", metavar="FACTOR", type=float, help="above 0, at most 10; 1: as scheduled")
+        case "exclude":
+            parser.add_argument("source", metavar="SOURCE", help="its name under data.sources")
+        case "list":
+            return parser
+    until = "the run has ended; exit with its exit code" if word == "stop" else "it was done, and say what came of it"
+    parser.add_argument("--reason", metavar="TEXT", required=True, help="why, for the log of the run")
+    parser.add_argument("--wait", action="store_true", help=f"until {until}")
     return parser

@@ -77,6 +77,7 @@ def test_an_empty_stop_file_is_a_request(run: RunDir) -> None:
         ("maintenance\n  at noon", "asked by ada: maintenance at noon"),
         ("", "asked by ada"),
         ("\udcff", "asked by ada: ?"),
+        ("\x1b[2Jgone", "asked by ada: ?[2Jgone"),
     ],
 )
 def test_who_asked_is_told(run: RunDir, clock: Clock, reason: str, in_words: str) -> None:
@@ -92,7 +93,17 @@ def test_who_asked_is_told(run: RunDir, clock: Clock, reason: str, in_words: str
 
 
 @pytest.mark.parametrize(
-    "content", ["[]", "7", '{"who": "ada"}', '{"who": 1, "time": "noon", "reason": ""}', "{", "\0"]
+    "content",
+    [
+        "[]",
+        "7",
+        '{"who": "ada"}',
+        '{"who": 1, "time": "noon", "reason": ""}',
+        '{"who": 1, "time": 1%s, "reason": ""}' % ("0" * 400),
+        "{",
+        "\0",
+        "[" * 60000,
+    ],
 )
 def test_a_file_that_says_something_else_is_a_request_all_the_same(run: RunDir, content: str) -> None:
     stop = StopRequest()

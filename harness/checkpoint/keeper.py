@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-from harness.checkpoint import catalog, store
+from harness.checkpoint import catalog, integrity, store
 from harness.checkpoint.cadence import rollback_cost
-from harness.checkpoint.catalog import Health
+from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.clerk import Clerk
+from harness.checkpoint.integrity import Damaged
 from harness.checkpoint.ring import Ring, Slot
 from harness.config import Config
 from harness.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, StepRecord
@@ -72,10 +73,24 @@ class Keeper:
         elif self._cfg.ring.slots and state.iteration % self._cfg.ring.every_steps == 0:
             self._ring.take(state)
 
-    def learn(self, record: StepRecord, state: RunState) -> None:
-        """What a report says: its snapshot is whole, those before it can be trusted, a checkpoint has proved good."""
-        slot = self._ring.settle(record.iteration, step=record.step, refused_in_row=state.refused_in_row)
-        if record.refused:
+    def learn(
+        self,
+        record: StepRecord,
+        state: RunState,
+        *,
+        doubtful_since: int | None = None,
+        remembered: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        """What a report says: its snapshot is whole, those before it can be trusted, a checkpoint has proved good.
+
+        While something is under suspicion, nothing that was taken since it began is trusted or good.
+        """
+        slot = self._ring.unsettled(record.iteration)
+        if slot is not None:
+            slot.settle(step=record.step, refused_in_row=state.refused_in_row, sentinel=remembered())
+        if doubtful_since is not None:
+            self._ring.doubt(doubtful_since)
+        if record.refused or doubtful_since is not None:
             self._last_unclean = record.iteration
         else:
             self._ring.trust(record.iteration)
@@ -85,13 +100,43 @@ class Keeper:
             self._write(slot)
         self._is_asked |= record.save_requested
 
+    def ask(self) -> None:
+        """Save after the next update."""
+        self._is_asked = True
+
+    def targets(self, *, before: float = math.inf, until_step: float = math.inf) -> list[tuple[str, int]]:
+        """Checkpoints to go back to and the iteration each was taken after, newest first; on rank 0. Those from before
+        an iteration must be good; a person who names a step may have any that is not tainted."""
+        self._finish_writing()
+        bad = (Health.tainted,) if until_step < math.inf else (Health.tainted, Health.candidate)
+        saved = [each for each in reversed(catalog.saved(self._root)) if each.health not in bad]
+        found = [(each, _iteration_of(each)) for each in saved if each.step <= until_step]
+        return [(each.name, int(taken)) for each, taken in found if taken < before]
+
+    def go_back(self, iteration: int, reason: str) -> None:
+        """The run goes on from the state after this iteration: what was saved since is tainted, what waits is dropped.
+
+        On all ranks, and on disk before it returns: a run that is killed now must not resume from what it leaves.
+        """
+        self._finish_writing()
+        self._queued = None
+        self._ring.forget(iteration + 1)
+        self._last_unclean = iteration
+        together(lambda: self._taint(iteration, reason) if self._world.is_first else None)
+        self._candidates = {name: taken for name, taken in self._candidates.items() if taken <= iteration}
+
+    def _taint(self, iteration: int, reason: str) -> None:
+        for checkpoint in catalog.saved(self._root):
+            if _iteration_of(checkpoint) > iteration:
+                catalog.mark(checkpoint.path, Health.tainted, reason)
+
     def news(self) -> Iterator[Event]:
         """What has become of earlier saves."""
         self._listen()
         while self._told:
             yield self._told.pop(0)
 
-    def save_last(self, state: RunState, *, is_done: bool) -> bool:
+    def save_last(self, state: RunState, *, is_done: bool, remembered: Callable[[], dict[str, Any]] = dict) -> bool:
         """Save where the run leaves, every report heard, and wait for it; False where that failed.
 
         The state a finished run ends with is good when clean steps led up to it, because none will follow.
@@ -101,7 +146,7 @@ class Keeper:
         self._finish_writing()
         if name not in self._on_disk:
             slot = self._take_to_save(state)
-            slot.settle(step=state.step, refused_in_row=state.refused_in_row)
+            slot.settle(step=state.step, refused_in_row=state.refused_in_row, sentinel=remembered())
             self._write(slot)
             self._finish_writing()
         num_clean = state.iteration - self._last_unclean
@@ -192,6 +237,14 @@ class Keeper:
         for checkpoint in catalog.expendable(catalog.saved(self._root), keep=keep, keep_every_steps=every):
             with suppress(OSError):
                 catalog.drop(checkpoint.path)
+
+
+def _iteration_of(checkpoint: Checkpoint) -> float:
+    """After which iteration it was taken; what does not even say so is from no time that anyone would go back to."""
+    try:
+        return integrity.read_manifest(checkpoint.path).iteration
+    except Damaged:
+        return math.inf
 
 
 def _failed(state: RunState, reason: str) -> CheckpointFailed:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import final
+from typing import Any, final
+from weakref import finalize
 
 import torch
 
@@ -58,9 +59,12 @@ class Block:
         self._bytes = torch.empty(max(num_bytes, 1), dtype=torch.uint8)
         self._buffer = memoryview(self._bytes.numpy())  # type: ignore[arg-type]
         self._used = 0
-        self._pinned = pinned
+        self._unlock: finalize[..., Any] | None = None
         if pinned:
-            _driver("cudaHostRegister", self._bytes.data_ptr(), self._bytes.numel(), 0)
+            address = self._bytes.data_ptr()
+            _driver("cudaHostRegister", address, self._bytes.numel(), 0)
+            self._unlock = finalize(self, _driver, "cudaHostUnregister", address)
+            self._unlock.atexit = False
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """The next piece, shaped like a tensor and with a storage of its own, so that it is saved without a copy."""
@@ -71,10 +75,9 @@ class Block:
         return piece.view(tensor.shape)
 
     def release(self) -> None:
-        """Unlock the memory; nothing may be copied into it any more."""
-        if self._pinned:
-            self._pinned = False
-            _driver("cudaHostUnregister", self._bytes.data_ptr())
+        """Unlock the memory, once; nothing may be copied into it any more."""
+        if self._unlock is not None:
+            self._unlock()
 
 
 def _driver(function: str, *arguments: int) -> None:

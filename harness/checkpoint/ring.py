@@ -4,9 +4,9 @@ Why: a bad update that slipped through is undone in a second from memory; from d
 since the last checkpoint.
 How: each slot is one block of page-locked memory, allocated once. A snapshot is copied on a side stream while the next
 forward pass runs, and the next update waits for it on the device; the host waits for nothing. What the host knows of
-that moment is completed when the report of the same iteration comes back (`settle`). A slot is a target only once every
-step up to it was judged clean, and one clean step was computed from it (`trust`): an update that breaks the weights is
-first seen in the step after it. The newest target is never overwritten by an untried snapshot.
+that moment is completed when the report of the same iteration comes back (`Slot.settle`). A slot is a target only once
+every step up to it was judged clean, and one clean step was computed from it (`trust`): an update that breaks the
+weights is first seen in the step after it. The newest target is never overwritten by an untried snapshot.
 All ranks take and judge at the same iterations; before a rewind they agree on the slot and that all of them hold it.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -49,9 +49,9 @@ class Slot:
     """It is being saved and must stay as it is."""
     _is_finite: bool | None = None
 
-    def settle(self, *, step: int, refused_in_row: int) -> None:
-        """Complete what the host knew with what the report of the same iteration says."""
-        self.state = replace(self.state, step=step, refused_in_row=refused_in_row)
+    def settle(self, *, step: int, refused_in_row: int, sentinel: dict[str, Any] | None = None) -> None:
+        """Complete what the host knew with what the reports up to the same iteration say."""
+        self.state = replace(self.state, step=step, refused_in_row=refused_in_row, sentinel=sentinel or {})
         self.is_settled = True
 
     def wait(self) -> None:
@@ -120,13 +120,10 @@ class Ring:
             torch.cuda.current_stream().wait_event(self._copying.copied)
         self._copying = None
 
-    def settle(self, iteration: int, *, step: int, refused_in_row: int) -> Slot | None:
-        """Complete the snapshot of an iteration with what its report says; returns it, if there is one."""
-        for slot in self._slots:
-            if slot.is_taken and not slot.is_settled and slot.state.iteration == iteration:
-                slot.settle(step=step, refused_in_row=refused_in_row)
-                return slot
-        return None
+    def unsettled(self, iteration: int) -> Slot | None:
+        """The snapshot of an iteration whose report has just come, if one was taken."""
+        waiting = (slot for slot in self._slots if slot.is_taken and not slot.is_settled)
+        return next((slot for slot in waiting if slot.state.iteration == iteration), None)
 
     def trust(self, iteration: int) -> None:
         """The update of this iteration was judged clean, and so was every one before it."""
@@ -134,11 +131,17 @@ class Ring:
             if slot.is_taken and slot.is_settled and slot.state.iteration < iteration:
                 slot.is_trusted = True
 
-    def distrust(self, iteration: int) -> None:
-        """Something went wrong at this iteration: what was taken since is no target."""
+    def doubt(self, iteration: int) -> None:
+        """Something may have gone wrong at this iteration: until it is trusted again, nothing since is a target."""
         for slot in self._slots:
             if slot.state.iteration >= iteration:
-                slot.is_taken = slot.is_trusted = False
+                slot.is_trusted = False
+
+    def forget(self, iteration: int) -> None:
+        """The run goes on from before this iteration: what was taken since never was."""
+        for slot in self._slots:
+            if slot.state.iteration >= iteration:
+                slot.is_taken = slot.is_trusted = slot.is_leased = False
 
     def agree(self, *, before: int) -> Slot | None:
         """The newest target from before an iteration that every rank holds, or None; all ranks must ask."""
@@ -150,16 +153,13 @@ class Ring:
                 return held
 
     def restore(self, slot: Slot) -> RunState:
-        """Put a snapshot back in place, bit for bit; what was taken after it is gone. Returns where the run stood."""
+        """Put a snapshot back in place, bit for bit; returns where the run stood."""
         assert slot.is_settled, "only a whole snapshot can be restored"
         slot.wait()
         self.finish_copy()
         torch._foreach_copy_(list(self._live.values()), list(slot.tensors.values()), non_blocking=True)
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()  # sync: a rewind is rare, and the slot may be written to next
-        for other in self._slots:
-            if other.state.iteration > slot.state.iteration:
-                other.is_taken = other.is_trusted = False
         return replace(slot.state)
 
     def close(self) -> None:

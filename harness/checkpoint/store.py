@@ -143,24 +143,31 @@ class Found(NamedTuple):
 
 def load_newest(root: Path, tensors: Mapping[str, Tensor], *, world: World) -> Found:
     """Fill `tensors` in place from the newest checkpoint that is whole; nothing is filled where none was ever saved."""
+    found = load_first(root, broadcast(_newest_first(root) if world.is_first else []), tensors, world=world)
+    if found.loaded is not None:
+        return found
+    if lost := broadcast([str(path) for path in catalog.damaged(root)] if world.is_first else []):
+        problem = "; ".join(map(str, found.damage)) or f"{len(lost)} were found damaged before"
+        raise ConfigError("run.name", f"no checkpoint in {root} is whole ({problem}); remove {lost[-1]} to begin again")
+    return found
+
+
+def load_first(root: Path, names: Iterable[str], tensors: Mapping[str, Tensor], *, world: World) -> Found:
+    """Fill `tensors` in place from the first of these checkpoints that is whole; damaged ones are set aside."""
     damage: list[Damaged] = []
-    while (name := broadcast(_newest(root) if world.is_first else None)) is not None:
+    for name in names:
         try:
             return Found(Loaded(_load(root / name, tensors, world=world), name), damage)
         except Damaged as error:
             damage.append(error)
             if world.is_first:
                 catalog.set_aside(root / name)
-    if lost := broadcast([str(path) for path in catalog.damaged(root)] if world.is_first else []):
-        found = "; ".join(map(str, damage)) or f"{len(lost)} were found damaged before"
-        raise ConfigError("run.name", f"no checkpoint in {root} is whole ({found}); remove {lost[-1]} to begin again")
     return Found(None, damage)
 
 
-def _newest(root: Path) -> str | None:
+def _newest_first(root: Path) -> list[str]:
     catalog.sweep(root)
-    sound = [checkpoint for checkpoint in catalog.saved(root) if checkpoint.health is not Health.tainted]
-    return sound[-1].name if sound else None
+    return [each.name for each in reversed(catalog.saved(root)) if each.health is not Health.tainted]
 
 
 def _load(path: Path, tensors: Mapping[str, Tensor], *, world: World) -> RunState:

@@ -3,7 +3,8 @@
 Why: deciding on the host costs a sync every step, and multiplying a bad gradient by zero writes NaN into the weights.
 How: the fused kernel itself reads `found_inf` (1: leave parameters, moments and step counters bit for bit as they are)
 and `grad_scale` (divides the gradient: token count, loss scale and clipping in one factor). The number of applied
-updates is counted on the device, where it picks the learning rate from the schedule's table.
+updates is counted on the device, where it picks the learning rate from the schedule's table. A learning rate that is
+lowered on purpose falls at once and rises slowly.
 Moments exist from the start, so that every snapshot has the same shape.
 """
 
@@ -17,6 +18,10 @@ from torch import Tensor, nn
 
 from harness.config import OptimConfig
 from harness.optim.schedule import table
+from harness.parallel import local
+
+RE_WARMING = 0.02
+"""Share of the way back to its target that a lowered learning rate goes with each update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,11 @@ class Update:
     step: Tensor
     """Updates applied, counted on the device."""
     clip_norm: float | None
+    clip_value: float | None
+    lr_scale: Tensor
+    """What every rate is multiplied with, besides the schedule; on its way to `lr_target`."""
+    lr_target: float = 1.0
+    """Where `lr_scale` goes: down at once, up by and by."""
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -45,17 +55,38 @@ class Update:
     @property
     def lr(self) -> Tensor:
         """The rate the next update takes at multiplier 1."""
-        return torch.take(self.rates, self.step.clamp(max=len(self.rates) - 1))
+        return self._scheduled(self.step) * self.lr_scale
+
+    @property
+    def rates_by_name(self) -> dict[str, Tensor]:
+        """The rate the next update takes, of each parameter."""
+        lr = self.lr
+        return {name: lr * group.lr_multiplier for group in self.groups for name in group.parameters}
+
+    @property
+    def warming(self) -> Tensor:
+        """1.0 while the schedule rises, else 0.0."""
+        return (self._scheduled(self.step) > self._scheduled(self.step - 1)).to(torch.float64)
+
+    def _scheduled(self, step: Tensor) -> Tensor:
+        return torch.take(self.rates, step.clamp(0, len(self.rates) - 1))
 
     def apply(self, *, refuse: Tensor, grad_norm: Tensor, divisor: Tensor) -> Tensor:
         """One update, or none where `refuse` is 1; returns the learning rate it was made for.
 
         `divisor` turns the stored gradient into the true one, whose norm before clipping is `grad_norm`.
         """
+        towards = self.lr_scale + (self.lr_target - self.lr_scale) * RE_WARMING * (1 - refuse)
+        self.lr_scale.copy_(towards.clamp(max=self.lr_target))
         lr = self.lr
         for group, options in zip(self.groups, self.adamw.param_groups, strict=True):
             options["lr"].copy_(lr * group.lr_multiplier)
         excess = 1.0 if self.clip_norm is None else (grad_norm / self.clip_norm).clamp(min=1.0)
+        if self.clip_value is not None:
+            limit = divisor * excess * self.clip_value
+            for parameter in self.parameters.values():
+                assert parameter.grad is not None
+                local(parameter.grad).clamp_(-limit, limit)
         setattr(self.adamw, "grad_scale", divisor * excess)  # noqa: B010  (read by the fused kernel, unknown to mypy)
         setattr(self.adamw, "found_inf", refuse)  # noqa: B010
         self.adamw.step()
@@ -93,4 +124,6 @@ def build_update(groups: Sequence[Group], *, cfg: OptimConfig, num_steps: int, d
         rates=rates.to(torch.float32).to(device),
         step=torch.zeros((), dtype=torch.int64, device=device),
         clip_norm=cfg.clip_norm,
+        clip_value=cfg.clip_value,
+        lr_scale=torch.ones((), dtype=torch.float32, device=device),
     )

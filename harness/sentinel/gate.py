@@ -1,15 +1,82 @@
 """The gate: one device bit, equal on every rank, that refuses an update before it is applied.
 
-It is computed from reduced signals only, so ranks cannot disagree, and it selects rather than multiplies: fused AdamW
-reads the bit and leaves weights and moments untouched. Today it refuses what is not finite.
+Why: after a bad update the weights are bad; before it, nothing has happened yet.
+How: it is computed from reduced signals only, so ranks cannot disagree, and it selects rather than multiplies: fused
+AdamW reads the bit and leaves weights and moments untouched. It refuses what is not finite, and what lies far beyond
+the clean history of loss and gradient norm: the recursion of `harness.sentinel.baseline`, which the detectors use too,
+on float64 scalars of the device. A refused value never enters the history; the history is part of every snapshot, so a
+run that comes back is guarded from its first step.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple, final
+
 import torch
 from torch import Tensor
 
+from harness.config import DetectConfig
+from harness.sentinel import baseline
+from harness.sentinel.baseline import Number, State
 
-def refuse_nonfinite(*, loss: Tensor, grad_norm: Tensor) -> Tensor:
+
+class TorchOps:
+    """Arithmetic of the baseline on the device; loss and gradient norm side by side."""
+
+    log, absolute, exp = staticmethod(torch.log), staticmethod(torch.abs), staticmethod(torch.exp)
+
+    @staticmethod
+    def where(condition: Any, chosen: Number, otherwise: Number) -> Number:
+        return torch.where(condition, chosen, otherwise)
+
+    @staticmethod
+    def choose(condition: Any, chosen: State, otherwise: State) -> State:
+        return torch.where(condition, torch.stack(chosen), torch.stack(otherwise)).unbind()
+
+    @staticmethod
+    def minimum(number: Number, other: Number) -> Number:
+        return torch.clamp(number, max=other)
+
+    @staticmethod
+    def maximum(number: Number, other: Number) -> Number:
+        return torch.clamp(number, min=other)
+
+
+OPS = TorchOps()
+
+
+def first_history(device: torch.device) -> Tensor:
+    """Numbers of the baseline x (loss, gradient norm), before the first step."""
+    return torch.tensor(baseline.begin(), dtype=torch.float64, device=device)[:, None].repeat(1, 2)
+
+
+class Judgement(NamedTuple):
+    refuse: Tensor
     """1.0 where the update must not happen, else 0.0; exactly these two, because the kernel tests for 1."""
-    return (~(torch.isfinite(loss) & torch.isfinite(grad_norm))).to(torch.float32)
+    overflow: Tensor
+    """1.0 where loss or gradient norm is not finite, else 0.0."""
+    bounds: Tensor
+    """What the loss and the gradient norm were held against."""
+
+
+@final
+class Gate:
+    def __init__(self, cfg: DetectConfig, *, device: torch.device) -> None:
+        self._cfg = cfg
+        self.history = first_history(device)
+        """Changed in place."""
+
+    def judge(self, *, loss: Tensor, grad_norm: Tensor, warming: Tensor) -> Judgement:
+        """Refuse or accept one step, and learn from what is accepted. `warming`: 1.0 while the learning rate rises."""
+        values = torch.stack([loss, grad_norm]).to(torch.float64)
+        by_loss, by_gradient = self.history.unbind(dim=1)
+        bounds = baseline.gate_bounds(by_loss.unbind(), by_gradient.unbind(), self._cfg, OPS, warming=warming)
+        is_finite = torch.isfinite(values).all()
+        is_clean = is_finite & ~baseline.beyond(values[0], values[1], bounds)
+        following = baseline.advance(self.history.unbind(), values, is_clean, self._cfg, OPS)
+        self.history.copy_(torch.stack(following))
+        return Judgement(
+            refuse=(~is_clean).to(torch.float32),
+            overflow=(~is_finite).to(torch.float32),
+            bounds=torch.stack(bounds[:2]).to(torch.float32),
+        )

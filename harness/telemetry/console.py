@@ -20,12 +20,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from harness.config import EXIT_DONE
 from harness.events import (
+    Action,
     CheckpointFailed,
     CheckpointJudged,
     CheckpointSaved,
     EvalRecord,
     Event,
+    Finding,
     Intervention,
+    Outcome,
     RunEnded,
     RunStarted,
     StepRecord,
@@ -133,6 +136,16 @@ def notice(event: Event) -> str | None:
             return f"step {event.step}: not saved, {event.reason}"
         case CheckpointJudged() if event.health != "good":
             return f"{event.directory} is {event.health}: {event.reason}"
+        case Finding():
+            blamed = [*(f"rank {rank}" for rank in event.ranks), *event.groups]
+            suspects = f" ({', '.join(blamed)})" if blamed else ""
+            return f"iteration {event.iteration}: {event.kind}, {event.message}{suspects}"
+        case Action():
+            return f"iteration {event.iteration}: {event.kind}, {event.reason}"
+        case Outcome(target=str(target)) if target:
+            return f"back to {target}, step {event.step}: {event.steps_lost} steps lost, {event.seconds:.2f} s"
+        case Outcome(succeeded=False):
+            return f"{event.kind} failed: there is nothing to go back to"
         case Intervention():
             changes = ", ".join(f"{key}: {change}" for key, change in event.changes.items())
             return f"{event.who} changed {changes or 'nothing'} ({event.reason})"

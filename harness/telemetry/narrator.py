@@ -45,19 +45,19 @@ class Narrator:
         """Tell an event that took no time from training."""
         self._tell(event)
 
-    def emit_step(self, record: StepRecord, *, posted_s: float) -> None:
-        """Tell a step, with the pace the host's clock gave it when it was posted."""
+    def emit_step(self, record: StepRecord, *, posted_s: float) -> StepRecord:
+        """Tell a step, with the pace the host's clock gave it when it was posted; returns it as it was told."""
         rates = self._meter.tick(posted_s)
-        self._tell(
-            replace(
-                record,
-                time=time.time(),
-                step_time_s=rates.step_time_s,
-                tokens_per_s=rates.tokens_per_s,
-                flops_per_s=rates.flops_per_s,
-                mfu=rates.mfu,
-            )
+        told = replace(
+            record,
+            time=time.time(),
+            step_time_s=rates.step_time_s,
+            tokens_per_s=rates.tokens_per_s,
+            flops_per_s=rates.flops_per_s,
+            mfu=rates.mfu,
         )
+        self._tell(told)
+        return told
 
     def end(self, event: RunEnded) -> None:
         """The last event of a run; the picture comes before it, because MLflow takes its leave with it."""

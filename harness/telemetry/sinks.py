@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from harness.events import Event, parse, to_json
+from harness.events import Event, StepRecord, parse, to_json
 
 TAIL_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
@@ -61,6 +61,21 @@ def tail(path: Path, num_bytes: int = TAIL_BYTES) -> list[Event]:
 def last_iteration(path: Path) -> int:
     """The highest iteration near the end of a log (records come late, so not that of the last line); -1 where none."""
     return max((event.iteration for event in tail(path)), default=-1)
+
+
+def events_since(path: Path, iteration: int) -> list[Event]:
+    """The events of a log after the record of an iteration, in order; all of them where there is no such record."""
+    num_bytes, size_bytes = TAIL_BYTES, path.stat().st_size if path.exists() else 0
+    while True:
+        events = tail(path, num_bytes)
+        seen = [place for place, event in enumerate(events) if _is_record_until(event, iteration)]
+        if seen or num_bytes >= size_bytes:
+            return events[seen[-1] + 1 :] if seen else events
+        num_bytes *= 4
+
+
+def _is_record_until(event: Event, iteration: int) -> bool:
+    return isinstance(event, StepRecord) and event.iteration <= iteration
 
 
 def _parse_all(lines: Iterable[bytes]) -> list[Event]:

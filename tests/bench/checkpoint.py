@@ -47,7 +47,7 @@ from harness.parallel import connect, disconnect, local
 from harness.precision import fast_attention
 from harness.rundir import RunDir
 from harness.state import RunState
-from harness.train import forward_backward, judge_and_update
+from harness.step import forward_backward, judge_and_update
 from tests.bench.step import wait_for
 
 SMALL = ("model=50m", "data=synthetic", "train.batch_size=2", "train.sequence_length=64", "parallel.device=auto")
@@ -128,7 +128,7 @@ def begin_own(writer: Executor, loop: Loop, path: Path) -> Save:
     """As the keeper saves: a snapshot, which a thread writes."""
     ring, state = loop.parts.ring, loop.state
     slot = ring.take(state)
-    ring.settle(state.iteration, step=state.step, refused_in_row=0)
+    slot.settle(step=state.step, refused_in_row=0)
 
     def write() -> None:
         slot.wait()
@@ -205,7 +205,7 @@ def cost_of_snapshot(loop: Loop, *, num_steps: int) -> Cost:
     loop.wait()
     total_s = time.perf_counter() - begun_s
     plain_s = (plain_s + loop.step_s(num_steps)) / 2
-    ring.settle(state.iteration, step=state.step, refused_in_row=0)
+    slot.settle(step=state.step, refused_in_row=0)
     back_s = seconds_of(loop, lambda: ring.restore(slot))
     return Cost(called_s, total_s - num_steps * plain_s, math.nan, back_s)
 

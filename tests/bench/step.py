@@ -25,8 +25,8 @@ from harness.model.size import flops_per_token, num_parameters
 from harness.parallel import connect, disconnect
 from harness.precision import fast_attention
 from harness.rundir import RunDir
+from harness.step import forward_backward, judge_and_update
 from harness.telemetry.meters import memory_bytes, peak_flops
-from harness.train import forward_backward, judge_and_update
 
 WARMUP_STEPS = 4
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from harness import events, train
+from harness import events
 from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import Health
 from harness.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, RunEnded, StepRecord
-from harness.parallel import local
-from tests.distributed import cases
+from tests.distributed import cases, trouble
 from tests.distributed.pool import Pool
+from tests.distributed.trouble import Fault
 
 
 def log_of(directory: Path) -> list[Event]:
@@ -51,29 +50,9 @@ def test_before_anything_is_good_the_first_candidate_lives(ranks: Pool, tmp_path
     assert health(tmp_path) == {2: Health.candidate, 12: Health.candidate}, "the heir, and the newest"
 
 
-def break_weights_at(directory: str, iteration: int, *overrides: str) -> int:
-    """A run in which one weight of one rank becomes NaN after an update, as a flipped bit in memory would do it."""
-    genuine = train.judge_and_update
-    calls = 0
-
-    def judge_and_update(parts: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        report = genuine(parts, **options)
-        if calls == iteration and parts.world.rank == 1:
-            with torch.no_grad():
-                local(parts.update.parameters["blocks.1.mlp.up.weight"])[0, 0] = torch.nan
-        return report
-
-    train.judge_and_update = judge_and_update
-    try:
-        return cases.run(directory, *overrides)[0]
-    finally:
-        train.judge_and_update = genuine
-
-
 def test_a_run_that_goes_nan_cannot_delete_its_last_good_checkpoint(ranks: Pool, tmp_path: Path) -> None:
-    """It tries: a save is due at every step and by the clock, only one is kept, and nothing but NaN follows."""
+    """It tries: a save is due at every step and by the clock, only one is kept, nothing but NaN follows, and the policy
+    is told to let it happen."""
     overrides = (
         "run.name=a",
         "train.num_steps=100",
@@ -82,8 +61,13 @@ def test_a_run_that_goes_nan_cannot_delete_its_last_good_checkpoint(ranks: Pool,
         "checkpoint.good_after_steps=4",
         "checkpoint.keep=1",
         "sentinel.halt_after_refused=30",
+        "sentinel.policy.refused_in_row=1000",
+        "sentinel.policy.budgets.skip.per_window=1000",
+        "sentinel.probe_every=1000",
     )
-    assert ranks.run(2, break_weights_at, str(tmp_path), 20, *overrides) == [3, 3]
+    fault = Fault("weights", 1, factor=math.nan, iteration=20)
+    results = ranks.run(2, trouble.run, str(tmp_path), fault, *overrides)
+    assert [result.code for result in results] == [3, 3]
     log = log_of(tmp_path)
     assert sum(event.refused for event in log if isinstance(event, StepRecord)) >= 30
     refusals = [event for event in log if isinstance(event, CheckpointFailed)]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness import train
 from harness.build import Parts, build
 from harness.checkpoint.memory import Block, free_bytes
 from harness.checkpoint.ring import Ring
@@ -19,6 +18,7 @@ from harness.config import Config, ConfigError
 from harness.parallel import World, connect, local
 from harness.rundir import RunDir
 from harness.state import RunState
+from harness.step import forward_backward, judge_and_update
 from tests.distributed.cases import TINY, digest, run
 from tests.distributed.pool import Pool
 
@@ -32,9 +32,9 @@ def start(*overrides: str) -> tuple[Parts, Config]:
 
 
 def step(parts: Parts, cfg: Config, index: int) -> list[float]:
-    train.forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
+    forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
     parts.ring.finish_copy()
-    return train.judge_and_update(parts, cfg=cfg, probe=False).tolist()
+    return judge_and_update(parts, cfg=cfg, probe=False).tolist()
 
 
 def rewind(*overrides: str) -> dict[str, Any]:
@@ -92,7 +92,12 @@ class Bench:
         self.tensor.fill_(iteration)
         self.ring.take(RunState(iteration=iteration, step=iteration))
         if settled:
-            self.ring.settle(iteration, step=iteration, refused_in_row=0)
+            self.settle(iteration)
+
+    def settle(self, iteration: int, *, step: int | None = None) -> None:
+        slot = self.ring.unsettled(iteration)
+        assert slot is not None
+        slot.settle(step=iteration if step is None else step, refused_in_row=0)
 
     def target(self, before: int = 10**9) -> int | None:
         slot = self.ring.agree(before=before)
@@ -110,11 +115,16 @@ def targets_follow_the_judgement() -> None:
     bench.take(20, settled=False)
     bench.ring.trust(21)
     assert bench.target() == 10, "its own step has not reported yet"
-    bench.ring.settle(20, step=19, refused_in_row=1)
+    bench.settle(20, step=19)
     bench.ring.trust(22)
     assert bench.target() == 20
     assert bench.target(before=20) == 10
-    bench.ring.distrust(15)
+    bench.ring.doubt(15)
+    assert bench.target() == 10
+    bench.ring.trust(23)
+    assert bench.target() == 20, "the suspicion was unfounded"
+    bench.ring.forget(15)
+    bench.ring.trust(24)
     assert bench.target() == 10
     state = bench.ring.restore(_held(bench, 10))
     assert (state.iteration, bench.tensor.tolist()) == (10, [10.0] * 3)
@@ -154,7 +164,7 @@ def what_is_not_finite_is_no_target() -> None:
     for iteration, value in ((2, math.nan), (3, math.inf)):
         bench.tensor[1] = value
         bench.ring.take(RunState(iteration=iteration))
-        bench.ring.settle(iteration, step=iteration, refused_in_row=0)
+        bench.settle(iteration)
     bench.ring.trust(10)
     assert bench.target() == 1
     bench.take(4)
@@ -172,7 +182,7 @@ def ranks_agree_on_the_oldest_of_their_newest() -> list[int | None]:
         bench.ring.trust(21)
     seen.append(bench.target())
     if bench.world.rank == 1:
-        bench.ring.distrust(10)
+        bench.ring.forget(10)
     seen.append(bench.target())
     return seen
 

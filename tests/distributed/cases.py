@@ -22,6 +22,7 @@ from harness.events import StepRecord
 from harness.parallel import World, connect, local
 from harness.rundir import RunDir
 from harness.state import RunState
+from harness.step import forward_backward, judge_and_update
 
 TINY = (
     "model.dim=32",
@@ -120,10 +121,10 @@ def poison(parts: Parts, spoil: Callable[[Tensor], Any]) -> None:
 
 def step(parts: Parts, cfg: Config, index: int, *, poisoned_by: float | None = None, guilty: int = 0) -> list[float]:
     """One iteration as the loop makes it, with the gradient of one rank spoiled where asked."""
-    train.forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
+    forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
     if poisoned_by is not None and parts.world.rank == guilty:
         poison(parts, lambda gradient: gradient.view(-1)[0].fill_(poisoned_by))
-    return train.judge_and_update(parts, cfg=cfg, probe=False).tolist()
+    return judge_and_update(parts, cfg=cfg, probe=False).tolist()
 
 
 def refusal(value: float, guilty: int, *overrides: str) -> dict[str, Any]:
@@ -172,7 +173,7 @@ def dtypes(*overrides: str) -> dict[str, str]:
         seen["gathered"] = str(module.weight.dtype)
 
     handle = parts.model.get_submodule(name.removesuffix(".weight")).register_forward_hook(look)
-    train.forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
+    forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
     handle.remove()
     parameter = parts.update.parameters[name]
     assert parameter.grad is not None
@@ -188,5 +189,5 @@ def gradient_digests(*overrides: str) -> dict[str, Tensor]:
     """Whole gradients of the first batch."""
     cfg = load([*TINY, *overrides])
     parts = _build(cfg)
-    train.forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
+    forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
     return {name: full(p.grad).clone() for name, p in parts.update.parameters.items() if p.grad is not None}

@@ -85,7 +85,12 @@ def test_a_refused_update_leaves_no_trace_on_four_ranks_and_replicas(ranks: Pool
 
 
 def test_a_run_that_only_refuses_halts_with_exit_code_3(ranks: Pool, tmp_path: Path) -> None:
-    overrides = ("optim.lr=1e30", "optim.warmup_steps=0", "sentinel.halt_after_refused=5")
+    overrides = (
+        "optim.lr=1e30",
+        "optim.warmup_steps=0",
+        "sentinel.halt_after_refused=5",
+        "sentinel.policy.refused_in_row=9",
+    )
     outcomes = ranks.run(2, cases.run, str(tmp_path), "run.name=broken", *overrides)
     assert [code for code, _ in outcomes] == [3, 3]
     records = outcomes[0][1]  # rank 0 writes the log; the others may read it before its end

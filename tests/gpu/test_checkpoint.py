@@ -17,7 +17,7 @@ from harness.events import CheckpointSaved
 from harness.parallel import connect, disconnect, local
 from harness.rundir import RunDir
 from harness.state import RunState
-from harness.train import forward_backward, judge_and_update
+from harness.step import forward_backward, judge_and_update
 from tests.gpu.test_step import SMALL
 
 pytestmark = [

@@ -16,7 +16,7 @@ from harness.parallel import connect, disconnect, local
 from harness.precision import fast_attention
 from harness.rundir import RunDir
 from harness.sentinel.report import HostFacts, unpack
-from harness.train import evaluate, forward_backward, judge_and_update
+from harness.step import evaluate, forward_backward, judge_and_update
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,7 +79,7 @@ def test_the_step_never_waits_for_the_device(precision: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     records = [
-        unpack(parts.signals.layout, known, values, dim=cfg.model.dim, dynamic_scale=False)
+        unpack(parts.signals.layout, known, values, dim=cfg.model.dim, dynamic_scale=False, clip_norm=None, replicate=1)
         for known, values in parts.mailbox.take(everything=True)
     ]
     assert [record.cursor for record in records] == [2, 3, 4]

@@ -1,0 +1,77 @@
+"""Opening a run: its directory, its newest checkpoint that is whole, and what was ever decided in it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from harness import requests, rundir
+from harness.build import Parts
+from harness.checkpoint import store
+from harness.config import Config, ConfigError
+from harness.events import CheckpointJudged, Event, RunStarted
+from harness.parallel import broadcast
+from harness.recovery import set_rate
+from harness.rundir import RunDir
+from harness.state import RunState
+from harness.telemetry.sinks import events_since, last_iteration
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What rank 0 found on disk, for all ranks to hear."""
+
+    run: RunDir
+    last_iteration: int
+    changes: dict[str, Any]
+    """Keys that were changed on purpose since the run was last started."""
+    problem: str = ""
+
+
+def open_run(cfg: Config) -> Opened:
+    """Name and create the run directory, or say why not."""
+    rundir.name_run(cfg)
+    run = rundir.locate(cfg)
+    seen = max(last_iteration(run.events), 0)
+    try:
+        changes = rundir.prepare(cfg, run, iteration=seen)
+        requests.clear(run)
+        return Opened(run, seen, changes)
+    except ConfigError as error:
+        return Opened(run, seen, {}, problem=str(error))
+
+
+def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Event]]:
+    """Continue from the newest checkpoint that is whole, or begin; what there is to tell comes with it."""
+    found = store.load_newest(opened.run.checkpoints, parts.tensors(), world=parts.world)
+    state, directory = found.loaded or (RunState(), None)
+    recall(parts, state, opened)
+    state.iteration = max(state.iteration, opened.last_iteration)
+    if directory is not None:
+        parts.keeper.continue_from(directory, state)
+    parts.sentinel.policy.chart.resume(state.iteration, state.step)
+    set_rate(parts, state)
+    now, iteration = time.time(), state.iteration
+    told: list[Event] = [
+        CheckpointJudged(
+            time=now, iteration=iteration, directory=error.path.parent.name, health="damaged", reason=str(error)
+        )
+        for error in found.damage
+    ]
+    started = RunStarted(
+        time=now,
+        iteration=iteration,
+        world_size=parts.world.size,
+        num_steps=cfg.train.num_steps,
+        step=state.step,
+        resumed_from=directory,
+    )
+    return state, [*told, started]
+
+
+def recall(parts: Parts, state: RunState, opened: Opened) -> None:
+    """The detectors as they were at the checkpoint; the policy with all that the log says it has decided since."""
+    since = events_since(opened.run.events, state.iteration) if parts.world.is_first else []
+    parts.sentinel.resume(state.sentinel, broadcast(since))
+    state.sentinel = {}

@@ -1,0 +1,78 @@
+"""What an operator orders, as actions that all ranks carry out alike; their incident is 0, which is a person's."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from dataclasses import asdict
+from typing import Any
+
+from harness.build import Parts
+from harness.commands import REFUSED, check
+from harness.config import ConfigError
+from harness.data.ledger import Ledger
+from harness.events import Action, ActionKind, Outcome
+from harness.orders import ExcludeSource, Order, Rate, Rollback, Skip
+from harness.parallel import broadcast
+from harness.rundir import RunDir
+from harness.state import RunState
+
+BY_A_PERSON = 0
+
+
+def action_of(order: Order, reason: str, parts: Parts, state: RunState) -> Action | None:
+    """The action that answers an order; None where it takes none. All ranks must ask."""
+    action = Action(
+        time=time.time(),
+        iteration=state.iteration,
+        kind=ActionKind.watch,
+        step=state.step,
+        incident=BY_A_PERSON,
+        reason=reason,
+        onset=state.iteration,
+    )
+    match order:
+        case Skip():
+            action.kind, action.exclude = ActionKind.skip, next_batches(parts.ledger, state.cursor, order.num_batches)
+        case Rollback():
+            targets = parts.keeper.targets(until_step=order.to_step) if parts.world.is_first else []
+            target = broadcast(targets[0][1] if targets else -1)
+            action.kind, action.onset = ActionKind.rollback, target + 1
+        case Rate():
+            action.kind, action.lr_scale = ActionKind.cool, parts.sentinel.policy.lr_scale * order.factor
+        case ExcludeSource():
+            action.kind, action.source = ActionKind.swap, order.source
+        case _:
+            return None
+    return action
+
+
+def next_batches(ledger: Ledger, cursor: int, num_batches: int) -> list[int]:
+    """First and last index of the next batches that would be seen; those excluded before do not count."""
+    first = ledger.next_index(cursor)
+    num_seen = bisect_left(range(first + 1), first, key=ledger.nth)
+    return [first, ledger.nth(num_seen + num_batches - 1)]
+
+
+def refusal_of(run: RunDir, order: Order) -> str:
+    """Why this run cannot do that; empty where it can. On rank 0, which sees the disk; a disk that does not answer is
+    a reason too, because the other ranks wait for one."""
+    try:
+        check(run, order)
+    except ConfigError as error:
+        return str(error)
+    except OSError as error:
+        return f"cannot be checked: {error}"
+    return ""
+
+
+def changes_of(order: Order, action: Action | None, outcome: Outcome | None) -> dict[str, Any]:
+    """What came of an order, for the books."""
+    changes: dict[str, Any] = asdict(order)
+    if action is None or outcome is None:
+        return changes
+    if not outcome.succeeded:
+        return changes | {REFUSED: "there is nothing to go back to"}
+    batches = {"batches": action.exclude} if action.exclude else {}
+    cost = {"target": outcome.target, "steps_lost": outcome.steps_lost} if outcome.target else {}
+    return changes | batches | cost | {"step": outcome.step}

@@ -1,0 +1,109 @@
+"""Recovery: carries out what was decided, on all ranks at once and inside the running processes.
+
+How: a restore first writes down what it will do, then does it: checkpoints taken since are tainted and the guilty
+batches are in the ledger before the weights change, so a run that is killed in between cannot resume from what it was
+leaving. Weights, moments, counters, loss scale, the gate's history and the detectors' memory come back together with
+the cursor; what the policy remembers, the attempts and the operator's word go on.
+Every action ends in an `Outcome` with its cost; one that could not be carried out says so, and the policy climbs.
+Left out: another precision; nothing here can compute in one yet.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.build import Parts
+from harness.checkpoint import store
+from harness.events import Action, ActionKind, Outcome
+from harness.parallel import broadcast
+from harness.state import RunState
+
+RESTORES = (ActionKind.rewind, ActionKind.rollback)
+
+
+class Restored(NamedTuple):
+    state: RunState
+    target: str
+
+
+def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Outcome:
+    """Carry out an action; `state` is changed in place. All ranks must call it with the same action."""
+    begun_s, before = time.monotonic(), replace(state)
+    restored: Restored | None = None
+    match action.kind:
+        case ActionKind.rewind:
+            restored = rewind(action, parts)
+        case ActionKind.rollback:
+            restored = roll_back(action, parts, root=root)
+        case ActionKind.skip:
+            exclude(action, parts)
+        case ActionKind.swap:
+            assert action.source is not None
+            parts.ledger.reweight(state.cursor, {action.source: 0.0}, action.reason)
+        case ActionKind.cool | ActionKind.watch | ActionKind.halt | ActionKind.precision:
+            pass
+    if restored is not None:
+        state.return_to(restored.state)
+        parts.sentinel.rewind(restored.state.sentinel)
+    set_rate(parts, state)
+    is_done = restored is not None if action.kind in RESTORES else action.kind is not ActionKind.precision
+    return Outcome(
+        time=time.time(),
+        iteration=state.iteration,
+        kind=action.kind,
+        incident=action.incident,
+        succeeded=is_done,
+        step=state.step,
+        target=restored.target if restored else "",
+        steps_lost=before.step - state.step,
+        tokens_lost=before.tokens - state.tokens,
+        seconds=time.monotonic() - begun_s,
+    )
+
+
+def rewind(action: Action, parts: Parts) -> Restored | None:
+    """To the newest snapshot in memory from before the onset that all ranks hold."""
+    slot = parts.ring.agree(before=action.onset)
+    if slot is None:
+        return None
+    prepare(action, parts, iteration=slot.state.iteration)
+    return Restored(parts.ring.restore(slot), f"snapshot of iteration {slot.state.iteration}")
+
+
+def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
+    """To the newest good checkpoint from before the onset that is whole."""
+    damage: list[str] = []
+    for name, iteration in broadcast(targets(action, parts) if parts.world.is_first else []):
+        prepare(action, parts, iteration=iteration)
+        found = store.load_first(root, [name], parts.tensors(), world=parts.world)
+        damage += map(str, found.damage)
+        if found.loaded is not None:
+            return Restored(found.loaded.state, "; ".join([name, *damage]))
+    return None
+
+
+def targets(action: Action, parts: Parts) -> list[tuple[str, int]]:
+    """Where a rollback may go, newest first; a person's may go to what has not proved good yet."""
+    if action.incident:
+        return parts.keeper.targets(before=action.onset)
+    return [(name, taken) for name, taken in parts.keeper.targets(until_step=action.step) if taken < action.onset]
+
+
+def prepare(action: Action, parts: Parts, *, iteration: int) -> None:
+    """What must be on disk before the run goes on from the state after `iteration`."""
+    parts.keeper.go_back(iteration, f"incident {action.incident}: {action.reason}")
+    exclude(action, parts)
+
+
+def exclude(action: Action, parts: Parts) -> None:
+    if action.exclude:
+        first, last = action.exclude
+        parts.ledger.exclude(first, last, f"incident {action.incident}: {action.reason}")
+
+
+def set_rate(parts: Parts, state: RunState) -> None:
+    """The policy's and the operator's factor on the learning rate, whatever came back with older weights."""
+    parts.update.lr_target = parts.sentinel.policy.lr_scale * state.lr_factor

@@ -1,0 +1,82 @@
+"""The sentinel of one rank: what the detectors suspect and what the policy decides, and a digest of all decisions.
+
+Every rank feeds it the same records in the same order, so every rank decides alike; the digest travels in the next
+all-reduce and proves it. The detectors forget with a rewind, the policy never does.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Self, final
+
+from harness.config import SentinelConfig
+from harness.events import Action, Event, Finding, Outcome, StepRecord
+from harness.sentinel.case import Verdict
+from harness.sentinel.detectors import Detectors
+from harness.sentinel.policy import Policy
+from harness.sentinel.slots import DIGEST_BITS
+
+
+class Judgement(NamedTuple):
+    findings: list[Finding]
+    action: Action | None
+
+
+@final
+@dataclass(slots=True)
+class Sentinel:
+    cfg: SentinelConfig
+    detectors: Detectors
+    policy: Policy
+    digest: int = 0
+    """Of every decision so far, in order."""
+
+    @classmethod
+    def start(cls, cfg: SentinelConfig) -> Self:
+        return cls(cfg, Detectors(cfg.detect), Policy.start(cfg.policy, lag=cfg.lag))
+
+    def judge(self, record: StepRecord) -> Judgement:
+        """What to make of an iteration."""
+        findings = self.detectors.observe(record)
+        action = self.policy.decide(record, findings)
+        for closed in self.policy.closed:
+            if closed.verdict is Verdict.accepted:
+                self.detectors.accept_level()
+        return Judgement(findings, self._noted(action))
+
+    def hear(self, outcome: Outcome) -> Action | None:
+        """What is to be done after an action came to something."""
+        return self._noted(self.policy.hear(outcome))
+
+    def obey(self, action: Action) -> None:
+        """Take note of what a person decided."""
+        self.policy.chart.note(action)
+        self._noted(action)
+
+    def _noted(self, action: Action | None) -> Action | None:
+        if action is not None:
+            said = {name: value for name, value in asdict(action).items() if name not in ("time", "reason")}
+            self.digest = zlib.crc32(repr(said).encode(), self.digest) & (2**DIGEST_BITS - 1)
+            if action.lr_scale is not None:
+                self.detectors.expect_lr_change()
+        return action
+
+    def memory(self) -> dict[str, Any]:
+        """What goes into a snapshot: plain data."""
+        return {"detectors": self.detectors.state(), "policy": self.policy.state(), "digest": self.digest}
+
+    def rewind(self, memory: dict[str, Any]) -> None:
+        """The detectors as they were at a snapshot; as at the start of a run where nothing was remembered."""
+        detect = self.cfg.detect
+        self.detectors = Detectors.restore(detect, memory["detectors"]) if memory else Detectors(detect)
+
+    def resume(self, memory: dict[str, Any], since: Iterable[Event]) -> None:
+        """As at a checkpoint, the policy brought forward by what the log holds since: no decision is ever forgotten."""
+        self.rewind(memory)
+        if memory:
+            self.policy = Policy.restore(self.cfg.policy, memory["policy"])
+            self.digest = memory["digest"]
+        for _ in self.policy.choices(since):
+            pass

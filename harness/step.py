@@ -1,0 +1,72 @@
+"""One step: gradients, one all-reduce of signals, one bit that refuses or applies; and an evaluation, which is none.
+
+Everything here is issued to the device and not waited for.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from harness.build import Parts
+from harness.config import Config
+from harness.data.batch import Batch
+from harness.events import EvalRecord
+from harness.model.transformer import document_mask
+from harness.parallel import all_reduce_sum
+from harness.sentinel.report import pack, totals
+from harness.state import RunState
+
+
+def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) -> None:
+    """Gradients of the mean loss over the global batch, one micro-batch at a time."""
+    seed = parts.scale.scale / (cfg.train.batch_size * cfg.train.sequence_length)
+    for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
+        output = parts.model(rows.inputs, rows.targets, seed=seed, probe=probe, mask=mask_of(rows))
+        output.objective.backward()
+        parts.signals.add_forward(
+            row_losses=output.row_losses,
+            row_tokens=output.row_tokens,
+            sources=rows.sources,
+            z_loss=output.z_sum,
+            layers=output.activation_square_sums,
+            token_losses=output.token_loss_counts,
+        )
+
+
+def mask_of(rows: Batch) -> torch.Tensor | None:
+    """Who may attend to whom, where documents are kept apart."""
+    return None if rows.documents is None else document_mask(rows.documents)
+
+
+def judge_and_update(parts: Parts, *, cfg: Config, probe: bool) -> torch.Tensor:
+    """Reduce the signals, refuse or apply the update, and report; all on the device."""
+    parts.signals.add_gradients()
+    if probe:
+        betas = (cfg.optim.beta1, cfg.optim.beta2)
+        rates = parts.update.rates_by_name
+        parts.signals.add_state(moments=parts.update.state(), rates=rates, betas=betas, eps=cfg.optim.eps)
+    reduced = parts.signals.reduce()
+    scale = parts.scale.scale.clone()
+    expected = cfg.train.batch_size * cfg.train.sequence_length
+    total = totals(parts.signals.layout, reduced, scale=scale, expected_tokens=expected)
+    judgement = parts.gate.judge(loss=total.loss, grad_norm=total.grad_norm, warming=parts.update.warming)
+    lr = parts.update.apply(refuse=judgement.refuse, grad_norm=total.grad_norm, divisor=total.divisor)
+    parts.scale.update(overflow=judgement.overflow, refused=judgement.refuse)
+    return pack(reduced, total, judgement=judgement, lr=lr, step=parts.update.step, scale=scale)
+
+
+def evaluate(parts: Parts, state: RunState, *, cfg: Config) -> EvalRecord:
+    """Mean loss on the held-out batches, the same ones every time."""
+    sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
+    with torch.no_grad():
+        for index in range(min(cfg.eval.num_batches, len(parts.held_out))):
+            batch = parts.held_out[index]
+            for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
+                output = parts.model(rows.inputs, rows.targets, mask=mask_of(rows))
+                sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])
+    loss_sum, tokens = all_reduce_sum(sums).tolist()  # sync: an evaluation is rare and its end is waited for
+    return EvalRecord(
+        time=time.time(), iteration=state.iteration, step=state.step, loss=loss_sum / tokens, tokens=int(tokens)
+    )

@@ -1,0 +1,253 @@
+"""What the sentinel costs: a step with it against the same step without, in turns in one run.
+
+    python -m tests.bench.sentinel                          a small model, also without a GPU
+    python -m tests.bench.sentinel +experiment=1b_bf16      1.26B parameters, 4k x 8 tokens
+
+*On* is the loop's own step: signals, probes every `sentinel.probe_every` steps, the all-reduce, the gate, the update it
+can refuse, the report to the host, and there reading it, detectors, policy and the keeper's books. *Off* is what any
+trainer does with the same model, data and optimizer: forward, backward, `clip_grad_norm_` and fused AdamW; nothing is
+read back, and the host stays at most `sentinel.lag` steps ahead, as it does in the loop. Both go on with the same
+weights. Blocks of steps alternate, and so does which of the two comes first; a block is timed from an idle device to an
+idle device with all its reports judged. *Costs* is the median over rounds of on / off - 1, with its range. *Judging* is
+the host's time for one report, the wait for it not included; on a GPU the device computes the next step meanwhile.
+Left out: snapshots (`tests.bench.checkpoint`), the log and MLflow, which are not the sentinel's; sums of the loss by
+row, which the model gives either way; what more ranks add, which is the norm of each gradient before its reduction and
+a longer report (`tests.bench.host`); fp16, where a plain trainer would need a loss scaler of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from harness.build import Parts, build, meter
+from harness.compose import load
+from harness.config import Config, PrecisionKind
+from harness.data.batch import Batch
+from harness.data.facts import as_record
+from harness.events import Action, ActionKind
+from harness.model.size import num_parameters
+from harness.optim.schedule import table
+from harness.parallel import connect, disconnect
+from harness.precision import fast_attention
+from harness.recovery import recover
+from harness.rundir import RunDir
+from harness.sentinel.report import HostFacts, unpack
+from harness.state import RunState
+from harness.step import forward_backward, judge_and_update, mask_of
+from harness.telemetry.meters import Meter, memory_bytes
+from tests.bench.step import WARMUP_STEPS, wait_for
+
+SMALL = ("model=tiny", "data=synthetic", "train.batch_size=8", "train.sequence_length=128", "parallel.device=auto")
+
+
+@dataclass(slots=True)
+class Watched:
+    """Steps as the loop makes them."""
+
+    cfg: Config
+    parts: Parts
+    state: RunState
+    root: Path
+    meter: Meter
+    judging_s: list[float] = field(default_factory=list)
+
+    def run(self, num_steps: int) -> None:
+        self.meter.resume(time.perf_counter())
+        for _ in range(num_steps):
+            self.step()
+        self.hear(everything=True)
+
+    def step(self) -> None:
+        cfg, parts, state = self.cfg, self.parts, self.state
+        begun_s = time.perf_counter() - parts.collectives.waited_s
+        batch = parts.batches[state.cursor]
+        probe = state.iteration % cfg.sentinel.probe_every == 0
+        forward_backward(parts, batch, cfg=cfg, probe=probe)
+        parts.signals.add_requests(stop=False, save=parts.keeper.is_due_by_clock(), command=False)
+        busy_s = time.perf_counter() - parts.collectives.waited_s - begun_s
+        parts.signals.add_host_facts(decision=parts.sentinel.digest, busy_s=busy_s)
+        report = judge_and_update(parts, cfg=cfg, probe=probe)
+        parts.mailbox.post(self.facts(batch, probe=probe), report)
+        self.hear()
+
+    def facts(self, batch: Batch, *, probe: bool) -> HostFacts:
+        cursor = self.state.cursor
+        self.state.advance(next_cursor=cursor + 1, tokens=self.cfg.train.batch_size * self.cfg.train.sequence_length)
+        return HostFacts(
+            iteration=self.state.iteration,
+            cursor=cursor,
+            tokens=self.state.tokens,
+            probed=probe,
+            posted_s=time.perf_counter(),
+            memory_bytes=memory_bytes(self.parts.world.device),
+            batch=as_record(batch.facts, self.parts.batches.source_names),
+        )
+
+    def hear(self, *, everything: bool = False) -> None:
+        for facts, values in self.parts.mailbox.take(everything=everything):
+            begun_s = time.perf_counter()
+            self.judge(facts, values)
+            self.judging_s.append(time.perf_counter() - begun_s)
+
+    def judge(self, facts: HostFacts, values: torch.Tensor) -> None:
+        parts, state = self.parts, self.state
+        read = unpack(
+            parts.signals.layout,
+            facts,
+            values,
+            dim=self.cfg.model.dim,
+            dynamic_scale=False,
+            clip_norm=self.cfg.optim.clip_norm,
+            replicate=parts.world.replicate,
+        )
+        rates = self.meter.tick(facts.posted_s)
+        record = replace(read, step_time_s=rates.step_time_s, tokens_per_s=rates.tokens_per_s)
+        state.learn(refused=record.refused)
+        _, action = parts.sentinel.judge(record)
+        doubtful_since = parts.sentinel.policy.doubtful_since
+        parts.keeper.learn(record, state, doubtful_since=doubtful_since, remembered=parts.sentinel.memory)
+        self.act(action)
+
+    def act(self, action: Action | None) -> None:
+        """To watch costs next to nothing; anything else would make the two sides differ."""
+        while action is not None:
+            if action.kind is not ActionKind.watch:
+                sys.exit(f"iteration {action.iteration}, {action.kind}: {action.reason}; there is nothing to compare")
+            action = self.parts.sentinel.hear(recover(action, self.parts, self.state, root=self.root))
+
+
+@dataclass(slots=True)
+class Plain:
+    """Steps as any trainer makes them."""
+
+    cfg: Config
+    parts: Parts
+    state: RunState
+    """Shared with the other side: whose turn it is takes the next batch, at the learning rate the other has reached."""
+    rates: list[float]
+    _ahead: deque[torch.cuda.Event] = field(default_factory=deque)
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step()
+        self._ahead.clear()
+
+    def step(self) -> None:
+        cfg, parts = self.cfg, self.parts
+        batch = parts.batches[self.state.cursor]
+        self.state.cursor += 1
+        seed = 1 / (cfg.train.batch_size * cfg.train.sequence_length)
+        for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
+            parts.model(rows.inputs, rows.targets, seed=seed, mask=mask_of(rows)).objective.backward()
+        if cfg.optim.clip_norm is not None:
+            clip_grad_norm_(parts.model.parameters(), cfg.optim.clip_norm, foreach=True)
+        self.update()
+        if parts.world.device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._ahead.append(event)
+            if len(self._ahead) > cfg.sentinel.lag:
+                self._ahead.popleft().synchronize()
+
+    def update(self) -> None:
+        """AdamW without the gate's bit and divisor, which the other side left there."""
+        adamw = self.parts.update.adamw
+        rate = self.rates[min(self.state.step, len(self.rates) - 1)]
+        for group, options in zip(self.parts.update.groups, adamw.param_groups, strict=True):
+            options["lr"].fill_(rate * group.lr_multiplier)
+        setattr(adamw, "grad_scale", None)  # noqa: B010  (read by the fused kernel, unknown to mypy)
+        setattr(adamw, "found_inf", None)  # noqa: B010
+        adamw.step()
+        adamw.zero_grad(set_to_none=True)
+
+
+class Round(NamedTuple):
+    on_s: float
+    """Seconds of a step."""
+    off_s: float
+
+    @property
+    def cost(self) -> float:
+        return self.on_s / self.off_s - 1
+
+
+def step_s(run: Callable[[int], None], num_steps: int, device: torch.device) -> float:
+    """Seconds of a step, the mean of a block."""
+    wait_for(device)
+    begun_s = time.perf_counter()
+    run(num_steps)
+    wait_for(device)
+    return (time.perf_counter() - begun_s) / num_steps
+
+
+def measure(watched: Watched, plain: Plain, *, rounds: int, num_steps: int) -> list[Round]:
+    device = watched.parts.world.device
+    for side in (watched.run, plain.run):
+        side(WARMUP_STEPS)
+    watched.judging_s.clear()
+    measured = []
+    for number in range(rounds):
+        if number % 2:
+            off_s = step_s(plain.run, num_steps, device)
+            on_s = step_s(watched.run, num_steps, device)
+        else:
+            on_s = step_s(watched.run, num_steps, device)
+            off_s = step_s(plain.run, num_steps, device)
+        measured.append(Round(on_s, off_s))
+    return measured
+
+
+def row(name: str, measured: list[Round], judging_s: list[float]) -> str:
+    """Medians, with the range of the cost."""
+    on_s, off_s = (statistics.median(seconds) for seconds in zip(*measured, strict=True))
+    costs = sorted(each.cost for each in measured)
+    slowest_s = sorted(judging_s)[int(0.99 * (len(judging_s) - 1))]
+    return (
+        f"| {name} | {off_s * 1e3:.2f} | {on_s * 1e3:.2f} | {statistics.median(costs):+.2%} ({costs[0]:+.2%} to "
+        f"{costs[-1]:+.2%}) | {statistics.median(judging_s) * 1e6:.0f} / {slowest_s * 1e6:.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Time a step with the sentinel and without.")
+    parser.add_argument("overrides", nargs="*", default=list(SMALL), help="Hydra overrides")
+    parser.add_argument("--rounds", type=int, default=8, help="pairs of blocks")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a block")
+    options = parser.parse_args()
+    cfg = load([*options.overrides, "checkpoint.every_steps=0", "checkpoint.ring.slots=0"])
+    if cfg.precision.kind is PrecisionKind.fp16:
+        sys.exit("precision=fp16 needs a loss scaler on the other side: choose fp32 or bf16")
+    if options.steps % cfg.sentinel.probe_every:
+        sys.exit(f"--steps must be a multiple of sentinel.probe_every={cfg.sentinel.probe_every}: equal blocks")
+    with fast_attention(), tempfile.TemporaryDirectory() as directory:
+        world = connect(cfg.parallel)
+        root = RunDir(Path(directory))
+        with closing(build(cfg, world, root)) as parts:
+            state = RunState()
+            rates = [cfg.optim.lr * each for each in table(cfg.optim, num_steps=cfg.train.num_steps)]
+            watched = Watched(cfg, parts, state, root.checkpoints, meter(cfg, world))
+            plain = Plain(cfg, parts, state, rates)
+            measured = measure(watched, plain, rounds=options.rounds, num_steps=options.steps)
+        disconnect()
+    print(f"{options.rounds} rounds of {options.steps} steps each, a probe every {cfg.sentinel.probe_every}\n")
+    print("| | off, ms | on, ms | costs (range) | judging on the host, us (median / p99) |")
+    print("|---|---:|---:|---:|---:|")
+    size = f"{num_parameters(cfg.model) / 1e6:.1f}M, {cfg.train.batch_size} x {cfg.train.sequence_length} tokens"
+    print(row(f"{cfg.model.name}, {size}, {cfg.precision.kind}", measured, watched.judging_s))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""The proofs: a refused update leaves no trace, a skipped batch never existed, every decision can be replayed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.compose import load
+from harness.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunEnded, StepRecord
+from harness.sentinel.policy import replayed
+from tests.distributed import trouble
+from tests.distributed.cases import TINY
+from tests.distributed.pool import Pool
+from tests.distributed.trouble import GUILTY_LAYER, Ended, Fault
+
+STEPS = (
+    "train.num_steps=60",
+    "optim.warmup_steps=5",
+    "checkpoint.every_steps=5",
+    "checkpoint.good_after_steps=3",
+    "checkpoint.ring.every_steps=4",
+    "checkpoint.keep=100",
+    "sentinel.policy.rollback_margin_steps=2",
+    "sentinel.policy.rollback_window_batches=6",
+)
+
+
+def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str, size: int = 2) -> Ended:
+    """A run on all ranks; all must end alike."""
+    results = ranks.run(size, trouble.run, str(directory), fault, f"run.name={name}", *STEPS, *overrides)
+    assert len({(result.code, result.state) for result in results}) == 1
+    first: Ended = results[0]
+    return first
+
+
+def of(kind: Any, log: list[Event]) -> list[Any]:
+    return [event for event in log if isinstance(event, kind)]
+
+
+def refused(log: list[Event]) -> list[StepRecord]:
+    return [record for record in of(StepRecord, log) if record.refused]
+
+
+def actions(log: list[Event]) -> list[ActionKind]:
+    return [action.kind for action in of(Action, log)]
+
+
+def check_replay(log: list[Event], *overrides: str) -> None:
+    """Fed to the policy again, the logged records give the logged actions."""
+    cfg = load([*TINY, *STEPS, *overrides]).sentinel
+    again = replayed(log, cfg.policy, lag=cfg.lag)
+    logged = [action for action in of(Action, log) if action.incident]
+    assert [(a.kind, a.iteration, a.onset, a.exclude) for a in again] == [
+        (a.kind, a.iteration, a.onset, a.exclude) for a in logged
+    ]
+
+
+def check_twin(ranks: Pool, directory: Path, victim: Ended, *overrides: str, size: int = 2) -> Ended:
+    """A control that excluded the same batches from the start ends bit-identical, without an incident of its own."""
+    trouble.with_ledger_of(directory / "victim", directory / "twin")
+    twin = run(ranks, directory, "twin", None, *overrides, size=size)
+    assert twin.code == victim.code == 0
+    assert twin.state == victim.state
+    assert not refused(twin.log)
+    assert set(actions(twin.log)) <= {ActionKind.watch}
+    return twin
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 1e6], ids=["nan", "inf", "large"])
+def test_a_spoiled_gradient_of_one_rank_is_refused_named_and_excluded(
+    ranks: Pool, tmp_path: Path, factor: float, size: int
+) -> None:
+    guilty = size - 1
+    victim = run(ranks, tmp_path, "victim", Fault("gradient", guilty, factor=factor, batch=40), size=size)
+    (record,) = refused(victim.log)
+    assert record.cursor == 40
+    done = [kind for kind in actions(victim.log) if kind is not ActionKind.watch]
+    assert done == [ActionKind.skip], "one bad step, one refusal: OLMo-core's rule skips 129"
+    ledger = [json.loads(line) for line in (tmp_path / "victim" / "ledger.jsonl").read_text().splitlines()]
+    assert [(entry["first"], entry["last"]) for entry in ledger] == [(40, 40)]
+    group = GUILTY_LAYER.rpartition(".mlp")[0]
+    kind = FindingKind.grad_spike if math.isfinite(factor) else FindingKind.nonfinite
+    (finding,) = [each for each in of(Finding, victim.log) if each.kind is kind]
+    assert (finding.ranks, finding.groups, finding.cursors) == ([guilty], [group], [40])
+    check_replay(victim.log)
+    check_twin(ranks, tmp_path, victim, size=size)
+
+
+def test_damaged_weights_are_rewound_as_if_nothing_had_been(ranks: Pool, tmp_path: Path) -> None:
+    """A bad update that slipped through: what follows is refused, and the state from before it comes back."""
+    victim = run(ranks, tmp_path, "victim", Fault("weights", 1, factor=30.0, iteration=40))
+    assert ActionKind.rewind in actions(victim.log)
+    assert ActionKind.rollback not in actions(victim.log)
+    (outcome,) = [each for each in of(Outcome, victim.log) if each.kind is ActionKind.rewind]
+    assert outcome.succeeded
+    assert outcome.target.startswith("snapshot of iteration 3")
+    assert 0 < outcome.steps_lost <= 12
+    check_replay(victim.log)
+    check_twin(ranks, tmp_path, victim)
+
+
+def test_without_snapshots_it_is_rolled_back_to_a_good_checkpoint(ranks: Pool, tmp_path: Path) -> None:
+    overrides = ("checkpoint.ring.slots=0",)
+    victim = run(ranks, tmp_path, "victim", Fault("weights", 0, factor=30.0, iteration=40), *overrides)
+    assert [kind for kind in actions(victim.log) if kind in (ActionKind.rewind, ActionKind.rollback)] == [
+        ActionKind.rewind,
+        ActionKind.rollback,
+    ]
+    rewound, rolled_back = [
+        each for each in of(Outcome, victim.log) if each.kind in (ActionKind.rewind, ActionKind.rollback)
+    ]
+    assert not rewound.succeeded
+    assert rolled_back.succeeded
+    assert rolled_back.target.startswith("step-000000")
+    check_replay(victim.log, *overrides)
+    check_twin(ranks, tmp_path, victim, *overrides)
+
+
+def test_a_weight_that_is_nan_is_undone(ranks: Pool, tmp_path: Path) -> None:
+    """OLMo-core and levanter multiply by zero, and NaN times zero is NaN."""
+    victim = run(ranks, tmp_path, "victim", Fault("weights", 1, factor=math.nan, iteration=33))
+    assert victim.code == 0
+    restored = [each for each in of(Outcome, victim.log) if each.kind in (ActionKind.rewind, ActionKind.rollback)]
+    assert restored[-1].succeeded
+    check_replay(victim.log)
+    check_twin(ranks, tmp_path, victim)
+
+
+def test_a_run_is_guarded_from_the_first_step_after_a_restart(ranks: Pool, tmp_path: Path) -> None:
+    """OLMo-core's history is not saved: 63 steps after each restart are unguarded."""
+    run(ranks, tmp_path, "victim", None, "train.num_steps=30", "optim.schedule=constant")
+    overrides = ("train.num_steps=40", "run.resume=changed", "optim.schedule=constant")
+    again = run(ranks, tmp_path, "victim", Fault("gradient", 1, factor=1e6, iteration=1), *overrides)
+    assert [record.cursor for record in refused(again.log)] == [30]
+
+
+def test_ranks_that_decide_differently_halt_and_say_so(ranks: Pool, tmp_path: Path) -> None:
+    victim = run_apart(ranks, tmp_path)
+    ended = victim.log[-1]
+    assert isinstance(ended, RunEnded)
+    assert ended.exit_code == 3
+    assert ended.reason == "ranks decided differently: {'000000': [0], '000001': [1]}"
+
+
+def run_apart(ranks: Pool, directory: Path) -> Ended:
+    fault = Fault("digest", 1, iteration=12)
+    first, second = ranks.run(2, trouble.run, str(directory), fault, "run.name=victim", *STEPS)
+    assert (first.code, second.code) == (3, 3)
+    return Ended(first.code, first.state, first.log)

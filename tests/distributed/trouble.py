@@ -1,0 +1,170 @@
+"""Whole runs with one real fault in them: the tensor of one rank is spoiled at one place, the rest is the product's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness import events, train
+from harness.build import Parts
+from harness.compose import load
+from harness.events import Event
+from harness.parallel import local
+from harness.rundir import RunDir, locate
+from tests.distributed.cases import TINY, digest
+
+GUILTY_LAYER = "blocks.1.mlp.up"
+BROKEN_WEIGHT = "norm.weight"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is spoiled, where and when."""
+
+    kind: str
+    """gradient: this rank's own, before the reduction; weights: after an update; digest: of the rank's decisions."""
+    rank: int
+    factor: float = 1.0
+    """What the tensor is multiplied with; NaN and Inf are factors too."""
+    batch: int | None = None
+    """The batch index that does it, whenever it is seen."""
+    iteration: int | None = None
+    """Or the attempt of this process, counted from 1, once."""
+
+
+@dataclass
+class Ended:
+    """What a run came to, on one rank."""
+
+    code: int
+    state: str
+    """Digest of all tensors that a checkpoint would hold."""
+    log: list[Event]
+
+
+def run(directory: str, fault: Fault | None, *overrides: str) -> Ended:
+    """A run through the worker's own door, with a fault or without."""
+    cfg = load([*TINY, f"run.dir={directory}", *overrides])
+    held: list[Parts] = []
+    with installed(fault, held):
+        code = train.run_worker(cfg)
+    log = list(events.read(locate(cfg).events)) if held[0].world.is_first else []
+    return Ended(code, held[0].final, log)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
+    """Wrap the loop's own functions at the root; the product has no hook for this."""
+    genuine = {name: getattr(train, name) for name in ("build", "forward_backward", "judge_and_update", "leave")}
+    calls = 0
+    cursor = -1
+
+    def build(*arguments: Any, **options: Any) -> Parts:
+        parts: Parts = genuine["build"](*arguments, **options)
+        held.append(_Witness(parts))  # type: ignore[arg-type]
+        batches = parts.batches
+        parts.batches = _Seen(batches, note)  # type: ignore[assignment]
+        return parts
+
+    def note(index: int) -> None:
+        nonlocal cursor
+        cursor = index
+
+    def strikes(parts: Parts) -> bool:
+        if fault is None or parts.world.rank != fault.rank:
+            return False
+        return cursor == fault.batch or calls == fault.iteration
+
+    def forward_backward(parts: Parts, *arguments: Any, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        assert fault is None or fault.kind in ("gradient", "weights", "digest")
+        with (
+            spoiled_gradient(parts, fault.factor) if fault and fault.kind == "gradient" and strikes(parts) else _calm()
+        ):
+            genuine["forward_backward"](parts, *arguments, **options)
+
+    def judge_and_update(parts: Parts, **options: Any) -> Tensor:
+        report: Tensor = genuine["judge_and_update"](parts, **options)
+        if fault and fault.kind == "weights" and strikes(parts):
+            with torch.no_grad():
+                local(parts.update.parameters[BROKEN_WEIGHT]).mul_(fault.factor)
+        if fault and fault.kind == "digest" and strikes(parts):
+            parts.sentinel.digest += 1
+        return report
+
+    def leave(run: Any, ending: Any) -> Any:
+        left = genuine["leave"](run, ending)
+        held[0].final = digest(run.parts.tensors())  # type: ignore[attr-defined]
+        return left
+
+    for name, replacement in (
+        ("build", build),
+        ("forward_backward", forward_backward),
+        ("judge_and_update", judge_and_update),
+        ("leave", leave),
+    ):
+        setattr(train, name, replacement)
+    try:
+        yield
+    finally:
+        for name, original in genuine.items():
+            setattr(train, name, original)
+
+
+class _Witness:
+    """The parts of a run and the digest it ended with."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.world = parts.world
+        self.final = ""
+
+
+class _Seen:
+    """Batches that tell which one was asked for last."""
+
+    def __init__(self, batches: Any, note: Callable[[int], None]) -> None:
+        self._batches, self._note = batches, note
+
+    def __getitem__(self, index: int) -> Any:
+        self._note(index)
+        return self._batches[index]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+@contextmanager
+def spoiled_gradient(parts: Parts, factor: float) -> Iterator[None]:
+    """This rank's own gradient of one matrix, before it is reduced with the others'."""
+    module = parts.model.get_submodule(GUILTY_LAYER)
+    hooks: list[Any] = []
+
+    def arm(layer: Any, _inputs: Any) -> None:
+        hooks.append(layer.weight.register_hook(lambda gradient: gradient * factor))
+
+    arming = module.register_forward_pre_hook(arm)
+    try:
+        yield
+    finally:
+        arming.remove()
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _calm() -> Iterator[None]:
+    yield
+
+
+def with_ledger_of(other: Path, directory: Path) -> None:
+    """A directory for a run that knows from the start which batches another one came to exclude."""
+    run = RunDir(directory)
+    run.path.mkdir(parents=True)
+    run.ledger.write_bytes(RunDir(other).ledger.read_bytes())

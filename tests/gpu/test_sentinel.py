@@ -1,0 +1,253 @@
+"""The sentinel on a real GPU: the loop never waits, the gate agrees with the host, what is undone leaves no bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.build import Parts, build, meter
+from harness.compose import load
+from harness.config import EXIT_DONE, Config, DetectConfig
+from harness.events import Action, ActionKind, StepRecord, read
+from harness.parallel import connect, disconnect, local
+from harness.precision import fast_attention
+from harness.recovery import recover
+from harness.requests import StopRequest
+from harness.rundir import RunDir
+from harness.sentinel.baseline import FLOATS, advance, begin, beyond, gate_bounds
+from harness.sentinel.gate import Gate
+from harness.state import RunState
+from harness.step import forward_backward, judge_and_update
+from harness.telemetry.narrator import Narrator
+from harness.train import Run, train
+from tests.gpu.test_step import SMALL
+from tests.sentinel.series import config, losses, norms
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # torch.compile and NCCL warn of their own affairs
+]
+
+QUIET = ("eval.every_steps=0", "checkpoint.every_steps=0", "telemetry=plain", "optim.warmup_steps=3")
+NUM_LEARNT = 12
+"""Steps after which the gate knows what is normal: a gradient far beyond its cap is refused."""
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with fast_attention():
+        yield
+    disconnect()
+
+
+def start(run: Path, *overrides: str) -> tuple[Parts, Config]:
+    cfg = load([*SMALL, *QUIET, *overrides])
+    run.mkdir(parents=True, exist_ok=True)
+    return build(cfg, connect(cfg.parallel), RunDir(run)), cfg
+
+
+@contextmanager
+def a_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Iterator[Run]:
+    run = RunDir(directory)
+    with Narrator(cfg, run, world=parts.world, meter=meter(cfg, parts.world)) as narrator:
+        yield Run(cfg=cfg, directory=run, parts=parts, state=state, narrator=narrator, stop=StopRequest(), inbox=None)
+
+
+def train_until(run: Run, num_steps: int) -> None:
+    """The loop itself, for some of its steps; the schedule is that of the whole run."""
+    cfg = replace(run.cfg, train=replace(run.cfg.train, num_steps=num_steps))
+    assert train(replace(run, cfg=cfg)).exit_code == EXIT_DONE
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def step(parts: Parts, cfg: Config, index: int, *, factor: float = 1.0) -> bool:
+    """One step whose gradient is multiplied before anybody looks at it; whether it was refused."""
+    forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
+    for parameter in parts.update.parameters.values():
+        assert parameter.grad is not None
+        local(parameter.grad).mul_(factor)
+    before = parts.update.step.clone()
+    judge_and_update(parts, cfg=cfg, probe=False)
+    return bool(parts.update.step == before)
+
+
+def copies(parts: Parts) -> dict[str, torch.Tensor]:
+    return {name: local(tensor.detach()).clone() for name, tensor in parts.tensors().items()}
+
+
+def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_loop_never_waits_for_the_device(precision: str, tmp_path: Path) -> None:
+    """Probes, snapshots, reports, verdicts and the log of several steps in a row."""
+    parts, cfg = start(
+        tmp_path,
+        f"precision={precision}",
+        "train.micro_batch_size=4",
+        "sentinel.probe_every=3",
+        "checkpoint.ring.slots=2",
+        "checkpoint.ring.every_steps=2",
+    )
+    with a_run(cfg, parts, tmp_path, RunState()) as run:
+        train_until(run, 4)
+        with waiting_is_an_error():
+            train_until(run, 12)
+    records = [event for event in read(RunDir(tmp_path).events) if isinstance(event, StepRecord)]
+    assert [record.iteration for record in records] == list(range(1, len(records) + 1))
+    assert records[-1].step == 12
+    assert all(record.bounds["loss"] > record.loss for record in records)
+    assert [record.param_norm is not None for record in records[:6]] == [True, False, False] * 2
+    assert sum(record.refused for record in records) == len(records) - 12
+    parts.close()
+
+
+def test_a_gradient_of_a_thousand_leaves_no_trace(tmp_path: Path) -> None:
+    parts, cfg = start(tmp_path, "precision=bf16")
+    for index in range(NUM_LEARNT):
+        assert not step(parts, cfg, index)
+    parts.update.lr_scale.fill_(0.5)
+    before = copies(parts)
+    assert step(parts, cfg, NUM_LEARNT, factor=1000.0)
+    assert different(copies(parts), before) == []
+    assert not step(parts, cfg, NUM_LEARNT + 1)
+    changed = different(copies(parts), before)
+    assert {"device.step", "device.lr_scale", "device.gate", "model.norm.weight"} <= set(changed)
+    parts.close()
+
+
+def series(num: int) -> torch.Tensor:
+    """Loss and gradient norm of a healthy run, with what a gate must refuse here and there; float32, rows x 2."""
+    rows = torch.tensor([losses(num), norms(num)], dtype=torch.float32).T.contiguous()
+    for place, loss, grad_norm in (
+        (3, 1.0, 1000.0),
+        (60, 1.0, 1000.0),
+        (90, math.nan, 1.0),
+        (91, 1.0, math.nan),
+        (92, math.inf, math.inf),
+        (93, 1.0, -math.inf),
+        (150, 5.0, 1.0),
+        (151, 5.0, 1.0),
+        (200, 1.3, 8.0),
+        (240, 1.02, 2.0),
+        (num - 1, 4.0, 400.0),
+    ):
+        rows[place] *= torch.tensor([loss, grad_norm])
+    return rows
+
+
+def by_host(rows: torch.Tensor, warming: list[float], cfg: DetectConfig) -> tuple[list[bool], list[list[float]]]:
+    """What the baseline refuses in plain floats, and what it has learnt of loss and gradient norm."""
+    by_loss, by_gradient = begin(), begin()
+    refused = []
+    for (loss, grad_norm), is_warming in zip(rows.tolist(), warming, strict=True):
+        bounds = gate_bounds(by_loss, by_gradient, cfg, FLOATS, warming=is_warming)
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        accept = is_finite and not beyond(loss, grad_norm, bounds)
+        by_loss = advance(by_loss, loss, accept, cfg, FLOATS)
+        by_gradient = advance(by_gradient, grad_norm, accept, cfg, FLOATS)
+        refused.append(not accept)
+    return refused, [list(by_loss), list(by_gradient)]
+
+
+def test_the_gate_decides_as_the_host_does() -> None:
+    cfg, device = config(), torch.device("cuda")
+    rows = series(300)
+    warming = [float(place < 40) for place in range(len(rows))]
+    on_device, is_warming = rows.to(device), torch.tensor(warming, dtype=torch.float64).to(device)
+    gate = Gate(cfg, device=device)
+    judged = []
+    with waiting_is_an_error():
+        for row, now in zip(on_device, is_warming, strict=True):
+            judged.append(gate.judge(loss=row[0], grad_norm=row[1], warming=now))
+    refused = [bool(bit) for bit in torch.stack([each.refuse for each in judged]).tolist()]
+    overflowed = [bool(bit) for bit in torch.stack([each.overflow for each in judged]).tolist()]
+    expected, history = by_host(rows, warming, cfg)
+    assert refused == expected
+    assert {60, 90, 91, 92, 93, 150, 151, 200, 299} <= {place for place, bit in enumerate(refused) if bit}
+    assert sum(refused) < 15
+    assert [place for place, bit in enumerate(overflowed) if bit] == [90, 91, 92, 93]
+    for column, learnt in zip(gate.history.T.tolist(), history, strict=True):
+        assert column == pytest.approx(learnt, rel=1e-9, abs=1e-12)
+
+
+def test_a_rewind_is_as_if_the_batches_had_never_been_seen(tmp_path: Path) -> None:
+    """Bit for bit at the snapshot, and bit for bit some steps later beside a twin that never saw them."""
+    options = (
+        "precision=bf16",
+        "train.num_steps=16",
+        "checkpoint.ring.slots=6",
+        "checkpoint.ring.every_steps=2",
+        "sentinel.probe_every=1",
+    )
+    parts, cfg = start(tmp_path / "run", *options)
+    state = RunState()
+    with a_run(cfg, parts, tmp_path / "run", state) as run:
+        train_until(run, 6)
+        snapshot, remembered = copies(parts), parts.sentinel.memory()
+        train_until(run, 11)
+        reason = "a test says so"
+        action = Action(
+            time=0.0,
+            iteration=state.iteration,
+            kind=ActionKind.rewind,
+            step=state.step,
+            incident=1,
+            reason=reason,
+            onset=8,
+            exclude=[7, 8],
+        )
+        assert different(copies(parts), snapshot)
+        outcome = recover(action, parts, state, root=run.directory.checkpoints)
+        assert (outcome.succeeded, outcome.steps_lost, outcome.target) == (True, 5, "snapshot of iteration 6")
+        assert different(copies(parts), snapshot) == []
+        assert parts.sentinel.detectors.state() == remembered["detectors"]
+        assert (state.step, state.cursor, state.iteration, state.generation) == (6, 6, 11, 1)
+        train_until(run, 16)
+    recovered, gate = copies(parts), parts.gate.history.tolist()
+    parts.close()
+    disconnect()
+
+    parts, cfg = start(tmp_path / "twin", *options)
+    parts.ledger.exclude(7, 8, reason)
+    with a_run(cfg, parts, tmp_path / "twin", RunState()) as run:
+        train_until(run, 16)
+    assert different(copies(parts), recovered) == []
+    assert parts.gate.history.tolist() == gate
+    parts.close()
+
+
+def test_an_overflow_halves_the_scale_and_a_refusal_for_size_does_not(tmp_path: Path) -> None:
+    parts, cfg = start(tmp_path, "precision=fp16")
+    index = 0
+    while int(parts.update.step) < NUM_LEARNT:
+        step(parts, cfg, index)
+        index += 1
+    scale, clean_steps = parts.scale.scale.item(), int(parts.scale.clean_steps)
+    assert clean_steps > 0
+    assert step(parts, cfg, index, factor=1000.0)
+    assert (parts.scale.scale.item(), int(parts.scale.clean_steps)) == (scale, clean_steps)
+    before = copies(parts)
+    assert step(parts, cfg, index + 1, factor=math.inf)
+    assert (parts.scale.scale.item(), int(parts.scale.clean_steps)) == (scale / 2, 0)
+    assert sorted(different(copies(parts), before)) == ["device.clean_steps", "device.scale"]
+    assert not step(parts, cfg, index + 2)
+    parts.close()
