@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.checkpoint.cadence import rollback_cost
 from harness.checkpoint.keeper import Keeper
 from harness.checkpoint.ring import Ring
 from harness.config import Config
@@ -150,11 +151,11 @@ def meter(cfg: Config, world: World) -> Meter:
 
 
 def describe(cfg: Config, parts: Parts) -> dict[str, Any]:
-    """The manifest of this start."""
+    """The manifest of this start, with what going back would cost at its cadence of checkpoints."""
     return build_manifest(
         cfg,
         world_size=parts.world.size,
         device=parts.world.device,
         corpus_fingerprint=parts.batches.fingerprint(),
         num_parameters=num_parameters(cfg.model),
-    )
+    ) | {"rollback": rollback_cost(cfg).as_dict()}

@@ -11,6 +11,7 @@ from harness.build import Parts
 from harness.checkpoint import store
 from harness.config import Config, ConfigError
 from harness.events import CheckpointJudged, Event, RunStarted
+from harness.operator import ordered_factor
 from harness.parallel import broadcast
 from harness.recovery import set_rate
 from harness.rundir import RunDir
@@ -74,4 +75,5 @@ def recall(parts: Parts, state: RunState, opened: Opened) -> None:
     """The detectors as they were at the checkpoint; the policy with all that the log says it has decided since."""
     since = events_since(opened.run.events, state.iteration) if parts.world.is_first else []
     parts.sentinel.resume(state.sentinel, broadcast(since))
+    state.lr_factor = broadcast(ordered_factor(opened.run, state.lr_factor) if parts.world.is_first else 1.0)
     state.sentinel = {}

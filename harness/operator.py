@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from harness.build import Parts
-from harness.commands import REFUSED, check
+from harness.commands import REFUSED, check, interventions
 from harness.config import ConfigError
 from harness.data.ledger import Ledger
 from harness.events import Action, ActionKind, Outcome
@@ -64,6 +64,13 @@ def refusal_of(run: RunDir, order: Order) -> str:
     except OSError as error:
         return f"cannot be checked: {error}"
     return ""
+
+
+def ordered_factor(run: RunDir, otherwise: float) -> float:
+    """The last factor on the learning rate that was ordered, which also holds where an older checkpoint does not know
+    it."""
+    done = [event.changes for event in interventions(run) if REFUSED not in event.changes]
+    return next((float(changes["factor"]) for changes in reversed(done) if "factor" in changes), otherwise)
 
 
 def changes_of(order: Order, action: Action | None, outcome: Outcome | None) -> dict[str, Any]:

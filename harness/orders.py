@@ -19,6 +19,8 @@ from typing import Any, assert_never, final
 from harness.config import ConfigError, require
 
 LONGEST_REASON = 1000
+MOST_BATCHES = 1_000_000
+"""The ledger is append-only: a slip of the finger must not exclude a corpus."""
 LARGEST_FACTOR = 10.0
 
 
@@ -30,8 +32,8 @@ class Skip:
     num_batches: int
 
     def __post_init__(self) -> None:
-        valid = 1 <= self.num_batches < 2**63
-        require(valid, "skip", f"must be at least 1 batch, and below 2**63, got {self.num_batches}")
+        valid = 1 <= self.num_batches <= MOST_BATCHES
+        require(valid, "skip", f"must be 1 to {MOST_BATCHES:,} batches, got {self.num_batches}")
 
 
 @final

@@ -48,7 +48,7 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
     if restored is not None:
         state.return_to(restored.state)
         parts.sentinel.rewind(restored.state.sentinel)
-    set_rate(parts, state)
+    set_rate(parts, state, is_restored=restored is not None)
     is_done = restored is not None if action.kind in RESTORES else action.kind is not ActionKind.precision
     return Outcome(
         time=time.time(),
@@ -75,14 +75,17 @@ def rewind(action: Action, parts: Parts) -> Restored | None:
 
 def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
     """To the newest good checkpoint from before the onset that is whole."""
-    damage: list[str] = []
-    for name, iteration in broadcast(targets(action, parts) if parts.world.is_first else []):
-        prepare(action, parts, iteration=iteration)
-        found = store.load_first(root, [name], parts.tensors(), world=parts.world)
-        damage += map(str, found.damage)
-        if found.loaded is not None:
-            return Restored(found.loaded.state, "; ".join([name, *damage]))
-    return None
+    taken = dict(broadcast(targets(action, parts) if parts.world.is_first else []))
+    found = store.load_first(
+        root,
+        taken,
+        parts.tensors(),
+        world=parts.world,
+        prepare=lambda name: prepare(action, parts, iteration=taken[name]),
+    )
+    if found.loaded is None:
+        return None
+    return Restored(found.loaded.state, "; ".join([found.loaded.name, *map(str, found.damage)]))
 
 
 def targets(action: Action, parts: Parts) -> list[tuple[str, int]]:
@@ -104,6 +107,11 @@ def exclude(action: Action, parts: Parts) -> None:
         parts.ledger.exclude(first, last, f"incident {action.incident}: {action.reason}")
 
 
-def set_rate(parts: Parts, state: RunState) -> None:
-    """The policy's and the operator's factor on the learning rate, whatever came back with older weights."""
+def set_rate(parts: Parts, state: RunState, *, is_restored: bool = True) -> None:
+    """The policy's and the operator's factor on the learning rate, whatever came back with older weights.
+
+    Where it was lowered since then, it falls once more, and the detectors, which forgot the first time, are told.
+    """
     parts.update.lr_target = parts.sentinel.policy.lr_scale * state.lr_factor
+    if is_restored and parts.update.lr_scale.item() > parts.update.lr_target:  # sync: older weights are rare
+        parts.sentinel.detectors.expect_lr_change()

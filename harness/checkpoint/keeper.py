@@ -121,7 +121,7 @@ class Keeper:
         self._finish_writing()
         self._queued = None
         self._ring.forget(iteration + 1)
-        self._last_unclean = iteration
+        self._last_unclean = max(self._last_unclean, iteration)
         together(lambda: self._taint(iteration, reason) if self._world.is_first else None)
         self._candidates = {name: taken for name, taken in self._candidates.items() if taken <= iteration}
 

@@ -16,7 +16,7 @@ import pickle
 import shutil
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,12 +152,24 @@ def load_newest(root: Path, tensors: Mapping[str, Tensor], *, world: World) -> F
     return found
 
 
-def load_first(root: Path, names: Iterable[str], tensors: Mapping[str, Tensor], *, world: World) -> Found:
-    """Fill `tensors` in place from the first of these checkpoints that is whole; damaged ones are set aside."""
+def load_first(
+    root: Path,
+    names: Iterable[str],
+    tensors: Mapping[str, Tensor],
+    *,
+    world: World,
+    prepare: Callable[[str], None] = lambda _: None,
+) -> Found:
+    """Fill `tensors` in place from the first of these checkpoints that is whole; damaged ones are set aside.
+
+    `prepare` is called with the name of a checkpoint that has proved whole, before anything is filled.
+    """
     damage: list[Damaged] = []
     for name in names:
         try:
-            return Found(Loaded(_load(root / name, tensors, world=world), name), damage)
+            _verify(root / name, tensors, world=world)
+            prepare(name)
+            return Found(Loaded(_load(root / name, tensors), name), damage)
         except Damaged as error:
             damage.append(error)
             if world.is_first:
@@ -170,10 +182,13 @@ def _newest_first(root: Path) -> list[str]:
     return [each.name for each in reversed(catalog.saved(root)) if each.health is not Health.tainted]
 
 
-def _load(path: Path, tensors: Mapping[str, Tensor], *, world: World) -> RunState:
-    """Verify, then load; `Damaged` on every rank alike, with nothing unpickled, unless every file is what was saved."""
+def _verify(path: Path, tensors: Mapping[str, Tensor], *, world: World) -> None:
+    """`Damaged` on every rank alike, with nothing unpickled, unless every file is what was saved."""
     together(lambda: integrity.verify(path, part=world.rank, parts=world.size) and None)
     check_shapes(path, {name: tensor.shape for name, tensor in tensors.items()})
+
+
+def _load(path: Path, tensors: Mapping[str, Tensor]) -> RunState:
     try:
         load_shards(dict(tensors), storage_reader=Reader(path))
         return RunState(**json.loads((path / STATE_FILE).read_text(encoding="utf-8")))

@@ -87,12 +87,14 @@ class Meter:
         self._flops_per_step = flops_per_step
         self._peak_flops = peak_flops
         self._last_s = started_s
+        self._resumed_s = started_s
         self._warm = False
         self._recent_s: deque[float] = deque(maxlen=window_steps)
 
     def tick(self, now_s: float) -> Rates:
         """One iteration was issued."""
-        step_time_s = max(now_s - self._last_s, 1e-9)
+        begun_s = max(self._last_s, self._resumed_s) if now_s >= self._resumed_s else self._last_s
+        step_time_s = max(now_s - begun_s, 1e-9)
         self._last_s = now_s
         if self._warm:
             self._recent_s.append(step_time_s)
@@ -107,5 +109,5 @@ class Meter:
         )
 
     def resume(self, now_s: float) -> None:
-        """The time since the last tick was not training."""
-        self._last_s = now_s
+        """The time since the last tick was not training; iterations issued before may still be told."""
+        self._resumed_s = now_s

@@ -97,8 +97,8 @@ def test_every_command_is_a_file_with_a_name_and_a_reason(
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["skip", "0"], "skip: must be at least 1 batch, and below 2**63, got 0"),
-        (["skip", "-3"], "skip: must be at least 1 batch, and below 2**63, got -3"),
+        (["skip", "0"], "skip: must be 1 to 1,000,000 batches, got 0"),
+        (["skip", "-3"], "skip: must be 1 to 1,000,000 batches, got -3"),
         (["skip", "few"], "ctl RUN skip: argument N: invalid int value: 'few'; --help says more"),
         (["skip"], "ctl RUN skip: the following arguments are required: N; --help says more"),
         (["lr", "0"], "lr: must be a factor above 0 and at most 10, got 0.0"),

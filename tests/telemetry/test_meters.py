@@ -21,6 +21,13 @@ def test_the_first_step_and_pauses_are_left_out() -> None:
     assert rates.mfu == pytest.approx(0.25)
 
 
+def test_a_step_issued_before_a_pause_may_be_told_after_it() -> None:
+    meter = Meter(tokens_per_step=100, flops_per_step=1.0, peak_flops=None, started_s=0.0)
+    meter.tick(50.0)
+    meter.resume(1000.0)
+    assert [meter.tick(now_s).step_time_s for now_s in (51.0, 1003.0, 1004.0)] == [1.0, 3.0, 1.0]
+
+
 def test_rates_forget_what_is_long_past() -> None:
     meter = Meter(tokens_per_step=10, flops_per_step=1.0, peak_flops=None, started_s=0.0, window_steps=2)
     rates = [meter.tick(now_s) for now_s in (1.0, 101.0, 102.0, 104.0)]

@@ -1,0 +1,318 @@
+"""What an operator orders happens on all ranks at the same iteration, is written down, and does what it says."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from harness import commands, events, requests, train
+from harness.build import Parts
+from harness.checkpoint import catalog
+from harness.checkpoint.catalog import Health
+from harness.commands import REFUSED, Inbox
+from harness.compose import load
+from harness.data.ledger import Exclusion, Ledger
+from harness.events import (
+    Action,
+    ActionKind,
+    CheckpointSaved,
+    Event,
+    Finding,
+    FindingKind,
+    Intervention,
+    Outcome,
+    RunEnded,
+    RunStarted,
+    StepRecord,
+)
+from harness.optim.update import RE_WARMING
+from harness.orders import ExcludeSource, Order, Pause, Rate, Resume, Rollback, SaveCheckpoint, Skip, in_words
+from harness.rundir import RunDir, locate
+from tests.distributed import trouble
+from tests.distributed.cases import TINY, digest, state_on_disk
+from tests.distributed.pool import Pool
+from tests.distributed.test_sentinel import STEPS, check_replay, of
+
+LAG = 1
+NUM_STEPS = 34
+SHORT = (*STEPS, f"train.num_steps={NUM_STEPS}", "checkpoint.every_steps=8", f"sentinel.lag={LAG}")
+WHO, WHY = "ada", "the floor moved"
+Orders = Mapping[int, Sequence[Order]]
+Word = Callable[[RunDir], None]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a run came to, on one rank."""
+
+    code: int
+    state: str
+    """Digest of all tensors that a checkpoint would hold."""
+    num_begun: int
+    """Steps that this rank began."""
+    begun_in_pause: int
+    """Steps that it had begun when the operator spoke to the paused run."""
+
+
+def send(run: RunDir, *orders: Order) -> None:
+    for order in orders:
+        commands.send(run, order, who=WHO, reason=WHY)
+
+
+def resume(run: RunDir) -> None:
+    send(run, Resume())
+
+
+def stop(run: RunDir) -> None:
+    run.stop.touch()
+
+
+def damage_and_go_back(run: RunDir) -> None:
+    for path in (run.checkpoints / "step-00000008-gen-0").glob("*.distcp"):
+        path.write_bytes(b"torn")
+    send(run, Rollback(to_step=8), Resume())
+
+
+def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: str) -> Ended:
+    """A run that is sent orders in the n-th step it begins, heard in that very step; and a word when it is paused."""
+    cfg = load([*TINY, f"run.dir={directory}", *overrides])
+    run, num_begun, begun_in_pause, state = locate(cfg), 0, 0, ""
+    compute: Callable[..., None] = getattr(train, "forward_backward")  # noqa: B009  (which train only imports)
+    genuine_leave, genuine_wait = train.leave, Inbox.wait
+
+    def forward_backward(parts: Parts, *arguments: Any, **options: Any) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        if parts.world.is_first:
+            send(run, *orders.get(num_begun, ()))
+        compute(parts, *arguments, **options)
+
+    def wait(inbox: Inbox, timeout_s: float) -> bool:
+        nonlocal begun_in_pause
+        heard = genuine_wait(inbox, timeout_s)
+        if not begun_in_pause and in_pause is not None:
+            begun_in_pause = num_begun
+            in_pause(run)
+        return heard
+
+    def leave(left: Any, ending: Any) -> Any:
+        nonlocal state
+        state = digest(left.parts.tensors())
+        return genuine_leave(left, ending)
+
+    with (
+        patch.multiple(train, forward_backward=forward_backward, leave=leave, PAUSED_LOOK_S=0.05),
+        patch.object(Inbox, "wait", wait),
+        patch.object(commands, "LOOK_EVERY_S", 0.0),
+        patch.object(requests, "LOOK_EVERY_S", 0.0),
+    ):
+        code = train.run_worker(cfg)
+    return Ended(code, state, num_begun, begun_in_pause)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A run on all ranks, and what its directory says of it."""
+
+    run: RunDir
+    ended: Ended
+    log: list[Event]
+
+    @property
+    def records(self) -> list[StepRecord]:
+        return of(StepRecord, self.log)
+
+    @property
+    def last_of_step(self) -> dict[int, StepRecord]:
+        """What led to the present weights."""
+        return {record.step: record for record in self.records}
+
+
+def tell(
+    ranks: Pool, directory: Path, name: str, orders: Orders, *overrides: str, in_pause: Word | None = None
+) -> Told:
+    """A run on two ranks, which must end alike; its decisions must follow from its log."""
+    words = (f"run.name={name}", *SHORT, *overrides)
+    results = ranks.run(2, ordered, str(directory), orders, in_pause, *words)
+    assert len({(result.code, result.state, result.num_begun) for result in results}) == 1
+    run = RunDir(directory / name)
+    log = list(events.read(run.events))
+    check_replay(log, *SHORT, *overrides)
+    return Told(run, results[0], log)
+
+
+def answers(told: Told, *orders: Order) -> list[Intervention]:
+    """The answers to the orders of a run, after the books were checked: nothing waits, and no incident was opened."""
+    written = commands.interventions(told.run)
+    assert written == of(Intervention, told.log)
+    assert [(event.who, event.reason) for event in written] == [(WHO, WHY)] * len(orders)
+    assert [event.changes["command"] for event in written] == [in_words(order) for order in orders]
+    assert all(0 <= event.time - event.changes["asked_time"] < 60 for event in written)
+    assert not commands.waiting(told.run)
+    assert {action.incident for action in of(Action, told.log)} <= {0}
+    return written
+
+
+def numbers(records: Sequence[StepRecord]) -> dict[int, tuple[float, float, float, int]]:
+    """What each step computed, to the last bit."""
+    return {record.step: (record.loss, record.grad_norm, record.lr, record.cursor) for record in records}
+
+
+@pytest.fixture(scope="module")
+def control(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """A run that nobody disturbed."""
+    told = tell(ranks, tmp_path_factory.mktemp("control"), "control", {})
+    assert told.ended.code == 0
+    assert answers(told) == []
+    return told
+
+
+def test_skipped_batches_never_existed(ranks: Pool, tmp_path: Path) -> None:
+    """Batches 15 and 16 are excluded from the start, so that the next three are 13, 14 and 17."""
+    run = RunDir(tmp_path / "victim")
+    run.path.mkdir()
+    Ledger.load(run.ledger).exclude(15, 16, "known before")
+    told = tell(ranks, tmp_path, "victim", {12: [Skip(num_batches=3)]})
+    (answer,) = answers(told, Skip(num_batches=3))
+    assert answer.iteration == 12 + LAG == 13
+    assert (answer.changes["num_batches"], answer.changes["batches"]) == (3, [13, 17])
+    entry = list(Ledger.load(run.ledger))[1]
+    assert isinstance(entry, Exclusion)
+    assert (entry.first, entry.last) == (13, 17)
+    assert WHY in entry.reason
+    assert [record.cursor for record in told.records] == [*range(13), *range(18, NUM_STEPS + 5)]
+
+    trouble.with_ledger_of(run.path, tmp_path / "twin")
+    twin = tell(ranks, tmp_path, "twin", {})
+    assert twin.ended.code == told.ended.code == 0
+    assert twin.ended.state == told.ended.state
+    assert numbers(twin.records) == numbers(told.records)
+
+
+def test_rolled_back_run_goes_on_as_if_nothing_had_been(ranks: Pool, control: Told, tmp_path: Path) -> None:
+    told = tell(ranks, tmp_path, "victim", {27: [Rollback(to_step=18)]})
+    (answer,) = answers(told, Rollback(to_step=18))
+    heard, target = 27 + LAG, "step-00000016-gen-0"
+    assert answer.iteration == heard
+    done = {key: answer.changes[key] for key in ("to_step", "target", "steps_lost", "step")}
+    assert done == {"to_step": 18, "target": target, "steps_lost": heard - 16, "step": 16}
+    (outcome,) = of(Outcome, told.log)
+    assert (outcome.kind, outcome.incident, outcome.target) == (ActionKind.rollback, 0, target)
+
+    saved = [event.directory for event in of(CheckpointSaved, told.log)]
+    older, left, newer = saved[:2], saved[2:3], saved[3:]
+    assert (older[-1], left) == (target, ["step-00000024-gen-0"])
+    assert newer == [f"step-{step:08d}-gen-1" for step in (24, 32, NUM_STEPS)]
+    health = {each.name: each.health for each in catalog.saved(told.run.checkpoints)}
+    assert [name for name in saved if health.get(name, Health.tainted) is not Health.tainted] == [*older, *newer]
+    assert state_on_disk(told.run.checkpoints / newer[-1]).generation == 1
+
+    assert told.ended.code == 0
+    assert [record.step for record in told.records] == [*range(1, heard + 1), *range(17, NUM_STEPS + 1)]
+    assert told.ended.state == control.ended.state
+    assert numbers(list(told.last_of_step.values())) == numbers(control.records)
+
+
+def test_learning_rate_falls_at_once_and_rises_slowly(ranks: Pool, control: Told, tmp_path: Path) -> None:
+    orders = [Rate(factor=0.5), Rate(factor=1.0)]
+    told = tell(ranks, tmp_path, "victim", {24: orders[:1], 29: orders[1:]})
+    lowered, restored = answers(told, *orders)
+    assert (lowered.iteration, restored.iteration) == (24 + LAG, 29 + LAG)
+    assert (lowered.changes["factor"], restored.changes["factor"]) == (0.5, 1.0)
+    assert [action.lr_scale for action in of(Action, told.log)] == [0.5, 1.0]
+    scheduled = control.last_of_step
+    shares = {record.iteration: record.lr / scheduled[record.step].lr for record in told.records}
+    assert all(share == 1.0 for iteration, share in shares.items() if iteration <= lowered.iteration)
+    between = range(lowered.iteration + 1, restored.iteration + 1)
+    assert [shares[iteration] for iteration in between] == pytest.approx([0.5] * len(between))
+    rising = [shares[iteration] for iteration in range(restored.iteration + 1, NUM_STEPS + 1)]
+    assert rising == pytest.approx([1 - 0.5 * (1 - RE_WARMING) ** (nth + 1) for nth in range(len(rising))])
+    assert not [finding for finding in of(Finding, told.log) if finding.kind is FindingKind.lr_jump]
+    assert told.ended.code == 0
+
+
+def test_lowered_rate_outlives_a_rollback_and_a_lost_checkpoint(ranks: Pool, control: Told, tmp_path: Path) -> None:
+    """The weights of step 24 are older than the order; it stands, falls due again at once, and is no finding."""
+    orders: Orders = {25: [Rate(factor=0.5)], 28: [Rollback(to_step=24)], 29 + LAG: [Pause()]}
+    told = tell(ranks, tmp_path, "victim", orders, in_pause=stop)
+    answers(told, Rate(factor=0.5), Rollback(to_step=24), Pause())
+    shutil.rmtree(told.run.checkpoints / f"step-{told.records[-1].step:08d}-gen-1")
+    again = tell(ranks, tmp_path, "victim", {})
+    (_, resumed) = of(RunStarted, again.log)
+    assert resumed.resumed_from == "step-00000024-gen-0"
+    later = [record for record in again.records if record.iteration > 25 + LAG]
+    assert [record.step for record in later] == [27, 28, 29, 25, 26, *range(25, NUM_STEPS + 1)]
+    scheduled = control.last_of_step
+    assert [record.lr / scheduled[record.step].lr for record in later] == pytest.approx([0.5] * len(later))
+    assert not [finding for finding in of(Finding, again.log) if finding.kind is FindingKind.lr_jump]
+
+
+MIXED = ("data=mixture", "data.phases=[]", "data.sources.text.kind=synthetic")
+
+
+def test_excluded_source_is_read_no_more_and_the_last_one_is_kept(ranks: Pool, tmp_path: Path) -> None:
+    orders = [ExcludeSource(source="text"), ExcludeSource(source="synthetic")]
+    told = tell(ranks, tmp_path, "victim", {14: orders}, *MIXED)
+    excluded, refused = answers(told, *orders)
+    heard = 14 + LAG
+    assert excluded.iteration == refused.iteration == heard
+    assert REFUSED not in excluded.changes
+    assert refused.changes[REFUSED] == "exclude: without 'synthetic' no source would have a weight above 0"
+    for record in told.records:
+        present = {"synthetic"} if record.iteration > heard else {"synthetic", "text"}
+        assert set(record.source_losses) == present
+        assert {name for name, rows in record.batch["rows"].items() if rows} == present
+    assert told.ended.code == 0
+    assert [record.step for record in told.records] == list(range(1, NUM_STEPS + 1))
+
+
+def test_checkpoint_pause_and_refusals_change_nothing(ranks: Pool, control: Told, tmp_path: Path) -> None:
+    early, unknown = Rollback(to_step=2), ExcludeSource(source="web")
+    orders: Orders = {3: [early, unknown], 17: [SaveCheckpoint()], 22: [Pause()]}
+    told = tell(ranks, tmp_path, "victim", orders, in_pause=resume)
+    no_target, no_source, saved, paused, resumed = answers(told, early, unknown, SaveCheckpoint(), Pause(), Resume())
+    assert "no checkpoint at or before step 2" in no_target.changes[REFUSED]
+    assert "no source 'web'" in no_source.changes[REFUSED]
+    assert not [event for event in (saved, paused, resumed) if REFUSED in event.changes]
+    assert not of(Action, told.log)
+
+    assert saved.iteration == 17 + LAG
+    (checkpoint,) = [event for event in of(CheckpointSaved, told.log) if event.step not in (8, 16, 24, 32, NUM_STEPS)]
+    assert checkpoint.step == saved.iteration + 1
+    assert state_on_disk(told.run.checkpoints / checkpoint.directory).step == checkpoint.step
+
+    assert paused.iteration == resumed.iteration == told.ended.begun_in_pause == 22 + LAG
+    places = [told.log.index(event) for event in (paused, resumed)]
+    assert not of(StepRecord, told.log[slice(*places)]), "no step happens meanwhile"
+    assert told.ended.code == 0
+    assert told.ended.state == control.ended.state
+    assert numbers(told.records) == numbers(control.records)
+
+
+def test_rollback_to_a_damaged_checkpoint_costs_nothing_else(ranks: Pool, control: Told, tmp_path: Path) -> None:
+    told = tell(ranks, tmp_path, "victim", {20: [Pause()]}, in_pause=damage_and_go_back)
+    _, refused, _ = answers(told, Pause(), Rollback(to_step=8), Resume())
+    assert refused.changes[REFUSED] == "there is nothing to go back to"
+    kept = {each.name for each in catalog.saved(told.run.checkpoints)}
+    assert kept == {f"step-{step:08d}-gen-0" for step in (16, 24, 32, NUM_STEPS)}
+    assert told.ended.state == control.ended.state
+
+
+def test_paused_run_can_be_stopped_and_goes_on_later(ranks: Pool, control: Told, tmp_path: Path) -> None:
+    told = tell(ranks, tmp_path, "victim", {22: [Pause()]}, in_pause=stop)
+    (paused,) = answers(told, Pause())
+    assert told.ended.code == 75
+    assert told.ended.num_begun == told.ended.begun_in_pause == paused.iteration == 22 + LAG
+    ended = told.log[-1]
+    assert isinstance(ended, RunEnded)
+    assert (ended.exit_code, ended.step, ended.reason) == (75, paused.iteration, "stopped: STOP file")
+    again = tell(ranks, tmp_path, "victim", {})
+    assert again.ended.code == 0
+    assert again.ended.state == control.ended.state
+    assert numbers(again.records) == numbers(control.records)
