@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from harness import events
-from harness.events import RunEnded, RunStarted, StepRecord
+from harness.events import CheckpointSaved, RunEnded, RunStarted, StepRecord
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
@@ -57,10 +57,13 @@ def launched(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wait_for_step(directory: Path, step: int) -> None:
+    """Until a step is done and, because saves go on beside training, a checkpoint is there to come back to."""
     log = directory / "victim" / "events.jsonl"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if log.exists() and any(isinstance(event, StepRecord) and event.step >= step for event in events.read(log)):
+        told = list(events.read(log)) if log.exists() else []
+        is_there = any(isinstance(event, StepRecord) and event.step >= step for event in told)
+        if is_there and any(isinstance(event, CheckpointSaved) for event in told):
             return
         time.sleep(0.005)
     raise AssertionError(f"step {step} was not reached")
