@@ -42,7 +42,7 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
             exclude(action, parts)
         case ActionKind.swap:
             assert action.source is not None
-            parts.ledger.reweight(state.cursor, {action.source: 0.0}, action.reason)
+            parts.ledger.reweight(state.cursor, {action.source: 0.0}, reason_of(action))
         case ActionKind.cool | ActionKind.watch | ActionKind.halt | ActionKind.precision:
             pass
     if restored is not None:
@@ -97,14 +97,19 @@ def targets(action: Action, parts: Parts) -> list[tuple[str, int]]:
 
 def prepare(action: Action, parts: Parts, *, iteration: int) -> None:
     """What must be on disk before the run goes on from the state after `iteration`."""
-    parts.keeper.go_back(iteration, f"incident {action.incident}: {action.reason}")
+    parts.keeper.go_back(iteration, reason_of(action))
     exclude(action, parts)
 
 
 def exclude(action: Action, parts: Parts) -> None:
     if action.exclude:
         first, last = action.exclude
-        parts.ledger.exclude(first, last, f"incident {action.incident}: {action.reason}")
+        parts.ledger.exclude(first, last, reason_of(action))
+
+
+def reason_of(action: Action) -> str:
+    """Who decided it, and why."""
+    return f"incident {action.incident}: {action.reason}" if action.incident else f"by an operator: {action.reason}"
 
 
 def set_rate(parts: Parts, state: RunState, *, is_restored: bool = True) -> None:

@@ -146,6 +146,9 @@ def notice(event: Event) -> str | None:
             return f"back to {target}, step {event.step}: {event.steps_lost} steps lost, {event.seconds:.2f} s"
         case Outcome(succeeded=False):
             return f"{event.kind} failed: there is nothing to go back to"
+        case Intervention(changes={"command": str(command), **rest}):
+            refusal = f"; refused: {rest['refused']}" if "refused" in rest else ""
+            return f"{event.who} ordered: {command} ({event.reason}){refusal}"
         case Intervention():
             changes = ", ".join(f"{key}: {change}" for key, change in event.changes.items())
             return f"{event.who} changed {changes or 'nothing'} ({event.reason})"
