@@ -19,9 +19,8 @@ from harness.build import Parts
 from harness.checkpoint import store
 from harness.events import Action, ActionKind, Outcome
 from harness.parallel import broadcast
+from harness.sentinel.chart import RESTORES
 from harness.state import RunState
-
-RESTORES = (ActionKind.rewind, ActionKind.rollback)
 
 
 class Restored(NamedTuple):

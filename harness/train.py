@@ -34,9 +34,10 @@ from harness.operator import action_of, changes_of, refusal_of
 from harness.orders import Command, Pause, Rate, Resume, SaveCheckpoint
 from harness.parallel import World, broadcast, connect, disconnect, rank_from_environment, together
 from harness.precision import fast_attention
-from harness.recovery import RESTORES, recover
+from harness.recovery import recover
 from harness.requests import StopRequest, signals_to
 from harness.rundir import RunDir, append_line
+from harness.sentinel.chart import RESTORES
 from harness.sentinel.report import HostFacts, unpack
 from harness.state import RunState
 from harness.step import evaluate, forward_backward, judge_and_update
