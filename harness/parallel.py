@@ -287,8 +287,3 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> l
         if isinstance(each, Exception):
             raise each
     return outcomes
-
-
-def barrier() -> None:
-    """Wait for all ranks (over gloo: the device's stream is not involved)."""
-    dist.broadcast_object_list([None], src=0, device=torch.device("cpu"))

@@ -45,6 +45,7 @@ LEAST_QUIET_ROWS = 3
 """Where rows are many steps apart, fewer of them make a block or the end of a spike."""
 SHIFT_SIGMAS, RISE_SIGMAS = 2.0, 3.0
 LOUD_FACTOR = 10.0
+"""Times the quietest rank's gradient norm from which a rank can be to blame for a spike."""
 NUM_CURSORS = 16
 
 
