@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import Any
 
 from harness import compose, requests, rundir
-from harness.build import Parts, build, describe, meter
+from harness.build import build, describe, meter
 from harness.commands import REFUSED, Inbox, intervention
 from harness.config import (
     EXIT_BAD_CONFIG,
@@ -36,9 +34,10 @@ from harness.parallel import World, broadcast, connect, disconnect, rank_from_en
 from harness.precision import fast_attention
 from harness.recovery import recover
 from harness.requests import StopRequest, signals_to
-from harness.rundir import RunDir, append_line
+from harness.run import Ending, Run
+from harness.rundir import append_line
 from harness.sentinel.chart import RESTORES
-from harness.sentinel.report import HostFacts, unpack
+from harness.sentinel.report import HostFacts
 from harness.state import RunState
 from harness.step import evaluate, forward_backward, judge_and_update
 from harness.telemetry.manifest import write_manifest
@@ -46,40 +45,6 @@ from harness.telemetry.meters import memory_bytes
 from harness.telemetry.narrator import Narrator
 
 PAUSED_LOOK_S = 1.0
-
-
-class Ending(NamedTuple):
-    """Why the loop ends."""
-
-    exit_code: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A run that goes on."""
-
-    cfg: Config
-    directory: RunDir
-    parts: Parts
-    state: RunState
-    narrator: Narrator
-    stop: StopRequest
-    inbox: Inbox | None
-    """On rank 0 alone."""
-
-    def tell(self, facts: HostFacts, values: Tensor) -> StepRecord:
-        """The record of an iteration, as it goes into the log."""
-        record = unpack(
-            self.parts.signals.layout,
-            facts,
-            values,
-            dim=self.cfg.model.dim,
-            dynamic_scale=self.parts.scale.growth_interval is not None,
-            clip_norm=self.cfg.optim.clip_norm,
-            replicate=self.parts.world.replicate,
-        )
-        return self.narrator.emit_step(record, posted_s=facts.posted_s)
 
 
 def hear(run: Run, *, everything: bool = False) -> Ending | None:
@@ -237,7 +202,15 @@ def leave(run: Run, ending: Ending) -> Ending:
     return ending if is_saved else Ending(EXIT_INTERRUPTED, f"{ending.reason}, but the last checkpoint was not saved")
 
 
-def run_worker(cfg: Config) -> int:
+Outfit = Callable[[Run], Run]
+"""What may be wrapped around a run that is ready to begin; nothing, but for a drill."""
+
+
+def as_built(run: Run) -> Run:
+    return run
+
+
+def run_worker(cfg: Config, outfit: Outfit = as_built) -> int:
     """One rank's whole life; returns the exit code of the contract."""
     stop = StopRequest()
     _, world_size, _ = rank_from_environment()
@@ -249,12 +222,12 @@ def run_worker(cfg: Config) -> int:
             assert opened is not None
             if opened.problem:
                 raise ConfigError("", opened.problem)
-            return run_opened(cfg, opened, world, stop)
+            return run_opened(cfg, opened, world, stop, outfit)
         finally:
             disconnect()
 
 
-def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest) -> int:
+def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, outfit: Outfit = as_built) -> int:
     """Build, resume and train in a directory that all ranks agree on."""
     directory = opened.run
     with (
@@ -270,7 +243,9 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest) -> 
             narrator.emit(event)
         if opened.changes:
             narrator.emit(rundir.intervention(opened.changes, iteration=state.iteration))
-        run = Run(cfg=cfg, directory=directory, parts=parts, state=state, narrator=narrator, stop=stop, inbox=inbox)
+        run = outfit(
+            Run(cfg=cfg, directory=directory, parts=parts, state=state, narrator=narrator, stop=stop, inbox=inbox)
+        )
         code, reason = leave(run, train(run))
         narrator.end(
             RunEnded(time=time.time(), iteration=state.iteration, step=state.step, exit_code=code, reason=reason)

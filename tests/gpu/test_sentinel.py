@@ -19,13 +19,14 @@ from harness.parallel import connect, disconnect, local
 from harness.precision import fast_attention
 from harness.recovery import recover
 from harness.requests import StopRequest
+from harness.run import Run
 from harness.rundir import RunDir
 from harness.sentinel.baseline import FLOATS, advance, begin, beyond, gate_bounds
 from harness.sentinel.gate import Gate
 from harness.state import RunState
 from harness.step import forward_backward, judge_and_update
 from harness.telemetry.narrator import Narrator
-from harness.train import Run, train
+from harness.train import train
 from tests.gpu.test_step import SMALL
 from tests.sentinel.series import config, losses, norms
 

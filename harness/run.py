@@ -1,0 +1,52 @@
+"""A run that goes on: everything the loop holds in its hands, and why it may end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from harness.build import Parts
+from harness.commands import Inbox
+from harness.config import Config
+from harness.events import StepRecord
+from harness.requests import StopRequest
+from harness.rundir import RunDir
+from harness.sentinel.report import HostFacts, unpack
+from harness.state import RunState
+from harness.telemetry.narrator import Narrator
+
+
+class Ending(NamedTuple):
+    """Why the loop ends."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run that goes on."""
+
+    cfg: Config
+    directory: RunDir
+    parts: Parts
+    state: RunState
+    narrator: Narrator
+    stop: StopRequest
+    inbox: Inbox | None
+    """On rank 0 alone."""
+
+    def tell(self, facts: HostFacts, values: Tensor) -> StepRecord:
+        """The record of an iteration, as it goes into the log."""
+        record = unpack(
+            self.parts.signals.layout,
+            facts,
+            values,
+            dim=self.cfg.model.dim,
+            dynamic_scale=self.parts.scale.growth_interval is not None,
+            clip_norm=self.cfg.optim.clip_norm,
+            replicate=self.parts.world.replicate,
+        )
+        return self.narrator.emit_step(record, posted_s=facts.posted_s)
