@@ -65,6 +65,20 @@ def load(overrides: Sequence[str] = ()) -> Config:
         raise explain(error, overrides) from None
 
 
+def read(path: Path) -> Config:
+    """The configuration that lies in a run directory, checked like any other."""
+    from omegaconf import OmegaConf
+
+    try:
+        return check(OmegaConf.create(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+    except yaml.YAMLError:
+        raise ConfigError(str(path), "is not YAML") from None
+    except Exception as error:
+        raise explain(error) from None
+
+
 def explain(error: Exception, overrides: Sequence[str] = ()) -> Exception:
     """What Hydra and OmegaConf say of a bad override, as a `ConfigError`; any other error as it is."""
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException

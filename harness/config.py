@@ -88,6 +88,11 @@ class DeviceKind(StrEnum):
     cuda = "cuda"
 
 
+class LaunchKind(StrEnum):
+    local = "local"
+    slurm = "slurm"
+
+
 @dataclass(slots=True, kw_only=True)
 class RunConfig:
     name: str | None
@@ -628,25 +633,100 @@ class TelemetryConfig:
 
 
 @dataclass(slots=True, kw_only=True)
-class LaunchConfig:
-    nproc: int | None
-    """Ranks on this machine; null: one a GPU, or 2 on CPU."""
-    threads: int | None
-    """CPU threads of one rank; null: the machine's cores shared out."""
+class SlurmConfig:
+    """What is asked of Slurm, and when a job that ended may begin again."""
+
+    partition: str | None
+    account: str | None
+    qos: str | None
+    time_minutes: int | None
+    """Time limit of one job; null: the partition's."""
+    gpus_per_node: int | None
+    """null: none is asked for, as on a cluster that hands out whole nodes."""
+    cpus_per_node: int | None
+    memory_gb: float | None
+    """Host memory of a node, in GB (1e9 bytes); 0: all of it; null: the partition's default."""
+    options: list[str]
+    """Further options of sbatch, one a word: --constraint=h100."""
+    warn_s: int
+    """Seconds before its time is up at which a job is told to save and leave."""
+    max_requeues: int
+    """How often a job may begin again; 0: never."""
+    max_stalled: int
+    """Ends in a row without a new good checkpoint after which a job does not begin again."""
 
     def __post_init__(self) -> None:
-        for name in ("nproc", "threads"):
+        for name in ("time_minutes", "gpus_per_node", "cpus_per_node"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"launch.slurm.{name}", f"must be at least 1 or null, got {value}")
+        valid = self.memory_gb is None or 0 <= self.memory_gb < math.inf
+        require(valid, "launch.slurm.memory_gb", f"must be 0 (all) or more, or null, got {self.memory_gb}")
+        for option in self.options:
+            message = f"each is one word that begins with --, got {option!r}"
+            require(re.fullmatch(r"--[a-z][\w-]*(=\S+)?", option) is not None, "launch.slurm.options", message)
+        require(self.warn_s >= 1, "launch.slurm.warn_s", f"must be at least 1, got {self.warn_s}")
+        require(self.max_requeues >= 0, "launch.slurm.max_requeues", f"must be 0 or more, got {self.max_requeues}")
+        require(self.max_stalled >= 1, "launch.slurm.max_stalled", f"must be at least 1, got {self.max_stalled}")
+
+
+@dataclass(slots=True, kw_only=True)
+class LaunchConfig:
+    kind: LaunchKind
+    """local: this machine, now; slurm: a job."""
+    nproc: int | None
+    """Ranks on one machine; null: one a GPU, or 2 on CPU."""
+    threads: int | None
+    """CPU threads of one rank; null: the machine's cores shared out."""
+    nodes: int
+    """Machines."""
+    min_nodes: int | None
+    """With how few the run may go on where others are gone; null: all. The global batch stays what it is."""
+    dry_run: bool
+    """Print what would be submitted, and submit nothing."""
+    hang_after_s: float
+    """A rank whose loop has not moved for so long is taken for hung and the run is taken down, to begin again from its
+    newest checkpoint."""
+    start_within_s: float
+    """What a rank may take to its first iteration instead: imports, reading a checkpoint, compiling."""
+    at_once: int | None
+    """Runs of a sweep at the same time on this machine; null: as its cores or GPUs allow."""
+    slurm: SlurmConfig
+
+    def __post_init__(self) -> None:
+        for name in ("nproc", "threads", "min_nodes", "at_once"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"launch.{name}", f"must be at least 1 or null, got {value}")
+        require(self.nodes >= 1, "launch.nodes", f"must be at least 1, got {self.nodes}")
+        if self.min_nodes is not None:
+            message = f"must not exceed launch.nodes={self.nodes}, got {self.min_nodes}"
+            require(self.min_nodes <= self.nodes, "launch.min_nodes", message)
+        for name in ("hang_after_s", "start_within_s"):
+            value = getattr(self, name)
+            require(value > 0, f"launch.{name}", f"must be positive, got {value}")
 
 
 @dataclass(slots=True, kw_only=True)
 class ClusterConfig:
+    """What the machines can do; `harness plan` reckons with it."""
+
     peak_tflops: float | None
     """Dense bf16 rate of one device, the 100 % of MFU; null: known from the device's name, or no MFU."""
+    memory_gb: float | None
+    """Memory of one device, in GB (1e9 bytes); null: not known, and nothing is refused for it."""
+    gpus_per_node: int | None
+    """Devices of one machine; null: launch.nproc."""
+    intra_node_gb_s: float | None
+    """What one device sends to the others of its machine, one way, in GB/s."""
+    inter_node_gb_s: float | None
+    """What one device sends to other machines, one way, in GB/s."""
+    price_per_gpu_hour: float | None
+    """Any currency; null: costs are told in time alone."""
 
     def __post_init__(self) -> None:
-        require(self.peak_tflops is None or self.peak_tflops > 0, "cluster.peak_tflops", "must be positive or null")
+        names = ("peak_tflops", "memory_gb", "gpus_per_node", "intra_node_gb_s", "inter_node_gb_s")
+        for name in (*names, "price_per_gpu_hour"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"cluster.{name}", f"must be positive or null, got {value}")
 
 
 @dataclass(slots=True, kw_only=True)

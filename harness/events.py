@@ -252,6 +252,30 @@ class Intervention(Event):
 
 
 @dataclass(slots=True, kw_only=True)
+class FaultInjected(Event):
+    """A drill is about to break something on purpose; in `faults.jsonl`, written by the rank that does it."""
+
+    name: ClassVar[str] = "fault"
+    number: int
+    """Place of the fault in the drill's plan, counted from 0."""
+    kind: str
+    rank: int
+    message: str
+    """One line for a person: what is touched, and how."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DrillScored(Event):
+    """How a run answered what was injected; told after its end."""
+
+    name: ClassVar[str] = "drill"
+    scenario: str
+    passed: bool
+    scores: dict[str, float] = field(default_factory=dict)
+    """Yes and no are 1 and 0; what could not be measured is left out."""
+
+
+@dataclass(slots=True, kw_only=True)
 class RunEnded(Event):
     name: ClassVar[str] = "run_ended"
     step: int
@@ -272,6 +296,8 @@ EVENTS: dict[str, type[Event]] = {
         Action,
         Outcome,
         Intervention,
+        FaultInjected,
+        DrillScored,
         RunEnded,
     )
 }

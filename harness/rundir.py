@@ -69,6 +69,25 @@ class RunDir:
         return self.path / "control"
 
     @property
+    def heartbeat(self) -> Path:
+        """Where every rank says that it is alive."""
+        return self.path / "heartbeat"
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def drill(self) -> Path:
+        """What will be broken in this run on purpose, and what is expected of it; only a drill has one."""
+        return self.path / "drill.json"
+
+    @property
+    def faults(self) -> Path:
+        """What was broken on purpose, by which rank and when."""
+        return self.path / "faults.jsonl"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
