@@ -2,7 +2,7 @@
 
 Why: it is asked many times while a configuration takes shape, so it answers at once and needs neither torch nor a GPU.
 How: the words are those of `harness train`; `harness.plan` does the arithmetic. A complaint is one line on stderr and
-exit code 2.
+exit code 2; so is a job that does not fit into its devices, after all the numbers that say why.
 """
 
 from __future__ import annotations
@@ -11,37 +11,72 @@ import json
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from harness import compose
-from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
-from harness.plan import plan, render
+from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, Config, ConfigError, require
+from harness.plan.fit import refusal
+from harness.plan.plan import num_ranks, plan
+from harness.plan.render import as_dict, render, render_table
+from harness.plan.speed import COMPILED
 from launch.parser import Parser
 
 DESCRIPTION = """\
-Say what a run will take: parameters, FLOPs, memory of a rank, checkpoints on disk and in host memory, and what going
-back costs at this cadence. Nothing is started. The overrides are those of `harness train`; launch.nproc is the number
-of ranks (1 where it is not set), and seconds need cluster.peak_tflops (cluster=h100).
+Say what a run will take: parameters, FLOPs, memory of a device by part, traffic, time and price of a step, checkpoints
+on disk and in host memory, and what going back costs at this cadence. Nothing is started. The overrides are those of
+`harness train`; the number of ranks is launch.nodes times launch.nproc. Seconds need cluster.peak_tflops, waiting the
+rates of its links, and a refusal its memory_gb: cluster=h100 and cluster=h200 know all of them.
 """
-MFU = 0.4
+EPILOG = """\
+for instance:
+  harness plan +experiment=1b_bf16 launch.nproc=8
+  harness plan model=70b precision=bf16 cluster=h100 parallel.compile=true parallel.activation_checkpointing=full
+      train.sequence_length=8192 train.batch_size=1024 --ranks 256,512,1024
+"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan; returns the exit code."""
     try:
         words = parser().parse_intermixed_args(argv)
-        require(0 < words.mfu <= 1, "--mfu", f"must be above 0 and at most 1, got {words.mfu}")
-        numbers = plan(compose.load(words.override), mfu=words.mfu)
+        require(words.mfu is None or 0 < words.mfu <= 1, "--mfu", f"must be above 0 and at most 1, got {words.mfu}")
+        cfg = compose.load(words.override)
+        sizes = [num_ranks(cfg)] if words.ranks is None else world_sizes(words.ranks)
+        text = told(cfg, sizes, mfu=words.mfu, as_json=words.json, in_table=words.ranks is not None)
+        refusals = [refusal(cfg, world_size=size) for size in sizes]
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    print(json.dumps(asdict(numbers)) if words.json else render(numbers), end="\n" if words.json else "")
+    print(text, end="", flush=True)
+    if all(refusals):
+        print(f"harness: {refusals[-1]}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
     return EXIT_DONE
 
 
+def told(cfg: Config, sizes: list[int], *, mfu: float | None, as_json: bool, in_table: bool) -> str:
+    """The plans of some numbers of ranks, as text or as one line of JSON."""
+    plans = [plan(cfg, world_size=size, mfu=mfu) for size in sizes]
+    if as_json:
+        numbers = [as_dict(each) | {"refusal": refusal(cfg, world_size=each.num_ranks)} for each in plans]
+        return json.dumps(numbers if in_table else numbers[0]) + "\n"
+    return render_table(plans) if in_table else render(plans[0])
+
+
+def world_sizes(word: str) -> list[int]:
+    """The numbers of a list like 8,64,1024."""
+    numbers = word.split(",")
+    valid = all(number.isdecimal() and int(number) >= 1 for number in numbers)
+    require(valid, "--ranks", f"must be numbers of ranks like 8,64,1024, got {word!r}")
+    return [int(number) for number in numbers]
+
+
 def parser() -> ArgumentParser:
-    parser = Parser(prog="harness plan", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog="harness plan", description=DESCRIPTION, epilog=EPILOG, formatter_class=RawDescriptionHelpFormatter
+    )
     parser.add_argument("override", nargs="*", metavar="OVERRIDE", help="group=option or key=value")
-    parser.add_argument("--mfu", metavar="SHARE", type=float, default=MFU, help=f"of the peak rate; default: {MFU}")
+    reached = f"default: as measured, {100 * max(COMPILED.values()):g} %% where blocks are compiled and all is kept"
+    parser.add_argument("--mfu", metavar="SHARE", type=float, help=f"of its rate that one device reaches; {reached}")
+    parser.add_argument("--ranks", metavar="N,N,...", help="one row for each of several numbers of ranks")
     parser.add_argument("--json", action="store_true", help="all numbers, as one line of JSON")
     return parser

@@ -8,15 +8,31 @@ Left out: norms, softmax, rotary embedding and recomputation cost FLOPs that MFU
 
 from __future__ import annotations
 
+from math import prod
+
 from harness.config import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+def block_shapes(cfg: ModelConfig) -> list[Shape]:
+    """Shapes of the parameters of one block, which is sharded by itself."""
+    kv_dim = cfg.num_kv_heads * cfg.head_dim
+    attention: list[Shape] = [(cfg.dim, cfg.dim), (kv_dim, cfg.dim), (kv_dim, cfg.dim), (cfg.dim, cfg.dim)]
+    mlp: list[Shape] = [(cfg.ffn_dim, cfg.dim), (cfg.ffn_dim, cfg.dim), (cfg.dim, cfg.ffn_dim)]
+    norms: list[Shape] = [(cfg.dim,), (cfg.dim,), *([(cfg.head_dim,), (cfg.head_dim,)] if cfg.qk_norm else [])]
+    return attention + mlp + norms
+
+
+def root_shapes(cfg: ModelConfig) -> list[Shape]:
+    """Shapes of what is not in a block: embedding, norms, and the head where it is not the embedding."""
+    num_matrices, num_norms = (1 if cfg.tied_head else 2), (2 if cfg.embedding_norm else 1)
+    return [(cfg.vocab_size, cfg.dim)] * num_matrices + [(cfg.dim,)] * num_norms
 
 
 def num_parameters(cfg: ModelConfig) -> int:
     """Every trained number; a tied head adds none."""
-    num_embeddings = 1 if cfg.tied_head else 2
-    block = _num_block_matrix_parameters(cfg) + 2 * cfg.dim + (2 * cfg.head_dim if cfg.qk_norm else 0)
-    norms = cfg.dim + (cfg.dim if cfg.embedding_norm else 0)
-    return num_embeddings * cfg.vocab_size * cfg.dim + cfg.num_layers * block + norms
+    return cfg.num_layers * sum(map(prod, block_shapes(cfg))) + sum(map(prod, root_shapes(cfg)))
 
 
 def num_matmul_parameters(cfg: ModelConfig) -> int:
@@ -31,6 +47,4 @@ def flops_per_token(cfg: ModelConfig, sequence_length: int) -> int:
 
 
 def _num_block_matrix_parameters(cfg: ModelConfig) -> int:
-    query_and_output = 2 * cfg.dim * cfg.dim
-    key_and_value = 2 * cfg.dim * cfg.num_kv_heads * cfg.head_dim
-    return query_and_output + key_and_value + 3 * cfg.dim * cfg.ffn_dim
+    return sum(prod(shape) for shape in block_shapes(cfg) if len(shape) > 1)

@@ -9,7 +9,7 @@ import torch
 
 from harness.compose import conf_dir, load
 from harness.config import ModelConfig
-from harness.model.size import flops_per_token, num_matmul_parameters, num_parameters
+from harness.model.size import block_shapes, flops_per_token, num_matmul_parameters, num_parameters, root_shapes
 from harness.model.transformer import Transformer
 from harness.precision import linear
 
@@ -33,6 +33,16 @@ def test_num_parameters_of_every_size(size: str) -> None:
 def test_num_parameters_of_every_option(make_config: MakeConfig, option: str) -> None:
     cfg = make_config(**{option: True})
     assert num_parameters(cfg) == count(cfg) != count(make_config())
+
+
+def test_shapes_of_a_block_and_of_the_rest(make_config: MakeConfig) -> None:
+    cfg = make_config(qk_norm=True, embedding_norm=True)
+    with torch.device("meta"):
+        model = Transformer(cfg, sequence_length=16, linear=linear)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    of_first = [shape for name, shape in shapes.items() if name.startswith("blocks.0.")]
+    assert sorted(block_shapes(cfg)) == sorted(of_first)
+    assert sorted(root_shapes(cfg)) == sorted(shape for name, shape in shapes.items() if not name.startswith("blocks."))
 
 
 def test_num_matmul_parameters_counts_matrices_and_head(make_config: MakeConfig) -> None:

@@ -1,0 +1,156 @@
+"""All numbers of a run, from its configuration alone.
+
+Why: a job that does not fit, that waits for its links, or that saves too rarely, should be found out at a desk, not
+after a night in a queue.
+How: memory, traffic and pace have a file each; here they are put together with the cost of going back and the price.
+Seconds are stated only where `cluster.peak_tflops` says how fast a device is, money only where it has a price.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from harness.checkpoint.cadence import RollbackCost, num_buffers, rewind_cost, rollback_cost
+from harness.config import Config, LaunchKind, check_world
+from harness.model.size import flops_per_token, num_parameters
+from harness.plan.memory import Memory, checkpoint_bytes, memory
+from harness.plan.speed import Pace, default_mfu, pace
+from harness.plan.traffic import Collective, collectives, num_per_node
+
+HOUR_S = 3600
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What one rank sends in a step."""
+
+    sent_bytes: int
+    """To anybody."""
+    sent_far_bytes: int
+    """Of it, through its port to other machines."""
+    calls: list[Collective]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """In the currency of cluster.price_per_gpu_hour."""
+
+    run: float
+    thousand_steps: float
+    rewind_at_most: float | None
+    rollback_at_most: float | None
+    """None: how many steps it loses is not known."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    model: str
+    num_parameters: int
+    flops_per_token: int
+    tokens_per_step: int
+    flops_per_step: int
+    num_steps: int
+    num_ranks: int
+    num_per_node: int
+    replicate: int
+    """Copies of the model that the ranks hold together."""
+    weights_bytes: int
+    """Of one rank, as gradients and moments."""
+    gradients_bytes: int
+    moments_bytes: int
+    memory: Memory
+    memory_allowed_bytes: int | None
+    """None: nobody said what a device has."""
+    traffic: Traffic
+    mfu: float
+    """Share of its rate that a device alone reaches."""
+    pace: Pace | None
+    """None where the rate of a device is not known."""
+    price: Price | None
+    checkpoint_bytes: int
+    """One checkpoint on disk."""
+    ring_slots: int
+    ring_bytes: int
+    """Host memory of one machine: snapshots, and the one that is being saved."""
+    ring_allowed_bytes: int | None
+    """None: half of what is free when the run starts."""
+    rewind: RollbackCost | None
+    rollback: RollbackCost
+
+    @property
+    def step_time_s(self) -> float | None:
+        return None if self.pace is None else self.pace.step_time_s
+
+
+def num_ranks(cfg: Config) -> int:
+    """Ranks of the job that the configuration asks for; one where it leaves that to the machine."""
+    nproc = cfg.launch.nproc
+    if nproc is None and (cfg.launch.kind is LaunchKind.slurm or cfg.launch.nodes > 1):
+        nproc = cfg.launch.slurm.gpus_per_node or cfg.cluster.gpus_per_node
+    return cfg.launch.nodes * (nproc or 1)
+
+
+def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
+    """The numbers of a run on `world_size` ranks; `mfu` is what a device alone reaches, measured elsewhere if None."""
+    check_world(cfg, world_size)
+    mfu = default_mfu(cfg) if mfu is None else mfu
+    token_flops = flops_per_token(cfg.model, cfg.train.sequence_length)
+    tokens = cfg.train.batch_size * cfg.train.sequence_length
+    held, moving = memory(cfg, world_size=world_size), pace(cfg, world_size=world_size, mfu=mfu)
+    calls = collectives(cfg, world_size=world_size)
+    here, ring = num_per_node(cfg, world_size), cfg.checkpoint.ring
+    rewind = rewind_cost(cfg)
+    rollback = rollback_cost(cfg, step_time_s=None if moving is None else moving.step_time_s)
+    weights = held.parts.weights
+    return Plan(
+        model=cfg.model.name,
+        num_parameters=num_parameters(cfg.model),
+        flops_per_token=token_flops,
+        tokens_per_step=tokens,
+        flops_per_step=tokens * token_flops,
+        num_steps=cfg.train.num_steps,
+        num_ranks=world_size,
+        num_per_node=here,
+        replicate=cfg.parallel.replicate,
+        weights_bytes=weights,
+        gradients_bytes=weights,
+        moments_bytes=held.parts.moments,
+        memory=held,
+        memory_allowed_bytes=None if cfg.cluster.memory_gb is None else round(cfg.cluster.memory_gb * 1e9),
+        traffic=Traffic(
+            sent_bytes=sum(call.num_calls * call.sent_bytes for call in calls),
+            sent_far_bytes=sum(call.num_calls * call.sent_far_bytes for call in calls),
+            calls=calls,
+        ),
+        mfu=mfu,
+        pace=moving,
+        price=None if moving is None else _price(cfg, moving, rewind, rollback, world_size),
+        checkpoint_bytes=checkpoint_bytes(cfg),
+        ring_slots=ring.slots,
+        ring_bytes=num_buffers(ring) * (weights + held.parts.moments) * here,
+        ring_allowed_bytes=None if ring.memory_gb is None else round(ring.memory_gb * 1e9),
+        rewind=rewind,
+        rollback=rollback,
+    )
+
+
+def _price(
+    cfg: Config, moving: Pace, rewind: RollbackCost | None, rollback: RollbackCost, world_size: int
+) -> Price | None:
+    if cfg.cluster.price_per_gpu_hour is None:
+        return None
+    step = cfg.cluster.price_per_gpu_hour * world_size * moving.step_time_s / HOUR_S
+
+    def lost(cost: RollbackCost | None) -> float | None:
+        return None if cost is None or cost.steps_at_most is None else cost.steps_at_most * step
+
+    return Price(
+        run=cfg.train.num_steps * step,
+        thousand_steps=1000 * step,
+        rewind_at_most=lost(rewind),
+        rollback_at_most=lost(rollback),
+    )

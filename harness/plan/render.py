@@ -1,0 +1,210 @@
+"""A plan for people: one run in sections, or several numbers of ranks in a table; pure, data in and text out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from harness.checkpoint.cadence import RollbackCost
+from harness.plan.memory import FRAGMENTED, OUTSIDE_BYTES
+from harness.plan.plan import Plan
+from harness.plan.speed import COMPILED
+from harness.plan.traffic import LINK_EFFICIENCY, CollectiveKind
+
+WIDTH = 18
+MOMENTS = {
+    "loss": "at the loss",
+    "turn": "between forward and backward",
+    "backward": "in the backward pass",
+    "reduction": "where the last gradients are reduced",
+    "update": "at the update",
+}
+PARTS = {
+    "weights": "fp32, this rank's shard",
+    "moments": "fp32, both of AdamW's",
+    "gradients": "fp32, shards",
+    "gathered": "whole weights of the blocks at work, of embedding and head",
+    "in_flight": "buffers of collectives, whole gradients on their way",
+    "activations": "kept for the backward pass, and passing",
+    "logits": "the loss of one chunk, the head's gradient",
+    "other": "batch, workspaces",
+}
+COLUMNS = ("ranks", "memory", "fits", "sent", "far", "work", "waits", "step", "MFU", "tokens/s")
+
+
+def render(plan: Plan) -> str:
+    """One run."""
+    ranks, copies = _counted(plan.num_ranks, "rank", "ranks"), _counted(plan.replicate, "copy", "copies")
+    sections = {
+        f"model {plan.model}": {
+            "parameters": f"{plan.num_parameters:,}",
+            "a token": _si(plan.flops_per_token, "FLOP"),
+            "a step": f"{plan.tokens_per_step:,} tokens, {_si(plan.flops_per_step, 'FLOP')}",
+        },
+        f"device memory ({ranks}, {copies} of the model), fullest {MOMENTS[plan.memory.moment]}": _memory(plan),
+        "traffic of a rank in a step": _traffic(plan),
+        "pace": _pace(plan),
+        "price": _price(plan),
+        "checkpoints": {"on disk": f"{_si(plan.checkpoint_bytes, 'B')} each", **_ring(plan)},
+        "going back loses at most": {
+            "rewind": "no snapshots are kept" if plan.rewind is None else _loss(plan.rewind, plan.step_time_s),
+            "rollback": _loss(plan.rollback, plan.step_time_s),
+        },
+        "assumed": _assumed(plan),
+    }
+    return _text({title: rows for title, rows in sections.items() if rows})
+
+
+def render_table(plans: Sequence[Plan]) -> str:
+    """The same run on several numbers of ranks."""
+    rows = [COLUMNS, *(_row(plan) for plan in plans)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    notes = "memory of a rank in GB; sent by a rank in a step, and of it far to other machines, in GB"
+    return "\n".join([*lines, "", notes, *_assumed(plans[0]).values()]) + "\n"
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Every number, for JSON."""
+    numbers = asdict(plan)
+    numbers["memory"] |= {"peak_bytes": plan.memory.peak_bytes, "needed_bytes": plan.memory.needed_bytes}
+    for told, call in zip(numbers["traffic"]["calls"], plan.traffic.calls, strict=True):
+        told |= {"sent_bytes": call.sent_bytes, "sent_far_bytes": call.sent_far_bytes}
+    return numbers | {"step_time_s": plan.step_time_s}
+
+
+def _row(plan: Plan) -> tuple[str, ...]:
+    pace, allowed = plan.pace, plan.memory_allowed_bytes
+    fits = "-" if allowed is None else "yes" if plan.memory.needed_bytes <= allowed else "no"
+    timing: tuple[str, ...] = ("-",) * 5
+    if pace is not None:
+        seconds = [_duration(value) for value in (pace.work_s, pace.waiting_s, pace.step_time_s)]
+        timing = (*seconds, _percent(pace.mfu), f"{pace.tokens_per_s:,.0f}")
+    traffic = plan.traffic
+    sizes = [_gb(value) for value in (plan.memory.needed_bytes, traffic.sent_bytes, traffic.sent_far_bytes)]
+    return (f"{plan.num_ranks:,}", sizes[0], fits, sizes[1], sizes[2], *timing)
+
+
+def _memory(plan: Plan) -> dict[str, str]:
+    parts = asdict(plan.memory.parts)
+    rows = {name.replace("_", " "): f"{_gb(parts[name]):>7} GB  {what}" for name, what in PARTS.items()}
+    rows["outside"] = f"{_gb(plan.memory.outside_bytes):>7} GB  CUDA's context, NCCL, what torch cannot use again"
+    allowed = plan.memory_allowed_bytes
+    there = "" if allowed is None else f"  of {_gb(allowed)} GB (cluster.memory_gb)"
+    rows["together"] = f"{_gb(plan.memory.needed_bytes):>7} GB{there}"
+    if allowed is not None and plan.memory.needed_bytes > allowed:
+        rows["together"] += "; DOES NOT FIT"
+    return rows
+
+
+def _traffic(plan: Plan) -> dict[str, str]:
+    if not plan.traffic.calls:
+        return {}
+    rows = {}
+    for kind in CollectiveKind:
+        calls = [call for call in plan.traffic.calls if call.kind is kind]
+        if calls:
+            sent = sum(call.num_calls * call.sent_bytes for call in calls)
+            group, num_calls = calls[0].group, sum(call.num_calls for call in calls)
+            where = f"{group.num_ranks:,} ranks on {_counted(group.num_nodes, 'machine', 'machines')}"
+            rows[kind.replace("_", "-")] = f"{_gb(sent):>7} GB  {num_calls:,} calls among {where}"
+    rows["between machines"] = f"{_gb(plan.traffic.sent_far_bytes):>7} GB  through the port of one device"
+    return rows
+
+
+def _pace(plan: Plan) -> dict[str, str]:
+    pace = plan.pace
+    if pace is None:
+        return {}
+    links = "their rates are not known (cluster.intra_node_gb_s, cluster.inter_node_gb_s): nothing is waited for"
+    if pace.traffic_s is not None:
+        links = f"{_duration(pace.traffic_s)} of traffic, of which {_duration(pace.waiting_s)} are waited for"
+    rows = {"work": f"{_duration(pace.work_s)} at {_percent(plan.mfu)} of the device's rate"}
+    if plan.traffic.calls:
+        rows["links"] = links
+    rows["a step"] = f"{_duration(pace.step_time_s)}, {pace.tokens_per_s:,.0f} tokens/s, {_percent(pace.mfu)} MFU"
+    rows["the run"] = f"{_duration(plan.num_steps * pace.step_time_s)} for {plan.num_steps:,} steps"
+    return rows
+
+
+def _price(plan: Plan) -> dict[str, str]:
+    price = plan.price
+    if price is None:
+        return {}
+    rows = {"the run": f"{price.run:,.2f}", "1,000 steps": f"{price.thousand_steps:,.2f}"}
+    for name, lost in (("a rewind", price.rewind_at_most), ("a rollback", price.rollback_at_most)):
+        if lost is not None:
+            rows[name] = f"at most {lost:,.2f}"
+    return rows
+
+
+def _ring(plan: Plan) -> dict[str, str]:
+    snapshots = _counted(plan.ring_slots, "snapshot", "snapshots")
+    rows = {"in host memory": f"{_si(plan.ring_bytes, 'B')} a machine: {snapshots} and the one being saved"}
+    if plan.ring_allowed_bytes is not None:
+        fits = plan.ring_bytes <= plan.ring_allowed_bytes
+        refused = "" if fits else "; TOO LITTLE, the run will be refused"
+        rows["allowed"] = f"{_si(plan.ring_allowed_bytes, 'B')} (checkpoint.ring.memory_gb){refused}"
+    return rows
+
+
+def _loss(cost: RollbackCost, step_time_s: float | None) -> str:
+    by_clock = ""
+    if cost.minutes_at_most is not None and step_time_s is None:
+        by_clock = f"{cost.minutes_at_most:g} minutes and {cost.steps_besides:,} steps"
+    if cost.steps_at_most is None:
+        return by_clock
+    text = f"{cost.steps_at_most:,} steps (on average {cost.steps_on_average:,}), {cost.tokens_at_most:,} tokens"
+    if step_time_s is not None:
+        text += f", {_duration(cost.steps_at_most * step_time_s)}"
+    return f"{text}; or {by_clock}, whichever is less" if by_clock else text
+
+
+def _assumed(plan: Plan) -> dict[str, str]:
+    """What no measurement of this cluster stands behind."""
+    rows = {"memory": f"{_gb(OUTSIDE_BYTES)} GB outside torch, and {100 * FRAGMENTED:g} % in fragments"}
+    if plan.pace is not None:
+        best = _percent(max(COMPILED.values()))
+        rows["work"] = f"as measured on one H200 at 1.26B parameters ({best} at best), or as --mfu says"
+        rows["links"] = (
+            f"{100 * LINK_EFFICIENCY:g} % of their rate, NCCL's latencies of a ring, hidden behind work by the block"
+        )
+    return rows
+
+
+def _text(sections: Mapping[str, Mapping[str, str]]) -> str:
+    lines = []
+    for title, rows in sections.items():
+        lines.append(title)
+        lines += [f"  {name:<{WIDTH}}{value}" for name, value in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _counted(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"
+
+
+def _gb(num_bytes: float) -> str:
+    size = num_bytes / 1e9
+    return f"{size:,.1f}" if size >= 10 else f"{size:.2f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _si(value: float, unit: str) -> str:
+    """A quantity with the prefix that keeps it readable."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.4g} {prefix}{unit}"
+    return f"{value:.4g} {unit}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 0.1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
