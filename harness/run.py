@@ -15,6 +15,7 @@ from harness.requests import StopRequest
 from harness.rundir import RunDir
 from harness.sentinel.report import HostFacts, unpack
 from harness.state import RunState
+from harness.telemetry.heartbeat import Heartbeat
 from harness.telemetry.narrator import Narrator
 
 
@@ -37,6 +38,7 @@ class Run:
     stop: StopRequest
     inbox: Inbox | None
     """On rank 0 alone."""
+    heart: Heartbeat
 
     def tell(self, facts: HostFacts, values: Tensor) -> StepRecord:
         """The record of an iteration, as it goes into the log."""
@@ -49,4 +51,7 @@ class Run:
             clip_norm=self.cfg.optim.clip_norm,
             replicate=self.parts.world.replicate,
         )
-        return self.narrator.emit_step(record, posted_s=facts.posted_s)
+        record.beta2 = self.cfg.optim.beta2 if facts.probed else None
+        told = self.narrator.emit_step(record, posted_s=facts.posted_s)
+        self.heart.learn(told)
+        return told

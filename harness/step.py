@@ -6,6 +6,7 @@ Everything here is issued to the device and not waited for.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -57,11 +58,12 @@ def judge_and_update(parts: Parts, *, cfg: Config, probe: bool) -> torch.Tensor:
     return pack(reduced, total, judgement=judgement, lr=lr, step=parts.update.step, scale=scale)
 
 
-def evaluate(parts: Parts, state: RunState, *, cfg: Config) -> EvalRecord:
-    """Mean loss on the held-out batches, the same ones every time."""
+def evaluate(parts: Parts, state: RunState, *, cfg: Config, beat: Callable[[], None] = lambda: None) -> EvalRecord:
+    """Mean loss on the held-out batches, the same ones every time; `beat` says that it goes on."""
     sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
     with torch.no_grad():
         for index in range(min(cfg.eval.num_batches, len(parts.held_out))):
+            beat()
             batch = parts.held_out[index]
             for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
                 output = parts.model(rows.inputs, rows.targets, mask=mask_of(rows))

@@ -40,6 +40,7 @@ from harness.sentinel.chart import RESTORES
 from harness.sentinel.report import HostFacts
 from harness.state import RunState
 from harness.step import evaluate, forward_backward, judge_and_update
+from harness.telemetry.heartbeat import Heartbeat, Phase
 from harness.telemetry.manifest import write_manifest
 from harness.telemetry.meters import memory_bytes
 from harness.telemetry.narrator import Narrator
@@ -63,7 +64,7 @@ def hear(run: Run, *, everything: bool = False) -> Ending | None:
         ending = act(run, action) or must_end(run, record) or ending
         if record.command_waits and ending is None:
             ending = obey(run)
-    for event in parts.keeper.news():
+    for event in [*parts.keeper.news(), *parts.sentinel.news()]:
         run.narrator.note(event)
     return ending
 
@@ -84,7 +85,8 @@ def carry_out(run: Run, action: Action) -> Outcome:
     if action.kind in RESTORES:
         for facts, values in run.parts.mailbox.take(everything=True):  # of steps that are about to be undone
             run.tell(facts, values)
-    outcome = recover(action, run.parts, run.state, root=run.directory.checkpoints)
+    with run.heart.during(Phase.restore):
+        outcome = recover(action, run.parts, run.state, root=run.directory.checkpoints)
     run.narrator.emit(outcome)
     return outcome
 
@@ -104,6 +106,7 @@ def obey(run: Run) -> Ending | None:
                 return ending
         if not is_paused:
             return None
+        run.heart.beat(run.state, Phase.pause)
         if run.inbox:
             run.inbox.wait(PAUSED_LOOK_S)
         if any(together(lambda: bool(run.stop))):
@@ -147,6 +150,7 @@ def train(run: Run) -> Ending:
     batch_tokens = cfg.train.batch_size * cfg.train.sequence_length
     ending = None
     while state.step < cfg.train.num_steps and ending is None:
+        run.heart.beat(state)
         begun_s = time.perf_counter() - parts.collectives.waited_s
         cursor = parts.ledger.next_index(state.cursor)
         batch = parts.batches[cursor]
@@ -173,14 +177,15 @@ def train(run: Run) -> Ending:
             batch=as_record(batch.facts, parts.batches.source_names),
         )
         parts.mailbox.post(facts, report)
-        parts.keeper.take_if_due(state)
+        with run.heart.during(Phase.save):
+            parts.keeper.take_if_due(state)
         ending = hear(run)
 
         look = due(cfg.eval.every_steps, state, cfg)
         if look or ending is not None or state.step == cfg.train.num_steps:
             ending = hear(run, everything=True) or ending
         if look:
-            run.narrator.emit(evaluate(parts, state, cfg=cfg))
+            run.narrator.emit(evaluate(parts, state, cfg=cfg, beat=lambda: run.heart.beat(state, Phase.evaluate)))
     if ending is None or (state.step >= cfg.train.num_steps and ending.exit_code == EXIT_INTERRUPTED):
         return Ending(EXIT_DONE, "all steps done")
     return ending
@@ -196,7 +201,8 @@ def leave(run: Run, ending: Ending) -> Ending:
             append_line(run.directory.interventions, to_json(asked))
             run.narrator.note(asked)
     is_done = ending.exit_code == EXIT_DONE
-    is_saved = run.parts.keeper.save_last(run.state, is_done=is_done, remembered=run.parts.sentinel.memory)
+    with run.heart.during(Phase.save):
+        is_saved = run.parts.keeper.save_last(run.state, is_done=is_done, remembered=run.parts.sentinel.memory)
     for event in run.parts.keeper.news():
         run.narrator.note(event)
     return ending if is_saved else Ending(EXIT_INTERRUPTED, f"{ending.reason}, but the last checkpoint was not saved")
@@ -231,6 +237,7 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
     """Build, resume and train in a directory that all ranks agree on."""
     directory = opened.run
     with (
+        Heartbeat(directory, rank=world.rank, world_size=world.size, num_steps=cfg.train.num_steps) as heart,
         closing(build(cfg, world, directory)) as parts,
         Narrator(cfg, directory, world=world, meter=meter(cfg, world)) as narrator,
     ):
@@ -244,9 +251,21 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
         if opened.changes:
             narrator.emit(rundir.intervention(opened.changes, iteration=state.iteration))
         run = outfit(
-            Run(cfg=cfg, directory=directory, parts=parts, state=state, narrator=narrator, stop=stop, inbox=inbox)
+            Run(
+                cfg=cfg,
+                directory=directory,
+                parts=parts,
+                state=state,
+                narrator=narrator,
+                stop=stop,
+                inbox=inbox,
+                heart=heart,
+            )
         )
         code, reason = leave(run, train(run))
+        heart.end(code, reason)
+        for incident in parts.sentinel.news(last=True):
+            narrator.note(incident)
         narrator.end(
             RunEnded(time=time.time(), iteration=state.iteration, step=state.step, exit_code=code, reason=reason)
         )

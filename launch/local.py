@@ -6,14 +6,18 @@ How: torch's elastic agent runs in a thread with the stop signals blocked; the m
 on. Workers inherit the block and lift it once they can answer, so no signal is lost while Python starts. The first
 signal asks the workers to stop, a second SIGINT or SIGTERM kills them; SIGUSR1 only ever asks, because a scheduler may
 send it to every process and more than once. Workers return their exit code; a worker that dies is reported by rank,
-cause, traceback and log. Rank 0 keeps the terminal, the others write to `logs/<start>/`.
+cause, traceback and log, and takes the others down within seconds, those of other machines too (`launch.muster`). A
+worker dies with the process that started it. Rank 0 keeps the terminal, the others write to `logs/<start>/`.
 Left out: restarts. A run that ends with 75 is resumed by whoever started it. `LOGLEVEL` brings back the agent's log.
 """
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -21,31 +25,39 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
+from socket import gethostname
 from traceback import format_exc
 from types import FrameType
 
 import torch
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from harness.config import EXIT_BAD_CONFIG, EXIT_HALTED, EXIT_INTERRUPTED, Config, ConfigError, DeviceKind, require
+from harness.config import EXIT_INTERRUPTED, Config, ConfigError, DeviceKind, require
 from harness.requests import STOP_SIGNALS
 from harness.rundir import locate, write_atomically
+from harness.telemetry.heartbeat import end_of_run
+from launch.agent import POLL_S, run_agent
+from launch.machines import ALONE, Fall, Machines, Place
+from launch.muster import Absent, Leaving, gather, interface_towards
+from launch.ranks import EXIT_CRASHED, FALL_FILE, PID_FILE, STACKS_FILE, RankLogs, exit_code_of, render
+from launch.supervisor import Supervisor
 
 Worker = Callable[[Config], int]
 
-EXIT_CRASHED = 1
-POLL_S = 0.1
-PID_FILE = "HARNESS_PID_FILE"
-"""Environment variable of a worker: where it says that it can be told to stop."""
-FALL_FILE = "HARNESS_FALL_FILE"
-"""Environment variable of a worker: where it writes the exception that ends it, at the moment it is raised."""
+ECHO_S = 0.25
 LAST_WORD_S = 1.0
 """How long a worker that raises waits: a peer that was killed leaves no message and must be seen to have died first."""
+GRACE_S = 3.0
+"""How long workers may take to end by themselves after another one has fallen."""
+SILENT_MACHINE_S = 30.0
+"""A machine that has not been heard of for so long is taken for lost."""
+SHOW_STACKS = signal.SIGUSR2
+"""Asks a worker where each of its threads stands."""
+STACKS_WITHIN_S = 0.5
+INTERFACE = "GLOO_SOCKET_IFNAME"
+PR_SET_PDEATHSIG = 1
 
 
 def num_ranks(cfg: Config) -> int:
@@ -59,54 +71,78 @@ def num_ranks(cfg: Config) -> int:
     return cfg.launch.nproc or num_gpus or 2
 
 
-def launch(cfg: Config, worker: Worker) -> int:
-    """Run `worker(cfg)` on every rank; returns the exit code of the contract, 1 for a crash."""
+def launch(cfg: Config, worker: Worker, place: Place = ALONE) -> int:
+    """Run `worker(cfg)` on every rank of this machine; returns the exit code of the contract, 1 for a crash."""
     nproc = num_ranks(cfg)
-    logs = RankLogs(locate(cfg).logs / time.strftime("%Y%m%d-%H%M%S"), nproc)
     silence_agent()
-    agent = elastic_launch(
-        LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            logs_specs=logs,
-            run_id="harness",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            monitor_interval=POLL_S,
-            start_method="spawn",
-        ),
-        enter_worker,
-    )
-    with (
-        threads_of_a_rank(cfg, nproc),
-        stop_requests() as requests,
-        ThreadPoolExecutor(max_workers=1, initializer=block_stop_signals) as pool,
-    ):
-        logs.create()
-        start_tracker()
-        future: Future[dict[int, int]] = pool.submit(agent, worker, cfg)
-        pass_on(requests, future, logs)
+    with threads_of_a_rank(cfg, nproc), stop_requests() as requests:
         try:
-            return max(future.result().values())
+            machines = gather(
+                place,
+                run=str(cfg.run.name),
+                nproc=nproc,
+                within_s=cfg.launch.start_within_s,
+                silent_s=min(SILENT_MACHINE_S, cfg.launch.hang_after_s),
+                leaving=lambda: bool(requests),
+            )
+        except Leaving:
+            return EXIT_INTERRUPTED
+        except Absent as error:
+            print(f"harness: {error}", file=sys.stderr)
+            return EXIT_CRASHED
+        with machines:
+            return run_ranks(cfg, worker, machines, requests)
+
+
+def run_ranks(cfg: Config, worker: Worker, machines: Machines, requests: list[int]) -> int:
+    """Start the workers and see them through to their end."""
+    nproc, node = num_ranks(cfg), machines.place.node
+    ranks = range(node * nproc, (node + 1) * nproc)
+    logs = RankLogs(locate(cfg).logs / machines.start, ranks, gloo_environment(machines.address))
+
+    def noticed(error: ChildFailedError) -> None:
+        failure = logs.first_failure(error)
+        line = failure.message if failure.is_user_error else f"rank {failure.rank} on {gethostname()} {failure.how()}"
+        code = exit_code_of(failure, stopping=bool(requests))
+        machines.tell(Fall(node=node, host=gethostname(), exit_code=code, line=line))
+
+    logs.create()
+    start_tracker()
+    with ThreadPoolExecutor(max_workers=1, initializer=block_stop_signals) as pool:
+        future = pool.submit(
+            run_agent,
+            machines,
+            logs,
+            enter_worker,
+            (os.getpid(), worker, cfg),
+            noticed=noticed,
+        )
+        hung = see_through(future, requests, logs, machines, Supervisor(locate(cfg), logs.ranks, cfg.launch))
+        try:
+            code = max(future.result().values())
         except ChildFailedError as error:
-            return report(logs.first_failure(error), stopping=bool(requests))
+            code = report(error, logs, machines, stopping=bool(requests), hung=hung)
+            if node == 0 and machines.fall is not None:
+                end_of_run(locate(cfg), code, machines.fall.line)
+            return code
+        machines.done()
+        return code
 
 
-def enter_worker(worker: Worker, cfg: Config) -> int:
+def enter_worker(launcher: int, worker: Worker, cfg: Config) -> int:
     """The first function of a worker process. Until the worker can stop in order, a stop request just ends it."""
 
     def leave(_signal: int, _frame: FrameType | None) -> None:
         os._exit(EXIT_INTERRUPTED)
 
+    die_with(launcher)
     for number in STOP_SIGNALS:
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     Path(os.environ[PID_FILE]).write_text(str(os.getpid()))
     try:
-        return worker(cfg)
+        with shows_stacks(Path(os.environ[STACKS_FILE])):
+            return worker(cfg)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)  # the agent takes it for a silent success and waits for ever
     except Exception as error:
@@ -117,6 +153,27 @@ def enter_worker(worker: Worker, cfg: Config) -> int:
     finally:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+
+
+def die_with(launcher: int) -> None:
+    """Nobody would stop a worker whose launcher was killed: the kernel does, or this does where it came too late."""
+    with suppress(OSError, AttributeError):  # Linux alone can do it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:
+        os._exit(EXIT_CRASHED)
+
+
+@contextmanager
+def shows_stacks(path: Path) -> Iterator[None]:
+    """Where the worker stands, for the supervisor that is about to kill it; C code that hangs cannot prevent it."""
+    with path.open("w") as file:
+        faulthandler.register(SHOW_STACKS, file=file)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(SHOW_STACKS)
+    if not path.stat().st_size:
+        path.unlink()
 
 
 def block_stop_signals() -> None:
@@ -136,9 +193,18 @@ def start_tracker() -> None:
 
 @contextmanager
 def stop_requests() -> Iterator[list[int]]:
-    """The stop signals that arrived so far; the handler only writes them down."""
+    """The stop signals that arrived so far; the handler only writes them down. One that follows on another's heels is
+    its echo: Slurm sends SIGTERM twice at a job's limit, and nobody insists within the blink of an eye."""
     requests: list[int] = []
-    before = {number: signal.signal(number, lambda number, _frame: requests.append(number)) for number in STOP_SIGNALS}
+    last_s = -math.inf
+
+    def hear(number: int, _frame: FrameType | None) -> None:
+        nonlocal last_s
+        is_echo, last_s = time.monotonic() - last_s < ECHO_S, time.monotonic()
+        if not is_echo:
+            requests.append(number)
+
+    before = {number: signal.signal(number, hear) for number in STOP_SIGNALS}
     try:
         yield requests
     finally:
@@ -146,24 +212,49 @@ def stop_requests() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def pass_on(requests: list[int], future: Future[dict[int, int]], logs: RankLogs) -> None:
+def see_through(
+    future: Future[dict[int, int]], requests: list[int], logs: RankLogs, machines: Machines, supervisor: Supervisor
+) -> str | None:
     """Until the agent is done, hand stop requests to the workers: the first as SIGTERM, one that insists as SIGKILL.
+    Once a rank or a machine has fallen, take down what is left of them. Returns a line about a rank that hung here.
 
     The workers are the agent's to wait for: asking `multiprocessing` for them here would reap one under its eyes.
     """
-    while not requests:
-        if wait([future], timeout=POLL_S).done:
-            return
-    print("harness: stopping in order; a second Ctrl-C or SIGTERM kills the workers", file=sys.stderr)
     told: set[tuple[int, int]] = set()
+    kill_s = math.inf
+    hung: str | None = None
     while not wait([future], timeout=POLL_S).done:
+        if machines.fall is not None:
+            kill_s = min(kill_s, time.monotonic() + GRACE_S)
+        elif hung := supervisor.look(time.monotonic()):
+            machines.tell(Fall(node=machines.place.node, host=gethostname(), exit_code=EXIT_CRASHED, line=hung))
+            tell_workers(logs, SHOW_STACKS, told)
+            kill_s = time.monotonic() + STACKS_WITHIN_S
+        if requests and not told:
+            told.add((0, 0))
+            print("harness: stopping in order; a second Ctrl-C or SIGTERM kills the workers", file=sys.stderr)
         insisting = sum(request != signal.SIGUSR1 for request in requests) > 1
-        number = signal.SIGKILL if insisting else signal.SIGTERM
-        for pid in logs.pids():
-            if (pid, number) not in told:
-                told.add((pid, number))
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        if insisting or time.monotonic() > kill_s:
+            tell_workers(logs, signal.SIGKILL, told)
+        elif requests:
+            tell_workers(logs, signal.SIGTERM, told)
+    return hung
+
+
+def tell_workers(logs: RankLogs, number: signal.Signals, told: set[tuple[int, int]]) -> None:
+    """Send a signal to each worker once."""
+    for pid in logs.pids():
+        if (pid, number) not in told:
+            told.add((pid, number))
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def gloo_environment(address: str) -> dict[str, str]:
+    """Gloo would take the address that the machine's name stands for, which others may not reach and which, for a run
+    on this machine alone, others should not reach: it is told the interface by which machine 0 is reached."""
+    interface = None if INTERFACE in os.environ else interface_towards(address)
+    return {} if interface is None else {INTERFACE: interface}
 
 
 @contextmanager
@@ -189,91 +280,17 @@ def silence_agent() -> None:
             logger.propagate = False
 
 
-def report(failure: Failure, *, stopping: bool) -> int:
-    """Say once why the run ended, where that was no part of the contract; returns the exit code."""
-    if failure.exit_code in (EXIT_BAD_CONFIG, EXIT_HALTED, EXIT_INTERRUPTED):
-        return failure.exit_code
-    if stopping and failure.exit_code < 0:
-        return EXIT_INTERRUPTED
-    if failure.is_user_error:
-        print(f"harness: {failure.message}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
-    how = f"exited with code {failure.exit_code}"
-    if failure.exit_code < 0:
-        how = f"was killed by {signal.Signals(-failure.exit_code).name}"
-    log = f"its log: {failure.log}" if failure.log else "its log is above"
-    lines = [f"harness: rank {failure.rank} {how}; {log}", failure.traceback.rstrip()]
-    print("\n".join(filter(None, lines)), file=sys.stderr)
-    return EXIT_CRASHED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """How one rank ended."""
-
-    rank: int
-    exit_code: int
-    """Negative: the number of the signal that killed it."""
-    log: str
-    """Where its stderr went; empty: the terminal."""
-    message: str = ""
-    """Text of the exception; empty where there was none."""
-    is_user_error: bool = False
-    traceback: str = ""
-
-
-class RankLogs(LogsSpecs):
-    """Rank 0 on the terminal; the streams of the others, and the last exception of each, as files of one directory."""
-
-    def __init__(self, directory: Path, nproc: int) -> None:
-        super().__init__(str(directory))
-        self.directory = directory
-        self.nproc = nproc
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self.directory)
-
-    def create(self) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError("run.dir", f"cannot create {self.directory}: {error.strerror}") from None
-        for rank in range(self.nproc):
-            self.fall_file(rank).unlink(missing_ok=True)
-            self.pid_file(rank).unlink(missing_ok=True)
-
-    def fall_file(self, rank: int) -> Path:
-        return self.directory / f"rank-{rank}.fall.json"
-
-    def pid_file(self, rank: int) -> Path:
-        return self.directory / f"rank-{rank}.pid"
-
-    def pids(self) -> list[int]:
-        """Processes of the workers that can answer a signal by now."""
-        texts = [path.read_text() for rank in range(self.nproc) if (path := self.pid_file(rank)).exists()]
-        return [int(text) for text in texts if text]
-
-    def stream(self, rank: int, name: str) -> str:
-        """A file, or "" for the terminal."""
-        return str(self.directory / f"rank-{rank}.{name}") if rank > 0 else ""
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        for rank, env in envs.items():
-            env[FALL_FILE] = str(self.fall_file(rank))
-            env[PID_FILE] = str(self.pid_file(rank))
-        return LogsDest(
-            stdouts={rank: self.stream(rank, "stdout") for rank in envs},
-            stderrs={rank: self.stream(rank, "stderr") for rank in envs},
-            error_files={rank: str(self.directory / f"rank-{rank}.agent.json") for rank in envs},
-        )
-
-    def first_failure(self, error: ChildFailedError) -> Failure:
-        """The rank that died first. The agent names one that is dead; an exception elsewhere may be older."""
-        rank, process = error.get_first_failure()
-        fallen = [each for each in range(self.nproc) if self.fall_file(each).exists()]
-        if rank not in fallen:
-            return Failure(rank=rank, exit_code=process.exitcode, log=self.stream(rank, "stderr"))
-        first = min(fallen, key=lambda each: self.fall_file(each).stat().st_mtime_ns)
-        fall = json.loads(self.fall_file(first).read_text(encoding="utf-8"))
-        return Failure(rank=first, exit_code=EXIT_CRASHED, log=self.stream(first, "stderr"), **fall)
+def report(error: ChildFailedError, logs: RankLogs, machines: Machines, *, stopping: bool, hung: str | None) -> int:
+    """Say once why the run ended: the machine where it began says everything, the others one line."""
+    fall = machines.fall
+    if fall is not None and fall.node != machines.place.node:
+        where = f"machine {machines.place.node} ({gethostname()}) comes down"
+        print(f"harness: {where}: {fall.line}", file=sys.stderr)
+        return fall.exit_code
+    if hung:
+        print(f"harness: {hung}; where each rank stood: {logs.directory}/*.stacks", file=sys.stderr)
+        return EXIT_CRASHED
+    failure = logs.first_failure(error)
+    if text := render(failure, stopping=stopping):
+        print(text, file=sys.stderr)
+    return exit_code_of(failure, stopping=stopping)

@@ -25,6 +25,7 @@ from harness.sentinel.baseline import FLOATS, advance, begin, beyond, gate_bound
 from harness.sentinel.gate import Gate
 from harness.state import RunState
 from harness.step import forward_backward, judge_and_update
+from harness.telemetry.heartbeat import Heartbeat
 from harness.telemetry.narrator import Narrator
 from harness.train import train
 from tests.gpu.test_step import SMALL
@@ -57,8 +58,20 @@ def start(run: Path, *overrides: str) -> tuple[Parts, Config]:
 @contextmanager
 def a_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Iterator[Run]:
     run = RunDir(directory)
-    with Narrator(cfg, run, world=parts.world, meter=meter(cfg, parts.world)) as narrator:
-        yield Run(cfg=cfg, directory=run, parts=parts, state=state, narrator=narrator, stop=StopRequest(), inbox=None)
+    with (
+        Heartbeat(run, rank=0, world_size=1, num_steps=cfg.train.num_steps) as heart,
+        Narrator(cfg, run, world=parts.world, meter=meter(cfg, parts.world)) as narrator,
+    ):
+        yield Run(
+            cfg=cfg,
+            directory=run,
+            parts=parts,
+            state=state,
+            narrator=narrator,
+            stop=StopRequest(),
+            inbox=None,
+            heart=heart,
+        )
 
 
 def train_until(run: Run, num_steps: int) -> None:

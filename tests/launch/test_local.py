@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +34,7 @@ def children(pid: int) -> list[int]:
 
 
 def wait_for(*paths: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, f"{paths} never came"
         time.sleep(0.05)
@@ -137,6 +139,51 @@ def test_sigusr1_is_not_counted_among_those_that_kill(process: subprocess.Popen[
             process.wait(timeout=0.5)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 75
+
+
+@pytest.mark.parametrize("process", ["stubborn"], indirect=True)
+def test_workers_die_with_a_launcher_that_was_killed(process: subprocess.Popen[str]) -> None:
+    workers_of_it = [pid for pid in children(process.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(workers_of_it) == 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 2
+    while any(is_alive(pid) for pid in workers_of_it):
+        assert time.monotonic() < deadline, "an orphan"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+def test_a_rank_that_hangs_is_named_and_shown_and_all_are_killed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cfg = workers.config(tmp_path, "hang")
+    cfg.launch.hang_after_s = 2.0
+    begun_s = time.monotonic()
+    assert local.launch(cfg, workers.hang) == 1
+    assert time.monotonic() - begun_s < 60
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.match(r"harness: rank 1 on \S+ has not moved for \d+ s, in iteration 4 \(train\); its process", line)
+    assert "is silent too" in line
+    (stacks,) = (tmp_path / "hang" / "logs").glob("*/rank-0.stacks")
+    assert "in hang" in stacks.read_text()
+    found = json.loads(locate(cfg).status.read_text())
+    assert (found["state"], found["exit_code"]) == ("ended", 1)
+    assert found["reason"].startswith("rank 1 on ")
+
+
+def test_nothing_listens_beyond_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither torch's store nor gloo, where a run has one machine to itself."""
+    assert launch(workers.listening, tmp_path) == 0
+    addresses = capfd.readouterr().out.split()
+    assert addresses
+    assert set(addresses) <= {"0100007F", "0000000000000000FFFF00000100007F"}, "127.0.0.1, and the same within IPv6"
 
 
 def test_stop_while_workers_start(tmp_path: Path) -> None:

@@ -10,10 +10,14 @@ from pathlib import Path
 
 from harness import compose
 from harness.config import Config, ConfigError
+from harness.parallel import connect, disconnect
 from harness.requests import StopRequest, signals_to
 from harness.rundir import locate
+from harness.state import RunState
+from harness.telemetry.heartbeat import Heartbeat
 
 PATIENCE_S = 60.0
+LISTENING = "0A"
 
 
 def rank() -> int:
@@ -72,6 +76,39 @@ def stubborn(cfg: Config) -> int:
     (locate(cfg).path / f"ready-{rank()}").touch()
     time.sleep(PATIENCE_S)
     return 0
+
+
+def hang(cfg: Config) -> int:
+    """Both loops stand still, and rank 1's process is stopped."""
+    state = RunState()
+    with Heartbeat(locate(cfg), rank=rank(), world_size=2, num_steps=10) as heart:
+        for state.iteration in range(4):
+            heart.beat(state)
+        time.sleep(1.5)
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(PATIENCE_S)
+    return 0
+
+
+def listening(cfg: Config) -> int:
+    """Prints the addresses at which this process and the launcher can be reached, as the kernel writes them."""
+    connect(cfg.parallel)
+    if rank() == 0:
+        inodes = sockets_of(os.getpid()) | sockets_of(os.getppid())
+        for table in ("tcp", "tcp6"):
+            for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                _, local, _, state, *rest = row.split()
+                if state == LISTENING and rest[5] in inodes:
+                    print(local.partition(":")[0], flush=True)
+    disconnect()
+    return 0
+
+
+def sockets_of(pid: int) -> set[str]:
+    """Inodes of the sockets that a process holds."""
+    links = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    return {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
 
 
 def config(runs: Path, name: str) -> Config:

@@ -1,0 +1,140 @@
+"""A few hosts on one machine: each with its own network, name and process table, to be killed or cut off for real.
+
+How: an outer process holds a network of its own with a bridge; each host is a process table and a network inside,
+joined to the bridge by a cable. Killing the first process of a host kills everything on it, and its kernel still closes
+the connections; taking its cable down leaves the others without a word. Files are shared, as on a cluster. Nothing
+outside is touched, and the end of the outer process is the end of all.
+Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self, final
+
+NETWORK = "10.77.0"
+UP_WITHIN_S = 20.0
+OUTER = f"""
+set -e
+mount -t tmpfs tmpfs /run
+ip link set lo up
+ip link add bridge type bridge
+ip link set bridge up
+for host in $(seq $1); do
+    ip netns add host$host
+    ip link add cable$host type veth peer name eth0 netns host$host
+    ip link set cable$host master bridge up
+    ip -n host$host link set lo up
+    ip -n host$host addr add {NETWORK}.$host/24 dev eth0
+    ip -n host$host link set eth0 up
+done
+echo ready
+read -r forever
+"""
+INNER = "hostname host$1; echo $$; exec sleep infinity"
+
+
+def missing() -> str:
+    """Why there can be no hosts here; empty where there can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    absent = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
+    if absent:
+        return f"needs {', '.join(absent)} (Debian: iproute2, util-linux)"
+    probe = subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True, check=False)
+    return "" if probe.returncode == 0 else "may not make network namespaces"
+
+
+def only_child(pid: int) -> int:
+    """The process that `unshare --fork` started."""
+    deadline = time.monotonic() + UP_WITHIN_S
+    while time.monotonic() < deadline:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if children:
+            return int(children[0])
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} never started what it should")
+
+
+@final
+class Hosts:
+    """Hosts 1, 2, ... with the addresses 10.77.0.1, 10.77.0.2, ..."""
+
+    def __init__(self, count: int) -> None:
+        unshare = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"]
+        self._outer = subprocess.Popen(
+            [*unshare, "bash", "-c", OUTER, "bash", str(count)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._outer.stdout is not None
+        assert self._outer.stdout.readline() == "ready\n"
+        self._inside = only_child(self._outer.pid)
+        self._hosts: dict[int, subprocess.Popen[str]] = {}
+        for host in range(1, count + 1):
+            self.boot(host)
+
+    def address(self, host: int) -> str:
+        return f"{NETWORK}.{host}"
+
+    def boot(self, host: int) -> None:
+        """Start a host, empty."""
+        unshare = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"]
+        process = subprocess.Popen(
+            [*self._enter(), "ip", "netns", "exec", f"host{host}", *unshare, "bash", "-c", INNER, "bash", str(host)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1\n", "the first process of a process table"
+        self._hosts[host] = process
+
+    def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """A command on a host."""
+        first = str(self._first_process(host))
+        return subprocess.Popen(
+            ["nsenter", "-t", first, "-m", "-n", "-u", "-p", "--", "env", "-C", str(Path.cwd()), *command],
+            text=True,
+            **options,
+        )
+
+    def crash(self, host: int) -> None:
+        """Kill everything on a host."""
+        process = self._hosts.pop(host)
+        os.kill(self._first_process_of(process), 9)
+        process.communicate()
+
+    def cut(self, host: int) -> None:
+        """Pull its cable; nobody is told."""
+        self._link(host, "down")
+
+    def join(self, host: int) -> None:
+        self._link(host, "up")
+
+    def _link(self, host: int, state: str) -> None:
+        subprocess.run([*self._enter(), "ip", "link", "set", f"cable{host}", state], check=True)
+
+    def _enter(self) -> list[str]:
+        return ["nsenter", "-t", str(self._inside), "-m", "-n", "-p", "--"]
+
+    def _first_process(self, host: int) -> int:
+        return self._first_process_of(self._hosts[host])
+
+    def _first_process_of(self, process: subprocess.Popen[str]) -> int:
+        """nsenter forks into the process table, then unshare forks the host's first process."""
+        return only_child(only_child(process.pid))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._outer.kill()
+        self._outer.communicate()
+        for process in self._hosts.values():
+            process.communicate()

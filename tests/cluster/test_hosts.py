@@ -1,0 +1,151 @@
+"""A run over two hosts that are killed and cut off for real: noticed in time, resumed bit for bit, or on one host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import events
+from harness.compose import load, to_yaml
+from harness.config import Config
+from harness.events import RunStarted, StepRecord
+from harness.rundir import RunDir, locate
+from harness.telemetry import heartbeat
+from harness.telemetry.heartbeat import Phase
+from tests.cluster.hosts import Hosts, missing
+from tests.distributed import cases
+from tests.distributed.cases import TINY
+from tests.distributed.pool import Pool
+
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(600)]
+
+HANG_AFTER_S = 10.0
+NOTICED_WITHIN_S = HANG_AFTER_S + 30.0
+"""What the code promises (hang_after_s and ten seconds), and room for a machine that is busy."""
+STARTED_WITHIN_S = 200.0
+PORT = 29500
+SECRET = "hf-0123456789abcdef"
+OVERRIDES = (
+    "parallel.device=cpu",
+    "train.num_steps=120",
+    "optim.warmup_steps=10",
+    "checkpoint.every_steps=10",
+    "checkpoint.good_after_steps=2",
+)
+LAUNCH = (
+    "launch.nodes=2",
+    "launch.min_nodes=1",
+    "launch.nproc=1",
+    "launch.threads=1",
+    f"launch.hang_after_s={HANG_AFTER_S}",
+)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2) as made:
+        yield made
+
+
+def laid_out(runs: Path, name: str) -> RunDir:
+    """A run directory with its configuration, as a launcher leaves it for the machines."""
+    cfg: Config = load([*TINY, *OVERRIDES, *LAUNCH, f"run.dir={runs}", f"run.name={name}"])
+    run = locate(cfg)
+    run.path.mkdir(parents=True)
+    run.config.write_text(to_yaml(cfg))
+    return run
+
+
+def start(hosts: Hosts, run: RunDir, num_nodes: int = 2) -> list[subprocess.Popen[str]]:
+    """`launch.node` on each host."""
+    words = ["--nodes", str(num_nodes), "--rendezvous", f"{hosts.address(1)}:{PORT}"]
+    return [
+        hosts.start(
+            node + 1,
+            [sys.executable, "-m", "launch.node", str(run.path), *words, "--node-rank", str(node)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"HUB_TOKEN": SECRET},
+        )
+        for node in range(num_nodes)
+    ]
+
+
+def wait_until_trained(run: RunDir, num_steps: int, agents: list[subprocess.Popen[str]]) -> None:
+    """Both ranks are past their first iteration, and `num_steps` more are in the log than before."""
+    deadline = time.monotonic() + STARTED_WITHIN_S
+    goal = len(steps(run)) + num_steps
+    while len(steps(run)) < goal or any(beat.phase is Phase.start for beat in heartbeat.read_all(run)):
+        assert time.monotonic() < deadline, "never trained"
+        assert all(agent.poll() is None for agent in agents), [agent.communicate()[1] for agent in agents]
+        time.sleep(0.05)
+
+
+def steps(run: RunDir) -> list[StepRecord]:
+    if not run.events.exists():
+        return []
+    return [event for event in events.read(run.events) if isinstance(event, StepRecord)]
+
+
+def ended(agent: subprocess.Popen[str], within_s: float) -> tuple[int, str]:
+    _, err = agent.communicate(timeout=within_s)
+    return agent.returncode, err
+
+
+def test_two_hosts_lose_one_then_a_cable_and_end_as_if_nothing_had_happened(
+    hosts: Hosts, ranks: Pool, tmp_path: Path
+) -> None:
+    run = laid_out(tmp_path, "run")
+
+    agents = start(hosts, run)
+    wait_until_trained(run, 15, agents)
+    hosts.crash(2)
+    code, err = ended(agents[0], NOTICED_WITHIN_S)
+    assert (code, err.splitlines()[-1]) == (1, "harness: machine 0 (host1) comes down: machine 1 (host2) is gone")
+    agents[1].communicate()
+    hosts.boot(2)
+
+    agents = start(hosts, run)
+    wait_until_trained(run, 15, agents)
+    hosts.cut(2)
+    lines = []
+    for agent in agents:
+        code, err = ended(agent, NOTICED_WITHIN_S)
+        assert code == 1
+        lines.append(err.splitlines()[-1])
+    assert lines[0].startswith("harness: machine 0 (host1) comes down: machine 1 (host2) has been silent for ")
+    assert lines[1].startswith("harness: machine 1 (host2) comes down: machine 0 (10.77.0.1) has been silent for ")
+    hosts.join(2)
+
+    alone = RunDir(tmp_path / "alone" / "run")
+    shutil.copytree(run.path, alone.path)
+    assert [ended(agent, STARTED_WITHIN_S)[0] for agent in start(hosts, run)] == [0, 0]
+    expected = reference(ranks, tmp_path)
+    assert {record.step for record in steps(run)} == set(expected)
+    assert [record.loss for record in steps(run)] == [expected[record.step] for record in steps(run)]
+    begun = [event for event in events.read(run.events) if isinstance(event, RunStarted)]
+    assert [event.world_size for event in begun] == [2, 2, 2]
+    assert all(event.resumed_from for event in begun[1:])
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+
+    (agent,) = start(hosts, alone, num_nodes=1)
+    assert ended(agent, STARTED_WITHIN_S)[0] == 0
+    *_, last = [event for event in events.read(alone.events) if isinstance(event, RunStarted)]
+    assert (last.world_size, bool(last.resumed_from)) == (1, True)
+    assert steps(alone)[-1].loss == pytest.approx(expected[120], rel=1e-3)
+    assert [beat.rank for beat in heartbeat.read_all(alone)] == [0], "no word is left of the rank that is gone"
+
+
+def reference(ranks: Pool, directory: Path) -> dict[int, float]:
+    """Loss by step of a run that nobody disturbed, on two ranks of one machine."""
+    (code, records), _ = ranks.run(2, cases.run, str(directory / "reference"), *OVERRIDES, "run.name=run")
+    assert code == 0
+    return {record.step: record.loss for record in records}
