@@ -10,13 +10,11 @@ Left out: contents of untracked files (their names are listed) and the machines 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
 import re
 import socket
-import subprocess
 import sys
 import time
 from importlib import metadata
@@ -28,11 +26,9 @@ import torch
 import harness
 from harness.config import Config
 from harness.rundir import RunDir, write_atomically
+from harness.telemetry.provenance import code
 from harness.telemetry.store import without_credentials
 
-DIFF_LIMIT_BYTES = 200_000
-UNTRACKED_LIMIT = 100
-GIT_TIMEOUT_S = 20
 PACKAGES = {
     "torch": "torch",
     "mlflow": "mlflow",
@@ -81,41 +77,6 @@ def write_manifest(run: RunDir, manifest: dict[str, Any]) -> None:
     else:
         first = manifest | {"starts": []}
     write_atomically(run.manifest, json.dumps(first, indent=2) + "\n")
-
-
-def code(directory: Path) -> dict[str, Any]:
-    """Commit and diff of the tree that `directory` belongs to; nulls where git does not track it."""
-    untracked_here = _git(directory, "ls-files", "--error-unmatch", "__init__.py") is None
-    commit = None if untracked_here else _git(directory, "rev-parse", "HEAD")
-    if commit is None:
-        return {"commit": None, "diff": None, "untracked": None}
-    untracked = (_git(directory, "ls-files", "--others", "--exclude-standard", "--full-name", ":/") or b"").decode(
-        errors="replace"
-    )
-    return {
-        "commit": commit.decode().strip(),
-        "diff": _described(_git(directory, "diff", "HEAD", "--no-ext-diff", "--no-color")),
-        "untracked": untracked.splitlines()[:UNTRACKED_LIMIT],
-    }
-
-
-def _described(diff: bytes | None) -> dict[str, Any] | None:
-    if not diff:
-        return None
-    return {
-        "size_bytes": len(diff),
-        "sha256": hashlib.sha256(diff).hexdigest(),
-        "truncated": len(diff) > DIFF_LIMIT_BYTES,
-        "text": diff[:DIFF_LIMIT_BYTES].decode(errors="replace"),
-    }
-
-
-def _git(directory: Path, *arguments: str) -> bytes | None:
-    try:
-        command = ["git", "-C", str(directory), *arguments]
-        return subprocess.run(command, capture_output=True, check=True, timeout=GIT_TIMEOUT_S).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def versions() -> dict[str, str | None]:

@@ -15,8 +15,9 @@ import torch
 
 from harness.config import Config
 from harness.rundir import RunDir
-from harness.telemetry import manifest as manifests
-from harness.telemetry.manifest import build_manifest, code, write_manifest
+from harness.telemetry import provenance
+from harness.telemetry.manifest import build_manifest, write_manifest
+from harness.telemetry.provenance import code
 
 MakeRun = Callable[..., tuple[RunDir, Config]]
 
@@ -84,7 +85,7 @@ def test_a_clean_tree_has_a_commit_and_no_diff(package: Path) -> None:
 
 
 def test_a_long_diff_is_cut_but_fully_hashed(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifests, "DIFF_LIMIT_BYTES", 100)
+    monkeypatch.setattr(provenance, "DIFF_LIMIT_BYTES", 100)
     (package / "__init__.py").write_text("second = 2\n" * 50)
     (package.parent / "notes.txt").write_text("not added")
     whole = subprocess.run(["git", "-C", str(package), "diff", "HEAD"], check=True, capture_output=True).stdout

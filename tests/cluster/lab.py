@@ -1,0 +1,205 @@
+"""A real Slurm on this machine: four virtual nodes on the loopback address, up in a second, gone without a trace.
+
+How: one controller and one slurmd a node, each a child of the test, with a directory, a key and ports of their own, so
+that several labs can live on one machine; so have their jobs, whose ports follow from their numbers. Nodes share one
+network and one process table; what tells them apart is Slurm's view. A job that goes back to the queue waits there for
+a few seconds (cred_expire, which is not taken below 5, and is 120 elsewhere).
+Whatever belongs to a lab names its configuration in its environment, and is found and ended by that at the end.
+Left out: accounting (`sacct`), control groups, and hosts that can be cut off, which `tests.cluster.hosts` has.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+NUM_NODES = 4
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")
+UP_WITHIN_S = 30.0
+CONFIGURATION = """\
+ClusterName=lab
+FirstJobId={first_job}
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={path}/munge/socket,cred_expire=5
+CredType=cred/munge
+SlurmctldPort={controller_port}
+StateSaveLocation={path}/state
+SlurmdSpoolDir={path}/spool/%n
+SlurmctldPidFile={path}/slurmctld.pid
+SlurmdPidFile={path}/slurmd.%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=100000,batch_sched_delay=0
+ReturnToService=2
+JobRequeue=1
+SlurmdParameters=config_overrides
+KillWait=20
+SlurmdTimeout=10
+SlurmctldTimeout=20
+MessageTimeout=10
+InactiveLimit=0
+MinJobAge=600
+{nodes}
+PartitionName=main Nodes=n[1-{num_nodes}] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def why_not() -> str:
+    """Why this machine cannot have a lab; empty where it can."""
+    if os.geteuid() != 0:
+        return "a real Slurm needs root"
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    return f"a real Slurm needs {', '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge" * bool(
+        missing
+    )
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on, held together so that they differ."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def until(ready: Callable[[], bool], what: Callable[[], str], *, within_s: float) -> None:
+    """Wait, but not for ever, and say what was waited for."""
+    deadline_s = time.monotonic() + within_s
+    while not ready():
+        assert time.monotonic() < deadline_s, f"not within {within_s:.0f} s: {what()}"
+        time.sleep(0.1)
+
+
+@final
+@dataclass
+class Lab:
+    """A cluster that runs from `start` to `stop`."""
+
+    path: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="lab-")))
+    daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def configuration(self) -> Path:
+        return self.path / "slurm.conf"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What every command of Slurm needs to find this cluster, and no other."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
+        return inherited | {"SLURM_CONF": str(self.configuration)}
+
+    def start(self) -> None:
+        self.path.chmod(0o755)
+        for name in ("munge", "state", *(f"spool/n{number}" for number in range(1, NUM_NODES + 1))):
+            (self.path / name).mkdir(parents=True)
+        self._configure()
+        munge = self.path / "munge"
+        key = munge / "key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        files = {"socket": "socket", "key-file": "key", "log-file": "log", "pid-file": "pid", "seed-file": "seed"}
+        self._spawn("munged", "--foreground", *(f"--{option}={munge / name}" for option, name in files.items()))
+        until((munge / "socket").exists, lambda: self.log("munged"), within_s=UP_WITHIN_S)
+        self._spawn("slurmctld", "-D", "-c")
+        for number in range(1, NUM_NODES + 1):
+            self.boot(f"n{number}")
+        until(
+            self._is_idle, lambda: f"{self.command('sinfo', '-N', '-l')}\n{self.log('slurmctld')}", within_s=UP_WITHIN_S
+        )
+
+    def boot(self, node: str) -> None:
+        """Start a node's daemon, at first or after its death."""
+        self._spawn("slurmd", "-D", "-N", node)
+
+    def command(self, *words: str | Path, cwd: Path | None = None) -> str:
+        """What a command of Slurm says; a failure is the test's."""
+        done = subprocess.run(
+            [str(word) for word in words], env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, f"{words}: {done.stderr or done.stdout}"
+        return done.stdout.strip()
+
+    def log(self, daemon: str) -> str:
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.path.glob(f"{daemon}*.log")))
+
+    def stop(self) -> None:
+        """End all that is left of the cluster: jobs first, then daemons, then whatever still names it."""
+        with suppress(AssertionError, subprocess.TimeoutExpired):
+            self.command("scancel", "--signal=KILL", "--full", "--user=root")
+            self.command("scancel", "--user=root")
+            until(lambda: not self.command("squeue", "-h"), lambda: "jobs end", within_s=5)
+        for daemon in reversed(self.daemons):
+            daemon.kill()
+            daemon.wait()
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def processes(self) -> list[int]:
+        """Everything alive that was started in this cluster; what the test itself started is in the test's session."""
+        mark = f"SLURM_CONF={self.configuration}".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                pid = int(path.parent.name)
+                if mark in path.read_bytes().split(b"\0") and os.getsid(pid) != os.getsid(0):
+                    found.append(pid)
+        return found
+
+    def _configure(self) -> None:
+        host = socket.gethostname().split(".")[0]
+        controller_port, *ports = free_ports(NUM_NODES + 1)
+        nodes = (
+            f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=4000"
+            for number, port in enumerate(ports, start=1)
+        )
+        self.configuration.write_text(
+            CONFIGURATION.format(
+                host=host,
+                first_job=random.randrange(1, 1_000_000),
+                path=self.path,
+                controller_port=controller_port,
+                nodes="\n".join(nodes),
+                num_nodes=NUM_NODES,
+            )
+        )
+
+    def _spawn(self, *words: str) -> None:
+        """A daemon that dies with the test."""
+        log = self.path / f"{words[0]}{'-' + words[-1] if words[0] == 'slurmd' else ''}.log"
+        with log.open("ab") as file:
+            command: Sequence[str] = ("setpriv", "--pdeathsig", "KILL", *words)
+            self.daemons.append(
+                subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            )
+
+    def _is_idle(self) -> bool:
+        done = subprocess.run(["sinfo", "-h", "-N", "-o", "%t"], env=self.environment, capture_output=True, text=True)
+        return done.stdout.split() == ["idle"] * NUM_NODES

@@ -1,0 +1,293 @@
+"""Jobs of a real Slurm: what is submitted runs, leaves in time, begins again where it should and nowhere else.
+
+Four jobs live side by side in one cluster and are looked at one after the other:
+- *preempted*, 2 nodes: gets the signal before its time is up, saves, begins again and ends as if nothing had happened
+- *sweep*, an array: one run is halted by the sentinel, one loses a task to SIGKILL, begins again and is done
+- *cancelled*: scancel while it trains
+- *plain*, 4 nodes: `sbatch slurm/train.sbatch` by hand
+A run that must not be over before something happened to it is paused by an order that waits for its start.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from harness import commands, compose, events
+from harness.checkpoint import catalog
+from harness.config import Config, ConfigError
+from harness.events import RunEnded, RunStarted, StepRecord
+from harness.orders import Pause
+from harness.rundir import RunDir, locate
+from launch import layout, requeue, slurm
+from tests.cluster import lab as labs
+from tests.cluster.lab import Lab, until
+from tests.distributed import cases
+from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.skipif(bool(labs.why_not()), reason=labs.why_not())
+
+ROOT = Path(__file__).parents[2]
+WORDS = (
+    *cases.TINY,
+    "train.num_steps=40",
+    "checkpoint.every_steps=10",
+    "checkpoint.good_after_steps=3",
+    "launch.nproc=1",
+    "launch.threads=1",
+)
+UNCHECKED = "launch.slurm.health=false"
+LONG_MINUTES = 30
+PATIENCE_S = 150.0
+"""A start of torch takes seconds, many at once take many."""
+
+
+class Cluster:
+    """The lab, with an eye on the runs in it."""
+
+    def __init__(self, lab: Lab, runs: Path) -> None:
+        self.lab = lab
+        self.runs = runs
+
+    def config(self, name: str, *words: str) -> Config:
+        return compose.load([*WORDS, "launch=slurm", f"run.dir={self.runs}", f"run.name={name}", *words])
+
+    def logs(self) -> str:
+        """What every job has said, for a test that fails."""
+        paths = [*self.runs.glob("*/logs/*"), *self.runs.glob("slurm/*.log"), *self.runs.glob("*.log")]
+        texts = {path: path.read_text(errors="replace") for path in paths if path.is_file()}
+        return "\n".join(f"--- {path}\n{text[-4000:]}" for path, text in texts.items())
+
+    def until(self, ready: object, *, within_s: float = PATIENCE_S) -> None:
+        assert callable(ready)
+        until(ready, lambda: f"{self.lab.command('squeue')}\n{self.logs()}", within_s=within_s)
+
+    def show(self, job: str, word: str) -> str:
+        lines = self.lab.command("scontrol", "show", "job", "-o", job)
+        return next(each for each in lines.split() if each.startswith(f"{word}=")).partition("=")[2]
+
+    def wait(self, job: str) -> slurm.Finished:
+        self.until(lambda: not slurm.queue_state(job))
+        return slurm.wait(job, poll_s=0.1)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster, and a place to submit from where importing the code that lies there would be a mistake."""
+    runs = tmp_path_factory.mktemp("cluster")
+    (runs / "harness").mkdir()
+    (runs / "harness" / "__init__.py").write_text("raise SystemExit('this is not the code that was submitted')\n")
+    lab = Lab()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "HARNESS_"))]:
+                patch.delenv(name)
+            patch.setenv("SLURM_CONF", str(lab.configuration))
+            patch.setenv("OMP_NUM_THREADS", "1")
+            patch.chdir(runs)
+            lab.start()
+            yield Cluster(lab, runs)
+    finally:
+        lab.stop()
+        assert not lab.processes()
+
+
+def paused(cfg: Config) -> RunDir:
+    """A run that will stop to think at its first step."""
+    run = layout.lay_out(cfg)
+    commands.send(run, Pause(), who="the test", reason="not before I say so")
+    return run
+
+
+def is_paused(run: RunDir) -> bool:
+    return any("pause" in str(each.changes) for each in commands.interventions(run))
+
+
+def losses(run: RunDir) -> dict[int, float]:
+    return {event.step: event.loss for event in events.read(run.events) if isinstance(event, StepRecord)}
+
+
+def last_word(run: RunDir) -> RunEnded:
+    *_, ended = (event for event in events.read(run.events) if isinstance(event, RunEnded))
+    return ended
+
+
+def ends(run: RunDir) -> list[tuple[int | None, bool, str]]:
+    return [(end.exit_code, end.requeued, end.reason) for end in requeue.read(run)]
+
+
+@dataclass
+class Jobs:
+    """Number and run of each job."""
+
+    preempted: tuple[str, RunDir]
+    sweep: tuple[str, dict[str, RunDir]]
+    cancelled: tuple[str, RunDir]
+    plain: tuple[str, RunDir]
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster) -> Jobs:
+    """All jobs, submitted; the first one has just been told that its time is nearly up."""
+    first, array, cancelled = submit_by_command(cluster), submit_array(cluster), submit_one(cluster)
+    job, run = first
+    cluster.until(lambda: is_paused(run))
+    began_s = next(event.time for event in events.read(run.events) if isinstance(event, RunStarted))
+    minutes = int(time.time() - began_s) // 60 + 2
+    cluster.lab.command("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+    plain = submit_plain(cluster)
+    cluster.until(lambda: "nearly up" in (run.logs / f"slurm-{job}.log").read_text())
+    cluster.lab.command("scontrol", "update", f"JobId={job}", f"TimeLimit={LONG_MINUTES}")
+    return Jobs(first, array, cancelled, plain)
+
+
+def submit_by_command(cluster: Cluster) -> tuple[str, RunDir]:
+    """On two nodes, as a user would, by a name that shells dislike."""
+    name = 'two nodes, "it\'s #1"'
+    escaped = name.replace("'", "\\'")
+    words = [
+        "launch.nodes=2",
+        "launch.min_nodes=1",
+        f"launch.slurm.time_minutes={LONG_MINUTES}",
+        "launch.slurm.warn_s=120",
+    ]
+    run = paused(cluster.config(f"'{escaped}'", *words))
+    assert run.path.name == name
+    code = "import sys; from launch.cli import main; sys.exit(main())"
+    chosen = [*WORDS, "launch=slurm", f"run.dir={cluster.runs}", f"run.name='{escaped}'", *words]
+    environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    command = [sys.executable, "-c", code, "train", *chosen]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    known = layout.recall(run)
+    assert known is not None
+    assert said.stdout.splitlines()[0] == f"job {known.job}: {run.path}"
+    assert f"tail -F {shlex.quote(str(run.logs / f'slurm-{known.job}.log'))}" in said.stdout
+    return known.job, run
+
+
+def submit_array(cluster: Cluster) -> tuple[str, dict[str, RunDir]]:
+    halting = ("optim.lr=1e30", "optim.warmup_steps=0", "sentinel.halt_after_refused=5")
+    cfgs = [
+        cluster.config("halted", UNCHECKED, *halting, "sentinel.policy.refused_in_row=9"),
+        cluster.config("killed", UNCHECKED),
+    ]
+    paused(cfgs[-1])
+    return slurm.submit_array(cfgs, cluster.runs), {str(cfg.run.name): locate(cfg) for cfg in cfgs}
+
+
+def submit_one(cluster: Cluster) -> tuple[str, RunDir]:
+    cfg = cluster.config("cancelled", UNCHECKED)
+    run = paused(cfg)
+    job = slurm.submit(cfg)
+    with pytest.raises(ConfigError, match=f"run.name: job {job} of this run is [a-z]+; scancel {job} first"):
+        slurm.submit(cfg)
+    return job, run
+
+
+def submit_plain(cluster: Cluster) -> tuple[str, RunDir]:
+    """By hand, from a checkout."""
+    script, log = ROOT / "slurm" / "train.sbatch", cluster.runs / "plain.log"
+    words = [*WORDS, "train.num_steps=4", "checkpoint.every_steps=0", f"run.dir={cluster.runs}", "run.name=plain"]
+    command = ["sbatch", "--parsable", "--nodes=4", f"--output={log}", str(script), *words]
+    environment = cluster.lab.environment | {"HARNESS_PYTHON": sys.executable, "HARNESS_HEALTH": "false"}
+    said = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    return said.stdout.strip(), RunDir(cluster.runs / "plain")
+
+
+def test_scancel_saves_and_does_not_begin_again(jobs: Jobs, cluster: Cluster) -> None:
+    job, run = jobs.cancelled
+    cluster.until(lambda: is_paused(run))
+    cluster.lab.command("scancel", job)
+    assert cluster.wait(job).state == "CANCELLED"
+    assert ends(run) == [(75, False, "ended from outside, by scancel or by a requeue that is not this one's")]
+    assert cluster.show(job, "Restarts") == "0"
+    assert last_word(run).exit_code == 75
+    assert [each.step for each in catalog.saved(run.checkpoints)] == [last_word(run).step]
+
+
+def test_a_killed_task_begins_again_and_a_halt_does_not(jobs: Jobs, cluster: Cluster) -> None:
+    job, runs = jobs.sweep
+    killed = runs["killed"]
+    cluster.until(lambda: is_paused(killed))
+    os.kill(agent_of(cluster, killed), signal.SIGKILL)
+    assert cluster.wait(job) == ("FAILED", 3), "of an array the worst"
+    assert ends(runs["halted"]) == [(3, False, "halted by the sentinel")]
+    assert ends(killed) == [(137, True, "crashed with exit code 137"), (0, False, "all steps done")]
+    assert last_word(runs["halted"]).exit_code == 3
+    assert sorted(losses(killed)) == list(range(1, 41))
+    assert [requeue.read(run)[0].job for run in runs.values()] == [f"{job}_{index}" for index in range(2)]
+
+
+def agent_of(cluster: Cluster, run: RunDir) -> int:
+    """The task that Slurm started for a run."""
+    words = f"launch.node\0{run.path.resolve()}\0".encode()
+    (pid,) = (
+        pid
+        for pid in cluster.lab.processes()
+        if (line := Path(f"/proc/{pid}/cmdline").read_bytes()).endswith(words) and not line.startswith(b"srun")
+    )
+    return pid
+
+
+def test_before_its_time_is_up_a_job_leaves_and_goes_on_bit_for_bit(
+    jobs: Jobs, cluster: Cluster, ranks: Pool, tmp_path: Path
+) -> None:
+    job, run = jobs.preempted
+    assert cluster.wait(job) == ("COMPLETED", 0)
+    assert ends(run) == [(75, True, "asked to leave"), (0, False, "all steps done")]
+    assert cluster.show(job, "Restarts") == "1", "the same job"
+    starts = [event for event in events.read(run.events) if isinstance(event, RunStarted)]
+    assert [start.world_size for start in starts] == [2, 2]
+    assert starts[1].resumed_from is not None
+    stops = [each for each in commands.interventions(run) if "stop" in each.changes]
+    assert [(each.who, each.reason) for each in stops] == [("slurm", f"the time of job {job} is nearly up")]
+    text = (run.logs / f"slurm-{job}.log").read_text()
+    assert text.count("health: 2 nodes, clocks within") == 2, text
+    assert text.count(f"harness: job {job}, start") == 2, "both starts write one log"
+
+    (control, _) = ranks.run(2, cases.run, str(tmp_path), *WORDS, "run.name=control")
+    assert losses(run) == {record.step: record.loss for record in control[1]}
+
+
+def test_plain_sbatch_on_four_nodes(jobs: Jobs, cluster: Cluster) -> None:
+    job, run = jobs.plain
+    assert cluster.wait(job) == ("COMPLETED", 0), cluster.logs()
+    (start,) = (event for event in events.read(run.events) if isinstance(event, RunStarted))
+    assert start.world_size == 4
+    assert sorted(losses(run)) == [1, 2, 3, 4]
+    known = layout.recall(run)
+    assert known is not None
+    assert (Path(known.code) / "harness" / "train.py").read_bytes() == (ROOT / "harness" / "train.py").read_bytes()
+    assert Path(known.code).is_relative_to(run.path)
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have the GPU that is missed")
+def test_a_sick_node_is_named_before_anything_starts(cluster: Cluster) -> None:
+    cfg = cluster.config("sick", "parallel.device=cuda", "launch.slurm.max_requeues=0")
+    job = slurm.submit(cfg)
+    assert cluster.wait(job) == ("FAILED", 69)
+    run = locate(cfg)
+    assert ends(run) == [(69, False, "begun again 0 times already, launch.slurm.max_requeues=0")]
+    log = (run.logs / f"slurm-{job}.log").read_text()
+    assert re.search(r"^harness: health: node n\d: has 0 GPUs, 1 are wanted$", log, re.MULTILINE), log
+    assert not run.events.exists()
+
+
+def test_what_slurm_refuses_is_one_line_and_leaves_nothing(cluster: Cluster) -> None:
+    cfg = cluster.config("refused", "launch.slurm.partition=nowhere")
+    with pytest.raises(ConfigError, match=r"launch\.slurm: sbatch: .*invalid partition") as refused:
+        slurm.submit(cfg)
+    assert "\n" not in str(refused.value)
+    assert not locate(cfg).path.exists()
