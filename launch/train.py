@@ -2,9 +2,9 @@
 
 Why: Hydra lives here, in the launcher, and never in a worker: N ranks that each parse, log and make directories are N
 truths about one run.
-How: the job function turns the composed tree into a checked `Config` and hands it to `launch.local`. Exit codes are
-collected, not raised, so that one failing job does not end a sweep; the process exits with the worst of them. A
-complaint about the configuration is one line on stderr and leaves nothing on disk.
+How: the job function turns the composed tree into a checked `Config` and hands it to `launch.local`, or collects it
+with the others of a sweep for `launch.multirun`. A complaint about the configuration is one line on stderr and leaves
+nothing on disk.
 Left out: a sweep with a value that does not even compose (a wrong type, an unknown key) is refused by Hydra as a whole,
 before its first job; only what the checks of `harness.config` refuse is reported job by job.
 """
@@ -12,7 +12,6 @@ before its first job; only what the checks of `harness.config` refuse is reporte
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -23,16 +22,17 @@ from harness.compose import check, conf_dir, explain, register
 from harness.config import (
     EXIT_BAD_CONFIG,
     EXIT_DONE,
-    EXIT_HALTED,
     EXIT_INTERRUPTED,
     Config,
     ConfigError,
+    LaunchKind,
     check_world,
+    require,
 )
 from harness.rundir import check_resume, locate, name_run
-
-WORST_LAST = (EXIT_DONE, EXIT_INTERRUPTED, EXIT_HALTED, 1, EXIT_BAD_CONFIG)
-LONGEST_NAME = 150
+from launch.jobs import Composed
+from launch.multirun import sweep_over
+from launch.worker import worker_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,10 +43,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.argv = ["harness train", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     codes: list[int] = []
+    sweep: list[Composed] = []
 
     def job(tree: Any) -> None:
-        if EXIT_INTERRUPTED not in codes:
-            codes.append(run_job(tree, arguments))
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        settings = HydraConfig.get()
+        if settings.mode == RunMode.MULTIRUN:
+            sweep.append(job_of_sweep(tree, settings, arguments))
+        else:
+            codes.append(run_job(tree, settings, arguments))
 
     register()
     register_sweep_name()
@@ -61,60 +68,69 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"harness: {explained}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    return max(codes, key=WORST_LAST.index, default=EXIT_DONE)
+    if sweep:
+        return sweep_over(sweep[0].sweep, sweep, arguments)
+    return codes[0] if codes else EXIT_DONE
 
 
-def run_job(tree: Any, arguments: Sequence[str]) -> int:
-    """One run, or one job of a sweep, from its composed tree to its exit code."""
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
-    settings = HydraConfig.get()
-    overrides = list(settings.overrides.task)
-    in_sweep = settings.mode == RunMode.MULTIRUN
-    swept = swept_among(overrides, arguments) if in_sweep else []
+def run_job(tree: Any, settings: Any, arguments: Sequence[str]) -> int:
+    """One run from its composed tree to its exit code."""
     try:
         cfg = check(tree)
-        if in_sweep:
-            place_in_sweep(cfg, Path(settings.sweep.dir), swept, settings.job.num)
+        left = ", ".join(swept_keys(settings, arguments))
+        require(not left, "sweep", f"is for many runs: add --multirun, or give a value to {left}")
         return start(cfg)
     except Exception as error:
-        explained = explain(error, overrides)
-        if not isinstance(explained, ConfigError):
-            raise
-        job = f"job {settings.job.num} ({', '.join(swept)}): " if in_sweep else ""
-        print(f"harness: {job}{explained}", file=sys.stderr)
+        print(f"harness: {complaint(error, settings)}", file=sys.stderr)
         return EXIT_BAD_CONFIG
 
 
+def job_of_sweep(tree: Any, settings: Any, arguments: Sequence[str]) -> Composed:
+    """One job of a sweep as Hydra composed it, checked; it is started when all are known."""
+    keys = swept_keys(settings, arguments)
+    words = [word.partition("=") for word in settings.overrides.task]
+    overrides = {key: value for key, _, value in words if key in keys}
+    directory = Path(settings.sweep.dir)
+    try:
+        return Composed(sweep=directory, overrides=overrides, cfg=check(tree))
+    except Exception as error:
+        return Composed(sweep=directory, overrides=overrides, cfg=None, problem=complaint(error, settings))
+
+
+def complaint(error: Exception, settings: Any) -> str:
+    """What is wrong with a configuration, in one line; any other error is raised."""
+    explained = explain(error, list(settings.overrides.task))
+    if not isinstance(explained, ConfigError):
+        raise error
+    return str(explained)
+
+
 def start(cfg: Config) -> int:
-    """Name the run, refuse what this machine or the run's directory cannot take, and launch it here."""
+    """Name the run, refuse what this machine or the run's directory cannot take, and launch it here or as a job."""
     name_run(cfg)
     check_resume(cfg, locate(cfg))
+    if cfg.launch.kind is LaunchKind.slurm:
+        from launch import slurm
+
+        return slurm.start(cfg)
+    require(not cfg.launch.dry_run, "launch.dry_run", "is for launch=slurm; `harness train --cfg job` shows this one")
+    several = f"{cfg.launch.nodes} machines are for launch=slurm, or for `python -m launch.node` on each of them"
+    require(cfg.launch.nodes == 1, "launch.nodes", several)
     from launch import local
 
     check_world(cfg, local.num_ranks(cfg))
-    from harness.train import run_worker
-
-    return local.launch(cfg, run_worker)
+    return local.launch(cfg, worker_of(locate(cfg)))
 
 
-def place_in_sweep(cfg: Config, sweep: Path, swept: Sequence[str], number: int) -> None:
-    """Give a job a directory inside the sweep's, named after what was swept; the sweep shares one MLflow store."""
-    if cfg.telemetry.tracking_uri is None:
-        cfg.telemetry.tracking_uri = f"sqlite:///{Path(cfg.run.dir).resolve() / 'mlflow.db'}"
-    name = re.sub(r"[^\w.,=+-]", "-", ",".join(swept)).lstrip(".")
-    cfg.run.dir = str(sweep)
-    cfg.run.name = name if 0 < len(name) <= LONGEST_NAME else f"job-{number}"
-
-
-def swept_among(overrides: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Those overrides of a job that the command line gives several values."""
+def swept_keys(settings: Any, arguments: Sequence[str]) -> list[str]:
+    """Keys that have several values: on the command line, or in a preset that the command line does not overrule."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    parsed = OverridesParser.create().parse_overrides([word for word in arguments if "=" in word])
-    keys = {override.get_key_element() for override in parsed if override.is_sweep_override()}
-    return [override for override in overrides if override.partition("=")[0] in keys]
+    parser = OverridesParser.create()
+    words = parser.parse_overrides([word for word in arguments if "=" in word])
+    given = {word.get_key_element() for word in words}
+    preset = [f"{key}={value}" for key, value in (settings.sweeper.params or {}).items() if key not in given]
+    return [word.get_key_element() for word in [*parser.parse_overrides(preset), *words] if word.is_sweep_override()]
 
 
 def register_sweep_name() -> None:

@@ -1,0 +1,80 @@
+"""What one job of a sweep came to, read from its event log."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.config import EXIT_BAD_CONFIG, EXIT_DONE
+from harness.events import Action, ActionKind, EvalRecord, Outcome, RunEnded, RunStarted, StepRecord, read
+from harness.rundir import RunDir
+from harness.sweeps.record import Job
+from harness.sweeps.spikes import SpikeScore, spike_score
+
+RESTORES = (ActionKind.skip, ActionKind.rewind, ActionKind.rollback)
+STEPS_OF_A_RATE = 10_000
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    job: Job
+    exit_code: int | None = None
+    """None: it was not started, or it has not said its last word."""
+    step: int = 0
+    """Updates applied."""
+    num_steps: int = 0
+    """Updates asked for; 0: not started."""
+    iterations: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    """Training loss of each iteration."""
+    evaluated_at: list[int] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    """Held-out loss, and at which iteration."""
+    spikes: SpikeScore = field(default_factory=lambda: SpikeScore(num_spikes=0, num_judged=0))
+    incidents: set[int] = field(default_factory=set)
+    num_refused: int = 0
+    done: Counter[ActionKind] = field(default_factory=Counter)
+    """Skips, rewinds and rollbacks that succeeded."""
+    tokens_per_s: float | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.exit_code == EXIT_DONE and self.step >= self.num_steps > 0
+
+    @property
+    def incidents_per_10k(self) -> float | None:
+        """Incidents in 10,000 steps of a run as this one; None: it made no step."""
+        return len(self.incidents) * STEPS_OF_A_RATE / len(self.losses) if self.losses else None
+
+
+def result_of(sweep: Path, job: Job) -> Result:
+    """Read a job's log; one that was refused, or has not begun, has an empty result."""
+    result = Result(job=job, exit_code=EXIT_BAD_CONFIG if job.problem else None)
+    events = RunDir(sweep / job.name).events
+    rates = []
+    for event in read(events) if events.exists() else ():
+        match event:
+            case StepRecord():
+                result.iterations.append(event.iteration)
+                result.losses.append(event.loss)
+                result.num_refused += event.refused
+                result.step = event.step
+                rates.append(event.tokens_per_s)
+            case EvalRecord():
+                result.evaluated_at.append(event.iteration)
+                result.evaluations.append(event.loss)
+            case RunStarted():
+                result.exit_code, result.num_steps, result.step = None, event.num_steps, event.step
+            case RunEnded():
+                result.exit_code, result.step = event.exit_code, event.step
+            case Action(incident=number) if number > 0:
+                result.incidents.add(number)
+            case Outcome(succeeded=True, kind=kind) if kind in RESTORES:
+                result.done[kind] += 1
+            case _:
+                pass
+    result.spikes = spike_score(result.losses)
+    result.tokens_per_s = statistics.median(rates) if rates else None
+    return result
