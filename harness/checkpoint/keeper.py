@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -47,6 +48,8 @@ class Keeper:
         self._next_save_s = time.monotonic() + self._interval_s
         self._candidates: dict[str, int] = {}
         """Directory -> the iteration it was taken after."""
+        self._unmarked: deque[tuple[str, int]] = deque()
+        """Those that proved good and could not be marked; filled in the clerk's thread."""
         self._last_unclean = 0
         """The last iteration that was not clean, or where the run began."""
 
@@ -172,6 +175,9 @@ class Keeper:
         self._listen()
 
     def _listen(self) -> None:
+        while self._unmarked:
+            name, taken = self._unmarked.popleft()
+            self._candidates[name] = taken
         for event in self._clerk.news():
             self._told.append(event)
             if isinstance(event, CheckpointSaved):
@@ -219,10 +225,14 @@ class Keeper:
             self._clerk.give(lambda: self._mark_good(name, iteration, reason))
 
     def _mark_good(self, name: str, iteration: int, reason: str) -> list[Event]:
-        """In the clerk's thread; what has been dropped meanwhile needs no mark."""
+        """In the clerk's thread; what has been dropped meanwhile needs no mark, what a full disk refused is tried
+        again."""
         try:
             catalog.mark(self._root / name, Health.good, reason)
+        except FileNotFoundError:
+            return []
         except OSError:
+            self._unmarked.append((name, iteration))
             return []
         self._prune()
         return [

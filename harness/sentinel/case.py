@@ -70,6 +70,8 @@ CAUSES = frozenset({FindingKind.grad_spike, FindingKind.v_stale, FindingKind.ran
 """Signs that come before a loss spike; when one does, its cause is known."""
 OMENS = CAUSES | {FindingKind.weight_drift}
 """Findings that alone do no harm."""
+REFUSALS = frozenset({"refusal", "refusals"})
+"""What a case is made of where updates were refused and none that was applied did harm."""
 DIVERGENT = frozenset({FindingKind.divergence, FindingKind.nonfinite})
 INNOCENT_DATA = frozenset({FindingKind.lr_jump, FindingKind.optimizer_reset, FindingKind.scale_collapse})
 """What no batch is to blame for."""
@@ -122,6 +124,11 @@ class Case:
     @property
     def has_cause(self) -> bool:
         return not CAUSES.isdisjoint(self.kinds)
+
+    @property
+    def is_refused_alone(self) -> bool:
+        """Nothing that was applied ever looked suspicious: all there is to blame is what was refused."""
+        return REFUSALS.issuperset(self.kinds)
 
     @property
     def blames_data(self) -> bool:

@@ -19,7 +19,7 @@ from harness.sentinel.branch import Branch
 from harness.sentinel.budgets import Budgets
 from harness.sentinel.case import CAUSES, NUM_RECENT, OMENS, Case, Closed, Rung, Verdict
 from harness.sentinel.suspects import Suspects
-from harness.sentinel.symptoms import FIRST_RUNG, OF_THE_BATCH, Demand, Refusals, has_broken_weights
+from harness.sentinel.symptoms import FIRST_RUNG, OF_THE_BATCH, Demand, Refusals, has_broken_weights, is_finite
 
 RESTORES = (ActionKind.rewind, ActionKind.rollback)
 
@@ -186,10 +186,15 @@ class Chart:
         elif is_refusal and self.refusals.num_in_row >= self.cfg.refused_in_row:
             case = self._join("refusals", record, onset=before)
             reason = f"{self.refusals.num_in_row} updates refused in a row: the state is broken, not the batches"
-            yield Demand(Rung.rewind, case.number, reason)
+            if case.is_refused_alone and case.target_step is not None and is_finite(record):
+                reason = f"the update of batch {record.cursor} was refused by an older state too: the batch is broken"
+                yield Demand(Rung.skip, case.number, reason)
+            else:
+                yield Demand(Rung.rewind, case.number, reason)
         elif is_refusal:
             case = self._join("refusal", record, onset=record.iteration)
-            yield Demand(Rung.skip, case.number, f"the update of batch {record.cursor} was refused")
+            rung = Rung.skip if case.blames_data else Rung.rewind
+            yield Demand(rung, case.number, f"the update of batch {record.cursor} was refused")
 
     def _of_findings(self, record: StepRecord, findings: Iterable[Finding]) -> Iterator[Demand]:
         for finding in findings:

@@ -106,9 +106,10 @@ class CurveWatch:
             yield self._grad_spike(record, limit)
         limit = bound(self.loss, cfg, FLOATS, sigmas=cfg.lone_sigmas, factor=1.0)
         if self.loss[0] and record.loss > limit:
-            yield self._finding(
-                FindingKind.loss_spike, record, record.iteration, limit, "the gate refused this batch for its loss"
-            )
+            words = "the gate refused this batch for its loss"
+            finding = self._finding(FindingKind.loss_spike, record, record.iteration, limit, words)
+            finding.cursors = [record.cursor]
+            yield finding
 
     def accept_level(self) -> None:
         """Where loss and gradient norm are now is normal from here on."""

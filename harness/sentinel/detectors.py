@@ -20,14 +20,15 @@ from harness.sentinel.curve import CurveWatch
 from harness.sentinel.guards import (
     EXPECTED_ROWS,
     BatchGuard,
-    MomentGuard,
     NonfiniteGuard,
     RankGuard,
     RateGuard,
     ScaleGuard,
     SpeedGuard,
     WeightGuard,
+    broken_groups,
 )
+from harness.sentinel.moments import MomentGuard
 
 
 @final
@@ -48,7 +49,7 @@ class Detectors:
         """What is suspicious about a row, given all before it."""
         found: list[Finding] = []
         broken = not (math.isfinite(record.loss) and math.isfinite(record.grad_norm))
-        if broken or self.nonfinite.raised:
+        if broken or self.nonfinite.raised or broken_groups(record.group_param_norms):
             found += self.nonfinite.observe(record)
         if record.loss_scale is not None:
             found += self.scale.observe(record)

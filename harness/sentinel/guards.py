@@ -1,4 +1,4 @@
-"""Everything but the curves: weights, moments, learning rate, data, loss scale, speed, ranks.
+"""Everything but the curves and the moments: weights, learning rate, data, loss scale, speed, ranks.
 
 How: one small class for each finding, whose fields are its whole memory and plain data. `observe` gives at most one
 finding for each episode: it is raised when its condition begins to hold, and armed again when it no longer does.
@@ -17,8 +17,6 @@ from typing import final
 from harness.events import Finding, FindingKind, RankSpread, StepRecord
 
 DRIFT_STEPS, DRIFT_FACTOR, DRIFT_PROBES = 200, 2.0, 10
-STALE_RATIO, MOMENT_FACTOR, EMPTIED = 4.0, 10.0, 0.3
-"""Gradient over root of the second moment; second moment over what it was before: a burst, and a moment thrown away."""
 SETTLED_STEPS = 100
 """Steps before norms of weights and moments are held against anything: they start from nothing."""
 JUMP_OF_PEAK, JUMP_OF_VALUE, EXPECTED_ROWS = 0.1, 0.2, 50
@@ -49,20 +47,28 @@ def found_now(kind: FindingKind, record: StepRecord, value: float, bound: float,
     )
 
 
+def broken_groups(norms: dict[str, float]) -> list[str]:
+    """Layer groups whose norm is not finite."""
+    return [name for name, norm in norms.items() if not math.isfinite(norm)]
+
+
 @final
 @dataclass(slots=True)
 class NonfiniteGuard:
     raised: bool = False
 
     def observe(self, record: StepRecord) -> Iterator[Finding]:
-        """Whatever is not finite; names the ranks and layer groups where it came from."""
-        broken = not (math.isfinite(record.loss) and math.isfinite(record.grad_norm))
+        """Whatever is not finite; names the ranks and layer groups where it came from, first of all broken weights."""
+        weights = broken_groups(record.group_param_norms)
+        broken = bool(weights) or not (math.isfinite(record.loss) and math.isfinite(record.grad_norm))
         if broken and not self.raised:
             value = record.grad_norm if math.isfinite(record.loss) else record.loss
             words = f"loss {record.loss:g}, gradient norm {record.grad_norm:g}"
+            if weights:
+                value, words = math.inf, f"weights of {', '.join(weights)} are beyond all numbers; {words}"
             finding = found_now(FindingKind.nonfinite, record, value, math.inf, words)
             finding.ranks = list(record.nonfinite_ranks)
-            finding.groups = [name for name, norm in record.group_grad_norms.items() if not math.isfinite(norm)]
+            finding.groups = weights or broken_groups(record.group_grad_norms)
             yield finding
         self.raised = broken
 
@@ -98,34 +104,6 @@ class WeightGuard:
             finding = found_now(FindingKind.weight_drift, record, factors[worst], DRIFT_FACTOR, words)
             finding.groups = fresh
             yield finding
-
-
-@final
-@dataclass(slots=True)
-class MomentGuard:
-    """Adam's second moment: too slow for the gradients (v_stale), or thrown away (optimizer_reset)."""
-
-    norms: list[float] = field(default_factory=list)
-    """The last probes, newest last."""
-    raised: bool = False
-
-    def observe(self, record: StepRecord) -> Iterator[Finding]:
-        ratio = record.square_ratio or 0.0
-        norm = record.v_norm if record.v_norm is not None and math.isfinite(record.v_norm) else 0.0
-        if record.step >= SETTLED_STEPS and (ratio or norm):
-            usual = sorted(self.norms)[len(self.norms) // 2] if self.norms else 0.0
-            burst = bool(usual) and norm > MOMENT_FACTOR * usual
-            if (ratio > STALE_RATIO or burst) and not self.raised:
-                value, bound = (ratio, STALE_RATIO) if ratio > STALE_RATIO else (norm, MOMENT_FACTOR * usual)
-                words = f"squared gradients far above Adam's second moment: {value:.3g} against at most {bound:.3g}"
-                yield found_now(FindingKind.v_stale, record, value, bound, words)
-            self.raised = ratio > STALE_RATIO or burst
-            if norm and self.norms and norm < EMPTIED * min(self.norms):
-                words = f"Adam's second moment fell from {self.norms[-1]:.3g} to {norm:.3g} between two probes"
-                yield found_now(FindingKind.optimizer_reset, record, norm, EMPTIED * min(self.norms), words)
-                self.norms = []
-        if norm > 0:
-            self.norms = [*self.norms[-2:], norm]
 
 
 @final
@@ -230,7 +208,7 @@ class SpeedGuard:
             usual = math.exp(self.speed)
             words = f"throughput {speed:.4g}, usually {usual:.4g}, for {SLOW_ROWS} rows"
             finding = found_now(FindingKind.slow, record, speed, SLOW_SHARE * usual, words)
-            finding.ranks = [rank for rank, _, far in outlying(record.ranks.get("step_time_s")) if far > FAR_SIGMAS]
+            finding.ranks = late_ranks(record)
             yield finding
         if not slow or self.slow > 10 * SLOW_ROWS:
             self.count += 1
@@ -277,6 +255,15 @@ class RankGuard:
             finding.ranks = fresh
             yield finding
         self.mismatched = list(record.mismatched_ranks)
+
+
+def late_ranks(record: StepRecord) -> list[int]:
+    """Ranks that others wait for: far from the median or, where they are too few for one to say anything, those whose
+    own work takes most of the step while that of others does not."""
+    known = outlying(record.ranks.get("step_time_s"))
+    far = [rank for rank, _, sigmas in known if sigmas > FAR_SIGMAS]
+    busy = [rank for rank, value, _ in known if value > SLOW_SHARE * record.step_time_s > 0]
+    return far or (busy if len(busy) < len(known) else [])
 
 
 def outlying(spread: RankSpread | None) -> list[tuple[int, float, float]]:

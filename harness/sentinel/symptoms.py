@@ -7,6 +7,8 @@
 | loss_spike | watch | rewind where its cause is known or it does not turn; roll back where it lingers |
 | level_shift | watch: other data, accepted in the end | roll back after a cause, or where it is large |
 | nonfinite | refused: skip; applied: roll back | refused several times in a row: rewind |
+| (refused for its size) | skip | several times in a row: rewind; where the older state refuses too: skip again |
+| (refused after lr_jump) | rewind, blame no batch: the wrong rate did it | |
 | divergence | roll back | |
 | optimizer_reset | roll back, blame no batch | watch where there is nothing to go back to: moments come again |
 | scale_collapse | roll back, blame no batch, then cool | the other precision where there is one |
@@ -59,6 +61,11 @@ def is_overflow(record: StepRecord) -> bool:
     """Dynamic loss scaling at work: the gradient overflowed, the scale halves, the batch is innocent."""
     scale = record.loss_scale
     return scale is not None and scale >= 1 and math.isfinite(record.loss) and not math.isfinite(record.grad_norm)
+
+
+def is_finite(record: StepRecord) -> bool:
+    """A batch can be out of all proportion; what is not a number, batch after batch, comes from elsewhere."""
+    return math.isfinite(record.loss) and math.isfinite(record.grad_norm)
 
 
 def has_broken_weights(record: StepRecord) -> bool:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from harness import events
+from harness import events, train
 from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import Health
+from harness.compose import load
 from harness.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, RunEnded, StepRecord
+from harness.faults.site import watched
+from harness.run import Run
 from tests.distributed import cases, trouble
 from tests.distributed.pool import Pool
 from tests.distributed.trouble import Fault
@@ -42,6 +46,34 @@ def test_candidates_prove_good_and_only_what_may_go_goes(ranks: Pool, tmp_path: 
     assert set(proved.values()) == {"7 clean steps followed"}, "each at the first record that shows it"
     assert set(health(tmp_path)) == {10, 20, 22, 24}, "every tenth step, and the newest two; 24 is good"
     assert health(tmp_path)[24] is Health.good
+
+
+def obstructed(directory: str) -> None:
+    """A run in which the first checkpoint cannot be marked for a while: a directory lies where the mark would go."""
+    words = ("run.name=a", "train.num_steps=20", "checkpoint.every_steps=4", "checkpoint.good_after_steps=2")
+    cfg = load([*cases.TINY, f"run.dir={directory}", "checkpoint.keep=100", *words])
+    obstacle = Path(directory) / "a" / "checkpoints" / "step-00000004-gen-0" / catalog.HEALTH
+
+    def outfit(run: Run) -> Run:
+        def look() -> None:
+            if run.state.iteration == 6:
+                while not obstacle.parent.exists():
+                    time.sleep(0.01)
+                obstacle.mkdir()
+            if run.state.iteration == 12:
+                obstacle.rmdir()
+
+        run.parts.mailbox = watched(run.parts.mailbox, "post", look, first=False)
+        return run
+
+    train.run_worker(cfg, outfit)
+
+
+def test_a_mark_that_could_not_be_made_is_made_later(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(1, obstructed, str(tmp_path))
+    assert health(tmp_path)[4] is Health.good
+    (judged,) = [each for each in log_of(tmp_path) if isinstance(each, CheckpointJudged) and "00004" in each.directory]
+    assert judged.reason != "2 clean steps followed", "that was when it could not be marked"
 
 
 def test_before_anything_is_good_the_first_candidate_lives(ranks: Pool, tmp_path: Path) -> None:

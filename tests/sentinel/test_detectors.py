@@ -203,6 +203,34 @@ def test_a_second_moment_that_is_stale_or_gone() -> None:
     ]
 
 
+@pytest.mark.parametrize("updates", range(11))
+def test_moments_thrown_away_at_any_time_between_two_probes_are_found(updates: int) -> None:
+    """Ten updates under beta2 = 0.95 bring back 40 % of the moment; decay alone would have left 60 %."""
+    rows = [record(step, 3.0, v_norm=1.0, beta2=0.95) for step in range(0, 600, 10)]
+    rows[50].v_norm = 1.0 - 0.95**updates
+    assert kinds(watch(rows[:51])) == ["optimizer_reset"]
+
+
+def test_moments_that_only_decay_are_nobodys_fault() -> None:
+    """Gradients that vanish at once leave what decay leaves, also where a probe is missed."""
+    rows = [record(step, 3.0, v_norm=0.95 ** max(0, step - 200), beta2=0.95) for step in range(0, 600, 10)]
+    del rows[30:34]
+    assert watch(rows) == []
+
+
+def test_broken_weights_are_found_and_their_layers_named() -> None:
+    norms = {"blocks.0": 4.0, "blocks.1": math.inf}
+    rows = [record(step, 3.0, group_param_norms=norms if step >= 5 else {"blocks.0": 4.0}) for step in range(8)]
+    (finding,) = watch(rows)
+    assert (finding.kind, finding.step, finding.groups) == (FindingKind.nonfinite, 5, ["blocks.1"])
+
+
+def test_a_batch_refused_for_its_loss_is_the_one_that_is_named() -> None:
+    rows = [record(step, 3.0, cursor=step) for step in range(60)]
+    (finding,) = watch([*rows, record(59, 9.0, cursor=60, refused=True)])
+    assert (finding.kind, finding.cursors) == (FindingKind.loss_spike, [60])
+
+
 def test_a_batch_seen_before_is_a_duplicate_and_a_replay_is_not() -> None:
     rows = [record(step, 3.0, batch={"fingerprint": f"{step % 40:016x}"}, cursor=step) for step in range(41)]
     (finding,) = watch(rows)
@@ -223,6 +251,17 @@ def test_a_slow_stretch_names_the_straggler() -> None:
     rows += [record(step, 3.0, tokens_per_s=3e4, ranks={"step_time_s": spread}) for step in range(60, 90)]
     (finding,) = watch(rows)
     assert (finding.kind, finding.ranks, finding.step) == (FindingKind.slow, [5], 69)
+
+
+@pytest.mark.parametrize(
+    ("busy", "late"), [([0.02, 0.52], [1]), ([0.5, 0.52], []), ([0.02, 0.03], [])], ids=["one", "both", "the link"]
+)
+def test_of_two_ranks_the_one_that_takes_most_of_a_slow_step_is_named(busy: list[float], late: list[int]) -> None:
+    rows = [record(step, 3.0, tokens_per_s=1e5) for step in range(60)]
+    spread = {"median": sum(busy) / 2, "spread": 0.74 * (busy[1] - busy[0]), "worst": [[0, busy[0]], [1, busy[1]]]}
+    slow: dict[str, Any] = {"tokens_per_s": 3e4, "step_time_s": 0.55, "ranks": {"step_time_s": spread}}
+    (finding,) = watch([*rows, *(record(step, 3.0, **slow) for step in range(60, 90))])
+    assert (finding.kind, finding.ranks) == (FindingKind.slow, late)
 
 
 def ranks(worst: list[list[float]], spread: float = 0.02) -> dict[str, Any]:

@@ -147,6 +147,39 @@ class TestSkip:
         assert rewind.onset < 51, "the update before the first refusal did it"
         assert rewind.exclude == [48, 49]
 
+    def test_batches_that_an_older_state_refuses_too_are_skipped(self) -> None:
+        """A bad shard, read to its end, must not cost the run: the state was restored and is not to blame."""
+        run = Run()
+        run.calm(50)
+        actions = [run.take(loss=9.0, refused=True) for _ in range(3)]
+        assert [kind_of(action) for action in actions] == [K.skip, K.skip, K.rewind]
+        assert actions[-1] is not None
+        run.go_back(actions[-1], steps=2)
+        num = defaults().budgets.skip.per_window - 2
+        actions = [run.take(loss=9.0, refused=True) for _ in range(num)]
+        assert {kind_of(action) for action in actions} == {K.skip}, "until skips are frequent"
+        assert kind_of(run.take(loss=9.0, refused=True)) is K.rollback
+
+    def test_a_refusal_after_a_jump_of_the_rate_is_no_fault_of_the_batch(self) -> None:
+        run = Run()
+        run.calm(50)
+        assert kind_of(run.take(F.lr_jump)) is K.watch
+        action = run.take(loss=9.0, refused=True)
+        assert action is not None
+        assert (action.kind, action.exclude) == (K.rewind, [])
+        assert action.onset == 51, "before the rate jumped"
+        run.go_back(action, steps=2)
+        assert kind_of(run.take(loss=9.0, refused=True)) is K.skip, "it was the batch after all"
+
+    def test_what_is_no_number_again_after_a_restore_is_no_matter_of_batches(self) -> None:
+        run = Run()
+        run.calm(50)
+        actions = [run.take(loss=math.nan, refused=True) for _ in range(3)]
+        assert actions[-1] is not None
+        run.go_back(actions[-1], steps=2)
+        actions = [run.take(loss=math.nan, refused=True) for _ in range(3)]
+        assert [kind_of(action) for action in actions] == [K.skip, K.skip, K.rewind]
+
     def test_frequent_refusals_roll_back(self) -> None:
         run = Run()
         run.calm(200)
