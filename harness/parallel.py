@@ -157,7 +157,7 @@ class _WatchedGather(DefaultAllGather):
 
 
 @final
-class _WatchedScatter(DefaultReduceScatter):
+class WatchedScatter(DefaultReduceScatter):
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
@@ -182,7 +182,7 @@ def shard(
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     squares = torch.zeros((), dtype=torch.float32, device=world.device)
     collectives = Collectives(squares, sees_gradients=world.size > world.replicate)
-    gather, scatter = _WatchedGather(collectives), _WatchedScatter(collectives)
+    gather, scatter = _WatchedGather(collectives), WatchedScatter(collectives)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

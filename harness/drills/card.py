@@ -1,0 +1,88 @@
+"""The score card as text: for a terminal, as Markdown and as JSON. Pure: data in, text out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from harness.drills.score import Bound, Card, Verdict, in_words
+
+MARKS = {Verdict.held: "ok", Verdict.broken: "BROKEN", Verdict.unmeasured: "NOT MEASURED", Verdict.free: ""}
+LABELS = {
+    "struck": "fault struck",
+    "survived": "survived",
+    "exit_code": "exit code",
+    "starts": "starts",
+    "detected": "detected",
+    "latency_steps": "latency, iterations",
+    "right_rank": "right rank",
+    "right_layer": "right layer",
+    "right_action": "right action",
+    "steps_lost": "steps lost",
+    "tokens_lost": "tokens lost",
+    "seconds": "seconds to recover",
+    "loss_gap": "loss gap to the twin, nats",
+    "identical": "identical to the twin",
+    "false_alarms": "false alarms in the twin",
+}
+
+
+def as_text(card: Card) -> str:
+    """One drill, for a terminal."""
+    rows = [_row(bound) for bound in card.bounds]
+    lines = [f"drill {card.scenario}: {card.summary}", *(f"  {line}" for line in aligned(rows))]
+    lines += [f"  remark: {remark}" for remark in card.score.remarks]
+    lines.append(f"  {'passed' if card.passed else 'FAILED'}")
+    return "\n".join(lines) + "\n"
+
+
+def as_markdown(card: Card) -> str:
+    """One drill, as it lies in its run directory."""
+    lines = [
+        f"# Drill {card.scenario}: {'passed' if card.passed else 'FAILED'}",
+        "",
+        f"{card.summary[:1].upper()}{card.summary[1:]}.",
+        "",
+    ]
+    lines += markdown_table(("", "measured", "wanted", "verdict"), [_row(bound) for bound in card.bounds])
+    if card.score.remarks:
+        lines += ["", "Remarks", "", *(f"- {remark}" for remark in card.score.remarks)]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(card: Card) -> str:
+    return json.dumps(card.as_dict(), indent=2) + "\n"
+
+
+def summary(cards: Sequence[Card], skipped: Sequence[tuple[str, str]] = ()) -> str:
+    """Several drills, one line each, for a terminal."""
+    rows: list[tuple[str, ...]] = [("drill", "", "detected", "latency", "steps lost", "seconds", "broken")]
+    for card in cards:
+        broken = [LABELS[each.name] for each in card.bounds if each.verdict in (Verdict.broken, Verdict.unmeasured)]
+        score = card.score
+        numbers = (score.detected, score.latency_steps, score.steps_lost, score.seconds)
+        verdict = "passed" if card.passed else "FAILED"
+        rows.append((card.scenario, verdict, *(in_words(number) for number in numbers), ", ".join(broken)))
+    lines = aligned(rows)
+    lines += [f"{name} was left out: {reason}" for name, reason in skipped]
+    num_passed = sum(card.passed for card in cards)
+    lines.append(f"{num_passed} of {len(cards)} passed")
+    return "\n".join(lines) + "\n"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of words with their columns one below the other."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_cells(head), _cells(["---"] * len(head)), *(_cells(row) for row in rows)]
+
+
+def _cells(words: Sequence[str]) -> str:
+    return "| " + " | ".join(word.replace("|", "\\|") for word in words) + " |"
+
+
+def _row(bound: Bound) -> tuple[str, str, str, str]:
+    return LABELS[bound.name], in_words(bound.measured), bound.wanted, MARKS[bound.verdict]

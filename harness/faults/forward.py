@@ -1,0 +1,86 @@
+"""Faults of the forward pass: what a layer computes is wrong, or grows until it is.
+
+How: hooks on modules of the real model. Blocks that are compiled share one graph, which knows no hook of one of them:
+the block that is struck is not compiled in a drill. Evaluations are left alone: they compute no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from harness.faults.site import Site
+
+
+@final
+class SpoiledLoss:
+    """nan_loss: one number of the final norm's output is NaN, and with it the loss of one token."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._armed = False
+        site.run.parts.model.norm.register_forward_hook(self._spoil)
+
+    def before(self, iteration: int) -> None:
+        self._armed = self._site.strikes(iteration)
+        if self._armed:
+            self._site.tell("one number of what the head reads becomes NaN")
+
+    def after(self, iteration: int) -> None:
+        pass
+
+    def _spoil(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        if not (self._armed and torch.is_grad_enabled()):
+            return output
+        self._armed = False
+        site = self._site
+        dice = site.fault.dice(site.seed, site.iteration, site.run.parts.world.rank)
+        spoiled = output.clone()
+        spoiled.view(-1)[dice.randrange(output.numel())] = torch.nan
+        return spoiled
+
+
+@final
+class Overflow:
+    """fp16_overflow: what a layer gives on is so large that fp16 has no number for it."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._factor = 1.0
+        site.layer.register_forward_hook(self._multiply)
+        for block in site.run.parts.model.blocks:
+            if site.layer in set(block.modules()):
+                block._compiled_call_impl = None
+
+    def before(self, iteration: int) -> None:
+        if self._site.strikes(iteration):
+            fault = self._site.fault
+            self._site.tell(f"what {fault.layer} gives on is multiplied with {fault.factor:g}")
+            self._factor = fault.factor
+
+    def after(self, iteration: int) -> None:  # noqa: ARG002 -- part of what an injury is
+        self._factor = 1.0
+
+    def _multiply(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        return output if self._factor == 1.0 else output * self._factor
+
+
+@final
+class LogitGrowth:
+    """logit_growth: query and key weights of a layer's attention grow, and its logits with their product."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._weights = [site.weight(f"{site.fault.layer}.{name}") for name in ("query", "key")]
+
+    def before(self, iteration: int) -> None:
+        if self._site.strikes(iteration):
+            fault = self._site.fault
+            self._site.tell(f"query and key weights of {fault.layer} are multiplied with {fault.factor:g}")
+            for weight in self._weights:
+                weight.mul_(fault.factor)
+
+    def after(self, iteration: int) -> None:
+        pass

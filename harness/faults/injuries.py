@@ -1,0 +1,50 @@
+"""From the kind of a fault to what does it: one `match`, no registry."""
+
+from __future__ import annotations
+
+from harness.faults.clock import ClockJump
+from harness.faults.data import TamperedCorpus
+from harness.faults.files import DamagedCheckpoint, FullDisk
+from harness.faults.forward import LogitGrowth, Overflow, SpoiledLoss
+from harness.faults.gradient import SpoiledGradient
+from harness.faults.optimizer import CutWarmup, FlippedWeight, RateSpike, ResetMoments
+from harness.faults.plan import FaultKind
+from harness.faults.process import Signal, Sleep, TrackingDown
+from harness.faults.site import Injury, Site
+
+
+def injury(site: Site) -> Injury:
+    """Put one fault in its place."""
+    match site.fault.kind:
+        case FaultKind.nan_loss:
+            return SpoiledLoss(site)
+        case FaultKind.nan_grad | FaultKind.inf_grad | FaultKind.big_grad | FaultKind.bit_flip_grad:
+            return SpoiledGradient(site)
+        case FaultKind.bit_flip_weight:
+            return FlippedWeight(site)
+        case (
+            FaultKind.poisoned_batch | FaultKind.scrambled_batch | FaultKind.duplicate_batch | FaultKind.repeated_batch
+        ):
+            return TamperedCorpus(site)
+        case FaultKind.lr_spike:
+            return RateSpike(site)
+        case FaultKind.warmup_cut:
+            return CutWarmup(site)
+        case FaultKind.optimizer_reset:
+            return ResetMoments(site)
+        case FaultKind.fp16_overflow:
+            return Overflow(site)
+        case FaultKind.logit_growth:
+            return LogitGrowth(site)
+        case FaultKind.slow_rank:
+            return Sleep(site)
+        case FaultKind.hung_rank | FaultKind.kill_rank | FaultKind.kill_node | FaultKind.preemption:
+            return Signal(site)
+        case FaultKind.full_disk:
+            return FullDisk(site)
+        case FaultKind.corrupted_checkpoint | FaultKind.truncated_checkpoint:
+            return DamagedCheckpoint(site)
+        case FaultKind.tracking_down:
+            return TrackingDown(site)
+        case FaultKind.clock_jump:
+            return ClockJump(site)

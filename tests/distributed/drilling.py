@@ -1,0 +1,180 @@
+"""What the drills run on every rank: whole runs laid out in their directories, and single faults on real parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness import compose, events, train
+from harness.compose import load
+from harness.events import FaultInjected
+from harness.faults.injuries import injury
+from harness.faults.plan import Fault, FaultKind
+from harness.faults.site import Injury, Site, earlier_strikes
+from harness.parallel import local
+from harness.run import Run
+from harness.rundir import RunDir
+from harness.sentinel.slots import SLOTS
+from harness.step import forward_backward
+from launch.worker import worker_of
+from tests.distributed.cases import TINY, Snapshot
+
+STRUCK = 2
+"""The iteration that single faults strike."""
+LAYER = "blocks.1.mlp.up"
+
+
+def run(directory: str) -> int:
+    """One rank's whole life, by the worker that the directory calls for; the exit code of the contract."""
+    laid_out = RunDir(Path(directory))
+    return worker_of(laid_out)(compose.read(laid_out.config))
+
+
+class _Enough(Exception):  # noqa: N818 -- nothing went wrong
+    """A run that was only wanted for its parts."""
+
+
+def ready(directory: str, look: Callable[..., Any], *arguments: Any) -> Any:
+    """What `look` finds in a run that is about to begin, and then does not."""
+    cfg = load([*TINY, "optim.warmup_steps=4", f"run.dir={directory}", "run.name=victim"])
+    found: list[Any] = []
+
+    def outfit(run: Run) -> Run:
+        found.append(look(run, *arguments))
+        raise _Enough
+
+    with suppress(_Enough):
+        train.run_worker(cfg, outfit)
+    return found[0]
+
+
+def put(run: Run, number: int, fault: Fault) -> Injury:
+    """One fault in its place."""
+    return injury(Site(run=run, fault=fault, number=number, seed=0, struck=earlier_strikes(run, number, fault)))
+
+
+def told(run: Run) -> list[tuple[int, int]]:
+    """Iteration and number of all that this rank wrote down."""
+    if not run.directory.faults.exists():
+        return []
+    rank = run.parts.world.rank
+    log = [event for event in events.read(run.directory.faults) if isinstance(event, FaultInjected)]
+    return [(event.iteration, event.number) for event in log if event.rank == rank]
+
+
+def num_bits(before: Tensor, after: Tensor) -> int:
+    """Bits in which two tensors differ."""
+    words = before.view(torch.int32) ^ after.view(torch.int32)
+    return sum(int(((words >> bit) & 1).sum()) for bit in range(32))
+
+
+def flipped_weights(run: Run) -> dict[str, Any]:
+    """Bits in which weights differ after each of three iterations."""
+    fault = Fault(kind=FaultKind.bit_flip_weight, at=STRUCK, rank=1, layer=LAYER, bit=30)
+    placed = put(run, 0, fault)
+    counts = []
+    for iteration in (1, 2, 3):
+        before = Snapshot.of(run.parts)
+        placed.before(iteration)
+        run.state.iteration = iteration
+        placed.after(iteration)
+        after = Snapshot.of(run.parts)
+        differ = {name: num_bits(before.weights[name], after.weights[name]) for name in before.weights}
+        counts.append({name: count for name, count in differ.items() if count})
+    return {"counts": counts, "told": told(run)}
+
+
+def own_squares(run: Run, kinds: list[str]) -> list[float]:
+    """Squares of the struck rank's own gradient, in each of three iterations; all faults are of one layer."""
+    faults = [Fault(kind=FaultKind(kind), at=STRUCK, rank=-1, layer=LAYER, factor=100.0, bit=30) for kind in kinds]
+    placed = [put(run, number, fault) for number, fault in enumerate(faults)]
+    squares = []
+    for iteration in (1, 2, 3):
+        for each in placed:
+            each.before(iteration)
+        forward_backward(run.parts, run.parts.batches[0], cfg=run.cfg, probe=False)
+        run.parts.signals.add_gradients()
+        table = run.parts.signals.layout.slots(run.parts.signals.reduce())
+        squares.append(float(table[SLOTS.index("grad_square"), -1]))
+        run.parts.update.adamw.zero_grad(set_to_none=True)
+        run.state.iteration = iteration
+        for each in placed:
+            each.after(iteration)
+    return squares
+
+
+def optimizer_faults(run: Run) -> dict[str, Any]:
+    """Rates, moments and weights as the faults of the update leave them."""
+    parts = run.parts
+    scheduled = parts.update.rates.clone()
+    spike = put(run, 0, Fault(kind=FaultKind.lr_spike, at=STRUCK, factor=8.0))
+    spike.before(1)
+    untouched = torch.equal(parts.update.rates, scheduled)
+    spike.before(STRUCK)
+    spiked = (parts.update.rates / scheduled).tolist()
+    spike.after(STRUCK)
+    restored = torch.equal(parts.update.rates, scheduled)
+    put(run, 1, Fault(kind=FaultKind.warmup_cut, at=STRUCK)).before(STRUCK)
+    cut = parts.update.rates.tolist()
+
+    for moments in parts.update.state().values():
+        local(moments["exp_avg_sq"]).fill_(1.0)
+    before = Snapshot.of(parts)
+    put(run, 2, Fault(kind=FaultKind.optimizer_reset, at=STRUCK)).before(STRUCK)
+    after = Snapshot.of(parts)
+    same_weights = all(torch.equal(before.weights[name], after.weights[name]) for name in before.weights)
+    empty = all(not after.moments[name].any() for name in after.moments if not name.endswith("step"))
+
+    growth = put(run, 3, Fault(kind=FaultKind.logit_growth, at=STRUCK, layer="blocks.0.attention", factor=2.0))
+    growth.before(1)
+    growth.before(STRUCK)
+    grown = Snapshot.of(parts)
+    changed = {
+        name: grown.weights[name] for name in grown.weights if not torch.equal(grown.weights[name], after.weights[name])
+    }
+    doubled = all(torch.equal(weight, 2 * after.weights[name]) for name, weight in changed.items())
+    return {
+        "untouched": untouched,
+        "spiked": spiked,
+        "restored": restored,
+        "scheduled": scheduled.tolist(),
+        "cut": cut,
+        "reset": (same_weights, empty),
+        "grown": (sorted(changed), doubled),
+        "told": told(run),
+    }
+
+
+def forward_faults(run: Run) -> dict[str, Any]:
+    """Losses of the rows of one batch, clean and struck, with gradients and without."""
+    batch = run.parts.batches[0]
+
+    def losses() -> Tensor:
+        losses: Tensor = run.parts.model(batch.inputs, batch.targets).row_losses
+        return losses
+
+    clean = losses()
+    loss = put(run, 0, Fault(kind=FaultKind.nan_loss, at=STRUCK, rank=1))
+    overflow = put(run, 1, Fault(kind=FaultKind.fp16_overflow, at=STRUCK + 1, layer=LAYER, factor=1e30))
+    in_place = losses()
+    run.state.iteration = 1
+    loss.before(STRUCK)
+    with torch.no_grad():
+        evaluated = losses()
+    struck, second = losses(), losses()
+    overflow.before(STRUCK + 1)
+    overflown = losses()
+    overflow.after(STRUCK + 1)
+    return {
+        "in_place": torch.equal(clean, in_place),
+        "evaluated": torch.equal(clean, evaluated),
+        "num_nan": int(struck.isnan().sum()),
+        "second": torch.equal(clean, second),
+        "overflown": torch.equal(clean, overflown),
+        "restored": torch.equal(clean, losses()),
+    }

@@ -1,0 +1,75 @@
+"""Every numeric and data scenario of `conf/drill` on two real ranks: struck, found, answered and judged by its card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.drills import layout, scenario
+from harness.drills.evidence import Dossier
+from harness.drills.scenario import Scenario
+from harness.drills.score import Card, Verdict, score_run
+from harness.rundir import RunDir
+from tests.distributed import drilling
+from tests.distributed.pool import Pool
+from tests.evidence.causes import INJECTED, blamed
+
+CADENCE = "checkpoint.every_steps=25"
+"""Often enough for the one scenario that goes back to a checkpoint: writing them costs more than the steps."""
+ON_RANKS = (CADENCE, "parallel.device=cpu", "telemetry=plain", "telemetry.picture=false", "telemetry.postmortem=false")
+SCENARIOS = (
+    "nan_loss",
+    "nan_grad",
+    "inf_grad",
+    "big_grad",
+    "bit_flip",
+    "bit_flip_weight",
+    "replica_mismatch",
+    "poisoned_batch",
+    "poisoned_burst",
+    "scrambled_batch",
+    "duplicate_batch",
+    "repeated_batch",
+    "lr_spike",
+    "warmup_cut",
+    "beta2_stale",
+    "optimizer_reset",
+    "fp16_overflow",
+    "logit_growth",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+def twin_of(ranks: Pool, runs: Path, drill: Scenario) -> str:
+    """A clean run of the scenario's training, one for all that train alike; its name."""
+    words = [*drill.train, *ON_RANKS]
+    alike = RunDir(runs / f"twin-{abs(hash(tuple(words)))}")
+    if not alike.path.exists():
+        layout.lay_out(layout.configure(words, ()), alike)
+        assert ranks.run(2, drilling.run, str(alike.path)) == [0, 0]
+    return alike.path.name
+
+
+def drilled(ranks: Pool, runs: Path, name: str) -> Card:
+    """The card of a scenario, from the two directories alone."""
+    drill = scenario.load(name)
+    victim = RunDir(runs / f"drill-{name}")
+    twin = twin_of(ranks, runs, drill)
+    layout.lay_out(layout.configure([*drill.train, *ON_RANKS], ()), victim)
+    Dossier(name=name, scenario=drill, plan=drill.plan, twin=twin).write(victim)
+    codes = ranks.run(2, drilling.run, str(victim.path))
+    assert codes == 2 * [drill.expected.exit_code]
+    return score_run(victim)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_drill_holds_all_its_bounds(ranks: Pool, runs: Path, name: str) -> None:
+    card = drilled(ranks, runs, name)
+    broken = {bound.name: bound for bound in card.bounds if bound.verdict not in (Verdict.held, Verdict.free)}
+    assert not broken, card.score.remarks
+    assert blamed(runs / f"drill-{name}") is INJECTED[name], "the post-mortem blames what was injected"

@@ -1,0 +1,1 @@
+"""Tests of drills: scenarios, scores, cards, campaigns."""

@@ -1,0 +1,106 @@
+"""Logs of runs that never were, as a score reads them: short to write, whole enough to judge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.drills.evidence import Evidence, Start
+from harness.drills.scenario import Bounds, Expected, Scenario
+from harness.events import (
+    Action,
+    ActionKind,
+    EvalRecord,
+    Event,
+    FaultInjected,
+    Finding,
+    FindingKind,
+    RunEnded,
+    RunStarted,
+    StepRecord,
+)
+from harness.faults.plan import Fault, FaultKind
+
+NUM_STEPS = 20
+SECONDS_PER_STEP = 2.0
+
+
+def started(iteration: int = 0, step: int = 0, time: float = 0.0) -> RunStarted:
+    name = f"step-{step:08d}-gen-0" if step else None
+    return RunStarted(time=time, iteration=iteration, world_size=2, num_steps=NUM_STEPS, step=step, resumed_from=name)
+
+
+def step(iteration: int, number: int | None = None, **changes: Any) -> StepRecord:
+    values: dict[str, Any] = {
+        "time": SECONDS_PER_STEP * iteration,
+        "iteration": iteration,
+        "step": iteration if number is None else number,
+        "cursor": iteration - 1,
+        "tokens": 0,
+        "loss": 5.0 - iteration / 100,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens_per_s": 1.0,
+        "refused": False,
+        "stop_requested": False,
+        "step_time_s": 1.0,
+        "flops_per_s": 1.0,
+    }
+    return StepRecord(**(values | changes))
+
+
+def steps(first: int, last: int, *, behind: int = 0) -> list[Event]:
+    """Records of iterations; `behind`: how many steps fewer than iterations there are."""
+    return [step(each, each - behind) for each in range(first, last + 1)]
+
+
+def held_out(loss: float, iteration: int = NUM_STEPS) -> EvalRecord:
+    return EvalRecord(time=SECONDS_PER_STEP * iteration, iteration=iteration, step=NUM_STEPS, loss=loss, tokens=10)
+
+
+def ended(iteration: int = NUM_STEPS, number: int = NUM_STEPS, exit_code: int = 0) -> RunEnded:
+    time = SECONDS_PER_STEP * iteration
+    return RunEnded(time=time, iteration=iteration, step=number, exit_code=exit_code, reason="told to")
+
+
+def finding(iteration: int, kind: FindingKind = FindingKind.nonfinite, **changes: Any) -> Finding:
+    values: dict[str, Any] = {"step": iteration, "onset": iteration, "value": 1.0, "bound": 0.0, "message": "odd"}
+    return Finding(time=0.0, iteration=iteration, kind=kind, **(values | changes))
+
+
+def action(iteration: int, kind: ActionKind) -> Action:
+    return Action(time=0.0, iteration=iteration, kind=kind, step=iteration, incident=1, reason="so", onset=iteration)
+
+
+def strike(iteration: int, *, rank: int = 1, number: int = 0) -> FaultInjected:
+    return FaultInjected(time=0.0, iteration=iteration, number=number, kind="nan_grad", rank=rank, message="now")
+
+
+def clean() -> Evidence:
+    """A run with nothing broken."""
+    return Evidence(events=[started(), *steps(1, NUM_STEPS), held_out(4.0), ended()], batch_tokens=100)
+
+
+def killed_and_resumed() -> Evidence:
+    """Rank 1 is killed in iteration 12; the run goes on from step 8."""
+    events = [started(), *steps(1, 11), started(11, 8, time=30.0), *steps(12, 23, behind=3)]
+    last = events[-1]
+    assert isinstance(last, StepRecord)
+    last.loss, last.cursor = step(NUM_STEPS).loss, NUM_STEPS - 1
+    said = ["harness: rank 1 was killed by SIGKILL; its log: x"]
+    return Evidence(
+        events=[*events, held_out(4.0, 23), ended(23)],
+        faults=[strike(12)],
+        starts=[Start(exit_code=1, said=said, seconds=9.0), Start(exit_code=0, seconds=9.0)],
+        batch_tokens=100,
+    )
+
+
+def scenario(expected: Expected | None = None, bounds: Bounds | None = None, **fault: Any) -> Scenario:
+    values: dict[str, Any] = {"kind": FaultKind.nan_grad, "at": 12, "rank": 1}
+    return Scenario(
+        summary="one thing breaks",
+        fault=Fault(**(values | fault)),
+        expected=expected or Expected(),
+        bounds=bounds or Bounds(),
+        train=[],
+    )

@@ -1,0 +1,130 @@
+"""Faults of processes, files and the clock, on two real ranks that really die; each run ends as its twin did."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import events
+from harness.checkpoint import catalog
+from harness.drills import layout, scenario
+from harness.drills.evidence import Dossier, gather
+from harness.drills.score import Card, Verdict, score_run
+from harness.events import CheckpointJudged, RunStarted
+from harness.faults.files import fill, flip_bit
+from harness.faults.process import children_of
+from harness.rundir import RunDir
+from tests.distributed import drilling
+from tests.distributed.mortal import AtTime, Mortals
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a process that imported torch")
+
+SIZE = 2
+TRAIN = ("train.num_steps=40", "checkpoint.every_steps=10", "parallel.device=cpu")
+STRUCK = ("drill.fault.at=27", "drill.expected.names_rank=false")
+BY_ITSELF = AtTime(after_s=50, rank=1, grace_s=0.3)
+"""Rank 1 dies of its fault; the other follows, as it would under a launcher."""
+
+
+@pytest.fixture(scope="module")
+def mortals() -> Iterator[Mortals]:
+    mother = Mortals("torch._dynamo", "harness.faults.worker", drilling.__name__)
+    yield mother
+    mother.close()
+
+
+@pytest.fixture(scope="module")
+def runs(mortals: Mortals, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the twin of all of them."""
+    root = tmp_path_factory.mktemp("runs")
+    twin = RunDir(root / "twin")
+    layout.lay_out(layout.configure(scenario.load("kill_rank").train, TRAIN), twin)
+    assert mortals.run(SIZE, drilling.run, str(twin.path)).results == [0] * SIZE
+    return root
+
+
+def drilled(mortals: Mortals, runs: Path, name: str, *overrides: str) -> tuple[RunDir, Card]:
+    """The run of a scenario, started until it is done, and its card."""
+    drill = scenario.load(name, [*STRUCK, *overrides])
+    victim = RunDir(runs / name)
+    layout.lay_out(layout.configure(drill.train, TRAIN), victim)
+    Dossier(name=name, scenario=drill, plan=drill.plan, twin="twin").write(victim)
+    dies = name in ("kill_rank", "corrupted_checkpoint", "truncated_checkpoint")
+    for start in range(drill.expected.starts):
+        outcome = mortals.run(SIZE, drilling.run, str(victim.path), death=BY_ITSELF if dies and start == 0 else None)
+        assert outcome.killed is (dies and start == 0)
+    return victim, score_run(victim)
+
+
+def broken(card: Card) -> list[str]:
+    return [bound.name for bound in card.bounds if bound.verdict not in (Verdict.held, Verdict.free)]
+
+
+def test_a_killed_rank(mortals: Mortals, runs: Path) -> None:
+    victim, card = drilled(mortals, runs, "kill_rank", 'drill.expected.notices=["resumed from step-"]')
+    assert not broken(card), card.score
+    assert card.score.struck == 1
+    assert [started.resumed_from is None for started in gather(victim).of(RunStarted)] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["corrupted_checkpoint", "truncated_checkpoint"])
+def test_a_checkpoint_that_is_not_what_was_saved(mortals: Mortals, runs: Path, name: str) -> None:
+    victim, card = drilled(mortals, runs, name, 'drill.expected.notices=["is damaged: "]')
+    assert not broken(card), card.score
+    judged = [each for each in events.read(victim.events) if isinstance(each, CheckpointJudged)]
+    assert [each.directory for each in judged if each.health == "damaged"] == ["step-00000020-gen-0"]
+    assert [path.name for path in catalog.damaged(victim.checkpoints)] == ["step-00000020-gen-0.damaged"]
+    assert [started.resumed_from for started in gather(victim).of(RunStarted)] == [None, "step-00000010-gen-0"]
+
+
+def test_a_clock_that_jumps(mortals: Mortals, runs: Path) -> None:
+    victim, card = drilled(mortals, runs, "clock_jump", "drill.fault.duration=5")
+    assert not broken(card), card.score
+    assert card.score.struck == 5
+    times = {record.iteration: record.time for record in gather(victim).records}
+    assert times[29] < times[20] - 3000  # records come late: that of 29 was told while the clock was wrong
+    assert times[40] > times[20]
+
+
+def test_a_scheduler_that_wants_the_machine(mortals: Mortals, runs: Path) -> None:
+    victim, card = drilled(mortals, runs, "preemption")
+    assert not broken(card), card.score
+    assert [started.step for started in gather(victim).of(RunStarted)] == [0, 28]
+
+
+def test_one_bit_is_turned_over_and_no_time_changes(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    os.utime(path, ns=(5, 7))
+    flip_bit(path, 8 * 42 + 3)
+    assert path.read_bytes() == bytes(42) + b"\x08" + bytes(57)
+    assert path.stat().st_mtime_ns == 7
+    flip_bit(path, 8 * 42 + 3)
+    assert path.read_bytes() == bytes(100)
+
+
+def test_a_disk_is_filled_to_the_last_byte(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_234_567, before[1]))
+    try:
+        fill(tmp_path / "filler")
+        fill(tmp_path / "filler")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "filler").stat().st_size == 1_234_567
+
+
+def test_the_children_of_a_process() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        assert child.pid in children_of(os.getpid())
+        assert children_of(child.pid) == []
+    finally:
+        child.kill()
+        child.wait()

@@ -1,0 +1,77 @@
+"""Every scenario of `conf/drill` loads and makes sense; every complaint is one line about its key."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from harness import compose
+from harness.config import ConfigError
+from harness.drills import layout, scenario
+from harness.faults.plan import FaultKind
+
+SHARED = "drill.bounds has latency_steps, steps_lost, seconds, loss_gap, identical, false_alarms"
+
+
+@pytest.mark.parametrize("name", scenario.names())
+def test_every_scenario_loads(name: str) -> None:
+    loaded = scenario.load(name)
+    assert loaded.summary
+    assert "\n" not in loaded.summary
+    assert scenario.from_tree(loaded.as_dict()) == loaded
+    cfg = layout.configure(loaded.train, ())
+    assert loaded.fault.at + loaded.fault.duration <= cfg.train.num_steps + 20
+    assert not cfg.telemetry.mlflow
+
+
+def test_every_kind_of_fault_has_a_scenario() -> None:
+    assert {scenario.load(name).fault.kind for name in scenario.names()} == set(FaultKind)
+
+
+def test_what_a_scenario_adds_follows_what_all_share() -> None:
+    base = yaml.safe_load((compose.conf_dir() / "drill/base.yaml").read_text())["train"]
+    hung = scenario.load("hung_rank").train
+    assert hung[: len(base)] == base
+    assert hung[len(base) :] == ["launch.hang_after_s=30", "parallel.timeout_s=60"]
+
+
+def test_overrides_of_the_scenario_are_told_from_those_of_the_training() -> None:
+    words = ["drill.fault.at=40", "optim.lr=1e-3", "drill.bounds.seconds=null", "drill.train=[a=b]"]
+    loaded = scenario.load("kill_rank", words)
+    assert (loaded.fault.at, loaded.bounds.seconds, loaded.train) == (40, None, ["a=b"])
+    assert [scenario.is_of_scenario(word) for word in words] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("drill.bounds.second=5", f"drill.bounds.second: no such key; {SHARED}; did you mean seconds?"),
+        ("drill.nope=5", "drill.nope: no such key; drill has summary, fault, expected, bounds, train, seed, limit_s"),
+        ("drill.bounds.seconds=abc", "drill.bounds.seconds: must be a number, got 'abc'"),
+        ("drill.bounds.seconds=-1", "drill.bounds.seconds: must be 0 or more, or null, got -1.0"),
+        ("drill.bounds=3", "drill.bounds: is a section, got 3; it has the keys latency_steps, "),
+        ("drill.fault.kind=flood", "drill.fault.kind: must be one of nan_loss, nan_grad, "),
+        ("drill.fault.rank=abc", "drill.fault.rank: must be a whole number, got 'abc'"),
+        ("drill.fault.at=-1", "drill.fault.at: must be 0 or more, got -1"),
+        ("drill.fault.bit=77", "drill.fault.bit: must be in 0 .. 31, got 77"),
+        ("drill.expected.findings=[odd]", "drill.expected.findings[0]: must be one of nonfinite, "),
+        ("drill.expected.actions=skip", "drill.expected.actions: must be a list, as [...]"),
+        ("drill.expected.starts=0", "drill.expected.starts: must be at least 1, got 0"),
+        ("drill.expected.notices=[]", "drill.expected.names_rank: needs drill.expected.findings or notices"),
+        ("drill.seed=1.5", "drill.seed: must be a whole number, got '1.5'"),
+        ("drill.train=null", "drill.train: must not be null"),
+        ("drill.limit_s=0", "drill.limit_s: must be positive, got 0.0"),
+        ("drill.seed", "drill.seed: cannot be read; write key=value"),
+        ("drill.fault.at=[1", "drill.fault.at=[1: cannot be read; write key=value"),
+    ],
+)
+def test_a_bad_override_is_one_line(override: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        scenario.load("kill_rank", [override])
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_scenario_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"^drill: no 'kil_rank'; choose among .*, or all; did you mean kill_rank\?$"):
+        scenario.load("kil_rank")

@@ -1,0 +1,200 @@
+"""What is measured of a drill, and what counts as held."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.drills.evidence import Evidence
+from harness.drills.scenario import Bounds, Expected
+from harness.drills.score import Card, Verdict, detect, in_words, is_right, judge, score
+from harness.events import ActionKind, CheckpointJudged, Event, FindingKind, StepRecord
+from tests.drills import logs
+
+SKIP, REWIND, HALT = ActionKind.skip, ActionKind.rewind, ActionKind.halt
+
+
+def verdicts(expected: Expected, bounds: Bounds, victim: Evidence, twin: Evidence | None) -> dict[str, Verdict]:
+    scenario = logs.scenario(expected, bounds)
+    return {bound.name: bound.verdict for bound in judge(scenario, score(scenario, victim, twin))}
+
+
+def spoiled(*findings: object, actions: tuple[ActionKind, ...] = (SKIP,), lost: int = 1) -> Evidence:
+    """A run whose update of iteration 12 was refused."""
+    events = [logs.started(), *logs.steps(1, 11), logs.step(12, 11, refused=True), *logs.steps(13, 21, behind=lost)]
+    events += [*findings, *(logs.action(12, kind) for kind in actions)]  # type: ignore[list-item]
+    return Evidence(
+        events=[*events, logs.held_out(4.02, 21), logs.ended(21)], faults=[logs.strike(12)], batch_tokens=100
+    )
+
+
+def test_a_refused_update_is_scored() -> None:
+    found = logs.finding(13, ranks=[1], groups=["blocks.1"])
+    expected = Expected(findings=[FindingKind.nonfinite], names_rank=True, groups=["blocks.1"], actions=[SKIP])
+    bounds = Bounds(latency_steps=1, steps_lost=1, seconds=0, loss_gap=0.05)
+    scenario = logs.scenario(expected, bounds)
+    measured = score(scenario, spoiled(found), logs.clean())
+    assert (measured.detected, measured.latency_steps, measured.right_rank, measured.right_layer) == (
+        True,
+        1,
+        True,
+        True,
+    )
+    assert (measured.steps_lost, measured.tokens_lost, measured.seconds) == (1, 100, 0)
+    assert measured.loss_gap == pytest.approx(0.02)
+    assert (measured.identical, measured.false_alarms, measured.starts) == (False, 0, 1)
+    card = Card(scenario="x", summary="", score=measured, bounds=judge(scenario, measured))
+    assert card.passed
+    assert card.as_event(time=1.0, iteration=21).scores["loss_gap"] == pytest.approx(0.02)
+    assert "remarks" not in card.as_event(time=1.0, iteration=21).scores
+
+
+@pytest.mark.parametrize(
+    ("changes", "broken"),
+    [
+        ({"ranks": [0]}, "right_rank"),
+        ({"ranks": [0, 1]}, "right_rank"),
+        ({"ranks": []}, "right_rank"),
+        ({"groups": ["blocks.0"]}, "right_layer"),
+        ({"groups": ["blocks.0", "blocks.1"]}, "right_layer"),
+        ({"iteration": 15}, "latency_steps"),
+        ({"iteration": 11}, "detected"),
+        ({"kind": FindingKind.slow}, "detected"),
+    ],
+)
+def test_each_error_breaks_its_own_bound(changes: dict[str, object], broken: str) -> None:
+    values = {"iteration": 12, "ranks": [1], "groups": ["blocks.1"]} | changes
+    expected = Expected(findings=[FindingKind.nonfinite], names_rank=True, groups=["blocks.1"], actions=[SKIP])
+    found = logs.finding(**values)  # type: ignore[arg-type]
+    judged = verdicts(expected, Bounds(latency_steps=2), spoiled(found), logs.clean())
+    assert judged[broken] is Verdict.broken
+    others = {"survived", "starts", "exit_code", "struck", "right_action", "false_alarms"}
+    assert all(judged[name] is Verdict.held for name in others)
+
+
+def test_a_killed_run_is_scored_by_what_its_launcher_said() -> None:
+    expected = Expected(notices=["rank {rank} was killed by SIGKILL", "resumed from step-"], names_rank=True, starts=2)
+    scenario = logs.scenario(expected, Bounds(steps_lost=3, seconds=10, identical=True))
+    measured = score(scenario, logs.killed_and_resumed(), logs.clean())
+    assert (measured.detected, measured.right_rank, measured.latency_steps) == (True, True, None)
+    assert (measured.steps_lost, measured.seconds, measured.starts, measured.identical) == (3, 2.0, 2, True)
+    assert all(bound.verdict in (Verdict.held, Verdict.free) for bound in judge(scenario, measured))
+    wrong = logs.scenario(expected)
+    victim = logs.killed_and_resumed()
+    victim.faults[0].rank = 0
+    assert score(wrong, victim, logs.clean()).right_rank is False
+
+
+def test_a_damaged_checkpoint_is_no_sign_of_life() -> None:
+    """What the next start says before it begins does not shorten the time it took."""
+    victim = logs.killed_and_resumed()
+    judged = CheckpointJudged(time=29.9, iteration=11, directory="step-10", health="damaged", reason="hash")
+    place = next(place for place, event in enumerate(victim.events) if event.time == 30.0)
+    victim.events.insert(place, judged)
+    assert score(logs.scenario(), victim, logs.clean()).seconds == 2.0
+
+
+def test_what_was_not_measured_does_not_pass() -> None:
+    bounds = Bounds(loss_gap=1.0, identical=True, latency_steps=3)
+    judged = verdicts(Expected(), bounds, logs.clean(), None)
+    assert judged["struck"] is Verdict.broken
+    assert {name for name, verdict in judged.items() if verdict is Verdict.unmeasured} == {
+        "loss_gap",
+        "identical",
+        "latency_steps",
+        "false_alarms",
+    }
+
+
+def test_an_early_end_is_no_survival() -> None:
+    short = Evidence(events=[logs.started(), *logs.steps(1, 9), logs.ended(9, 9)], faults=[logs.strike(5)])
+    assert not score(logs.scenario(), short, logs.clean()).survived
+    silent = Evidence(events=[logs.started(), *logs.steps(1, 9)], faults=[logs.strike(5)])
+    assert score(logs.scenario(), silent, logs.clean()).exit_code is None
+    halted = Evidence(events=[logs.started(), *logs.steps(1, 9), logs.ended(9, 9, exit_code=3)])
+    assert score(logs.scenario(Expected(exit_code=3)), halted, logs.clean()).survived
+    sick = logs.clean()
+    last = sick.events[-3]
+    assert isinstance(last, StepRecord)
+    last.loss = math.nan
+    assert not score(logs.scenario(), sick, logs.clean()).survived
+
+
+def test_a_slow_twin_is_a_remark_and_any_other_finding_an_alarm() -> None:
+    twin = logs.clean()
+    twin.events.insert(5, logs.finding(5, FindingKind.slow))
+    measured = score(logs.scenario(), logs.clean(), twin)
+    assert measured.false_alarms == 0
+    assert measured.remarks == ["twin, iteration 5: slow, odd"]
+    twin.events.insert(5, logs.finding(5, FindingKind.loss_spike))
+    assert score(logs.scenario(), logs.clean(), twin).false_alarms == 1
+
+
+@pytest.mark.parametrize(
+    ("expected", "taken", "right"),
+    [
+        ([], [], True),
+        ([], [SKIP], False),
+        ([SKIP], [], False),
+        ([SKIP, REWIND], [SKIP], True),
+        ([SKIP, REWIND], [SKIP, REWIND, SKIP], True),
+        ([SKIP, REWIND], [REWIND, SKIP], False),
+        ([SKIP], [SKIP, HALT], False),
+    ],
+)
+def test_the_right_action(expected: list[ActionKind], taken: list[ActionKind], right: bool) -> None:
+    assert is_right(expected, taken) is right
+
+
+def test_what_was_done_before_the_strike_is_no_answer_to_it() -> None:
+    found = logs.finding(12, ranks=[1])
+    victim = spoiled(found)
+    victim.events.insert(3, logs.action(3, HALT))
+    expected = Expected(findings=[FindingKind.nonfinite], actions=[SKIP])
+    assert score(logs.scenario(expected), victim, logs.clean()).right_action
+
+
+def test_each_fault_of_a_plan_is_detected_by_itself() -> None:
+    victim = spoiled(logs.finding(12, ranks=[1]))
+    victim.faults.append(logs.strike(17, rank=0, number=1))
+    expected = Expected(findings=[FindingKind.nonfinite])
+    fault = logs.scenario().fault
+    assert [detect(expected, fault, number, victim).found for number in (0, 1, 2)] == [True, False, None]
+
+
+@given(
+    refused=st.lists(st.booleans(), min_size=1, max_size=40), killed_after=st.integers(0, 40), saved=st.integers(1, 9)
+)
+def test_steps_lost_is_what_was_tried_and_does_not_count(refused: list[bool], killed_after: int, saved: int) -> None:
+    """Against a count that follows the run step by step."""
+    events: list[Event] = [logs.started()]
+    number, lost, at_save, num_starts = 0, 0, 0, 1
+    for iteration, is_refused in enumerate(refused, start=1):
+        number += not is_refused
+        lost += is_refused
+        events.append(logs.step(iteration, number, refused=is_refused))
+        if iteration % saved == 0:
+            at_save = number
+        if iteration == killed_after:
+            lost += number - at_save
+            number = at_save
+            num_starts += 1
+            events.append(logs.started(iteration, number))
+    events.append(logs.ended(len(refused), number))
+    victim = Evidence(events=events, batch_tokens=7)
+    measured = score(logs.scenario(), victim, None)
+    assert (measured.steps_lost, measured.tokens_lost, measured.starts) == (lost, 7 * lost, num_starts)
+
+
+def test_numbers_in_words() -> None:
+    assert [in_words(value) for value in (None, True, False, 12345, 0.12345, 3.0)] == [
+        "-",
+        "yes",
+        "no",
+        "12,345",
+        "0.123",
+        "3",
+    ]

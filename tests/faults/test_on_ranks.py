@@ -1,0 +1,70 @@
+"""Each fault of the numbers on two real ranks: it strikes its rank, its iteration, its tensor, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import drilling
+from tests.distributed.drilling import LAYER
+from tests.distributed.pool import Pool
+
+
+def test_one_bit_of_one_weight_of_one_rank_is_turned_over_once(ranks: Pool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, drilling.ready, str(tmp_path), drilling.flipped_weights)
+    assert first["counts"] == [{}, {}, {}]
+    assert second["counts"] == [{}, {f"{LAYER}.weight": 1}, {}]
+    assert (first["told"], second["told"]) == ([], [(2, 0)]), "told for the iteration whose update it follows"
+    _, again = ranks.run(2, drilling.ready, str(tmp_path), drilling.flipped_weights)
+    assert again["counts"] == [{}, {}, {}], "a run that starts again is not struck again"
+    assert again["told"] == [(2, 0)]
+
+
+@pytest.mark.parametrize("kind", ["nan_grad", "inf_grad", "bit_flip_grad"])
+def test_a_gradient_is_spoiled_before_it_is_measured(ranks: Pool, tmp_path: Path, kind: str) -> None:
+    """The last slot is the struck rank's own: all ranks read the same one after the reduction."""
+    before, struck, after = ranks.run(2, drilling.ready, str(tmp_path), drilling.own_squares, [kind])[0]
+    assert before == after > 0
+    assert not struck < math.inf
+
+
+@pytest.mark.parametrize("kind", ["nan_grad", "big_grad"])
+def test_a_lone_rank_has_no_reduction_and_is_struck_all_the_same(ranks: Pool, tmp_path: Path, kind: str) -> None:
+    ((before, struck, after),) = ranks.run(1, drilling.ready, str(tmp_path), drilling.own_squares, [kind])
+    assert before == after > 0
+    assert not struck <= 100 * before
+
+
+def test_several_faults_of_one_layer_all_strike(ranks: Pool, tmp_path: Path) -> None:
+    before, once, _ = ranks.run(2, drilling.ready, str(tmp_path / "once"), drilling.own_squares, ["big_grad"])[0]
+    _, twice, after = ranks.run(
+        2, drilling.ready, str(tmp_path / "twice"), drilling.own_squares, ["big_grad", "big_grad"]
+    )[0]
+    assert before == after
+    assert before < once < twice / 1000
+
+
+def test_faults_of_the_update(ranks: Pool, tmp_path: Path) -> None:
+    for rank, seen in enumerate(ranks.run(2, drilling.ready, str(tmp_path), drilling.optimizer_faults)):
+        assert seen["untouched"]
+        assert seen["spiked"] == pytest.approx([8.0] * len(seen["spiked"]))
+        assert seen["restored"]
+        peak = max(seen["scheduled"])
+        assert seen["cut"] == [peak] * 4 + seen["scheduled"][4:]
+        assert seen["reset"] == (True, True)
+        attention = "blocks.0.attention"
+        assert seen["grown"] == ([f"{attention}.key.weight", f"{attention}.query.weight"], True)
+        assert sorted(seen["told"]) == [(1, number) for number in range(4)], rank
+
+
+def test_faults_of_the_forward_pass(ranks: Pool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, drilling.ready, str(tmp_path), drilling.forward_faults)
+    for seen in (first, second):
+        assert seen["in_place"], "a fault that waits changes no bit"
+        assert seen["evaluated"], "evaluations are left alone"
+        assert seen["second"], "one number of one micro-batch"
+        assert not seen["overflown"]
+        assert seen["restored"]
+    assert (first["num_nan"], second["num_nan"]) == (0, 1)

@@ -1,0 +1,102 @@
+"""What a plan says of itself, and the two moments of an iteration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.config import ConfigError
+from harness.events import FaultInjected, to_json
+from harness.faults.gradient import flip
+from harness.faults.plan import Fault, FaultKind, Plan, read_plan
+from harness.faults.site import Site, earlier_strikes, watched
+from harness.rundir import RunDir, append_line
+
+FAULT = Fault(kind=FaultKind.nan_grad, at=7, duration=2, rank=-1, layer="blocks.1")
+
+
+def test_a_fault_says_when_and_whom_it_strikes() -> None:
+    assert [moment for moment in range(20) if FAULT.strikes_at(moment)] == [7, 8]
+    assert [rank for rank in range(4) if FAULT.strikes_rank(rank, 4)] == [3]
+    everywhere = Fault(kind=FaultKind.lr_spike, at=1)
+    assert all(everywhere.strikes_rank(rank, 4) for rank in range(4))
+    with pytest.raises(ConfigError, match=r"drill\.fault\.rank: there are 2 ranks, got 5"):
+        Fault(kind=FaultKind.nan_grad, at=1, rank=5).rank_of(2)
+
+
+def test_chance_is_a_function_of_seed_moment_and_rank() -> None:
+    draws = {key: FAULT.dice(*key).random() for key in [(0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 1)]}
+    assert len(set(draws.values())) == 4
+    assert all(FAULT.dice(*key).random() == draw for key, draw in draws.items())
+
+
+def test_a_plan_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert read_plan(run) is None
+    plan = Plan(seed=3, faults=[FAULT])
+    run.drill.write_text(json.dumps({"plan": plan.as_dict()}))
+    assert read_plan(run) == plan
+    for text in ("{}", "nonsense", '{"plan": {"seed": 0, "faults": [{"kind": "earthquake", "at": 1}]}}'):
+        run.drill.write_text(text)
+        with pytest.raises(ConfigError, match=r"drill\.json: is not the plan of a drill"):
+            read_plan(run)
+
+
+def run_of(tmp_path: Path, rank: int, iteration: int = 0) -> Any:
+    """Of a run, what a site reads of it."""
+    world = SimpleNamespace(rank=rank, size=2)
+    state = SimpleNamespace(iteration=iteration)
+    return cast(Any, SimpleNamespace(directory=RunDir(tmp_path), parts=SimpleNamespace(world=world), state=state))
+
+
+def test_an_iteration_is_struck_once_whatever_starts_again(tmp_path: Path) -> None:
+    fault = Fault(kind=FaultKind.nan_grad, at=7, duration=2)
+    for rank, iteration in ((0, 7), (1, 7), (0, 8)):
+        told = FaultInjected(time=0.0, iteration=iteration, number=1, kind=fault.kind, rank=rank, message="")
+        append_line(RunDir(tmp_path).faults, to_json(told))
+    first, second = run_of(tmp_path, 0), run_of(tmp_path, 1)
+    assert earlier_strikes(first, 1, fault) == {7, 8}
+    assert earlier_strikes(second, 1, fault) == {7}
+    assert earlier_strikes(second, 0, fault) == frozenset(), "another fault of the plan"
+    data = Fault(kind=FaultKind.scrambled_batch, at=7)
+    assert earlier_strikes(first, 1, data) == frozenset(), "a spoiled batch is spoiled whenever it is seen"
+    site = Site(run=second, fault=fault, number=1, seed=0, struck=earlier_strikes(second, 1, fault))
+    assert [iteration for iteration in range(12) if site.strikes(iteration)] == [8]
+
+
+def test_what_is_told_belongs_to_the_iteration_that_goes_on(tmp_path: Path) -> None:
+    site = Site(run=run_of(tmp_path, 0, iteration=4), fault=FAULT, number=0, seed=0, struck=frozenset())
+    site.tell("before the fifth")
+    site.tell("after the fourth", 4)
+    assert earlier_strikes(site.run, 0, FAULT) == {4, 5}
+
+
+def test_a_part_that_is_watched_is_still_the_part() -> None:
+    seen: list[Any] = []
+    both = watched(
+        watched([3, 1, 2], "sort", lambda: seen.append("first"), first=True), "append", seen.clear, first=False
+    )
+    both.sort()
+    assert (seen, both[0], len(both)) == (["first"], 1, 3)
+    both.append(9)
+    assert (seen, both[3]) == ([], 9)
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=8), st.integers(0, 31), st.data())
+def test_flipping_a_bit_twice_is_nothing(numbers: list[float], bit: int, data: st.DataObject) -> None:
+    tensor = torch.tensor(numbers, dtype=torch.float32)
+    before = tensor.clone().view(torch.int32)
+    place = torch.tensor([data.draw(st.integers(0, len(numbers) - 1))])
+    flip(tensor, place, bit)
+    changed = (tensor.view(torch.int32) ^ before).tolist()
+    assert [number.bit_count() if number >= 0 else 1 for number in changed if number] == [1]
+    assert changed[int(place)] & 0xFFFFFFFF == 1 << bit
+    flip(tensor, place, bit)
+    assert torch.equal(tensor.view(torch.int32), before)
