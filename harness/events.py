@@ -80,6 +80,8 @@ class StepRecord(Event):
     """Norm of the weights of each layer group."""
     v_norm: float | None = None
     """Norm of Adam's second moment."""
+    beta2: float | None = None
+    """What an update leaves of that moment, at least; where probed."""
     update_ratio: float | None = None
     """Norm of the update that the moments stand for, over the norm of the weights."""
     square_ratio: float | None = None
@@ -242,6 +244,33 @@ class Outcome(Event):
 
 
 @dataclass(slots=True, kw_only=True)
+class Incident(Event):
+    """One anomaly from its onset to what became of it; told when the policy closes it, and at the end of the run where
+    it is still open."""
+
+    name: ClassVar[str] = "incident"
+    number: int
+    """As actions and outcomes name it, counted from 1."""
+    kinds: list[str]
+    """Of its findings in order of appearance, those of refused updates included."""
+    onset: int
+    """The iteration where it probably began."""
+    onset_step: int
+    last: int
+    """The last iteration at which it showed."""
+    last_step: int
+    verdict: str
+    """What became of it: harmless, recovered, accepted, cured, undone, or open."""
+    spike_type: int | None = None
+    """1 recovered by itself, 2 lingering, 3 divergent; None: no spike, or cured before it could show."""
+    is_open: bool = False
+    ranks: list[int] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+    cursors: list[int] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
 class Intervention(Event):
     """Something a person changed in a running experiment."""
 
@@ -295,6 +324,7 @@ EVENTS: dict[str, type[Event]] = {
         Finding,
         Action,
         Outcome,
+        Incident,
         Intervention,
         FaultInjected,
         DrillScored,
@@ -305,7 +335,7 @@ EVENTS: dict[str, type[Event]] = {
 
 def to_json(event: Event) -> str:
     """One line without its newline; NaN and Inf as strings."""
-    return json.dumps(_encode({"event": event.name} | asdict(event)), separators=(",", ":"), allow_nan=False)
+    return json.dumps(encode({"event": event.name} | asdict(event)), separators=(",", ":"), allow_nan=False)
 
 
 def from_json(line: str) -> Event:
@@ -332,14 +362,15 @@ def parse(line: str) -> Iterator[Event]:
         return
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """Plain data as JSON can hold it: what is not finite as text."""
     match value:
         case float() if not math.isfinite(value):
             return str(value)
         case dict():
-            return {key: _encode(child) for key, child in value.items()}
+            return {key: encode(child) for key, child in value.items()}
         case list() | tuple():
-            return [_encode(child) for child in value]
+            return [encode(child) for child in value]
         case _:
             return value
 
@@ -350,8 +381,23 @@ _CHOICES: dict[str, type[StrEnum]] = {"FindingKind": FindingKind, "ActionKind": 
 def _decode(value: Any, kind: str) -> Any:
     if kind in _CHOICES:
         return _CHOICES[kind](value)
+    if "RankSpread" in kind:
+        return _numbers(value)
     if "float" not in kind:
         return value
     if isinstance(value, dict):
         return {key: _decode(child, "float") for key, child in value.items()}
     return float(value) if isinstance(value, str | int) and not isinstance(value, bool) else value
+
+
+def _numbers(value: Any) -> Any:
+    """Plain data in which every text is a number, at any depth."""
+    match value:
+        case dict():
+            return {key: _numbers(child) for key, child in value.items()}
+        case list():
+            return [_numbers(child) for child in value]
+        case str():
+            return float(value)
+        case _:
+            return value

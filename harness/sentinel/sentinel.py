@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self, final
 
 from harness.config import SentinelConfig
-from harness.events import Action, Event, Finding, Outcome, StepRecord
+from harness.events import Action, Event, Finding, Incident, Outcome, StepRecord
 from harness.sentinel.case import Verdict
 from harness.sentinel.detectors import Detectors
 from harness.sentinel.policy import Policy
+from harness.sentinel.register import Register
 from harness.sentinel.slots import DIGEST_BITS
 
 
@@ -32,6 +33,8 @@ class Sentinel:
     policy: Policy
     digest: int = 0
     """Of every decision so far, in order."""
+    register: Register = field(default_factory=Register)
+    """For reports; nothing is decided by it."""
 
     @classmethod
     def start(cls, cfg: SentinelConfig) -> Self:
@@ -44,11 +47,18 @@ class Sentinel:
         for closed in self.policy.closed:
             if closed.verdict is Verdict.accepted:
                 self.detectors.accept_level()
+        self.register.see(record, findings, self.policy.chart)
         return Judgement(findings, self._noted(action))
 
     def hear(self, outcome: Outcome) -> Action | None:
         """What is to be done after an action came to something."""
-        return self._noted(self.policy.hear(outcome))
+        action = self.policy.hear(outcome)
+        self.register.close(outcome.time, outcome.iteration, self.policy.chart)
+        return self._noted(action)
+
+    def news(self, *, last: bool = False) -> list[Incident]:
+        """Incidents that ended since this was last asked; with `last`, as a run ends, those still open too."""
+        return self.register.take(self.policy.chart.cases if last else ())
 
     def obey(self, action: Action) -> None:
         """Take note of what a person decided."""
@@ -57,6 +67,7 @@ class Sentinel:
 
     def _noted(self, action: Action | None) -> Action | None:
         if action is not None:
+            self.register.note(action)
             said = {name: value for name, value in asdict(action).items() if name not in ("time", "reason")}
             self.digest = zlib.crc32(repr(said).encode(), self.digest) & (2**DIGEST_BITS - 1)
             if action.lr_scale is not None:

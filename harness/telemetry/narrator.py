@@ -9,13 +9,14 @@ import time
 from dataclasses import replace
 from typing import Self, final
 
-from harness.config import Config
+from harness.config import EXIT_INTERRUPTED, Config
 from harness.events import Event, RunEnded, StepRecord
 from harness.parallel import World
 from harness.rundir import RunDir
 from harness.telemetry.console import Console, closing
 from harness.telemetry.meters import Meter
 from harness.telemetry.picture import draw
+from harness.telemetry.scribe import EXIT_WAIT_S, HURRIED_WAIT_S, Scribe
 from harness.telemetry.shipper import Shipper
 from harness.telemetry.sinks import EventLog
 from harness.telemetry.store import tracking_uri
@@ -34,6 +35,7 @@ class Narrator:
             self._log = EventLog(self._run.events)
             self._console = Console(self._cfg.train.num_steps)
             self._shipper = Shipper.start(self._run) if self._cfg.telemetry.mlflow else None
+            self._scribe = Scribe(self._run) if self._cfg.telemetry.postmortem else None
         return self
 
     def emit(self, event: Event) -> None:
@@ -60,15 +62,20 @@ class Narrator:
         return told
 
     def end(self, event: RunEnded) -> None:
-        """The last event of a run; the picture comes before it, because MLflow takes its leave with it."""
+        """The last event of a run; pictures and reports come before it, because MLflow takes its leave with it."""
         if self._speaks and self._cfg.telemetry.picture:
             draw(self._run.events, self._run.picture)
+        if self._speaks and self._scribe is not None:
+            is_hurried = event.exit_code == EXIT_INTERRUPTED  # whoever takes the machine away does not wait
+            self._scribe.finish(HURRIED_WAIT_S if is_hurried else EXIT_WAIT_S)
         self._tell(event)
 
     def _tell(self, event: Event) -> None:
         if self._speaks:
             self._log.write(event)
             self._console.show(event)
+            if self._scribe is not None:
+                self._scribe.hear(event)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close the log, give MLflow its time, and say where everything lies; after a crash, leave at once."""

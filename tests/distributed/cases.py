@@ -38,6 +38,7 @@ TINY = (
     "checkpoint.every_steps=0",
     "telemetry=plain",
     "telemetry.picture=false",
+    "telemetry.postmortem=false",
     "parallel.device=cpu",
 )
 """A model that learns in milliseconds."""

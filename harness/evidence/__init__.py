@@ -1,0 +1,1 @@
+"""What an incident leaves behind, and what it means: evidence, hypotheses, post-mortem, diagnosis."""

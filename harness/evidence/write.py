@@ -1,0 +1,35 @@
+"""Write the folder of one incident: evidence, pictures, and the post-mortem as Markdown and HTML.
+
+The evidence and the Markdown come first, without pictures: whoever is in a hurry, or out of memory, has the words.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.events import Incident
+from harness.evidence import html, postmortem, schema
+from harness.evidence.gather import gather
+from harness.evidence.overrides import overrides_in
+from harness.evidence.panels import draw
+from harness.evidence.tokens import reread
+from harness.rundir import RunDir, write_atomically
+
+EVIDENCE, MARKDOWN, PAGE = "evidence.json", "postmortem.md", "postmortem.html"
+
+
+def write_folder(run: RunDir, incident: Incident) -> Path:
+    """Everything about one incident; returns its folder."""
+    evidence = gather(run, incident)
+    folder = run.incidents / evidence.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    schema.write(evidence, folder / EVIDENCE)
+    write_atomically(folder / MARKDOWN, postmortem.render(evidence))
+    evidence.run.overrides = overrides_in(run)
+    reread(run, evidence.batches)
+    schema.write(evidence, folder / EVIDENCE)
+    panels = draw(evidence, folder)
+    words = postmortem.render(evidence, panels)
+    write_atomically(folder / MARKDOWN, words)
+    write_atomically(folder / PAGE, html.render(words, folder, title=f"{evidence.run.name} {evidence.folder}"))
+    return folder

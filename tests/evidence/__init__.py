@@ -1,0 +1,1 @@
+"""Tests of evidence, hypotheses, post-mortem and diagnosis."""

@@ -1,0 +1,41 @@
+"""What the post-mortem of each numeric drill must blame, surely enough to be called known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.evidence.causes import Cause
+from harness.evidence.gather import gather, incidents, remarks, told
+from harness.evidence.hypotheses import judge, root_cause
+from harness.evidence.measures import measure
+from harness.rundir import RunDir
+
+INJECTED = {
+    "nan_loss": Cause.corrupted_rank,
+    "nan_grad": Cause.corrupted_rank,
+    "inf_grad": Cause.corrupted_rank,
+    "big_grad": Cause.corrupted_rank,
+    "bit_flip": Cause.corrupted_rank,
+    "bit_flip_weight": Cause.corrupted_rank,
+    "replica_mismatch": Cause.corrupted_rank,
+    "poisoned_batch": Cause.long_tail_token,
+    "poisoned_burst": Cause.long_tail_token,
+    "scrambled_batch": Cause.scrambled_data,
+    "duplicate_batch": Cause.data_duplicate,
+    "repeated_batch": Cause.data_duplicate,
+    "lr_spike": Cause.lr_discontinuity,
+    "warmup_cut": Cause.lr_discontinuity,
+    "beta2_stale": Cause.beta2_stale,
+    "optimizer_reset": Cause.optimizer_reset,
+    "fp16_overflow": Cause.fp16_overflow,
+    "logit_growth": Cause.structural,
+}
+
+
+def blamed(directory: Path) -> Cause | None:
+    """The root cause of the first incident of a run, or else of its first remark; None: not known."""
+    run = RunDir(directory)
+    log = told(run.events)
+    evidence = gather(run, (incidents(log) or remarks(log))[0])
+    first = root_cause(judge(evidence, measure(evidence)))
+    return None if first is None else first.cause
