@@ -1,0 +1,1 @@
+"""Replay: a guilty step once more, from the state it was made on, to tell hardware from data."""

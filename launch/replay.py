@@ -1,0 +1,105 @@
+"""`harness replay`: the guilty step of an incident once more, to tell the machine from the data.
+
+How: the run directory says everything: which step it was, which checkpoint lies before it, and which way leads from
+there. The ranks are started as for a run, as many as made the step where this machine can, and the result goes into the
+folder of the incident. The run itself may go on meanwhile; nothing of it is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from harness import compose, events
+from harness.checkpoint import catalog
+from harness.checkpoint.catalog import Health
+from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, Config, ConfigError, require
+from harness.replay import history
+from harness.replay.history import History
+from harness.replay.words import render
+from harness.rundir import RunDir
+from launch.parser import Parser
+
+DESCRIPTION = """\
+Restore the newest good state from before a guilty step, take the same way there, and make the step twice: does what the
+log says come again (deterministic) or not (transient: the machine)? Names the first module that made something not
+finite, and compares the batch with its neighbours on this and on an older state (data, or data x state). The result
+lies in RUN/incidents/NNN/replay.json.
+"""
+LONG_S = 7 * 86400.0
+"""A replay has no loop that could be taken for hung."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replay; returns the exit code."""
+    try:
+        words = parser().parse_args(argv)
+        run = RunDir(words.run)
+        require(run.events.is_file(), str(run.path), "is not a run directory: it has no events.jsonl")
+        cfg = compose.read(run.config)
+        report = replay(run, cfg, words)
+        text = report.read_text(encoding="utf-8")
+    except ConfigError as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    print(text if words.json else render(json.loads(text)), end="")
+    return EXIT_DONE
+
+
+def parser() -> ArgumentParser:
+    parser = Parser(prog="harness replay", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory, such as runs/first")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--incident", type=int, metavar="N", help="the guilty step of this incident")
+    which.add_argument("--iteration", type=int, metavar="N", help="or any step of the log")
+    parser.add_argument("--batch", action="store_true", help="weigh the samples of the batch one by one")
+    parser.add_argument("--ranks", type=int, metavar="N", help="default: as many as made the step")
+    parser.add_argument("--json", action="store_true", help="the whole result as JSON")
+    return parser
+
+
+def replay(run: RunDir, cfg: Config, words: Namespace) -> Path:
+    """Start the ranks and wait for them; returns where the result lies."""
+    log = history.read(events.read(run.events))
+    iteration = iteration_of(log, words)
+    ranks = words.ranks or log.world_size(iteration)
+    require(ranks >= 1, "--ranks", f"must be at least 1, got {ranks}")
+    good = [each.name for each in catalog.saved(run.checkpoints) if each.health is not Health.tainted]
+    way = history.way(log, iteration, good)
+    folder = run.path / "incidents" / (f"{words.incident:03d}" if words.incident else f"iteration-{iteration}")
+    folder.mkdir(parents=True, exist_ok=True)
+    report = folder / "replay.json"
+
+    from harness.replay.rerun import Order, run_worker, uncompiled
+    from launch import local
+
+    order = Order(
+        run=run.path.resolve(),
+        report=report.resolve(),
+        checkpoint=way.checkpoint,
+        way=way.records,
+        older=history.older(log, iteration, good, way.checkpoint),
+        exactly=ranks == log.world_size(iteration) and not cfg.parallel.compile,
+        with_samples=words.batch,
+    )
+    with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
+        launched = replace(cfg.launch, nproc=ranks, hang_after_s=LONG_S, start_within_s=LONG_S)
+        placed = replace(cfg.run, dir=scratch, name="replay")
+        started = replace(uncompiled(cfg), launch=launched, run=placed)
+        code = local.launch(started, partial(run_worker, order))
+    require(code == EXIT_DONE, str(run.path), f"the replay ended with exit code {code}")
+    return report
+
+
+def iteration_of(log: History, words: Namespace) -> int:
+    if words.incident is not None:
+        return history.guilty(log, words.incident).iteration
+    known = f"the log has {min(log.records)} to {max(log.records)}" if log.records else "the log has none"
+    require(words.iteration in log.records, "--iteration", f"no step {words.iteration}; {known}")
+    return int(words.iteration)
