@@ -1,0 +1,25 @@
+"use strict";
+// Sorts a table by the column whose head is pressed; pressed again, the other way round.
+
+for (const table of document.querySelectorAll("table.sortable")) {
+  const body = table.tBodies[0];
+  table.querySelectorAll("th").forEach((head, column) => {
+    head.querySelector("button")?.addEventListener("click", () => {
+      const rising = head.getAttribute("aria-sort") !== "ascending";
+      table.querySelectorAll("th").forEach((other) => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", rising ? "ascending" : "descending");
+      const isNumeric = head.classList.contains("n");
+      const value = (row) => {
+        const text = row.cells[column].dataset.value;
+        return isNumeric ? (Number.isNaN(Number(text)) ? Infinity : Number(text)) : text;
+      };
+      const before = (a, b) => (isNumeric ? value(a) - value(b) || 0 : value(a).localeCompare(value(b)));
+      body.append(...[...body.rows].sort((a, b) => (rising ? before(a, b) : before(b, a))));
+    });
+  });
+}
+
+document.getElementById("theme").addEventListener("click", () => {
+  const root = document.documentElement, isDark = (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  root.dataset.theme = isDark ? "light" : "dark";
+});

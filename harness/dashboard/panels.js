@@ -1,0 +1,226 @@
+"use strict";
+// What is drawn: the list of panels, and one figure from one of them and the stretch that is looked at.
+
+const MOST_GROUPS = 500, MOST_HEAT = 160, MOST_LINES = 150;
+
+const PANELS = [
+  { id: "loss", title: "Loss", note: "each step, smoothed, held out", table: "steps", focus: true, lines: [
+    { column: "loss", name: "each step", color: "pale", width: 1 },
+    { column: "loss_bound", name: "bound of the gate", color: "grey", width: 0.6, optional: true },
+    { column: "loss_smooth", name: "smoothed", color: "blue", width: 2 },
+    { column: "loss", name: "held out", color: "orange", table: "evals", mode: "lines+markers", width: 1 } ] },
+  { id: "lr", title: "Learning rate", table: "steps", zero: true, lines: [
+    { column: "lr", name: "learning rate", color: "blue" } ] },
+  { id: "grad", title: "Gradient norm", note: "before clipping; the gate refuses beyond its bound", table: "steps", log: true, lines: [
+    { column: "grad_bound", name: "bound of the gate", color: "grey", width: 0.8, optional: true },
+    { column: "grad_norm", name: "gradient norm", color: "blue" } ] },
+  { id: "activation", title: "Activations by layer", note: "root mean square of the residual stream", table: "probes", heat: "activation:" },
+  { id: "moment", title: "Adam's second moment", note: "its norm; and gradient over its root, about 1: far above, the moment is stale", table: "probes", log: true, lines: [
+    { column: "v_norm", name: "norm of v", color: "blue" },
+    { column: "square_ratio", name: "gradient over root of v", color: "orange", right: true } ] },
+  { id: "weights", title: "Weights", note: "their norm; and the size of an update relative to it", table: "probes", lines: [
+    { column: "param_norm", name: "norm of the weights", color: "blue" },
+    { column: "update_ratio", name: "update over weights", color: "orange", right: true } ] },
+  { id: "tokens", title: "Losses of single tokens", note: "share of the tokens whose loss lies in each band, in nats", table: "probes", heat: "token_loss:" },
+  { id: "rankgrad", title: "Gradient norm by rank", note: "before the reduction: the middle one and the one farthest from it", table: "steps", log: true, lines: [
+    { column: "rank_grad_worst", name: "farthest", color: "orange", width: 1 },
+    { column: "rank_grad_median", name: "median", color: "blue" } ], who: "rank_grad_who" },
+  { id: "ranktime", title: "Busy time by rank", note: "seconds a step without waiting for others", table: "steps", zero: true, lines: [
+    { column: "rank_time_worst", name: "farthest", color: "orange", width: 1 },
+    { column: "rank_time_median", name: "median", color: "blue" } ], who: "rank_time_who" },
+  { id: "scale", title: "Loss scale", note: "fp16 only", table: "steps", log: true, lines: [
+    { column: "loss_scale", name: "loss scale", color: "blue" } ] },
+  { id: "speed", title: "Throughput", note: "tokens a second; share of the peak rate where that is known", table: "steps", zero: true, format: "~s", rightFormat: ".0%", lines: [
+    { column: "tokens_per_s", name: "tokens/s", color: "blue" },
+    { column: "mfu", name: "MFU", color: "orange", right: true } ] },
+  { id: "memory", title: "Memory", note: "peak of rank 0, bytes", table: "steps", zero: true, format: "~s", lines: [
+    { column: "memory_bytes", name: "memory", color: "blue" } ] },
+];
+
+const MARKS = {
+  start: { name: "start", color: "grey", symbol: "line-ns-open", lane: "starts" },
+  end: { name: "end", color: "grey", symbol: "square", lane: "starts" },
+  checkpoint: { name: "checkpoint", color: "green", symbol: "circle", lane: "saves" },
+  trouble: { name: "bad checkpoint", color: "red", symbol: "x-thin-open", lane: "saves" },
+  fault: { name: "fault injected", color: "violet", symbol: "star", lane: "faults" },
+  intervention: { name: "operator", color: "orange", symbol: "diamond", lane: "people" },
+  refused: { name: "refused", color: "red", symbol: "triangle-up", lane: "sentinel" },
+  finding: { name: "finding", color: "orange", symbol: "circle-open", lane: "sentinel" },
+  action: { name: "action", color: "red", symbol: "triangle-down", lane: "sentinel" },
+  restored: { name: "restored", color: "blue", symbol: "triangle-left", lane: "sentinel" },
+};
+const LANES = ["starts", "saves", "faults", "people", "sentinel", "incidents"];
+const LINED = { start: "dot", fault: "dash", intervention: "dash", restored: "solid" };
+
+const probe = document.createElement("i");
+probe.hidden = true;
+document.body.append(probe);
+
+// A colour of the style sheet, as it is now, with a share of its strength.
+function ink(name, strength = 1) {
+  probe.style.color = `var(--${name})`;
+  const color = getComputedStyle(probe).color;
+  return strength === 1 ? color : color.replace(/^rgb\((.*)\)$/, `rgba($1, ${strength})`);
+}
+
+// Plotly understands a few tags in texts; what a file says is never one of them.
+const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+const folded = (text) => plain(text.length > 300 ? `${text.slice(0, 300)} …` : text).replace(/(.{1,70})(\s|$)/g, "$1<br>").replace(/<br>$/, "");
+
+const axisOf = (state, item) => (state.axis === "time" ? item.time * 1000 : item.iteration);
+const xsOf = (state, table) => (state.axis === "time" ? table.milliseconds : table.iteration);
+
+function base(state) {
+  const grid = ink("grid"), quiet = ink("quiet");
+  return {
+    margin: { l: 56, r: 16, t: 8, b: state.axis === "time" ? 44 : 30 },
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: "system-ui, sans-serif", size: 11.5, color: quiet },
+    showlegend: false,
+    hovermode: "closest",
+    hoverlabel: { bgcolor: ink("card"), bordercolor: grid, font: { color: ink("ink"), size: 12 }, align: "left" },
+    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+    xaxis: {
+      type: state.axis === "time" ? "date" : "linear", range: [...(state.view || state.whole)], autorange: false,
+      gridcolor: grid, zeroline: false, tickformat: state.axis === "time" ? undefined : ",d", nticks: 6, automargin: false,
+    },
+    yaxis: { gridcolor: grid, zeroline: false, fixedrange: true, automargin: false, tickmode: "auto", nticks: 5, exponentformat: "power" },
+  };
+}
+
+// Incidents shaded, what else matters as lines; of very many, the newest.
+function shapes(state) {
+  const [first, last] = state.view || state.whole, inside = (x) => x >= first && x <= last;
+  const shaded = state.facts.incidents.map((incident) => span(state, incident))
+    .filter(([begin, end]) => end >= first && begin <= last).slice(-MOST_LINES)
+    .map(([x0, x1]) => ({ type: "rect", xref: "x", yref: "paper", x0, x1, y0: 0, y1: 1, layer: "below",
+      fillcolor: ink("red", 0.12), line: { width: 1, color: ink("red", 0.25) } }));
+  const lines = state.facts.marks.filter((mark) => LINED[mark.kind] && inside(axisOf(state, mark))).slice(-MOST_LINES)
+    .map((mark) => ({ type: "line", xref: "x", yref: "paper", x0: axisOf(state, mark), x1: axisOf(state, mark), y0: 0, y1: 1,
+      line: { width: 1, dash: LINED[mark.kind], color: ink(MARKS[mark.kind].color, 0.7) } }));
+  return [...shaded, ...lines];
+}
+
+// From where to where an incident reaches on the axis; by the clock, as far as its iterations were.
+function span(state, incident) {
+  if (state.axis !== "time") return [incident.onset, incident.last + 1];
+  const { iteration, milliseconds } = state.tables.steps, last = iteration.length - 1;
+  if (last < 0) return [incident.time * 1000, incident.time * 1000];
+  const at = (x) => milliseconds[Math.min(last, Math.max(0, seek(iteration, x)))];
+  return [at(incident.onset), Math.max(at(incident.last), incident.time * 1000)];
+}
+
+function marksTrace(state, place) {
+  const [first, last] = state.view || state.whole;
+  const marks = state.facts.marks.filter((mark) => (LINED[mark.kind] || mark.kind === "refused" || mark.kind === "action")
+    && axisOf(state, mark) >= first && axisOf(state, mark) <= last).slice(-MOST_LINES);
+  return {
+    type: "scatter", mode: "markers", x: marks.map((mark) => axisOf(state, mark)), y: marks.map(place), yaxis: "y3",
+    marker: { symbol: marks.map((mark) => MARKS[mark.kind].symbol), size: 8, color: marks.map((mark) => ink(MARKS[mark.kind].color)) },
+    text: marks.map((mark) => folded(mark.text)), hovertemplate: "%{text}<extra></extra>", cliponaxis: false,
+    customdata: marks.map((mark) => mark.incident || 0),
+  };
+}
+
+// Low and high of what is seen; of a whole run without its steep beginning, which would hide the rest.
+function rangeOf(state, panel, traces) {
+  let values = [];
+  for (const trace of traces) {
+    if (trace.optional) continue;
+    const skipped = panel.focus && !state.view ? Math.floor(trace.y.length / 10) : 0;
+    values = values.concat(trace.y.slice(skipped).filter((y) => y !== null && y === y));
+  }
+  if (!values.length) return { log: false, range: [0, 1] };
+  let least = Infinity, greatest = -Infinity;
+  for (const value of values) { if (value < least) least = value; if (value > greatest) greatest = value; }
+  if (panel.log && least > 0 && greatest > 30 * least)
+    return { log: true, range: [Math.log10(least) - 0.1, Math.log10(greatest) + 0.1] };
+  if (panel.zero) least = Math.min(0, least);
+  const room = Math.max((greatest - least) * 0.08, Math.abs(greatest) * 0.02, 1e-12);
+  return { log: false, range: [panel.zero && least === 0 ? 0 : least - room, greatest + room] };
+}
+
+// An axis of that range; a logarithmic one has a tick a decade, or at 1, 2 and 5 where it spans few.
+function scaled({ log, range }) {
+  const decades = range[1] - range[0];
+  return log ? { type: "log", range, tickmode: "linear", dtick: decades < 2 ? "D2" : Math.ceil(decades / 4) } : { type: "linear", range, tickmode: "auto" };
+}
+
+function lineFigure(state, panel) {
+  const layout = base(state), traces = [];
+  for (const line of panel.lines) {
+    const table = state.tables[line.table || panel.table], column = table.columns[line.column];
+    if (!column) continue;
+    const { x, y } = thinned(xsOf(state, table), column, state.view, MOST_GROUPS);
+    traces.push({
+      type: "scatter", mode: line.mode || (x.length === 1 ? "markers" : "lines"), x, y, name: line.name, optional: line.optional,
+      yaxis: line.right ? "y2" : "y", line: { color: ink(line.color), width: line.width || 1.4, dash: line.dash, simplify: false },
+      marker: { size: 5 }, hovertemplate: `%{x}: %{y:.5~g}<extra>${line.name}</extra>`,
+    });
+  }
+  const left = rangeOf(state, panel, traces.filter((trace) => trace.yaxis === "y"));
+  Object.assign(layout.yaxis, scaled(left), { tickformat: panel.format });
+  if (traces.some((trace) => trace.yaxis === "y2")) {
+    const right = rangeOf(state, panel, traces.filter((trace) => trace.yaxis === "y2"));
+    layout.yaxis2 = { ...layout.yaxis, dtick: undefined, ...scaled(right), side: "right", showgrid: false, tickfont: { color: ink("orange") }, tickformat: panel.rightFormat };
+    layout.yaxis.overlaying = "y2";
+    layout.margin.r = 56;
+  }
+  layout.yaxis3 = { overlaying: layout.yaxis2 ? "y2" : "y", range: [0, 1], visible: false, fixedrange: true };
+  layout.shapes = shapes(state);
+  traces.push(marksTrace(state, (mark) => (mark.kind === "refused" ? 0.02 : 0.98)));
+  return { traces, layout };
+}
+
+function heatFigure(state, panel) {
+  const table = state.tables[panel.table], layout = base(state);
+  const names = Object.keys(table.columns).filter((name) => name.startsWith(panel.heat));
+  const { x, z } = heat(table, xsOf(state, table), names, state.view, MOST_HEAT);
+  const labels = panel.heat === "token_loss:" ? bands(state.facts.edges, names.length) : names.map((name) => name.slice(panel.heat.length));
+  layout.yaxis = { ...layout.yaxis, type: "category", nticks: 8, gridcolor: "rgba(0,0,0,0)" };
+  layout.margin.l = Math.min(110, 22 + 6.4 * Math.max(...labels.map((label) => label.length), 1));
+  layout.shapes = shapes(state).map((shape) => ({ ...shape, layer: "above" }));
+  const trace = {
+    type: "heatmap", x, y: labels, z, hovertemplate: "%{x}, %{y}: %{z:.4~g}<extra></extra>", zsmooth: false,
+    colorscale: [[0, ink("card")], [0.5, ink("pale")], [1, ink("blue")]],
+    colorbar: { thickness: 8, outlinewidth: 0, len: 0.9, tickfont: { size: 10 }, nticks: 4 },
+  };
+  layout.margin.r = 56;
+  return { traces: [trace], layout };
+}
+
+const bands = (edges, count) => Array.from({ length: count }, (_, i) =>
+  i === 0 ? `below ${edges[0]}` : i < edges.length ? `${edges[i - 1]} to ${edges[i]}` : `${edges[edges.length - 1]} or more`);
+
+function hasData(state, panel) {
+  const names = Object.keys(state.tables[panel.table].columns);
+  if (panel.heat) return names.some((name) => name.startsWith(panel.heat));
+  return panel.lines.some((line) => line.column in state.tables[line.table || panel.table].columns);
+}
+
+function stripFigure(state) {
+  const layout = base(state), traces = [];
+  for (const [kind, look] of Object.entries(MARKS)) {
+    const marks = state.facts.marks.filter((mark) => mark.kind === kind);
+    traces.push({
+      type: "scatter", mode: "markers", name: look.name, x: marks.map((mark) => axisOf(state, mark)), y: marks.map(() => look.lane),
+      marker: { symbol: look.symbol, size: kind === "checkpoint" ? 6 : 9, color: ink(look.color), line: { width: 1.5, color: ink(look.color) } },
+      text: marks.map((mark) => `iteration ${mark.iteration.toLocaleString("en")}: ${folded(mark.text)}`),
+      hovertemplate: "%{text}<extra></extra>", customdata: marks.map((mark) => mark.incident || 0),
+    });
+  }
+  for (const incident of state.facts.incidents) {
+    const [first, last] = span(state, incident), middle = (first + last) / 2;
+    traces.push({
+      type: "scatter", mode: "lines+markers", name: "incident", x: [first, middle, last], y: Array(3).fill("incidents"),
+      line: { width: 9, color: ink("red", 0.55) }, marker: { size: [1, 13, 1], symbol: "circle", color: ink("red") },
+      text: Array(3).fill(`incident ${incident.number}: ${plain(incident.kinds.join(", "))}<br>click for the whole story`),
+      hovertemplate: "%{text}<extra></extra>", customdata: Array(3).fill(incident.number),
+    });
+  }
+  layout.yaxis = { ...layout.yaxis, type: "category", categoryorder: "array", categoryarray: LANES, range: [-0.6, LANES.length - 0.4],
+    tickmode: "array", tickvals: LANES };
+  layout.margin = { ...layout.margin, l: 72, t: 4 };
+  return { traces, layout };
+}

@@ -1,0 +1,197 @@
+"""Chromium without a window, driven over its own pipe: no driver, no websocket, nothing to install but the browser.
+
+DevTools messages are JSON objects, each ended by a zero byte, on descriptors 3 and 4 of the browser.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+ANSWER_WITHIN_S = 60.0
+READ_BYTES = 1 << 20
+
+
+def find() -> str | None:
+    """A Chromium of this machine."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+@dataclass
+class Browser:
+    process: subprocess.Popen[bytes]
+    to_browser: int
+    from_browser: int
+    number: int = 0
+    buffer: bytes = b""
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def send(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+        """One command and its answer; what else the browser says meanwhile is kept."""
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": parameters}
+        if session is not None:
+            message["sessionId"] = session
+        os.write(self.to_browser, json.dumps(message).encode() + b"\0")
+        until_s = time.monotonic() + ANSWER_WITHIN_S
+        while True:
+            answer = self.receive(until_s)
+            if answer.get("id") == self.number:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                result = answer["result"]
+                assert isinstance(result, dict)
+                return result
+            self.events.append(answer)
+
+    def receive(self, until_s: float) -> dict[str, Any]:
+        while b"\0" not in self.buffer:
+            ready, _, _ = select.select([self.from_browser], [], [], max(0.0, until_s - time.monotonic()))
+            assert ready, "the browser does not answer"
+            chunk = os.read(self.from_browser, READ_BYTES)
+            assert chunk, "the browser is gone"
+            self.buffer += chunk
+        line, self.buffer = self.buffer.split(b"\0", 1)
+        answer = json.loads(line)
+        assert isinstance(answer, dict)
+        return answer
+
+    def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> Page:
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        page = Page(self, session, target)
+        for domain in ("Page", "Runtime", "Log"):
+            page.send(f"{domain}.enable")
+        page.send("Performance.enable", timeDomain="threadTicks")
+        page.show_at(width, height, dark=dark)
+        page.send("Page.navigate", url=url)
+        return page
+
+
+@dataclass
+class Page:
+    browser: Browser
+    session: str
+    target: str
+
+    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        return self.browser.send(method, self.session, **parameters)
+
+    def show_at(self, width: int, height: int = 900, *, dark: bool) -> None:
+        """As a screen of that size shows it, to somebody who likes it light or dark."""
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
+
+    def busy_s(self) -> float:
+        """What the page has cost its own thread so far; what else the machine does is not in it."""
+        numbers = {each["name"]: each["value"] for each in self.send("Performance.getMetrics")["metrics"]}
+        return float(numbers["TaskDuration"])
+
+    def evaluate(self, script: str) -> Any:
+        """The value of an expression in the page."""
+        answer = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def wait_for(self, script: str, within_s: float = 60.0) -> Any:
+        """The first value of an expression that is not false."""
+        until_s = time.monotonic() + within_s
+        while not (value := self.evaluate(script)):
+            assert time.monotonic() < until_s, f"never came: {script}; {self.complaints()}"
+            time.sleep(0.02)
+        return value
+
+    def click(self, x: float, y: float) -> None:
+        """A click of the mouse, where a person would see the pointer."""
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            button = "none" if kind == "mouseMoved" else "left"
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=1)
+
+    def drag(self, first: tuple[float, float], last: tuple[float, float]) -> None:
+        for kind, (x, y) in (
+            ("mouseMoved", first),
+            ("mousePressed", first),
+            ("mouseMoved", last),
+            ("mouseReleased", last),
+        ):
+            self.send(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=x,
+                y=y,
+                button="left",
+                buttons=1,
+                clickCount=int(kind != "mouseMoved"),
+            )
+
+    def press(self, key: str) -> None:
+        """Enter or Escape."""
+        number, text = (13, "\r") if key == "Enter" else (27, "")
+        for kind in ("keyDown", "keyUp"):
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, text=text, windowsVirtualKeyCode=number)
+
+    def complaints(self) -> list[str]:
+        """Errors and warnings of the page so far: exceptions, its console, and what the browser refused it."""
+        found = []
+        for event in self.browser.events:
+            if event.get("sessionId") != self.session:
+                continue
+            details = event.get("params", {})
+            match event["method"]:
+                case "Runtime.exceptionThrown":
+                    found.append(json.dumps(details["exceptionDetails"])[:2000])
+                case "Runtime.consoleAPICalled" if details["type"] in ("error", "warning", "assert"):
+                    found.append(json.dumps(details["args"])[:2000])
+                case "Log.entryAdded" if details["entry"]["level"] in ("error", "warning"):
+                    found.append(json.dumps(details["entry"])[:2000])
+        return found
+
+    def picture(self, out: Path, *, whole: bool = False) -> None:
+        options: dict[str, Any] = {"format": "png", "captureBeyondViewport": whole}
+        out.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", **options)["data"]))
+
+    def close(self) -> None:
+        self.browser.send("Target.closeTarget", targetId=self.target)
+
+
+@contextmanager
+def started(program: str, scratch: Path) -> Iterator[Browser]:
+    """A browser with an empty profile below `scratch`; it and all its processes are gone afterwards."""
+    in_read, in_write = os.pipe()
+    out_read, out_write = os.pipe()
+    options = [
+        *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
+        *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--mute-audio"),
+        *("--hide-scrollbars", "--remote-debugging-pipe", f"--user-data-dir={scratch / 'profile'}", "about:blank"),
+    ]
+    shell = ["bash", "-c", f'exec "$@" 3<&{in_read} 4>&{out_write}', "browser", program, *options]
+    with (scratch / "chromium.log").open("wb") as log:
+        process = subprocess.Popen(
+            shell,
+            pass_fds=(in_read, out_write),
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    os.close(in_read)
+    os.close(out_write)
+    try:
+        yield Browser(process, in_write, out_read)
+    finally:
+        os.close(in_write)
+        os.close(out_read)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

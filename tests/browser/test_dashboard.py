@@ -1,0 +1,197 @@
+"""The page as a browser shows it: drawn in time, without a complaint, at both widths and in both lights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from harness.dashboard.serve import open_server
+from harness.rundir import RunDir
+from launch.report import write as write_index
+from tests.browser.chromium import Browser, Page, find, started
+from tests.dashboard.logs import BEGUN, long_run, record
+
+NUM_STEPS = 100_000
+DRAWN_WITHIN_S = 3.0
+EVIL = "<img src=x onerror=alert(1)>"
+
+pytestmark = pytest.mark.skipif(find() is None, reason="no Chromium on this machine")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find()
+    assert program is not None
+    with started(program, tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A long run and a short one with a post-mortem, each with its page, and an index over both."""
+    root = tmp_path_factory.mktemp("runs")
+    long_run(root / "long", NUM_STEPS)
+    folder = long_run(root / "short", 400) / "incidents" / "001"
+    folder.mkdir(parents=True)
+    text = f"# Spike #1\n\nPre-spike loss: 3.4 {EVIL}\n\n| step | loss |\n|---|---|\n| 100 | 7.0 |\n"
+    (folder / "postmortem.md").write_text(text, encoding="utf-8")
+    write_index(root, None, build=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def long_page(browser: Browser, runs: Path) -> Page:
+    return drawn(browser.open((runs / "long" / "dashboard.html").as_uri()))
+
+
+@pytest.fixture(scope="module")
+def short_page(browser: Browser, runs: Path) -> Page:
+    return drawn(browser.open((runs / "short" / "dashboard.html").as_uri()))
+
+
+def drawn(page: Page) -> Page:
+    page.wait_for("document.body && document.body.dataset.drawn")
+    return page
+
+
+def middle_of(page: Page, selector: str) -> tuple[float, float]:
+    page.evaluate(f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}})")
+    measure = f"(r => [r.x, r.y, r.width, r.height])(document.querySelector({selector!r}).getBoundingClientRect())"
+    x, y, width, height = page.evaluate(measure)
+    return x + width / 2, y + height / 2
+
+
+def test_a_hundred_thousand_steps_are_drawn_in_time(long_page: Page) -> None:
+    assert long_page.busy_s() < DRAWN_WITHIN_S
+    assert long_page.evaluate("document.querySelectorAll('.panel .js-plotly-plot').length") == 11
+    num_points = long_page.evaluate("Math.max(...element('draw-loss').data.map((trace) => trace.x.length))")
+    assert 500 <= num_points <= 1100
+    # a spike of one step among a hundred thousand is in the picture
+    norms = "element('draw-grad').data.find((trace) => trace.name === 'gradient norm').y"
+    assert long_page.evaluate(f"Math.max(...{norms})") > 20
+    assert long_page.complaints() == []
+
+
+def test_zooming_one_panel_zooms_all_and_shows_every_step(long_page: Page) -> None:
+    page = long_page
+    x, y = middle_of(page, "#draw-grad .nsewdrag")
+    page.drag((x - 20, y), (x + 20, y))
+    page.wait_for("state.view && document.body.dataset.drawn")
+    first, last = page.evaluate("element('draw-loss').layout.xaxis.range")
+    assert 100_000 * 0.4 < first < last < 100_000 * 0.6
+    page.evaluate("look([50100, 50200])")
+    drawn(page)
+    assert page.evaluate("element('draw-lr').data[0].x") == list(range(50_099, 50_202))
+    page.evaluate("element('whole').click()")
+    page.wait_for("state.view === null && document.body.dataset.drawn")
+    assert page.evaluate("element('draw-loss').layout.xaxis.range[1]") > NUM_STEPS
+    assert page.complaints() == []
+
+
+def test_a_click_on_an_incident_opens_its_story(short_page: Page) -> None:
+    page = short_page
+    page.click(*middle_of(page, "[data-incident='1']"))
+    page.wait_for("element('drawer').open")
+    text = page.evaluate("element('drawer').innerText")
+    assert "Incident 1: loss_spike" in text
+    assert "back to snapshot of iteration 90" in text
+    assert f"Pre-spike loss: 3.4 {EVIL}" in text
+    assert page.evaluate("document.querySelectorAll('.postmortem td').length") == 2
+    assert page.evaluate("location.hash") == "#incident-1"
+    page.press("Escape")
+    page.wait_for("!element('drawer').open")
+    # the same from the time line, where the marker of the third incident is
+    page.click(*middle_of(page, "#strip .scatterlayer .trace:last-child .points path:nth-child(2)"))
+    page.wait_for("element('drawer').open && element('drawer-title').textContent.startsWith('Incident 3')")
+    page.press("Escape")
+    page.wait_for("!element('drawer').open")
+    # and from the keyboard
+    page.evaluate("document.querySelector('[data-incident=\"2\"]').focus()")
+    page.press("Enter")
+    page.wait_for("element('drawer').open && element('drawer-title').textContent.startsWith('Incident 2')")
+    page.press("Escape")
+    page.wait_for("!element('drawer').open")
+    assert page.complaints() == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_it_is_readable_at_both_widths_in_both_lights(short_page: Page, width: int, dark: bool) -> None:
+    page = short_page
+    page.show_at(width, dark=dark)
+    drawn(page)
+    assert page.wait_for(f"document.documentElement.scrollWidth === {width} && innerWidth === {width}")
+    sizes = (
+        "[...document.querySelectorAll('p, td, .label, .more')].map((e) => parseFloat(getComputedStyle(e).fontSize))"
+    )
+    assert page.evaluate(f"Math.min(...{sizes})") >= 11
+    plots = "[...document.querySelectorAll('.draw .main-svg')].map((e) => e.getBoundingClientRect().right)"
+    page.wait_for(f"Math.max(...{plots}) <= {width}")
+    ink, paper = page.evaluate("['color', 'backgroundColor'].map((name) => getComputedStyle(document.body)[name])")
+    assert contrast(ink, paper) > 7
+    quiet, card = page.evaluate("[ink('quiet'), ink('card')]")
+    assert contrast(quiet, card) > 4.5
+    assert (luminance(paper) < 0.1) is dark
+    page.wait_for(f"element('draw-lr').layout.font.color === {quiet!r}")
+    columns = page.evaluate("getComputedStyle(element('panels')).gridTemplateColumns.split(' ').length")
+    assert columns == (2 if width == 1280 else 1)
+    assert page.complaints() == []
+
+
+def test_the_button_turns_the_light_and_the_axis_the_clock(short_page: Page) -> None:
+    page = short_page
+    page.show_at(1280, dark=False)
+    page.evaluate("element('theme').click()")
+    drawn(page)
+    assert luminance(page.evaluate("getComputedStyle(document.body).backgroundColor")) < 0.1
+    page.evaluate("element('axis').value = 'time'; element('axis').onchange({ target: element('axis') })")
+    drawn(page)
+    assert page.evaluate("element('draw-loss').layout.xaxis.type") == "date"
+    assert page.evaluate("element('draw-lr').data[0].x[0]") == pytest.approx((BEGUN + 0.5) * 1000)
+    assert page.complaints() == []
+
+
+def test_a_live_page_follows_its_run(browser: Browser, tmp_path: Path) -> None:
+    run = RunDir(long_run(tmp_path / "live", 60))
+    with open_server(run, host="127.0.0.1", port=0) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            page = drawn(browser.open(f"http://127.0.0.1:{server.server_port}/"))
+            assert page.evaluate("state.tables.steps.length") == 60
+            with run.events.open("a", encoding="utf-8") as log:
+                log.write(record(61, time=BEGUN + 99, loss=1.25) + "\n")
+            page.wait_for("state.tables.steps.length === 61")
+            page.wait_for("element('tiles').innerText.includes('1.2500') && document.body.dataset.drawn")
+            assert page.evaluate("element('draw-loss').data[0].y.at(-1)") == 1.25
+            assert page.complaints() == []
+            page.close()
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_index_sorts(browser: Browser, runs: Path) -> None:
+    page = browser.open((runs / "index.html").as_uri(), width=400)
+    names = "[...document.querySelectorAll('tbody tr td:first-child')].map((cell) => cell.innerText)"
+    page.wait_for(f"{names}.length === 2")
+    assert page.evaluate(names) == ["long", "short"]
+    page.evaluate("document.querySelectorAll('th button')[2].click()")
+    assert page.evaluate(names) == ["short", "long"]
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    assert page.complaints() == []
+
+
+def luminance(color: str) -> float:
+    """Relative, as the guidelines for readable pages define it."""
+    channels = [int(part) / 255 for part in color.removeprefix("rgb(").removesuffix(")").split(",")]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(first: str, second: str) -> float:
+    low, high = sorted([luminance(first), luminance(second)])
+    return (high + 0.05) / (low + 0.05)

@@ -1,0 +1,1 @@
+"""The page, the terminal view and the index."""
