@@ -10,19 +10,25 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
 from harness.config import Config, ConfigError, require
 
+T = TypeVar("T")
+
 BASE = "base"
 """The file of a group that holds what its options share; not itself a choice."""
+
+
+NOT_OF_A_RUN = ("drill", "hydra")
+"""Folders of `conf/` that nothing is chosen from for a run."""
 
 
 def conf_dir() -> Path:
@@ -47,10 +53,13 @@ def check(tree: Any) -> Config:
 
 
 def register() -> None:
-    """Tell Hydra the types under the name that `conf/config.yaml` starts from."""
+    """Tell Hydra the types that `conf/config.yaml` starts from, how a size follows another one, and what help lists."""
     from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
 
     ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("groups", list_groups, replace=True)
+    OmegaConf.register_new_resolver("scaled", lambda size, factor: round(size * factor), replace=True)
 
 
 def load(overrides: Sequence[str] = ()) -> Config:
@@ -70,13 +79,62 @@ def read(path: Path) -> Config:
     from omegaconf import OmegaConf
 
     try:
-        return check(OmegaConf.create(yaml.safe_load(path.read_text(encoding="utf-8"))))
+        return check(OmegaConf.create(read_tree(path)))
+    except Exception as error:
+        raise explain(error) from None
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """A YAML file that holds keys and values."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except yaml.YAMLError:
         raise ConfigError(str(path), "is not YAML") from None
-    except Exception as error:
-        raise explain(error) from None
+    require(isinstance(tree, dict), str(path), "must hold keys and values")
+    return dict(tree)
+
+
+def typed(kind: type[T], name: str, trees: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> T:
+    """Trees, the later over the earlier, then overrides `name.key=value`, as one checked dataclass.
+
+    For what is configured beside a run and is no part of its tree; complaints read as all others do.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    def keys(section: str) -> tuple[str, ...]:
+        return keys_of(section.partition(".")[2], cast(Hashable, kind))
+
+    tree, at = OmegaConf.structured(kind), name
+    try:
+        for each in trees:
+            tree = OmegaConf.merge(tree, OmegaConf.create(dict(each)))
+        for override in overrides:
+            at = override.partition("=")[0]
+            tree = OmegaConf.merge(tree, OmegaConf.create(_as_tree(override, name)))
+        made = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        key = f"{name}.{error.full_key}" if error.full_key else at
+        raise explain_key(key, str(error), keys) from None
+    assert isinstance(made, kind)
+    return made
+
+
+def _as_tree(override: str, name: str) -> dict[str, Any]:
+    key, equals, value = override.partition("=")
+    path = key.split(".")
+    try:
+        words: Any = yaml.safe_load(value)
+    except yaml.YAMLError:
+        words, equals = None, ""
+    readable = bool(equals) and path[0] == name and all(part.isidentifier() for part in path) and len(path) > 1
+    require(readable, override, "cannot be read; write key=value and quote special characters")
+    for part in reversed(path[1:]):
+        words = {part: words}
+    assert isinstance(words, dict)
+    return words
 
 
 def explain(error: Exception, overrides: Sequence[str] = ()) -> Exception:
@@ -102,15 +160,19 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> Exception:
             return error
 
 
-def explain_key(key: str, complaint: str) -> ConfigError:
-    """A complaint that came with its key: the key does not exist, or its value is not of the right kind."""
+def explain_key(key: str, complaint: str, keys: Callable[[str], tuple[str, ...]] | None = None) -> ConfigError:
+    """A complaint that came with its key: the key does not exist, or its value is not of the right kind.
+
+    `keys` says which keys a section may have; without it, those of a run's configuration.
+    """
+    keys = keys or keys_of
     section, _, name = key.rpartition(".")
-    allowed = keys_of(section)
-    if keys_of(key) and not allowed and re.match(NO_ENTRY, complaint):
-        keys = ", ".join(keys_of(key))
-        return ConfigError(key, f"is not there; add it with +{section}={{{name}: {{...}}}} and the keys {keys}")
-    if name in allowed or not allowed:
-        inside = f"; it has the keys {', '.join(keys_of(key))}" if keys_of(key) else ""
+    allowed = keys(section)
+    if keys(key) and not allowed and re.match(NO_ENTRY, complaint):
+        listed = ", ".join(keys(key))
+        return ConfigError(key, f"is not there; add it with +{section}={{{name}: {{...}}}} and the keys {listed}")
+    if re.sub(r"\[\d+\]$", "", name) in allowed or not allowed:
+        inside = f"; it has the keys {', '.join(keys(key))}" if keys(key) else ""
         return ConfigError(key, in_words(complaint.splitlines()[0]) + inside)
     close = difflib.get_close_matches(name, allowed, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
@@ -154,10 +216,11 @@ COMPLAINTS = (
     (r"Value '(.*)' is not a valid bool .*", r"must be true or false, got '\1'"),
     (r"Cannot convert '.*' to string: '(.*)'", r"must be a text, got \1"),
     (r"Invalid value '(.*)', expected one of \[(.*)\]", r"must be one of \2, got '\1'"),
-    (r"Invalid type assigned: .* value: (.*)", r"is a section, got \1"),
+    (r"(Invalid type assigned|Merge error): .* value: (.*)", r"is a section, got \2"),
     (r"Invalid value assigned: (.*) is not a ListConfig, list or tuple\.", r"must be a list, as [...]"),
     (r"Cannot assign (.*) to Dict.*", r"must map names to sections, as {name: {...}}"),
     (r"field '.*' is not Optional", r"must not be null"),
+    (r"Missing mandatory value: .*", r"has no value"),
     (r".* does not support deletion", r"cannot be left out"),
     (r"Ambiguous value for argument '(.*?)=(.*?)'.*", r"\1: got several values, \2; add --multirun to sweep over them"),
     (
@@ -177,6 +240,16 @@ def in_words(complaint: str) -> str:
     return line
 
 
+def groups() -> tuple[str, ...]:
+    """The groups that a run's configuration is chosen from."""
+    folders = sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
+    return tuple(name for name in folders if name not in NOT_OF_A_RUN)
+
+
+def list_groups() -> str:
+    return "\n".join(f"{group}: {', '.join(options_of(group))}" for group in groups())
+
+
 def options_of(group: str) -> tuple[str, ...]:
     """What may be chosen for a config group; empty when there is no such group."""
     files = (conf_dir() / group).glob("*.yaml") if group.isidentifier() else ()
@@ -184,9 +257,9 @@ def options_of(group: str) -> tuple[str, ...]:
 
 
 @cache
-def keys_of(section: str) -> tuple[str, ...]:
+def keys_of(section: str, root: Any = Config) -> tuple[str, ...]:
     """The keys a section of the tree may have; empty when there is no such section."""
-    node: Any = Config
+    node: Any = root
     for name in re.findall(r"[^.\[\]]+", re.sub(r"\[\d+\]|\.\d+\b", "", section)):
         if get_origin(node) is dict:  # under a name of the user's choice
             node = get_args(node)[-1]

@@ -626,6 +626,8 @@ class TelemetryConfig:
     """How long a finished run waits for MLflow to take the rest; what is left can be sent later."""
     picture: bool
     """Write loss.png when the run ends."""
+    postmortem: bool
+    """Write incidents/NNN/ when an incident ends, in a process beside the run."""
 
     def __post_init__(self) -> None:
         require(self.exit_wait_s >= 0, "telemetry.exit_wait_s", f"must be 0 or more, got {self.exit_wait_s}")
@@ -644,16 +646,20 @@ class SlurmConfig:
     gpus_per_node: int | None
     """null: none is asked for, as on a cluster that hands out whole nodes."""
     cpus_per_node: int | None
+    """null: what the partition gives to a task that does not ask, often one core."""
     memory_gb: float | None
     """Host memory of a node, in GB (1e9 bytes); 0: all of it; null: the partition's default."""
     options: list[str]
-    """Further options of sbatch, one a word: --constraint=h100."""
+    """Further options of sbatch, one a word: launch.slurm.options=['--constraint=h100']."""
     warn_s: int
     """Seconds before its time is up at which a job is told to save and leave."""
     max_requeues: int
     """How often a job may begin again; 0: never."""
     max_stalled: int
     """Ends in a row without a new good checkpoint after which a job does not begin again."""
+    health: bool
+    """Look at every node before each start: devices, memory, disk, clocks, a small all-reduce; false where the cluster
+    does so itself."""
 
     def __post_init__(self) -> None:
         for name in ("time_minutes", "gpus_per_node", "cpus_per_node"):
@@ -684,10 +690,13 @@ class LaunchConfig:
     dry_run: bool
     """Print what would be submitted, and submit nothing."""
     hang_after_s: float
-    """A rank whose loop has not moved for so long is taken for hung and the run is taken down, to begin again from its
-    newest checkpoint."""
+    """A rank whose loop has not moved for so long is taken for hung: within ten seconds more it is named, and the run
+    is taken down on all machines, to begin again from its newest checkpoint. Longer than the longest step; shorter than
+    parallel.timeout_s, after which the ranks that wait for it give up without knowing whom they waited for. A machine
+    that is not heard of is given up after as long, or after 30 s where that is less."""
     start_within_s: float
-    """What a rank may take to its first iteration instead: imports, reading a checkpoint, compiling."""
+    """What may take longer: the machines' gathering, a start up to the end of its first iteration (reading a
+    checkpoint, compiling), a save that waits for its disk, going back to a checkpoint."""
     at_once: int | None
     """Runs of a sweep at the same time on this machine; null: as its cores or GPUs allow."""
     slurm: SlurmConfig

@@ -1,7 +1,7 @@
 """The run directory: self-describing, and the only interface between a run and every tool.
 
     runs/<name>/  config.yaml  manifest.json  events.jsonl  ledger.jsonl  interventions.jsonl  mlflow.json
-                  checkpoints/step-*-gen-*/   control/   logs/   loss.png   STOP
+                  checkpoints/step-*-gen-*/   incidents/NNN/   control/   logs/   loss.png   STOP
 
 A directory that exists is a run to resume. One whose configuration disagrees is refused with the differing keys, unless
 `run.resume=changed` asks for the change, which is then written down as an intervention.
@@ -88,8 +88,27 @@ class RunDir:
         return self.path / "faults.jsonl"
 
     @property
+    def score_card(self) -> Path:
+        """How the run answered what was broken."""
+        return self.path / "score.md"
+
+    @property
+    def tracking_pid(self) -> Path:
+        """The process group of a tracking server that a drill may kill."""
+        return self.path / "tracking.pid"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def incidents(self) -> Path:
+        """One folder for each incident: evidence.json, postmortem.md, postmortem.html and pictures."""
+        return self.path / "incidents"
+
+    @property
+    def dashboard(self) -> Path:
+        return self.path / "dashboard.html"
 
     @property
     def picture(self) -> Path:

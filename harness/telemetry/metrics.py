@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 
-from harness.events import CheckpointSaved, EvalRecord, Event, StepRecord
+from harness.events import CheckpointSaved, DrillScored, EvalRecord, Event, StepRecord
 
 BYTES_PER_GB = 1e9
 _NOT_IN_A_NAME = re.compile(r"[^\w\-./: ]")
@@ -29,6 +29,9 @@ def metrics_of(event: Event) -> dict[str, float]:
                 "checkpoint/blocked_s": event.blocked_s,
                 "checkpoint/gb": event.bytes / BYTES_PER_GB,
             }
+        case DrillScored():
+            values = {"drill/passed": float(event.passed)}
+            values |= {f"drill/{name}": value for name, value in event.scores.items()}
         case _:
             values = {}
     return dict(_finite(name, value) for name, value in values.items() if value is not None)

@@ -1,6 +1,7 @@
-"""The only door to MLflow: a process that tails `events.jsonl` and sends it.
+"""The door to MLflow, with `mlflow_run`: a process that tails `events.jsonl` and sends it.
 
     python -m harness.telemetry.mlflow_sink RUN_DIR      sends what a run left unsent, then exits
+    python -m harness.telemetry.mlflow_sink SWEEP_DIR    says how a sweep ended
 
 Why: a tracking server may be slow, down or gone, and none of that is the trainer's business.
 How: `mlflow.json` remembers the MLflow run and how many bytes of the log it has. The number moves only after MLflow
@@ -11,13 +12,12 @@ While the trainer lives, every failure is tried again, ever less often; once it 
 MLflow's step is the iteration, which never goes back. A run ends as FINISHED (exit code 0), KILLED (75: interrupted,
 may be resumed) or FAILED (any other code, or no last word at all). A resumed run goes on under the same id; options
 that changed become tags `changed.<key>`, because MLflow's params are written once.
-Left out: the picture is sent once, without a second try; it lies in the run directory anyway.
+Left out: the picture and a drill's card are sent once, without a second try; they lie in the run directory anyway.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -26,22 +26,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
-from harness.compose import flat
 from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED
-from harness.events import Event, RunEnded, RunStarted, read
+from harness.events import DrillScored, Event, RunEnded, RunStarted
 from harness.rundir import RunDir
+from harness.telemetry import parent
 from harness.telemetry.metrics import metrics_of
+from harness.telemetry.mlflow_run import (
+    BadStoreError,
+    create_run,
+    describe,
+    first_line,
+    is_active,
+    milliseconds,
+    nest,
+    open_client,
+    run_of_sweep,
+    settle,
+)
 from harness.telemetry.sinks import read_chunk, tail
-from harness.telemetry.store import schema_lock, sqlite_path, without_credentials
+from harness.telemetry.store import schema_lock
 from harness.telemetry.ticket import Ticket, Trainer, configuration, configured_uri, load_ticket, sole_sender
 
 EXIT_NOT_SENT = 1
 POLL_S = 1.0
 LONGEST_PAUSE_S = 15.0
 METRICS_PER_CALL = 1000
-PARAMS_PER_CALL = 100
-LONGEST_PARAM = 500
-KEY_TAG = "harness.key"
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -49,10 +58,6 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "GIT_PYTHON_REFRESH": "quiet",
 }
-
-
-class BadStoreError(Exception):
-    """The tracking URI names nothing MLflow could ever write to."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,11 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--log-bytes", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     run = RunDir(options.run_dir.resolve())
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if parent.is_sweep(run):
+        return end_sweep(run)
     if not run.config.is_file():
         say(f"{run.path} is not a run directory: it has no {run.config.name}")
         return EXIT_BAD_CONFIG
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     for number in (signal.SIGINT, signal.SIGUSR1):  # meant for the run, sent to everybody
         signal.signal(number, signal.SIG_IGN)
     trainer = None if options.trainer is None else Trainer(options.trainer, options.log_bytes)
@@ -103,6 +110,25 @@ def follow(run: RunDir, trainer: Trainer | None) -> int:
             if last_call:
                 return EXIT_NOT_SENT
         time.sleep(pause_s(num_failures))
+
+
+def end_sweep(sweep: RunDir) -> int:
+    """Say once how a sweep ended of which no job goes on any more; the exit code."""
+    runs = [RunDir(sweep.path / job["name"]) for job in parent.jobs(sweep)]
+    try:
+        first = next(run for run in runs if run.config.is_file())
+        uri, settings = configured_uri(first), configuration(first)
+        with schema_lock(uri):
+            client = open_client(uri)
+        parent_id = run_of_sweep(client, sweep, uri, settings["telemetry"]["experiment"])
+        client.set_terminated(parent_id, parent.status(sweep, is_over=True))
+    except StopIteration:
+        say(f"{sweep.path} holds no run")
+        return EXIT_BAD_CONFIG
+    except Exception as error:
+        say(f"{first_line(error)}; gave up")
+        return EXIT_NOT_SENT
+    return EXIT_DONE
 
 
 def pause_s(num_failures: int) -> float:
@@ -147,6 +173,7 @@ class Delivery:
                 create_run(client, self._run, self._ticket, settings["telemetry"]["experiment"])
                 self._ticket.save(self._run)
         describe(client, self._run, self._ticket.run_id, settings)
+        nest(client, self._run, self._ticket, settings["telemetry"]["experiment"])
         return client
 
     def _send_events(self, events: list[Event]) -> None:
@@ -165,15 +192,22 @@ class Delivery:
                     self._client.update_run(self._ticket.run_id, status="RUNNING")
                 case RunEnded():
                     self._end(event)
+                case DrillScored():
+                    self._send_file(self._run.score_card)
+                    verdict = "passed" if event.passed else "failed"
+                    self._client.set_tag(self._ticket.run_id, f"drill.{event.scenario}", verdict)
                 case _:
                     pass
 
-    def _end(self, event: RunEnded) -> None:
-        if self._run.picture.exists():
+    def _send_file(self, path: Path) -> None:
+        if path.exists():
             try:
-                self._client.log_artifact(self._ticket.run_id, str(self._run.picture))
+                self._client.log_artifact(self._ticket.run_id, str(path))
             except Exception as error:
-                say(f"{self._run.picture.name} was not sent: {first_line(error)}")
+                say(f"{path.name} was not sent: {first_line(error)}")
+
+    def _end(self, event: RunEnded) -> None:
+        self._send_file(self._run.picture)
         match event.exit_code:
             case 0:
                 status = "FINISHED"
@@ -182,95 +216,12 @@ class Delivery:
             case _:
                 status = "FAILED"
         self._client.set_terminated(self._ticket.run_id, status, milliseconds(event.time))
-
-
-def open_client(uri: str) -> Any:
-    """MLflow's client; a URI it can never use is told apart from a store that does not answer now."""
-    from mlflow.exceptions import MlflowException
-    from mlflow.tracking import MlflowClient
-
-    try:
-        return MlflowClient(tracking_uri=uri, registry_uri=uri)
-    except MlflowException as error:
-        if error.error_code == "INVALID_PARAMETER_VALUE":
-            raise BadStoreError(first_line(error)) from None
-        raise
-
-
-def is_active(client: Any, run_id: str | None) -> bool:
-    """Whether the store has this run, and nobody deleted it."""
-    from mlflow.exceptions import MlflowException
-
-    if run_id is None:
-        return False
-    try:
-        return bool(client.get_run(run_id).info.lifecycle_stage == "active")
-    except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return False
-        raise
-
-
-def create_run(client: Any, run: RunDir, ticket: Ticket, experiment_name: str) -> None:
-    """Give the ticket a run, to be sent from the first event on; one that was created before, unconfirmed, is found."""
-    ticket.offset = 0
-    ticket.experiment_id = experiment(client, ticket.tracking_uri, experiment_name)
-    found = client.search_runs([ticket.experiment_id], f"tags.`{KEY_TAG}` = '{ticket.key}'", max_results=1)
-    if found:
-        ticket.run_id = found[0].info.run_id
-        return
-    first = next(read(run.events), None) if run.events.exists() else None
-    start_time = milliseconds(time.time() if first is None else first.time)
-    tags = {KEY_TAG: ticket.key, "run_dir": str(run.path), "mlflow.source.name": "harness.train"}
-    created = client.create_run(ticket.experiment_id, start_time=start_time, tags=tags, run_name=run.path.name)
-    ticket.run_id = created.info.run_id
-
-
-def experiment(client: Any, uri: str, name: str) -> str:
-    """The id of the experiment, created where there is none; a sqlite store keeps its artifacts beside it."""
-    from mlflow.exceptions import MlflowException
-
-    known = client.get_experiment_by_name(name)
-    if known is None:
-        database = sqlite_path(uri)
-        artifacts = None if database is None else (database.parent / "mlartifacts").as_uri()
-        try:
-            return str(client.create_experiment(name, artifact_location=artifacts))
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-            known = client.get_experiment_by_name(name)
-    return str(known.experiment_id)
-
-
-def describe(client: Any, run: RunDir, run_id: str | None, settings: dict[str, Any]) -> None:
-    """The configuration as params, what changed since as tags, and the commit."""
-    from mlflow.entities import Param, RunTag
-
-    wanted = {key: without_credentials(str(value))[:LONGEST_PARAM] for key, value in flat(settings).items()}
-    known = client.get_run(run_id).data.params
-    params = [Param(key, value) for key, value in wanted.items() if key not in known]
-    tags = [RunTag(f"changed.{key}", value) for key, value in wanted.items() if known.get(key, value) != value]
-    if run.manifest.exists():
-        manifest = json.loads(run.manifest.read_text(encoding="utf-8"))
-        commit = [manifest, *manifest["starts"]][-1]["commit"]
-        tags += [RunTag("commit", commit), RunTag("mlflow.source.git.commit", commit)] if commit else []
-    for first in range(0, len(params), PARAMS_PER_CALL):
-        client.log_batch(run_id, params=params[first : first + PARAMS_PER_CALL])
-    for first in range(0, len(tags), PARAMS_PER_CALL):
-        client.log_batch(run_id, tags=tags[first : first + PARAMS_PER_CALL])
+        settle(self._client, self._run, self._ticket)
 
 
 def last_event(run: RunDir) -> Event | None:
-    return next(reversed(tail(run.events)), None)
-
-
-def milliseconds(time_s: float) -> int:
-    return round(time_s * 1000)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """The last word of the run itself; what was scored afterwards is not its own."""
+    return next((event for event in reversed(tail(run.events)) if not isinstance(event, DrillScored)), None)
 
 
 def say(message: str) -> None:

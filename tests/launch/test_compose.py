@@ -9,19 +9,20 @@ import pytest
 from harness import compose
 from harness.config import Config, ConfigError
 
-GROUPS = sorted(path.name for path in compose.conf_dir().iterdir() if path.is_dir() and path.name != "hydra")
+OVERLAYS = ("experiment", "sweep")
+GROUPS = compose.groups()
 OPTIONS = [(group, option) for group in GROUPS for option in compose.options_of(group)]
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_file_composes(group: str, option: str) -> None:
     needed = ["data.sources.main.paths=[corpus]"] if option == "files" else []
-    cfg = compose.load([f"+{group}={option}" if group == "experiment" else f"{group}={option}", *needed])
+    cfg = compose.load([f"+{group}={option}" if group in OVERLAYS else f"{group}={option}", *needed])
     assert set(compose.plain(cfg)) == set(compose.keys_of(""))
 
 
 def test_every_group_is_a_section_or_an_overlay() -> None:
-    assert set(GROUPS) <= {*compose.keys_of(""), "experiment"}
+    assert set(GROUPS) <= {*compose.keys_of(""), *OVERLAYS}
     chosen_in_file = {field.name for field in fields(Config)} - set(GROUPS)
     assert chosen_in_file == {"run", "train", "eval"}
 
@@ -44,7 +45,7 @@ def test_overrides_arrive() -> None:
     ("override", "line"),
     [
         ("model=9b", "model: no '9b'; choose one of 125m, 13b, 1b, 3b, 50m, 70b, 7b, tiny"),
-        ("+experiment=nope", "experiment: no 'nope'; choose one of 1b_bf16, rare_tail"),
+        ("+experiment=nope", "experiment: no 'nope'; choose one of 1b_bf16, mechanism, rare_tail"),
         ("experiment=rare_tail", "experiment: not chosen by default; add it with +experiment=rare_tail"),
         ("optim=null", "optim: no 'null'; choose one of adamw, adamw_wsd"),
         ("optim=3", "optim: no '3'; choose one of adamw, adamw_wsd"),

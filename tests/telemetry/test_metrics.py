@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from harness.events import CheckpointSaved, EvalRecord, RunStarted, StepRecord
+from harness.events import CheckpointSaved, DrillScored, EvalRecord, RunStarted, StepRecord
 from harness.telemetry.metrics import metrics_of
 
 MakeStep = Callable[..., StepRecord]
@@ -62,4 +62,6 @@ def test_rarer_events(started: RunStarted) -> None:
     assert metrics_of(evaluated) == {"eval/loss": 2.5, "eval/tokens": 8.0}
     saved = CheckpointSaved(time=0.0, iteration=1, step=1, directory="d", seconds=0.5, blocked_s=0.1, bytes=2 * 10**9)
     assert metrics_of(saved) == {"checkpoint/seconds": 0.5, "checkpoint/blocked_s": 0.1, "checkpoint/gb": 2.0}
+    scored = DrillScored(time=0.0, iteration=9, scenario="nan_grad", passed=True, scores={"steps_lost": 1.0})
+    assert metrics_of(scored) == {"drill/passed": 1.0, "drill/steps_lost": 1.0}
     assert metrics_of(started) == {}

@@ -18,9 +18,10 @@ import yaml
 from mlflow.tracking import MlflowClient
 
 from harness.config import EXIT_INTERRUPTED, Config
-from harness.events import EvalRecord, Event, RunEnded, RunStarted, StepRecord
+from harness.events import DrillScored, EvalRecord, Event, RunEnded, RunStarted, StepRecord
 from harness.rundir import RunDir
-from harness.telemetry.mlflow_sink import Delivery, create_run, follow, main, open_client, pause_s
+from harness.telemetry.mlflow_run import create_run, open_client
+from harness.telemetry.mlflow_sink import Delivery, follow, main, pause_s
 from harness.telemetry.sinks import EventLog
 from harness.telemetry.store import tracking_uri
 from harness.telemetry.ticket import Ticket, Trainer, load_ticket, sole_sender
@@ -77,6 +78,20 @@ def test_a_whole_run(make_run: MakeRun, make_step: MakeStep, started: RunStarted
     assert seen.data.tags["commit"] == "b" * 40
     assert [artifact.path for artifact in client.list_artifacts(seen.info.run_id)] == ["loss.png"]
     assert (run.path.parent / "mlartifacts").is_dir()
+
+
+def test_a_drill_is_scored_after_its_end(make_run: MakeRun, started: RunStarted, ended: RunEnded) -> None:
+    run, cfg = make_run("drill-nan_grad")
+    append(run, started, ended)
+    run.score_card.write_text("# passed")
+    scored = DrillScored(time=ended.time + 9, iteration=100, scenario="nan_grad", passed=True, scores={"seconds": 2.5})
+    append(run, scored)
+    assert follow(run, None) == 0
+    client, seen = stored(cfg, run)
+    assert (seen.info.status, seen.info.end_time) == ("FINISHED", 1_700_001_000_000)
+    assert (seen.data.metrics["drill/passed"], seen.data.metrics["drill/seconds"]) == (1.0, 2.5)
+    assert seen.data.tags["drill.nan_grad"] == "passed"
+    assert [artifact.path for artifact in client.list_artifacts(seen.info.run_id)] == ["score.md"]
 
 
 def test_a_resumed_run_goes_on_under_its_id(
