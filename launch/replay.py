@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness import compose, events
 from harness.checkpoint import catalog
@@ -26,11 +27,14 @@ from harness.replay.words import render
 from harness.rundir import RunDir
 from launch.parser import Parser
 
+if TYPE_CHECKING:
+    from harness.build import Parts
+
 DESCRIPTION = """\
 Restore the newest good state from before a guilty step, take the same way there, and make the step twice: does what the
 log says come again (deterministic) or not (transient: the machine)? Names the first module that made something not
 finite, and compares the batch with its neighbours on this and on an older state (data, or data x state). The result
-lies in RUN/incidents/NNN/replay.json.
+lies in RUN/incidents/NNN/replay.json, and the post-mortem tells of it.
 """
 LONG_S = 7 * 86400.0
 """A replay has no loop that could be taken for hung."""
@@ -45,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
         cfg = compose.read(run.config)
         report = replay(run, cfg, words)
         text = report.read_text(encoding="utf-8")
+        if words.incident is not None:
+            rewrite(run, words.incident)
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -72,7 +78,7 @@ def replay(run: RunDir, cfg: Config, words: Namespace) -> Path:
     require(ranks >= 1, "--ranks", f"must be at least 1, got {ranks}")
     good = [each.name for each in catalog.saved(run.checkpoints) if each.health is not Health.tainted]
     way = history.way(log, iteration, good)
-    folder = run.path / "incidents" / (f"{words.incident:03d}" if words.incident else f"iteration-{iteration}")
+    folder = run.incidents / (f"{words.incident:03d}" if words.incident else f"iteration-{iteration}")
     folder.mkdir(parents=True, exist_ok=True)
     report = folder / "replay.json"
 
@@ -87,6 +93,7 @@ def replay(run: RunDir, cfg: Config, words: Namespace) -> Path:
         older=history.older(log, iteration, good, way.checkpoint),
         exactly=ranks == log.world_size(iteration) and not cfg.parallel.compile,
         with_samples=words.batch,
+        tamper=partial(spoil_again, run.path.resolve(), log.world_size(iteration)) if run.drill.exists() else None,
     )
     with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         launched = replace(cfg.launch, nproc=ranks, hang_after_s=LONG_S, start_within_s=LONG_S)
@@ -95,6 +102,21 @@ def replay(run: RunDir, cfg: Config, words: Namespace) -> Path:
         code = local.launch(started, partial(run_worker, order))
     require(code == EXIT_DONE, str(run.path), f"the replay ended with exit code {code}")
     return report
+
+
+def spoil_again(run: Path, world_size: int, parts: Parts) -> None:
+    """In a drill, the bad data that was there is there again."""
+    from harness.faults.data import spoil_as_planned
+
+    spoil_as_planned(RunDir(run), parts.batches, world_size)
+
+
+def rewrite(run: RunDir, incident: int) -> None:
+    """Let the post-mortem tell of the replay; it can be written later, too."""
+    from harness.evidence.gather import find
+    from harness.evidence.write import write_folder
+
+    write_folder(run, find(run, incident))
 
 
 def iteration_of(log: History, words: Namespace) -> int:

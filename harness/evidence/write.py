@@ -1,10 +1,12 @@
 """Write the folder of one incident: evidence, pictures, and the post-mortem as Markdown and HTML.
 
 The evidence and the Markdown come first, without pictures: whoever is in a hurry, or out of memory, has the words.
+A replay that lies in the folder becomes a section of its own.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from harness.events import Incident
@@ -13,9 +15,11 @@ from harness.evidence.gather import gather
 from harness.evidence.overrides import overrides_in
 from harness.evidence.panels import draw
 from harness.evidence.tokens import reread
+from harness.replay.words import render as words_of_replay
 from harness.rundir import RunDir, write_atomically
 
 EVIDENCE, MARKDOWN, PAGE = "evidence.json", "postmortem.md", "postmortem.html"
+REPLAY = "replay.json"
 
 
 def write_folder(run: RunDir, incident: Incident) -> Path:
@@ -29,7 +33,16 @@ def write_folder(run: RunDir, incident: Incident) -> Path:
     reread(run, evidence.batches)
     schema.write(evidence, folder / EVIDENCE)
     panels = draw(evidence, folder)
-    words = postmortem.render(evidence, panels)
+    words = postmortem.render(evidence, panels) + replay_section(folder)
     write_atomically(folder / MARKDOWN, words)
     write_atomically(folder / PAGE, html.render(words, folder, title=f"{evidence.run.name} {evidence.folder}"))
     return folder
+
+
+def replay_section(folder: Path) -> str:
+    """What a replay of the guilty step showed, where one was made."""
+    try:
+        replayed = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return f"\n## Replay\n\n```text\n{words_of_replay(replayed)}```\n"

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from harness.config import require
 from harness.data.batches import Batches, Source
 from harness.data.corpus import Corpus, Origin, Tokens
-from harness.faults.plan import Fault, FaultKind
+from harness.faults.plan import OF_THE_DATA, Fault, FaultKind, read_plan
 from harness.faults.site import Site
+from harness.rundir import RunDir
 
 NUM_RAREST = 16
 """Tokens that a poisoned row consists of."""
@@ -45,15 +46,8 @@ class TamperedCorpus:
 
     def __init__(self, site: Site) -> None:
         self._site = site
-        batches, fault = site.run.parts.batches, site.fault
-        rows: list[dict[int, Row]] = [{} for _ in batches.sources]
-        for index in range(fault.at, fault.at + fault.duration):
-            for source, sample, row in tampered(batches, site, index):
-                rows[source][sample] = row
-        batches.sources = tuple(
-            source._replace(corpus=_Tampered(source.corpus, changed))
-            for source, changed in zip(batches.sources, rows, strict=True)
-        )
+        parts = site.run.parts
+        spoil(parts.batches, site.fault, seed=site.seed, world_size=parts.world.size)
 
     def before(self, iteration: int) -> None:
         """The corpus lies in wait; told by the rank whose rows they are, by the first where they are all ranks'."""
@@ -68,20 +62,40 @@ class TamperedCorpus:
         pass
 
 
-def tampered(batches: Batches, site: Site, index: int) -> list[tuple[int, int, Row]]:
+def spoil_as_planned(run: RunDir, batches: Batches, world_size: int) -> None:
+    """All bad data of a drill, for whoever looks at its batches again."""
+    plan = read_plan(run)
+    for _, fault in plan or ():
+        if fault.kind in OF_THE_DATA:
+            assert plan is not None
+            spoil(batches, fault, seed=plan.seed, world_size=world_size)
+
+
+def spoil(batches: Batches, fault: Fault, *, seed: int, world_size: int) -> None:
+    """From now on the batches of the fault are made of other tokens."""
+    rows: list[dict[int, Row]] = [{} for _ in batches.sources]
+    for index in range(fault.at, fault.at + fault.duration):
+        for source, sample, row in tampered(batches, fault, index, seed=seed, world_size=world_size):
+            rows[source][sample] = row
+    batches.sources = tuple(
+        source._replace(corpus=_Tampered(source.corpus, changed))
+        for source, changed in zip(batches.sources, rows, strict=True)
+    )
+
+
+def tampered(batches: Batches, fault: Fault, index: int, *, seed: int, world_size: int) -> list[tuple[int, int, Row]]:
     """Source, sample and what is given in its place, for each row of a batch that is spoiled."""
-    fault, world = site.fault, site.run.parts.world
     sources, samples = batches.samples(index)
-    num_rows = len(samples) // world.size
+    num_rows = len(samples) // world_size
     own = range(len(samples))
     if fault.rank is not None:
-        own = own[fault.rank_of(world.size) * num_rows :][:num_rows]
+        own = own[fault.rank_of(world_size) * num_rows :][:num_rows]
     if fault.kind in (FaultKind.duplicate_batch, FaultKind.repeated_batch):
         require(fault.at > 0, "drill.fault.at", "must be at least 1: there is no batch before the first")
         before = list(zip(*batches.samples(fault.at - 1), strict=True))
         given = [_read(batches.sources[before[row][0]], int(before[row][1])) for row in own]
     else:
-        given = [_made(batches.sources[sources[row]].corpus, fault, site.seed, index, row) for row in own]
+        given = [_made(batches.sources[sources[row]].corpus, fault, seed, index, row) for row in own]
     return [(int(sources[row]), int(samples[row]), made) for row, made in zip(own, given, strict=True)]
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, final
 
 from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED
-from harness.events import DrillScored, Event, RunEnded, RunStarted
+from harness.events import DrillScored, Event, Incident, RunEnded, RunStarted
 from harness.rundir import RunDir
 from harness.telemetry import parent
 from harness.telemetry.metrics import metrics_of
@@ -163,6 +163,7 @@ class Delivery:
     def end_without_last_word(self) -> None:
         """A trainer that is gone and did not say why has failed."""
         if not isinstance(last_event(self._run), RunEnded):
+            self._send_incidents()
             self._client.set_terminated(self._ticket.run_id, "FAILED")
 
     def _connect(self) -> Any:
@@ -192,6 +193,9 @@ class Delivery:
                     self._client.update_run(self._ticket.run_id, status="RUNNING")
                 case RunEnded():
                     self._end(event)
+                case Incident():
+                    words = f"{', '.join(event.kinds)} from iteration {event.onset}: {event.verdict}"
+                    self._client.set_tag(self._ticket.run_id, f"incident.{event.number:03d}", words)
                 case DrillScored():
                     self._send_file(self._run.score_card)
                     verdict = "passed" if event.passed else "failed"
@@ -206,8 +210,19 @@ class Delivery:
             except Exception as error:
                 say(f"{path.name} was not sent: {first_line(error)}")
 
+    def _send_incidents(self) -> None:
+        """Post-mortems, evidence and pictures, as they lie in the run directory."""
+        for folder in sorted(self._run.incidents.glob("*")):
+            try:
+                self._client.log_artifacts(
+                    self._ticket.run_id, str(folder), f"{self._run.incidents.name}/{folder.name}"
+                )
+            except Exception as error:
+                say(f"incident {folder.name} was not sent: {first_line(error)}")
+
     def _end(self, event: RunEnded) -> None:
         self._send_file(self._run.picture)
+        self._send_incidents()
         match event.exit_code:
             case 0:
                 status = "FINISHED"

@@ -50,7 +50,10 @@ def test_a_round_is_a_pure_function_of_its_seed(seed: int, number: int, num_step
 
 def test_rounds_and_seeds_differ_and_everything_is_drawn() -> None:
     def names(seed: int) -> list[list[str]]:
-        rounds = (campaign.draw(KNOWN, seed=seed, number=each, num_steps=campaign.NUM_STEPS, num_ranks=2) for each in range(60))
+        rounds = (
+            campaign.draw(KNOWN, seed=seed, number=each, num_steps=campaign.NUM_STEPS, num_ranks=2)
+            for each in range(60)
+        )
         return [[str(drawn) for drawn in each] for each in rounds]
 
     first = names(0)

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import events
+from harness.build import Parts
 from harness.checkpoint import catalog
 from harness.compose import load
 from harness.events import StepRecord
+from harness.faults import worker
+from harness.faults.plan import Fault, FaultKind, Plan
 from harness.replay import history
 from harness.replay.rerun import Order, run_worker, uncompiled
 from harness.replay.words import render
 from harness.rundir import RunDir
+from launch.replay import spoil_again
 from tests.distributed import trouble
 from tests.distributed.cases import TINY
 from tests.distributed.pool import Pool
-from tests.distributed.trouble import Fault
 
 RUN = (
     "train.num_steps=40",
@@ -31,11 +37,18 @@ RUN = (
 )
 
 
-def replayed(ranks: Pool, run: RunDir, *, incident: int, samples: bool = False) -> dict[str, Any]:
-    """Replay the guilty step of an incident on as many ranks as made it."""
+def replayed(
+    ranks: Pool,
+    run: RunDir,
+    *,
+    iteration: int | None = None,
+    samples: bool = False,
+    tamper: Callable[[Parts], None] | None = None,
+) -> dict[str, Any]:
+    """Replay a step, that of the first incident unless told, on as many ranks as made it."""
     cfg = uncompiled(load([*TINY, *RUN, f"run.dir={run.path.parent}", f"run.name={run.path.name}"]))
     log = history.read(events.read(run.events))
-    guilty = history.guilty(log, incident).iteration
+    guilty = iteration or history.guilty(log, 1).iteration
     names = [each.name for each in catalog.saved(run.checkpoints)]
     way = history.way(log, guilty, names)
     order = Order(
@@ -46,6 +59,7 @@ def replayed(ranks: Pool, run: RunDir, *, incident: int, samples: bool = False) 
         older=history.older(log, guilty, names, way.checkpoint),
         exactly=True,
         with_samples=samples,
+        tamper=tamper,
     )
     assert ranks.run(2, run_worker, order, cfg) == [0, 0]
     result: dict[str, Any] = json.loads(order.report.read_text())
@@ -56,14 +70,14 @@ def replayed(ranks: Pool, run: RunDir, *, incident: int, samples: bool = False) 
 def victim(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Rank 1's gradient is NaN once, at iteration 36."""
     directory = tmp_path_factory.mktemp("replay")
-    fault = Fault("gradient", 1, factor=math.nan, iteration=36)
+    fault = trouble.Fault("gradient", 1, factor=math.nan, iteration=36)
     ranks.run(2, trouble.run, str(directory), fault, "run.name=victim", *RUN)
     return RunDir(directory / "victim")
 
 
 def test_what_struck_once_is_transient_and_the_way_there_is_the_logs_bit_for_bit(ranks: Pool, victim: RunDir) -> None:
     before = victim.events.read_bytes(), victim.ledger.read_bytes(), sorted(victim.checkpoints.iterdir())
-    found = replayed(ranks, victim, incident=1, samples=True)
+    found = replayed(ranks, victim, samples=True)
     assert (found["iteration"], found["cursor"]) == (36, 35)
     assert (found["checkpoint"], found["num_on_the_way"]) == ("step-00000030-gen-0", 5)
     assert found["left_the_log_at"] is None
@@ -76,12 +90,31 @@ def test_what_struck_once_is_transient_and_the_way_there_is_the_logs_bit_for_bit
 
 
 def test_the_samples_of_the_batch_are_weighed_and_named(ranks: Pool, victim: RunDir) -> None:
-    found = replayed(ranks, victim, incident=1, samples=True)
+    found = replayed(ranks, victim, samples=True)
     losses = [sample["loss"] for sample in found["samples"]]
     assert len(losses) == 8
     assert sum(losses) / 8 == pytest.approx(found["first"]["loss"], rel=1e-5)
     assert all(sample["file"] == "pydoc_data.topics" and sample["grad_norm"] > 0 for sample in found["samples"])
     assert "x the median)" in render(found)
+
+
+def drilled(directory: str) -> int:
+    """A run with the drill that lies in its directory."""
+    return worker.run_worker(load([*TINY, *RUN, f"run.dir={directory}", "run.name=poisoned"]))
+
+
+def test_bad_data_is_bad_again_and_on_an_older_state_too(ranks: Pool, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "poisoned")
+    run.path.mkdir()
+    plan = Plan(seed=0, faults=[Fault(kind=FaultKind.poisoned_batch, at=34)])
+    run.drill.write_text(json.dumps({"plan": plan.as_dict()}))
+    assert ranks.run(2, drilled, str(tmp_path)) == [0, 0]
+    found = replayed(ranks, run, iteration=35, tamper=partial(spoil_again, run.path, 2))
+    assert (found["cursor"], found["left_the_log_at"]) == (34, None)
+    assert found["first"] == found["second"] == found["logged"]
+    assert (found["nature"], found["cause"]) == ("deterministic", "data")
+    assert "stands out on an older state as well" in render(found)
+    assert replayed(ranks, run, iteration=35)["nature"] == "transient", "with other data it is another step"
 
 
 def test_a_step_that_was_clean_comes_again_bit_for_bit(ranks: Pool, victim: RunDir) -> None:

@@ -18,7 +18,7 @@ import yaml
 from mlflow.tracking import MlflowClient
 
 from harness.config import EXIT_INTERRUPTED, Config
-from harness.events import DrillScored, EvalRecord, Event, RunEnded, RunStarted, StepRecord
+from harness.events import DrillScored, EvalRecord, Event, Incident, RunEnded, RunStarted, StepRecord
 from harness.rundir import RunDir
 from harness.telemetry.mlflow_run import create_run, open_client
 from harness.telemetry.mlflow_sink import Delivery, follow, main, pause_s
@@ -92,6 +92,33 @@ def test_a_drill_is_scored_after_its_end(make_run: MakeRun, started: RunStarted,
     assert (seen.data.metrics["drill/passed"], seen.data.metrics["drill/seconds"]) == (1.0, 2.5)
     assert seen.data.tags["drill.nan_grad"] == "passed"
     assert [artifact.path for artifact in client.list_artifacts(seen.info.run_id)] == ["score.md"]
+
+
+def test_an_incident_is_a_tag_and_its_post_mortem_an_artifact(
+    make_run: MakeRun, started: RunStarted, ended: RunEnded
+) -> None:
+    run, cfg = make_run("spiked")
+    folder = run.incidents / "001"
+    folder.mkdir(parents=True)
+    (folder / "postmortem.md").write_text("# Incident 001")
+    (folder / "1-loss.png").write_bytes(b"png")
+    incident = Incident(
+        time=ended.time,
+        iteration=90,
+        number=1,
+        kinds=["grad_spike", "loss_spike"],
+        onset=70,
+        onset_step=70,
+        last=75,
+        last_step=74,
+        verdict="cured",
+    )
+    append(run, started, incident, ended)
+    assert follow(run, None) == 0
+    client, seen = stored(cfg, run)
+    assert seen.data.tags["incident.001"] == "grad_spike, loss_spike from iteration 70: cured"
+    sent = [artifact.path for artifact in client.list_artifacts(seen.info.run_id, "incidents/001")]
+    assert sent == ["incidents/001/1-loss.png", "incidents/001/postmortem.md"]
 
 
 def test_a_resumed_run_goes_on_under_its_id(
