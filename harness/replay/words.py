@@ -30,7 +30,9 @@ def render(replayed: dict[str, Any]) -> str:
     ]
     if words := CAUSES[replayed["cause"]]:
         lines.append(f"cause      {words}")
-    lines += [f"batch      {_standing(replayed[name])}" for name in ("here", "before") if replayed[name]]
+    lines.append(f"batch      on the state of this step: {_standing(replayed['here'])}")
+    if older := replayed["before"]:
+        lines.append(f"batch      on an older state, {older['checkpoint']}: {_standing(older)}")
     lines += [f"rank {rank:<5} {_seen(seen)}" for rank, seen in replayed["seen"].items()]
     if replayed["samples"]:
         lines += ["", *_samples(replayed["samples"])]
@@ -50,7 +52,7 @@ def _numbers(numbers: dict[str, Any]) -> str:
 
 def _standing(standing: dict[str, Any]) -> str:
     usual = f", its neighbours {median(map(float, standing['neighbours'])):.4g}" if standing["neighbours"] else ""
-    return f"on {standing['checkpoint']}: loss {float(standing['loss']):.4g}{usual}"
+    return f"loss {float(standing['loss']):.4g}{usual}"
 
 
 def _seen(seen: dict[str, Any]) -> str:
