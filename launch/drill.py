@@ -30,7 +30,7 @@ usage: harness drill NAME... [OVERRIDE...]
        harness drill list
        harness drill score RUN
        harness drill campaign --minutes M --seed S [OVERRIDE...]
-       harness drill mechanism [--seeds N]
+       harness drill mechanism [--seeds N] [OVERRIDE...]
 
 Break a run on purpose, train its clean twin, and hold what came of it against what is expected. Leaves
 runs/drill-NAME and runs/drill-NAME-twin; the card is printed, lies in runs/drill-NAME as score.md and score.json, and

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness import events
+from harness.compose import load
 from harness.config import EXIT_DONE, require
 from harness.drills.mechanism import CELLS, Cell, Effect, answers, effect, plan, table
 from harness.events import RunEnded, StepRecord
@@ -32,6 +33,9 @@ rare tokens and without, and compare: what does such a burst do, and what protec
 """
 
 
+EXPERIMENT = "+experiment=mechanism"
+
+
 class Trial(NamedTuple):
     """One run of the grid."""
 
@@ -40,6 +44,8 @@ class Trial(NamedTuple):
     cell: Cell
     seed: int
     is_struck: bool
+    words: tuple[str, ...] = ()
+    """Overrides of the training; the same for all."""
 
     @property
     def run(self) -> RunDir:
@@ -49,18 +55,21 @@ class Trial(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Run the experiment; returns the exit code."""
-    words = parser().parse_args(argv)
+    words = parser().parse_intermixed_args(argv)
     require(words.seeds >= 1, "--seeds", f"must be at least 1, got {words.seeds}")
     directory: Path = words.output
     directory.mkdir(parents=True, exist_ok=True)
-    seeds = range(words.seeds)
-    trials = [Trial(directory, cell, seed, struck) for seed in seeds for cell in CELLS for struck in (True, False)]
-    run_all(trials)
-    burst = {cell: [records(Trial(directory, cell, seed, True)) for seed in seeds] for cell in CELLS}
-    clean = {cell: [records(Trial(directory, cell, seed, False)) for seed in seeds] for cell in CELLS}
+    seeds, overrides = range(words.seeds), tuple(words.override)
+    load([EXPERIMENT, *overrides])
+    struck, spared = (
+        {cell: [Trial(directory, cell, seed, is_struck, overrides) for seed in seeds] for cell in CELLS}
+        for is_struck in (True, False)
+    )
+    run_all([trial for seed in seeds for cell in CELLS for trial in (struck[cell][seed], spared[cell][seed])])
+    burst = {cell: [records(trial) for trial in trials] for cell, trials in struck.items()}
+    clean = {cell: [records(trial) for trial in trials] for cell, trials in spared.items()}
     effects = {
-        cell: [effect(struck, spared) for struck, spared in zip(burst[cell], clean[cell], strict=True)]
-        for cell in CELLS
+        cell: [effect(hit, missed) for hit, missed in zip(burst[cell], clean[cell], strict=True)] for cell in CELLS
     }
     report = f"{table(effects)}\n" + "".join(f"- {line}\n" for line in answers(effects))
     write_atomically(directory / "report.md", report)
@@ -74,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parser() -> ArgumentParser:
     parser = Parser(prog="harness drill mechanism", description=DESCRIPTION)
+    parser.add_argument("override", nargs="*", metavar="OVERRIDE", help="of the training: model.dim=128")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="repetitions; default: 3")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/mechanism"), metavar="DIR", help="default: %(default)s"
@@ -100,7 +110,6 @@ def train(trial: Trial) -> Trial:
     """One run from its beginning to its end, on one thread."""
     import torch
 
-    from harness.compose import load
     from launch.worker import worker_of
 
     torch.set_num_threads(1)
@@ -109,7 +118,7 @@ def train(trial: Trial) -> Trial:
     if trial.is_struck:
         write_atomically(run.drill, json.dumps({"plan": plan(trial.seed).as_dict()}))
     place = [f"run.dir='{run.path.parent}'", f"run.name='{run.path.name}'", f"run.seed={trial.seed}"]
-    cfg = load(["+experiment=mechanism", *place, *trial.cell.words])
+    cfg = load([EXPERIMENT, *place, *trial.words, *trial.cell.words])
     with (run.logs / "console.txt").open("w") as console, redirect_stdout(console):
         code = worker_of(run)(cfg)
     assert code == EXIT_DONE, f"{run.path} ended with {code}"

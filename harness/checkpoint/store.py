@@ -11,7 +11,9 @@ Left out: random state, because nothing draws from one: weights and data are pur
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import shutil
 import time
@@ -39,6 +41,8 @@ from harness.state import RunState
 
 METADATA_FILE = ".metadata"
 STATE_FILE = "state.json"
+LEAST_FREE_BYTES = 1 << 20
+"""Of a disk that is full for all purposes."""
 _DESCRIPTION = "torch.distributed.checkpoint.metadata"
 _MAY_BE_UNPICKLED = frozenset(
     {
@@ -76,7 +80,7 @@ def write(
         )
         return Written(target, max(finished))
     except CheckpointException as error:
-        raise OSError(_first_failure(error)) from None
+        raise OSError(_on_disk(_first_failure(error), root)) from None
     finally:
         if world.is_first:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -126,6 +130,13 @@ def _finish(
 def _first_failure(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {cause}"
+
+
+def _on_disk(reason: str, root: Path) -> str:
+    """A failed write with its cause: torch's writer, told that the disk is full, may only say that it failed."""
+    full = os.strerror(errno.ENOSPC)
+    is_full = shutil.disk_usage(root).free < LEAST_FREE_BYTES
+    return f"{reason} ({full})" if is_full and full not in reason else reason
 
 
 class Loaded(NamedTuple):

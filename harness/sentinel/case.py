@@ -142,13 +142,16 @@ class Case:
         return 2 if self.rung >= Rung.rollback else None
 
     def extend(self, kind: str, *, onset: int, onset_step: int, step: int, cursors: Iterable[int]) -> None:
-        """One more finding; the first after a restore starts the place anew."""
+        """One more finding; the first after a restore starts the place anew, and so does one that comes so many clean
+        steps after a refusal: that changed nothing, and the state since is as good as before it."""
+        is_past = self.is_refused_alone and not self.is_treated and onset_step - self.end_step >= NUM_RECENT
+        begins_anew = self.is_restored or is_past
         if kind not in self.kinds:
             self.kinds.append(kind)
         self.end_step = max(self.end_step, step)
-        if self.is_restored or onset < self.onset:
+        if begins_anew or onset < self.onset:
             self.onset, self.onset_step = onset, onset_step
-        if self.is_restored:
+        if begins_anew:
             self.cursors = []
         self.is_restored = False
         self.cursors += [cursor for cursor in cursors if cursor not in self.cursors]

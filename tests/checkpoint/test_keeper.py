@@ -172,7 +172,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(ranks: Pool, small_disk
     assert saved_steps(directory) == [5]
     failed = [event for event in log if isinstance(event, CheckpointFailed)]
     assert [event.step for event in failed] == [10, 12]
-    assert all("No space left on device" in event.reason and "\n" not in event.reason for event in failed)
+    assert all("No space left on device" in event.reason and "\n" not in event.reason for event in failed), failed
     assert isinstance(log[-1], RunEnded)
     assert (log[-1].exit_code, log[-1].step) == (75, 12)
     assert log[-1].reason == "all steps done, but the last checkpoint was not saved"

@@ -103,7 +103,7 @@ def test_all_scenarios_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["full_disk", "launch=slurm"], "launch: full_disk needs launch=local, got slurm"),
         (["campaign", "--minutes", "0"], "--minutes: must be positive, got 0"),
         (["campaign", "--seed", "x"], "drill campaign: argument --seed: invalid int value: 'x'"),
-        (["campaign", "train.num_steps=50"], "train.num_steps: must be at least 90 for a campaign, got 50"),
+        (["campaign", "train.num_steps=50"], "train.num_steps: must be at least 120 for a campaign, got 50"),
     ],
 )
 def test_bad_words_are_one_line_and_nothing_on_disk(

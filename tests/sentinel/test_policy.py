@@ -242,3 +242,18 @@ def test_lost_moments_without_a_checkpoint_are_watched() -> None:
     assert action is not None
     assert action.exclude == []
     assert kind_of(run.fail(run.fail(action))) is K.watch
+
+
+@pytest.mark.parametrize(("num_clean", "onset"), [(30, 130), (3, 100)], ids=["long ago", "just now"])
+def test_a_refusal_that_clean_steps_followed_is_no_reason_to_go_back_behind_it(num_clean: int, onset: int) -> None:
+    """It changed nothing. What is refused much later is another trouble, and what was trained between is sound."""
+    run = Run()
+    run.calm(100)
+    assert kind_of(run.take(refused=True)) is K.skip
+    run.calm(num_clean)
+    skips = [run.take(refused=True) for _ in range(2)]
+    assert [kind_of(each) for each in skips] == [K.skip, K.skip]
+    rewind = run.take(refused=True)
+    assert rewind is not None
+    assert rewind.kind is K.rewind
+    assert rewind.onset == onset, "before the two batches that come before the first refusal of the row"
