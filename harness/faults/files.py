@@ -86,9 +86,11 @@ class DamagedCheckpoint:
         """Nobody is left to undo it."""
 
     def _newest(self) -> Checkpoint:
-        """The newest one that is due; a slow disk is waited for, so that the same one is struck everywhere."""
+        """The newest one that is due; a slow disk is waited for, so that the same one is struck everywhere. One is not
+        written before its step was reported, which takes `lag` steps that waiting would hold up."""
         run = self._site.run
-        due_step = run.state.step // every * every if (every := run.cfg.checkpoint.every_steps) else 0
+        reported = run.state.step - run.cfg.sentinel.lag
+        due_step = reported // every * every if (every := run.cfg.checkpoint.every_steps) else 0
         deadline_s = time.monotonic() + WRITTEN_WITHIN_S
         while not (found := catalog.saved(run.directory.checkpoints)) or found[-1].step < due_step:
             message = f"no checkpoint of step {due_step} came within {WRITTEN_WITHIN_S:g} s"
