@@ -158,6 +158,10 @@ class Keeper:
             self._finish_writing()
         return name in self._on_disk
 
+    def finish(self) -> None:
+        """Wait for what is being written: one that ends in the middle of it is aborted, whatever its exit code."""
+        self._finish_writing()
+
     def close(self) -> None:
         self._clerk.close()
 
