@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 EXIT_DONE = 0
+EXIT_CRASHED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_HALTED = 3
 EXIT_INTERRUPTED = 75

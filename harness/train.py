@@ -195,6 +195,8 @@ def leave(run: Run, ending: Ending) -> Ending:
     """Say who asked for the end and save where the run stands, unless it halted: what was given up may be broken."""
     if ending.exit_code == EXIT_HALTED:
         run.parts.keeper.finish()
+        for event in run.parts.keeper.news():
+            run.narrator.note(event)
         return ending
     if ending.exit_code == EXIT_INTERRUPTED:
         ending = Ending(EXIT_INTERRUPTED, f"{ending.reason}: {run.stop.reason}")

@@ -23,11 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, final
 
-from harness.config import EXIT_INTERRUPTED, Config, ConfigError, DeviceKind
+from harness.config import EXIT_CRASHED, EXIT_INTERRUPTED, Config, ConfigError, DeviceKind
 from harness.requests import STOP_SIGNALS
 from harness.rundir import RunDir
 
-EXIT_CRASHED = 1
 POLL_S = 0.2
 LOCK = ".lock"
 NUM_CPU_RANKS = 2

@@ -34,14 +34,14 @@ from types import FrameType
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from harness.config import EXIT_INTERRUPTED, Config, ConfigError, DeviceKind, require
+from harness.config import EXIT_CRASHED, EXIT_INTERRUPTED, Config, ConfigError, DeviceKind, require
 from harness.requests import STOP_SIGNALS
 from harness.rundir import locate, write_atomically
 from harness.telemetry.heartbeat import end_of_run
 from launch.agent import POLL_S, run_agent
 from launch.machines import ALONE, Fall, Machines, Place
 from launch.muster import Absent, Leaving, gather, interface_towards
-from launch.ranks import EXIT_CRASHED, FALL_FILE, PID_FILE, STACKS_FILE, RankLogs, exit_code_of, render
+from launch.ranks import FALL_FILE, PID_FILE, STACKS_FILE, RankLogs, exit_code_of, render
 from launch.supervisor import Supervisor
 
 Worker = Callable[[Config], int]

@@ -14,9 +14,8 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from harness.config import EXIT_BAD_CONFIG, EXIT_HALTED, EXIT_INTERRUPTED, ConfigError
+from harness.config import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_HALTED, EXIT_INTERRUPTED, ConfigError
 
-EXIT_CRASHED = 1
 PID_FILE = "HARNESS_PID_FILE"
 """Environment variable of a worker: where it says that it can be told to stop."""
 FALL_FILE = "HARNESS_FALL_FILE"

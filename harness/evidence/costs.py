@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-from harness.events import ActionKind, StepRecord
+from harness.events import StepRecord
 from harness.evidence.schema import Cost, Evidence
+from harness.sentinel.chart import RESTORES
 
 RAISED_SIGMAS = 2.0
 LEVEL_RECORDS, SPREAD_RECORDS = 25, 100
-RESTORES = (ActionKind.rewind, ActionKind.rollback)
 
 
 def level_of(records: Sequence[StepRecord], onset: int) -> tuple[float, float] | None:

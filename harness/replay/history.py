@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 from harness.config import ConfigError
-from harness.events import Action, ActionKind, CheckpointSaved, Event, Finding, Outcome, RunStarted, StepRecord
+from harness.events import Action, CheckpointSaved, Event, Finding, Outcome, RunStarted, StepRecord
+from harness.sentinel.chart import RESTORES
 
-RESTORES = (ActionKind.rewind, ActionKind.rollback)
 START = 0
 """The iteration of the state that a run begins with."""
 

@@ -15,7 +15,7 @@ from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_INTERRU
 from harness.events import ActionKind
 from harness.sweeps.ranking import FEWEST_MARKS, Ranking, Standing, joint_noise, margin
 from harness.sweeps.record import Sweep
-from harness.sweeps.result import RESTORES, Result
+from harness.sweeps.result import ANSWERS, Result
 from harness.sweeps.spikes import FEWEST_ROWS, SIGMAS, WINDOW_ROWS
 
 ENDINGS = {
@@ -53,7 +53,7 @@ def cells(each: Standing) -> list[str]:
         share(result.spikes.share),
         "-" if result.incidents_per_10k is None else f"{result.incidents_per_10k:.3g}",
         str(result.num_refused),
-        "/".join(str(result.done[kind]) for kind in RESTORES),
+        "/".join(str(result.done[kind]) for kind in ANSWERS),
         "-" if result.tokens_per_s is None else f"{result.tokens_per_s:,.0f}",
         str(result.step),
         ending(result),
@@ -197,7 +197,7 @@ def job_as_json(each: Standing) -> dict[str, Any]:
         "num_spikes": result.spikes.num_spikes,
         "incidents_per_10k": result.incidents_per_10k,
         "num_refused": result.num_refused,
-        **{f"num_{kind}s": result.done[ActionKind(kind)] for kind in RESTORES},
+        **{f"num_{kind}s": result.done[ActionKind(kind)] for kind in ANSWERS},
         "tokens_per_s": finite(result.tokens_per_s),
     }
 

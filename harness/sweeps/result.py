@@ -13,7 +13,7 @@ from harness.rundir import RunDir
 from harness.sweeps.record import Job
 from harness.sweeps.spikes import SpikeScore, spike_score
 
-RESTORES = (ActionKind.skip, ActionKind.rewind, ActionKind.rollback)
+ANSWERS = (ActionKind.skip, ActionKind.rewind, ActionKind.rollback)
 STEPS_OF_A_RATE = 10_000
 
 
@@ -71,7 +71,7 @@ def result_of(sweep: Path, job: Job) -> Result:
                 result.exit_code, result.step = event.exit_code, event.step
             case Action(incident=number) if number > 0:
                 result.incidents.add(number)
-            case Outcome(succeeded=True, kind=kind) if kind in RESTORES:
+            case Outcome(succeeded=True, kind=kind) if kind in ANSWERS:
                 result.done[kind] += 1
             case _:
                 pass
