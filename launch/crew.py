@@ -80,10 +80,6 @@ def visible_gpus() -> list[str]:
     return [str(number) for number, _ in enumerate(listed.stdout.splitlines())] if listed.returncode == 0 else []
 
 
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @final
 @dataclass(slots=True, kw_only=True)
 class Member:

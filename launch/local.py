@@ -2,8 +2,8 @@
 
 Why: torchrun exits with 1 whatever its workers said, and gives a stopping run 30 seconds. A run that saves a checkpoint
 when it is told to stop needs its own time, and a cluster needs to know whether to requeue.
-How: torch's elastic agent runs in a thread with the stop signals blocked; the main thread catches them and passes them
-on. Workers inherit the block and lift it once they can answer, so no signal is lost while Python starts. The first
+How: the processes of the ranks are forked from this one before anything else happens (`launch.reserve`). Then torch's
+elastic agent runs in a thread with the stop signals blocked; the main thread catches them and passes them on. The first
 signal asks the workers to stop, a second SIGINT or SIGTERM kills them; SIGUSR1 only ever asks, because a scheduler may
 send it to every process and more than once. Workers return their exit code; a worker that dies is reported by rank,
 cause, traceback and log, and takes the others down within seconds, those of other machines too (`launch.muster`). A
@@ -13,69 +13,76 @@ Left out: restarts. A run that ends with 75 is resumed by whoever started it. `L
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
-import json
 import logging
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from multiprocessing import resource_tracker
-from pathlib import Path
+from functools import cache
 from socket import gethostname
-from traceback import format_exc
 from types import FrameType
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from harness.config import EXIT_CRASHED, EXIT_INTERRUPTED, Config, ConfigError, DeviceKind, require
+from harness.config import EXIT_CRASHED, EXIT_INTERRUPTED, Config, DeviceKind, require
 from harness.requests import STOP_SIGNALS
-from harness.rundir import locate, write_atomically
+from harness.rundir import locate
 from harness.telemetry.heartbeat import end_of_run
 from launch.agent import POLL_S, run_agent
 from launch.machines import ALONE, Fall, Machines, Place
 from launch.muster import Absent, Leaving, gather, interface_towards
-from launch.ranks import FALL_FILE, PID_FILE, STACKS_FILE, RankLogs, exit_code_of, render
+from launch.ranks import RankLogs, exit_code_of, render
+from launch.reserve import SHOW_STACKS, THREADS_OF_TORCH, Orders, Reserved, can_fork, enter_worker, reserve
 from launch.supervisor import Supervisor
-
-Worker = Callable[[Config], int]
+from launch.threads import THREADS, threads_of_a_rank
+from launch.worker import Worker
 
 ECHO_S = 0.25
-LAST_WORD_S = 1.0
-"""How long a worker that raises waits: a peer that was killed leaves no message and must be seen to have died first."""
+COUNTED_WITHIN_S = 60.0
 GRACE_S = 3.0
 """How long workers may take to end by themselves after another one has fallen."""
 SILENT_MACHINE_S = 30.0
 """A machine that has not been heard of for so long is taken for lost."""
-SHOW_STACKS = signal.SIGUSR2
-"""Asks a worker where each of its threads stands."""
 STACKS_WITHIN_S = 0.5
 INTERFACE = "GLOO_SOCKET_IFNAME"
-PR_SET_PDEATHSIG = 1
 
 
 def num_ranks(cfg: Config) -> int:
     """Ranks to start here: what was asked for, or one for each GPU, or 2 on CPU."""
-    num_gpus = 0 if cfg.parallel.device is DeviceKind.cpu else torch.cuda.device_count()
+    gpus = 0 if cfg.parallel.device is DeviceKind.cpu else num_gpus()
     if cfg.parallel.device is DeviceKind.cuda:
-        require(num_gpus > 0, "parallel.device", "no CUDA device on this machine; choose cpu or auto")
-    if num_gpus and cfg.launch.nproc:
-        message = f"must not exceed the {num_gpus} GPUs of this machine, got {cfg.launch.nproc}"
-        require(cfg.launch.nproc <= num_gpus, "launch.nproc", f"{message}; or parallel.device=cpu")
-    return cfg.launch.nproc or num_gpus or 2
+        require(gpus > 0, "parallel.device", "no CUDA device on this machine; choose cpu or auto")
+    if gpus and cfg.launch.nproc:
+        message = f"must not exceed the {gpus} GPUs of this machine, got {cfg.launch.nproc}"
+        require(cfg.launch.nproc <= gpus, "launch.nproc", f"{message}; or parallel.device=cpu")
+    return cfg.launch.nproc or gpus or 2
+
+
+@cache
+def num_gpus() -> int:
+    """Counted in a process of its own: where NVML cannot be asked, counting brings up CUDA, and no process that is
+    forked from this one could use it any more."""
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        return 0
+    with reserve(1, forked=can_fork()) as (scout,):
+        scout.begin(Orders(call=torch.cuda.device_count))
+        return scout.returned(COUNTED_WITHIN_S) or 0
 
 
 def launch(cfg: Config, worker: Worker, place: Place = ALONE) -> int:
     """Run `worker(cfg)` on every rank of this machine; returns the exit code of the contract, 1 for a crash."""
     nproc = num_ranks(cfg)
     silence_agent()
-    with threads_of_a_rank(cfg, nproc), stop_requests() as requests:
+    with (
+        threads_of_a_rank(cfg, nproc),
+        stop_requests() as requests,
+        reserve(nproc, forked=can_fork() and os.environ[THREADS] == THREADS_OF_TORCH) as processes,
+    ):
         try:
             machines = gather(
                 place,
@@ -91,14 +98,15 @@ def launch(cfg: Config, worker: Worker, place: Place = ALONE) -> int:
             print(f"harness: {error}", file=sys.stderr)
             return EXIT_CRASHED
         with machines:
-            return run_ranks(cfg, worker, machines, requests)
+            return run_ranks(cfg, worker, machines, processes, requests)
 
 
-def run_ranks(cfg: Config, worker: Worker, machines: Machines, requests: list[int]) -> int:
-    """Start the workers and see them through to their end."""
-    nproc, node = num_ranks(cfg), machines.place.node
-    ranks = range(node * nproc, (node + 1) * nproc)
-    logs = RankLogs(locate(cfg).logs / machines.start, ranks, gloo_environment(machines.address))
+def run_ranks(
+    cfg: Config, worker: Worker, machines: Machines, processes: Sequence[Reserved], requests: list[int]
+) -> int:
+    """Let the workers begin and see them through to their end."""
+    nproc, node = len(processes), machines.place.node
+    logs = RankLogs(locate(cfg).logs / machines.start, range(node * nproc, (node + 1) * nproc))
 
     def noticed(error: ChildFailedError) -> None:
         failure = logs.first_failure(error)
@@ -107,16 +115,9 @@ def run_ranks(cfg: Config, worker: Worker, machines: Machines, requests: list[in
         machines.tell(Fall(node=node, host=gethostname(), exit_code=code, line=line))
 
     logs.create()
-    start_tracker()
+    orders = orders_of(cfg, worker, logs, gloo_environment(machines.address))
     with ThreadPoolExecutor(max_workers=1, initializer=block_stop_signals) as pool:
-        future = pool.submit(
-            run_agent,
-            machines,
-            logs,
-            enter_worker,
-            (os.getpid(), worker, cfg),
-            noticed=noticed,
-        )
+        future = pool.submit(run_agent, machines, processes, orders, noticed=noticed)
         hung = see_through(future, requests, logs, machines, Supervisor(locate(cfg), logs.ranks, cfg.launch))
         try:
             code = max(future.result().values())
@@ -129,66 +130,24 @@ def run_ranks(cfg: Config, worker: Worker, machines: Machines, requests: list[in
         return code
 
 
-def enter_worker(launcher: int, worker: Worker, cfg: Config) -> int:
-    """The first function of a worker process. Until the worker can stop in order, a stop request just ends it."""
-
-    def leave(_signal: int, _frame: FrameType | None) -> None:
-        os._exit(EXIT_INTERRUPTED)
-
-    die_with(launcher)
-    for number in STOP_SIGNALS:
-        signal.signal(number, leave)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    Path(os.environ[PID_FILE]).write_text(str(os.getpid()))
-    try:
-        with shows_stacks(Path(os.environ[STACKS_FILE])):
-            return worker(cfg)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)  # the agent takes it for a silent success and waits for ever
-    except Exception as error:
-        fall = {"message": str(error), "is_user_error": isinstance(error, ConfigError), "traceback": format_exc()}
-        write_atomically(Path(os.environ[FALL_FILE]), json.dumps(fall))
-        time.sleep(LAST_WORD_S)
-        sys.exit(EXIT_CRASHED)
-    finally:
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def die_with(launcher: int) -> None:
-    """Nobody would stop a worker whose launcher was killed: the kernel does, or this does where it came too late."""
-    with suppress(OSError, AttributeError):  # Linux alone can do it
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:
-        os._exit(EXIT_CRASHED)
-
-
-@contextmanager
-def shows_stacks(path: Path) -> Iterator[None]:
-    """Where the worker stands, for the supervisor that is about to kill it; C code that hangs cannot prevent it."""
-    with path.open("w") as file:
-        faulthandler.register(SHOW_STACKS, file=file)
-        try:
-            yield
-        finally:
-            faulthandler.unregister(SHOW_STACKS)
-    if not path.stat().st_size:
-        path.unlink()
+def orders_of(cfg: Config, worker: Worker, logs: RankLogs, environment: dict[str, str]) -> list[Orders]:
+    """What the process of each rank is told."""
+    return [
+        Orders(
+            call=enter_worker,
+            arguments=(worker, cfg),
+            name=f"rank-{rank}",
+            environment=environment | logs.environment(rank),
+            stdout=logs.stream(rank, "stdout"),
+            stderr=logs.stream(rank, "stderr"),
+        )
+        for rank in logs.ranks
+    ]
 
 
 def block_stop_signals() -> None:
-    """In the agent's thread, and so in every process it starts."""
+    """In the agent's thread: the main thread hears them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-
-
-def start_tracker() -> None:
-    """Start the helper process of `multiprocessing` from here: it would lift the block from the agent's thread, and die
-    of a SIGUSR1 that was not blocked when it began."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 
 
 @contextmanager
@@ -255,20 +214,6 @@ def gloo_environment(address: str) -> dict[str, str]:
     on this machine alone, others should not reach: it is told the interface by which machine 0 is reached."""
     interface = None if INTERFACE in os.environ else interface_towards(address)
     return {} if interface is None else {INTERFACE: interface}
-
-
-@contextmanager
-def threads_of_a_rank(cfg: Config, nproc: int) -> Iterator[None]:
-    """OMP_NUM_THREADS for the workers: it is read when torch is loaded, so it must be there before they start."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    share = max(1, (os.cpu_count() or 1) // nproc)
-    os.environ["OMP_NUM_THREADS"] = str(cfg.launch.threads or before or share)
-    try:
-        yield
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
 
 
 def silence_agent() -> None:

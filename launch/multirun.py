@@ -37,6 +37,7 @@ from harness.telemetry.shipper import SINK_MODULE, last_line
 from harness.telemetry.sinks import last_iteration, tail
 from launch import crew
 from launch.jobs import Composed, Need, named, need
+from launch.threads import num_cores
 
 WORST_LAST = (EXIT_DONE, EXIT_INTERRUPTED, EXIT_HALTED, 1, EXIT_BAD_CONFIG)
 NOT_SHARED = ("run.name=", "launch.at_once=", "hydra.", "hydra/")
@@ -96,7 +97,7 @@ def carry_out(directory: Path, sweep: Sweep, cfgs: dict[str, Config]) -> int:
             print(f"{opening(directory, needs)}\n{submitted(directory, job)}")
             return worst(before)
         record.write(known, directory)
-        rooms = crew.rooms(missing, num_cores=crew.num_cores(), gpus=crew.visible_gpus())
+        rooms = crew.rooms(missing, num_cores=num_cores(), gpus=crew.visible_gpus())
         print(opening(directory, needs, num_at_once=len(rooms)), flush=True)
         runs = [lay_out(cfg) for cfg in missing]
         codes, stopped = crew.work_off(runs, rooms, lock, teller([job.name for job in sweep.jobs]))

@@ -20,6 +20,7 @@ from harness.config import EXIT_BAD_CONFIG, Config, ConfigError, check_world, re
 from harness.rundir import RunDir, check_resume
 from launch.machines import ALONE, Place
 from launch.parser import Parser
+from launch.threads import ranks_expected, threads_of_a_rank
 from launch.worker import worker_of
 
 RENDEZVOUS = "HARNESS_RENDEZVOUS"
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg.run.dir, cfg.run.name = str(run.path.parent), run.path.name
         check_resume(cfg, run)
         check_nodes(cfg, place)
-        from launch import local
+        with threads_of_a_rank(cfg, ranks_expected(cfg)):
+            from launch import local
 
         check_world(cfg, place.nodes * local.num_ranks(cfg))
         return local.launch(cfg, worker_of(run), place)

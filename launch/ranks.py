@@ -10,8 +10,8 @@ import json
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from harness.config import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_HALTED, EXIT_INTERRUPTED, ConfigError
@@ -65,18 +65,13 @@ def render(failure: Failure, *, stopping: bool) -> str:
     return "\n".join(filter(None, lines))
 
 
-class RankLogs(LogsSpecs):
+@final
+@dataclass(frozen=True, slots=True)
+class RankLogs:
     """Rank 0 on the terminal; the streams of the others, and the last exception of each, as files of one directory."""
 
-    def __init__(self, directory: Path, ranks: range, environment: dict[str, str]) -> None:
-        super().__init__(str(directory))
-        self.environment = environment
-        self.directory = directory
-        self.ranks = ranks
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self.directory)
+    directory: Path
+    ranks: range
 
     def create(self) -> None:
         try:
@@ -102,19 +97,13 @@ class RankLogs(LogsSpecs):
         """A file, or "" for the terminal."""
         return str(self.directory / f"rank-{rank}.{name}") if rank > 0 else ""
 
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        ranks = {local: int(env["RANK"]) for local, env in envs.items()}
-        assert sorted(ranks.values()) == list(self.ranks), "ranks follow from the machine's place"
-        for local, env in envs.items():
-            env.update(self.environment)
-            env[FALL_FILE] = str(self.fall_file(ranks[local]))
-            env[PID_FILE] = str(self.pid_file(ranks[local]))
-            env[STACKS_FILE] = str(self.directory / f"rank-{ranks[local]}.stacks")
-        return LogsDest(
-            stdouts={local: self.stream(rank, "stdout") for local, rank in ranks.items()},
-            stderrs={local: self.stream(rank, "stderr") for local, rank in ranks.items()},
-            error_files={local: str(self.directory / f"rank-{rank}.agent.json") for local, rank in ranks.items()},
-        )
+    def environment(self, rank: int) -> dict[str, str]:
+        """Where a rank finds its files."""
+        return {
+            FALL_FILE: str(self.fall_file(rank)),
+            PID_FILE: str(self.pid_file(rank)),
+            STACKS_FILE: str(self.directory / f"rank-{rank}.stacks"),
+        }
 
     def first_failure(self, error: ChildFailedError) -> Failure:
         """The rank that died first. The agent names one that is dead; an exception elsewhere may be older."""

@@ -32,6 +32,7 @@ from harness.config import (
 from harness.rundir import check_resume, locate, name_run
 from launch.jobs import Composed
 from launch.multirun import sweep_over
+from launch.threads import ranks_expected, threads_of_a_rank
 from launch.worker import worker_of
 
 
@@ -116,7 +117,8 @@ def start(cfg: Config) -> int:
     require(not cfg.launch.dry_run, "launch.dry_run", "is for launch=slurm; `harness train --cfg job` shows this one")
     several = f"{cfg.launch.nodes} machines are for launch=slurm, or for `python -m launch.node` on each of them"
     require(cfg.launch.nodes == 1, "launch.nodes", several)
-    from launch import local
+    with threads_of_a_rank(cfg, ranks_expected(cfg)):
+        from launch import local
 
     check_world(cfg, local.num_ranks(cfg))
     return local.launch(cfg, worker_of(locate(cfg)))

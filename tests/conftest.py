@@ -12,18 +12,18 @@ LONGEST_FIRST = (
     "test_drills",
     "test_slurm",
     "test_sentinel",
-    "test_drill_command",
     "test_shipper",
-    "test_leaving",
     "test_hosts",
-    "test_resume",
-    "test_local",
     "test_kill",
+    "test_drill_command",
     "test_sweep",
     "test_operator",
+    "test_resume",
     "test_infrastructure",
+    "test_local",
+    "test_leaving",
 )
-"""Files that take a minute or so: begun last, one of them would leave the other workers idle."""
+"""Files that take half a minute or more: begun last, one of them would leave the other workers idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

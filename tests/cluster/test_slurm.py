@@ -231,13 +231,10 @@ def test_a_killed_task_begins_again_and_a_halt_does_not(jobs: Jobs, cluster: Clu
 
 
 def agent_of(cluster: Cluster, run: RunDir) -> int:
-    """The task that Slurm started for a run."""
+    """The task that Slurm started for a run; its ranks have its command line, and names of their own."""
     words = f"launch.node\0{run.path.resolve()}\0".encode()
-    (pid,) = (
-        pid
-        for pid in cluster.lab.processes()
-        if (line := Path(f"/proc/{pid}/cmdline").read_bytes()).endswith(words) and not line.startswith(b"srun")
-    )
+    alike = [pid for pid in cluster.lab.processes() if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(words)]
+    (pid,) = (pid for pid in alike if not Path(f"/proc/{pid}/comm").read_text().startswith(("srun", "rank-")))
     return pid
 
 

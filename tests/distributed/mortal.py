@@ -1,8 +1,8 @@
 """Ranks that are killed where a test says, cheaply enough to kill dozens.
 
 Why: a promise about `kill -9` at any instant is worth what is tried, and starting Python and torch costs seconds.
-How: one process, the mother, is started afresh, imports everything and from then on only forks: each attempt is a set
-of ranks born of her with torchrun's environment, which nobody but the kernel stops. She runs no thread, no process
+How: one process, the mother, comes without a past, imports everything and from then on only forks: each attempt is a
+set of ranks born of her with torchrun's environment, which nobody but the kernel stops. She runs no thread, no process
 group and no tensor operation of size, so what she hands down is whole. A rank dies at a *place*: the n-th call of a
 function of the product, before it, after it, or at a chosen point within; the function is replaced in that rank alone,
 and the product knows nothing of it. The others follow a moment later, as they would under a launcher.
@@ -27,9 +27,9 @@ from multiprocessing.process import BaseProcess
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 from tests.distributed.pool import free_port
+from tests.forks import forks
 
 ATTEMPT_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
@@ -136,11 +136,9 @@ class Mortals:
 
     def __init__(self, *modules: str) -> None:
         """`modules` are imported once, for all ranks to come."""
-        context = multiprocessing.get_context("spawn")
-        self._orders, theirs = context.Pipe()
-        self._mother = context.Process(target=_serve, args=(theirs, modules))
-        with patch.dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"):  # read when numpy is loaded
-            self._mother.start()
+        self._orders, theirs = forks().Pipe()
+        self._mother = forks().Process(target=_serve, args=(theirs, modules))
+        self._mother.start()
         theirs.close()
 
     def run(self, size: int, case: Callable[..., Any], *arguments: Any, death: Death | None = None) -> Outcome:

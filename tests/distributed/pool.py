@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes that import torch once and then run one distributed case after another.
+"""Real ranks for tests: processes that run one distributed case after another.
 
 Each case is a module-level function `case(*arguments) -> result` that runs on `size` ranks at once with torchrun's
 environment set and a fresh rendezvous; the results come back in rank order. An exception on any rank fails the case
@@ -7,7 +7,6 @@ with that rank's traceback, and ranks that would wait for it for ever are replac
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import sys
@@ -17,6 +16,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from tests.forks import forks
 
 CASE_TIMEOUT_S = 120
 
@@ -52,7 +53,6 @@ class Pool:
     """Up to four ranks, started when first needed."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
     def run(self, size: int, case: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -86,8 +86,8 @@ class Pool:
         return results
 
     def _start(self) -> None:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        ours, theirs = forks().Pipe()
+        process = forks().Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         self._workers.append((process, ours))

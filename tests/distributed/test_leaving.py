@@ -6,7 +6,6 @@ import getpass
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,8 +21,8 @@ from harness.events import Event, Intervention, RunEnded, RunStarted, StepRecord
 from harness.rundir import RunDir
 from tests.distributed import cases
 from tests.distributed.pool import Pool
+from tests.forks import Launched
 
-ROOT = Path(__file__).parents[2]
 LAG = 1
 ENDLESS = ("train.num_steps=100000", "optim.schedule=constant", f"sentinel.lag={LAG}")
 FURTHER = 5
@@ -70,27 +69,16 @@ def end_of(log: list[Event]) -> RunEnded:
 
 
 @contextmanager
-def launched(run: RunDir) -> Iterator[subprocess.Popen[bytes]]:
+def launched(run: RunDir) -> Iterator[Launched]:
     """A run that would go on for ever, through the launcher, in a session of its own, once it trains."""
     overrides = [*cases.TINY, *ENDLESS, f"run.dir={run.path.parent}", f"run.name={run.path.name}", "launch.nproc=2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launch.cli", "train", *overrides],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        cwd=ROOT,
-    )
-    try:
+    with Launched("launch.cli", "train", *overrides, output=run.path.parent / "output") as process:
         deadline = time.monotonic() + 60
         while not (run.events.exists() and any(isinstance(event, StepRecord) for event in log_of(run))):
-            assert process.poll() is None
+            assert process.poll() is None, process.stderr
             assert time.monotonic() < deadline, "the run does not begin"
             time.sleep(0.05)
         yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 def worker(run: RunDir, rank: int) -> int:
@@ -98,18 +86,18 @@ def worker(run: RunDir, rank: int) -> int:
     return int(file.read_text())
 
 
-def ask_by_signal(_run: RunDir, launcher: subprocess.Popen[bytes]) -> None:
+def ask_by_signal(_run: RunDir, launcher: Launched) -> None:
     launcher.send_signal(signal.SIGUSR1)
 
 
-def ask_by_file(run: RunDir, _launcher: subprocess.Popen[bytes]) -> None:
+def ask_by_file(run: RunDir, _launcher: Launched) -> None:
     run.stop.touch()
 
 
-def ask_by_command(run: RunDir, _launcher: subprocess.Popen[bytes]) -> None:
-    command = [sys.executable, "-m", "launch.cli", "ctl", str(run.path), "stop", "--reason", "new nodes", "--wait"]
-    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert (asked.returncode, asked.stderr) == (75, "")
+def ask_by_command(run: RunDir, _launcher: Launched) -> None:
+    words = ("ctl", str(run.path), "stop", "--reason", "new nodes", "--wait")
+    with Launched("launch.cli", *words, output=run.path.parent / "asked") as asked:
+        assert (asked.wait(timeout=60), asked.stderr) == (75, "")
     assert f"{run.path} ended at step {end_of(log_of(run)).step}: " in asked.stdout
 
 

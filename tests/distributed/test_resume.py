@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +13,7 @@ from harness import events
 from harness.events import CheckpointSaved, RunEnded, RunStarted, StepRecord
 from tests.distributed import cases
 from tests.distributed.pool import Pool
+from tests.forks import Launched
 
 STEPS = ("train.num_steps=120", "checkpoint.every_steps=10", "optim.warmup_steps=5")
 Numbers = dict[int, tuple[float, float, float, int]]
@@ -36,24 +33,10 @@ def control(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Numbers:
     return numbers(records)
 
 
-@contextmanager
-def launched(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+def launched(directory: Path) -> Launched:
     """The same run through the launcher, as a user starts it, in a session of its own."""
     overrides = [*cases.TINY, *STEPS, f"run.dir={directory}", "run.name=victim", "launch.nproc=2"]
-    command = [sys.executable, "-m", "launch.train", *overrides]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        cwd=Path(__file__).parents[2],
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    return Launched("launch.train", *overrides, output=directory / "output")
 
 
 def wait_for_step(directory: Path, step: int) -> None:
@@ -81,7 +64,7 @@ def test_killed_run_resumes_bit_identically(ranks: Pool, control: Numbers, tmp_p
     with launched(tmp_path) as process:
         wait_for_step(tmp_path, 15)
         os.killpg(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+        assert process.wait(timeout=60) == -signal.SIGKILL
     code, records = finish(ranks, tmp_path, 2)
     assert code == 0
     assert numbers(records) == control
@@ -94,8 +77,7 @@ def test_stopped_run_saves_exits_75_and_resumes_bit_identically(ranks: Pool, con
     with launched(tmp_path) as process:
         wait_for_step(tmp_path, 15)
         process.send_signal(signal.SIGTERM)
-        _, complaint = process.communicate(timeout=60)
-        assert process.returncode == 75, complaint.decode()
+        assert process.wait(timeout=60) == 75, process.stderr
     log = list(events.read(tmp_path / "victim" / "events.jsonl"))
     ended = log[-1]
     assert isinstance(ended, RunEnded)

@@ -1,4 +1,4 @@
-"""What ranks do in the launcher's tests instead of training; `python -m tests.launch.workers NAME RUNS` starts one."""
+"""What ranks do in the launcher's tests instead of training; `main` is a launcher of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness import compose
@@ -47,6 +48,13 @@ def killed(cfg: Config) -> int:
     raise ConnectionError("a victim of the kill")
 
 
+def vanish(_cfg: Config) -> int:
+    if rank() == 1:
+        os._exit(0)
+    time.sleep(PATIENCE_S)
+    return 0
+
+
 def refuse(_cfg: Config) -> int:
     raise ConfigError("data.path", "no such file")
 
@@ -68,6 +76,12 @@ def patient(cfg: Config) -> int:
         time.sleep(0.5)
         (locate(cfg).path / f"saved-{rank()}").write_text(stop.reason)
     return 75
+
+
+def slow(_cfg: Config) -> int:
+    """Has not come to the point where it could stop in order."""
+    time.sleep(PATIENCE_S)
+    return 0
 
 
 def stubborn(cfg: Config) -> int:
@@ -115,8 +129,14 @@ def config(runs: Path, name: str) -> Config:
     return compose.load([f"run.dir={runs}", f"run.name={name}", "launch.nproc=2", "parallel.device=cpu"])
 
 
-if __name__ == "__main__":
+def main(words: Sequence[str]) -> int:
     from launch import local
-    from tests.launch import workers
 
-    sys.exit(local.launch(config(Path(sys.argv[2]), sys.argv[1]), getattr(workers, sys.argv[1])))
+    name, runs = words
+    cfg = config(Path(runs), name)
+    cfg.launch.hang_after_s = 2.0 if name == "hang" else cfg.launch.hang_after_s
+    try:
+        return local.launch(cfg, globals()[name])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
