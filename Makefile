@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test clean
+.PHONY: train test bench-gpu clean
 
 train: .venv/.installed
 	$(BIN)/harness train $(ARGS)
@@ -14,6 +14,9 @@ test: .venv/.installed-test
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+bench-gpu: .venv/.installed-test
+	$(BIN)/python -m tests.bench.gpu $(ARGS)
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

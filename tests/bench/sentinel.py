@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,7 +47,7 @@ from harness.sentinel.report import HostFacts, unpack
 from harness.state import RunState
 from harness.step import forward_backward, judge_and_update, mask_of
 from harness.telemetry.meters import Meter, memory_bytes
-from tests.bench.step import WARMUP_STEPS, wait_for
+from tests.bench.clock import WARMUP_STEPS, Block, timed
 
 SMALL = ("model=tiny", "data=synthetic", "train.batch_size=8", "train.sequence_length=128", "parallel.device=auto")
 
@@ -63,6 +62,7 @@ class Watched:
     root: Path
     meter: Meter
     judging_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
 
     def run(self, num_steps: int) -> None:
         self.meter.resume(time.perf_counter())
@@ -94,6 +94,7 @@ class Watched:
             posted_s=time.perf_counter(),
             memory_bytes=memory_bytes(self.parts.world.device),
             batch=as_record(batch.facts, self.parts.batches.source_names),
+            in_fp8=self.parts.products.in_fp8,
         )
 
     def hear(self, *, everything: bool = False) -> None:
@@ -115,6 +116,7 @@ class Watched:
         )
         rates = self.meter.tick(facts.posted_s)
         record = replace(read, step_time_s=rates.step_time_s, tokens_per_s=rates.tokens_per_s)
+        self.losses.append(record.loss)
         state.learn(refused=record.refused)
         _, action = parts.sentinel.judge(record)
         doubtful_since = parts.sentinel.policy.doubtful_since
@@ -151,7 +153,9 @@ class Plain:
         self.state.cursor += 1
         seed = 1 / (cfg.train.batch_size * cfg.train.sequence_length)
         for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
-            parts.model(rows.inputs, rows.targets, seed=seed, mask=mask_of(rows)).objective.backward()
+            with parts.products.probing(False):
+                parts.model(rows.inputs, rows.targets, seed=seed, mask=mask_of(rows)).objective.backward()
+        parts.products.learn(torch.zeros((), device=parts.world.device))
         if cfg.optim.clip_norm is not None:
             clip_grad_norm_(parts.model.parameters(), cfg.optim.clip_norm, foreach=True)
         self.update()
@@ -175,22 +179,19 @@ class Plain:
 
 
 class Round(NamedTuple):
-    on_s: float
-    """Seconds of a step."""
-    off_s: float
+    on: Block
+    off: Block
 
     @property
     def cost(self) -> float:
-        return self.on_s / self.off_s - 1
+        return self.on.step_s / self.off.step_s - 1
 
 
-def step_s(run: Callable[[int], None], num_steps: int, device: torch.device) -> float:
-    """Seconds of a step, the mean of a block."""
-    wait_for(device)
-    begun_s = time.perf_counter()
-    run(num_steps)
-    wait_for(device)
-    return (time.perf_counter() - begun_s) / num_steps
+def sides(cfg: Config, parts: Parts, root: RunDir) -> tuple[Watched, Plain]:
+    """Both ways to train the same model."""
+    state = RunState()
+    rates = [cfg.optim.lr * each for each in table(cfg.optim, num_steps=cfg.train.num_steps)]
+    return Watched(cfg, parts, state, root.checkpoints, meter(cfg, parts.world)), Plain(cfg, parts, state, rates)
 
 
 def measure(watched: Watched, plain: Plain, *, rounds: int, num_steps: int) -> list[Round]:
@@ -201,18 +202,19 @@ def measure(watched: Watched, plain: Plain, *, rounds: int, num_steps: int) -> l
     measured = []
     for number in range(rounds):
         if number % 2:
-            off_s = step_s(plain.run, num_steps, device)
-            on_s = step_s(watched.run, num_steps, device)
+            off = timed(plain.run, num_steps, device)
+            on = timed(watched.run, num_steps, device)
         else:
-            on_s = step_s(watched.run, num_steps, device)
-            off_s = step_s(plain.run, num_steps, device)
-        measured.append(Round(on_s, off_s))
+            on = timed(watched.run, num_steps, device)
+            off = timed(plain.run, num_steps, device)
+        measured.append(Round(on, off))
     return measured
 
 
 def row(name: str, measured: list[Round], judging_s: list[float]) -> str:
     """Medians, with the range of the cost."""
-    on_s, off_s = (statistics.median(seconds) for seconds in zip(*measured, strict=True))
+    on_s = statistics.median(each.on.step_s for each in measured)
+    off_s = statistics.median(each.off.step_s for each in measured)
     costs = sorted(each.cost for each in measured)
     slowest_s = sorted(judging_s)[int(0.99 * (len(judging_s) - 1))]
     return (
@@ -236,10 +238,7 @@ def main() -> None:
         world = connect(cfg.parallel)
         root = RunDir(Path(directory))
         with closing(build(cfg, world, root)) as parts:
-            state = RunState()
-            rates = [cfg.optim.lr * each for each in table(cfg.optim, num_steps=cfg.train.num_steps)]
-            watched = Watched(cfg, parts, state, root.checkpoints, meter(cfg, world))
-            plain = Plain(cfg, parts, state, rates)
+            watched, plain = sides(cfg, parts, root)
             measured = measure(watched, plain, rounds=options.rounds, num_steps=options.steps)
         disconnect()
     print(f"{options.rounds} rounds of {options.steps} steps each, a probe every {cfg.sentinel.probe_every}\n")

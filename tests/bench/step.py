@@ -10,10 +10,8 @@ GPU the rate of a large bf16 matrix product, measured in the same run, is the se
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,9 +24,8 @@ from harness.parallel import connect, disconnect
 from harness.precision import fast_attention
 from harness.rundir import RunDir
 from harness.step import forward_backward, judge_and_update
-from harness.telemetry.meters import memory_bytes, peak_flops
-
-WARMUP_STEPS = 4
+from harness.telemetry.meters import peak_flops
+from tests.bench.clock import WARMUP_STEPS, let_go, matmul_flops_per_s, timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +46,22 @@ def one_step(parts: Parts, cfg: Config, index: int) -> torch.Tensor:
     return judge_and_update(parts, cfg=cfg, probe=False)
 
 
+@dataclass(slots=True)
+class Steps:
+    """One step after the other, each with the next batch."""
+
+    parts: Parts
+    cfg: Config
+    index: int
+    report: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    """Of the last step."""
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.report = one_step(self.parts, self.cfg, self.index)
+            self.index += 1
+
+
 def loss_of(parts: Parts, report: torch.Tensor) -> float:
     layout = parts.signals.layout
     return float(layout.scalar(report, "loss") / layout.scalar(report, "tokens"))
@@ -60,16 +73,10 @@ def measure(name: str, overrides: list[str], *, rounds: int, steps: int, run: Ru
     world = connect(cfg.parallel)
     parts = build(cfg, world, run)
     first_loss = loss_of(parts, one_step(parts, cfg, 0))
-    for index in range(1, WARMUP_STEPS):
-        one_step(parts, cfg, index)
-    seconds = []
-    for number in range(rounds):
-        wait_for(world.device)
-        begun = time.perf_counter()
-        for index in range(steps):
-            report = one_step(parts, cfg, WARMUP_STEPS + number * steps + index)
-        wait_for(world.device)
-        seconds.append((time.perf_counter() - begun) / steps)
+    loop = Steps(parts, cfg, index=1)
+    loop.run(WARMUP_STEPS - 1)
+    blocks = [timed(loop.run, steps, world.device) for _ in range(rounds)]
+    seconds = [block.step_s for block in blocks]
     tokens = cfg.train.batch_size * cfg.train.sequence_length
     median = statistics.median(seconds)
     flops = tokens * flops_per_token(cfg.model, cfg.train.sequence_length) / median
@@ -81,39 +88,15 @@ def measure(name: str, overrides: list[str], *, rounds: int, steps: int, run: Ru
         spread=(max(seconds) - min(seconds)) / median,
         flops_per_s=flops,
         mfu=None if peak is None else flops / peak,
-        memory_gib=memory_bytes(world.device) / 2**30,
+        memory_gib=max(block.peak_bytes for block in blocks) / 2**30,
         first_loss=first_loss,
-        last_loss=loss_of(parts, report),
+        last_loss=loss_of(parts, loop.report),
     )
-    parts.batches.close()
-    parts.held_out.close()
+    parts.close()
     disconnect()
-    del parts
-    gc.collect()
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    del parts, loop
+    let_go()
     return row
-
-
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def matmul_flops_per_s(size: int = 8192, repeats: int = 20) -> float | None:
-    """Rate of a bf16 matrix product on random data; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    left, right = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
-    for _ in range(3):
-        left @ right
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    for _ in range(repeats):
-        left @ right
-    torch.cuda.synchronize()
-    return 2 * size**3 * repeats / (time.perf_counter() - begun)
 
 
 def main() -> None:

@@ -1,0 +1,1 @@
+"""The GPU benchmark: this harness and its peers in one table."""

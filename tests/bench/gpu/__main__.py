@@ -1,0 +1,232 @@
+"""One table of this harness and its peers: tokens/s, MFU and memory of the same model on the same GPU, in one run.
+
+    make bench-gpu                                              1b and 3b, all rows: about ten minutes on an H200
+    python -m tests.bench.gpu --models 1b --torchtitan DIR      one size; DIR holds the package torchtitan
+    python -m tests.bench.gpu --rows ours-bf16 huggingface huggingface-whole
+    python -m tests.bench.gpu --models tiny --sequence 128 --batch 2 --steps 2 --rounds 1     without a GPU
+
+Rows: this harness in bf16 and fp8, each with its sentinel on and off in turns (`tests.bench.sentinel` says what that
+is); torchtitan's Llama; Hugging Face's Llama with FSDP2, by itself, by Lightning Fabric and by accelerate. All have the
+same number of parameters, which is checked, the same batches, fp32 weights and moments, bf16 products (but fp8's),
+gradients reduced in fp32, fused AdamW with the same settings, and a gradient norm clipped in every step. Each runs at
+its best (`tests.bench.gpu.peer`); `huggingface-whole`, all layers in one graph, takes minutes to compile and runs only
+where it is named, and so does `torchtitan-shipped`, with its own defaults. Whatever fails has a row that says why.
+A row is built, compiled and warmed up, then timed in rounds of steps, each from an idle device to an idle device; rows
+follow each other in one process, and each is taken down before the next. Columns: tokens/s by the median round; spread,
+(slowest - fastest) / median; tokens/s over torchtitan's; MFU, by 6 FLOPs a weight and attention as if nothing were
+masked, against the datasheet's bf16 rate, also for fp8; the same against a large bf16 matrix product, measured between
+the rows, whose median counts; the most that torch's allocator handed out in a round; mean loss of the first step and of
+the last, which differ between rows as their initialisations do.
+Left out: what feeds the peers (their batches lie on the device already), logging, checkpoints, more than one GPU.
+`--also` adds, for the first of the models: `snapshot`, what a snapshot every 20 steps costs on average; `save`, how
+long a save holds up the loop; `fits`, large models and long sequences beside what `harness plan` says of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.compose import load
+from harness.config import EXIT_BAD_CONFIG, ConfigError
+from harness.fp8.engine import require_engine
+from harness.model.size import flops_per_token, num_parameters
+from harness.precision import fast_attention
+from harness.rundir import RunDir
+from harness.telemetry.meters import peak_flops
+from tests.bench.clock import heat, let_go, matmul_flops_per_s
+from tests.bench.gpu import beside, hugging_face, ours, peer, titan
+from tests.bench.gpu.setting import BATCH_SIZES, PROBE_EVERY, Setting
+from tests.bench.gpu.table import Row, Table, as_json, render
+
+OURS = {
+    "ours-bf16": ("bf16", ("precision=bf16",)),
+    "ours-fp8": ("fp8", ("precision=fp8",)),
+    "ours-fp8-delayed": ("fp8 delayed", ("precision=fp8", "precision.fp8.recipe=delayed")),
+}
+"""Row -> what its precision is called, and how it is chosen."""
+TITAN, SHIPPED = "torchtitan", "torchtitan-shipped"
+ROWS = (*OURS, TITAN, SHIPPED, *hugging_face.PEERS)
+NOT_ASKED = {"huggingface-whole", SHIPPED}
+"""Rows that run only when they are named: one takes minutes to compile, the other is a slower way of its neighbour."""
+HEATED_S = 10.0
+"""For how long the device is made to work before the first row: a cool one is faster, and would favour it."""
+NUM_PRODUCTS = 3
+"""Matrix products measured before each row."""
+NUM_LINES = 12
+"""Frames of a traceback."""
+
+
+@dataclass(slots=True)
+class Bench:
+    setting: Setting
+    run: RunDir
+    torchtitan: Path | None
+    rows: list[Row] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    matmul_flops: list[float] = field(default_factory=list)
+    is_whole: bool = True
+    """None of our own rows failed."""
+
+    def measure(self, name: str) -> None:
+        """One row, or the two of this harness; told at once."""
+        rates = [matmul_flops_per_s() for _ in range(NUM_PRODUCTS)]
+        self.matmul_flops += [rate for rate in rates if rate is not None]
+        try:
+            if name in OURS:
+                on, off, remark = ours.measure(self.setting, *OURS[name], self.run)
+                self.add(on, off)
+                self.remarks.append(remark)
+            else:
+                self.add(peer.measure(self.peer_of(name), self.setting, self.run))
+        except (Exception, SystemExit) as error:
+            self.is_whole = self.is_whole and (name not in OURS or isinstance(error, ConfigError))
+            self.add(Row(name=name, note=reason(error)))
+        let_go()
+
+    def peer_of(self, name: str) -> peer.Peer:
+        if name in (TITAN, SHIPPED):
+            return titan.peer(self.torchtitan, as_shipped=name == SHIPPED)
+        return hugging_face.PEERS[name]
+
+    def add(self, *rows: Row) -> None:
+        for row in rows:
+            self.rows.append(row)
+            rate = (
+                ""
+                if row.step_s is None
+                else f"{self.setting.tokens / row.step_s:,.0f} tokens/s, {row.peak_gib:.1f} GiB"
+            )
+            print(f"{row.name}: {' '.join(filter(None, (rate, row.note)))}", flush=True)
+
+    @property
+    def table(self) -> Table:
+        setting, cfg = self.setting, self.setting.config()
+        device = torch.cuda.get_device_name() if has_gpu() else None
+        size = f"{num_parameters(cfg.model):,} parameters, {setting.batch_size} x {setting.sequence_length} tokens"
+        how = f"{setting.rounds} rounds of {setting.steps} steps{'' if setting.is_compiled else ', not compiled'}"
+        return Table(
+            title=f"{setting.model}: {size}, {how}; {device or 'CPU'}, torch {torch.__version__}",
+            tokens=setting.tokens,
+            flops_per_token=flops_per_token(cfg.model, setting.sequence_length),
+            peak_flops=peak_flops(device, None),
+            matmul_flops=tuple(self.matmul_flops),
+            reference=TITAN,
+            rows=tuple(self.rows),
+            remarks=tuple(self.remarks),
+        )
+
+
+def load_engine() -> None:
+    """Transformer Engine before anything else, where there is one: no row is to choose another cuDNN for the next."""
+    with suppress(ConfigError):
+        require_engine(load(["precision=fp8"]).precision, torch.device("cuda:0" if has_gpu() else "cpu"))
+
+
+def has_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def reason(error: BaseException) -> str:
+    """One line for a table; what is not plain from it is told in full beside it."""
+    said = (str(error).strip().splitlines() or [""])[0].replace("|", "/")
+    if isinstance(error, ConfigError | ModuleNotFoundError):
+        return said
+    print("".join(traceback.format_exception(error)[-NUM_LINES:]), file=sys.stderr, flush=True)
+    return f"{type(error).__name__}: {said}"
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["1b", "3b"], help="names of conf/model")
+    asked = [name for name in ROWS if name not in NOT_ASKED]
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=asked, metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("--also", nargs="+", choices=beside.SECTIONS, default=[], help="further measurements")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=PROBE_EVERY, help="of a round")
+    parser.add_argument("--sequence", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, help="sequences of a batch; default: 8, of larger models fewer")
+    parser.add_argument("--torchtitan", type=Path, metavar="DIR", help="a directory that holds the package")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
+    parser.add_argument("--directory", type=Path, help="where --also save writes; default: a temporary one")
+    compile_help = "default: where there is a GPU"
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=has_gpu(), help=compile_help)
+    options = parser.parse_args(arguments)
+    if options.rounds < 1 or options.steps < 1:
+        parser.error("--rounds and --steps must be at least 1")
+    if options.steps > PROBE_EVERY and options.steps % PROBE_EVERY:
+        parser.error(f"--steps above {PROBE_EVERY} must be a multiple of it: a probe every {PROBE_EVERY} steps")
+    return options
+
+
+def settings(options: argparse.Namespace) -> list[Setting]:
+    made = [
+        Setting(
+            model=model,
+            sequence_length=options.sequence,
+            batch_size=options.batch or BATCH_SIZES.get(model, 8),
+            rounds=options.rounds,
+            steps=options.steps,
+            is_compiled=options.compile,
+        )
+        for model in options.models
+    ]
+    for setting in made:
+        setting.config()
+    return made
+
+
+def measured(options: argparse.Namespace, root: Path) -> tuple[list[Table], dict[str, Any], bool]:
+    """All tables, the further sections, and whether all of our own rows are there."""
+    benches = [Bench(setting, RunDir(root), options.torchtitan) for setting in settings(options)]
+    load_engine()
+    heat(HEATED_S)
+    for bench in benches:
+        print(f"{bench.table.title}\n", flush=True)
+        for name in options.rows:
+            bench.measure(name)
+        print(f"\n{render(bench.table)}\n", flush=True)
+    sections: dict[str, Any] = {}
+    for name in options.also:
+        try:
+            told = beside.SECTIONS[name](benches[0].setting, options.directory or root)
+        except (Exception, SystemExit) as error:
+            told = beside.Section(f"{name}: {reason(error)}", {})
+        let_go()
+        sections[name] = told.values
+        print(f"{told.text}\n", flush=True)
+    return [bench.table for bench in benches], sections, all(bench.is_whole for bench in benches)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parsed(arguments)
+    fp32_before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with fast_attention(), tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tables, sections, is_whole = measured(options, Path(root))
+    except ConfigError as error:
+        print(f"bench-gpu: {error}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    finally:
+        torch.set_float32_matmul_precision(fp32_before)
+    if options.json:
+        content = {"tables": [as_json(table) for table in tables], "also": sections}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0 if is_whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

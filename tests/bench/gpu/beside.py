@@ -1,0 +1,208 @@
+"""Measurements beside the table: what safety costs a training loop, and what fits on the device.
+
+Snapshots and saves are those of `tests.bench.checkpoint`, of the first model of the table. What fits is run for a few
+steps, compiled and with resharding where that decides, and stands beside the plan: the most that torch's allocator
+handed out, and tokens/s. Without a GPU the model of the table stands in for the large ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from harness.build import build
+from harness.checkpoint.cadence import num_buffers
+from harness.compose import load
+from harness.config import Config
+from harness.parallel import connect, disconnect
+from harness.plan.plan import Plan, plan
+from harness.rundir import RunDir
+from tests.bench.checkpoint import Cost, check_room, cost_of_save, cost_of_snapshot
+from tests.bench.clock import Block, let_go, timed
+from tests.bench.gpu.setting import Setting
+from tests.bench.savers import Contender, Loop, begin_own, bring_back_own
+from tests.bench.step import Steps
+
+SNAPSHOT_EVERY = 20
+SNAPSHOT_STEPS = 5
+"""Over which a snapshot is felt: it is copied in less than one."""
+NUM_SNAPSHOTS, NUM_SAVES = 6, 2
+FIT_STEPS, FIT_WARMUP_STEPS = 3, 2
+
+
+class Section(NamedTuple):
+    text: str
+    values: dict[str, Any]
+
+
+class Case(NamedTuple):
+    """A configuration that may fit."""
+
+    model: str
+    sequence_length: int
+    batch_size: int
+    checkpointing: str
+
+    @property
+    def name(self) -> str:
+        kept = "nothing recomputed" if self.checkpointing == "none" else f"{self.checkpointing} checkpointing"
+        return f"{self.model}, {self.batch_size} x {self.sequence_length}, {kept}"
+
+
+class Fit(NamedTuple):
+    name: str
+    tokens: int
+    """Of a step."""
+    block: Block | None
+    """None where it did not fit."""
+    planned_bytes: int
+    planned_tokens_per_s: float | None
+
+
+CASES: tuple[Case, ...] = (
+    Case("7b", 4096, 1, "selective"),
+    Case("7b", 4096, 2, "selective"),
+    Case("7b", 4096, 1, "full"),
+    Case("7b", 4096, 4, "full"),
+    Case("1b", 32768, 1, "none"),
+)
+
+
+def snapshot(setting: Setting, directory: Path) -> Section:
+    """The share of a run's time that snapshots take."""
+    with looping(setting, directory) as loop:
+        for _ in range(num_buffers(loop.cfg.checkpoint.ring)):
+            cost_of_snapshot(loop, num_steps=1)
+        step_s = statistics.median(loop.step_s(SNAPSHOT_STEPS) for _ in range(3))
+        costs = [cost_of_snapshot(loop, num_steps=SNAPSHOT_STEPS) for _ in range(NUM_SNAPSHOTS)]
+    return told_snapshot(costs, step_s)
+
+
+def told_snapshot(costs: list[Cost], step_s: float) -> Section:
+    shares = sorted(cost.stolen_s / (SNAPSHOT_EVERY * step_s) for cost in costs)
+    share, called_s = statistics.median(shares), statistics.median(cost.called_s for cost in costs)
+    text = (
+        f"A snapshot every {SNAPSHOT_EVERY} steps of {step_s * 1e3:.1f} ms costs {share:+.2%} of the time "
+        f"({shares[0]:+.2%} to {shares[-1]:+.2%} over {len(shares)}); its call holds the loop for "
+        f"{called_s * 1e3:.1f} ms."
+    )
+    return Section(text, {"share": share, "shares": shares, "called_s": called_s, "step_s": step_s})
+
+
+def save(setting: Setting, directory: Path) -> Section:
+    """How long a save that goes on beside training holds up the loop."""
+    with looping(setting, directory) as loop, ThreadPoolExecutor(max_workers=1) as writer:
+        check_room(loop)
+        cost_of_snapshot(loop, num_steps=1)
+        own = Contender("", partial(begin_own, writer), bring_back_own)
+        costs = [cost_of_save(loop, own, plain_steps=SNAPSHOT_STEPS) for _ in range(NUM_SAVES)]
+    return told_save(costs)
+
+
+def told_save(costs: list[Cost]) -> Section:
+    called, stolen, safe, back = (statistics.median(values) for values in zip(*costs, strict=True))
+    text = (
+        f"A save beside training holds the loop for {called * 1e3:.1f} ms and takes {stolen * 1e3:.0f} ms of its time "
+        f"until it is safe, after {safe:.1f} s; to come back takes {back:.1f} s (medians of {len(costs)})."
+    )
+    return Section(text, {"called_s": called, "stolen_s": stolen, "safe_s": safe, "back_s": back})
+
+
+@contextmanager
+def looping(setting: Setting, directory: Path) -> Iterator[Loop]:
+    """The training that is stolen from."""
+    cfg = setting.config("precision=bf16", "checkpoint.ring.slots=2")
+    with tempfile.TemporaryDirectory(dir=directory) as own:
+        world = connect(cfg.parallel)
+        try:
+            with closing(build(cfg, world, RunDir(Path(own) / "run"))) as parts:
+                yield Loop(cfg, parts, Path(own))
+        finally:
+            disconnect()
+
+
+def fits(setting: Setting, directory: Path) -> Section:
+    """Each case for a few steps."""
+    cases = CASES
+    if not torch.cuda.is_available():
+        small = partial(Case, setting.model, setting.sequence_length, setting.batch_size)
+        cases = (small("selective"), small("full"))
+    tried = [tried_out(case, setting, directory) for case in cases]
+    return Section(render(tried), {"fits": [as_dict(fit) for fit in tried]})
+
+
+def tried_out(case: Case, setting: Setting, directory: Path) -> Fit:
+    overrides = (
+        "+experiment=1b_bf16",
+        f"cluster={'h200' if torch.cuda.is_available() else 'auto'}",
+        f"model={case.model}",
+        f"train.batch_size={case.batch_size}",
+        f"train.sequence_length={case.sequence_length}",
+        f"parallel.activation_checkpointing={case.checkpointing}",
+        f"parallel.compile={str(setting.is_compiled).lower()}",
+        "parallel.reshard_after_forward=true",
+        "checkpoint.ring.slots=0",
+    )
+    cfg = load(list(overrides))
+    try:
+        block = stepped(cfg, RunDir(directory / "fits"))
+    except torch.OutOfMemoryError:
+        block = None
+    let_go()
+    fit = fit_of(case, block, plan(cfg, world_size=1))
+    print(line(fit), flush=True)
+    return fit
+
+
+def stepped(cfg: Config, run: RunDir) -> Block:
+    world = connect(cfg.parallel)
+    try:
+        with closing(build(cfg, world, run)) as parts:
+            loop = Steps(parts, cfg, index=0)
+            loop.run(FIT_WARMUP_STEPS)
+            return timed(loop.run, FIT_STEPS, world.device)
+    finally:
+        disconnect()
+
+
+def fit_of(case: Case, block: Block | None, planned: Plan) -> Fit:
+    return Fit(
+        name=case.name,
+        tokens=case.batch_size * case.sequence_length,
+        block=block,
+        planned_bytes=planned.memory.peak_bytes,
+        planned_tokens_per_s=None if planned.pace is None else planned.pace.tokens_per_s,
+    )
+
+
+def render(tried: list[Fit]) -> str:
+    head = "| what fits | tokens/s | planned | peak GiB | planned |\n|---|---:|---:|---:|---:|"
+    return "\n".join([head, *map(line, tried)])
+
+
+def line(fit: Fit) -> str:
+    rate = "does not fit" if fit.block is None else f"{fit.tokens / fit.block.step_s:,.0f}"
+    peak = "-" if fit.block is None else f"{fit.block.peak_bytes / 2**30:.1f}"
+    planned = "-" if fit.planned_tokens_per_s is None else f"{fit.planned_tokens_per_s:,.0f}"
+    return f"| {fit.name} | {rate} | {planned} | {peak} | {fit.planned_bytes / 2**30:.1f} |"
+
+
+def as_dict(fit: Fit) -> dict[str, Any]:
+    return {
+        "name": fit.name,
+        "tokens_per_s": None if fit.block is None else fit.tokens / fit.block.step_s,
+        "peak_bytes": None if fit.block is None else fit.block.peak_bytes,
+        "planned_tokens_per_s": fit.planned_tokens_per_s,
+        "planned_bytes": fit.planned_bytes,
+    }
+
+
+SECTIONS: dict[str, Callable[[Setting, Path], Section]] = {"snapshot": snapshot, "save": save, "fits": fits}

@@ -1,0 +1,137 @@
+"""Does fp8 learn what bf16 learns? Two runs of the product itself, same seed, same batches, one curve beside the other.
+
+    python -m tests.bench.gpu.parity                        125m, 1,000 steps of 8 x 1024 tokens, a few minutes
+    python -m tests.bench.gpu.parity precision.fp8.recipe=block --picture parity.png
+    python -m tests.bench.gpu.parity --engine emulated --steps 60 model=tiny train.batch_size=4 --no-compile
+
+The text is what every machine has: the Python that lies in the interpreter's library and in torch, byte by byte, files
+in the order of a hash of their names. Both runs are `python -m harness.train` with the sentinel on. Losses are smoothed
+by a mean over the last steps; what counts is the largest relative difference of the smoothed curves after the warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from harness import events
+from harness.events import StepRecord
+
+CORPUS_BYTES = 32 * 2**20
+SMOOTHED_OVER = 50
+BOUND = 0.01
+
+
+class Curve(NamedTuple):
+    name: str
+    losses: NDArray[np.float64]
+    tokens_per_s: float
+
+    @property
+    def smoothed(self) -> NDArray[np.float64]:
+        """The mean of the last steps, from the first step that has so many."""
+        return np.convolve(self.losses, np.full(SMOOTHED_OVER, 1 / SMOOTHED_OVER), mode="valid")
+
+
+def gather(path: Path) -> int:
+    """Write the corpus; returns its bytes."""
+    roots = [Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent]
+    files = [
+        file for root in roots for file in root.rglob("*.py") if "site-packages" not in file.relative_to(root).parts
+    ]
+    texts = (file.read_bytes() for file in sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest()))
+    joined = b"".join(_until(texts, CORPUS_BYTES))
+    np.frombuffer(joined, dtype=np.uint8).astype(np.uint16).tofile(path)
+    return len(joined)
+
+
+def _until(texts: Iterable[bytes], size: int) -> Iterable[bytes]:
+    for text in texts:
+        if size <= 0:
+            return
+        size -= len(text)
+        yield text
+
+
+def trained(name: str, overrides: list[str], root: Path) -> Curve:
+    """One run, in a process of its own."""
+    command = [sys.executable, "-m", "harness.train", f"run.dir={root}", f"run.name={name}", *overrides]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    records = [event for event in events.read(root / name / "events.jsonl") if isinstance(event, StepRecord)]
+    assert not any(record.refused for record in records), f"{name}: an update was refused"
+    speed = float(np.median([record.tokens_per_s for record in records[len(records) // 2 :]]))
+    return Curve(name, np.array([record.loss for record in records]), speed)
+
+
+def draw(curves: list[Curve], difference: NDArray[np.float64], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    for curve in curves:
+        steps = np.arange(SMOOTHED_OVER, len(curve.losses) + 1)
+        above.plot(steps, curve.smoothed, label=curve.name, linewidth=1)
+    above.set_ylabel(f"loss (nats a byte), mean of {SMOOTHED_OVER} steps")
+    above.set_yscale("log")
+    above.legend()
+    below.plot(np.arange(SMOOTHED_OVER, SMOOTHED_OVER + len(difference)), 100 * difference, linewidth=1, color="black")
+    below.axhline(0, linewidth=0.5, color="grey")
+    below.set_ylabel("fp8 over bf16 (%)")
+    below.set_xlabel("step")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.gpu.parity", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("overrides", nargs="*", help="of both runs")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--engine", choices=["transformer_engine", "emulated"], default="transformer_engine")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--picture", type=Path, help="where to draw both curves")
+    options = parser.parse_args()
+    warmup = min(100, options.steps // 10)
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        size = gather(root / "library.bin")
+        common = [
+            *("model=125m", "data=files", f"data.sources.main.paths=[{root}/library.bin]"),
+            "data.sources.main.dtype=uint16",
+            *("model.vocab_size=256", "train.batch_size=8", "train.sequence_length=1024", "eval.every_steps=0"),
+            *(f"train.num_steps={options.steps}", f"optim.warmup_steps={warmup}", "optim.lr=6.0e-4"),
+            *("telemetry=plain", "checkpoint.every_steps=0", f"parallel.compile={str(options.compile).lower()}"),
+            *options.overrides,
+        ]
+        eighth = ["precision=fp8", f"precision.fp8.engine={options.engine}"]
+        curves = [trained("bf16", [*common, "precision=bf16"], root), trained("fp8", [*common, *eighth], root)]
+    plain, rounded = (curve.smoothed for curve in curves)
+    difference = rounded / plain - 1
+    settled = difference[max(0, warmup - SMOOTHED_OVER) :]
+    print(f"{size / 2**20:.0f} MiB of Python, {options.steps} steps: " + " ".join(options.overrides))
+    for step in sorted({SMOOTHED_OVER, *range(options.steps // 5, options.steps + 1, max(1, options.steps // 5))}):
+        if step >= SMOOTHED_OVER:
+            at = step - SMOOTHED_OVER
+            print(f"step {step:>6}: bf16 {plain[at]:.4f}  fp8 {rounded[at]:.4f}  {difference[at]:+.2%}")
+    for curve in curves:
+        print(f"{curve.name}: {curve.tokens_per_s:,.0f} tokens/s")
+    worst = float(np.abs(settled).max())
+    print(f"largest difference of the smoothed loss after the warm-up: {worst:.2%} (bound {BOUND:.0%})")
+    if options.picture:
+        draw(curves, difference, options.picture)
+    return 0 if worst < BOUND else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""What all peers share: the job they are given, the same optimizer, clipping and loss, FSDP2, and the clock.
+
+They are given every advantage that costs nothing: batches lie on the device before the clock runs, AdamW is fused and
+has one group, norms are clipped in one pass (`foreach`), the loss is compiled and never kept in fp32, parameters stay
+gathered between forward and backward, nothing is recomputed, attention takes cuDNN's kernel first, and nothing is read
+back until the rounds are over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+
+from harness.config import Config
+from harness.data.ledger import Ledger
+from harness.data.sources import open_data
+from harness.model.size import num_parameters
+from harness.parallel import World, connect, disconnect
+from harness.rundir import RunDir
+from tests.bench.clock import WARMUP_STEPS, timed
+from tests.bench.gpu.setting import Setting
+from tests.bench.gpu.table import Row
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+Step = Callable[[Tensor, Tensor], Tensor]
+"""Inputs and targets of a batch -> its mean loss; gradients are clipped and applied."""
+
+
+class Job(NamedTuple):
+    cfg: Config
+    """The shape, the batch and the optimizer, as this harness has them."""
+    world: World
+    is_compiled: bool
+
+
+class Peer(NamedTuple):
+    name: str
+    start: Callable[[Job], AbstractContextManager[Step]]
+    """Build everything; on leaving, nothing of it must stay in the process."""
+
+
+def measure(peer: Peer, setting: Setting, run: RunDir) -> Row:
+    """Build, warm up, and time the rounds."""
+    cfg = setting.config("precision=bf16")
+    world = connect(cfg.parallel)
+    try:
+        batches = batches_of(cfg, world, setting.num_steps, run)
+        with peer.start(Job(cfg, world, setting.is_compiled)) as step:
+            losses: list[Tensor] = []
+
+            def go(num_steps: int) -> None:
+                for _ in range(num_steps):
+                    losses.append(step(*batches[len(losses)]))
+
+            go(WARMUP_STEPS)
+            rounds = tuple(timed(go, setting.steps, world.device) for _ in range(setting.rounds))
+        return Row(name=peer.name, rounds=rounds, losses=(float(losses[0]), float(losses[-1])), note=breaks())
+    finally:
+        disconnect()
+
+
+def batches_of(cfg: Config, world: World, count: int, run: RunDir) -> list[tuple[Tensor, Tensor]]:
+    """The first batches of the run that this harness would make, on the device."""
+    ledger = Ledger.load(run.ledger, writer=False)
+    batches, held_out = open_data(cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger)
+    try:
+        taken = [batches[index] for index in range(count)]
+        return [(batch.inputs.clone(), batch.targets.clone()) for batch in taken]
+    finally:
+        batches.close()
+        held_out.close()
+
+
+def breaks() -> str:
+    """Whether torch.compile had to leave its graphs, which costs speed and is otherwise silent."""
+    count = sum(torch._dynamo.utils.counters["graph_break"].values())
+    return f"{count} graph breaks" if count else ""
+
+
+def check_size(model: nn.Module, cfg: Config) -> None:
+    """Refuse a model of another size: it would be another race."""
+    have, want = sum(parameter.numel() for parameter in model.parameters()), num_parameters(cfg.model)
+    if have != want:
+        raise ValueError(f"has {have:,} parameters, and ours {want:,}")
+
+
+def adamw(parameters: Iterable[nn.Parameter], cfg: Config) -> torch.optim.AdamW:
+    optim = cfg.optim
+    betas = (optim.beta1, optim.beta2)
+    return torch.optim.AdamW(
+        parameters, lr=optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+    )
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over tokens, in fp32."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def loss_function(job: Job) -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(cross_entropy) if job.is_compiled else cross_entropy
+
+
+def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: object, *, is_compiled: bool) -> nn.Module:
+    """Compile and shard each block by itself, what is left with the root."""
+    options = {"mesh": mesh, "mp_policy": POLICY, "reshard_after_forward": False}
+    for block in blocks:
+        if is_compiled:
+            block.compile()
+        fully_shard(block, **options)  # type: ignore[call-overload]
+    fully_shard(model, **options)  # type: ignore[call-overload]
+    return model
+
+
+@contextmanager
+def plain_loop(model: nn.Module, logits: Callable[[Tensor], Tensor], loss_of: Step, job: Job) -> Iterator[Step]:
+    """The loop that everybody writes."""
+    optimizer = adamw(model.parameters(), job.cfg)
+    max_norm = job.cfg.optim.clip_norm
+    assert max_norm is not None
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(logits(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip_grad_norm_(model.parameters(), max_norm, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    yield step

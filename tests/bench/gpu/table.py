@@ -1,0 +1,128 @@
+"""The table: rows as they were measured, and the columns that follow from them."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any, final
+
+from tests.bench.clock import Block
+
+HEAD = ("", "tokens/s", "spread", "to torchtitan", "MFU", "of matmul", "peak GiB", "loss", "")
+RULE = "|---|---:|---:|---:|---:|---:|---:|---|---|"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    name: str
+    rounds: tuple[Block, ...] = ()
+    """Empty where there was nothing to measure."""
+    losses: tuple[float, float] | None = None
+    """Of the first step and of the last."""
+    note: str = ""
+    """Why there is nothing, or what to know of it."""
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step, the median of the rounds."""
+        return statistics.median(block.step_s for block in self.rounds) if self.rounds else None
+
+    @property
+    def spread(self) -> float | None:
+        """(slowest - fastest) / median of the rounds."""
+        if self.step_s is None:
+            return None
+        seconds = [block.step_s for block in self.rounds]
+        return (max(seconds) - min(seconds)) / self.step_s
+
+    @property
+    def peak_gib(self) -> float | None:
+        return max(block.peak_bytes for block in self.rounds) / 2**30 if self.rounds else None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    title: str
+    tokens: int
+    """Of a step."""
+    flops_per_token: int
+    peak_flops: float | None
+    """By the datasheet; None where it is not known."""
+    matmul_flops: tuple[float, ...]
+    """Measured between the rows."""
+    reference: str
+    """Name of the row that the others are compared with."""
+    rows: tuple[Row, ...]
+    remarks: tuple[str, ...] = ()
+
+
+def values_of(table: Table, row: Row) -> dict[str, Any]:
+    """The columns of a row; None where there is nothing to say."""
+    reference = next((each.step_s for each in table.rows if each.name == table.reference), None)
+    matmul = statistics.median(table.matmul_flops) if table.matmul_flops else None
+    tokens_per_s = None if row.step_s is None else table.tokens / row.step_s
+    flops = None if tokens_per_s is None else tokens_per_s * table.flops_per_token
+    return {
+        "name": row.name,
+        "tokens_per_s": tokens_per_s,
+        "spread": row.spread,
+        "to_reference": None if reference is None or row.step_s is None else reference / row.step_s,
+        "mfu": None if flops is None or table.peak_flops is None else flops / table.peak_flops,
+        "of_matmul": None if flops is None or matmul is None else flops / matmul,
+        "peak_gib": row.peak_gib,
+        "losses": row.losses,
+        "note": row.note,
+        "step_s": [block.step_s for block in row.rounds],
+    }
+
+
+def render(table: Table) -> str:
+    """Markdown: the title, a line on the device's own rates, the rows, the remarks."""
+    lines = [f"## {table.title}", "", _rates(table), "", f"| {' | '.join(HEAD)} |".replace("|  |", "| |"), RULE]
+    lines += [_line(values_of(table, row)) for row in table.rows]
+    return "\n".join([*lines, "", *table.remarks])
+
+
+def as_json(table: Table) -> dict[str, Any]:
+    return {
+        "title": table.title,
+        "tokens_per_step": table.tokens,
+        "flops_per_token": table.flops_per_token,
+        "peak_flops": table.peak_flops,
+        "matmul_flops": list(table.matmul_flops),
+        "reference": table.reference,
+        "rows": [values_of(table, row) for row in table.rows],
+        "remarks": list(table.remarks),
+    }
+
+
+def _rates(table: Table) -> str:
+    peak = "not known" if table.peak_flops is None else f"{table.peak_flops / 1e12:.0f} TFLOP/s"
+    if not table.matmul_flops:
+        return f"Peak by the datasheet {peak}; no matrix product was measured."
+    rates = sorted(rate / 1e12 for rate in table.matmul_flops)
+    return (
+        f"Peak by the datasheet {peak}; bf16 matmul 8192^3 measured {len(rates)} times: "
+        f"{statistics.median(rates):.0f} TFLOP/s ({rates[0]:.0f} to {rates[-1]:.0f})."
+    )
+
+
+def _line(values: dict[str, Any]) -> str:
+    def told(key: str, form: str) -> str:
+        return "-" if values[key] is None else format(values[key], form)
+
+    losses = values["losses"]
+    columns = (
+        values["name"],
+        told("tokens_per_s", ",.0f"),
+        told("spread", ".1%"),
+        told("to_reference", ".3f"),
+        told("mfu", ".1%"),
+        told("of_matmul", ".1%"),
+        told("peak_gib", ".1f"),
+        "-" if losses is None else f"{losses[0]:.3f} -> {losses[1]:.3f}",
+        values["note"],
+    )
+    return f"| {' | '.join(columns)} |".replace("|  |", "| |")

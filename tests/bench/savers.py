@@ -1,0 +1,154 @@
+"""The loop that is saved while it trains, and the ways to save it: this harness's and torch's own, as documented."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import async_save as save_shards_aside
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from harness.build import Parts
+from harness.checkpoint import store
+from harness.config import Config
+from harness.parallel import local
+from harness.state import RunState
+from harness.step import forward_backward, judge_and_update
+from tests.bench.clock import wait_for
+
+
+@dataclass(slots=True)
+class Loop:
+    """The training that is stolen from."""
+
+    cfg: Config
+    parts: Parts
+    directory: Path
+    index: int = 0
+    _ahead: deque[torch.cuda.Event] = field(default_factory=deque)
+
+    def step(self, before_update: Callable[[], object] | None = None) -> None:
+        """One iteration as the loop makes it, the host at most `sentinel.lag` steps ahead."""
+        forward_backward(self.parts, self.parts.batches[self.index], cfg=self.cfg, probe=False)
+        if before_update is not None:
+            before_update()
+        self.parts.ring.finish_copy()
+        judge_and_update(self.parts, cfg=self.cfg, probe=False)
+        self.index += 1
+        if self.parts.world.device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._ahead.append(event)
+            if len(self._ahead) > self.cfg.sentinel.lag:
+                self._ahead.popleft().synchronize()
+
+    def wait(self) -> None:
+        self._ahead.clear()
+        wait_for(self.parts.world.device)
+
+    def step_s(self, num_steps: int) -> float:
+        """Seconds of a plain step, the mean of a few in a row."""
+        self.wait()
+        begun_s = time.perf_counter()
+        for _ in range(num_steps):
+            self.step()
+        self.wait()
+        return (time.perf_counter() - begun_s) / num_steps
+
+    @property
+    def state(self) -> RunState:
+        return RunState(step=self.index, iteration=self.index)
+
+
+class Save(NamedTuple):
+    """A save on its way."""
+
+    work: Future[Any]
+    before_update: Callable[[], object] | None = None
+    """What must be waited for before the state changes."""
+
+
+class Contender(NamedTuple):
+    name: str
+    begin: Callable[[Loop, Path], Save]
+    bring_back: Callable[[Loop, Path], object]
+
+
+def done() -> Save:
+    """A save that is done when its call returns."""
+    work: Future[Any] = Future()
+    work.set_result(None)
+    return Save(work)
+
+
+def begin_own(writer: Executor, loop: Loop, path: Path) -> Save:
+    """As the keeper saves: a snapshot, which a thread writes."""
+    ring, state = loop.parts.ring, loop.state
+    slot = ring.take(state)
+    slot.settle(step=state.step, refused_in_row=0)
+
+    def write() -> None:
+        slot.wait()
+        store.write(path, slot.whole, slot.state, world=loop.parts.world, rollback={})
+
+    return Save(writer.submit(write))
+
+
+def bring_back_own(loop: Loop, path: Path) -> None:
+    assert store.load_newest(path, loop.parts.tensors(), world=loop.parts.world).loaded is not None
+
+
+def begin_async_dcp(stager: DefaultStager | None, loop: Loop, path: Path) -> Save:
+    group = loop.parts.world.aside
+    response = save_shards_aside(loop.parts.tensors(), checkpoint_id=path, process_group=group, async_stager=stager)
+    if isinstance(response, Future):
+        return Save(response)
+    return Save(response.upload_completion, response.staging_completion.result)
+
+
+def begin_dcp(loop: Loop, path: Path) -> Save:
+    save_shards(loop.parts.tensors(), checkpoint_id=path)
+    return done()
+
+
+def bring_back_dcp(loop: Loop, path: Path) -> None:
+    load_shards(loop.parts.tensors(), checkpoint_id=path)
+
+
+def begin_torch(loop: Loop, path: Path) -> Save:
+    path.mkdir(parents=True)
+    torch.save({name: local(t.detach()) for name, t in loop.parts.tensors().items()}, path / "state.pt")
+    return done()
+
+
+def bring_back_torch(loop: Loop, path: Path) -> None:
+    loaded = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    for name, tensor in loop.parts.tensors().items():
+        local(tensor.detach()).copy_(loaded[name])
+
+
+@contextmanager
+def contenders(device: torch.device) -> Iterator[list[Contender]]:
+    with ExitStack() as stack:
+        writer = stack.enter_context(ThreadPoolExecutor(max_workers=1))
+        rows = [
+            Contender("checkpoint, beside training", partial(begin_own, writer), bring_back_own),
+            Contender("`dcp.save`", begin_dcp, bring_back_dcp),
+            Contender("`torch.save`", begin_torch, bring_back_torch),
+            Contender("`dcp.async_save`", partial(begin_async_dcp, None), bring_back_dcp),
+        ]
+        if device.type == "cuda":
+            stager = stack.enter_context(closing(DefaultStager(StagingOptions(use_shared_memory=False))))
+            staged = partial(begin_async_dcp, stager)
+            rows.append(Contender("`dcp.async_save`, pinned asynchronous staging", staged, bring_back_dcp))
+        yield rows
