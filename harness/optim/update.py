@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw as step_adamw
 
 from harness.config import OptimConfig
 from harness.optim.schedule import table
@@ -87,12 +88,34 @@ class Update:
             for parameter in self.parameters.values():
                 assert parameter.grad is not None
                 local(parameter.grad).clamp_(-limit, limit)
-        setattr(self.adamw, "grad_scale", divisor * excess)  # noqa: B010  (read by the fused kernel, unknown to mypy)
-        setattr(self.adamw, "found_inf", refuse)  # noqa: B010
-        self.adamw.step()
+        self._step(refuse=refuse, divisor=divisor * excess)
         self.adamw.zero_grad(set_to_none=True)
         self.step += 1 - refuse.to(self.step.dtype)
         return lr
+
+    @torch.no_grad()
+    def _step(self, *, refuse: Tensor, divisor: Tensor) -> None:
+        """The fused kernel on this rank's own parts: `AdamW.step` would take every list through DTensor's dispatch."""
+        for options in self.adamw.param_groups:
+            states = [self.adamw.state[parameter] for parameter in options["params"]]
+            step_adamw(
+                [local(parameter) for parameter in options["params"]],
+                [local(parameter.grad) for parameter in options["params"]],
+                [local(state["exp_avg"]) for state in states],
+                [local(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                grad_scale=divisor,
+                found_inf=refuse,
+                amsgrad=False,
+                beta1=options["betas"][0],
+                beta2=options["betas"][1],
+                lr=options["lr"],
+                weight_decay=options["weight_decay"],
+                eps=options["eps"],
+                maximize=False,
+            )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Moments and step counter of each parameter, by name."""

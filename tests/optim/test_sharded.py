@@ -1,0 +1,94 @@
+"""The update of parameters that are spread over ranks: bit for bit AdamW's own, without its detour."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from harness.compose import load
+from harness.optim.update import Group, Update, build_update
+from harness.parallel import World, connect, disconnect, local
+from tests.distributed.pool import Pool
+
+SHAPES = {"even": (4,), "uneven": (5, 3), "one_row": (1, 4)}
+REFUSALS = (0.0, 0.0, 1.0, 0.0)
+GRAD_NORM, DIVISOR = 3.0, 2.0
+
+
+class Sharded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every operation that a sharded tensor goes into."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
+            self.operations.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def spread(world: World, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    whole = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: distribute_tensor(tensor, world.mesh, [Shard(0)]) for name, tensor in whole.items()}
+
+
+def parameters(world: World) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(tensor) for name, tensor in spread(world, 0).items()}
+
+
+def give(owners: dict[str, nn.Parameter], world: World, seed: int) -> None:
+    for name, gradient in spread(world, seed).items():
+        owners[name].grad = gradient
+
+
+def update_both() -> tuple[list[list[float]], list[list[float]], list[str]]:
+    """This rank's parts after some updates, ours and AdamW's, and the sharded operations of ours."""
+    cfg = load([])
+    world = connect(cfg.parallel)
+    ours, theirs = parameters(world), parameters(world)
+    group = Group(parameters=ours, lr_multiplier=0.5, weight_decay=0.1)
+    update = build_update([group], cfg=cfg.optim, num_steps=100, device=world.device)
+    rate = torch.zeros(())
+    betas = (cfg.optim.beta1, cfg.optim.beta2)
+    reference: Any = torch.optim.AdamW(
+        theirs.values(), lr=rate, betas=betas, eps=cfg.optim.eps, weight_decay=0.1, fused=True
+    )
+    operations: list[str] = []
+    for seed, refuse in enumerate(REFUSALS, start=1):
+        give(ours, world, seed)
+        give(theirs, world, seed)
+        with Sharded() as seen:
+            lr = apply(update, refuse)
+        operations += seen.operations
+        rate.copy_(lr * 0.5)
+        assert cfg.optim.clip_norm is not None
+        reference.grad_scale = torch.tensor(DIVISOR * max(1.0, GRAD_NORM / cfg.optim.clip_norm))
+        reference.found_inf = torch.tensor(refuse)
+        reference.step()
+    disconnect()
+    return numbers(ours, update.adamw), numbers(theirs, reference), operations
+
+
+def apply(update: Update, refuse: float) -> Tensor:
+    return update.apply(refuse=torch.tensor(refuse), grad_norm=torch.tensor(GRAD_NORM), divisor=torch.tensor(DIVISOR))
+
+
+def numbers(owners: dict[str, nn.Parameter], adamw: torch.optim.AdamW) -> list[list[float]]:
+    tensors = [each for owner in owners.values() for each in (owner, *adamw.state[owner].values())]
+    return [local(tensor).detach().flatten().tolist() for tensor in tensors]
+
+
+def test_equals_adamw_on_shards_without_its_dispatch(ranks: Pool) -> None:
+    first, second = ranks.run(2, update_both)
+    for ours, theirs, operations in (first, second):
+        assert ours == theirs
+        assert operations == []
+    assert [] in second[0], "one rank holds nothing of a parameter of one row"
+    assert first[0] != second[0]
