@@ -86,7 +86,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             losses.append(chunk_losses)
             z_sum = z_sum + chunk_z
             hidden_gradients.append(logits_gradient @ weight)
-            weight_gradient += logits_gradient.T @ hidden_chunk
+            _add_product(weight_gradient, logits_gradient.T, hidden_chunk)
         ctx.save_for_backward(torch.cat(hidden_gradients), weight_gradient.to(weight.dtype))
         joined = torch.cat(losses)
         ctx.mark_non_differentiable(joined, z_sum)
@@ -97,6 +97,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, objective_gradient: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         return hidden_gradient * objective_gradient, weight_gradient * objective_gradient, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product of halves to a sum in fp32; on CUDA it is never rounded in between, nor written twice."""
+    if total.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def _chunks(hidden: Tensor, targets: Tensor, options: LossOptions) -> zip[tuple[Tensor, Tensor]]:
