@@ -16,10 +16,12 @@ from torch import Tensor
 from harness.checkpoint.cadence import rollback_cost
 from harness.checkpoint.keeper import Keeper
 from harness.checkpoint.ring import Ring
-from harness.config import Config
+from harness.config import Config, PrecisionKind
 from harness.data.batches import Batches
 from harness.data.ledger import Ledger
 from harness.data.sources import open_data
+from harness.fp8.engine import require_engine
+from harness.fp8.products import Products, lower
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
 from harness.model.size import flops_per_token, num_parameters
@@ -45,6 +47,7 @@ class Parts:
     model: Transformer
     update: Update
     scale: LossScale
+    products: Products
     collectives: Collectives
     signals: Signals
     mailbox: Mailbox[HostFacts]
@@ -82,10 +85,12 @@ def state_tensors(update: Update, scale: LossScale, gate: Gate) -> dict[str, Ten
 
 def build(cfg: Config, world: World, run: RunDir) -> Parts:
     """Construct every part; weights depend on the seed and their names alone, whatever the number of ranks."""
+    require_engine(cfg.precision, world.device)
     with torch.device("meta"):
         model = Transformer(
             cfg.model, sequence_length=cfg.train.sequence_length, linear=linear, compile_loss=cfg.parallel.compile
         )
+        products = lower(model.blocks, cfg.precision)
     collectives = shard(model, model.blocks, world=world, cfg=cfg.parallel, precision=policy(cfg.precision.kind))
     model.to_empty(device=world.device)
     initialize(model, cfg.model, seed=cfg.run.seed)
@@ -98,7 +103,9 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         layers=tuple(f"blocks.{layer}" for layer in sampled_layers(cfg.model.num_layers)),
         sources=batches.source_names,
         num_ranks=world.size,
+        has_fp8=cfg.precision.kind is PrecisionKind.fp8,
     )
+    products.materialize(world.device, layout.groups)
     update = build_update(
         parameter_groups(model, cfg), cfg=cfg.optim, num_steps=cfg.train.num_steps, device=world.device
     )
@@ -110,8 +117,11 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         model=model,
         update=update,
         scale=scale,
+        products=products,
         collectives=collectives,
-        signals=Signals(layout, parameters=parameters, world=world, collectives=collectives),
+        signals=Signals(
+            layout, parameters=parameters, world=world, collectives=collectives, compiled=cfg.parallel.compile
+        ),
         mailbox=Mailbox(size=layout.size + DECIDED, lag=cfg.sentinel.lag, device=world.device),
         batches=batches,
         held_out=held_out,

@@ -38,6 +38,7 @@ from harness.orders import (
     ExcludeSource,
     Order,
     Pause,
+    Precision,
     Rate,
     Resume,
     Rollback,
@@ -140,6 +141,8 @@ def check(run: RunDir, order: Order, *, before: Sequence[Order] = ()) -> None:
         case ExcludeSource():
             earlier = {each.source for each in before if isinstance(each, ExcludeSource)}
             _check_source(run, order.source, earlier)
+        case Precision():
+            _check_precision(run)
         case Skip() | Rate() | SaveCheckpoint() | Pause() | Resume():
             pass
         case _:
@@ -171,14 +174,27 @@ def _check_source(run: RunDir, name: str, earlier: set[str]) -> None:
         raise ConfigError("exclude", f"without {name!r} no source would have a weight above 0") from None
 
 
+def _check_precision(run: RunDir) -> None:
+    match _tree(run):
+        case {"precision": {"kind": "fp8"}}:
+            return
+    raise ConfigError("precision", f"{run.path} was not started in fp8, and has nothing to choose between")
+
+
 def _data_section(run: RunDir) -> dict[str, Any]:
-    try:
-        match yaml.safe_load(run.config.read_text(encoding="utf-8")):
-            case {"data": {"sources": dict(), "phases": list()} as data}:
-                return dict(data)
-    except (ValueError, yaml.YAMLError):
-        pass
+    match _tree(run):
+        case {"data": {"sources": dict(), "phases": list()} as data}:
+            return dict(data)
     raise ConfigError(str(run.config), "does not say what the sources are under `data`")
+
+
+def _tree(run: RunDir) -> dict[str, Any]:
+    """The configuration of a run; empty where it cannot be understood."""
+    try:
+        tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def last_record(run: RunDir) -> StepRecord | None:

@@ -19,6 +19,9 @@ EXIT_BAD_CONFIG = 2
 EXIT_HALTED = 3
 EXIT_INTERRUPTED = 75
 
+FP8_SIDE = 16
+"""What every side of a product in fp8 is a multiple of."""
+
 
 class ConfigError(Exception):
     """The user asked for something that cannot be; the message names the key and what is allowed."""
@@ -75,6 +78,22 @@ class PrecisionKind(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
+    fp8 = "fp8"
+
+
+class Fp8Recipe(StrEnum):
+    current = "current"
+    """A scale for each tensor, from the tensor itself: no state, nothing to roll back."""
+    delayed = "delayed"
+    """A scale for each tensor, from its largest numbers in the last steps: one pass less, and a memory."""
+    block = "block"
+    """A scale for every 128 numbers of an activation or gradient, and for every 128 x 128 of a weight."""
+
+
+class Fp8Engine(StrEnum):
+    transformer_engine = "transformer_engine"
+    emulated = "emulated"
+    """The same rounding in plain torch, on any device: for rehearsals, not for speed."""
 
 
 class ActivationCheckpointing(StrEnum):
@@ -378,9 +397,35 @@ class OptimConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class Fp8Config:
+    """Which products of a run in fp8 are taken in fp8, and how; all others are bf16."""
+
+    recipe: Fp8Recipe
+    """Where the scales come from."""
+    engine: Fp8Engine
+    attention: bool
+    """Whether the projections of attention are among them."""
+    mlp: bool
+    keep_first_blocks: int
+    """So many blocks at the beginning stay bf16."""
+    keep_last_blocks: int
+    """So many blocks at the end stay bf16."""
+    history_steps: int
+    """delayed only: steps whose largest numbers make the scale."""
+
+    def __post_init__(self) -> None:
+        for name in ("keep_first_blocks", "keep_last_blocks"):
+            require(getattr(self, name) >= 0, f"precision.fp8.{name}", f"must be 0 or more, got {getattr(self, name)}")
+        require(self.history_steps >= 1, "precision.fp8.history_steps", f"must be at least 1, got {self.history_steps}")
+        some = self.attention or self.mlp
+        require(some, "precision.fp8.mlp", "must be true where precision.fp8.attention is false: nothing would be fp8")
+
+
+@dataclass(slots=True, kw_only=True)
 class PrecisionConfig:
     kind: PrecisionKind
     """What matrices are multiplied in; master weights, moments and gradient reduction stay fp32."""
+    fp8: Fp8Config
     initial_loss_scale: float
     """fp16 only."""
     loss_scale_growth_interval: int
@@ -458,6 +503,10 @@ class DetectConfig:
     """Rows, twice over, after which an incident whose loss has not come back is closed."""
     divergence_rows: int
     """Rows over which a rising trend is a divergence."""
+    fp8_underflow: float
+    """Share of the numbers of a layer group that fp8 makes zero from which its range does not do."""
+    fp8_saturated: float
+    """Share of the tensors with numbers beyond the range of fp8 from which it does not do."""
 
     def __post_init__(self) -> None:
         least: dict[str, float] = {
@@ -484,6 +533,9 @@ class DetectConfig:
             require(getattr(self, name) > 0, f"sentinel.detect.{name}", f"must be positive, got {getattr(self, name)}")
         valid = 0 <= self.spike_forgetting < 1
         require(valid, "sentinel.detect.spike_forgetting", f"must be in 0 .. 1, got {self.spike_forgetting}")
+        for name in ("fp8_underflow", "fp8_saturated"):
+            share = getattr(self, name)
+            require(0 < share <= 1, f"sentinel.detect.{name}", f"must be above 0 and at most 1, got {share}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -541,9 +593,9 @@ class PolicyConfig:
     cool_steps: int
     """Clean steps of net progress after which one cooling is taken back."""
     fall_back_precision: bool
-    """Whether the run can compute in another precision for a while."""
+    """Whether a run in fp8 computes in bf16 for a while where the range of fp8 does not do."""
     precision_iterations: int
-    """For how long it then does."""
+    """For how long it then does; twice as long each time it must again."""
     budgets: BudgetsConfig
 
     def __post_init__(self) -> None:
@@ -763,6 +815,8 @@ class Config:
             room = train.num_steps - optim.warmup_steps
             message = f"must fit between the warm-up and the end ({room} steps), got {optim.decay_steps}"
             require(optim.decay_steps <= room, "optim.decay_steps", message)
+        if self.precision.kind is PrecisionKind.fp8:
+            check_fp8(self)
         kinds = {source.kind for source in self.data.sources.values()}
         if DataKind.embedded in kinds:
             message = f"must be at least 256 for byte-level data (kind=embedded), got {model.vocab_size}"
@@ -771,6 +825,26 @@ class Config:
             rare = self.data.synthetic.rare_tokens
             message = f"must leave at least 2 tokens of model.vocab_size={model.vocab_size} to the bulk, got {rare}"
             require(rare <= model.vocab_size - 2, "data.synthetic.rare_tokens", message)
+
+
+def check_fp8(cfg: Config) -> None:
+    """Refuse what fp8 cannot multiply: its products take sides that are multiples of 16."""
+    model, fp8 = cfg.model, cfg.precision.fp8
+    first, last, layers = fp8.keep_first_blocks, fp8.keep_last_blocks, model.num_layers
+    key = "precision.fp8.keep_first_blocks" if first >= layers else "precision.fp8.keep_last_blocks"
+    kept = f"the first {first} and the last {last} stay bf16"
+    require(first + last < layers, key, f"must leave a block of model.num_layers={layers} to fp8; {kept}")
+    sides = {
+        "model.dim": model.dim,
+        "model.ffn_dim": model.ffn_dim,
+        "model.num_kv_heads": model.num_kv_heads * model.head_dim,
+    }
+    for key, side in sides.items():
+        message = f"must give matrices of a multiple of {FP8_SIDE} for precision=fp8, gives {side}"
+        require(side % FP8_SIDE == 0, key, message)
+    rows = (cfg.train.micro_batch_size or 1) * cfg.train.sequence_length
+    message = f"must make micro-batches of a multiple of {FP8_SIDE} tokens for precision=fp8, got {rows}"
+    require(rows % FP8_SIDE == 0, "train.sequence_length", message)
 
 
 def check_world(cfg: Config, world_size: int) -> None:

@@ -41,6 +41,10 @@ RankSpread = dict[str, Any]
 """One number of every rank, in brief: `median`, `spread` (a robust sigma) and `worst`: [[rank, value], ...], the
 farthest from the median first, at most four; a log line must not grow with the cluster."""
 
+Fp8Health = dict[str, Any]
+"""How the numbers of one kind fit into fp8: `underflow` (share of those that were not zero and became it), `saturated`
+(share of the tensors with a number beyond the range) and `scale_log2`: [least, most] exponent of their scales."""
+
 
 @dataclass(slots=True, kw_only=True)
 class StepRecord(Event):
@@ -101,6 +105,12 @@ class StepRecord(Event):
     """Ranks whose weights differ from those of their replicas."""
     digests: dict[str, list[int]] = field(default_factory=dict)
     """Digest of all decisions so far -> ranks that hold it (at most four); empty where all ranks agree."""
+    in_fp8: bool | None = None
+    """Whether this step was computed in fp8; None in a run that never is."""
+    fp8: dict[str, Fp8Health] = field(default_factory=dict)
+    """How activations, weights and gradients fit into fp8; only where probed."""
+    fp8_underflow: dict[str, float] = field(default_factory=dict)
+    """Share of the numbers that fp8 made zero, in the worst of the three, of each layer group; only where probed."""
     token_loss_counts: list[int] = field(default_factory=list)
     """How many tokens had a loss below each edge of `TOKEN_LOSS_EDGES`, and the rest; only where probed."""
     batch: dict[str, Any] = field(default_factory=dict)
@@ -162,6 +172,7 @@ class FindingKind(StrEnum):
     duplicate_batch = "duplicate_batch"
     optimizer_reset = "optimizer_reset"
     scale_collapse = "scale_collapse"
+    fp8_range = "fp8_range"
     slow = "slow"
     rank_outlier = "rank_outlier"
     replica_mismatch = "replica_mismatch"
@@ -221,8 +232,10 @@ class Action(Event):
     """Cool: what the learning rate is multiplied with from now on; 1 restores it."""
     source: str | None = None
     """Swap: the source of data to turn off."""
+    in_fp8: bool | None = None
+    """Precision: whether products are taken in fp8 from now on, or in bf16."""
     until: int | None = None
-    """Cool and precision: the iteration at which it ends."""
+    """Cool and precision: the iteration at which it ends; where precision has none, it lasts to the end of the run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -381,7 +394,7 @@ _CHOICES: dict[str, type[StrEnum]] = {"FindingKind": FindingKind, "ActionKind": 
 def _decode(value: Any, kind: str) -> Any:
     if kind in _CHOICES:
         return _CHOICES[kind](value)
-    if "RankSpread" in kind:
+    if "RankSpread" in kind or "Fp8Health" in kind:
         return _numbers(value)
     if "float" not in kind:
         return value

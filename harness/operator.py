@@ -12,7 +12,7 @@ from harness.commands import REFUSED, check, interventions
 from harness.config import ConfigError
 from harness.data.ledger import Ledger
 from harness.events import Action, ActionKind, Outcome
-from harness.orders import ExcludeSource, Order, Rate, Rollback, Skip
+from harness.orders import ExcludeSource, Order, Precision, Rate, Rollback, Skip
 from harness.parallel import broadcast
 from harness.rundir import RunDir
 from harness.state import RunState
@@ -42,6 +42,8 @@ def action_of(order: Order, reason: str, parts: Parts, state: RunState) -> Actio
             action.kind, action.lr_scale = ActionKind.cool, parts.sentinel.policy.lr_scale * order.factor
         case ExcludeSource():
             action.kind, action.source = ActionKind.swap, order.source
+        case Precision():
+            action.kind, action.in_fp8 = ActionKind.precision, order.kind == "fp8"
         case _:
             return None
     return action

@@ -22,6 +22,7 @@ LONGEST_REASON = 1000
 MOST_BATCHES = 1_000_000
 """The ledger is append-only: a slip of the finger must not exclude a corpus."""
 LARGEST_FACTOR = 10.0
+PRECISIONS = ("bf16", "fp8")
 
 
 @final
@@ -72,6 +73,17 @@ class ExcludeSource:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Compute a run in fp8 in bf16 until told otherwise, or in fp8 again."""
+
+    kind: str
+
+    def __post_init__(self) -> None:
+        require(self.kind in PRECISIONS, "precision", f"must be {' or '.join(PRECISIONS)}, got {self.kind}")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpoint:
     """Save now."""
 
@@ -88,13 +100,14 @@ class Resume:
     """Go on after a pause."""
 
 
-Order = Skip | Rollback | Rate | ExcludeSource | SaveCheckpoint | Pause | Resume
+Order = Skip | Rollback | Rate | ExcludeSource | Precision | SaveCheckpoint | Pause | Resume
 
 ORDERS: dict[str, type[Order]] = {
     "skip": Skip,
     "rollback": Rollback,
     "lr": Rate,
     "exclude": ExcludeSource,
+    "precision": Precision,
     "checkpoint": SaveCheckpoint,
     "pause": Pause,
     "resume": Resume,
@@ -144,6 +157,8 @@ def in_words(order: Order) -> str:
             return f"multiply the learning rate by {order.factor:g}"
         case ExcludeSource():
             return f"exclude the source {order.source}"
+        case Precision():
+            return f"compute in {order.kind}"
         case SaveCheckpoint():
             return "save a checkpoint"
         case Pause():

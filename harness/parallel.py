@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import harness.fp8.operators  # noqa: F401  (it is one of the operators below)
 from harness.config import ActivationCheckpointing, ConfigError, DeviceKind, ParallelConfig
 
 T = TypeVar("T")
@@ -185,7 +186,8 @@ def shard(
     gather, scatter = _WatchedGather(collectives), WatchedScatter(collectives)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if world.size > 1:  # alone, FSDP divides by whatever it is told, by 1 too: a pass over all gradients
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
@@ -199,6 +201,7 @@ _KEPT_BY_SELECTIVE = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.harness.fp8_forward.default,
     }
 )
 """Dear to compute, cheap to keep: matrix products and attention."""

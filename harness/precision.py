@@ -1,9 +1,9 @@
-"""What numbers the matrices are multiplied in: fp32, bf16 or fp16, with fp32 master weights, moments and reduction.
+"""What numbers the matrices are multiplied in: fp32, bf16, fp16 or fp8; master weights, moments, reduction are fp32.
 
 How: FSDP2 casts each block's weights when it gathers them and reduces gradients in fp32; nothing else in the harness
 knows the dtype. fp16 adds a loss scale that lives on the device: it doubles after enough clean steps, halves at an
-overflow, and the same gate that refuses a NaN refuses the overflowed update.
-Left out: fp8, which enters here and nowhere else.
+overflow, and the same gate that refuses a NaN refuses the overflowed update. fp8 is bf16 to FSDP: products are rounded
+further inside the blocks, by `harness.fp8`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ DTYPES = {
     PrecisionKind.fp32: torch.float32,
     PrecisionKind.bf16: torch.bfloat16,
     PrecisionKind.fp16: torch.float16,
+    PrecisionKind.fp8: torch.bfloat16,
 }
+"""What weights are gathered in."""
 
 
 def linear(in_features: int, out_features: int) -> nn.Module:

@@ -5,7 +5,8 @@ batches are in the ledger before the weights change, so a run that is killed in 
 leaving. Weights, moments, counters, loss scale, the gate's history and the detectors' memory come back together with
 the cursor; what the policy remembers, the attempts and the operator's word go on.
 Every action ends in an `Outcome` with its cost; one that could not be carried out says so, and the policy climbs.
-Left out: another precision; nothing here can compute in one yet.
+Left out: the change to another precision. The loop asks the policy for it in every iteration, so that a restart and a
+restore find it right; here is only said whether the run has one.
 """
 
 from __future__ import annotations
@@ -47,8 +48,11 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
     if restored is not None:
         state.return_to(restored.state)
         parts.sentinel.rewind(restored.state.sentinel)
+        parts.products.forget()
     set_rate(parts, state, is_restored=restored is not None)
-    is_done = restored is not None if action.kind in RESTORES else action.kind is not ActionKind.precision
+    is_done = action.kind is not ActionKind.precision or parts.products.can_fall_back
+    if action.kind in RESTORES:
+        is_done = restored is not None
     return Outcome(
         time=time.time(),
         iteration=state.iteration,

@@ -24,8 +24,9 @@ def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) ->
     """Gradients of the mean loss over the global batch, one micro-batch at a time."""
     seed = parts.scale.scale / (cfg.train.batch_size * cfg.train.sequence_length)
     for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
-        output = parts.model(rows.inputs, rows.targets, seed=seed, probe=probe, mask=mask_of(rows))
-        output.objective.backward()
+        with parts.products.probing(probe):
+            output = parts.model(rows.inputs, rows.targets, seed=seed, probe=probe, mask=mask_of(rows))
+            output.objective.backward()
         parts.signals.add_forward(
             row_losses=output.row_losses,
             row_tokens=output.row_tokens,
@@ -41,6 +42,7 @@ def mask_of(rows: Batch) -> torch.Tensor | None:
     return None if rows.documents is None else document_mask(rows.documents)
 
 
+@torch.no_grad()
 def judge_and_update(parts: Parts, *, cfg: Config, probe: bool) -> torch.Tensor:
     """Reduce the signals, refuse or apply the update, and report; all on the device."""
     parts.signals.add_gradients()
@@ -48,26 +50,36 @@ def judge_and_update(parts: Parts, *, cfg: Config, probe: bool) -> torch.Tensor:
         betas = (cfg.optim.beta1, cfg.optim.beta2)
         rates = parts.update.rates_by_name
         parts.signals.add_state(moments=parts.update.state(), rates=rates, betas=betas, eps=cfg.optim.eps)
+    if probe and parts.products.in_fp8:
+        parts.signals.add_fp8(parts.products.take())
     reduced = parts.signals.reduce()
     scale = parts.scale.scale.clone()
     expected = cfg.train.batch_size * cfg.train.sequence_length
     total = totals(parts.signals.layout, reduced, scale=scale, expected_tokens=expected)
     judgement = parts.gate.judge(loss=total.loss, grad_norm=total.grad_norm, warming=parts.update.warming)
+    parts.products.learn(judgement.refuse)
     lr = parts.update.apply(refuse=judgement.refuse, grad_norm=total.grad_norm, divisor=total.divisor)
     parts.scale.update(overflow=judgement.overflow, refused=judgement.refuse)
     return pack(reduced, total, judgement=judgement, lr=lr, step=parts.update.step, scale=scale)
 
 
+@torch.no_grad()
+def loss_sums(parts: Parts, batch: Batch, *, cfg: Config) -> torch.Tensor:
+    """This rank's summed loss and its tokens [2]; nothing is learned from it."""
+    sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
+    with parts.products.probing(False):
+        for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
+            output = parts.model(rows.inputs, rows.targets, mask=mask_of(rows))
+            sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])
+    return sums
+
+
 def evaluate(parts: Parts, state: RunState, *, cfg: Config, beat: Callable[[], None] = lambda: None) -> EvalRecord:
     """Mean loss on the held-out batches, the same ones every time; `beat` says that it goes on."""
     sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
-    with torch.no_grad():
-        for index in range(min(cfg.eval.num_batches, len(parts.held_out))):
-            beat()
-            batch = parts.held_out[index]
-            for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
-                output = parts.model(rows.inputs, rows.targets, mask=mask_of(rows))
-                sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])
+    for index in range(min(cfg.eval.num_batches, len(parts.held_out))):
+        beat()
+        sums += loss_sums(parts, parts.held_out[index], cfg=cfg)
     loss_sum, tokens = all_reduce_sum(sums).tolist()  # sync: an evaluation is rare and its end is waited for
     return EvalRecord(
         time=time.time(), iteration=state.iteration, step=state.step, loss=loss_sum / tokens, tokens=int(tokens)

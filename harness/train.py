@@ -27,6 +27,7 @@ from harness.config import (
 )
 from harness.data.facts import as_record
 from harness.events import Action, ActionKind, Outcome, RunEnded, StepRecord, to_json
+from harness.fp8.engine import require_engine
 from harness.opening import Opened, open_run, resume
 from harness.operator import action_of, changes_of, refusal_of
 from harness.orders import Command, Pause, Rate, Resume, SaveCheckpoint
@@ -154,7 +155,8 @@ def train(run: Run) -> Ending:
         begun_s = time.perf_counter() - parts.collectives.waited_s
         cursor = parts.ledger.next_index(state.cursor)
         batch = parts.batches[cursor]
-        probe = state.iteration % cfg.sentinel.probe_every == 0
+        probe = state.iteration % cfg.sentinel.probe_every == 0 or parts.sentinel.looks_closer
+        parts.products.use_fp8(not parts.sentinel.policy.in_fallback)
         forward_backward(parts, batch, cfg=cfg, probe=probe)
         parts.signals.add_requests(
             stop=bool(run.stop),
@@ -175,6 +177,7 @@ def train(run: Run) -> Ending:
             posted_s=time.perf_counter(),
             memory_bytes=memory_bytes(parts.world.device),
             batch=as_record(batch.facts, parts.batches.source_names),
+            in_fp8=parts.products.in_fp8,
         )
         parts.mailbox.post(facts, report)
         with run.heart.during(Phase.save):
@@ -227,6 +230,7 @@ def run_worker(cfg: Config, outfit: Outfit = as_built) -> int:
     with signals_to(stop), fast_attention():
         try:
             world = connect(cfg.parallel)
+            require_engine(cfg.precision, world.device)
             opened = broadcast(open_run(cfg) if world.is_first else None)
             assert opened is not None
             if opened.problem:

@@ -44,6 +44,7 @@ RUN is a run directory, such as runs/first. Commands:
   rollback --to STEP  go back to the newest sound checkpoint at or before STEP
   lr FACTOR           multiply the learning rate of the schedule; 1 restores it
   exclude SOURCE      read a source of data no more
+  precision KIND      bf16: compute a run in fp8 in bf16; fp8: in fp8 again
   checkpoint          save one now
   pause, resume       stay where the run is, in memory; go on
   stop                save a checkpoint and leave, with exit code 75 or, after the last step, 0
@@ -63,6 +64,7 @@ DESCRIPTIONS = {
     "rollback": "Go back to the newest checkpoint at or before a step that is not tainted; its processes stay.",
     "lr": "Multiply the learning rate of the schedule by a factor, until another one is asked for.",
     "exclude": "Turn a source of data off; the others share its place by their weights.",
+    "precision": "Compute a run in fp8 in bf16, until fp8 is asked for.",
     "checkpoint": "Save a checkpoint now.",
     "pause": "Finish the step and stay, with everything in memory, until resume or stop.",
     "resume": "Go on after a pause.",
@@ -282,6 +284,8 @@ def parser_of(word: str) -> ArgumentParser:
             parser.add_argument("factor", metavar="FACTOR", type=float, help="above 0, at most 10; 1: as scheduled")
         case "exclude":
             parser.add_argument("source", metavar="SOURCE", help="its name under data.sources")
+        case "precision":
+            parser.add_argument("kind", metavar="KIND", help="bf16 or fp8")
         case "list":
             return parser
     until = "the run has ended; exit with its exit code" if word == "stop" else "it was done, and say what came of it"

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from harness.config import EXIT_BAD_CONFIG, ConfigError, require
+from harness.config import EXIT_BAD_CONFIG, ConfigError, PrecisionKind, require
 from harness.events import StepRecord
 from harness.evidence.diagnose import Diagnosis, Finds, render, walk
 from harness.evidence.gather import settings_of, steps
@@ -78,7 +78,8 @@ def parser() -> ArgumentParser:
     parser = Parser(prog="harness diagnose", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", help="run directory, or a CSV or JSON lines file")
     parser.add_argument("--json", action="store_true", help="as one line of JSON")
-    parser.add_argument("--precision", metavar="KIND", help="what a foreign log does not say: fp32, bf16, fp16 or fp8")
+    kinds = [str(kind) for kind in PrecisionKind]
+    parser.add_argument("--precision", choices=kinds, help="what a foreign log does not say")
     parser.add_argument(
         "--column", metavar="NAME=COLUMN", action="append", default=[], help="where a column is not recognised"
     )

@@ -100,7 +100,7 @@ def export_parser() -> ArgumentParser:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step; default: the newest good")
     choice.add_argument("--checkpoint", metavar="NAME", help="the checkpoint of this name")
-    allowed = [str(kind) for kind in PrecisionKind]
+    allowed = [str(kind) for kind in PrecisionKind if kind is not PrecisionKind.fp8]  # no weight is ever kept in fp8
     parser.add_argument("--dtype", choices=allowed, default="fp32", help="of the weights; default: fp32, as trained")
     return parser
 

@@ -30,6 +30,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from harness.config import EXIT_CRASHED, EXIT_INTERRUPTED, Config, DeviceKind, require
+from harness.fp8.engine import require_parts
 from harness.requests import STOP_SIGNALS
 from harness.rundir import locate
 from harness.telemetry.heartbeat import end_of_run
@@ -57,6 +58,7 @@ def num_ranks(cfg: Config) -> int:
     gpus = 0 if cfg.parallel.device is DeviceKind.cpu else num_gpus()
     if cfg.parallel.device is DeviceKind.cuda:
         require(gpus > 0, "parallel.device", "no CUDA device on this machine; choose cpu or auto")
+    require_parts(cfg.precision, has_gpu=gpus > 0)
     if gpus and cfg.launch.nproc:
         message = f"must not exceed the {gpus} GPUs of this machine, got {cfg.launch.nproc}"
         require(cfg.launch.nproc <= gpus, "launch.nproc", f"{message}; or parallel.device=cpu")

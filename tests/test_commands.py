@@ -27,6 +27,7 @@ from harness.orders import (
     ExcludeSource,
     Order,
     Pause,
+    Precision,
     Rate,
     Resume,
     Rollback,
@@ -43,6 +44,7 @@ EVERY = (
     Rollback(to_step=900),
     Rate(factor=0.5),
     ExcludeSource(source="web"),
+    Precision(kind="fp8"),
     SaveCheckpoint(),
     Pause(),
     Resume(),
@@ -410,6 +412,8 @@ def test_a_configuration_without_sources_is_named(run: RunDir, content: str) -> 
         commands.check(run, ExcludeSource(source="web"))
 
 
-@pytest.mark.parametrize("order", [order for order in EVERY if not isinstance(order, Rollback | ExcludeSource)])
+@pytest.mark.parametrize(
+    "order", [order for order in EVERY if not isinstance(order, Rollback | ExcludeSource | Precision)]
+)
 def test_the_rest_can_always_be_done(run: RunDir, order: Order) -> None:
     commands.check(run, order)

@@ -188,6 +188,14 @@ def test_many_files_hold_what_one_does(tmp_path: Path) -> None:
     assert torch.equal(logits_of(one, tokens), logits_of(many, tokens))
 
 
+def test_a_run_in_fp8_leaves_like_any_other(tmp_path: Path) -> None:
+    outputs = []
+    for precision in ("fp8", "fp32"):
+        run, _, _ = make_run(tmp_path / f"{precision}-run", f"precision={precision}", "train.sequence_length=32")
+        outputs.append(export(run, tmp_path / precision))
+    assert same(*map(content, outputs))
+
+
 @pytest.mark.parametrize("dtype", [PrecisionKind.bf16, PrecisionKind.fp16])
 def test_weights_are_rounded_once(tmp_path: Path, dtype: PrecisionKind) -> None:
     run, _, _ = make_run(tmp_path / "run")

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     {"config", "compose", "events", "state", "rundir"},
-    {"parallel", "precision"},
+    {"fp8", "parallel", "precision"},
     {"model", "data", "optim", "sentinel", "checkpoint", "telemetry"},
     {"build", "commands", "exchange", "opening", "operator", "orders", "recovery", "requests", "run", "step", "train"},
     {"plan", "replay", "faults", "drills", "sweeps", "dashboard", "evidence"},
@@ -53,7 +53,8 @@ DOORS = {
         "launch/local.py",
         "launch/ranks.py",
     },
-    "transformer_engine": {"harness/precision.py"},
+    "transformer_engine": {"harness/fp8/transformer_engine.py"},
+    "transformer_engine_torch": {"harness/fp8/transformer_engine.py"},
 }
 """Library -> the only files that may import it."""
 

@@ -30,6 +30,13 @@ const PANELS = [
     { column: "rank_time_median", name: "median", color: "blue" } ], who: "rank_time_who" },
   { id: "scale", title: "Loss scale", note: "fp16 only", table: "steps", log: true, lines: [
     { column: "loss_scale", name: "loss scale", color: "blue" } ] },
+  { id: "fp8", title: "Range of fp8", note: "share of the numbers that became zero, in the worst layer group; grey: computed in bf16", table: "probes", zero: true, format: ".2~%", lines: [
+    { column: "in_bf16", name: "in bf16", color: "grey", table: "steps", width: 0.5, filled: true },
+    { column: "fp8_saturated", name: "tensors beyond the range", color: "orange", width: 1 },
+    { column: "fp8_underflow", name: "became zero", color: "blue", mode: "lines+markers" } ] },
+  { id: "fp8scale", title: "Scales of fp8", note: "smallest and largest exponent of two", table: "probes", lines: [
+    { column: "fp8_scale_least", name: "smallest", color: "orange", mode: "lines+markers" },
+    { column: "fp8_scale_most", name: "largest", color: "blue", mode: "lines+markers" } ] },
   { id: "speed", title: "Throughput", note: "tokens a second; share of the peak rate where that is known", table: "steps", zero: true, format: "~s", rightFormat: ".0%", lines: [
     { column: "tokens_per_s", name: "tokens/s", color: "blue" },
     { column: "mfu", name: "MFU", color: "orange", right: true } ] },
@@ -156,7 +163,7 @@ function lineFigure(state, panel) {
     traces.push({
       type: "scatter", mode: line.mode || (x.length === 1 ? "markers" : "lines"), x, y, name: line.name, optional: line.optional,
       yaxis: line.right ? "y2" : "y", line: { color: ink(line.color), width: line.width || 1.4, dash: line.dash, simplify: false },
-      marker: { size: 5 }, hovertemplate: `%{x}: %{y:.5~g}<extra>${line.name}</extra>`,
+      fill: line.filled ? "tozeroy" : "none", fillcolor: ink(line.color, 0.25), marker: { size: 5 }, hovertemplate: `%{x}: %{y:.5~g}<extra>${line.name}</extra>`,
     });
   }
   const left = rangeOf(state, panel, traces.filter((trace) => trace.yaxis === "y"));

@@ -49,8 +49,11 @@ MOST_GUILTY = 200
 STEP_COLUMNS = (
     "loss", "loss_bound", "grad_norm", "grad_bound", "lr", "tokens_per_s", "mfu", "loss_scale", "memory_bytes", "step",
     "rank_grad_median", "rank_grad_worst", "rank_grad_who", "rank_time_median", "rank_time_worst", "rank_time_who",
+    "in_bf16",
 )  # fmt: skip
 PROBE_COLUMNS = ("param_norm", "v_norm", "update_ratio", "square_ratio")
+FP8_COLUMNS = ("fp8_underflow", "fp8_saturated", "fp8_scale_least", "fp8_scale_most")
+"""The worst layer group, the worst of activations, weights and gradients, and the exponents of all their scales."""
 ACTIVATION, TOKEN_LOSS = "activation:", "token_loss:"
 """Before the name of a layer, or the number of a bin, in the name of a column."""
 
@@ -162,6 +165,7 @@ class Story:
             *(loss, bounds.get("loss", NAN), record["grad_norm"], bounds.get("grad_norm", NAN), record["lr"]),
             *(record["tokens_per_s"], get("mfu") or NAN, get("loss_scale") or NAN, get("memory_bytes") or NAN),
             *(record["step"], *outlier(ranks.get("grad_norm")), *outlier(ranks.get("step_time_s"))),
+            NAN if get("in_fp8") is None else float(not get("in_fp8")),
         )
         self.steps.add(iteration, time, STEP_COLUMNS, values)
         if get("param_norm") is not None:
@@ -182,6 +186,9 @@ class Story:
         names = [*PROBE_COLUMNS, *(f"{ACTIVATION}{layer}" for layer in activations)]
         names += [f"{TOKEN_LOSS}{index}" for index in range(len(counts))]
         values = [*(record.get(name) for name in PROBE_COLUMNS), *activations.values(), *(n / total for n in counts)]
+        if health := record.get("fp8"):
+            names += FP8_COLUMNS
+            values += _fit_of(health, record.get("fp8_underflow", {}))
         self.probes.add(iteration, time, names, values)
 
     def add(self, event: Event) -> None:
@@ -262,3 +269,15 @@ class Story:
             rarest=known.rarest if known else batch.get("rarest", []),
             rows=known.rows if known else batch.get("rows", {}),
         )
+
+
+def _fit_of(health: Mapping[str, Any], underflow: Mapping[str, Any]) -> list[float]:
+    """How the numbers of a step fitted into fp8, by `FP8_COLUMNS`."""
+    roles = list(health.values())
+    least, most = zip(*(role["scale_log2"] for role in roles), strict=True)
+    return [
+        max(map(number, underflow.values()), default=NAN),
+        max(number(role["saturated"]) for role in roles),
+        min(map(number, least)),
+        max(map(number, most)),
+    ]

@@ -35,6 +35,24 @@ def series(records: Sequence[StepRecord], value: Callable[[StepRecord], float | 
     return [(at, number if math.isfinite(number) else math.nan) for at, number in told if number is not None]
 
 
+def in_bf16(records: Sequence[StepRecord]) -> list[tuple[int, int]]:
+    """First and last iteration of each stretch that a run in fp8 computed in bf16."""
+    stretches: list[tuple[int, int]] = []
+    was = False
+    for record in records:
+        if record.in_fp8 is False:
+            first = stretches.pop()[0] if was else record.iteration
+            stretches.append((first, record.iteration))
+        was = record.in_fp8 is False
+    return stretches
+
+
+def apart(points: Series, evidence: Evidence) -> Series:
+    """Points with a gap for every stretch in bf16, in which nothing of fp8 was measured."""
+    gaps = [(first, math.nan) for first, _ in in_bf16(evidence.records)]
+    return sorted([*points, *gaps], key=lambda point: point[0]) if points else []
+
+
 def line(axes: Axes, points: Series, colour: str, label: str, *, dashed: bool = False) -> None:
     """A curve, or nothing where there are no points."""
     if any(not math.isnan(value) for _, value in points):

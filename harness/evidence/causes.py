@@ -26,6 +26,7 @@ class Panel(IntEnum):
 class Cause(StrEnum):
     corrupted_rank = "corrupted rank"
     fp16_overflow = "fp16 overflow"
+    fp8_range = "fp8 range"
     optimizer_reset = "optimizer reset"
     lr_discontinuity = "LR discontinuity"
     beta2_stale = "beta2 stale"

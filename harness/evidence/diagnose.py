@@ -21,6 +21,7 @@ from typing import Any, final
 
 from harness.config import DetectConfig
 from harness.events import Finding, FindingKind, StepRecord
+from harness.evidence.measures import zeroed
 from harness.evidence.rows import WINDOW_ROWS, Spike, crowd_of, drift, found_in, is_found, spikes_of, thirds_of
 
 RECOVERED_SIGMAS, RECOVERED_ROWS = 0.5, 50
@@ -29,7 +30,7 @@ CREEP_ROWS = 200
 DRIFT_FACTOR = 2.0
 HARMLESS = (FindingKind.slow, FindingKind.grad_spike, FindingKind.v_stale)
 """Signs that alone are nothing to act upon."""
-NARROW, MIXED = ("fp16", "fp8"), ("fp16", "bf16", "fp8")
+NARROW, MIXED = ("fp16",), ("fp16", "bf16", "fp8")
 
 
 class Finds(IntEnum):
@@ -73,14 +74,16 @@ def walk(records: Sequence[StepRecord], settings: dict[str, Any], *, detect: Det
     if not records:
         return Diagnosis(nodes=nodes, finds=Finds.nothing, conclusion="no step is in the log yet")
     return (
-        _not_finite(nodes, records, settings)
+        _not_finite(nodes, records, findings, settings)
         or _spikes(nodes, records, findings)
-        or _overflow(nodes, records, settings)
+        or _overflow(nodes, records, findings, settings)
         or _creeping(nodes, records, findings)
     )
 
 
-def _not_finite(nodes: list[Node], records: Sequence[StepRecord], settings: dict[str, Any]) -> Diagnosis | None:
+def _not_finite(
+    nodes: list[Node], records: Sequence[StepRecord], findings: Sequence[Finding], settings: dict[str, Any]
+) -> Diagnosis | None:
     losses = [record for record in records if not math.isfinite(record.loss)]
     broken = [record for record in records if not math.isfinite(record.loss + record.grad_norm)]
     refused = sum(record.refused for record in broken)
@@ -93,14 +96,14 @@ def _not_finite(nodes: list[Node], records: Sequence[StepRecord], settings: dict
         "fp32": "log(0) or 0/0 in the loss, or a broken rank",
         "bf16": "as fp32, or an overflow of the exponent",
         "fp16": "an activation above 65504: go to section 3",
-        "fp8": "an overflow of the narrow format: go to section 3",
+        "fp8": "as bf16: fp8 saturates and does not overflow",
     }.get(kind, "the log does not say")
     _ask(nodes, "Q1.2", "What was the dtype regime?", kind, path)
     ranks = sorted({rank for record in broken for rank in record.nonfinite_ranks})
     groups = [name for name, norm in first.group_grad_norms.items() if not math.isfinite(norm)]
     where = f"ranks {', '.join(map(str, ranks)) or 'not named'}; layer groups {', '.join(groups) or 'not named'}"
     _ask(nodes, "Q1.3", "Where did it originate?", f"step {first.step}, iteration {first.iteration}", where)
-    if kind in NARROW and (overflow := _overflow(nodes, records, settings)) is not None:
+    if kind in NARROW and (overflow := _overflow(nodes, records, findings, settings)) is not None:
         return overflow
     healed = "every one was refused: no weight was touched" if refused == len(broken) else _still(records)
     fix = "clip by value (optim.clip_value=100); where it comes again, the cause is structural"
@@ -170,7 +173,9 @@ def _cause_of(spike: Spike, records: Sequence[StepRecord], findings: Sequence[Fi
     return "none of the three panels shows it", f"{number}; learning rate smooth; no batch twice"
 
 
-def _overflow(nodes: list[Node], records: Sequence[StepRecord], settings: dict[str, Any]) -> Diagnosis | None:
+def _overflow(
+    nodes: list[Node], records: Sequence[StepRecord], findings: Sequence[Finding], settings: dict[str, Any]
+) -> Diagnosis | None:
     kind = settings.get("precision.kind")
     scales = [record.loss_scale for record in records if record.loss_scale is not None]
     if kind not in MIXED and not scales:
@@ -178,6 +183,8 @@ def _overflow(nodes: list[Node], records: Sequence[StepRecord], settings: dict[s
     broken = [record for record in records if not math.isfinite(record.grad_norm)]
     seen = f"{len(broken)} rows" + (f", the first at step {broken[0].step}" if broken else "")
     _ask(nodes, "Q3.1", "Is there a step with a gradient norm of Inf or NaN?", "yes" if broken else "no", seen)
+    if kind == "fp8":
+        _ask(nodes, "Q3.5", "Do the numbers fit into fp8?", *_fit(records, findings))
     if not broken or (kind not in NARROW and not scales):
         return None
     moved = f"from {scales[0]:g} to {scales[-1]:g}, lowest {min(scales):g}" if scales else "no loss scale in the log"
@@ -197,6 +204,17 @@ def _overflow(nodes: list[Node], records: Sequence[StepRecord], settings: dict[s
         return None
     _ask(nodes, "Q3.4", "What is the fix?", "precision=bf16, or half the learning rate", seen)
     return Diagnosis(nodes=nodes, finds=Finds.overflow, conclusion=f"overflow of {kind} at step {broken[0].step}")
+
+
+def _fit(records: Sequence[StepRecord], findings: Sequence[Finding]) -> tuple[str, str]:
+    """Whether they do, and the worst that was probed."""
+    shares, away = zeroed(records), sum(record.in_fp8 is False for record in records)
+    if not shares:
+        return "not known", "the range of fp8 was not probed"
+    worst = max(shares, key=lambda name: shares[name])
+    number = f"at most {shares[worst]:.0%} of the numbers of a layer group became zero ({worst})"
+    is_unfit = any(finding.kind is FindingKind.fp8_range for finding in findings)
+    return ("no" if is_unfit else "yes"), f"{number}; {away} of {len(records)} rows were computed in bf16"
 
 
 def _creeping(nodes: list[Node], records: Sequence[StepRecord], findings: Sequence[Finding]) -> Diagnosis:

@@ -18,6 +18,7 @@ from harness.evidence.measures import Measures
 from harness.evidence.rules import (
     beta2_stale,
     corrupted_rank,
+    fp8_range,
     fp16_overflow,
     lr_discontinuity,
     lr_too_high,
@@ -34,6 +35,7 @@ Rule = Callable[[Evidence, Measures], Judgement]
 RULES: tuple[Rule, ...] = (
     corrupted_rank,
     fp16_overflow,
+    fp8_range,
     optimizer_reset,
     lr_discontinuity,
     beta2_stale,

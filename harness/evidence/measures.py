@@ -172,6 +172,15 @@ def weight_growth(evidence: Evidence) -> tuple[str, float] | None:
     return max(factors, key=lambda each: each[1], default=None)
 
 
+def zeroed(records: Iterable[StepRecord]) -> dict[str, float]:
+    """The largest share of its numbers that became zero in fp8, of each layer group that was probed."""
+    shares: dict[str, float] = {}
+    for record in records:
+        for name, share in record.fp8_underflow.items():
+            shares[name] = max(share, shares.get(name, 0.0))
+    return shares
+
+
 def weight_jump(evidence: Evidence) -> tuple[str, float] | None:
     """The layer group whose norm changed most between two probes, and by which factor; Inf: it stopped being finite."""
     worst: tuple[str, float] | None = None
@@ -194,7 +203,8 @@ def _sound(name: str, probes: Sequence[dict[str, float]]) -> list[float]:
 
 def skipped_in_vain(evidence: Evidence) -> int:
     """Restores and exclusions that trouble followed again."""
-    return max(0, sum(action.kind is not ActionKind.watch for action in evidence.actions) - 1)
+    others = (ActionKind.watch, ActionKind.precision)
+    return max(0, sum(action.kind not in others for action in evidence.actions) - 1)
 
 
 def scheduled(evidence: Evidence, record: StepRecord) -> float | None:

@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.events import TOKEN_LOSS_EDGES
-from harness.evidence.axes import Series, dots, dress, line, plain, say_nothing, series, two
+from harness.evidence.axes import Series, apart, dots, dress, in_bf16, line, plain, say_nothing, series, two
 from harness.evidence.causes import Panel
 from harness.evidence.schema import Evidence, GuiltyBatch
 from harness.evidence.wording import FILES, NOT_MEASURED, TITLES, printable
-from harness.telemetry.picture import BLUE, GREY, INK, LIGHT_BLUE, ORANGE, RED
+from harness.telemetry.picture import BLUE, GREY, GRID, INK, LIGHT_BLUE, ORANGE, RED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 SIZE_INCHES, DOTS_PER_INCH = (7.6, 2.7), 110
+LEAST_SHARE = 1e-6
+"""What a share of zero is drawn as: its axis is logarithmic."""
 RANK_COLOURS = (BLUE, ORANGE, "#3f8f4e", "#8453a8", "#8a6d3b", "#2a8c9b")
 
 
@@ -200,6 +202,8 @@ def _rank_lines(axes: Axes, evidence: Evidence, name: str) -> bool:
 
 
 def _draw_scale(figure: Figure, evidence: Evidence) -> bool:
+    if any(record.in_fp8 is not None for record in evidence.records):
+        return _draw_fp8(figure, evidence)
     scales = series(evidence.records, lambda record: record.loss_scale)
     if not scales:
         return False
@@ -209,6 +213,33 @@ def _draw_scale(figure: Figure, evidence: Evidence) -> bool:
     dots(axes, series(overflows, lambda record: record.loss_scale), RED, "overflow")
     axes.set_yscale("log", base=2)
     return dress(axes, evidence, "loss scale")
+
+
+def _draw_fp8(figure: Figure, evidence: Evidence) -> bool:
+    """Above, what became zero or went beyond the range; below, between which exponents the scales lie."""
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    probed = [record for record in evidence.records if record.fp8 and record.fp8_underflow]
+    zeroed = series(probed, lambda record: max(LEAST_SHARE, *record.fp8_underflow.values()))
+    line(top, apart(zeroed, evidence), RED, "became zero, worst layer group")
+    dots(top, zeroed, RED, "")
+    beyond = series(probed, lambda record: max(float(each["saturated"]) for each in record.fp8.values()))
+    if any(share > 0 for _, share in beyond):
+        dots(top, beyond, INK, "beyond the range, worst role")
+    bound = evidence.run.settings.get("sentinel.detect.fp8_underflow")
+    if isinstance(bound, int | float):
+        top.axhline(bound, color=GREY, linewidth=0.9, linestyle="--", label=f"found above {bound:g}")
+    for role, colour in zip(("activations", "weights", "gradients"), RANK_COLOURS, strict=False):
+        scales = [(record.iteration, record.fp8[role]["scale_log2"]) for record in probed if role in record.fp8]
+        if scales:
+            at, ends = zip(*scales, strict=True)
+            bottom.vlines(at, *zip(*ends, strict=True), color=colour, linewidth=4, alpha=0.45, label=role)
+    for number, (first, last) in enumerate(in_bf16(evidence.records)):
+        for axes in (top, bottom):
+            label = "in bf16" if axes is top and number == 0 else None
+            axes.axvspan(first - 0.5, last + 0.5, color=GRID, zorder=0.5, label=label)
+    dress(top, evidence, "share")
+    dress(bottom, evidence, "log2 of scale", labels=False)
+    return bool(probed)
 
 
 def _draw_throughput(figure: Figure, evidence: Evidence) -> bool:

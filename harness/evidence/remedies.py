@@ -26,6 +26,8 @@ LEAST_TOLERANCE = 0.05
 """Nats, of seed 002."""
 OFF_SCHEDULE = 0.2
 """Logarithm of a factor by which a rate may differ from its schedule and still be called the same."""
+KEPT_SHARE = 4
+"""One block in so many may stay bf16 before another recipe is the smaller change."""
 LOOK_CAUSES = (Cause.corrupted_rank, Cause.scrambled_data)
 
 
@@ -87,6 +89,33 @@ def _fp16_overflow(evidence: Evidence) -> Remedy:
         overrides=["precision=bf16"],
         lesson=f"{precision} needs a reserve of range; a loss scale that keeps falling is the last warning.",
     )
+
+
+def _fp8_range(evidence: Evidence) -> Remedy:
+    groups = evidence.incident.groups
+    change, words = _out_of_fp8(evidence)
+    where = f" of {', '.join(groups[:3])}{' and others' if len(groups) > 3 else ''}" if groups else ""
+    return Remedy(
+        sentence=f"Numbers out of all proportion made the scale{where} in fp8, and most of the others became zero.",
+        change=change,
+        overrides=[words],
+        lesson="fp8 gives all numbers of a tensor one scale: an outlier costs the others, and the loss shows it last.",
+    )
+
+
+def _out_of_fp8(evidence: Evidence) -> tuple[str, str]:
+    """The smallest change: a few blocks at either end stay bf16, or a scale for every block of numbers, or no fp8."""
+    groups, num_layers = evidence.incident.groups, int(_setting(evidence, "model.num_layers", 0))
+    places = [int(group.removeprefix("blocks.")) for group in groups if group.startswith("blocks.")]
+    if places and len(places) == len(groups):
+        first, last = max(places) + 1, num_layers - min(places)
+        name, num = ("keep_first_blocks", first) if first < last else ("keep_last_blocks", last)
+        if num <= max(1, num_layers // KEPT_SHARE) < num_layers:
+            kept = _setting(evidence, f"precision.fp8.{name}", 0)
+            return "keep the named blocks in bf16", f"precision.fp8.{name}={max(num, int(kept))}"
+    if evidence.run.settings.get("precision.fp8.recipe") != "block":
+        return "give every 128 numbers a scale of their own", "precision.fp8.recipe=block"
+    return "compute in bf16", "precision=bf16"
 
 
 def _optimizer_reset(_evidence: Evidence) -> Remedy:
@@ -191,6 +220,7 @@ def _lr_too_high(evidence: Evidence) -> Remedy:
 REMEDIES: dict[Cause, Callable[[Evidence], Remedy]] = {
     Cause.corrupted_rank: _corrupted_rank,
     Cause.fp16_overflow: _fp16_overflow,
+    Cause.fp8_range: _fp8_range,
     Cause.optimizer_reset: _optimizer_reset,
     Cause.lr_discontinuity: _lr_discontinuity,
     Cause.beta2_stale: _beta2_stale,

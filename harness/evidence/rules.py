@@ -13,7 +13,8 @@ from harness.evidence.causes import Cause, Judgement, Panel, Reason, ruled
 from harness.evidence.measures import Measures
 from harness.evidence.schema import Evidence
 
-OVERFLOW_PRECISIONS = ("fp16", "fp8")
+OVERFLOW_PRECISION = "fp16"
+"""fp8 saturates instead, and a run in fp8 gives everything on in bf16."""
 RANK_FACTOR = 10.0
 """Times the other ranks' gradient norm from which one stands out."""
 ORDINARY = 5.0
@@ -41,7 +42,7 @@ def corrupted_rank(evidence: Evidence, measures: Measures) -> Judgement:
         listed = ", ".join(map(str, sorted(named)))
         often = f"{len(broken)} iteration{'s' if len(broken) > 1 else ''}"
         words = f"rank {listed} alone of {world} was not finite before the reduction, in {often}"
-        score = 0.5 if evidence.run.precision in OVERFLOW_PRECISIONS else 0.95
+        score = 0.5 if evidence.run.precision == OVERFLOW_PRECISION else 0.95
         return ruled(cause, score, Reason(words, Panel.ranks))
     if (torn := _torn_weights(evidence, measures)) is not None:
         return ruled(cause, 0.9, torn)
@@ -106,7 +107,7 @@ def _outlying_rank(measures: Measures) -> tuple[int, float, float, float] | None
 def fp16_overflow(evidence: Evidence, measures: Measures) -> Judgement:
     """Activations or gradients beyond what a narrow format can hold, and a loss scale that gives way."""
     cause, precision = Cause.fp16_overflow, evidence.run.precision
-    if precision not in OVERFLOW_PRECISIONS:
+    if precision != OVERFLOW_PRECISION:
         return ruled(
             cause,
             0.0,
@@ -128,6 +129,24 @@ def fp16_overflow(evidence: Evidence, measures: Measures) -> Judgement:
     halved = bool(scales) and min(scales) < max(scales)
     score = 0.55 + 0.2 * everywhere + 0.1 * halved + 0.15 * (collapsed or bool(layers))
     return ruled(cause, score, Reason(words, Panel.scale))
+
+
+def fp8_range(evidence: Evidence, measures: Measures) -> Judgement:
+    """Numbers out of all proportion made the scale of a tensor, and fp8 has nothing left for the others."""
+    cause, precision = Cause.fp8_range, evidence.run.precision
+    if precision != "fp8":
+        return ruled(cause, 0.0, None, Reason(f"the run computes in {precision}", Panel.scale))
+    found = [finding for finding in evidence.findings if finding.kind is FindingKind.fp8_range]
+    if found:
+        again = f", and {len(found) - 1} more time{'s' if len(found) > 2 else ''}" if len(found) > 1 else ""
+        words = f"{found[0].message}, iteration {found[0].iteration}{again}"
+        return ruled(cause, 0.95, Reason(words, Panel.scale))
+    shares = m.zeroed([*measures.before, *measures.during])
+    if not shares:
+        return ruled(cause, 0.1, None, Reason("the range of fp8 was not probed around the onset", Panel.scale))
+    worst = max(shares, key=lambda name: shares[name])
+    words = f"at most {shares[worst]:.0%} of the numbers of any layer group became zero in fp8 ({worst})"
+    return ruled(cause, 0.0, None, Reason(words, Panel.scale))
 
 
 def lr_discontinuity(evidence: Evidence, measures: Measures) -> Judgement:

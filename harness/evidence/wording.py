@@ -31,7 +31,7 @@ TITLES = {
     Panel.token_losses: "losses of the tokens of the guilty batch",
     Panel.tokens: "tokens of the guilty batch",
     Panel.ranks: "each rank: gradient norm before the reduction, step time",
-    Panel.scale: "loss scale",
+    Panel.scale: "loss scale, or how the numbers fit into fp8",
     Panel.throughput: "throughput",
 }
 
@@ -75,7 +75,7 @@ def action_words(evidence: Evidence) -> list[str]:
 
 def action_counts(evidence: Evidence) -> str:
     """What was done, in brief."""
-    counts = Counter(str(action.kind) for action in evidence.actions)
+    counts = Counter(str(action.kind) for action in evidence.actions if not action.in_fp8)
     return ", ".join(f"{kind} ({count} times)" if count > 1 else kind for kind, count in counts.items())
 
 
@@ -88,6 +88,9 @@ def _action(action: Action, outcome: Outcome | None) -> str:
         words += f", learning rate times {action.lr_scale:g}"
     if action.source is not None:
         words += f", source {action.source} off"
+    if action.in_fp8 is not None:
+        until = "" if action.until is None else f" until iteration {action.until}"
+        words += ", fp8 again" if action.in_fp8 else f", bf16{until or ' to the end'}"
     if outcome is not None and not outcome.succeeded:
         words += ", failed"
     elif outcome is not None and outcome.target:

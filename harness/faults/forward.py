@@ -9,9 +9,18 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from harness.config import require
 from harness.faults.site import Site
+
+
+def uncompiled(site: Site) -> None:
+    """Let the block of a layer that is struck run by itself."""
+    for block in site.run.parts.model.blocks:
+        if site.layer in set(block.modules()):
+            block._compiled_call_impl = None
 
 
 @final
@@ -50,9 +59,7 @@ class Overflow:
         self._site = site
         self._factor = 1.0
         site.layer.register_forward_hook(self._multiply)
-        for block in site.run.parts.model.blocks:
-            if site.layer in set(block.modules()):
-                block._compiled_call_impl = None
+        uncompiled(site)
 
     def before(self, iteration: int) -> None:
         if self._site.strikes(iteration):
@@ -65,6 +72,52 @@ class Overflow:
 
     def _multiply(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
         return output if self._factor == 1.0 else output * self._factor
+
+
+@final
+class Outlier:
+    """fp8_outlier: one token out of all proportion, as the first one of a sequence becomes in large models.
+
+    Each map of the layer reads it `factor` times as large, and what it makes of it is divided by `factor` again. A
+    power of two is exact in fp32 and bf16: there the layer computes the same bits, forward and backward, and so does
+    every update. In fp8 with one scale for a tensor all other tokens become zero.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._maps = [module for module in site.layer.modules() if isinstance(module, nn.Linear)]
+        self._hooks: list[RemovableHandle] = []
+        require(bool(self._maps), "drill.fault.layer", f"must hold a linear map, {site.fault.layer} has none")
+        uncompiled(site)
+
+    def before(self, iteration: int) -> None:
+        """Only while it lasts: maps that somebody watches do not share the rounding of what they read."""
+        if self._site.strikes(iteration):
+            fault = self._site.fault
+            self._site.tell(f"the maps of {fault.layer} read the first token of every sequence times {fault.factor:g}")
+            for module in self._maps:
+                self._hooks += [
+                    module.register_forward_pre_hook(self._enlarge),
+                    module.register_forward_hook(self._reduce),
+                ]
+
+    def after(self, iteration: int) -> None:  # noqa: ARG002 -- part of what an injury is
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _enlarge(self, _module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (self._first(inputs[0], self._site.fault.factor),)
+
+    def _reduce(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        return self._first(output, 1 / self._site.fault.factor)
+
+    @staticmethod
+    def _first(hidden: Tensor, factor: float) -> Tensor:
+        """[..., tokens, channels] with the first token times `factor`."""
+        factors = hidden.new_ones(hidden.shape[-2], 1)
+        factors[0] = factor
+        return hidden * factors
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.faults.clock import ClockJump
 from harness.faults.data import TamperedCorpus
 from harness.faults.files import DamagedCheckpoint, FullDisk
-from harness.faults.forward import LogitGrowth, Overflow, SpoiledLoss
+from harness.faults.forward import LogitGrowth, Outlier, Overflow, SpoiledLoss
 from harness.faults.gradient import SpoiledGradient
 from harness.faults.optimizer import CutWarmup, FlippedWeight, RateSpike, ResetMoments
 from harness.faults.plan import FaultKind
@@ -34,6 +34,8 @@ def injury(site: Site) -> Injury:
             return ResetMoments(site)
         case FaultKind.fp16_overflow:
             return Overflow(site)
+        case FaultKind.fp8_outlier:
+            return Outlier(site)
         case FaultKind.logit_growth:
             return LogitGrowth(site)
         case FaultKind.slow_rank:

@@ -50,6 +50,9 @@ class FaultKind(StrEnum):
     """Both moments are zero."""
     fp16_overflow = "fp16_overflow"
     """What one layer gives on is multiplied with `factor`, beyond what fp16 can hold."""
+    fp8_outlier = "fp8_outlier"
+    """The first token of every sequence is `factor` times as large as the others where the maps of one layer read it,
+    and what they make of it is as much smaller again."""
     logit_growth = "logit_growth"
     """Query and key weights of one layer grow by `factor` each iteration, for `duration` iterations."""
     slow_rank = "slow_rank"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.config import AttentionKind, ModelConfig
+from harness.fp8.linear import project
 from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy, count_losses
 from harness.model.mup import attention_scale, output_multiplier
 
@@ -87,9 +88,9 @@ class Attention(nn.Module):
         self.key_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        query = rotate(self.query_norm(self._heads(self.query(hidden))), cos, sin)
-        key = rotate(self.key_norm(self._heads(self.key(hidden))), cos, sin)
-        value = self._heads(self.value(hidden))
+        query, key, value = map(self._heads, project(hidden, self.query, self.key, self.value))
+        query = rotate(self.query_norm(query), cos, sin)
+        key = rotate(self.key_norm(key), cos, sin)
         attended = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
         mixed: Tensor = self.output(attended.to(hidden.dtype).transpose(1, 2).flatten(2))
         return mixed
@@ -129,7 +130,8 @@ class SwiGLU(nn.Module):
         self.down = linear(cfg.ffn_dim, cfg.dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        projected: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        gate, up = project(hidden, self.gate, self.up)
+        projected: Tensor = self.down(F.silu(gate) * up)
         return projected
 
 

@@ -32,7 +32,7 @@ from harness.replay.watch import Seen, watching
 from harness.rundir import RunDir, write_atomically
 from harness.sentinel.report import HostFacts, unpack
 from harness.state import RunState
-from harness.step import forward_backward, judge_and_update, mask_of
+from harness.step import forward_backward, judge_and_update, loss_sums
 
 NUM_NEIGHBOURS = 4
 """Batches before the guilty one that it is set among."""
@@ -162,7 +162,8 @@ def restore(name: str | None, root: Path, parts: Parts, world: World) -> None:
 
 
 def take(parts: Parts, cfg: Config, record: StepRecord) -> StepRecord:
-    """A logged step once more; returns what it came to now."""
+    """A logged step once more, in the precision that it had; returns what it came to now."""
+    parts.products.use_fp8(record.in_fp8 is not False)
     forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=False)
     report = judge_and_update(parts, cfg=cfg, probe=False)
     facts = HostFacts(
@@ -173,6 +174,7 @@ def take(parts: Parts, cfg: Config, record: StepRecord) -> StepRecord:
         posted_s=0.0,
         memory_bytes=0,
         batch={},
+        in_fp8=parts.products.in_fp8,
     )
     return unpack(
         parts.signals.layout,
@@ -196,18 +198,9 @@ def watch(parts: Parts, cfg: Config, record: StepRecord) -> Seen:
 def standing(parts: Parts, cfg: Config, cursor: int, checkpoint: str | None) -> Standing:
     """The loss of a batch on the present state, and of those before it."""
     others = [parts.batches[index] for index in range(max(0, cursor - NUM_NEIGHBOURS), cursor)]
-    losses = [_loss(parts, cfg, batch) for batch in [parts.batches[cursor], *others]]
+    sums = [all_reduce_sum(loss_sums(parts, batch, cfg=cfg)).tolist() for batch in [parts.batches[cursor], *others]]
+    losses = [loss_sum / tokens for loss_sum, tokens in sums]
     return Standing(checkpoint=checkpoint or "the beginning", loss=losses[0], neighbours=losses[1:])
-
-
-def _loss(parts: Parts, cfg: Config, batch: Any) -> float:
-    sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
-    with torch.no_grad():
-        for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
-            output = parts.model(rows.inputs, rows.targets, mask=mask_of(rows))
-            sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])
-    loss_sum, tokens = all_reduce_sum(sums).tolist()
-    return float(loss_sum / tokens)
 
 
 def clone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple, Self, final
 
 from harness.config import PolicyConfig
-from harness.events import FindingKind
+from harness.events import Action, ActionKind, FindingKind
 from harness.sentinel.branch import Branch
 
 NUM_RECENT = 9
@@ -66,14 +66,24 @@ class Closed(NamedTuple):
     """1 recovered by itself, 2 lingering, 3 divergent; None: no spike, or cured before it could show."""
 
 
-CAUSES = frozenset({FindingKind.grad_spike, FindingKind.v_stale, FindingKind.rank_outlier, FindingKind.lr_jump})
+CAUSES = frozenset(
+    {
+        FindingKind.grad_spike,
+        FindingKind.v_stale,
+        FindingKind.rank_outlier,
+        FindingKind.lr_jump,
+        FindingKind.fp8_range,
+    }
+)
 """Signs that come before a loss spike; when one does, its cause is known."""
 OMENS = CAUSES | {FindingKind.weight_drift}
 """Findings that alone do no harm."""
 REFUSALS = frozenset({"refusal", "refusals"})
 """What a case is made of where updates were refused and none that was applied did harm."""
 DIVERGENT = frozenset({FindingKind.divergence, FindingKind.nonfinite})
-INNOCENT_DATA = frozenset({FindingKind.lr_jump, FindingKind.optimizer_reset, FindingKind.scale_collapse})
+INNOCENT_DATA = frozenset(
+    {FindingKind.lr_jump, FindingKind.optimizer_reset, FindingKind.scale_collapse, FindingKind.fp8_range}
+)
 """What no batch is to blame for."""
 
 
@@ -95,6 +105,8 @@ class Case:
     """Batches that its findings name."""
     source: str | None = None
     """The source that stands out in its batch."""
+    unfit: str = ""
+    """What did not fit into fp8, in words; empty: nothing was found of that."""
     rung: int = Rung.none
     is_restored: bool = False
     """The run was set back, and nothing has shown since."""
@@ -124,6 +136,11 @@ class Case:
     @property
     def has_cause(self) -> bool:
         return not CAUSES.isdisjoint(self.kinds)
+
+    @property
+    def is_harmed(self) -> bool:
+        """Something more than a sign of trouble shows, and is watched."""
+        return self.is_watched and not OMENS.issuperset(self.kinds)
 
     @property
     def is_refused_alone(self) -> bool:
@@ -156,6 +173,20 @@ class Case:
         self.is_restored = False
         self.cursors += [cursor for cursor in cursors if cursor not in self.cursors]
 
+    def note(self, action: Action, *, cfg: PolicyConfig) -> None:
+        """Something was decided about it."""
+        match action.kind:
+            case ActionKind.watch:
+                self.rung = max(self.rung, Rung.watch)
+                self.watched_since = action.iteration
+                self.watched_until = action.iteration + cfg.watch_iterations
+            case ActionKind.skip:
+                self.rung = max(self.rung, Rung.skip)
+            case ActionKind.rewind:
+                self.rung = Rung.wide if self.is_treated else Rung.rewind
+            case ActionKind.rollback:
+                self.rung = Rung.cure if self.rung >= Rung.rollback else Rung.rollback
+
     def height(self, loss: float | None) -> float:
         """Of a loss above the level from before."""
         return 0.0 if self.level is None or loss is None else loss - self.level
@@ -164,6 +195,14 @@ class Case:
         """It comes down from its peak, as damage that heals does; other data stays where it is."""
         fall = self.height(self.peak) - self.height(recent)
         return fall > max(TURNED * self.height(self.peak), TURNED_SIGMAS * self.sigma)
+
+    def is_tolerable(self, branch: Branch, *, cfg: PolicyConfig) -> bool:
+        """Whether a lasting rise of the loss may be watched: it comes down, or looks like other data."""
+        recent = branch.recent_loss(NUM_RECENT, since=self.onset)
+        if recent is None or self.level is None:
+            return True
+        looks_like_data = not self.has_cause and self.height(recent) <= cfg.accept_rise_nats
+        return looks_like_data or (self.peak is not None and self.has_turned(recent))
 
     def judge(self, branch: Branch, iteration: int, *, cfg: PolicyConfig) -> Verdict | None:
         """What watching it says so far; None: go on. Prolongs the watch of a spike that keeps coming down."""

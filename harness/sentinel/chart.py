@@ -17,7 +17,8 @@ from harness.config import PolicyConfig
 from harness.events import Action, ActionKind, Finding, FindingKind, Outcome, StepRecord
 from harness.sentinel.branch import Branch
 from harness.sentinel.budgets import Budgets
-from harness.sentinel.case import CAUSES, NUM_RECENT, OMENS, Case, Closed, Rung, Verdict
+from harness.sentinel.case import CAUSES, OMENS, Case, Closed, Rung, Verdict
+from harness.sentinel.fallback import Fallback
 from harness.sentinel.suspects import Suspects
 from harness.sentinel.symptoms import FIRST_RUNG, OF_THE_BATCH, Demand, Refusals, has_broken_weights, is_finite
 
@@ -42,6 +43,7 @@ class Chart:
     budgets: Budgets
     branch: Branch = field(default_factory=Branch)
     suspects: Suspects = field(default_factory=Suspects)
+    fallback: Fallback = field(default_factory=Fallback)
     cases: list[Case] = field(default_factory=list)
     """Open ones, oldest first."""
     num_incidents: int = 0
@@ -50,7 +52,7 @@ class Chart:
     refusals: Refusals = field(default_factory=Refusals)
     demand: Demand | None = None
     cure_for: int | None = None
-    """The incident that the outcome just heard may call for a cure of."""
+    """The incident that the record or outcome just heard may call for a cure of."""
     is_awaiting: bool = False
     """A restore was decided and its outcome is not known; until then records tell of a state that is given up."""
     is_halted: bool = False
@@ -75,18 +77,22 @@ class Chart:
         self.branch.add(record)
         self.progress = max(self.progress, record.step)
         causes_first = sorted(findings, key=lambda finding: finding.kind not in CAUSES)
-        demands = [*self._of_update(record), *self._of_findings(record, causes_first)]
+        demands = [*self._of_range(record, findings)]
+        demands += [*self._of_update(record), *self._of_findings(record, causes_first)]
         answered = {demand.incident for demand in demands if demand.rung > Rung.watch}
         demands += self._of_watch(record, other_than=answered)
         self._close_left_behind(record.step)
         if not self.cases and not record.refused:
             self.suspects.learn(record)
         self.demand = max(demands, key=lambda demand: demand.rung, default=None)
+        if self.demand is not None and self.demand.rung > Rung.skip:
+            self.cure_for = None  # it follows the restore
 
     def note(self, action: Action) -> None:
         """An action was decided, by the policy or (incident 0) by a person."""
         case = self.case(action.incident)
-        if case is not None and action.kind not in (ActionKind.watch, ActionKind.halt):
+        is_free = action.kind is ActionKind.precision and action.until is None
+        if case is not None and not is_free and action.kind not in (ActionKind.watch, ActionKind.halt):
             self.budgets.spend(action.kind, progress=self.progress)
         self.is_awaiting = action.kind in RESTORES
         if not self.is_awaiting:
@@ -99,14 +105,20 @@ class Chart:
                 self.cooled_at, self.cooled_for = self.progress, action.incident
             case ActionKind.swap if action.source is not None:
                 self.suspects.remove(action.source)
+            case ActionKind.precision:
+                self.fallback.note(action)
         if case is not None:
-            self._note_of(case, action)
+            case.note(action, cfg=self.cfg)
+            if action.kind in (ActionKind.skip, *RESTORES):
+                self.suspects.blame(case.source, progress=self.progress)
 
     def absorb(self, outcome: Outcome) -> None:
         """What an action came to."""
         self.closed = []
         self.cure_for = None
         case = self.case(outcome.incident)
+        if outcome.kind is ActionKind.precision and not outcome.succeeded:
+            self.fallback.fail()
         if outcome.kind in RESTORES:
             self.is_awaiting = False
             if outcome.succeeded:
@@ -139,22 +151,6 @@ class Chart:
         since = self.progress - self.cfg.window_steps
         return self.suspects.guilty(self.cfg.swap_after, since=since)
 
-    def _note_of(self, case: Case, action: Action) -> None:
-        match action.kind:
-            case ActionKind.watch:
-                case.rung = max(case.rung, Rung.watch)
-                case.watched_since = action.iteration
-                case.watched_until = action.iteration + self.cfg.watch_iterations
-            case ActionKind.skip:
-                case.rung = max(case.rung, Rung.skip)
-                self.suspects.blame(case.source, progress=self.progress)
-            case ActionKind.rewind:
-                case.rung = Rung.wide if case.is_treated else Rung.rewind
-                self.suspects.blame(case.source, progress=self.progress)
-            case ActionKind.rollback:
-                case.rung = Rung.cure if case.rung >= Rung.rollback else Rung.rollback
-                self.suspects.blame(case.source, progress=self.progress)
-
     def _set_down(self, outcome: Outcome, case: Case | None) -> None:
         self.branch.set_down(outcome.iteration, outcome.step)
         self.demand = None
@@ -175,6 +171,14 @@ class Chart:
         else:
             case.without_margin = True
             case.rung = Rung.wide if case.rung == Rung.rollback else Rung.rollback
+
+    def _of_range(self, record: StepRecord, findings: Iterable[Finding]) -> Iterator[Demand]:
+        """What does not fit into fp8 is known before anything else of a record is judged: it is the cause of that."""
+        for finding in [each for each in findings if each.kind is FindingKind.fp8_range]:
+            case = self._join(finding.kind, record, onset=min(finding.onset, record.iteration))
+            case.unfit, self.cure_for = finding.message, case.number
+            if not case.is_treated:
+                yield Demand(Rung.rewind if case.is_harmed else Rung.watch, case.number, finding.message)
 
     def _of_update(self, record: StepRecord) -> Iterator[Demand]:
         """What the record itself calls for, whatever the detectors say."""
@@ -208,7 +212,7 @@ class Chart:
                 rung = Rung.none if finding.kind in OMENS else Rung.rewind
             elif finding.kind is FindingKind.loss_spike and case.has_cause:
                 rung = Rung.rewind
-            elif finding.kind is FindingKind.level_shift and not self._is_tolerable(case):
+            elif finding.kind is FindingKind.level_shift and not case.is_tolerable(self.branch, cfg=self.cfg):
                 rung = Rung.rollback
             if rung is not Rung.none:
                 yield Demand(rung, case.number, finding.message)
@@ -224,14 +228,6 @@ class Chart:
                     yield Demand(Rung.rollback, case.number, f"{case.kinds[0]} lingers")
                 case verdict:
                     self._close(case, verdict)
-
-    def _is_tolerable(self, case: Case) -> bool:
-        """Whether a lasting rise of the loss may be watched: it comes down, or looks like other data."""
-        recent = self.branch.recent_loss(NUM_RECENT, since=case.onset)
-        if recent is None or case.level is None:
-            return True
-        looks_like_data = not case.has_cause and case.height(recent) <= self.cfg.accept_rise_nats
-        return looks_like_data or (case.peak is not None and case.has_turned(recent))
 
     def _join(self, kind: str, record: StepRecord, *, onset: int, cursors: Sequence[int] = ()) -> Case:
         """The open case at the place of a trouble, or a new one."""
@@ -271,6 +267,7 @@ class Chart:
             "budgets": self.budgets.state(),
             "branch": self.branch.state(),
             "suspects": self.suspects.state(),
+            "fallback": self.fallback.state(),
             "refusals": asdict(self.refusals),
             "cases": [case.state() for case in self.cases],
             "demand": None if self.demand is None else list(self.demand),
@@ -285,6 +282,7 @@ class Chart:
             budgets=Budgets.restore(cfg.budgets, cfg.window_steps, state["budgets"]),
             branch=Branch.restore(state["branch"]),
             suspects=Suspects.restore(state["suspects"]),
+            fallback=Fallback.restore(state.get("fallback", {})),
             refusals=Refusals(**state["refusals"]),
             cases=[Case.restore(case) for case in state["cases"]],
             demand=None if demand is None else Demand(Rung(demand[0]), *demand[1:]),

@@ -29,6 +29,7 @@ from harness.sentinel.guards import (
     broken_groups,
 )
 from harness.sentinel.moments import MomentGuard
+from harness.sentinel.ranges import RangeGuard
 
 
 @final
@@ -42,6 +43,7 @@ class Detectors:
     rate: RateGuard = field(default_factory=RateGuard)
     batches: BatchGuard = field(default_factory=BatchGuard)
     scale: ScaleGuard = field(default_factory=ScaleGuard)
+    ranges: RangeGuard = field(default_factory=RangeGuard)
     speed: SpeedGuard = field(default_factory=SpeedGuard)
     ranks: RankGuard = field(default_factory=RankGuard)
 
@@ -53,6 +55,8 @@ class Detectors:
             found += self.nonfinite.observe(record)
         if record.loss_scale is not None:
             found += self.scale.observe(record)
+        if record.in_fp8 is not None:
+            found += self.ranges.observe(record, self.cfg)
         if record.ranks or record.mismatched_ranks or self.ranks.mismatched:
             found += self.ranks.observe(record)
         if record.refused:
@@ -85,8 +89,10 @@ class Detectors:
 
     @classmethod
     def restore(cls, cfg: DetectConfig, state: dict[str, Any]) -> Self:
-        """The detectors whose `state()` it was, also after JSON."""
-        parts: dict[str, Any] = {name: kind(**_copy(state[name])) for name, kind in PARTS.items() if name != "curves"}
+        """The detectors whose `state()` it was, also after JSON; one that a run was saved without begins anew."""
+        parts: dict[str, Any] = {
+            name: kind(**_copy(state.get(name, {}))) for name, kind in PARTS.items() if name != "curves"
+        }
         return cls(cfg, curves=curve.restore(_copy(state["curves"])), **parts)
 
 
@@ -98,6 +104,7 @@ PARTS: dict[str, Any] = {
     "rate": RateGuard,
     "batches": BatchGuard,
     "scale": ScaleGuard,
+    "ranges": RangeGuard,
     "speed": SpeedGuard,
     "ranks": RankGuard,
 }

@@ -32,6 +32,7 @@ GRAVEST = (
     FindingKind.level_shift,
     FindingKind.optimizer_reset,
     FindingKind.scale_collapse,
+    FindingKind.fp8_range,
     FindingKind.grad_spike,
     FindingKind.rank_outlier,
     FindingKind.v_stale,

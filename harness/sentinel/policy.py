@@ -11,12 +11,14 @@ How: the ladder, from doing nothing to giving up; `harness.sentinel.symptoms` sa
 | C | rollback | lingering or divergent loss, weights not finite, frequent refusals, or rewinds that did not help |
 | D | cool | restores recur, or a rollback did not help: lr scaled down, given back step by step after clean stretches |
 | E | swap | as D, where the guilty batches share a source; also where skipped ones do |
-| F | precision | as D, where the loss scale collapsed and the run can compute in another precision |
+| F | precision | the range of fp8 does not do: bf16 for a while, at once or after a restore; then fp8 again |
 | G | halt | replicas differ; a budget is spent; nothing to go back to; structural: every cure was tried |
 
-D, E and F follow a restore. Trouble at a place that was cured before climbs, and goes further back than before; a place
-left well behind is closed, and there the ladder begins anew. All progress is net: steps trained again do not count, so
-a run that turns in circles spends its budgets and halts.
+D and E follow a restore, and so does F where harm was done. Each window of bf16 is twice as long as the one before; the
+one after the budget is spent lasts to the end of the run, since nothing is wrong with bf16 but its speed.
+Trouble at a place that was cured before climbs, and goes further back than before; a place left well behind is closed,
+and there the ladder begins anew. All progress is net: steps trained again do not count, so a run that turns in circles
+spends its budgets and halts.
 `decide` and `hear` first fold what happened into the chart, then choose, reading only; what they return is noted too.
 Left out: which snapshot or checkpoint it will be. An action says before which iteration the state must be from.
 """
@@ -31,11 +33,12 @@ from harness.config import PolicyConfig
 from harness.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunStarted, StepRecord
 from harness.sentinel.case import Case, Closed, Rung
 from harness.sentinel.chart import RESTORES, Chart
+from harness.sentinel.fallback import window
 from harness.sentinel.judged import Judged, judged
 from harness.sentinel.scope import bound, exclusion
 from harness.sentinel.symptoms import Demand
 
-CURES = (ActionKind.swap, ActionKind.precision, ActionKind.cool)
+CURES = (ActionKind.precision, ActionKind.swap, ActionKind.cool)
 """In the order in which they are tried."""
 
 
@@ -79,6 +82,11 @@ class Policy:
         return self.chart.lr_scale
 
     @property
+    def in_fallback(self) -> bool:
+        """Whether a run in fp8 computes in bf16 from now on; it does not come back with older weights either."""
+        return self.chart.fallback.is_on
+
+    @property
     def doubtful_since(self) -> int | None:
         """The iteration from which on no state is known to be clean, while something is watched."""
         return min((case.onset for case in self.chart.cases if case.is_watched), default=None)
@@ -94,7 +102,7 @@ class Policy:
                 return cure
         if chart.demand is not None and (case := chart.case(chart.demand.incident)) is not None:
             return self._answer(chart.demand, case, now)
-        return self._warm_up(now)
+        return self._warm_up(now) or self._return(now)
 
     def state(self) -> dict[str, Any]:
         """Plain data, as JSON knows it."""
@@ -175,7 +183,9 @@ class Policy:
         return replace(self._action(kind, case, reason, now), exclude=exclude, onset=onset)
 
     def _give_up(self, case: Case, reason: str, now: Moment) -> Action:
-        """Moments that are gone come again by training on; anything else needs a person."""
+        """Moments that are gone come again by training on, and fp8 can be left; anything else needs a person."""
+        if self._can_fall_back(case):
+            return self._fall_back(case, now)
         if case.kinds == [FindingKind.optimizer_reset] and case.watched_since is None:
             return self._action(ActionKind.watch, case, f"{reason}; nothing to go back to", now)
         return self._halt(case, f"nothing to go back to; {reason}", now)
@@ -183,7 +193,9 @@ class Policy:
     def _calls_for_cure(self, case: Case) -> bool:
         """After a skip, a guilty source; after a restore, one that did not help before, or one of many."""
         chart = self.chart
-        if not case.is_treated or case.rung >= Rung.cure or FindingKind.scale_collapse in case.kinds:
+        if not case.is_treated or case.rung >= Rung.cure or self._can_fall_back(case):
+            return True
+        if FindingKind.scale_collapse in case.kinds:
             return True
         num = chart.budgets.num_since(RESTORES, last=CURES, progress=chart.progress)
         return num >= chart.cfg.recur_after or chart.guilty_source is not None
@@ -192,18 +204,48 @@ class Policy:
         """The first cure that fits, is in budget, and did not fail in this case."""
         chart, cfg = self.chart, self.chart.cfg
         for kind in CURES:
-            if kind in case.failed_cures or not chart.budgets.allows(kind, progress=chart.progress):
-                continue
             match kind:
+                case ActionKind.precision if self._can_fall_back(case):
+                    return self._fall_back(case, now)
+                case _ if kind in case.failed_cures or not chart.budgets.allows(kind, progress=chart.progress):
+                    continue
                 case ActionKind.swap if chart.guilty_source is not None:
                     reason = f"the last {cfg.swap_after} guilty batches share source {chart.guilty_source}"
                     return replace(self._action(kind, case, reason, now), source=chart.guilty_source)
-                case ActionKind.precision if cfg.fall_back_precision and FindingKind.scale_collapse in case.kinds:
-                    until = now.iteration + self.lag + cfg.precision_iterations
-                    return replace(self._action(kind, case, "the loss scale collapsed", now), until=until)
                 case ActionKind.cool if case.is_treated and chart.lr_scale * cfg.cool_factor >= cfg.min_lr_scale:
                     return self._cool(case.number, case.onset, chart.lr_scale * cfg.cool_factor, "trouble recurs", now)
         return None
+
+    def _can_fall_back(self, case: Case) -> bool:
+        is_unfit = FindingKind.fp8_range in case.kinds and ActionKind.precision not in case.failed_cures
+        return self.chart.cfg.fall_back_precision and is_unfit and not self.in_fallback
+
+    def _fall_back(self, case: Case, now: Moment) -> Action:
+        """Leave fp8 for a while; for good, where that was done too often."""
+        chart, kind = self.chart, ActionKind.precision
+        refusal = chart.budgets.refusal(kind, progress=chart.progress)
+        until, words = None, f"{refusal}, bf16 to the end of the run"
+        if refusal is None:
+            num_before = chart.budgets.num_spent.get(kind, 0)
+            until = now.iteration + self.lag + window(chart.cfg.precision_iterations, num_before=num_before)
+            words = f"bf16 until iteration {until}"
+        return replace(self._action(kind, case, f"{case.unfit}; {words}", now), in_fp8=False, until=until)
+
+    def _return(self, now: Moment) -> Action | None:
+        """Compute in fp8 again when the window is over."""
+        fallback, seen = self.chart.fallback, self.chart.branch.seen
+        if not seen or not fallback.is_over(seen[-1].iteration + self.lag):
+            return None
+        return Action(
+            time=now.time,
+            iteration=now.iteration,
+            kind=ActionKind.precision,
+            step=now.step,
+            incident=fallback.incident,
+            reason="the window of bf16 is over: fp8 again",
+            onset=now.iteration,
+            in_fp8=True,
+        )
 
     def _warm_up(self, now: Moment) -> Action | None:
         """Give one cooling back after a clean stretch of net progress."""

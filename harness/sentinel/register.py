@@ -58,7 +58,7 @@ class Register:
         entry = self.entries.get(action.incident)
         if entry is not None:
             _join(entry.actions, [str(action.kind)])
-            if action.lr_scale != 1:  # a rate that is given back is no sign of trouble
+            if action.lr_scale != 1 and not action.in_fp8:  # what is given back is no sign of trouble
                 entry.last = max(entry.last, action.iteration)
 
     def close(self, now: float, iteration: int, chart: Chart) -> None:

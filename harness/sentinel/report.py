@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.events import StepRecord
+from harness.sentinel.fp8_range import fp8_range
 from harness.sentinel.gate import Judgement
 from harness.sentinel.signals import SCALARS, Layout
 from harness.sentinel.slots import summarise
@@ -58,6 +59,8 @@ class HostFacts:
     memory_bytes: int
     batch: dict[str, Any]
     """What the batch held."""
+    in_fp8: bool | None = None
+    """Whether it was computed in fp8; None in a run that never is."""
 
 
 def unpack(
@@ -109,6 +112,7 @@ def unpack(
         mismatched_ranks=seen.mismatched_ranks,
         digests=seen.digests,
         batch=facts.batch,
+        in_fp8=facts.in_fp8,
     )
     if facts.probed:
         excess = 1.0 if clip_norm is None else max(1.0, grad_norm / clip_norm)
@@ -131,6 +135,9 @@ def _add_probe(
     record.square_ratio = _square_ratio(values[parts["group_squares"]], moments, divisor=divisor)
     record.activation_rms = {name: _root(square / num_activations) for name, square in layers}
     record.token_loss_counts = [int(count) for count in values[parts["token_losses"]]]
+    if record.in_fp8:
+        sums = {name: values[place] for name, place in parts.items() if name.startswith("fp8_")}
+        record.fp8, record.fp8_underflow = fp8_range(layout.groups, sums)
 
 
 def _square_ratio(squares: list[float], moments: list[float], *, divisor: float) -> float | None:

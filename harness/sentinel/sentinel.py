@@ -33,6 +33,9 @@ class Sentinel:
     policy: Policy
     digest: int = 0
     """Of every decision so far, in order."""
+    looks_closer: bool = False
+    """A step in fp8 raised suspicion, or fp8 begins anew: the next step is probed, for whatever follows is answered
+    otherwise where fp8 did it."""
     register: Register = field(default_factory=Register)
     """For reports; nothing is decided by it."""
 
@@ -43,6 +46,7 @@ class Sentinel:
     def judge(self, record: StepRecord) -> Judgement:
         """What to make of an iteration."""
         findings = self.detectors.observe(record)
+        self.looks_closer = bool(findings) and record.in_fp8 is True
         action = self.policy.decide(record, findings)
         for closed in self.policy.closed:
             if closed.verdict is Verdict.accepted:
@@ -72,6 +76,8 @@ class Sentinel:
             self.digest = zlib.crc32(repr(said).encode(), self.digest) & (2**DIGEST_BITS - 1)
             if action.lr_scale is not None:
                 self.detectors.expect_lr_change()
+            if action.in_fp8:
+                self.looks_closer = True
         return action
 
     def memory(self) -> dict[str, Any]:

@@ -11,7 +11,8 @@
 | (refused after lr_jump) | rewind, blame no batch: the wrong rate did it | |
 | divergence | roll back | |
 | optimizer_reset | roll back, blame no batch | watch where there is nothing to go back to: moments come again |
-| scale_collapse | roll back, blame no batch, then cool | the other precision where there is one |
+| scale_collapse | roll back, blame no batch, then cool | |
+| fp8_range | bf16 for a while, nothing restored | a known cause: restore, blame no batch, then bf16 |
 | replica_mismatch | halt | |
 | slow, duplicate_batch | nothing | |
 
@@ -42,7 +43,8 @@ FIRST_RUNG = {
     FindingKind.scale_collapse: Rung.rollback,
     FindingKind.replica_mismatch: Rung.halt,
 }
-"""What a finding calls for where nothing else is known; one that is not here calls for nothing."""
+"""What a finding calls for where nothing else is known; one that is not here calls for nothing, but for fp8_range: that
+is a cure at once (`Chart`)."""
 OF_THE_BATCH = CAUSES | {FindingKind.nonfinite, FindingKind.loss_spike, FindingKind.level_shift}
 """What a refused batch may raise; its update was never applied, so that excluding it is all there is to do."""
 LONGEST_OVERFLOW = 64

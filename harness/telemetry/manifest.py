@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import harness
-from harness.config import Config
+from harness.config import Config, PrecisionConfig, PrecisionKind
 from harness.rundir import RunDir, write_atomically
 from harness.telemetry.provenance import code
 from harness.telemetry.store import without_credentials
@@ -35,6 +35,7 @@ PACKAGES = {
     "hydra": "hydra-core",
     "omegaconf": "omegaconf",
     "numpy": "numpy",
+    "transformer_engine": "transformer-engine",
     "harness": "pretraining-harness",
 }
 ENVIRONMENT = re.compile(
@@ -56,17 +57,25 @@ def build_manifest(
         "versions": versions(),
         "hardware": hardware(device) | {"world_size": world_size},
         "seeds": {"run": cfg.run.seed},
-        "dtype": {
-            "compute": str(cfg.precision.kind),
-            "master_weights": "fp32",
-            "gradient_reduction": "fp32",
-            "fp32_matmul": torch.get_float32_matmul_precision(),
-        },
+        "dtype": dtypes(cfg.precision),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "num_parameters": num_parameters,
         "corpus_fingerprint": corpus_fingerprint,
         "environment": environment(),
     }
+
+
+def dtypes(cfg: PrecisionConfig) -> dict[str, Any]:
+    """What numbers are multiplied, kept and reduced in; of fp8 also how, because that changes a result."""
+    numbers: dict[str, Any] = {
+        "compute": str(cfg.kind),
+        "master_weights": "fp32",
+        "gradient_reduction": "fp32",
+        "fp32_matmul": torch.get_float32_matmul_precision(),
+    }
+    if cfg.kind is PrecisionKind.fp8:
+        numbers["fp8"] = {"recipe": str(cfg.fp8.recipe), "engine": str(cfg.fp8.engine)}
+    return numbers
 
 
 def write_manifest(run: RunDir, manifest: dict[str, Any]) -> None:

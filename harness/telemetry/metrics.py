@@ -55,11 +55,14 @@ def _step_values(record: StepRecord) -> dict[str, float | None]:
         "loss_scale": record.loss_scale,
         "param_norm": record.param_norm,
         "v_norm": record.v_norm,
+        "in_fp8": None if record.in_fp8 is None else float(record.in_fp8),
     }
     values |= {f"grad_norm/{_clean(group)}": norm for group, norm in record.group_grad_norms.items()}
     if len(record.source_losses) > 1:
         values |= {f"loss/{_clean(source)}": loss for source, loss in record.source_losses.items()}
     values |= {f"activation_rms/{_clean(layer)}": rms for layer, rms in record.activation_rms.items()}
+    values |= {f"fp8_underflow/{_clean(group)}": share for group, share in record.fp8_underflow.items()}
+    values |= {f"fp8_saturated/{role}": float(health["saturated"]) for role, health in record.fp8.items()}
     return values
 
 

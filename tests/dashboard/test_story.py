@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from harness.dashboard.facts import page_data
 from harness.dashboard.page import render
-from harness.dashboard.story import MOST_MARKS, MarkKind, Story
+from harness.dashboard.series import thin
+from harness.dashboard.story import FP8_COLUMNS, MOST_MARKS, MarkKind, Story
 from harness.dashboard.watch import frame
 from harness.events import Finding, FindingKind, RunStarted, to_json
 from harness.rundir import RunDir
@@ -146,6 +147,25 @@ def test_what_is_not_finite_is_marked_and_drawn_as_a_gap(tmp_path: Path) -> None
         "update refused: loss nan, gradient norm inf",
         "not finite: loss inf, gradient norm 1",
     ]
+
+
+def test_how_numbers_fit_into_fp8_is_a_column_where_a_run_has_it(tmp_path: Path) -> None:
+    health = {
+        "activations": {"underflow": 0.2, "saturated": 0.0, "scale_log2": [-14, 12]},
+        "gradients": {"underflow": 0.0, "saturated": 0.5, "scale_log2": [22, 36]},
+    }
+    rows = [
+        record(1, time=1.0, in_fp8=True, param_norm=1.0, fp8=health, fp8_underflow={"blocks.0": 0.1, "blocks.1": 0.4}),
+        record(2, time=2.0, in_fp8=False, param_norm=1.0, fp8={}, fp8_underflow={}),
+    ]
+    write(tmp_path / "events.jsonl", rows)
+    story = read(RunDir(tmp_path))
+    assert story.steps.column("in_bf16").tolist() == [0.0, 1.0]
+    told = [story.probes.column(name)[0] for name in FP8_COLUMNS]
+    assert told == pytest.approx([0.4, 0.5, -14, 36])
+    assert np.isnan([story.probes.column(name)[1] for name in FP8_COLUMNS]).all()
+    write(tmp_path / "other" / "events.jsonl", [record(1, time=1.0, in_fp8=None)])
+    assert "in_bf16" not in thin(read(RunDir(tmp_path / "other")).steps).lows, "a panel without data is not drawn"
 
 
 def test_of_very_many_marks_the_newest_stay(tmp_path: Path) -> None:

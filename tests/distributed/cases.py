@@ -19,7 +19,9 @@ from harness.checkpoint import store
 from harness.compose import load
 from harness.config import Config
 from harness.events import StepRecord
+from harness.faults.site import watched
 from harness.parallel import World, connect, local
+from harness.run import Run
 from harness.rundir import RunDir
 from harness.state import RunState
 from harness.step import forward_backward, judge_and_update
@@ -75,6 +77,20 @@ def run(directory: str, *overrides: str) -> tuple[int, list[StepRecord]]:
     path = rundir.locate(cfg).events if cfg.run.name else None
     records = [] if path is None else [event for event in events.read(path) if isinstance(event, StepRecord)]
     return code, records
+
+
+def run_in_fp8(directory: str, *overrides: str) -> list[bool | None]:
+    """Whether this rank computed in fp8, by its own switch, in each iteration of a whole run."""
+    seen: list[bool | None] = []
+
+    def outfit(run: Run) -> Run:
+        note = lambda: seen.append(run.parts.products.in_fp8)  # noqa: E731
+        run.parts.mailbox = watched(run.parts.mailbox, "post", note, first=True)
+        return run
+
+    cfg = load([*TINY, "precision=fp8_emulated", f"run.dir={directory}", "run.name=victim", *overrides])
+    assert train.run_worker(cfg, outfit) == 0
+    return seen
 
 
 def state_on_disk(checkpoint: Path) -> RunState:

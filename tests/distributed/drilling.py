@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,12 @@ class _Enough(Exception):  # noqa: N818 -- nothing went wrong
 
 def ready(directory: str, look: Callable[..., Any], *arguments: Any) -> Any:
     """What `look` finds in a run that is about to begin, and then does not."""
-    cfg = load([*TINY, "optim.warmup_steps=4", f"run.dir={directory}", "run.name=victim"])
+    return ready_with(directory, (), look, *arguments)
+
+
+def ready_with(directory: str, words: Sequence[str], look: Callable[..., Any], *arguments: Any) -> Any:
+    """The same in a run that is configured otherwise."""
+    cfg = load([*TINY, "optim.warmup_steps=4", f"run.dir={directory}", "run.name=victim", *words])
     found: list[Any] = []
 
     def outfit(run: Run) -> Run:
@@ -106,6 +111,22 @@ def own_squares(run: Run, kinds: list[str]) -> list[float]:
         for each in placed:
             each.after(iteration)
     return squares
+
+
+def outlier(run: Run) -> dict[str, Any]:
+    """Loss and norm of the gradient, in each of three iterations of which the second is struck."""
+    placed = put(run, 0, Fault(kind=FaultKind.fp8_outlier, at=STRUCK, layer="blocks.1.mlp", factor=2.0**20))
+    steps = []
+    for iteration in (1, 2, 3):
+        placed.before(iteration)
+        forward_backward(run.parts, run.parts.batches[0], cfg=run.cfg, probe=False)
+        run.parts.signals.add_gradients()
+        layout, reduced = run.parts.signals.layout, run.parts.signals.reduce()
+        steps.append([float(layout.scalar(reduced, "loss")), *layout.group_squares(reduced).tolist()])
+        run.parts.update.adamw.zero_grad(set_to_none=True)
+        run.state.iteration = iteration
+        placed.after(iteration)
+    return {"steps": steps, "told": told(run)}
 
 
 def optimizer_faults(run: Run) -> dict[str, Any]:

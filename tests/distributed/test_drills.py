@@ -36,6 +36,7 @@ SCENARIOS = (
     "beta2_stale",
     "optimizer_reset",
     "fp16_overflow",
+    "fp8_outlier",
     "logit_growth",
 )
 

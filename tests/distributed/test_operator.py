@@ -32,7 +32,18 @@ from harness.events import (
     StepRecord,
 )
 from harness.optim.update import RE_WARMING
-from harness.orders import ExcludeSource, Order, Pause, Rate, Resume, Rollback, SaveCheckpoint, Skip, in_words
+from harness.orders import (
+    ExcludeSource,
+    Order,
+    Pause,
+    Precision,
+    Rate,
+    Resume,
+    Rollback,
+    SaveCheckpoint,
+    Skip,
+    in_words,
+)
 from harness.rundir import RunDir, locate
 from tests.distributed import trouble
 from tests.distributed.cases import TINY, digest, state_on_disk
@@ -251,6 +262,15 @@ def test_lowered_rate_outlives_a_rollback_and_a_lost_checkpoint(ranks: Pool, con
     scheduled = control.last_of_step
     assert [record.lr / scheduled[record.step].lr for record in later] == pytest.approx([0.5] * len(later))
     assert not [finding for finding in of(Finding, again.log) if finding.kind is FindingKind.lr_jump]
+
+
+def test_fp8_is_left_and_taken_up_again_as_ordered(ranks: Pool, tmp_path: Path) -> None:
+    orders: Orders = {3: [Precision(kind="bf16")], 8: [Precision(kind="fp8")]}
+    told = tell(ranks, tmp_path, "victim", orders, "precision=fp8_emulated", "train.num_steps=12")
+    answers(told, Precision(kind="bf16"), Precision(kind="fp8"))
+    left, back = 3 + LAG, 8 + LAG
+    assert [record.iteration for record in told.records if not record.in_fp8] == [*range(left + 1, back + 1)]
+    assert [(action.in_fp8, action.until) for action in of(Action, told.log)] == [(False, None), (True, None)]
 
 
 MIXED = ("data=mixture", "data.phases=[]", "data.sources.text.kind=synthetic")

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from harness import events
 from harness.compose import load
 from harness.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunEnded, StepRecord
+from harness.replay.rerun import Order, run_worker, uncompiled
+from harness.rundir import RunDir
 from harness.sentinel.policy import replayed
-from tests.distributed import trouble
+from tests.distributed import cases, trouble
 from tests.distributed.cases import TINY
 from tests.distributed.pool import Pool
 from tests.distributed.trouble import GUILTY_LAYER, Ended, Fault
@@ -27,6 +30,9 @@ STEPS = (
     "sentinel.policy.rollback_margin_steps=2",
     "sentinel.policy.rollback_window_batches=6",
 )
+
+SELDOM_SAVED = "checkpoint.every_steps=20"
+"""For runs that never go back to a checkpoint: writing them costs more than the steps."""
 
 
 def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str, size: int = 2) -> Ended:
@@ -84,7 +90,8 @@ def test_a_spoiled_gradient_of_one_rank_is_refused_named_and_excluded(
     ranks: Pool, tmp_path: Path, factor: float, size: int
 ) -> None:
     guilty = size - 1
-    victim = run(ranks, tmp_path, "victim", Fault("gradient", guilty, factor=factor, batch=40), size=size)
+    fault = Fault("gradient", guilty, factor=factor, batch=40)
+    victim = run(ranks, tmp_path, "victim", fault, SELDOM_SAVED, size=size)
     (record,) = refused(victim.log)
     assert record.cursor == 40
     done = [kind for kind in actions(victim.log) if kind is not ActionKind.watch]
@@ -96,7 +103,7 @@ def test_a_spoiled_gradient_of_one_rank_is_refused_named_and_excluded(
     (finding,) = [each for each in of(Finding, victim.log) if each.kind is kind]
     assert (finding.ranks, finding.groups, finding.cursors) == ([guilty], [group], [40])
     check_replay(victim.log)
-    check_twin(ranks, tmp_path, victim, size=size)
+    check_twin(ranks, tmp_path, victim, SELDOM_SAVED, size=size)
 
 
 def test_damaged_weights_are_rewound_as_if_nothing_had_been(ranks: Pool, tmp_path: Path) -> None:
@@ -145,6 +152,45 @@ def test_a_run_is_guarded_from_the_first_step_after_a_restart(ranks: Pool, tmp_p
     overrides = ("train.num_steps=40", "run.resume=changed", "optim.schedule=constant")
     again = run(ranks, tmp_path, "victim", Fault("gradient", 1, factor=1e6, iteration=1), *overrides)
     assert [record.cursor for record in refused(again.log)] == [30]
+
+
+LEAVING_FP8 = (
+    "sentinel.detect.fp8_underflow=1e-9",
+    "sentinel.probe_every=4",
+    "sentinel.policy.precision_iterations=6",
+    "optim.schedule=constant",
+)
+"""No model fits into fp8 to the last number: every probe finds something."""
+
+
+def test_all_ranks_leave_fp8_together_also_after_a_restart_and_a_replay_follows_them(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    """Found at iteration 1, away for 6; found again at 9, away for 12. The run is started again inside the first
+    window."""
+    before = ranks.run(2, cases.run_in_fp8, str(tmp_path), *LEAVING_FP8, "train.num_steps=5")
+    again = (*LEAVING_FP8, "train.num_steps=14", "run.resume=changed")
+    after = ranks.run(2, cases.run_in_fp8, str(tmp_path), *again)
+    assert before == 2 * [[True, True, False, False, False]]
+    assert after == 2 * [[False, False, False, True, True, False, False, False, False]]
+    victim = RunDir(tmp_path / "victim")
+    log = list(events.read(victim.events))
+    told = [(each.iteration, each.in_fp8, each.until) for each in of(Action, log)]
+    assert told == [(1, False, 8), (7, True, None), (9, False, 22)]
+    check_replay(log, *again)
+    cfg = uncompiled(load([*TINY, "precision=fp8_emulated", *LEAVING_FP8, f"run.dir={tmp_path}", "run.name=victim"]))
+    order = Order(
+        run=victim.path,
+        report=tmp_path / "replay.json",
+        checkpoint=None,
+        way=of(StepRecord, log)[:4],
+        older=None,
+        exactly=True,
+        with_samples=False,
+    )
+    assert ranks.run(2, run_worker, order, cfg) == [0, 0]
+    found = json.loads(order.report.read_text())
+    assert (found["left_the_log_at"], found["nature"]) == (None, "deterministic"), "each step in its own precision"
 
 
 def test_ranks_that_decide_differently_halt_and_say_so(ranks: Pool, tmp_path: Path) -> None:

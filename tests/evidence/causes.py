@@ -28,6 +28,7 @@ INJECTED = {
     "beta2_stale": Cause.beta2_stale,
     "optimizer_reset": Cause.optimizer_reset,
     "fp16_overflow": Cause.fp16_overflow,
+    "fp8_outlier": Cause.fp8_range,
     "logit_growth": Cause.structural,
 }
 

@@ -36,6 +36,8 @@ precision: {kind: fp32}
 model: {qk_norm: true, z_loss: 0.0}
 cluster: {price_per_gpu_hour: 3600.0}
 """
+FP16 = SETTINGS.replace("fp32", "fp16")
+FP8 = SETTINGS.replace("kind: fp32", "kind: fp8, fp8: {recipe: current}").replace("model: {", "model: {num_layers: 8, ")
 Change = Callable[[StepRecord], StepRecord]
 
 
@@ -207,6 +209,31 @@ def overflow() -> list[Event]:
     changes[ONSET + 1] = refused(loss=math.nan, grad_norm=math.nan, nonfinite_ranks=[0, 1], loss_scale=16384.0)
     found = finding(FindingKind.nonfinite, ONSET, "loss nan, gradient norm nan", ranks=[0, 1])
     return log_of(changes, [found, *skipped()[:2], ended(last=ONSET + 1)])
+
+
+def unfit() -> list[Event]:
+    """One layer group that becomes zero in fp8, twice, and what was done about it."""
+
+    def probed(share: float) -> Change:
+        health = {
+            role: {"underflow": share, "saturated": 0.0, "scale_log2": [4, 14]} for role in ("activations", "weights")
+        }
+        return lambda row: replace(row, in_fp8=True, fp8=health, fp8_underflow={"blocks.0": 0.001, "blocks.1": share})
+
+    changes: dict[int, Change] = {at: lambda row: replace(row, in_fp8=True) for at in range(NUM_ROWS)}
+    changes |= {at: probed(0.002) for at in range(0, NUM_ROWS, 10)}
+    changes |= {at: probed(0.49) for at in (ONSET, ONSET + 30)}
+    away = [*range(ONSET + 2, ONSET + 22), *range(ONSET + 32, ONSET + 72)]
+    changes |= {at: lambda row: replace(row, in_fp8=False) for at in away}
+    words = "49% of the numbers of blocks.1 became zero in fp8, above 25%"
+    told_of: list[Event] = []
+    for at, until in ((ONSET, ONSET + 21), (ONSET + 30, ONSET + 71)):
+        left = action(ActionKind.precision, at, in_fp8=False, until=until)
+        back = action(ActionKind.precision, until - 1, in_fp8=True)
+        told_of += [finding(FindingKind.fp8_range, at, words, onset=at - 9, groups=["blocks.1"], cursors=[])]
+        told_of += [left, outcome(ActionKind.precision, at + 1), back, outcome(ActionKind.precision, until)]
+    incident = ended(last=ONSET + 30, kinds=["fp8_range"], groups=["blocks.1"], actions=["precision"])
+    return log_of(changes, [*told_of, incident])
 
 
 def growing() -> list[Event]:

@@ -109,6 +109,25 @@ def test_a_loss_that_creeps_up(change: Any, question: str, words: str) -> None:
     assert words in found.conclusion
 
 
+def test_what_does_not_fit_into_fp8_is_asked_and_found() -> None:
+    health = {"activations": {"underflow": 0.1, "saturated": 0.0, "scale_log2": [4, 14]}}
+    probed = {at: {"in_fp8": True, "fp8": health, "fp8_underflow": {"blocks.1": 0.01}} for at in range(0, NUM, 10)}
+    calm = diagnosed(rows(probed), precision__kind="fp8")
+    assert (calm.finds, asked(calm)) == (Finds.nothing, ["Q1.1", "Q2.1", "Q3.1", "Q3.5", "Q4.1", "other"])
+    probed[400] |= {"fp8_underflow": {"blocks.1": 0.6}}
+    found = diagnosed(rows(probed | {at: {"in_fp8": False} for at in range(402, 410)}), precision__kind="fp8")
+    assert found.finds is Finds.other
+    (fit,) = [node for node in found.nodes if node.question == "Q3.5"]
+    assert (fit.answer, fit.number) == (
+        "no",
+        "at most 60% of the numbers of a layer group became zero (blocks.1); 8 of 600 rows were computed in bf16",
+    )
+    assert render(found).endswith(
+        "=> fp8_range at step 400: 60% of the numbers of blocks.1 became zero in fp8, above 25%"
+    )
+    assert "not known (the range of fp8 was not probed)" in render(diagnosed(rows(), precision__kind="fp8"))
+
+
 def test_what_the_tree_does_not_ask_is_told_all_the_same() -> None:
     log = rows()
     for row in log:

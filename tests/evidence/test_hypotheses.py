@@ -12,11 +12,10 @@ from harness.events import Action, ActionKind, Event
 from harness.evidence.causes import Cause, Judgement
 from harness.evidence.hypotheses import KNOWN, RULES, judge, root_cause
 from harness.evidence.measures import measure
-from harness.evidence.remedies import REMEDIES
+from harness.evidence.remedies import REMEDIES, remedy_of
 from tests.evidence import stories
-from tests.evidence.stories import ONSET, SETTINGS, evidence_of, log_of, write
+from tests.evidence.stories import FP8, FP16, ONSET, SETTINGS, evidence_of, log_of, write
 
-FP16 = SETTINGS.replace("fp32", "fp16")
 SLOW = SETTINGS.replace("beta2: 0.95", "beta2: 0.999")
 STORIES: list[tuple[Callable[[], list[Event]], str, Cause]] = [
     (stories.poisoned, SETTINGS, Cause.long_tail_token),
@@ -27,6 +26,7 @@ STORIES: list[tuple[Callable[[], list[Event]], str, Cause]] = [
     (stories.lost_moments, SLOW, Cause.optimizer_reset),
     (stories.stale_moment, SLOW, Cause.beta2_stale),
     (stories.overflow, FP16, Cause.fp16_overflow),
+    (stories.unfit, FP8, Cause.fp8_range),
     (stories.growing, SETTINGS, Cause.structural),
     (stories.duplicated, SETTINGS, Cause.data_duplicate),
 ]
@@ -68,6 +68,27 @@ def test_the_same_numbers_in_fp32_are_no_overflow(tmp_path: Path) -> None:
     against = judged[Cause.fp16_overflow].against
     assert against is not None
     assert "fp32" in against.text
+
+
+def test_the_smallest_way_out_of_fp8_depends_on_where_it_does_not_do(tmp_path: Path) -> None:
+    evidence = evidence_of(write(tmp_path / "run", stories.unfit(), FP8))
+
+    def advised(groups: list[str], recipe: str = "current") -> list[str]:
+        evidence.incident.groups = groups
+        evidence.run.settings["precision.fp8.recipe"] = recipe
+        return remedy_of(Cause.fp8_range, evidence).overrides
+
+    assert advised(["blocks.1"]) == ["precision.fp8.keep_first_blocks=2"]
+    assert advised(["blocks.7", "blocks.6"]) == ["precision.fp8.keep_last_blocks=2"]
+    assert advised(["blocks.3"]) == ["precision.fp8.recipe=block"]
+    assert advised(["blocks.0", "blocks.7"]) == ["precision.fp8.recipe=block"]
+    assert advised([]) == ["precision.fp8.recipe=block"]
+    assert advised(["blocks.3"], recipe="block") == ["precision=bf16"]
+
+
+def test_one_rank_that_is_not_finite_is_no_matter_of_fp8(tmp_path: Path) -> None:
+    first, *_ = ranked(tmp_path, stories.one_rank(), FP8)
+    assert (first.cause, first.score) == (Cause.corrupted_rank, 0.95)
 
 
 def test_a_rate_that_was_cooled_on_purpose_is_no_discontinuity(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from harness.events import Event
 from harness.evidence import html, postmortem, schema
 from harness.evidence.causes import Panel
-from harness.evidence.panels import draw
+from harness.evidence.panels import PAINTERS, draw
 from harness.evidence.schema import Evidence, RunFacts
 from harness.evidence.wording import FILES, NOT_MEASURED
 from harness.evidence.write import EVIDENCE, MARKDOWN, PAGE, write_folder
@@ -42,13 +43,13 @@ SECTIONS = (
 
 def story(tmp_path: Path, name: str) -> Evidence:
     make: Callable[[], list[Event]] = getattr(stories, name)
-    settings = stories.SETTINGS.replace("fp32", "fp16") if name == "overflow" else stories.SETTINGS
+    settings = {"overflow": stories.FP16, "unfit": stories.FP8}.get(name, stories.SETTINGS)
     evidence = evidence_of(write(tmp_path / "run", make(), settings))
     evidence.run.path, evidence.run.overrides = "runs/run", WORDS
     return evidence
 
 
-@pytest.mark.parametrize("name", ["poisoned", "one_rank", "overflow", "duplicated"])
+@pytest.mark.parametrize("name", ["poisoned", "one_rank", "overflow", "duplicated", "unfit"])
 def test_markdown_is_as_approved(tmp_path: Path, name: str) -> None:
     assert postmortem.render(story(tmp_path, name)) == (GOLDEN / f"{name}.md").read_text()
 
@@ -66,6 +67,14 @@ def test_what_nobody_measured_says_so(tmp_path: Path) -> None:
     assert f"- Pre-spike loss: {NOT_MEASURED}" in words
     assert f"## Guilty batches\n{NOT_MEASURED}" in words
     assert draw(bare, tmp_path) == list(Panel)
+
+
+def test_what_fits_into_fp8_is_drawn_where_a_run_has_it(tmp_path: Path) -> None:
+    figure = Figure()
+    assert PAINTERS[Panel.scale](figure, story(tmp_path / "unfit", "unfit"))
+    labels = [axes.get_legend_handles_labels()[1] for axes in figure.axes]
+    assert labels == [["became zero, worst layer group", "in bf16"], ["activations", "weights"]]
+    assert not PAINTERS[Panel.scale](Figure(), story(tmp_path / "poisoned", "poisoned"))
 
 
 def test_the_page_needs_no_network_and_escapes_data(tmp_path: Path) -> None:

@@ -59,6 +59,17 @@ def test_faults_of_the_update(ranks: Pool, tmp_path: Path) -> None:
         assert sorted(seen["told"]) == [(1, number) for number in range(4)], rank
 
 
+def test_an_outlier_changes_no_bit_but_in_fp8(ranks: Pool, tmp_path: Path) -> None:
+    """Loss and gradient of a step, clean, struck and clean again."""
+    in_bf16, in_fp8 = (
+        ranks.run(2, drilling.ready_with, str(tmp_path / name), [f"precision={name}"], drilling.outlier)[0]
+        for name in ("bf16", "fp8_emulated")
+    )
+    assert in_bf16["steps"][0] == in_bf16["steps"][1] == in_bf16["steps"][2]
+    assert in_fp8["steps"][0] == in_fp8["steps"][2] != in_fp8["steps"][1]
+    assert in_bf16["told"] == [(2, 0)]
+
+
 def test_faults_of_the_forward_pass(ranks: Pool, tmp_path: Path) -> None:
     first, second = ranks.run(2, drilling.ready, str(tmp_path), drilling.forward_faults)
     for seen in (first, second):

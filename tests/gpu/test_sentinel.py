@@ -23,6 +23,7 @@ from harness.run import Run
 from harness.rundir import RunDir
 from harness.sentinel.baseline import FLOATS, advance, begin, beyond, gate_bounds
 from harness.sentinel.gate import Gate
+from harness.sentinel.signals import direction_square
 from harness.state import RunState
 from harness.step import forward_backward, judge_and_update
 from harness.telemetry.heartbeat import Heartbeat
@@ -265,3 +266,16 @@ def test_an_overflow_halves_the_scale_and_a_refusal_for_size_does_not(tmp_path: 
     assert sorted(different(copies(parts), before)) == ["device.clean_steps", "device.scale"]
     assert not step(parts, cfg, index + 2)
     parts.close()
+
+
+def test_the_probe_of_a_compiled_run_says_the_same() -> None:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    correction = torch.tensor(0.3, device="cuda")
+    for size in (5, 4096, 1_000_003):
+        first, second = (torch.randn(size, device="cuda", generator=generator) for _ in range(2))
+        moments = {"exp_avg": first * 1e-3, "exp_avg_sq": second.square() * 1e-6}
+        plain, compiled = (
+            direction_square(moments, corrections=(correction, correction), eps=1e-8, compiled=is_compiled)
+            for is_compiled in (False, True)
+        )
+        torch.testing.assert_close(plain, compiled, rtol=1e-4, atol=0.0)

@@ -18,7 +18,7 @@ from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
 from harness.commands import Inbox
 from harness.events import CheckpointSaved, Event, Intervention, RunEnded, RunStarted, to_json
-from harness.orders import Command, ExcludeSource, Order, Pause, Rate, Resume, Rollback, SaveCheckpoint, Skip
+from harness.orders import Command, ExcludeSource, Order, Pause, Precision, Rate, Resume, Rollback, SaveCheckpoint, Skip
 from harness.rundir import RunDir, append_line
 from launch import ctl
 
@@ -26,7 +26,7 @@ STARTED = RunStarted(time=1.0, iteration=0, world_size=2, num_steps=9, step=0)
 SAVED = CheckpointSaved(time=2.0, iteration=5, step=5, directory="step-00000005-gen-0", seconds=0.1)
 ENDED = RunEnded(time=3.0, iteration=5, step=5, exit_code=75, reason="SIGTERM")
 WHY = ("--reason", "new nodes")
-LIST = "skip, rollback, lr, exclude, checkpoint, pause, resume, stop, list, or --help"
+LIST = "skip, rollback, lr, exclude, precision, checkpoint, pause, resume, stop, list, or --help"
 
 
 @pytest.fixture
@@ -34,7 +34,9 @@ def run(tmp_path: Path) -> RunDir:
     """A run of two sources with checkpoints at steps 10 and 20, the latter tainted."""
     run = RunDir(tmp_path / "first")
     run.path.mkdir()
-    run.config.write_text("data: {sources: {web: {weight: 1.0}, books: {weight: 2.0}}, phases: []}\n")
+    run.config.write_text(
+        "data: {sources: {web: {weight: 1.0}, books: {weight: 2.0}}, phases: []}\nprecision: {kind: fp8}\n"
+    )
     for step in (10, 20):
         (run.checkpoints / catalog.name_of(step, 0)).mkdir(parents=True)
     catalog.mark(run.checkpoints / catalog.name_of(20, 0), Health.tainted, "spike")
@@ -78,6 +80,7 @@ def acting(run: RunDir, act: Callable[[Inbox, Command], None]) -> Iterator[None]
         (["lr", "0.5"], Rate(factor=0.5), "multiply the learning rate by 0.5"),
         (["lr", "1"], Rate(factor=1.0), "restore the learning rate"),
         (["exclude", "web"], ExcludeSource(source="web"), "exclude the source web"),
+        (["precision", "bf16"], Precision(kind="bf16"), "compute in bf16"),
         (["checkpoint"], SaveCheckpoint(), "save a checkpoint"),
         (["pause"], Pause(), "pause"),
         (["resume"], Resume(), "resume"),
@@ -104,6 +107,7 @@ def test_every_command_is_a_file_with_a_name_and_a_reason(
         (["lr", "0"], "lr: must be a factor above 0 and at most 10, got 0.0"),
         (["lr", "nan"], "lr: must be a factor above 0 and at most 10, got nan"),
         (["lr", "1e400"], "lr: must be a factor above 0 and at most 10, got inf"),
+        (["precision", "fp16"], "precision: must be bf16 or fp8, got fp16"),
         (["exclude", "wine"], "exclude: no source 'wine'; RUN has web, books"),
         (["rollback", "--to", "9"], "rollback: RUN has no checkpoint at or before step 9 that is not tainted"),
         (["rollback"], "ctl RUN rollback: the following arguments are required: --to; --help says more"),
@@ -118,6 +122,14 @@ def test_what_the_run_cannot_do_is_not_sent(
     error = capsys.readouterr().err
     assert error.replace(str(run.path), "RUN") == f"harness: {complaint}\n"
     assert not run.control.exists()
+
+
+@pytest.mark.parametrize("config", ["precision: {kind: bf16}", "precision: fp8", "[]", "{"])
+def test_only_a_run_in_fp8_can_leave_it(run: RunDir, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run.config.write_text(config)
+    assert ctl.main([str(run.path), "precision", "bf16", *WHY]) == 2
+    complaint = f"harness: precision: {run.path} was not started in fp8, and has nothing to choose between\n"
+    assert capsys.readouterr().err == complaint
 
 
 def test_one_source_must_stay_also_after_what_waits(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

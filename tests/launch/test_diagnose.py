@@ -56,3 +56,5 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ):
         assert main(["diagnose", *words]) == 2
         assert capsys.readouterr().err == line
+    assert main(["diagnose", str(odd), "--precision", "fp9"]) == 2
+    assert capsys.readouterr().err.startswith("harness: diagnose: argument --precision: invalid choice: 'fp9'")

@@ -245,6 +245,51 @@ def test_a_loss_scale_that_collapses_or_sticks() -> None:
     assert kinds(watch(stuck)) == ["nonfinite", "scale_collapse"]
 
 
+class TestTheRangeOfFp8:
+    def probed(self, step: int, share: float = 0.01, saturated: float = 0.0, **facts: Any) -> StepRecord:
+        """A probe in fp8: so much of blocks.1 became zero, so many tensors of activations were beyond the range."""
+        health = {"activations": {"underflow": share, "saturated": saturated, "scale_log2": [0, 4]}}
+        shares = {"blocks.0": 0.01, "blocks.1": share}
+        given: dict[str, Any] = {"loss": 3.0, "in_fp8": True, "fp8": health, "fp8_underflow": shares}
+        return record(step, **given | facts)
+
+    def test_a_layer_that_becomes_zero_is_named_once_with_the_place_where_it_may_have_begun(self) -> None:
+        plain = [record(step, 3.0, in_fp8=True) for step in range(22, 31)]
+        (finding,) = watch([self.probed(1), self.probed(11), self.probed(21), *plain, self.probed(31, 0.6)])
+        assert (finding.kind, finding.groups, finding.cursors) == (FindingKind.fp8_range, ["blocks.1"], [])
+        assert (finding.iteration, finding.onset, finding.value, finding.bound) == (31, 22, 0.6, 0.25)
+        assert finding.message == "60% of the numbers of blocks.1 became zero in fp8, above 25%"
+
+    def test_tensors_beyond_the_range_are_found_too(self) -> None:
+        (finding,) = watch([self.probed(1), self.probed(11, 0.3, 0.75)])
+        assert finding.message == (
+            "30% of the numbers of blocks.1 became zero in fp8, above 25%; "
+            "75% of the tensors of activations went beyond the range of fp8, above 50%"
+        )
+        (finding,) = watch([self.probed(1), self.probed(11, 0.1, 0.75)])
+        assert (finding.groups, finding.value, finding.bound) == ([], 0.75, 0.5)
+
+    def test_it_is_raised_again_only_after_a_clean_probe(self) -> None:
+        shares = [0.3, 0.4, 0.2, 0.3, 0.1, 0.3]
+        rows = [self.probed(10 * place + 1, share) for place, share in enumerate(shares)]
+        assert [finding.iteration for finding in watch(rows)] == [1, 51], "0.2 is below the bound and not yet clean"
+
+    def test_what_is_still_there_when_fp8_comes_back_is_new(self) -> None:
+        away = [record(step, 3.0, in_fp8=False) for step in range(12, 31)]
+        found = watch([self.probed(11, 0.3), *away, self.probed(31, 0.3)])
+        assert [(finding.iteration, finding.onset) for finding in found] == [(11, 1), (31, 31)]
+
+    def test_a_step_that_is_not_finite_says_nothing_and_a_refused_one_does(self) -> None:
+        broken = self.probed(11, 1.0, loss=math.nan)
+        assert kinds(watch([self.probed(1), broken])) == ["nonfinite"]
+        assert kinds(watch([self.probed(1), self.probed(11, 1.0, refused=True)])) == ["fp8_range"]
+
+    def test_a_run_that_was_saved_before_there_was_fp8_goes_on(self) -> None:
+        state = Detectors(CFG).state()
+        del state["ranges"]
+        assert Detectors.restore(CFG, state).state() == Detectors(CFG).state()
+
+
 def test_a_slow_stretch_names_the_straggler() -> None:
     rows = [record(step, 3.0, tokens_per_s=1e5) for step in range(60)]
     spread = {"median": 1.0, "spread": 0.01, "worst": [[5, 3.0], [1, 1.02]]}

@@ -210,6 +210,7 @@ class TestSkip:
         (F.nonfinite, K.rollback),
         (F.optimizer_reset, K.rollback),
         (F.scale_collapse, K.rollback),
+        (F.fp8_range, K.precision),
         (F.replica_mismatch, K.halt),
         (F.weight_drift, K.watch),
         (F.lr_jump, K.watch),

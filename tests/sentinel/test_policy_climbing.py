@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
-
-from harness.events import Action, ActionKind
+from harness.events import Action
 from harness.sentinel.case import Closed, Verdict
 from tests.sentinel.policy_runs import F, K, Run, defaults, kind_of, outcome
 
@@ -228,11 +226,10 @@ class TestCures:
             assert skip is not None
             assert run.policy.hear(outcome(skip, step=run.step)) is None
 
-    @pytest.mark.parametrize(("can_fall_back", "expected"), [(False, K.cool), (True, K.precision)])
-    def test_a_collapsed_loss_scale(self, can_fall_back: bool, expected: ActionKind) -> None:
-        run = Run(replace(defaults(), fall_back_precision=can_fall_back))
+    def test_a_collapsed_loss_scale(self) -> None:
+        run = Run()
         run.calm(150)
         action = run.take(F.scale_collapse)
         assert action is not None
         assert action.exclude == [], "no batch is to blame"
-        assert kind_of(run.go_back(action, steps=120)) is expected
+        assert kind_of(run.go_back(action, steps=120)) is K.cool

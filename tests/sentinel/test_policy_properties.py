@@ -111,6 +111,7 @@ class Cluster:
     targets: dict[int, list[int]] = field(default_factory=dict)
     """Incident -> steps it was set back to."""
     is_halted: bool = False
+    in_bf16: bool = False
 
     def chance(self, probability: float) -> bool:
         return self.dice.random() < probability
@@ -161,12 +162,15 @@ class Cluster:
             action = self.policy.hear(done)
 
     def execute(self, action: Action) -> Outcome:
-        succeeded = not self.chance(self.malice.fail)
+        succeeded = not self.chance(self.malice.fail) or action.in_fp8 is True
         if action.kind in RESTORES:
             older = [state for state in self.saved if state.iteration < action.onset]
             succeeded = succeeded and bool(older)
             if succeeded:
                 self.set_back(action, older[-1])
+        if action.kind is ActionKind.precision and succeeded:
+            assert action.in_fp8 is self.in_bf16, "it leaves what it is in"
+            self.in_bf16 = not action.in_fp8
         if action.exclude and (succeeded or action.kind is ActionKind.skip):
             self.excluded |= set(range(action.exclude[0], action.exclude[1] + 1))
             assert self.now.learned.isdisjoint(self.excluded), "a batch that was learned was excluded"
@@ -192,7 +196,8 @@ class Cluster:
         assert 0 <= action.onset <= now.iteration, "back, never forward"
         assert not action.exclude or 0 <= action.exclude[0] <= action.exclude[1]
         is_raise = action.kind is ActionKind.cool and self.policy.chart.case(action.incident) is None
-        if action.kind in (ActionKind.watch, ActionKind.halt) or is_raise:
+        is_for_good = action.kind is ActionKind.precision and action.until is None
+        if action.kind in (ActionKind.watch, ActionKind.halt) or is_raise or is_for_good:
             return
         self.spent.append((action.kind, self.progress))
         limit: BudgetConfig = getattr(CFG.budgets, action.kind)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.compose import load
 from harness.config import Config
 from harness.rundir import RunDir
 from harness.telemetry import provenance
@@ -41,6 +42,15 @@ def test_it_says_what_the_run_was_made_of(make_run: MakeRun) -> None:
     assert manifest["dtype"]["compute"] == "fp32"
     assert (manifest["corpus_fingerprint"], manifest["num_parameters"]) == ("f00d", 1234)
     assert {"commit", "diff", "untracked", "argv", "time"} <= manifest.keys()
+
+
+def test_of_fp8_it_says_how_it_was_computed() -> None:
+    dtype = build(load(["precision=fp8_emulated", "precision.fp8.recipe=block"]))["dtype"]
+    assert (dtype["compute"], dtype["master_weights"]) == ("fp8", "fp32")
+    assert dtype["fp8"] == {"recipe": "block", "engine": "emulated"}
+    manifest = build(load(["precision=bf16"]))
+    assert "fp8" not in manifest["dtype"]
+    assert "transformer_engine" in manifest["versions"]
 
 
 def test_no_secret_gets_in(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,9 @@ def test_a_step_has_its_metrics(make_step: MakeStep) -> None:
         v_norm=0.2,
         group_grad_norms={"layers.0": 0.5, "head[x]": 0.25},
         activation_rms={"layers.3": 1.5},
+        in_fp8=True,
+        fp8={"weights": {"underflow": 0.1, "saturated": 0.25, "scale_log2": [4, 6]}},
+        fp8_underflow={"layers.0": 0.125},
     )
     assert metrics_of(record) == {
         "loss": record.loss,
@@ -42,11 +45,17 @@ def test_a_step_has_its_metrics(make_step: MakeStep) -> None:
         "grad_norm/layers.0": 0.5,
         "grad_norm/head_x_": 0.25,
         "activation_rms/layers.3": 1.5,
+        "in_fp8": 1.0,
+        "fp8_underflow/layers.0": 0.125,
+        "fp8_saturated/weights": 0.25,
     }
 
 
 def test_what_is_not_known_is_not_sent(make_step: MakeStep) -> None:
-    assert not {"mfu", "memory_gb", "z_loss", "loss_scale", "param_norm", "v_norm"} & metrics_of(make_step(0)).keys()
+    assert (
+        not {"mfu", "memory_gb", "z_loss", "loss_scale", "param_norm", "v_norm", "in_fp8"}
+        & metrics_of(make_step(0)).keys()
+    )
 
 
 def test_what_is_not_finite_becomes_a_flag(make_step: MakeStep) -> None:

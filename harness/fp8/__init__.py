@@ -1,0 +1,1 @@
+"""Products in fp8: how numbers are rounded, multiplied and watched."""

@@ -1,0 +1,95 @@
+"""What rounding to fp8 leaves behind: a tensor's largest number, its scale, and how many of its numbers became zero.
+
+How: a meter is a small tensor on the device, one row a role; the operators add to it, `harness.fp8.products` reads it.
+Counting is another pass over the numbers, and done only in a step that is probed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from harness.config import Fp8Recipe
+from harness.fp8.engine import FORWARD, GRADIENT, Rounded
+
+LARGEST_SCALE = 2.0**100
+
+
+class Role(IntEnum):
+    """The rows of a meter."""
+
+    activations = 0
+    weights = 1
+    gradients = 2
+
+
+class Column(IntEnum):
+    """The columns of a meter."""
+
+    largest = 0
+    """Largest absolute value, since the meter was cleared."""
+    scale = 1
+    """The smallest of all micro-batches: the one that the largest value was rounded by."""
+    zeros = 2
+    """Numbers that were not zero and became it."""
+    nonzeros = 3
+    """Numbers that were not zero."""
+
+
+METER = (len(Role), len(Column))
+
+SCALE_EXPONENTS = range(-32, 96, 2)
+"""Where the bins begin that the exponents of scales are counted in."""
+
+
+@dataclass(slots=True)
+class Probe:
+    """What the operators do besides; the host's, so that a compiled graph need not change with it."""
+
+    counts: bool = False
+    """Count what becomes zero."""
+    primes: bool = False
+    """Scales that are remembered are not known yet: take those of the tensors themselves."""
+
+
+PROBE = Probe()
+
+
+@contextmanager
+def probing(*, counts: bool, primes: bool) -> Iterator[None]:
+    """What the operators do meanwhile."""
+    PROBE.counts, PROBE.primes = counts, primes
+    try:
+        yield
+    finally:
+        PROBE.counts = PROBE.primes = False
+
+
+def dtype_of(role: int, recipe: str) -> torch.dtype:
+    """Gradients need range more than digits, unless few of them share a scale."""
+    return GRADIENT if role == Role.gradients and recipe != Fp8Recipe.block else FORWARD
+
+
+def largest_of(values: Tensor) -> Tensor:
+    """The largest absolute value; row by row first, which a compiler can join to whatever made the rows."""
+    return values.abs().amax(dim=-1).amax().float()
+
+
+def scale_of(largest: Tensor, limit: float | Tensor) -> Tensor:
+    """What makes the largest number the largest of fp8; an infinity makes NaN of the whole product, and is seen."""
+    return torch.where(largest > 0, (limit / largest).clamp(max=LARGEST_SCALE), 1.0)
+
+
+def note(row: Tensor, values: Tensor, scale: Tensor, rounded: Rounded) -> None:
+    """What rounding did to `values`."""
+    was_nonzero = values != 0
+    is_zero = (rounded.rows.view(torch.uint8) & 0x7F) == 0
+    row[Column.largest] = torch.maximum(row[Column.largest], largest_of(values))
+    row[Column.scale] = torch.where(row[Column.scale] > 0, torch.minimum(row[Column.scale], scale), scale)
+    row[Column.zeros] += (was_nonzero & is_zero).sum()
+    row[Column.nonzeros] += was_nonzero.sum()

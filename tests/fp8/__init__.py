@@ -1,0 +1,1 @@
+"""Tests of fp8 that need no GPU."""

@@ -1,0 +1,163 @@
+"""fp8 by Transformer Engine: the same numbers as the rehearsal in plain torch, compiled or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.build import Parts, build
+from harness.compose import load
+from harness.config import Config
+from harness.fp8.engine import FORWARD, GRADIENT, Blocks, Engine, Side, engine_of
+from harness.fp8.linear import Fp8Linear, Recipe, Switch, project
+from harness.parallel import connect, disconnect
+from harness.precision import fast_attention
+from harness.rundir import RunDir
+from harness.step import forward_backward, judge_and_update
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # torch.compile, NCCL and Transformer Engine warn of their own affairs
+]
+
+SMALL = ["model=tiny", "model.dim=256", "model.ffn_dim=768", "train.batch_size=4", "train.sequence_length=256"]
+
+
+@pytest.fixture(scope="module")
+def engines() -> tuple[Engine, Engine]:
+    pytest.importorskip("transformer_engine", reason="needs Transformer Engine")
+    return engine_of("transformer_engine"), engine_of("emulated")
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Normal, with a few that are far out, zero, tiny or not a number."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    values = torch.randn(*shape, device="cuda", generator=generator)
+    values.view(-1)[:5] = torch.tensor([0.0, 1e-7, 300.0, -300.0, torch.nan], device="cuda")
+    return values.to(torch.bfloat16)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """What NaN is written as may differ; what else there is may not."""
+    return torch.where(tensor.float().isnan(), 0x7F, tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
+@pytest.mark.parametrize("both", [True, False])
+def test_both_engines_round_to_the_same_bits(engines: tuple[Engine, Engine], dtype: torch.dtype, both: bool) -> None:
+    values, scale = numbers(256, 512), torch.tensor(3.7, device="cuda")
+    largest = [torch.zeros((), device="cuda") for _ in engines]
+    real, rehearsed = (
+        engine.round(values.nan_to_num(1.0), scale, dtype=dtype, both=both, largest=most)
+        for engine, most in zip(engines, largest, strict=True)
+    )
+    assert torch.equal(bits(real.rows), bits(rehearsed.rows))
+    assert torch.equal(bits(real.columns), bits(rehearsed.columns))
+    assert largest[0] == largest[1] == 300.0
+    spoiled = engines[0].round(values, scale, dtype=dtype, both=both, largest=None)
+    assert spoiled.rows.float().isnan().sum() == 1, "NaN stays NaN, and only it"
+
+
+@pytest.mark.parametrize("square", [True, False])
+def test_both_engines_round_blocks_to_the_same_bits(engines: tuple[Engine, Engine], square: bool) -> None:
+    values = numbers(256, 512).nan_to_num(1.0)
+    real, rehearsed = (engine.round_blocks(values, dtype=FORWARD, both=True, square=square) for engine in engines)
+    assert torch.equal(bits(real.rows), bits(rehearsed.rows))
+    assert torch.equal(bits(real.columns), bits(rehearsed.columns))
+
+
+def test_products_are_those_of_the_rounded_numbers(engines: tuple[Engine, Engine]) -> None:
+    left, right = numbers(128, 512).nan_to_num(1.0), numbers(256, 512, seed=1).nan_to_num(1.0)
+    one = torch.ones((), device="cuda")
+    sides = [
+        Side(engines[1].round(values, one, dtype=FORWARD, both=False, largest=None).rows, one)
+        for values in (left, right)
+    ]
+    before = torch.randn(128, 256, device="cuda").to(torch.bfloat16)
+    for out in (None, before):
+        real, rehearsed = (
+            engine.multiply(*sides, out=None if out is None else out.clone(), blocks=Blocks.none, exact=True)
+            for engine in engines
+        )
+        torch.testing.assert_close(real, rehearsed, rtol=0.01, atol=0.5)
+
+
+@pytest.mark.parametrize("kind", ["current", "delayed", "block"])
+@pytest.mark.usefixtures("engines")
+def test_maps_give_the_gradients_of_the_rehearsal(kind: str) -> None:
+    results = []
+    for name in ("transformer_engine", "emulated"):
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            maps = [Fp8Linear(512, width, recipe=Recipe(kind, name), switch=Switch()) for width in (256, 384)]
+            hidden = torch.randn(2, 128, 512).to(torch.bfloat16).requires_grad_()
+        for each in maps:
+            each.weight = nn.Parameter(each.weight.to(torch.bfloat16))
+        outputs = project(hidden, *maps)
+        seeds = [torch.randn(output.shape, device="cuda").to(torch.bfloat16) for output in outputs]
+        wanted = [hidden, *(each.weight for each in maps)]
+        results.append([*outputs, *torch.autograd.grad(outputs, wanted, seeds)])
+    for real, rehearsed in zip(*results, strict=True):
+        distance = (real.float() - rehearsed.float()).norm() / rehearsed.float().norm()
+        assert distance < 0.01
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    yield
+    disconnect()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def started(overrides: list[str], directory: Path) -> tuple[Config, Parts]:
+    cfg = load([*SMALL, "precision=fp8", *overrides])
+    return cfg, build(cfg, connect(cfg.parallel), RunDir(directory))
+
+
+def losses(cfg: Config, parts: Parts, first: int, count: int, *, probe: bool = False) -> list[float]:
+    found = []
+    with fast_attention():
+        for index in range(first, first + count):
+            forward_backward(parts, parts.batches[index], cfg=cfg, probe=probe)
+            report = judge_and_update(parts, cfg=cfg, probe=probe)
+            layout = parts.signals.layout
+            found.append(float(layout.scalar(report, "loss") / layout.scalar(report, "tokens")))
+            if probe:
+                assert layout.part(report, "fp8_tensors").tolist() == [4.0 * 4, 7.0 * 4, 7.0 * 4]
+    return found
+
+
+@pytest.mark.usefixtures("engines", "alone")
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
+def test_a_compiled_model_trains_falls_back_and_returns(recipe: str, tmp_path: Path) -> None:
+    cfg, parts = started(["parallel.compile=true", f"precision.fp8.recipe={recipe}"], tmp_path)
+    assert cfg.model.num_layers == 4
+    first = losses(cfg, parts, 0, 6, probe=True)
+    assert len({each.recipe for each in parts.products.maps}) == 1
+    parts.products.use_fp8(False)
+    between = losses(cfg, parts, 6, 3)
+    parts.products.use_fp8(True)
+    last = losses(cfg, parts, 9, 6)
+    assert all(torch.isfinite(torch.tensor([*first, *between, *last])))
+    assert last[-1] < between[-1] < first[0]
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs <= 3, "one graph in fp8, one in bf16, one of the loss, whatever the number of blocks"
+    parts.close()
+
+
+@pytest.mark.usefixtures("engines", "alone")
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_checkpointed_activations_give_the_same_losses(kind: str, tmp_path: Path) -> None:
+    found = []
+    for activations in ("none", kind):
+        cfg, parts = started([f"parallel.activation_checkpointing={activations}"], tmp_path)
+        found.append(losses(cfg, parts, 0, 3))
+        parts.close()
+        disconnect()
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
