@@ -76,7 +76,9 @@ def parser() -> ArgumentParser:
     )
     parser.add_argument("override", nargs="*", metavar="OVERRIDE", help="group=option or key=value")
     reached = f"default: as measured, {100 * max(COMPILED.values()):g} %% where blocks are compiled and all is kept"
-    parser.add_argument("--mfu", metavar="SHARE", type=float, help=f"of its rate that one device reaches; {reached}")
+    parser.add_argument(
+        "--mfu", metavar="SHARE", type=float, help=f"of its bf16 rate that one device reaches; {reached}"
+    )
     parser.add_argument("--ranks", metavar="N,N,...", help="one row for each of several numbers of ranks")
     parser.add_argument("--json", action="store_true", help="all numbers, as one line of JSON")
     return parser

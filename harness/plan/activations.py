@@ -11,10 +11,19 @@ layer), in the order in which autograd keeps them:
                    compiled 5, with what came out of the MLP), key and value (2 K), gate and up (2 F)
     full           the input alone (1 D)
 
+A map in fp8 keeps its input rounded, a byte a number, in place of the input itself: of both norms and of the product.
+What was attended to is kept both ways, as attention needs it too. Selective checkpointing keeps rounded inputs besides:
+with all maps in fp8 that is as much as without any.
+
 In backward, a block that was checkpointed has its tensors once more, and the gradients of the widest live beside them;
 how many at once was read off a GPU (`tests.bench.plan --tensors`):
 
     none 1 D + 1 F, selective 1 D + 4 F, full 6 D + 2 K + 6 F; not compiled: 1 D + 2 F, 3 D + 4 F, 6 D + 2 K + 6 F
+
+Where the MLP is in fp8 it was read off the operators instead. Compiled, it is fullest where gate and up have become
+gradients: both of these rounded both ways at once, less the rounded product, which is gone, and beside the stream's
+gradient that of the MLP's input. Not compiled, where the gradients of gate and up are made, with the rounded product
+gone and nothing rounded yet. Checkpointed in full, a block has besides all that it would have kept.
 
 What is kept is held against torch by `tests/plan/`, and all of it against a GPU by `tests.bench.plan`.
 Left out: what a kernel takes and returns within itself.
@@ -23,8 +32,11 @@ Left out: what a kernel takes and returns within itself.
 from __future__ import annotations
 
 from harness.config import ActivationCheckpointing, AttentionKind, Config, ModelConfig, PrecisionKind
+from harness.plan.fp8 import Maps, numbers_of, rounded_bytes
 
 FP32_BYTES = 4
+WATCHED_BYTES = 4
+"""Of one number that is counted where it is rounded: two masks, and absolute values in bf16."""
 
 
 def element_bytes(cfg: Config) -> int:
@@ -32,21 +44,24 @@ def element_bytes(cfg: Config) -> int:
     return FP32_BYTES if cfg.precision.kind is PrecisionKind.fp32 else 2
 
 
-def kept_bytes(cfg: Config) -> int:
-    """What one block keeps of one token until its backward pass."""
+def kept_bytes(cfg: Config, maps: Maps) -> int:
+    """What a block with these maps in fp8 keeps of one token until its backward pass."""
     match cfg.parallel.activation_checkpointing:
         case ActivationCheckpointing.full:
             return cfg.model.dim * element_bytes(cfg)
         case ActivationCheckpointing.selective:
-            return _selective_bytes(cfg)
+            return _selective_bytes(cfg, maps)
         case ActivationCheckpointing.none:
-            return _whole_bytes(cfg)
+            return _whole_bytes(cfg, maps)
 
 
-def passing_bytes(cfg: Config) -> int:
+def passing_bytes(cfg: Config, maps: Maps) -> int:
     """What comes and goes for one token at the worst moment of a block's backward pass, besides what was kept."""
-    model, compiled = cfg.model, cfg.parallel.compile
-    match cfg.parallel.activation_checkpointing:
+    model, compiled, kind = cfg.model, cfg.parallel.compile, cfg.parallel.activation_checkpointing
+    if maps.mlp:
+        again = _whole_bytes(cfg, maps) - model.dim * element_bytes(cfg)
+        return _rounding_bytes(cfg) + (again if kind is ActivationCheckpointing.full else 0)
+    match kind:
         case ActivationCheckpointing.none:
             elements = model.dim + (1 if compiled else 2) * model.ffn_dim
         case ActivationCheckpointing.selective:
@@ -56,31 +71,61 @@ def passing_bytes(cfg: Config) -> int:
     return elements * element_bytes(cfg)
 
 
-def _whole_bytes(cfg: Config) -> int:
+def _rounding_bytes(cfg: Config) -> int:
+    """The same where the MLP is in fp8; what full checkpointing computes again is not among it."""
+    model, size, gone = cfg.model, element_bytes(cfg), rounded_bytes(cfg, cfg.model.ffn_dim)
+    if cfg.parallel.compile:
+        return 2 * model.dim * size + rounded_bytes(cfg, 4 * model.ffn_dim) - gone
+    if cfg.parallel.activation_checkpointing is ActivationCheckpointing.selective:
+        return (3 * model.dim + 4 * model.ffn_dim) * size - gone
+    return (model.dim + 3 * model.ffn_dim) * size - gone
+
+
+def passing_weight_bytes(cfg: Config, maps: Maps) -> int:
+    """Gradients of weights at that moment: of one matrix; in fp8 of two, and a weight rounded both ways."""
+    matrix = cfg.model.dim * cfg.model.ffn_dim
+    if maps.mlp and cfg.parallel.compile:
+        return 2 * matrix * element_bytes(cfg) + rounded_bytes(cfg, 2 * matrix)
+    return matrix * element_bytes(cfg)
+
+
+def watched_bytes(cfg: Config, maps: Maps) -> int:
+    """What a probed step takes besides for one token, at the most."""
+    return WATCHED_BYTES * (cfg.model.ffn_dim if maps.mlp else cfg.model.dim if maps.attention else 0)
+
+
+def _whole_bytes(cfg: Config, maps: Maps) -> int:
     """Every tensor that a block without checkpointing keeps of a token."""
     model, size = cfg.model, element_bytes(cfg)
-    num_wide = 3 if cfg.parallel.compile else 4
-    elements = 4 * model.dim + num_wide * model.ffn_dim
+    num_wide = 2 if cfg.parallel.compile else 3
+    elements = 2 * model.dim + num_wide * model.ffn_dim
+    if not maps.attention:
+        elements += model.dim
+    if not maps.mlp:
+        elements += model.dim + model.ffn_dim
     if model.qk_norm:
         elements += model.dim + _kv_dim(model)
-    return elements * size + _attention_bytes(cfg) + _statistics_bytes(model)
+    rounded = rounded_bytes(cfg, numbers_of(model, maps).inputs)
+    return elements * size + rounded + _attention_bytes(cfg, maps) + _statistics_bytes(model)
 
 
-def _selective_bytes(cfg: Config) -> int:
+def _selective_bytes(cfg: Config, maps: Maps) -> int:
     model, size = cfg.model, element_bytes(cfg)
     num_narrow = 4 if cfg.parallel.compile else 5
     elements = num_narrow * model.dim + 2 * _kv_dim(model) + 2 * model.ffn_dim
+    kept = elements * size + _softmax_bytes(model) + rounded_bytes(cfg, numbers_of(model, maps).inputs)
     if model.attention is AttentionKind.fp32:
-        return elements * size + (FP32_BYTES - size) * model.dim + _softmax_bytes(model)
-    return elements * size + _softmax_bytes(model)
+        return kept + (FP32_BYTES - size) * model.dim
+    return kept
 
 
-def _attention_bytes(cfg: Config) -> int:
+def _attention_bytes(cfg: Config, maps: Maps) -> int:
     """Query, key, value and what was attended to; documents kept apart add who may see whom, and who sees nobody."""
     model, size = cfg.model, element_bytes(cfg)
-    mask = (cfg.train.sequence_length + model.dim) * size + 1 if cfg.data.document_mask else 0
+    again = 0 if maps.attention else model.dim * size
+    mask = cfg.train.sequence_length * size + again + 1 if cfg.data.document_mask else 0
     if model.attention is AttentionKind.fp32:
-        lowered = size * model.dim if size < FP32_BYTES else 0
+        lowered = again if size < FP32_BYTES else 0
         return 4 * model.dim * FP32_BYTES + lowered + mask
     return (2 * model.dim + 2 * _kv_dim(model)) * size + mask
 

@@ -6,14 +6,15 @@ of a step can be the fullest, and the plan takes the worst of them:
 
     loss       everything kept, and the logits of a chunk
     turn       everything kept, and the gradients that the loss has left behind, once more
-    backward   within a block: kept tensors go, gradients come; the first block and the last two bound all others
+    backward   within a block: kept tensors go, gradients come; the ends of each run of like blocks bound all others
     reduction  the end of backward: the gradients of embedding and head, whole, on their way to their shards
     update     every gradient
 
 What FSDP2 has in flight is read from its code. A gather needs a flat buffer beside the weights it becomes; in backward
 the next block's is under way while this one computes, and the last block's gradients, in fp32, wait until this one's
-are done. Replicas hold what they have summed until the end. One rank gathers nothing, but casts, and divides in a copy.
-Shards are padded to equal rows.
+are done. Replicas hold what they have summed until the end; those that shard nothing divide it in a copy. One rank
+gathers nothing, but casts. Shards are padded to equal rows. In fp8, a step that is probed counts numbers where they are
+rounded, which takes more than other steps do: that is told by itself.
 Left out: host memory (ring and saves: `harness.plan.plan`). What torch's allocator does not know (context, NCCL) and
 what it cannot use again is `OUTSIDE_BYTES` and `FRAGMENTED`.
 """
@@ -21,12 +22,21 @@ what it cannot use again is `OUTSIDE_BYTES` and `FRAGMENTED`.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from math import prod
 from typing import final
 
 from harness.config import Config, check_world
 from harness.model.size import Shape, block_shapes, num_parameters, root_shapes
-from harness.plan.activations import FP32_BYTES, element_bytes, kept_bytes, passing_bytes
+from harness.plan.activations import (
+    FP32_BYTES,
+    element_bytes,
+    kept_bytes,
+    passing_bytes,
+    passing_weight_bytes,
+    watched_bytes,
+)
+from harness.plan.fp8 import blocks_in_fp8, maps_of, workspace_bytes
 
 TOKEN_BYTES = 8
 NUM_MOMENTS = 2
@@ -79,18 +89,20 @@ class Memory:
     forward_peak_bytes: int
     backward_peak_bytes: int
     update_peak_bytes: int
+    watching_bytes: int
+    """What a probed step takes beyond the fullest moment of the others."""
     outside_bytes: int
     """What torch does not count: context, NCCL, fragments."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that torch's allocator hands out."""
+        """The most that torch's allocator hands out in a step that is not probed."""
         return self.parts.total
 
     @property
     def needed_bytes(self) -> int:
         """What must be free on the device."""
-        return self.parts.total + self.outside_bytes
+        return self.parts.total + self.watching_bytes + self.outside_bytes
 
 
 @final
@@ -104,6 +116,8 @@ class Sizes:
     tokens: int
     """Of one micro-batch."""
     element: int
+    kept: tuple[int, ...]
+    """Bytes of one token that none of the blocks keep, the first, the first two, and so on."""
     block: int
     """Whole parameters of a block, padded; a number, not bytes."""
     root: int
@@ -127,12 +141,13 @@ def memory(cfg: Config, *, world_size: int) -> Memory:
     kept = _kept(cfg, sizes)
     turn = _plus(kept, logits=_stream(cfg, sizes) + sizes.element * sizes.head)
     loss = _loss(cfg, sizes)
-    of_interest = {sizes.num_blocks - 1, max(0, sizes.num_blocks - 2), 0}
-    blocks = [_in_block(cfg, sizes, block, is_done=done) for block in of_interest for done in (False, True)]
-    backward = max(blocks, key=_total)
+    blocks = _of_interest(cfg)
+    busy = {block: _in_block(cfg, sizes, block, is_done=False) for block in blocks}
+    backward = max(*busy.values(), *(_in_block(cfg, sizes, block, is_done=True) for block in blocks), key=_total)
     reduction, update = _reduction(cfg, sizes), _update(sizes)
     moments = {"loss": loss, "turn": turn, "backward": backward, "reduction": reduction, "update": update}
     fullest = max(moments, key=lambda name: moments[name].total)
+    watched = [busy[block].total + sizes.tokens * watched_bytes(cfg, maps_of(cfg, block)) for block in blocks]
     return Memory(
         moment=fullest,
         parts=moments[fullest],
@@ -141,12 +156,21 @@ def memory(cfg: Config, *, world_size: int) -> Memory:
         forward_peak_bytes=loss.total,
         backward_peak_bytes=max(turn.total, backward.total, reduction.total),
         update_peak_bytes=update.total,
+        watching_bytes=max(0, *watched, moments[fullest].total) - moments[fullest].total,
         outside_bytes=OUTSIDE_BYTES + round(FRAGMENTED * moments[fullest].total),
     )
 
 
 def _total(parts: Parts) -> int:
     return parts.total
+
+
+def _of_interest(cfg: Config) -> set[int]:
+    """Blocks of which one is the fullest in backward: from one to the next of its kind everything changes evenly, but
+    for the last, behind which no gradients wait."""
+    last, low = cfg.model.num_layers - 1, blocks_in_fp8(cfg)
+    ends = {0, last - 1, last} | ({low.start - 1, low.start, low.stop - 1, low.stop} if low else set())
+    return {block for block in ends if 0 <= block <= last}
 
 
 def _sizes(cfg: Config, world_size: int) -> Sizes:
@@ -163,7 +187,7 @@ def _sizes(cfg: Config, world_size: int) -> Sizes:
         in_flight=0,
         activations=0,
         logits=0,
-        other=WORKSPACE_BYTES + 2 * TOKEN_BYTES * share * cfg.train.sequence_length,
+        other=WORKSPACE_BYTES + workspace_bytes(cfg) + 2 * TOKEN_BYTES * share * cfg.train.sequence_length,
     )
     return Sizes(
         num_blocks=model.num_layers,
@@ -171,6 +195,7 @@ def _sizes(cfg: Config, world_size: int) -> Sizes:
         num_micro_batches=share // micro,
         tokens=micro * cfg.train.sequence_length,
         element=element_bytes(cfg),
+        kept=tuple(accumulate((kept_bytes(cfg, maps_of(cfg, block)) for block in range(model.num_layers)), initial=0)),
         block=block,
         root=root,
         head=model.vocab_size * model.dim,
@@ -200,7 +225,7 @@ def _forward(cfg: Config, sizes: Sizes) -> Parts:
         sizes.state,
         gradients=_accumulated(sizes),
         gathered=sizes.element * (sizes.root + blocks),
-        activations=sizes.num_blocks * sizes.tokens * kept_bytes(cfg) + _stream(cfg, sizes),
+        activations=sizes.tokens * sizes.kept[sizes.num_blocks] + _stream(cfg, sizes),
     )
 
 
@@ -230,15 +255,16 @@ def _in_block(cfg: Config, sizes: Sizes, block: int, *, is_done: bool) -> Parts:
         gathered, prefetched = sizes.block, (sizes.block if is_sharded and block > 0 else 0)
     waiting = FP32_BYTES * sizes.block if num_done else 0
     summed = sizes.shard(num_done * sizes.block) if _keeps_sums(cfg, sizes) else 0
-    passing = cfg.model.dim * size if is_done else passing_bytes(cfg)
-    own = sizes.block if is_done else cfg.model.dim * cfg.model.ffn_dim
+    maps = maps_of(cfg, block)
+    passing = cfg.model.dim * size if is_done else passing_bytes(cfg, maps)
+    own = size * sizes.block if is_done else passing_weight_bytes(cfg, maps)
     num_kept = block if is_done else block + 1
     return _plus(
         sizes.state,
         gradients=_accumulated(sizes) or sizes.shard(num_done * sizes.block),
         gathered=size * (sizes.root + gathered),
-        in_flight=size * (sizes.head + prefetched + own) + waiting + summed,
-        activations=sizes.tokens * (num_kept * kept_bytes(cfg) + passing),
+        in_flight=size * (sizes.head + prefetched) + own + waiting + summed,
+        activations=sizes.tokens * (sizes.kept[num_kept] + passing),
     )
 
 
@@ -249,11 +275,11 @@ def _keeps_sums(cfg: Config, sizes: Sizes) -> bool:
 
 def _reduction(cfg: Config, sizes: Sizes) -> Parts:
     """Embedding and head: whole gradients and their copy in fp32 that is reduced, then that copy and what comes of it;
-    where there is one rank, another copy to divide."""
+    where copies shard nothing, another one to divide."""
     gradients = sizes.shard(sizes.num_blocks * sizes.block + sizes.root)
     reduced = sizes.shard(sizes.root) if sizes.num_micro_batches > 1 else 0
     summed = sizes.shard(sizes.num_blocks * sizes.block) if _keeps_sums(cfg, sizes) else 0
-    divided = FP32_BYTES * sizes.root if sizes.num_shards == 1 else 0
+    divided = FP32_BYTES * sizes.root if sizes.num_shards == 1 and cfg.parallel.replicate > 1 else 0
     beside = max(sizes.element * sizes.root, reduced + divided)
     return _plus(sizes.state, gradients=gradients, in_flight=FP32_BYTES * sizes.root + beside + summed)
 

@@ -14,6 +14,7 @@ from typing import final
 from harness.checkpoint.cadence import RollbackCost, num_buffers, rewind_cost, rollback_cost
 from harness.config import Config, LaunchKind, check_world
 from harness.model.size import flops_per_token, num_parameters
+from harness.plan.fp8 import RATE, blocks_in_fp8, flops_share
 from harness.plan.memory import Memory, checkpoint_bytes, memory
 from harness.plan.speed import Pace, default_mfu, pace
 from harness.plan.traffic import Collective, collectives, num_per_node
@@ -47,6 +48,20 @@ class Price:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8:
+    """What is taken in fp8."""
+
+    recipe: str
+    engine: str
+    num_blocks: int
+    flops_share: float
+    """Of the model's FLOPs."""
+    peak_tflops: float | None
+    """The rate of a device in fp8; None where that in bf16 is not known."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     model: str
     num_parameters: int
@@ -62,12 +77,14 @@ class Plan:
     """Of one rank, as gradients and moments."""
     gradients_bytes: int
     moments_bytes: int
+    fp8: Fp8 | None
+    """None: nothing is."""
     memory: Memory
     memory_allowed_bytes: int | None
     """None: nobody said what a device has."""
     traffic: Traffic
     mfu: float
-    """Share of its rate that a device alone reaches."""
+    """Share of its bf16 rate that a device alone reaches."""
     pace: Pace | None
     """None where the rate of a device is not known."""
     price: Price | None
@@ -97,7 +114,7 @@ def num_ranks(cfg: Config) -> int:
 def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
     """The numbers of a run on `world_size` ranks; `mfu` is what a device alone reaches, measured elsewhere if None."""
     check_world(cfg, world_size)
-    mfu = default_mfu(cfg) if mfu is None else mfu
+    mfu = default_mfu(cfg, world_size=world_size) if mfu is None else mfu
     token_flops = flops_per_token(cfg.model, cfg.train.sequence_length)
     tokens = cfg.train.batch_size * cfg.train.sequence_length
     held, moving = memory(cfg, world_size=world_size), pace(cfg, world_size=world_size, mfu=mfu)
@@ -119,6 +136,7 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
         weights_bytes=weights,
         gradients_bytes=weights,
         moments_bytes=held.parts.moments,
+        fp8=_fp8(cfg),
         memory=held,
         memory_allowed_bytes=None if cfg.cluster.memory_gb is None else round(cfg.cluster.memory_gb * 1e9),
         traffic=Traffic(
@@ -135,6 +153,19 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
         ring_allowed_bytes=None if ring.memory_gb is None else round(ring.memory_gb * 1e9),
         rewind=rewind,
         rollback=rollback,
+    )
+
+
+def _fp8(cfg: Config) -> Fp8 | None:
+    blocks, peak_tflops = blocks_in_fp8(cfg), cfg.cluster.peak_tflops
+    if not blocks:
+        return None
+    return Fp8(
+        recipe=cfg.precision.fp8.recipe,
+        engine=cfg.precision.fp8.engine,
+        num_blocks=len(blocks),
+        flops_share=flops_share(cfg),
+        peak_tflops=None if peak_tflops is None else RATE * peak_tflops,
     )
 
 

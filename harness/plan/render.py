@@ -7,8 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from harness.checkpoint.cadence import RollbackCost
+from harness.config import Fp8Engine
+from harness.plan.fp8 import REACHED, ROUNDING_BYTES_PER_S
 from harness.plan.memory import FRAGMENTED, OUTSIDE_BYTES
-from harness.plan.plan import Plan
+from harness.plan.plan import Fp8, Plan
 from harness.plan.speed import COMPILED
 from harness.plan.traffic import LINK_EFFICIENCY, CollectiveKind
 
@@ -89,6 +91,8 @@ def _row(plan: Plan) -> tuple[str, ...]:
 def _memory(plan: Plan) -> dict[str, str]:
     parts = asdict(plan.memory.parts)
     rows = {name.replace("_", " "): f"{_gb(parts[name]):>7} GB  {what}" for name, what in PARTS.items()}
+    if plan.fp8 is not None:
+        rows["watching"] = f"{_gb(plan.memory.watching_bytes):>7} GB  what a probed step takes beyond this"
     rows["outside"] = f"{_gb(plan.memory.outside_bytes):>7} GB  CUDA's context, NCCL, what torch cannot use again"
     allowed = plan.memory_allowed_bytes
     there = "" if allowed is None else f"  of {_gb(allowed)} GB (cluster.memory_gb)"
@@ -120,7 +124,8 @@ def _pace(plan: Plan) -> dict[str, str]:
     links = "their rates are not known (cluster.intra_node_gb_s, cluster.inter_node_gb_s): nothing is waited for"
     if pace.traffic_s is not None:
         links = f"{_duration(pace.traffic_s)} of traffic, of which {_duration(pace.waiting_s)} are waited for"
-    rows = {"work": f"{_duration(pace.work_s)} at {_percent(plan.mfu)} of the device's rate"}
+    rate = "rate" if plan.fp8 is None else "bf16 rate"
+    rows = {"work": f"{_duration(pace.work_s)} at {_percent(plan.mfu)} of the device's {rate}"}
     if plan.traffic.calls:
         rows["links"] = links
     rows["a step"] = f"{_duration(pace.step_time_s)}, {pace.tokens_per_s:,.0f} tokens/s, {_percent(pace.mfu)} MFU"
@@ -165,12 +170,24 @@ def _assumed(plan: Plan) -> dict[str, str]:
     """What no measurement of this cluster stands behind."""
     rows = {"memory": f"{_gb(OUTSIDE_BYTES)} GB outside torch, and {100 * FRAGMENTED:g} % in fragments"}
     if plan.pace is not None:
-        best = _percent(max(COMPILED.values()))
-        rows["work"] = f"as measured on one H200 at 1.26B parameters ({best} at best), or as --mfu says"
+        best = _percent(max(COMPILED.values())) + (" at best" if plan.fp8 is None else " at best in bf16")
+        rows["work"] = f"as measured on one H200 at 1.26B parameters ({best}), or as --mfu says"
+        if plan.fp8 is not None:
+            rows["fp8"] = _fp8(plan.fp8)
         rows["links"] = (
             f"{100 * LINK_EFFICIENCY:g} % of their rate, NCCL's latencies of a ring, hidden behind work by the block"
         )
     return rows
+
+
+def _fp8(fp8: Fp8) -> str:
+    if fp8.engine == Fp8Engine.emulated:
+        return "the emulated engine is slower than bf16, by how much is not said: work is that of bf16"
+    assert fp8.peak_tflops is not None, "a pace without a rate"
+    return (
+        f"{_percent(fp8.flops_share)} of the FLOPs at {100 * REACHED:g} % of {fp8.peak_tflops:,.0f} TFLOP/s, "
+        f"rounding at {ROUNDING_BYTES_PER_S / 1e12:g} TB/s; MFU is of the bf16 rate"
+    )
 
 
 def _text(sections: Mapping[str, Mapping[str, str]]) -> str:

@@ -2,7 +2,9 @@
 
 Why: whether a cluster of this size is worth its price shows before it is booked.
 How: work is model FLOPs over the devices' rate times the share of it that one of them alone reaches. That share was
-measured (one H200, 1.26B parameters; README, `tests.bench.plan`) with each way to keep activations, compiled and not.
+measured in bf16 (one H200, 1.26B parameters; README, `tests.bench.plan`) with each way to keep activations, compiled
+and not. In fp8 what products gain is taken off, and what rounding costs is added (`harness.plan.fp8`); the share is
+still one of the bf16 rate, as every MFU here.
 Traffic runs beside it, block by block: while a block computes, FSDP2 gathers the next one and, in backward, scatters
 the gradients of the last one. What takes longer of the two is waited for. In the open lie, of each micro-batch, the
 first gathers, where blocks are gathered again those of the last block, and the reduction of the first block and of
@@ -19,6 +21,7 @@ from typing import final
 
 from harness.config import ActivationCheckpointing, ClusterConfig, Config, PrecisionKind
 from harness.model.size import flops_per_token
+from harness.plan.fp8 import saved_s
 from harness.plan.traffic import Collective, CollectiveKind, collectives, seconds
 
 COMPILED = {
@@ -32,6 +35,8 @@ NOT_COMPILED = {
     ActivationCheckpointing.full: 0.391,
 }
 """Share of its bf16 rate that one H200 reached, measured."""
+H200_FLOPS = 989e12
+"""The bf16 rate that they are shares of; datasheet."""
 DOCUMENTS_APART = 0.72
 """What keeping documents apart leaves of it, measured."""
 FP32_RATE = 67 / 989
@@ -54,11 +59,17 @@ class Pace:
     mfu: float
 
 
-def default_mfu(cfg: Config) -> float:
+def default_mfu(cfg: Config, *, world_size: int) -> float:
     """Share of its bf16 rate that one device alone reaches at this configuration."""
     share = (COMPILED if cfg.parallel.compile else NOT_COMPILED)[cfg.parallel.activation_checkpointing]
     share *= DOCUMENTS_APART if cfg.data.document_mask else 1.0
-    return share * FP32_RATE if cfg.precision.kind is PrecisionKind.fp32 else share
+    if cfg.precision.kind is PrecisionKind.fp32:
+        return share * FP32_RATE
+    rows = cfg.train.micro_batch_size or cfg.train.batch_size // world_size
+    tokens = rows * cfg.train.sequence_length
+    flops = tokens * flops_per_token(cfg.model, cfg.train.sequence_length)
+    bf16_s = flops / (share * H200_FLOPS)
+    return share * bf16_s / (bf16_s - saved_s(cfg, tokens=tokens, bf16_flops_per_s=H200_FLOPS))
 
 
 def pace(cfg: Config, *, world_size: int, mfu: float) -> Pace | None:

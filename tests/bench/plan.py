@@ -1,18 +1,19 @@
 """What the plan says and what a GPU says: memory by phase of a step, and its time, of several configurations.
 
-    python -m tests.bench.plan                 all of them on one GPU of 140 GB: about eight minutes
-    python -m tests.bench.plan --only 1b       those whose name begins so
+    python -m tests.bench.plan                 all of them on one GPU of 140 GB: about a quarter of an hour
+    python -m tests.bench.plan --only fp8      those whose name begins so
     python -m tests.bench.plan --tensors       also which tensors there were, by size, after forward and at the peak
 
 Each configuration is built and stepped in turn, in one process and one rank. A step is taken apart: forward, backward,
-update, each with the most that torch's allocator had handed out meanwhile. The CUDA context is outside of torch's
-count and told by itself.
+update, each with the most that torch's allocator had handed out meanwhile; another one is probed. The CUDA context is
+outside of torch's count and told by itself. What is in fp8 is left out where Transformer Engine is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import time
 from collections import Counter
@@ -24,13 +25,13 @@ import torch
 
 from harness.build import Parts, build
 from harness.compose import load
-from harness.config import Config
+from harness.config import Config, PrecisionKind
 from harness.parallel import connect, disconnect
 from harness.plan.memory import memory
 from harness.plan.plan import plan
 from harness.precision import fast_attention
 from harness.rundir import RunDir
-from harness.step import judge_and_update, mask_of
+from harness.step import forward_backward, judge_and_update, mask_of
 from tests.bench.step import one_step
 
 BASE = ["+experiment=1b_bf16", "cluster=h200", "checkpoint.ring.slots=0", "train.num_steps=20"]
@@ -48,6 +49,18 @@ CONFIGS = {
     "1b wide vocabulary": ["model.vocab_size=128256", "parallel.activation_checkpointing=full"],
     "3b selective": ["model=3b", "train.batch_size=4", "parallel.activation_checkpointing=selective"],
     "3b full": ["model=3b", "parallel.activation_checkpointing=full"],
+    "fp8 1b": ["precision=fp8"],
+    "fp8 1b block": ["precision=fp8", "precision.fp8.recipe=block"],
+    "fp8 1b two blocks kept": [
+        "precision=fp8",
+        "precision.fp8.keep_first_blocks=1",
+        "precision.fp8.keep_last_blocks=1",
+    ],
+    "fp8 1b selective": ["precision=fp8", "parallel.activation_checkpointing=selective"],
+    "fp8 1b full": ["precision=fp8", "parallel.activation_checkpointing=full"],
+    "fp8 1b not compiled": ["precision=fp8", "parallel.compile=false"],
+    "fp8 3b": ["precision=fp8", "model=3b", "train.batch_size=4"],
+    "fp8 3b full": ["precision=fp8", "model=3b", "parallel.activation_checkpointing=full"],
 }
 WARM_UP_STEPS, TIMED_STEPS = 3, 3
 NUM_SIZES = 14
@@ -68,6 +81,14 @@ class Phases:
     """Of a step."""
     peak_ever: int
     """With the first steps, which compile."""
+
+
+def probed_peak(parts: Parts, cfg: Config, index: int) -> int:
+    """Of a step in which everything is watched."""
+    torch.cuda.reset_peak_memory_stats()
+    forward_backward(parts, parts.batches[index], cfg=cfg, probe=True)
+    judge_and_update(parts, cfg=cfg, probe=True)
+    return torch.cuda.max_memory_allocated()
 
 
 def dissected(parts: Parts, cfg: Config, index: int, *, sizes: list[str]) -> Phases:
@@ -150,6 +171,9 @@ def measure(name: str, words: list[str], *, run: RunDir, tensors: bool) -> None:
     """Build, step, and print what was foreseen beside what was seen."""
     torch._dynamo.reset()
     cfg = load([*BASE, *words])
+    if cfg.precision.kind is PrecisionKind.fp8 and importlib.util.find_spec("transformer_engine") is None:
+        print(f"{name}: Transformer Engine is not installed")
+        return
     world = connect(cfg.parallel)
     parts = build(cfg, world, run)
     for index in range(WARM_UP_STEPS):
@@ -162,9 +186,9 @@ def measure(name: str, words: list[str], *, run: RunDir, tensors: bool) -> None:
     step_s = (time.perf_counter() - began_s) / TIMED_STEPS
     kept_sizes: list[str] = []
     seen = dissected(parts, cfg, WARM_UP_STEPS + TIMED_STEPS, sizes=kept_sizes)
-    compare(name, cfg, seen, step_s)
+    compare(name, cfg, seen, probed=probed_peak(parts, cfg, WARM_UP_STEPS + TIMED_STEPS + 1), step_s=step_s)
     if tensors:
-        at_peak = sizes_at_peak(parts, cfg, WARM_UP_STEPS + TIMED_STEPS + 1)
+        at_peak = sizes_at_peak(parts, cfg, WARM_UP_STEPS + TIMED_STEPS + 2)
         print(f"  after forward: {', '.join(kept_sizes)}\n  at the peak: {', '.join(at_peak)}", flush=True)
     parts.close()
     disconnect()
@@ -174,7 +198,7 @@ def measure(name: str, words: list[str], *, run: RunDir, tensors: bool) -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def compare(name: str, cfg: Config, seen: Phases, step_s: float) -> None:
+def compare(name: str, cfg: Config, seen: Phases, *, probed: int, step_s: float) -> None:
     foreseen = memory(cfg, world_size=1)
     rows = {
         "state": (foreseen.state_bytes, seen.state),
@@ -183,6 +207,7 @@ def compare(name: str, cfg: Config, seen: Phases, step_s: float) -> None:
         "peak in backward": (foreseen.backward_peak_bytes, seen.backward_peak),
         "peak in update": (foreseen.update_peak_bytes, seen.update_peak),
         "peak": (foreseen.peak_bytes, seen.peak),
+        "peak where probed": (foreseen.peak_bytes + foreseen.watching_bytes, probed),
     }
     print(f"{name}")
     for part, (said, was) in rows.items():

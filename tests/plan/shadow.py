@@ -3,7 +3,8 @@
 Tensors are torch's fake ones, which have shapes and no data, and the other ranks are torch's fake process group, which
 answers at once. Every storage that comes and goes is counted, and every collective that is called: what is left to
 believe is that a GPU keeps what a CPU keeps. Norms are the one exception that matters, and are put in their place by
-`FusedNorm`, which keeps what the fused kernel of a GPU keeps.
+`FusedNorm`, which keeps what the fused kernel of a GPU keeps. Of an operator in fp8 what goes in and comes out is seen,
+not what it takes meanwhile.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.compose import load
 from harness.config import Config
+from harness.fp8.products import lower
 from harness.model.transformer import Transformer
 from harness.parallel import World, local, shard
 from harness.precision import linear, policy
@@ -167,6 +169,7 @@ def shadow(cfg: Config, *, world_size: int) -> Shadow:
     """Two micro-batches of a step of `cfg` on the first of `world_size` ranks."""
     with torch.device("meta"):
         model = Transformer(cfg.model, sequence_length=cfg.train.sequence_length, linear=linear)
+        lower(model.blocks, cfg.precision)
     counting = Counting()
     micro = cfg.train.micro_batch_size or cfg.train.batch_size // world_size
     with (

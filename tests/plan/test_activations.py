@@ -1,19 +1,53 @@
-"""What a block keeps, tensor by tensor: autograd's own list against the formula, where nothing is compiled."""
+"""What a block keeps, tensor by tensor: autograd's own list against the formula, and that of a compiled block."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from harness.compose import load
-from harness.config import PrecisionKind
+from harness.config import ActivationCheckpointing, Config, PrecisionKind
+from harness.fp8.products import lower
 from harness.model.transformer import Block, document_mask, rotary_tables
+from harness.parallel import _checkpoint_activations
 from harness.plan.activations import kept_bytes
+from harness.plan.fp8 import maps_of
 from harness.precision import DTYPES, linear
 from tests.plan.shadow import fused_norms
 
 NUM_ROWS = 2
+IN_FP8 = ["model=tiny", "precision=fp8_emulated", "train.sequence_length=64"]
+LIKE_INDUCTOR = "aot_eager_decomp_partition"
+"""Its graphs, not its kernels: what is kept is decided before there are any."""
+
+
+def kept_by(block: Block, cfg: Config) -> int:
+    """Bytes, but for parameters, tables and lone numbers."""
+    length, dtype = cfg.train.sequence_length, DTYPES[PrecisionKind(cfg.precision.kind)]
+    cos, sin = (table.float() for table in rotary_tables(cfg.model, length))
+    hidden = torch.randn(NUM_ROWS, length, cfg.model.dim, dtype=dtype, requires_grad=True)
+    mask = document_mask(torch.zeros(NUM_ROWS, length, dtype=torch.int64)) if cfg.data.document_mask else None
+    given = (*block.parameters(), *block.buffers(), cos, sin)
+    not_counted = {tensor.untyped_storage().data_ptr() for tensor in given}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.numel() > 1:
+            kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(hidden, cos, sin, mask)
+    return sum(tensor.untyped_storage().nbytes() for where, tensor in kept.items() if where not in not_counted)
+
+
+def block_of(cfg: Config) -> Block:
+    block = Block(cfg.model, linear=linear).to(DTYPES[PrecisionKind(cfg.precision.kind)])
+    lower([block], cfg.precision)
+    return block
 
 
 @pytest.mark.parametrize(
@@ -26,24 +60,30 @@ NUM_ROWS = 2
         ["model=tiny", "model.attention=fp32"],
         ["model=tiny", "precision=bf16", "data.document_mask=true"],
         ["model=125m", "precision=bf16", "train.sequence_length=64"],
+        IN_FP8,
+        [*IN_FP8, "precision.fp8.recipe=delayed"],
+        [*IN_FP8, "precision.fp8.recipe=block"],
+        [*IN_FP8, "precision.fp8.attention=false"],
+        [*IN_FP8, "precision.fp8.mlp=false"],
+        [*IN_FP8, "model.attention=fp32"],
+        [*IN_FP8, "data.document_mask=true"],
     ],
     ids=" ".join,
 )
 def test_every_byte_that_autograd_keeps(words: list[str]) -> None:
     cfg = load(words)
-    length, dtype = cfg.train.sequence_length, DTYPES[PrecisionKind(cfg.precision.kind)]
-    block = Block(cfg.model, linear=linear).to(dtype)
-    cos, sin = (table.float() for table in rotary_tables(cfg.model, length))
-    hidden = torch.randn(NUM_ROWS, length, cfg.model.dim, dtype=dtype, requires_grad=True)
-    mask = document_mask(torch.zeros(NUM_ROWS, length, dtype=torch.int64)) if cfg.data.document_mask else None
-    not_counted = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), cos, sin)}
-    kept: dict[int, Tensor] = {}
+    with fused_norms():
+        kept = kept_by(block_of(cfg), cfg)
+    assert kept == kept_bytes(cfg, maps_of(cfg, 0)) * NUM_ROWS * cfg.train.sequence_length
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
 
-    with fused_norms(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        block(hidden, cos, sin, mask)
-    sizes = [tensor.untyped_storage().nbytes() for where, tensor in kept.items() if where not in not_counted]
-    assert sum(sizes) == kept_bytes(cfg) * NUM_ROWS * length
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler gives two
+def test_a_compiled_block_in_fp8_keeps_as_much_with_selective_checkpointing() -> None:
+    cfg = load([*IN_FP8, "parallel.compile=true", "parallel.activation_checkpointing=selective"])
+    block = block_of(cfg)
+    _checkpoint_activations(block, cfg.parallel.activation_checkpointing)
+    block.compile(fullgraph=True, backend=LIKE_INDUCTOR)
+    num_tokens, maps = NUM_ROWS * cfg.train.sequence_length, maps_of(cfg, 0)
+    assert kept_by(block, cfg) == num_tokens * kept_bytes(cfg, maps)
+    without = replace(cfg, parallel=replace(cfg.parallel, activation_checkpointing=ActivationCheckpointing.none))
+    assert kept_bytes(without, maps) - kept_bytes(cfg, maps) == 2 * 4, "but for two statistics of norms"

@@ -15,6 +15,7 @@ from harness.plan.memory import WORKSPACE_BYTES, memory
 from harness.plan.traffic import collectives
 
 FEW_TOKENS = ["parallel.compile=false", "train.micro_batch_size=1", "train.sequence_length=64", "precision=bf16"]
+IN_FP8 = ["parallel.compile=false", "train.micro_batch_size=2", "train.sequence_length=2048", "precision=fp8_emulated"]
 CASES: dict[str, tuple[int, list[str]]] = {
     "70b on 1,024 ranks": (1024, ["model=70b", "model.num_layers=2", *FEW_TOKENS]),
     "two copies, uneven shards, gathered once": (
@@ -25,13 +26,20 @@ CASES: dict[str, tuple[int, list[str]]] = {
             "parallel.activation_checkpointing=full",
         ],
     ),
+    "fp8, but for the last block": (2, ["model=1b", "model.num_layers=3", *IN_FP8, "precision.fp8.keep_last_blocks=1"]),
+    "fp8, products kept": (
+        2,
+        ["model=1b", "model.num_layers=2", *IN_FP8, "parallel.activation_checkpointing=selective"],
+    ),
+    "fp8, inputs kept": (2, ["model=1b", "model.num_layers=3", *IN_FP8, "parallel.activation_checkpointing=full"]),
 }
 NUM_MICRO_BATCHES = 2
 
 
 def words_of(case: str) -> list[str]:
     ranks, words = CASES[case]
-    return [*words, f"train.batch_size={NUM_MICRO_BATCHES * ranks}"]
+    rows = next(int(word.partition("=")[2]) for word in words if word.startswith("train.micro_batch_size="))
+    return [*words, f"train.batch_size={NUM_MICRO_BATCHES * rows * ranks}"]
 
 
 @pytest.fixture(scope="module")

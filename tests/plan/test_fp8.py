@@ -1,0 +1,146 @@
+"""fp8 in the plan: what it saves of memory and time, term by term, which blocks it is about, and how it is told."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from harness.compose import load
+from harness.config import ActivationCheckpointing, Config, Fp8Engine, Fp8Recipe, PrecisionKind
+from harness.plan.fp8 import BLOCK, WORKSPACE_BYTES, blocks_in_fp8, flops_share, maps_of
+from harness.plan.memory import memory
+from harness.plan.plan import Plan, plan
+from harness.plan.render import as_dict, render
+
+TOKENS, DIM, WIDE, NUM_BLOCKS = 8 * 4096, 2048, 5632, 24
+"""Of the experiment 1b_bf16."""
+SELECTIVE, FULL = ({"activation_checkpointing": ActivationCheckpointing[kind]} for kind in ("selective", "full"))
+BF16 = {"kind": PrecisionKind.bf16}
+DEVICE = """\
+  activations          43.4 GB  kept for the backward pass, and passing
+  logits               1.19 GB  the loss of one chunk, the head's gradient
+  other                0.10 GB  batch, workspaces
+  watching             0.31 GB  what a probed step takes beyond this
+  outside              2.25 GB  CUDA's context, NCCL, what torch cannot use again
+  together             64.9 GB  of 150.1 GB (cluster.memory_gb)
+pace
+  work              0.421 s at 75.5 % of the device's bf16 rate
+  a step            0.421 s, 77,790 tokens/s, 75.5 % MFU
+"""
+ASSUMED = """\
+  work              as measured on one H200 at 1.26B parameters (59.8 % at best in bf16), or as --mfu says
+  fp8               70.8 % of the FLOPs at 71 % of 1,979 TFLOP/s, rounding at 3.3 TB/s; MFU is of the bf16 rate
+"""
+
+
+@cache
+def base() -> Config:
+    return load(["+experiment=1b_bf16", "cluster=h200", "precision=fp8"])
+
+
+def config(**values: Any) -> Config:
+    """The job in fp8, but for some values, each in the section that knows its name."""
+    cfg = base()
+    changed: dict[str, Any] = {}
+    for name in ("parallel", "train"):
+        section = getattr(cfg, name)
+        changed[name] = replace(section, **_own(section, values))
+    fp8 = replace(cfg.precision.fp8, **_own(cfg.precision.fp8, values))
+    return replace(cfg, precision=replace(cfg.precision, fp8=fp8, **_own(cfg.precision, values)), **changed)
+
+
+def _own(section: Any, values: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: values[field.name] for field in fields(section) if field.name in values}
+
+
+def planned(**values: Any) -> Plan:
+    return plan(config(**values), world_size=1)
+
+
+def kept(**values: Any) -> int:
+    return planned(**values).memory.kept_bytes - WORKSPACE_BYTES
+
+
+def step_s(**values: Any) -> float:
+    seconds = planned(**values).step_time_s
+    assert seconds is not None
+    return seconds
+
+
+def test_inputs_of_products_are_kept_in_one_byte() -> None:
+    in_bf16 = planned(**BF16).memory.kept_bytes
+    saved = NUM_BLOCKS * TOKENS * (DIM + WIDE)
+    assert kept() == kept(recipe=Fp8Recipe.delayed) == in_bf16 - saved
+    scales = NUM_BLOCKS * TOKENS * (3 * DIM + WIDE) * 4 // BLOCK
+    assert kept(recipe=Fp8Recipe.block) == in_bf16 - saved + scales
+    assert kept(attention=False) == in_bf16 - saved, "what attention rounds it keeps as it was, too"
+    assert kept(mlp=False) == in_bf16
+
+
+def test_peaks_that_were_measured() -> None:
+    peaks = [planned(**values).memory.peak_bytes / 2**30 for values in (BF16, {})]
+    assert peaks == pytest.approx([63.70, 58.08], rel=0.001), "GiB of one H200"
+
+
+def test_selective_checkpointing_is_for_bf16() -> None:
+    statistics = NUM_BLOCKS * TOKENS * 2 * 4
+    assert kept(**SELECTIVE) == kept() - statistics
+    assert planned(**SELECTIVE, **BF16).memory.peak_bytes < 0.8 * planned(**BF16).memory.peak_bytes
+    assert planned(**FULL).memory.peak_bytes < planned(**FULL, **BF16).memory.peak_bytes
+
+
+def test_blocks_that_stay_in_bf16() -> None:
+    some = {"keep_first_blocks": 2, "keep_last_blocks": 3}
+    cfg = config(**some)
+    assert blocks_in_fp8(cfg) == range(2, 21)
+    assert [maps_of(cfg, block).mlp for block in (0, 1, 2, 20, 21)] == [False, False, True, True, False]
+    assert kept(**some) == planned(**BF16).memory.kept_bytes - 19 * TOKENS * (DIM + WIDE)
+    assert flops_share(cfg) == pytest.approx(19 / 24 * flops_share(config()))
+    assert step_s() < step_s(**some) < step_s(**BF16)
+    assert not blocks_in_fp8(config(**BF16))
+
+
+def test_the_fullest_block_is_among_those_that_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block, against the few whose peaks bound the others."""
+    for some in ({"keep_first_blocks": 5}, {"keep_last_blocks": 7, "batch_size": 1}):
+        for more in (FULL, {"reshard_after_forward": True}, {"micro_batch_size": 1}):
+            cfg = config(**some, **more)
+            few = memory(cfg, world_size=1)
+            with monkeypatch.context() as patch:
+                patch.setattr("harness.plan.memory._of_interest", lambda cfg: set(range(cfg.model.num_layers)))
+                assert memory(cfg, world_size=1) == few
+
+
+def test_a_step_that_was_measured() -> None:
+    assert step_s() == pytest.approx(0.4137, rel=0.02), "one H200"
+    assert step_s(**BF16) - step_s() == pytest.approx(0.524 - 0.4137, rel=0.02), "what fp8 gains"
+
+
+def test_what_a_step_gains() -> None:
+    assert step_s(recipe=Fp8Recipe.delayed) < step_s() < step_s(**BF16), "a look less"
+    assert step_s(compile=False) > step_s(), "a look costs more"
+    assert step_s(micro_batch_size=1) > step_s(), "weights are rounded for every micro-batch"
+    assert step_s(**FULL, **BF16) - step_s(**FULL) > step_s(**BF16) - step_s(), "what is done twice gains twice"
+    slow = planned(engine=Fp8Engine.emulated)
+    assert slow.step_time_s == step_s(**BF16)
+    assert "the emulated engine is slower than bf16" in render(slow)
+
+
+def test_the_text_names_the_rate_that_was_assumed() -> None:
+    text = render(planned())
+    assert DEVICE in text
+    assert ASSUMED in text
+    assert "fp8" not in render(planned(**BF16))
+    assert as_dict(planned(**BF16))["fp8"] is None
+    numbers = as_dict(planned())["fp8"]
+    assert (numbers["recipe"], numbers["num_blocks"]) == ("current", NUM_BLOCKS)
+
+
+def test_a_probed_step_is_reckoned_with() -> None:
+    held = memory(config(**FULL), world_size=1)
+    assert held.watching_bytes == TOKENS * 4 * WIDE
+    assert held.needed_bytes == held.peak_bytes + held.watching_bytes + held.outside_bytes
+    assert memory(config(**FULL, **BF16), world_size=1).watching_bytes == 0
