@@ -7,7 +7,7 @@ How: parts are plain objects; which one is taken is decided by an enum and a `ma
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from harness.checkpoint.cadence import rollback_cost
 from harness.checkpoint.keeper import Keeper
 from harness.checkpoint.ring import Ring
-from harness.config import Config, PrecisionKind
+from harness.config import Config, ParallelConfig, PrecisionKind
 from harness.data.batches import Batches
 from harness.data.ledger import Ledger
 from harness.data.sources import open_data
@@ -24,11 +24,11 @@ from harness.fp8.engine import require_engine
 from harness.fp8.products import Products, lower
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
-from harness.model.size import flops_per_token, num_parameters
+from harness.model.size import flops_per_token, num_parameters, reshards
 from harness.model.transformer import Transformer, sampled_layers
 from harness.optim.update import Group, Update, build_update
-from harness.parallel import Collectives, World, shard
-from harness.precision import LossScale, linear, loss_scale, policy
+from harness.parallel import Collectives, World, device_memory_bytes, minimum, shard
+from harness.precision import DTYPES, LossScale, linear, loss_scale, policy
 from harness.rundir import RunDir
 from harness.sentinel.gate import Gate
 from harness.sentinel.mailbox import Mailbox
@@ -91,7 +91,7 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
             cfg.model, sequence_length=cfg.train.sequence_length, linear=linear, compile_loss=cfg.parallel.compile
         )
         products = lower(model.blocks, cfg.precision)
-    collectives = shard(model, model.blocks, world=world, cfg=cfg.parallel, precision=policy(cfg.precision.kind))
+    collectives = shard(model, model.blocks, world=world, cfg=settled(cfg), precision=policy(cfg.precision.kind))
     model.to_empty(device=world.device)
     initialize(model, cfg.model, seed=cfg.run.seed)
 
@@ -131,6 +131,15 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         gate=gate,
         sentinel=Sentinel.start(cfg.sentinel),
     )
+
+
+def settled(cfg: Config) -> ParallelConfig:
+    """How the model is spread over this machine's devices, where that was left to their memory: alike on all ranks."""
+    if cfg.parallel.reshard_after_forward is not None:
+        return cfg.parallel
+    size = DTYPES[cfg.precision.kind].itemsize
+    reshard = reshards(cfg.model, weight_bytes=size, memory_bytes=minimum(device_memory_bytes()))
+    return replace(cfg.parallel, reshard_after_forward=reshard)
 
 
 def parameter_groups(model: Transformer, cfg: Config) -> list[Group]:

@@ -443,8 +443,9 @@ class ParallelConfig:
     """auto: cuda where there is one."""
     replicate: int
     """Copies of the sharded model (HSDP); 1: plain FSDP. Divides the number of ranks."""
-    reshard_after_forward: bool
-    """Free gathered weights after each block's forward: less memory, one more all-gather."""
+    reshard_after_forward: bool | None
+    """Free gathered weights after each block's forward: less memory, one more all-gather; null: where they would take
+    more than a tenth of the device's memory."""
     activation_checkpointing: ActivationCheckpointing
     """none; selective: keep matrix products and attention, recompute the rest; full: keep block inputs only."""
     compile: bool

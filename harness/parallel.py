@@ -110,6 +110,13 @@ def _device(kind: DeviceKind, local_rank: int) -> torch.device:
     return device
 
 
+def device_memory_bytes() -> int:
+    """All that this rank's device has; of the host's memory its share."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local_ranks()
+
+
 def disconnect() -> None:
     """Leave the process group, in order when the others still answer."""
     if dist.is_initialized():
@@ -179,7 +186,7 @@ def shard(
         _checkpoint_activations(block, cfg.activation_checkpointing)
         if cfg.compile:
             block.compile(fullgraph=True)
-        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=cfg.reshard_after_forward)
+        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=bool(cfg.reshard_after_forward))
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     squares = torch.zeros((), dtype=torch.float32, device=world.device)
     collectives = Collectives(squares, sees_gradients=world.size > world.replicate)

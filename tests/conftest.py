@@ -15,13 +15,17 @@ LONGEST_FIRST = (
     "test_shipper",
     "test_hosts",
     "test_kill",
-    "test_drill_command",
     "test_sweep",
+    "test_drill_command",
     "test_operator",
     "test_resume",
+    "test_keeper",
     "test_infrastructure",
     "test_local",
     "test_leaving",
+    "test_parallel",
+    "test_mlflow_sink",
+    "test_data_command",
 )
 """Files that take half a minute or more: begun last, one of them would leave the other workers idle."""
 

@@ -14,6 +14,9 @@ from harness.config import ModelConfig
 
 Shape = tuple[int, ...]
 
+GATHERED_SHARE = 0.1
+"""Of a device's memory, that gathered weights may take where nothing else was said."""
+
 
 def block_shapes(cfg: ModelConfig) -> list[Shape]:
     """Shapes of the parameters of one block, which is sharded by itself."""
@@ -33,6 +36,12 @@ def root_shapes(cfg: ModelConfig) -> list[Shape]:
 def num_parameters(cfg: ModelConfig) -> int:
     """Every trained number; a tied head adds none."""
     return cfg.num_layers * sum(map(prod, block_shapes(cfg))) + sum(map(prod, root_shapes(cfg)))
+
+
+def reshards(cfg: ModelConfig, *, weight_bytes: int, memory_bytes: float | None) -> bool:
+    """Whether gathered weights are too much of a device's memory to be kept from forward to backward; where it is not
+    known how much there is, they are."""
+    return memory_bytes is None or num_parameters(cfg) * weight_bytes > GATHERED_SHARE * memory_bytes
 
 
 def num_matmul_parameters(cfg: ModelConfig) -> int:

@@ -15,6 +15,7 @@ from functools import reduce
 from itertools import combinations, product
 
 from harness.config import ActivationCheckpointing, Config, ConfigError, check_world
+from harness.plan.gathered import resharded
 from harness.plan.memory import Memory, memory
 
 BYTES_PER_GB = 1e9
@@ -65,7 +66,7 @@ def _changes(cfg: Config, world_size: int) -> Iterator[Change]:
     kinds = list(ActivationCheckpointing)
     stronger = kinds[kinds.index(cfg.parallel.activation_checkpointing) + 1 :]
     choices = [
-        [] if cfg.parallel.reshard_after_forward else ["parallel.reshard_after_forward=true"],
+        [] if resharded(cfg) else ["parallel.reshard_after_forward=true"],
         [f"parallel.activation_checkpointing={kind}" for kind in stronger],
         [f"train.micro_batch_size={size}" for size in _smaller(cfg, world_size)],
     ]

@@ -37,6 +37,7 @@ from harness.plan.activations import (
     watched_bytes,
 )
 from harness.plan.fp8 import blocks_in_fp8, maps_of, workspace_bytes
+from harness.plan.gathered import resharded
 
 TOKEN_BYTES = 8
 NUM_MOMENTS = 2
@@ -220,7 +221,7 @@ def _stream(cfg: Config, sizes: Sizes) -> int:
 
 def _forward(cfg: Config, sizes: Sizes) -> Parts:
     """What the blocks leave behind: weights that stay gathered, tensors kept, and the output of the last."""
-    blocks = 0 if cfg.parallel.reshard_after_forward else sizes.num_blocks * sizes.block
+    blocks = 0 if resharded(cfg) else sizes.num_blocks * sizes.block
     return _plus(
         sizes.state,
         gradients=_accumulated(sizes),
@@ -251,7 +252,7 @@ def _in_block(cfg: Config, sizes: Sizes, block: int, *, is_done: bool) -> Parts:
     with those of all."""
     size, is_sharded, num_done = sizes.element, sizes.num_shards > 1, sizes.num_blocks - 1 - block
     gathered, prefetched = (block + 1) * sizes.block, 0
-    if cfg.parallel.reshard_after_forward:
+    if resharded(cfg):
         gathered, prefetched = sizes.block, (sizes.block if is_sharded and block > 0 else 0)
     waiting = FP32_BYTES * sizes.block if num_done else 0
     summed = sizes.shard(num_done * sizes.block) if _keeps_sums(cfg, sizes) else 0

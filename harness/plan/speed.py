@@ -22,6 +22,7 @@ from typing import final
 from harness.config import ActivationCheckpointing, ClusterConfig, Config, PrecisionKind
 from harness.model.size import flops_per_token
 from harness.plan.fp8 import saved_s
+from harness.plan.gathered import resharded
 from harness.plan.traffic import Collective, CollectiveKind, collectives, seconds
 
 COMPILED = {
@@ -107,7 +108,7 @@ def _waiting_s(cfg: Config, calls: list[Collective], *, work_s: float, world_siz
     gather = _cost(calls, CollectiveKind.all_gather, "block", cfg.cluster)
     scatter = _cost(calls, CollectiveKind.reduce_scatter, "block", cfg.cluster)
     replicas = _cost(calls, CollectiveKind.all_reduce, "block", cfg.cluster)
-    regather = gather if cfg.parallel.reshard_after_forward else 0.0
+    regather = gather if resharded(cfg) else 0.0
     far = [call for call in calls if call.group.num_nodes > 1]
     share_links = len({call.kind is CollectiveKind.all_reduce for call in far}) == 2
     behind = regather + scatter + replicas if share_links else max(regather + scatter, replicas)

@@ -19,6 +19,7 @@ from typing import final
 from harness.config import ClusterConfig, Config
 from harness.model.size import block_shapes, root_shapes
 from harness.plan.activations import FP32_BYTES, element_bytes
+from harness.plan.gathered import resharded
 from harness.plan.memory import padded
 
 LINK_EFFICIENCY = 0.8
@@ -95,7 +96,7 @@ def collectives(cfg: Config, *, world_size: int) -> list[Collective]:
     shards, replicas = groups(cfg, world_size)
     share = cfg.train.batch_size // world_size
     num_micro_batches = share // (cfg.train.micro_batch_size or share)
-    num_gathers = 2 if cfg.parallel.reshard_after_forward else 1
+    num_gathers = 2 if resharded(cfg) else 1
     sizes = {"block": padded(block_shapes(cfg.model), shards.num_ranks)}
     sizes["root"] = padded(root_shapes(cfg.model), shards.num_ranks)
     calls = {"block": cfg.model.num_layers * num_micro_batches, "root": num_micro_batches}

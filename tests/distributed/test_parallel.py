@@ -27,10 +27,11 @@ def test_every_world_starts_with_the_same_bits(ranks: Pool) -> None:
     ("size", "overrides"),
     [
         (2, ()),
-        (4, ()),
+        (4, ("parallel.reshard_after_forward=true",)),
         (4, ("parallel=hsdp",)),
         (2, ("train.micro_batch_size=1",)),
-        (2, ("parallel.reshard_after_forward=false",)),
+        (2, ("parallel.reshard_after_forward=true",)),
+        (4, ("parallel=hsdp", "parallel.reshard_after_forward=true")),
         (2, ("parallel.activation_checkpointing=full",)),
         (2, ("parallel.activation_checkpointing=selective",)),
         (2, ("model.tied_head=true",)),

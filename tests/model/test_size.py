@@ -9,7 +9,14 @@ import torch
 
 from harness.compose import conf_dir, load
 from harness.config import ModelConfig
-from harness.model.size import block_shapes, flops_per_token, num_matmul_parameters, num_parameters, root_shapes
+from harness.model.size import (
+    block_shapes,
+    flops_per_token,
+    num_matmul_parameters,
+    num_parameters,
+    reshards,
+    root_shapes,
+)
 from harness.model.transformer import Transformer
 from harness.precision import linear
 
@@ -60,3 +67,11 @@ def test_1b() -> None:
     attention = 12 * 24 * 16 * 128 * 4096
     assert flops_per_token(cfg, 4096) == 6 * num_matmul_parameters(cfg) + attention
     assert flops_per_token(cfg, 4096) == pytest.approx(9.6e9, rel=0.02)
+
+
+def test_weights_stay_gathered_where_they_are_a_small_part_of_the_memory() -> None:
+    model = load(["model=1b"]).model
+    assert num_parameters(model) == 1_263_634_432
+    assert not reshards(model, weight_bytes=2, memory_bytes=80e9)
+    assert reshards(model, weight_bytes=4, memory_bytes=40e9)
+    assert reshards(model, weight_bytes=2, memory_bytes=None), "where nobody knows"

@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from harness.config import Config
 from harness.fp8.products import lower
 from harness.model.transformer import Transformer
 from harness.parallel import World, local, shard
+from harness.plan.gathered import resharded
 from harness.precision import linear, policy
 
 COLLECTIVES = {
@@ -177,7 +178,8 @@ def shadow(cfg: Config, *, world_size: int) -> Shadow:
         alone_among(world_size, replicate=cfg.parallel.replicate) as world,
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
-        watched = shard(model, model.blocks, world=world, cfg=cfg.parallel, precision=policy(cfg.precision.kind))
+        parallel = replace(cfg.parallel, reshard_after_forward=resharded(cfg))
+        watched = shard(model, model.blocks, world=world, cfg=parallel, precision=policy(cfg.precision.kind))
         model.to_empty(device="cpu")
         with counting, counting.resizes():
             for small in (watched.squares, *model.buffers()):

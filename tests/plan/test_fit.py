@@ -16,7 +16,7 @@ from harness.plan.memory import memory
 
 @cache
 def config(*words: str) -> Config:
-    return load(["+experiment=1b_bf16", *words])
+    return load(["+experiment=1b_bf16", "parallel.reshard_after_forward=false", *words])
 
 
 def on(memory_gb: float, cfg: Config) -> Config:

@@ -48,12 +48,13 @@ def test_one_machine_sends_each_parameter_once() -> None:
     count = num_parameters(model)
     assert count == model.num_layers * padded(block_shapes(model), 8) + padded(root_shapes(model), 8), "no padding"
     in_root = padded(root_shapes(model), 8)
-    once = sent(["parallel.reshard_after_forward=false"], 8)
+    once = sent([], 8)
     assert once["all_gather"] == (2 * count * 7 // 8, 0)
     assert once["reduce_scatter"] == (4 * count * 7 // 8, 0)
-    twice = sent([], 8)
+    assert sent(["parallel.reshard_after_forward=false"], 8) == once, "so small a model stays gathered by itself"
+    twice = sent(["parallel.reshard_after_forward=true"], 8)
     assert twice["all_gather"] == (2 * (2 * count - in_root) * 7 // 8, 0), "embedding and head stay"
-    by_two = sent(["train.micro_batch_size=4"], 8)
+    by_two = sent(["parallel.reshard_after_forward=true", "train.micro_batch_size=4"], 8)
     assert by_two == {kind: (2 * near, 0) for kind, (near, _) in twice.items()}
 
 

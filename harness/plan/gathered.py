@@ -1,0 +1,20 @@
+"""Whether a run frees its gathered weights between forward and backward."""
+
+from __future__ import annotations
+
+from harness.config import Config, PrecisionKind
+from harness.model.size import reshards
+
+GB = 10**9
+
+
+def resharded(cfg: Config) -> bool:
+    """As was asked for, or as the memory of the cluster's devices decides; where that is not known, they are."""
+    if cfg.parallel.reshard_after_forward is not None:
+        return cfg.parallel.reshard_after_forward
+    memory_gb = cfg.cluster.memory_gb
+    return reshards(
+        cfg.model,
+        weight_bytes=4 if cfg.precision.kind is PrecisionKind.fp32 else 2,
+        memory_bytes=None if memory_gb is None else memory_gb * GB,
+    )
