@@ -13,7 +13,7 @@ test: .venv/.installed-test
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 bench-gpu: .venv/.installed-test
 	$(BIN)/python -m tests.bench.gpu $(ARGS)
