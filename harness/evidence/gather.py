@@ -240,7 +240,8 @@ def _batches(evidence: Evidence, records: Sequence[StepRecord]) -> list[GuiltyBa
         if action.kind is ActionKind.skip and len(action.exclude) == 2
         for index in range(action.exclude[0], min(action.exclude[1] + 1, action.exclude[0] + MOST_BATCHES))
     ]
-    named = [cursor for finding in evidence.findings for cursor in reversed(finding.cursors)]
+    of_data = [finding for finding in evidence.findings if finding.kind is not FindingKind.slow]
+    named = [cursor for finding in of_data for cursor in reversed(finding.cursors)]
     onset = [record.cursor for record in records if record.iteration == evidence.onset]
     blamed = list(dict.fromkeys([*refused, *skipped, *onset, *named]))[:MOST_BATCHES]
     return [_batch(index, records) for index in blamed]

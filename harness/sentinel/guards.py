@@ -208,7 +208,7 @@ class SpeedGuard:
             usual = math.exp(self.speed)
             words = f"throughput {speed:.4g}, usually {usual:.4g}, for {SLOW_ROWS} rows"
             finding = found_now(FindingKind.slow, record, speed, SLOW_SHARE * usual, words)
-            finding.ranks = late_ranks(record)
+            finding.ranks, finding.cursors = late_ranks(record), []
             yield finding
         if not slow or self.slow > 10 * SLOW_ROWS:
             self.count += 1

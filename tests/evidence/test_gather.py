@@ -39,6 +39,13 @@ def test_the_window_and_what_belongs_to_it(tmp_path: Path) -> None:
     ]
 
 
+def test_a_slow_stretch_beside_an_incident_blames_no_batch(tmp_path: Path) -> None:
+    slow = stories.finding(FindingKind.slow, ONSET + 3, "half the usual throughput")
+    evidence = evidence_of(write(tmp_path / "run", [*stories.poisoned(), slow]))
+    assert FindingKind.slow in [finding.kind for finding in evidence.findings]
+    assert [batch.index for batch in evidence.batches] == [ONSET]
+
+
 def test_passwords_stay_behind(tmp_path: Path) -> None:
     """Evidence is sent around."""
     secret = "https://me:secret@tracking.example"

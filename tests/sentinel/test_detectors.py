@@ -296,6 +296,7 @@ def test_a_slow_stretch_names_the_straggler() -> None:
     rows += [record(step, 3.0, tokens_per_s=3e4, ranks={"step_time_s": spread}) for step in range(60, 90)]
     (finding,) = watch(rows)
     assert (finding.kind, finding.ranks, finding.step) == (FindingKind.slow, [5], 69)
+    assert finding.cursors == [], "no batch is to blame"
 
 
 @pytest.mark.parametrize(
