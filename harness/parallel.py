@@ -182,11 +182,12 @@ def shard(
 ) -> Collectives:
     """Checkpoint activations, compile, then shard: each block by itself, what is left with the root."""
     layers = list(blocks)
+    assert cfg.reshard_after_forward is not None, "left to the memory of the devices, and not settled"
     for block in layers:
         _checkpoint_activations(block, cfg.activation_checkpointing)
         if cfg.compile:
             block.compile(fullgraph=True)
-        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=bool(cfg.reshard_after_forward))
+        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=cfg.reshard_after_forward)
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     squares = torch.zeros((), dtype=torch.float32, device=world.device)
     collectives = Collectives(squares, sees_gradients=world.size > world.replicate)

@@ -15,10 +15,9 @@ from functools import reduce
 from itertools import combinations, product
 
 from harness.config import ActivationCheckpointing, Config, ConfigError, check_world
-from harness.plan.gathered import resharded
+from harness.plan.gathered import BYTES_PER_GB, resharded
 from harness.plan.memory import Memory, memory
 
-BYTES_PER_GB = 1e9
 MOST_RANKS = 16384
 NAMES = {"in_flight": "buffers in flight", "gathered": "gathered weights", "other": "batch and workspaces"}
 """Parts whose names say too little."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from harness.config import Config, PrecisionKind
+from harness.config import Config
 from harness.model.size import reshards
+from harness.plan.activations import element_bytes
 
-GB = 10**9
+BYTES_PER_GB = 1e9
 
 
 def resharded(cfg: Config) -> bool:
@@ -15,6 +16,6 @@ def resharded(cfg: Config) -> bool:
     memory_gb = cfg.cluster.memory_gb
     return reshards(
         cfg.model,
-        weight_bytes=4 if cfg.precision.kind is PrecisionKind.fp32 else 2,
-        memory_bytes=None if memory_gb is None else memory_gb * GB,
+        weight_bytes=element_bytes(cfg),
+        memory_bytes=None if memory_gb is None else memory_gb * BYTES_PER_GB,
     )

@@ -19,7 +19,7 @@ from typing import final
 from harness.config import ClusterConfig, Config
 from harness.model.size import block_shapes, root_shapes
 from harness.plan.activations import FP32_BYTES, element_bytes
-from harness.plan.gathered import resharded
+from harness.plan.gathered import BYTES_PER_GB, resharded
 from harness.plan.memory import padded
 
 LINK_EFFICIENCY = 0.8
@@ -27,7 +27,6 @@ LINK_EFFICIENCY = 0.8
 START_S, NEAR_HOP_S, FAR_HOP_S = 8.4e-6, 3.4e-6, 14.0e-6
 """NCCL's own figures for a ring (src/graph/tuning.cc, protocol Simple): to begin, and for each hop within a machine and
 between two."""
-BYTES_PER_GB = 1e9
 
 
 class CollectiveKind(StrEnum):

@@ -167,13 +167,11 @@ class Plain:
                 self._ahead.popleft().synchronize()
 
     def update(self) -> None:
-        """AdamW without the gate's bit and divisor, which the other side left there."""
+        """AdamW as torch steps it, without the gate's bit and divisor."""
         adamw = self.parts.update.adamw
         rate = self.rates[min(self.state.step, len(self.rates) - 1)]
         for group, options in zip(self.parts.update.groups, adamw.param_groups, strict=True):
             options["lr"].fill_(rate * group.lr_multiplier)
-        setattr(adamw, "grad_scale", None)  # noqa: B010  (read by the fused kernel, unknown to mypy)
-        setattr(adamw, "found_inf", None)  # noqa: B010
         adamw.step()
         adamw.zero_grad(set_to_none=True)
 
