@@ -27,7 +27,7 @@ from harness.model.mup import parameter_table, role_of
 from harness.model.size import flops_per_token, num_parameters, reshards
 from harness.model.transformer import Transformer, sampled_layers
 from harness.optim.update import Group, Update, build_update
-from harness.parallel import Collectives, World, device_memory_bytes, minimum, shard
+from harness.parallel import World, device_memory_bytes, minimum
 from harness.precision import DTYPES, LossScale, linear, loss_scale, policy
 from harness.rundir import RunDir
 from harness.sentinel.gate import Gate
@@ -35,6 +35,7 @@ from harness.sentinel.mailbox import Mailbox
 from harness.sentinel.report import DECIDED, HostFacts
 from harness.sentinel.sentinel import Sentinel
 from harness.sentinel.signals import Layout, Signals, group_of
+from harness.sharding import Collectives, shard
 from harness.telemetry.manifest import build_manifest
 from harness.telemetry.meters import Meter, peak_flops
 
@@ -107,7 +108,11 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
     )
     products.materialize(world.device, layout.groups)
     update = build_update(
-        parameter_groups(model, cfg), cfg=cfg.optim, num_steps=cfg.train.num_steps, device=world.device
+        parameter_groups(model, cfg),
+        cfg=cfg.optim,
+        num_steps=cfg.train.num_steps,
+        device=world.device,
+        compiled=cfg.parallel.compile,
     )
     scale = loss_scale(cfg.precision, world.device)
     gate = Gate(cfg.sentinel.detect, device=world.device)

@@ -1,34 +1,25 @@
-"""The machine: who the ranks are, how the model is spread over them, and every collective the harness makes.
+"""The machine: who the ranks are, and every collective the harness makes by itself.
 
-Why: parallelism is applied beside the model, not inside it, and communication can be counted when it lives in one file.
-How: a mesh of replicate x shard ranks; FSDP2 shards each block and the root over the shard axis, so a step gathers one
-block at a time. Gradients are summed, never averaged: the loss is already divided by the tokens of the global batch.
-FSDP2's collectives are torch's own, watched: what a rank puts into a reduction names the guilty one, after it nobody
-does; and a rank that never waits is the one the others wait for.
-Left out: tensor, pipeline and context parallelism. Gradients of replicas that shard nothing are reduced out of sight.
+Why: communication can be counted when it lives in one file; that of the sharded model is `harness.sharding`'s.
+How: a mesh of replicate x shard ranks, and the same again over gloo for what lies in host memory.
+Left out: tensor, pipeline and context parallelism.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import harness.fp8.operators  # noqa: F401  (it is one of the operators below)
-from harness.config import ActivationCheckpointing, ConfigError, DeviceKind, ParallelConfig
+from harness.config import ConfigError, DeviceKind, ParallelConfig
 
 T = TypeVar("T")
 
@@ -121,119 +112,6 @@ def disconnect() -> None:
     """Leave the process group, in order when the others still answer."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@final
-@dataclass(slots=True)
-class Collectives:
-    """What this rank put into the collectives of a step, and how long it stood in them."""
-
-    squares: Tensor
-    """Sum of squares of what this rank gave to be reduced, since it was last taken; on the device."""
-    sees_gradients: bool
-    """Whether gradients pass through here before they are reduced: where there is more than one shard."""
-    waited_s: float = 0.0
-    """The host's seconds in collectives, ever. Over gloo it waits there for the others; on CUDA it only launches.
-    The all-reduce between replicas is FSDP's own and not counted."""
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        began_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waited_s += time.perf_counter() - began_s
-
-    def take(self) -> Tensor:
-        """Squares of this rank's own gradients before the reduction; those of several micro-batches are added up.
-
-        The end of the backward pass made the current stream wait for all reductions, and the next ones wait for it.
-        """
-        taken = self.squares.clone()
-        self.squares.zero_()
-        return taken
-
-
-@final
-class _WatchedGather(DefaultAllGather):
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-
-    def __call__(self, *inputs: Any, **options: Any) -> dist.Work | None:
-        with self._collectives.waiting():
-            return super().__call__(*inputs, **options)
-
-
-@final
-class WatchedScatter(DefaultReduceScatter):
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *inputs: Any, **options: Any) -> dist.Work:
-        """On the stream of reductions, which runs one after the other: additions have an order."""
-        norm = torch.linalg.vector_norm(input_tensor, dtype=torch.float32)
-        self._collectives.squares.addcmul_(norm, norm)
-        with self._collectives.waiting():
-            return super().__call__(output_tensor, input_tensor, *inputs, **options)
-
-
-def shard(
-    model: nn.Module, blocks: Iterable[nn.Module], *, world: World, cfg: ParallelConfig, precision: MixedPrecisionPolicy
-) -> Collectives:
-    """Checkpoint activations, compile, then shard: each block by itself, what is left with the root."""
-    layers = list(blocks)
-    assert cfg.reshard_after_forward is not None, "left to the memory of the devices, and not settled"
-    for block in layers:
-        _checkpoint_activations(block, cfg.activation_checkpointing)
-        if cfg.compile:
-            block.compile(fullgraph=True)
-        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=cfg.reshard_after_forward)
-    fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
-    squares = torch.zeros((), dtype=torch.float32, device=world.device)
-    collectives = Collectives(squares, sees_gradients=world.size > world.replicate)
-    gather, scatter = _WatchedGather(collectives), WatchedScatter(collectives)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            if world.size > 1:  # alone, FSDP divides by whatever it is told, by 1 too: a pass over all gradients
-                module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(scatter)
-    return collectives
-
-
-_KEPT_BY_SELECTIVE = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.harness.fp8_forward.default,
-    }
-)
-"""Dear to compute, cheap to keep: matrix products and attention."""
-
-
-def _keep_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_products)  # type: ignore[no-untyped-call]
-
-
-def _checkpoint_activations(block: nn.Module, kind: ActivationCheckpointing) -> None:
-    """Wrap the block's forward in place, so that parameter names stay what they are and the block still compiles."""
-    if kind is ActivationCheckpointing.none:
-        return
-    forward = block.forward
-    contexts: dict[str, Any] = {"context_fn": _selective_contexts} if kind is ActivationCheckpointing.selective else {}
-
-    def checkpointed(*inputs: Any) -> Any:
-        return checkpoint(forward, *inputs, use_reentrant=False, **contexts)
-
-    setattr(block, "forward", checkpointed)  # noqa: B010  (a module's forward is a method to mypy)
 
 
 def write_local(parameter: Tensor, full: Tensor) -> None:

@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    {"config", "compose", "events", "state", "rundir"},
-    {"fp8", "parallel", "precision"},
+    {"config", "compose", "events", "loading", "state", "rundir"},
+    {"fp8", "parallel", "precision", "sharding", "kernels"},
     {"model", "data", "optim", "sentinel", "checkpoint", "telemetry"},
     {"build", "commands", "exchange", "opening", "operator", "orders", "recovery", "requests", "run", "step", "train"},
     {"plan", "replay", "faults", "drills", "sweeps", "dashboard", "evidence"},
@@ -48,11 +48,13 @@ DOORS = {
     "torch.distributed": {
         "harness/parallel.py",
         "harness/precision.py",
+        "harness/sharding.py",
         "harness/checkpoint/store.py",
         "launch/agent.py",
         "launch/local.py",
         "launch/ranks.py",
     },
+    "triton": {"harness/kernels.py"},
     "transformer_engine": {"harness/fp8/transformer_engine.py"},
     "transformer_engine_torch": {"harness/fp8/transformer_engine.py"},
 }
@@ -62,6 +64,7 @@ LIGHT = (
     "harness.config",
     "harness.compose",
     "harness.events",
+    "harness.loading",
     "harness.state",
     "harness.rundir",
     "harness.model.mup",

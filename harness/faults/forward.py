@@ -10,6 +10,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from harness.config import require
@@ -70,8 +71,8 @@ class Overflow:
     def after(self, iteration: int) -> None:  # noqa: ARG002 -- part of what an injury is
         self._factor = 1.0
 
-    def _multiply(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
-        return output if self._factor == 1.0 else output * self._factor
+    def _multiply(self, _module: Any, _inputs: Any, output: Any) -> Any:
+        return output if self._factor == 1.0 else tree_map(lambda each: each * self._factor, output)
 
 
 @final

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from harness.faults.plan import FaultKind
 from harness.faults.site import Site, watched
-from harness.parallel import WatchedScatter, local
+from harness.parallel import local
 from harness.sentinel.signals import group_of
+from harness.sharding import WatchedScatter
 
 SIGN_BIT = 31
 

@@ -63,7 +63,9 @@ def _in_fp8(hidden: Tensor, maps: tuple[Fp8Linear, ...]) -> tuple[Tensor, ...]:
     is_noted = torch.is_grad_enabled()  # an evaluation is no part of what scales and health are made of
     tensors = [getattr(each, name) for name in ("weight", "meter", "remembered") for each in maps]
     products: tuple[Tensor, ...] = _Products.apply(flat, *maps[0].recipe, is_noted, *tensors)  # type: ignore[no-untyped-call]
-    return tuple(product.view(*hidden.shape[:-1], -1) for product in products)
+    # No view, as from torch's own linear map: FSDP would distrust one that a block gives on.
+    shape = hidden.shape[:-1]
+    return tuple(torch.ops.aten._unsafe_view(product, [*shape, product.shape[-1]]) for product in products)
 
 
 class _Products(torch.autograd.Function):

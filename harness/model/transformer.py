@@ -12,7 +12,7 @@ Left out: dropout, positions that start anew in each document of a packed sequen
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -143,14 +143,31 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
         self.mlp = SwiGLU(cfg, linear=linear)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The residual stream [B, S, D] one layer on.
+    def forward(
+        self, hidden: Tensor, change: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream [B, S, D] one layer on, and what is yet to be added to it, as they came in.
 
-        `mask` (bool, broadcastable to [B, H, S, S]) says who may attend to whom; the future is closed whatever it says.
+        The sum is taken where it is read: by the next norm, in the same pass. `mask` (bool, broadcastable to
+        [B, H, S, S]) says who may attend to whom; the future is closed whatever it says.
         """
+        return self.advance(hidden + change, cos, sin, mask)
+
+    def advance(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, mask)
-        advanced: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
-        return advanced
+        return hidden, self.mlp(self.mlp_norm(hidden))
+
+
+class _Nothing(torch.autograd.Function):
+    """Zeros that take part in differentiation: the first block shares the graph of those that have something to add."""
+
+    @staticmethod
+    def forward(_ctx: Any, like: Tensor) -> Tensor:
+        return torch.zeros_like(like)
+
+    @staticmethod
+    def backward(_ctx: Any, _gradient: Tensor) -> None:
+        return None
 
 
 class Transformer(nn.Module):
@@ -223,12 +240,14 @@ class Transformer(nn.Module):
         """What the head reads, and the square sums of the sampled layers."""
         hidden: Tensor = self.embedding_norm(self.embedding(tokens))
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        change: Tensor = _Nothing.apply(hidden)  # type: ignore[no-untyped-call]
         square_sums = []
         for index, block in enumerate(self.blocks):
-            hidden = block(hidden, cos, sin, mask)
+            hidden, change = block(hidden, change, cos, sin, mask)
             if probe and index in self.sampled_layers:
-                square_sums.append(torch.linalg.vector_norm(hidden.detach(), dtype=torch.float32).square())
-        return self.norm(hidden), square_sums
+                stream = hidden.detach() + change.detach()
+                square_sums.append(torch.linalg.vector_norm(stream, dtype=torch.float32).square())
+        return self.norm(hidden + change), square_sums
 
     def _head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight

@@ -1,10 +1,10 @@
-"""The update: fused AdamW that a device bit can refuse, with clipping folded in and the learning rate on the device.
+"""The update: AdamW that a device bit can refuse, with clipping folded in and the learning rate on the device.
 
 Why: deciding on the host costs a sync every step, and multiplying a bad gradient by zero writes NaN into the weights.
-How: the fused kernel itself reads `found_inf` (1: leave parameters, moments and step counters bit for bit as they are)
-and `grad_scale` (divides the gradient: token count, loss scale and clipping in one factor). The number of applied
-updates is counted on the device, where it picks the learning rate from the schedule's table. A learning rate that is
-lowered on purpose falls at once and rises slowly.
+How: the kernel itself (`harness.optim.adamw`) reads whether to refuse (1: leave parameters, moments and step counters
+bit for bit as they are) and what to divide the gradient by: token count, loss scale and clipping in one factor. The
+number of applied updates is counted on the device, where it picks the learning rate from the schedule's table. A
+learning rate that is lowered on purpose falls at once and rises slowly.
 Moments exist from the start, so that every snapshot has the same shape.
 """
 
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw as step_adamw
 
 from harness.config import OptimConfig
+from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
 from harness.optim.schedule import table
 from harness.parallel import local
 
@@ -46,6 +46,8 @@ class Update:
     clip_value: float | None
     lr_scale: Tensor
     """What every rate is multiplied with, besides the schedule; on its way to `lr_target`."""
+    compiled: bool = False
+    """Whether the harness's own kernel makes the update; CUDA only."""
     lr_target: float = 1.0
     """Where `lr_scale` goes: down at once, up by and by."""
 
@@ -88,41 +90,40 @@ class Update:
             for parameter in self.parameters.values():
                 assert parameter.grad is not None
                 local(parameter.grad).clamp_(-limit, limit)
-        self._step(refuse=refuse, divisor=divisor * excess)
+        self.descend(refuse=refuse, divisor=divisor * excess)
         self.adamw.zero_grad(set_to_none=True)
         self.step += 1 - refuse.to(self.step.dtype)
         return lr
 
     @torch.no_grad()
-    def _step(self, *, refuse: Tensor, divisor: Tensor) -> None:
-        """The fused kernel on this rank's own parts: `AdamW.step` would take every list through DTensor's dispatch."""
+    def descend(self, *, refuse: Tensor, divisor: Tensor) -> None:
+        """On this rank's own parts: `AdamW.step` would take every list through DTensor's dispatch."""
+        step = step_in_one_pass if self.compiled else step_fused
         for options in self.adamw.param_groups:
-            states = [self.adamw.state[parameter] for parameter in options["params"]]
-            step_adamw(
-                [local(parameter) for parameter in options["params"]],
-                [local(parameter.grad) for parameter in options["params"]],
-                [local(state["exp_avg"]) for state in states],
-                [local(state["exp_avg_sq"]) for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                grad_scale=divisor,
-                found_inf=refuse,
-                amsgrad=False,
-                beta1=options["betas"][0],
-                beta2=options["betas"][1],
-                lr=options["lr"],
-                weight_decay=options["weight_decay"],
-                eps=options["eps"],
-                maximize=False,
-            )
+            beta1, beta2 = options["betas"]
+            rule = Rule(options["lr"], options["weight_decay"], beta1, beta2, options["eps"])
+            parts = [self._part(parameter) for parameter in options["params"]]
+            step(parts, rule, refuse=refuse, divisor=divisor)
+
+    def _part(self, parameter: nn.Parameter) -> Part:
+        state = self.adamw.state[parameter]
+        assert parameter.grad is not None
+        return Part(
+            parameter=local(parameter),
+            gradient=local(parameter.grad),
+            first=local(state["exp_avg"]),
+            second=local(state["exp_avg_sq"]),
+            step=state["step"],
+        )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Moments and step counter of each parameter, by name."""
         return {name: self.adamw.state[parameter] for name, parameter in self.parameters.items()}
 
 
-def build_update(groups: Sequence[Group], *, cfg: OptimConfig, num_steps: int, device: torch.device) -> Update:
+def build_update(
+    groups: Sequence[Group], *, cfg: OptimConfig, num_steps: int, device: torch.device, compiled: bool = False
+) -> Update:
     """AdamW over the groups, its moments allocated."""
     options = [
         {
@@ -149,4 +150,5 @@ def build_update(groups: Sequence[Group], *, cfg: OptimConfig, num_steps: int, d
         clip_norm=cfg.clip_norm,
         clip_value=cfg.clip_value,
         lr_scale=torch.ones((), dtype=torch.float32, device=device),
+        compiled=compiled and device.type == "cuda",
     )

@@ -35,8 +35,6 @@ from harness.config import ActivationCheckpointing, AttentionKind, Config, Model
 from harness.plan.fp8 import Maps, numbers_of, rounded_bytes
 
 FP32_BYTES = 4
-WATCHED_BYTES = 4
-"""Of one number that is counted where it is rounded: two masks, and absolute values in bf16."""
 
 
 def element_bytes(cfg: Config) -> int:
@@ -87,11 +85,6 @@ def passing_weight_bytes(cfg: Config, maps: Maps) -> int:
     if maps.mlp and cfg.parallel.compile:
         return 2 * matrix * element_bytes(cfg) + rounded_bytes(cfg, 2 * matrix)
     return matrix * element_bytes(cfg)
-
-
-def watched_bytes(cfg: Config, maps: Maps) -> int:
-    """What a probed step takes besides for one token, at the most."""
-    return WATCHED_BYTES * (cfg.model.ffn_dim if maps.mlp else cfg.model.dim if maps.attention else 0)
 
 
 def _whole_bytes(cfg: Config, maps: Maps) -> int:

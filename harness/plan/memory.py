@@ -34,7 +34,6 @@ from harness.plan.activations import (
     kept_bytes,
     passing_bytes,
     passing_weight_bytes,
-    watched_bytes,
 )
 from harness.plan.fp8 import blocks_in_fp8, maps_of, workspace_bytes
 from harness.plan.gathered import resharded
@@ -90,20 +89,18 @@ class Memory:
     forward_peak_bytes: int
     backward_peak_bytes: int
     update_peak_bytes: int
-    watching_bytes: int
-    """What a probed step takes beyond the fullest moment of the others."""
     outside_bytes: int
     """What torch does not count: context, NCCL, fragments."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that torch's allocator hands out in a step that is not probed."""
+        """The most that torch's allocator hands out in a step."""
         return self.parts.total
 
     @property
     def needed_bytes(self) -> int:
         """What must be free on the device."""
-        return self.parts.total + self.watching_bytes + self.outside_bytes
+        return self.parts.total + self.outside_bytes
 
 
 @final
@@ -143,12 +140,11 @@ def memory(cfg: Config, *, world_size: int) -> Memory:
     turn = _plus(kept, logits=_stream(cfg, sizes) + sizes.element * sizes.head)
     loss = _loss(cfg, sizes)
     blocks = _of_interest(cfg)
-    busy = {block: _in_block(cfg, sizes, block, is_done=False) for block in blocks}
-    backward = max(*busy.values(), *(_in_block(cfg, sizes, block, is_done=True) for block in blocks), key=_total)
+    in_blocks = [_in_block(cfg, sizes, block, is_done=is_done) for block in blocks for is_done in (False, True)]
+    backward = max(in_blocks, key=_total)
     reduction, update = _reduction(cfg, sizes), _update(sizes)
     moments = {"loss": loss, "turn": turn, "backward": backward, "reduction": reduction, "update": update}
     fullest = max(moments, key=lambda name: moments[name].total)
-    watched = [busy[block].total + sizes.tokens * watched_bytes(cfg, maps_of(cfg, block)) for block in blocks]
     return Memory(
         moment=fullest,
         parts=moments[fullest],
@@ -157,7 +153,6 @@ def memory(cfg: Config, *, world_size: int) -> Memory:
         forward_peak_bytes=loss.total,
         backward_peak_bytes=max(turn.total, backward.total, reduction.total),
         update_peak_bytes=update.total,
-        watching_bytes=max(0, *watched, moments[fullest].total) - moments[fullest].total,
         outside_bytes=OUTSIDE_BYTES + round(FRAGMENTED * moments[fullest].total),
     )
 

@@ -91,8 +91,6 @@ def _row(plan: Plan) -> tuple[str, ...]:
 def _memory(plan: Plan) -> dict[str, str]:
     parts = asdict(plan.memory.parts)
     rows = {name.replace("_", " "): f"{_gb(parts[name]):>7} GB  {what}" for name, what in PARTS.items()}
-    if plan.fp8 is not None:
-        rows["watching"] = f"{_gb(plan.memory.watching_bytes):>7} GB  what a probed step takes beyond this"
     rows["outside"] = f"{_gb(plan.memory.outside_bytes):>7} GB  CUDA's context, NCCL, what torch cannot use again"
     allowed = plan.memory_allowed_bytes
     there = "" if allowed is None else f"  of {_gb(allowed)} GB (cluster.memory_gb)"

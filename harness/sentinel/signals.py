@@ -15,9 +15,8 @@ would drown all others in a mean; second moments are summed by layer group and h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 
 import torch
@@ -25,8 +24,9 @@ from torch import Tensor
 
 from harness.events import TOKEN_LOSS_EDGES
 from harness.fp8.meters import SCALE_EXPONENTS, Role
-from harness.parallel import Collectives, World, all_reduce_sum, local
+from harness.parallel import World, all_reduce_sum, local
 from harness.sentinel.slots import DIGEST_BITS, SLOTS
+from harness.sharding import Collectives
 
 SCALARS = ("loss", "z_loss", "tokens", "stop", "save", "command", "v", "update")
 PARTS = (
@@ -120,9 +120,13 @@ def direction_square(
 ) -> Tensor:
     """Sum of squares of this rank's part of Adam's step at rate 1, without its decay of weights."""
     first_correction, second_correction = corrections
-    firsts, seconds = (torch.split(local(moments[key]).view(-1), PIECE) for key in ("exp_avg", "exp_avg_sq"))
-    square = _compiled_piece_square() if compiled else _piece_square
-    squares = [square(*piece, second_correction, eps) for piece in zip(firsts, seconds, strict=True)]
+    first, second = local(moments["exp_avg"]), local(moments["exp_avg_sq"])
+    if compiled:
+        from harness import kernels
+
+        return kernels.direction_square(first, second, second_correction, eps=eps) / first_correction.square()
+    pieces = zip(torch.split(first.view(-1), PIECE), torch.split(second.view(-1), PIECE), strict=True)
+    squares = [_piece_square(*piece, second_correction, eps) for piece in pieces]
     return torch.stack(squares).sum() / first_correction.square()
 
 
@@ -131,16 +135,6 @@ def _piece_square(first: Tensor, second: Tensor, correction: Tensor, eps: float)
     torch.div(first, step, out=step)
     square: Tensor = torch.linalg.vector_norm(step).square()
     return square
-
-
-@cache
-def _compiled_piece_square() -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
-    """One pass over both moments instead of five; worth it on CUDA."""
-
-    def square(first: Tensor, second: Tensor, correction: Tensor, eps: float) -> Tensor:
-        return (first / ((second / correction).sqrt() + eps)).square().sum()
-
-    return torch.compile(square, dynamic=True, fullgraph=True)
 
 
 def weight_digest(parameters: Sequence[Tensor]) -> Tensor:
@@ -162,7 +156,7 @@ class Signals:
         compiled: bool = False,
     ) -> None:
         self.layout = layout
-        self._compiled = compiled
+        self._compiled = compiled and world.device.type == "cuda"
         self._world = world
         self._collectives = collectives
         self._parameters = dict(parameters)

@@ -30,6 +30,8 @@ def test_every_world_starts_with_the_same_bits(ranks: Pool) -> None:
         (4, ("parallel.reshard_after_forward=true",)),
         (4, ("parallel=hsdp",)),
         (2, ("train.micro_batch_size=1",)),
+        (1, ("train.micro_batch_size=1",)),
+        (2, ("parallel=hsdp", "train.micro_batch_size=1")),
         (2, ("parallel.reshard_after_forward=true",)),
         (4, ("parallel=hsdp", "parallel.reshard_after_forward=true")),
         (2, ("parallel.activation_checkpointing=full",)),

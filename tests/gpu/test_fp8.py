@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +31,8 @@ SMALL = ["model=tiny", "model.dim=256", "model.ffn_dim=768", "train.batch_size=4
 
 @pytest.fixture(scope="module")
 def engines() -> tuple[Engine, Engine]:
-    pytest.importorskip("transformer_engine", reason="needs Transformer Engine")
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("needs Transformer Engine")
     return engine_of("transformer_engine"), engine_of("emulated")
 
 
@@ -147,7 +149,7 @@ def test_a_compiled_model_trains_falls_back_and_returns(recipe: str, tmp_path: P
     assert all(torch.isfinite(torch.tensor([*first, *between, *last])))
     assert last[-1] < between[-1] < first[0]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs <= 3, "one graph in fp8, one in bf16, one of the loss, whatever the number of blocks"
+    assert graphs == 3, "one in fp8, one in bf16, one of the loss, whatever the number of blocks"
     parts.close()
 
 

@@ -87,6 +87,22 @@ def test_the_step_never_waits_for_the_device(precision: str) -> None:
     assert records[0].param_norm is not None
 
 
+def test_gradients_of_micro_batches_add_up() -> None:
+    found = []
+    for size in (8, 1):
+        parts, cfg = start("precision=fp32", "model.dim=1024", "model.ffn_dim=4096", f"train.micro_batch_size={size}")
+        for _ in range(3):  # memory that is given away too early is written to by another time
+            forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
+            found.append(
+                {name: local(p.grad).clone() for name, p in parts.update.parameters.items() if p.grad is not None}
+            )
+            parts.update.adamw.zero_grad(set_to_none=True)
+        disconnect()
+    for gradients in found[1:]:
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, found[0][name], rtol=1e-3, atol=1e-5, msg=name)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_refused_update_leaves_no_trace(value: float) -> None:
     parts, cfg = start("precision=bf16")

@@ -43,8 +43,10 @@ def observe(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
     """Activations by name: embedding, what attention and MLP write, the stream after each layer, logits."""
     seen: dict[str, Tensor] = {}
 
-    def watch(name: str) -> Callable[[object, object, Tensor], None]:
-        return lambda _module, _inputs, output: seen.__setitem__(name, output)
+    def watch(name: str) -> Callable[[object, object, Tensor | tuple[Tensor, Tensor]], None]:
+        return lambda _module, _inputs, output: seen.__setitem__(
+            name, output if isinstance(output, Tensor) else output[0] + output[1]
+        )
 
     modules: dict[str, nn.Module] = {"embedding": model.embedding}
     for index, block in enumerate(model.blocks):

@@ -46,12 +46,12 @@ def test_probe_measures_the_residual_stream_and_changes_nothing(make_config: Mak
     tokens = torch.arange(2 * SEQUENCE_LENGTH).view(2, SEQUENCE_LENGTH)
     seen: list[float] = []
     for block in model.blocks:
-        block.register_forward_hook(lambda _module, _inputs, hidden: seen.append(hidden.double().square().sum().item()))
+        block.register_forward_hook(lambda _module, _inputs, output: seen.append((output[0] + output[1]).norm().item()))
     probed, plain = model(tokens, tokens, probe=True), model(tokens, tokens)
     assert plain.activation_square_sums is None
     assert torch.equal(probed.objective, plain.objective)
     assert probed.activation_square_sums.dtype is torch.float32
-    assert probed.activation_square_sums.tolist() == pytest.approx(seen[:3], rel=1e-5)
+    assert probed.activation_square_sums.sqrt().tolist() == pytest.approx(seen[:3], rel=1e-5)
 
 
 def test_seed_as_tensor_equals_seed_as_number(make_config: MakeConfig) -> None:

@@ -32,9 +32,10 @@ from harness.compose import load
 from harness.config import Config
 from harness.fp8.products import lower
 from harness.model.transformer import Transformer
-from harness.parallel import World, local, shard
+from harness.parallel import World, local
 from harness.plan.gathered import resharded
 from harness.precision import linear, policy
+from harness.sharding import shard
 
 COLLECTIVES = {
     "_allgather_base_": "all_gather",

@@ -12,10 +12,10 @@ from harness.compose import load
 from harness.config import ActivationCheckpointing, Config, PrecisionKind
 from harness.fp8.products import lower
 from harness.model.transformer import Block, document_mask, rotary_tables
-from harness.parallel import _checkpoint_activations
 from harness.plan.activations import kept_bytes
 from harness.plan.fp8 import maps_of
 from harness.precision import DTYPES, linear
+from harness.sharding import _checkpoint_activations
 from tests.plan.shadow import fused_norms
 
 NUM_ROWS = 2
@@ -28,7 +28,7 @@ def kept_by(block: Block, cfg: Config) -> int:
     """Bytes, but for parameters, tables and lone numbers."""
     length, dtype = cfg.train.sequence_length, DTYPES[PrecisionKind(cfg.precision.kind)]
     cos, sin = (table.float() for table in rotary_tables(cfg.model, length))
-    hidden = torch.randn(NUM_ROWS, length, cfg.model.dim, dtype=dtype, requires_grad=True)
+    hidden, change = (torch.randn(NUM_ROWS, length, cfg.model.dim, dtype=dtype, requires_grad=True) for _ in range(2))
     mask = document_mask(torch.zeros(NUM_ROWS, length, dtype=torch.int64)) if cfg.data.document_mask else None
     given = (*block.parameters(), *block.buffers(), cos, sin)
     not_counted = {tensor.untyped_storage().data_ptr() for tensor in given}
@@ -40,7 +40,7 @@ def kept_by(block: Block, cfg: Config) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        block(hidden, cos, sin, mask)
+        block(hidden, change, cos, sin, mask)
     return sum(tensor.untyped_storage().nbytes() for where, tensor in kept.items() if where not in not_counted)
 
 

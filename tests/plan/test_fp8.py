@@ -23,9 +23,8 @@ DEVICE = """\
   activations          43.4 GB  kept for the backward pass, and passing
   logits               1.19 GB  the loss of one chunk, the head's gradient
   other                0.10 GB  batch, workspaces
-  watching             0.31 GB  what a probed step takes beyond this
   outside              2.25 GB  CUDA's context, NCCL, what torch cannot use again
-  together             64.9 GB  of 150.1 GB (cluster.memory_gb)
+  together             64.6 GB  of 150.1 GB (cluster.memory_gb)
 pace
   work              0.421 s at 75.5 % of the device's bf16 rate
   a step            0.421 s, 77,790 tokens/s, 75.5 % MFU
@@ -137,10 +136,3 @@ def test_the_text_names_the_rate_that_was_assumed() -> None:
     assert as_dict(planned(**BF16))["fp8"] is None
     numbers = as_dict(planned())["fp8"]
     assert (numbers["recipe"], numbers["num_blocks"]) == ("current", NUM_BLOCKS)
-
-
-def test_a_probed_step_is_reckoned_with() -> None:
-    held = memory(config(**FULL), world_size=1)
-    assert held.watching_bytes == TOKENS * 4 * WIDE
-    assert held.needed_bytes == held.peak_bytes + held.watching_bytes + held.outside_bytes
-    assert memory(config(**FULL, **BF16), world_size=1).watching_bytes == 0

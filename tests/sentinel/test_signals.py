@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from harness.compose import load
 from harness.events import TOKEN_LOSS_EDGES
 from harness.model.loss import IGNORED, count_losses
-from harness.parallel import Collectives, World, connect, disconnect
+from harness.parallel import World, connect, disconnect
 from harness.sentinel import signals as module
 from harness.sentinel.signals import DIGEST_MODULUS, Layout, Signals, group_of, weight_digest
 from harness.sentinel.slots import SLOTS
+from harness.sharding import Collectives
 
 BETAS, EPS, RATE = (0.9, 0.95), 1e-8, 0.125
 LAYOUT = Layout(groups=("embedding", "blocks.0"), layers=("blocks.0",), sources=("web", "code", "books"))

@@ -1,0 +1,83 @@
+"""Passes over a rank's own tensors for which torch has no kernel that is as fast as memory, in Triton.
+
+Why: torch's fused AdamW, told to divide the gradient, writes it back, which nobody reads again, and on CUDA it moves
+three quarters of what memory could; the length of Adam's step takes it five passes, and counting what became zero in
+fp8 eight. `torch.compile` makes such kernels too, but to call one costs the host a millisecond, and there are hundreds
+of parameters in a step.
+How: every number is read once and written once. Triton comes with torch for CUDA; nobody else imports this file.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+"""Numbers that one program takes."""
+
+
+def step_adamw(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, terms: Tensor) -> None:
+    """Update a parameter in place by its gradient and moments; all contiguous and in fp32.
+
+    `terms`: 1 where nothing is to be touched, what the gradient is divided by, what decay leaves of the parameter, the
+    rate over the first correction, the root of the second correction, 1 - beta1, 1 - beta2, and eps.
+    """
+    count = parameter.numel()
+    _step_adamw[(triton.cdiv(count, BLOCK),)](parameter, gradient, first, second, terms, count, BLOCK)
+
+
+def direction_square(first: Tensor, second: Tensor, correction: Tensor, *, eps: float) -> Tensor:
+    """Sum of squares of first / (sqrt(second / correction) + eps)."""
+    count = first.numel()
+    sums = torch.empty(triton.cdiv(count, BLOCK), dtype=torch.float32, device=first.device)
+    _direction_square[(len(sums),)](first, second, correction, sums, count, eps, BLOCK)
+    return sums.sum()
+
+
+def note_rounded(values: Tensor, rounded: Tensor, scale: Tensor, row: Tensor, *, stride: int) -> None:
+    """Add to a row of a meter what rounding did to every `stride`-th row of a matrix; `rounded`: fp8 as plain bytes."""
+    height, width = values.shape
+    grid = (triton.cdiv(height, stride), triton.cdiv(width, BLOCK))
+    _note_rounded[grid](values, rounded, scale, row, width, stride, BLOCK)
+
+
+@triton.jit
+def _step_adamw(parameter, gradient, first, second, terms, count, block: tl.constexpr):
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    inside = at < count
+    if tl.load(terms) == 0:
+        slope = tl.load(gradient + at, mask=inside) / tl.load(terms + 1)
+        mean = tl.load(first + at, mask=inside)
+        mean += (slope - mean) * tl.load(terms + 5)
+        square = tl.load(second + at, mask=inside)
+        square += (slope * slope - square) * tl.load(terms + 6)
+        moved = tl.load(parameter + at, mask=inside) * tl.load(terms + 2)
+        moved -= tl.load(terms + 3) * mean / (tl.sqrt_rn(square) / tl.load(terms + 4) + tl.load(terms + 7))
+        tl.store(first + at, mean, mask=inside)
+        tl.store(second + at, square, mask=inside)
+        tl.store(parameter + at, moved, mask=inside)
+
+
+@triton.jit
+def _direction_square(first, second, correction, sums, count, eps, block: tl.constexpr):
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    inside = at < count
+    length = tl.sqrt_rn(tl.load(second + at, mask=inside, other=0.0) / tl.load(correction)) + eps
+    step = tl.load(first + at, mask=inside, other=0.0) / length
+    tl.store(sums + tl.program_id(0), tl.sum(step * step))
+
+
+@triton.jit
+def _note_rounded(values, rounded, scale, row, width, stride, block: tl.constexpr):
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < width
+    begin = tl.program_id(0).to(tl.int64) * stride * width
+    before = tl.sum((tl.load(values + begin + at, mask=inside, other=0.0) != 0).to(tl.int32))
+    after = tl.sum(((tl.load(rounded + begin + at, mask=inside, other=0) & 0x7F) != 0).to(tl.int32))
+    tl.atomic_add(row + 2, ((before - after) * stride).to(tl.float32))
+    tl.atomic_add(row + 3, (before * stride).to(tl.float32))
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        known, now = tl.load(row + 1), tl.load(scale)
+        tl.store(row + 1, tl.where(known > 0, tl.minimum(known, now), now))

@@ -1,0 +1,166 @@
+"""How the model is spread over the ranks, and what is watched while its parts travel.
+
+Why: parallelism is applied beside the model, not inside it.
+How: activations are checkpointed, blocks compiled, then FSDP2 shards each block and the root over the mesh's shard
+axis, so a step gathers one block at a time. Gradients are summed, never averaged: the loss is already divided by the
+tokens of the global batch. FSDP2's collectives are torch's own, watched: what a rank puts into a reduction names the
+guilty one, after it nobody does; and a rank that never waits is the one the others wait for.
+Left out: gradients of replicas that shard nothing are reduced out of sight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import harness.fp8.operators  # noqa: F401  (it is one of the operators below)
+from harness.config import ActivationCheckpointing, ParallelConfig
+from harness.parallel import World
+
+
+@final
+@dataclass(slots=True)
+class Collectives:
+    """What this rank put into the collectives of a step, and how long it stood in them."""
+
+    squares: Tensor
+    """Sum of squares of what this rank gave to be reduced, since it was last taken; on the device."""
+    sees_gradients: bool
+    """Whether gradients pass through here before they are reduced: where there is more than one shard."""
+    waited_s: float = 0.0
+    """The host's seconds in collectives, ever. Over gloo it waits there for the others; on CUDA it only launches.
+    The all-reduce between replicas is FSDP's own and not counted."""
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_s += time.perf_counter() - began_s
+
+    def take(self) -> Tensor:
+        """Squares of this rank's own gradients before the reduction; those of several micro-batches are added up.
+
+        The end of the backward pass made the current stream wait for all reductions, and the next ones wait for it.
+        """
+        taken = self.squares.clone()
+        self.squares.zero_()
+        return taken
+
+
+@final
+class _WatchedGather(DefaultAllGather):
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def __call__(self, *inputs: Any, **options: Any) -> dist.Work | None:
+        with self._collectives.waiting():
+            return super().__call__(*inputs, **options)
+
+
+@final
+class WatchedScatter(DefaultReduceScatter):
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *inputs: Any, **options: Any) -> dist.Work:
+        """On the stream of reductions, which runs one after the other: additions have an order."""
+        norm = torch.linalg.vector_norm(input_tensor, dtype=torch.float32)
+        self._collectives.squares.addcmul_(norm, norm)
+        with self._collectives.waiting():
+            return super().__call__(output_tensor, input_tensor, *inputs, **options)
+
+
+@final
+class Unscattered(DefaultReduceScatter):
+    """Where nothing is sharded there is nothing to scatter: what FSDP would copy the gradients to is what they are in.
+
+    It asks for room twice in each reduction, first for what goes in, then for what comes out.
+    """
+
+    def __init__(self) -> None:
+        self._given: Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        given, self._given = self._given, None
+        if given is None:
+            self._given = super().allocate(size, dtype=dtype, device=device)
+            return self._given
+        assert (tuple(given.shape), given.dtype) == (tuple(size), dtype), "FSDP asked for something else"
+        if given.is_cuda:  # the stream of reductions goes on reading it, when gradients of micro-batches are added up
+            given.record_stream(torch.cuda.current_stream(device))
+        return given
+
+
+def shard(
+    model: nn.Module, blocks: Iterable[nn.Module], *, world: World, cfg: ParallelConfig, precision: MixedPrecisionPolicy
+) -> Collectives:
+    """Checkpoint activations, compile, then shard: each block by itself, what is left with the root."""
+    layers = list(blocks)
+    assert cfg.reshard_after_forward is not None, "left to the memory of the devices, and not settled"
+    for block in layers:
+        _checkpoint_activations(block, cfg.activation_checkpointing)
+        if cfg.compile:
+            block.compile(fullgraph=True)
+        fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=cfg.reshard_after_forward)
+    fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
+    squares = torch.zeros((), dtype=torch.float32, device=world.device)
+    collectives = Collectives(squares, sees_gradients=world.size > world.replicate)
+    gather = _WatchedGather(collectives)
+    scatter = WatchedScatter(collectives) if collectives.sees_gradients else Unscattered()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            if world.size > 1:  # alone, FSDP divides by whatever it is told, by 1 too: a pass over all gradients
+                module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(scatter)
+    return collectives
+
+
+_KEPT_BY_SELECTIVE = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.harness.fp8_forward.default,
+    }
+)
+"""Dear to compute, cheap to keep: matrix products and attention."""
+
+
+def _keep_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_keep_products)  # type: ignore[no-untyped-call]
+
+
+def _checkpoint_activations(block: nn.Module, kind: ActivationCheckpointing) -> None:
+    """Wrap what the block computes in place, so that parameter names stay what they are and it still compiles.
+
+    What it is given and what was to be added to that are one tensor by then: there is one to keep, not two.
+    """
+    if kind is ActivationCheckpointing.none:
+        return
+    advance = block.advance
+    contexts: dict[str, Any] = {"context_fn": _selective_contexts} if kind is ActivationCheckpointing.selective else {}
+
+    def checkpointed(*inputs: Any) -> Any:
+        return checkpoint(advance, *inputs, use_reentrant=False, **contexts)
+
+    setattr(block, "advance", checkpointed)  # noqa: B010  (a method to mypy)

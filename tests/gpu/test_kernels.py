@@ -1,0 +1,74 @@
+"""The harness's own passes on a GPU against torch's kernels, over sizes that fill no whole block."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
+from harness.sentinel.signals import direction_square
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHAPES = [(3,), (2048,), (7, 5), (1000, 333), (4096, 512)]
+
+
+def parts(num_steps: float = 3.0) -> list[Part]:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def numbers(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    return [
+        Part(numbers(shape), numbers(shape), numbers(shape), numbers(shape).square(), scalar(num_steps))
+        for shape in SHAPES
+    ]
+
+
+def scalar(value: float) -> Tensor:
+    return torch.tensor(value, device="cuda")
+
+
+def rule() -> Rule:
+    return Rule(scalar(0.01), weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+
+
+def test_a_pass_does_what_torchs_kernel_does_and_leaves_the_gradient() -> None:
+    ours, theirs = parts(), parts()
+    for _ in range(3):
+        step_in_one_pass(ours, rule(), refuse=scalar(0.0), divisor=scalar(4.0))
+        for part in theirs:
+            given = part.gradient.clone()
+            step_fused([part], rule(), refuse=scalar(0.0), divisor=scalar(4.0))
+            part.gradient.copy_(given)  # it writes the divided one back
+    for own, their, begun in zip(ours, theirs, parts(), strict=True):
+        torch.testing.assert_close(tuple(own), tuple(their), rtol=1e-5, atol=1e-6)
+        assert own.step == 6
+        assert torch.equal(own.gradient, begun.gradient)
+        assert not torch.equal(own.parameter, begun.parameter)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
+def test_a_refused_pass_leaves_every_bit(bad: float) -> None:
+    ours, before = parts(0.0), parts(0.0)
+    for part in ours:
+        part.gradient.fill_(bad)
+    step_in_one_pass(ours, rule(), refuse=scalar(1.0), divisor=scalar(bad))
+    for own, old in zip(ours, before, strict=True):
+        kept = zip(own._replace(gradient=own.step), old._replace(gradient=old.step), strict=True)
+        assert all(torch.equal(now, then) for now, then in kept)
+
+
+@pytest.mark.parametrize("number", range(len(SHAPES)))
+def test_the_length_of_adams_step_is_the_same_in_one_pass(number: int) -> None:
+    part = parts()[number]
+    moments = {"exp_avg": part.first, "exp_avg_sq": part.second}
+    corrections = (scalar(0.3), scalar(0.2))
+    found = [direction_square(moments, corrections=corrections, eps=1e-8, compiled=each) for each in (True, False)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=0.0)
