@@ -1,11 +1,12 @@
-"""What all benchmarks measure with: a block of steps from an idle device to an idle device, and the device itself."""
+"""What all benchmarks measure with: a block of steps from an idle device to an idle device, several sides that take
+turns at it, and the device itself."""
 
 from __future__ import annotations
 
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,9 @@ import torch
 from harness.telemetry.meters import memory_bytes
 
 WARMUP_STEPS = 4
+"""Of a side, before it is timed; the first compiles."""
+SETTLING_STEPS = 2
+"""Of these, how many a side makes in turns with the others: what they allocate beside each other is there then."""
 
 
 class Block(NamedTuple):
@@ -22,6 +26,14 @@ class Block(NamedTuple):
     """Seconds of a step, the mean of the block."""
     peak_bytes: int
     """The most that torch's allocator had handed out meanwhile; without a GPU the most this process ever had."""
+    num_compiled: int = 0
+    """Frames that torch.compile took up meanwhile: a block that was warm has none."""
+    num_shortages: int = 0
+    """How often the allocator had to give cached memory back to the device to find some, which stops the device."""
+
+    def without(self, num_bytes: int) -> Block:
+        """Not counting what others held throughout."""
+        return self._replace(peak_bytes=self.peak_bytes - num_bytes)
 
 
 def timed(run: Callable[[int], object], num_steps: int, device: torch.device) -> Block:
@@ -29,10 +41,52 @@ def timed(run: Callable[[int], object], num_steps: int, device: torch.device) ->
     wait_for(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    compiled, shortages = _num_compiled(), _num_shortages(device)
     begun_s = time.perf_counter()
     run(num_steps)
     wait_for(device)
-    return Block((time.perf_counter() - begun_s) / num_steps, memory_bytes(device))
+    return Block(
+        step_s=(time.perf_counter() - begun_s) / num_steps,
+        peak_bytes=memory_bytes(device),
+        num_compiled=_num_compiled() - compiled,
+        num_shortages=_num_shortages(device) - shortages,
+    )
+
+
+def in_turns(
+    sides: Sequence[Callable[[int], object]], *, rounds: int, num_steps: int, device: torch.device
+) -> list[tuple[Block, ...]]:
+    """A block of every side in every round; blocks of a round are in the order of the sides, however they ran.
+
+    Each side first makes `SETTLING_STEPS` that nobody times.
+    """
+    for _ in range(SETTLING_STEPS):
+        for side in sides:
+            side(1)
+    taken = []
+    for number in range(rounds):
+        blocks = {index: timed(sides[index], num_steps, device) for index in order(len(sides), number)}
+        taken.append(tuple(blocks[index] for index in range(len(sides))))
+    return taken
+
+
+def order(num_sides: int, number: int) -> list[int]:
+    """Who comes after whom in a round: forth and back, so that of any two each is the first as often as the other."""
+    forth = list(range(num_sides))
+    return forth[::-1] if number % 2 else forth
+
+
+def held_bytes(device: torch.device) -> int:
+    """What torch's allocator has handed out; nothing is known of it without a GPU, and none is subtracted."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _num_compiled() -> int:
+    return torch._dynamo.utils.counters["frames"]["total"] if "torch._dynamo" in sys.modules else 0
+
+
+def _num_shortages(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
 def wait_for(device: torch.device) -> None:

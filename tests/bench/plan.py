@@ -207,7 +207,7 @@ def compare(name: str, cfg: Config, seen: Phases, *, probed: int, step_s: float)
         "peak in backward": (foreseen.backward_peak_bytes, seen.backward_peak),
         "peak in update": (foreseen.update_peak_bytes, seen.update_peak),
         "peak": (foreseen.peak_bytes, seen.peak),
-        "peak where probed": (foreseen.peak_bytes + foreseen.watching_bytes, probed),
+        "peak where probed": (foreseen.peak_bytes, probed),
     }
     print(f"{name}")
     for part, (said, was) in rows.items():

@@ -4,9 +4,10 @@
     python -m tests.bench.sentinel +experiment=1b_bf16      1.26B parameters, 4k x 8 tokens
 
 *On* is the loop's own step: signals, probes every `sentinel.probe_every` steps, the all-reduce, the gate, the update it
-can refuse, the report to the host, and there reading it, detectors, policy and the keeper's books. *Off* is what any
-trainer does with the same model, data and optimizer: forward, backward, `clip_grad_norm_` and fused AdamW; nothing is
-read back, and the host stays at most `sentinel.lag` steps ahead, as it does in the loop. Both go on with the same
+can refuse, the report to the host, and there reading it, detectors, policy and the keeper's books. *Off* is the
+least that trains the same model on the same data: forward, backward, the norm of the gradient, and the same kernel of
+AdamW with clipping folded in; nothing is read back, and the host stays at most `sentinel.lag` steps ahead, as it does
+in the loop. Both go on with the same
 weights. Blocks of steps alternate, and so does which of the two comes first; a block is timed from an idle device to an
 idle device with all its reports judged. *Costs* is the median over rounds of on / off - 1, with its range. *Judging* is
 the host's time for one report, the wait for it not included; on a GPU the device computes the next step meanwhile.
@@ -23,13 +24,14 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import get_total_norm
 
 from harness.build import Parts, build, meter
 from harness.compose import load
@@ -39,7 +41,7 @@ from harness.data.facts import as_record
 from harness.events import Action, ActionKind
 from harness.model.size import num_parameters
 from harness.optim.schedule import table
-from harness.parallel import connect, disconnect
+from harness.parallel import connect, disconnect, local
 from harness.precision import fast_attention
 from harness.recovery import recover
 from harness.rundir import RunDir
@@ -47,7 +49,7 @@ from harness.sentinel.report import HostFacts, unpack
 from harness.state import RunState
 from harness.step import forward_backward, judge_and_update, mask_of
 from harness.telemetry.meters import Meter, memory_bytes
-from tests.bench.clock import WARMUP_STEPS, Block, timed
+from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, in_turns
 
 SMALL = ("model=tiny", "data=synthetic", "train.batch_size=8", "train.sequence_length=128", "parallel.device=auto")
 
@@ -156,8 +158,6 @@ class Plain:
             with parts.products.probing(False):
                 parts.model(rows.inputs, rows.targets, seed=seed, mask=mask_of(rows)).objective.backward()
         parts.products.learn(torch.zeros((), device=parts.world.device))
-        if cfg.optim.clip_norm is not None:
-            clip_grad_norm_(parts.model.parameters(), cfg.optim.clip_norm, foreach=True)
         self.update()
         if parts.world.device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -167,18 +167,26 @@ class Plain:
                 self._ahead.popleft().synchronize()
 
     def update(self) -> None:
-        """AdamW as torch steps it, without the gate's bit and divisor."""
-        adamw = self.parts.update.adamw
+        """AdamW without a gate: only the norm decides what the gradient is divided by."""
+        update, clip_norm, device = self.parts.update, self.cfg.optim.clip_norm, self.parts.world.device
+        divisor = torch.ones((), device=device)
+        if clip_norm is not None:
+            norm = get_total_norm(
+                [local(p.grad) for p in update.parameters.values() if p.grad is not None], foreach=True
+            )
+            divisor = (norm / clip_norm).clamp(min=1.0)
         rate = self.rates[min(self.state.step, len(self.rates) - 1)]
-        for group, options in zip(self.parts.update.groups, adamw.param_groups, strict=True):
+        for group, options in zip(update.groups, update.adamw.param_groups, strict=True):
             options["lr"].fill_(rate * group.lr_multiplier)
-        adamw.step()
-        adamw.zero_grad(set_to_none=True)
+        update.descend(refuse=torch.zeros((), device=device), divisor=divisor)
+        update.adamw.zero_grad(set_to_none=True)
 
 
 class Round(NamedTuple):
     on: Block
     off: Block
+    beside: tuple[Block, ...] = ()
+    """Of others that took part in it."""
 
     @property
     def cost(self) -> float:
@@ -192,21 +200,16 @@ def sides(cfg: Config, parts: Parts, root: RunDir) -> tuple[Watched, Plain]:
     return Watched(cfg, parts, state, root.checkpoints, meter(cfg, parts.world)), Plain(cfg, parts, state, rates)
 
 
-def measure(watched: Watched, plain: Plain, *, rounds: int, num_steps: int) -> list[Round]:
-    device = watched.parts.world.device
+def measure(
+    watched: Watched, plain: Plain, *, rounds: int, num_steps: int, beside: tuple[Callable[[int], object], ...] = ()
+) -> list[Round]:
+    """Warm up and take turns, with others that are warm already where there are any."""
     for side in (watched.run, plain.run):
-        side(WARMUP_STEPS)
+        side(WARMUP_STEPS - SETTLING_STEPS)
     watched.judging_s.clear()
-    measured = []
-    for number in range(rounds):
-        if number % 2:
-            off = timed(plain.run, num_steps, device)
-            on = timed(watched.run, num_steps, device)
-        else:
-            on = timed(watched.run, num_steps, device)
-            off = timed(plain.run, num_steps, device)
-        measured.append(Round(on, off))
-    return measured
+    sides = (watched.run, plain.run, *beside)
+    taken = in_turns(sides, rounds=rounds, num_steps=num_steps, device=watched.parts.world.device)
+    return [Round(on, off, tuple(others)) for on, off, *others in taken]
 
 
 def row(name: str, measured: list[Round], judging_s: list[float]) -> str:

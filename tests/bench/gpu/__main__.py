@@ -1,6 +1,6 @@
 """One table of this harness and its peers: tokens/s, MFU and memory of the same model on the same GPU, in one run.
 
-    make bench-gpu                                              1b and 3b, all rows: about ten minutes on an H200
+    make bench-gpu                                              1b and 3b, all rows: a quarter of an hour on an H200
     python -m tests.bench.gpu --models 1b --torchtitan DIR      one size; DIR holds the package torchtitan
     python -m tests.bench.gpu --rows ours-bf16 huggingface huggingface-whole
     python -m tests.bench.gpu --models tiny --sequence 128 --batch 2 --steps 2 --rounds 1     without a GPU
@@ -12,11 +12,14 @@ gradients reduced in fp32, fused AdamW with the same settings, and a gradient no
 its best (`tests.bench.gpu.peer`); `huggingface-whole`, all layers in one graph, takes minutes to compile and runs only
 where it is named, and so does `torchtitan-shipped`, with its own defaults. Whatever fails has a row that says why.
 A row is built, compiled and warmed up, then timed in rounds of steps, each from an idle device to an idle device; rows
-follow each other in one process, and each is taken down before the next. Columns: tokens/s by the median round; spread,
-(slowest - fastest) / median; tokens/s over torchtitan's; MFU, by 6 FLOPs a weight and attention as if nothing were
-masked, against the datasheet's bf16 rate, also for fp8; the same against a large bf16 matrix product, measured between
-the rows, whose median counts; the most that torch's allocator handed out in a round; mean loss of the first step and of
-the last, which differ between rows as their initialisations do.
+follow each other in one process, and each is taken down before the next. Only torchtitan, where it is asked for and
+starts, stays: it takes turns with every other row, a round of its own beside each of theirs, before it in one and after
+it in the next (`tests.bench.gpu.reference`). A row that finds no room beside it is measured alone afterwards.
+Columns: tokens/s by the median round; spread, (slowest - fastest) / median; speed to torchtitan's, the median over
+their turns, or by medians where it took none; MFU, by 6 FLOPs a weight and attention as if nothing were masked, against
+the datasheet's bf16 rate, also for fp8; the same against a large bf16 matrix product, measured between the rows, whose
+median counts; the most that torch's allocator handed out in a round, without what a neighbour holds; mean loss of the
+first step and of the last, which differ between rows as their initialisations do.
 Left out: what feeds the peers (their batches lie on the device already), logging, checkpoints, more than one GPU.
 `--also` adds, for the first of the models: `snapshot`, what a snapshot every 20 steps costs on average; `save`, how
 long a save holds up the loop; `fits`, large models and long sequences beside what `harness plan` says of them.
@@ -28,104 +31,30 @@ import argparse
 import json
 import sys
 import tempfile
-import traceback
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from harness.compose import load
-from harness.config import EXIT_BAD_CONFIG, ConfigError
+from harness.config import EXIT_BAD_CONFIG, ConfigError, ParallelConfig
 from harness.fp8.engine import require_engine
-from harness.model.size import flops_per_token, num_parameters
+from harness.parallel import World, connect, disconnect
 from harness.precision import fast_attention
 from harness.rundir import RunDir
-from harness.telemetry.meters import peak_flops
-from tests.bench.clock import heat, let_go, matmul_flops_per_s
-from tests.bench.gpu import beside, hugging_face, ours, peer, titan
+from tests.bench.clock import heat, let_go
+from tests.bench.gpu import beside
+from tests.bench.gpu.bench import ROWS, SHIPPED, Bench, reason
 from tests.bench.gpu.setting import BATCH_SIZES, PROBE_EVERY, Setting
-from tests.bench.gpu.table import Row, Table, as_json, render
+from tests.bench.gpu.table import Table, as_json, render
 
-OURS = {
-    "ours-bf16": ("bf16", ("precision=bf16",)),
-    "ours-fp8": ("fp8", ("precision=fp8",)),
-    "ours-fp8-delayed": ("fp8 delayed", ("precision=fp8", "precision.fp8.recipe=delayed")),
-}
-"""Row -> what its precision is called, and how it is chosen."""
-TITAN, SHIPPED = "torchtitan", "torchtitan-shipped"
-ROWS = (*OURS, TITAN, SHIPPED, *hugging_face.PEERS)
 NOT_ASKED = {"huggingface-whole", SHIPPED}
 """Rows that run only when they are named: one takes minutes to compile, the other is a slower way of its neighbour."""
 HEATED_S = 10.0
 """For how long the device is made to work before the first row: a cool one is faster, and would favour it."""
-NUM_PRODUCTS = 3
-"""Matrix products measured before each row."""
-NUM_LINES = 12
-"""Frames of a traceback."""
-
-
-@dataclass(slots=True)
-class Bench:
-    setting: Setting
-    run: RunDir
-    torchtitan: Path | None
-    rows: list[Row] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    matmul_flops: list[float] = field(default_factory=list)
-    is_whole: bool = True
-    """None of our own rows failed."""
-
-    def measure(self, name: str) -> None:
-        """One row, or the two of this harness; told at once."""
-        rates = [matmul_flops_per_s() for _ in range(NUM_PRODUCTS)]
-        self.matmul_flops += [rate for rate in rates if rate is not None]
-        try:
-            if name in OURS:
-                on, off, remark = ours.measure(self.setting, *OURS[name], self.run)
-                self.add(on, off)
-                self.remarks.append(remark)
-            else:
-                self.add(peer.measure(self.peer_of(name), self.setting, self.run))
-        except (Exception, SystemExit) as error:
-            self.is_whole = self.is_whole and (name not in OURS or isinstance(error, ConfigError))
-            self.add(Row(name=name, note=reason(error)))
-        let_go()
-
-    def peer_of(self, name: str) -> peer.Peer:
-        if name in (TITAN, SHIPPED):
-            return titan.peer(self.torchtitan, as_shipped=name == SHIPPED)
-        return hugging_face.PEERS[name]
-
-    def add(self, *rows: Row) -> None:
-        for row in rows:
-            self.rows.append(row)
-            rate = (
-                ""
-                if row.step_s is None
-                else f"{self.setting.tokens / row.step_s:,.0f} tokens/s, {row.peak_gib:.1f} GiB"
-            )
-            print(f"{row.name}: {' '.join(filter(None, (rate, row.note)))}", flush=True)
-
-    @property
-    def table(self) -> Table:
-        setting, cfg = self.setting, self.setting.config()
-        device = torch.cuda.get_device_name() if has_gpu() else None
-        size = f"{num_parameters(cfg.model):,} parameters, {setting.batch_size} x {setting.sequence_length} tokens"
-        how = f"{setting.rounds} rounds of {setting.steps} steps{'' if setting.is_compiled else ', not compiled'}"
-        return Table(
-            title=f"{setting.model}: {size}, {how}; {device or 'CPU'}, torch {torch.__version__}",
-            tokens=setting.tokens,
-            flops_per_token=flops_per_token(cfg.model, setting.sequence_length),
-            peak_flops=peak_flops(device, None),
-            matmul_flops=tuple(self.matmul_flops),
-            reference=TITAN,
-            rows=tuple(self.rows),
-            remarks=tuple(self.remarks),
-        )
 
 
 def load_engine() -> None:
@@ -136,15 +65,6 @@ def load_engine() -> None:
 
 def has_gpu() -> bool:
     return torch.cuda.is_available()
-
-
-def reason(error: BaseException) -> str:
-    """One line for a table; what is not plain from it is told in full beside it."""
-    said = (str(error).strip().splitlines() or [""])[0].replace("|", "/")
-    if isinstance(error, ConfigError | ModuleNotFoundError):
-        return said
-    print("".join(traceback.format_exception(error)[-NUM_LINES:]), file=sys.stderr, flush=True)
-    return f"{type(error).__name__}: {said}"
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -187,20 +107,37 @@ def settings(options: argparse.Namespace) -> list[Setting]:
     return made
 
 
+@contextmanager
+def connected(cfg: ParallelConfig) -> Iterator[World]:
+    """One process group for all rows: the reference outlives the others."""
+    world = connect(cfg)
+    try:
+        yield world
+    finally:
+        disconnect()
+
+
 def measured(options: argparse.Namespace, root: Path) -> tuple[list[Table], dict[str, Any], bool]:
-    """All tables, the further sections, and whether all of our own rows are there."""
-    benches = [Bench(setting, RunDir(root), options.torchtitan) for setting in settings(options)]
+    """All tables, the further sections, and whether all of our own rows are there.
+
+    A row that needs more graphs than torch.compile keeps is to fail, and not to go on without them unsaid.
+    """
+    made, names = settings(options), tuple(dict.fromkeys(options.rows))
     load_engine()
     heat(HEATED_S)
-    for bench in benches:
-        print(f"{bench.table.title}\n", flush=True)
-        for name in options.rows:
-            bench.measure(name)
-        print(f"\n{render(bench.table)}\n", flush=True)
+    benches = []
+    strict = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+    with strict, connected(made[0].config().parallel) as world:
+        for setting in made:
+            bench = Bench(setting, world, RunDir(root), names, options.torchtitan)
+            benches.append(bench)
+            print(f"{bench.table.title}\n", flush=True)
+            bench.measure()
+            print(f"\n{render(bench.table)}\n", flush=True)
     sections: dict[str, Any] = {}
     for name in options.also:
         try:
-            told = beside.SECTIONS[name](benches[0].setting, options.directory or root)
+            told = beside.SECTIONS[name](made[0], options.directory or root)
         except (Exception, SystemExit) as error:
             told = beside.Section(f"{name}: {reason(error)}", {})
         let_go()

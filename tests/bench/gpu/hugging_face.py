@@ -3,8 +3,9 @@
 Blocks are compiled in place, each by itself, and then sharded. `whole` compiles all layers as one graph instead, which
 takes minutes and leaves FSDP2 one group of all parameters: right for one GPU only.
 Fabric is told not to look for NaN while clipping, which would wait for the device. accelerate gets FSDP2's own policy
-instead of `mixed_precision`, which would turn all logits into fp32; it knows FSDP2 on GPUs only. Both leave settings in
-the environment, and accelerate in its own state, which are taken back.
+instead of `mixed_precision`, which would turn all logits into fp32; it knows FSDP2 on GPUs only. Both join the process
+group that is there and leave settings in the environment, accelerate also in its own state, which are taken back; a
+mesh of their own stays, with its groups of one rank, until the process leaves the group.
 """
 
 from __future__ import annotations

@@ -1,20 +1,31 @@
-"""This harness, with the sentinel and without, in turns in one run on the same weights (`tests.bench.sentinel`)."""
+"""This harness, with the sentinel and without, in turns in one run on the same weights (`tests.bench.sentinel`), and in
+the same turns with the reference where there is one."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
 from harness.build import build
 from harness.config import Config
 from harness.model.size import num_parameters
-from harness.parallel import connect, disconnect
+from harness.parallel import World
 from harness.rundir import RunDir
 from tests.bench import sentinel
+from tests.bench.clock import held_bytes
 from tests.bench.gpu.setting import Setting
 from tests.bench.gpu.table import Row
+
+
+class Way(NamedTuple):
+    """Of computing."""
+
+    precision: str
+    """As the row calls it."""
+    overrides: Sequence[str]
+    """That choose it."""
 
 
 class Pair(NamedTuple):
@@ -23,23 +34,29 @@ class Pair(NamedTuple):
     remark: str
 
 
-def measure(setting: Setting, precision: str, overrides: Sequence[str], run: RunDir) -> Pair:
-    """Both sides of one precision, which the overrides choose."""
-    cfg = setting.config(*overrides)
-    world = connect(cfg.parallel)
-    try:
-        with closing(build(cfg, world, run)) as parts:
-            count = sum(parameter.numel() for parameter in parts.model.parameters())
-            assert count == num_parameters(cfg.model), f"{count:,} parameters"
-            watched, plain = sentinel.sides(cfg, parts, run)
-            measured = sentinel.measure(watched, plain, rounds=setting.rounds, num_steps=setting.steps)
-    finally:
-        disconnect()
-    losses = (watched.losses[0], watched.losses[-1])
+def measure(way: Way, world: World, setting: Setting, run: RunDir, beside: tuple[Callable[[int], object], ...]) -> Pair:
+    """Both sides of one precision."""
+    cfg = setting.config(*way.overrides)
+    held = held_bytes(world.device)
+    with closing(build(cfg, world, run)) as parts:
+        count = sum(parameter.numel() for parameter in parts.model.parameters())
+        assert count == num_parameters(cfg.model), f"{count:,} parameters"
+        watched, plain = sentinel.sides(cfg, parts, run)
+        measured = sentinel.measure(watched, plain, rounds=setting.rounds, num_steps=setting.steps, beside=beside)
+    others = tuple(other for each in measured for other in each.beside)
     return Pair(
-        on=Row(name=f"ours, {precision}, sentinel on", rounds=tuple(each.on for each in measured), losses=losses),
-        off=Row(name=f"ours, {precision}, sentinel off", rounds=tuple(each.off for each in measured)),
-        remark=told(cfg, precision, measured, watched.judging_s),
+        on=Row(
+            name=f"ours, {way.precision}, sentinel on",
+            rounds=tuple(each.on.without(held) for each in measured),
+            beside=others,
+            losses=(watched.losses[0], watched.losses[-1]),
+        ),
+        off=Row(
+            name=f"ours, {way.precision}, sentinel off",
+            rounds=tuple(each.off.without(held) for each in measured),
+            beside=others,
+        ),
+        remark=told(cfg, way.precision, measured, watched.judging_s),
     )
 
 

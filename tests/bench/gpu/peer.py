@@ -3,14 +3,16 @@
 They are given every advantage that costs nothing: batches lie on the device before the clock runs, AdamW is fused and
 has one group, norms are clipped in one pass (`foreach`), the loss is compiled and never kept in fp32, parameters stay
 gathered between forward and backward, nothing is recomputed, attention takes cuDNN's kernel first, and nothing is read
-back until the rounds are over.
+back until the rounds are over. Where a reference is given, each round has one of its own beside it
+(`tests.bench.gpu.reference`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +24,9 @@ from harness.config import Config
 from harness.data.ledger import Ledger
 from harness.data.sources import open_data
 from harness.model.size import num_parameters
-from harness.parallel import World, connect, disconnect
+from harness.parallel import World
 from harness.rundir import RunDir
-from tests.bench.clock import WARMUP_STEPS, timed
+from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, held_bytes, in_turns
 from tests.bench.gpu.setting import Setting
 from tests.bench.gpu.table import Row
 
@@ -44,35 +46,47 @@ class Job(NamedTuple):
 class Peer(NamedTuple):
     name: str
     start: Callable[[Job], AbstractContextManager[Step]]
-    """Build everything; on leaving, nothing of it must stay in the process."""
+    """Build everything; on leaving, nothing of it must stay in the process, but for process groups of one rank."""
 
 
-def measure(peer: Peer, setting: Setting, run: RunDir) -> Row:
-    """Build, warm up, and time the rounds."""
-    cfg = setting.config("precision=bf16")
-    world = connect(cfg.parallel)
+@final
+@dataclass(slots=True)
+class Loop:
+    """Steps of a peer, each with the next of the batches that lie ready."""
+
+    step: Step
+    batches: list[tuple[Tensor, Tensor]]
+    losses: list[Tensor] = field(default_factory=list)
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.losses.append(self.step(*self.batches.pop(0)))
+
+
+def measure(peer: Peer, job: Job, setting: Setting, run: RunDir, beside: tuple[Callable[[int], object], ...]) -> Row:
+    """Build, warm up, and time the rounds, in turns with the reference where there is one."""
+    device = job.world.device
+    held = held_bytes(device)
+    batches = batches_of(job, run, range(setting.num_steps))
+    with peer.start(job) as step:
+        loop = Loop(step, batches)
+        loop.run(WARMUP_STEPS - SETTLING_STEPS)
+        taken = in_turns((loop.run, *beside), rounds=setting.rounds, num_steps=setting.steps, device=device)
+    return Row(
+        name=peer.name,
+        rounds=tuple(own.without(held) for own, *_ in taken),
+        beside=tuple(other for _, *others in taken for other in others),
+        losses=(float(loop.losses[0]), float(loop.losses[-1])),
+        note=breaks(),
+    )
+
+
+def batches_of(job: Job, run: RunDir, indices: range) -> list[tuple[Tensor, Tensor]]:
+    """Batches of the run that this harness would make, on the device."""
+    ledger, world = Ledger.load(run.ledger, writer=False), job.world
+    batches, held_out = open_data(job.cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger)
     try:
-        batches = batches_of(cfg, world, setting.num_steps, run)
-        with peer.start(Job(cfg, world, setting.is_compiled)) as step:
-            losses: list[Tensor] = []
-
-            def go(num_steps: int) -> None:
-                for _ in range(num_steps):
-                    losses.append(step(*batches[len(losses)]))
-
-            go(WARMUP_STEPS)
-            rounds = tuple(timed(go, setting.steps, world.device) for _ in range(setting.rounds))
-        return Row(name=peer.name, rounds=rounds, losses=(float(losses[0]), float(losses[-1])), note=breaks())
-    finally:
-        disconnect()
-
-
-def batches_of(cfg: Config, world: World, count: int, run: RunDir) -> list[tuple[Tensor, Tensor]]:
-    """The first batches of the run that this harness would make, on the device."""
-    ledger = Ledger.load(run.ledger, writer=False)
-    batches, held_out = open_data(cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger)
-    try:
-        taken = [batches[index] for index in range(count)]
+        taken = [batches[index] for index in indices]
         return [(batch.inputs.clone(), batch.targets.clone()) for batch in taken]
     finally:
         batches.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import final
 
 from harness.compose import load
@@ -36,6 +37,7 @@ class Setting:
         """That one row makes, or one of its two sides."""
         return WARMUP_STEPS + self.rounds * self.steps
 
+    @cache  # noqa: B019  (there are as many as models)
     def config(self, *overrides: str) -> Config:
         """As this harness is told of it; every round has the same number of probes."""
         return load(

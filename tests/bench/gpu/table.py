@@ -8,7 +8,7 @@ from typing import Any, final
 
 from tests.bench.clock import Block
 
-HEAD = ("", "tokens/s", "spread", "to torchtitan", "MFU", "of matmul", "peak GiB", "loss", "")
+HEAD = ("", "tokens/s", "spread", "to {reference}", "MFU", "of matmul", "peak GiB", "loss", "")
 RULE = "|---|---:|---:|---:|---:|---:|---:|---|---|"
 
 
@@ -18,6 +18,8 @@ class Row:
     name: str
     rounds: tuple[Block, ...] = ()
     """Empty where there was nothing to measure."""
+    beside: tuple[Block, ...] = ()
+    """What the reference took in the same rounds; empty where it took no turns with this row."""
     losses: tuple[float, float] | None = None
     """Of the first step and of the last."""
     note: str = ""
@@ -40,6 +42,24 @@ class Row:
     def peak_gib(self) -> float | None:
         return max(block.peak_bytes for block in self.rounds) / 2**30 if self.rounds else None
 
+    @property
+    def to_beside(self) -> float | None:
+        """How fast it is to the reference: the median over their turns."""
+        if not self.beside:
+            return None
+        return statistics.median(other.step_s / own.step_s for own, other in zip(self.rounds, self.beside, strict=True))
+
+    @property
+    def disturbed(self) -> str:
+        """What happened while the clock ran and should not have."""
+        compiled = sum(block.num_compiled for block in self.rounds)
+        shortages = sum(block.num_shortages for block in self.rounds)
+        told = (
+            f"{compiled} frames compiled while it was timed" if compiled else "",
+            f"the allocator ran short {shortages} times while it was timed" if shortages else "",
+        )
+        return ", ".join(filter(None, told))
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +80,6 @@ class Table:
 
 def values_of(table: Table, row: Row) -> dict[str, Any]:
     """The columns of a row; None where there is nothing to say."""
-    reference = next((each.step_s for each in table.rows if each.name == table.reference), None)
     matmul = statistics.median(table.matmul_flops) if table.matmul_flops else None
     tokens_per_s = None if row.step_s is None else table.tokens / row.step_s
     flops = None if tokens_per_s is None else tokens_per_s * table.flops_per_token
@@ -68,19 +87,27 @@ def values_of(table: Table, row: Row) -> dict[str, Any]:
         "name": row.name,
         "tokens_per_s": tokens_per_s,
         "spread": row.spread,
-        "to_reference": None if reference is None or row.step_s is None else reference / row.step_s,
+        "to_reference": row.to_beside or _by_medians(table, row),
         "mfu": None if flops is None or table.peak_flops is None else flops / table.peak_flops,
         "of_matmul": None if flops is None or matmul is None else flops / matmul,
         "peak_gib": row.peak_gib,
         "losses": row.losses,
-        "note": row.note,
+        "note": ", ".join(filter(None, (row.note, row.disturbed))),
         "step_s": [block.step_s for block in row.rounds],
+        "reference_step_s": [block.step_s for block in row.beside],
     }
+
+
+def _by_medians(table: Table, row: Row) -> float | None:
+    """Of the reference itself, and of a row that took no turns with it."""
+    reference = next((each.step_s for each in table.rows if each.name == table.reference), None)
+    return None if reference is None or row.step_s is None else reference / row.step_s
 
 
 def render(table: Table) -> str:
     """Markdown: the title, a line on the device's own rates, the rows, the remarks."""
-    lines = [f"## {table.title}", "", _rates(table), "", f"| {' | '.join(HEAD)} |".replace("|  |", "| |"), RULE]
+    head = f"| {' | '.join(HEAD)} |".replace("|  |", "| |").format(reference=table.reference)
+    lines = [f"## {table.title}", "", _rates(table), "", head, RULE]
     lines += [_line(values_of(table, row)) for row in table.rows]
     return "\n".join([*lines, "", *table.remarks])
 
