@@ -26,7 +26,6 @@ T = TypeVar("T")
 BASE = "base"
 """The file of a group that holds what its options share; not itself a choice."""
 
-
 NOT_OF_A_RUN = ("drill", "hydra")
 """Folders of `conf/` that nothing is chosen from for a run."""
 
@@ -39,11 +38,12 @@ def conf_dir() -> Path:
 
 
 def check(tree: Any) -> Config:
-    """The composed Hydra tree as checked dataclasses."""
+    """The composed Hydra tree, which has its types already, or one from a file, as checked dataclasses."""
     from omegaconf import MissingMandatoryValue, OmegaConf
 
     try:
-        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
+        is_typed = OmegaConf.get_type(tree) is Config
+        cfg = OmegaConf.to_object(tree if is_typed else OmegaConf.merge(OmegaConf.structured(Config), tree))
     except MissingMandatoryValue as error:
         raise ConfigError(error.full_key or "", "has no value") from None
     assert isinstance(cfg, Config)

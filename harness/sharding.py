@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import harness.fp8.operators  # noqa: F401  (it is one of the operators below)
 from harness.config import ActivationCheckpointing, ParallelConfig
+from harness.fp8.linear import Fp8Linear
 from harness.parallel import World
 
 
@@ -110,9 +110,7 @@ def shard(
     layers = list(blocks)
     assert cfg.reshard_after_forward is not None, "left to the memory of the devices, and not settled"
     for block in layers:
-        _checkpoint_activations(block, cfg.activation_checkpointing)
-        if cfg.compile:
-            block.compile(fullgraph=True)
+        wrap(block, cfg)
         fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=cfg.reshard_after_forward)
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     squares = torch.zeros((), dtype=torch.float32, device=world.device)
@@ -128,6 +126,9 @@ def shard(
             module.set_custom_reduce_scatter(scatter)
     return collectives
 
+
+ADVANCE = "advance"
+"""The method of a block that computes; what is kept of it is kept from its arguments on."""
 
 _KEPT_BY_SELECTIVE = frozenset(
     {
@@ -150,6 +151,28 @@ def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_keep_products)  # type: ignore[no-untyped-call]
 
 
+def wrap(block: nn.Module, cfg: ParallelConfig) -> None:
+    """Checkpoint the block's activations and compile it, both where they are wanted.
+
+    What is computed again is left to the compiler, which then leaves out what nobody needs. But for fp8: torch 2.11
+    keeps all that an autograd function made in a compiled block, so there the compiled part is called a second time.
+    """
+    kind = cfg.activation_checkpointing
+    in_fp8 = any(isinstance(each, Fp8Linear) for each in block.modules())
+    is_called_again = cfg.compile and in_fp8 and kind is ActivationCheckpointing.full
+    if is_called_again:
+        setattr(block, ADVANCE, torch.compile(getattr(block, ADVANCE), fullgraph=True))
+    _checkpoint_activations(block, kind)
+    if cfg.compile and not is_called_again:
+        block.compile(fullgraph=True)
+
+
+def unwrap(block: nn.Module) -> None:
+    """Leave a block as it was: what is hooked into it is heard again."""
+    block._compiled_call_impl = None
+    vars(block).pop(ADVANCE, None)
+
+
 def _checkpoint_activations(block: nn.Module, kind: ActivationCheckpointing) -> None:
     """Wrap what the block computes in place, so that parameter names stay what they are and it still compiles.
 
@@ -157,10 +180,10 @@ def _checkpoint_activations(block: nn.Module, kind: ActivationCheckpointing) -> 
     """
     if kind is ActivationCheckpointing.none:
         return
-    advance = block.advance
+    advance = getattr(block, ADVANCE)
     contexts: dict[str, Any] = {"context_fn": _selective_contexts} if kind is ActivationCheckpointing.selective else {}
 
     def checkpointed(*inputs: Any) -> Any:
-        return checkpoint(advance, *inputs, use_reentrant=False, **contexts)
+        return checkpoint(advance, *inputs, use_reentrant=False, preserve_rng_state=False, **contexts)
 
-    setattr(block, "advance", checkpointed)  # noqa: B010  (a method to mypy)
+    setattr(block, ADVANCE, checkpointed)

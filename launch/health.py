@@ -24,6 +24,7 @@ from typing import final
 
 from harness import compose
 from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, Config, ConfigError, DeviceKind, ParallelConfig
+from harness.loading import loading
 from harness.rundir import RunDir
 from launch.layout import folder
 from launch.requeue import EXIT_UNHEALTHY
@@ -168,9 +169,10 @@ def leaves_a_mark(path: Path) -> bool:
 
 def meet(cfg: ParallelConfig, run: RunDir, node: str) -> list[str]:
     """Join all processes of the step in an all-reduce; returns what is wrong between the nodes, alike on all."""
-    import torch
+    with loading():
+        import torch
 
-    from harness.parallel import all_reduce_sum, connect, disconnect, together
+        from harness.parallel import all_reduce_sum, connect, disconnect, together
 
     world = connect(replace(cfg, replicate=1, timeout_s=MEET_WITHIN_S))
     try:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from harness import compose
 from harness.config import EXIT_BAD_CONFIG, Config, ConfigError, check_world, require
+from harness.loading import loading
 from harness.rundir import RunDir, check_resume
 from launch.machines import ALONE, Place
 from launch.parser import Parser
@@ -42,11 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg.run.dir, cfg.run.name = str(run.path.parent), run.path.name
         check_resume(cfg, run)
         check_nodes(cfg, place)
-        with threads_of_a_rank(cfg, ranks_expected(cfg)):
+        with threads_of_a_rank(cfg, ranks_expected(cfg)), loading():
             from launch import local
 
+            worker = worker_of(run)
         check_world(cfg, place.nodes * local.num_ranks(cfg))
-        return local.launch(cfg, worker_of(run), place)
+        return local.launch(cfg, worker, place)
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG

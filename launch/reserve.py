@@ -36,6 +36,7 @@ from typing import Any, final
 import torch
 
 from harness.config import EXIT_CRASHED, EXIT_INTERRUPTED, Config, ConfigError
+from harness.loading import loading
 from harness.requests import STOP_SIGNALS
 from harness.rundir import write_atomically
 from launch.ranks import FALL_FILE, PID_FILE, STACKS_FILE
@@ -127,8 +128,9 @@ class Reserved:
 def reserve(num_processes: int, *, forked: bool) -> Iterator[list[Reserved]]:
     """Processes for the ranks of this machine; gone when this is left."""
     if forked:
-        for name in IMPORTED_LATE:
-            import_module(name)
+        with loading():
+            for name in IMPORTED_LATE:
+                import_module(name)
         sys.stdout.flush()
         sys.stderr.flush()
     else:

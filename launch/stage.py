@@ -36,6 +36,8 @@ CHECKPOINTS_ON_DISK = 3
 """Room on the small disk beyond what a run keeps: one that is written, one that is deleted, one to spare."""
 LEAST_DISK_BYTES = 1 << 22
 SERVER_WITHIN_S = 120.0
+SERVER_ENVIRONMENT = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+"""MLflow's server would start half a dozen processes for jobs that no run has, and be twice as slow to come up."""
 ON_SMALL_DISK = """\
 mount -t tmpfs -o size="$1" tmpfs "$2" || exit 2
 disk=$2 kept=$3; shift 3
@@ -195,7 +197,12 @@ class Tracked:
         log = self.victim.logs / "tracking-server.log"
         with log.open("ab") as output:
             self.server = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                command,
+                env=os.environ | SERVER_ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
         self.victim.tracking_pid.write_text(f"{self.server.pid}\n", encoding="utf-8")
         deadline_s = time.monotonic() + SERVER_WITHIN_S

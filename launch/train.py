@@ -29,6 +29,7 @@ from harness.config import (
     check_world,
     require,
 )
+from harness.loading import loading
 from harness.rundir import check_resume, locate, name_run
 from launch.jobs import Composed
 from launch.multirun import sweep_over
@@ -117,11 +118,12 @@ def start(cfg: Config) -> int:
     require(not cfg.launch.dry_run, "launch.dry_run", "is for launch=slurm; `harness train --cfg job` shows this one")
     several = f"{cfg.launch.nodes} machines are for launch=slurm, or for `python -m launch.node` on each of them"
     require(cfg.launch.nodes == 1, "launch.nodes", several)
-    with threads_of_a_rank(cfg, ranks_expected(cfg)):
+    with threads_of_a_rank(cfg, ranks_expected(cfg)), loading():
         from launch import local
 
+        worker = worker_of(locate(cfg))
     check_world(cfg, local.num_ranks(cfg))
-    return local.launch(cfg, worker_of(locate(cfg)))
+    return local.launch(cfg, worker)
 
 
 def swept_keys(settings: Any, arguments: Sequence[str]) -> list[str]:

@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
+from harness.loading import loading
 from tests.distributed.pool import Pool
 
 LONGEST_FIRST = (
     "test_drills",
     "test_slurm",
-    "test_sentinel",
-    "test_shipper",
     "test_hosts",
+    "test_sentinel",
     "test_kill",
     "test_sweep",
-    "test_drill_command",
+    "test_parallel",
+    "test_signals",
     "test_operator",
+    "test_infrastructure",
+    "test_drill_command",
+    "test_local",
     "test_resume",
     "test_keeper",
-    "test_infrastructure",
-    "test_local",
     "test_leaving",
-    "test_parallel",
+    "test_dashboard",
+    "test_shipper",
     "test_mlflow_sink",
+    "test_store",
+    "test_exchange",
     "test_data_command",
+    "test_ring",
+    "test_rerun",
+    "test_by_itself",
+    "test_mechanism",
+    "test_shadow",
+    "test_activations",
 )
-"""Files that take half a minute or more: begun last, one of them would leave the other workers idle."""
+"""Files that take ten seconds or more: begun last, one of them would leave the other worker idle. Those that mostly
+wait come while the first computes."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep xdist from sorting files by the number of their tests: the longest have few."""
+    config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """All tests, and what they import."""
+    with loading():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

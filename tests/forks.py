@@ -20,13 +20,12 @@ from typing import Self
 from unittest.mock import patch
 
 ROOT = Path(__file__).parents[1]
-PRELOADED = ("launch.train", "launch.node", "launch.local", "harness.faults.worker", "harness.train", "torch._dynamo")
 
 
 @cache
 def forks() -> ForkServerContext:
     """Where processes of tests come from. Torch is loaded for one thread, as in each of two ranks on two cores."""
-    set_forkserver_preload([*PRELOADED, "tests.distributed.cases"])
+    set_forkserver_preload(["tests.preloaded"])
     with patch.dict(os.environ, OMP_NUM_THREADS="1"), chdir(ROOT):
         forkserver.ensure_running()
     return get_context("forkserver")

@@ -15,13 +15,14 @@ from torch.utils.hooks import RemovableHandle
 
 from harness.config import require
 from harness.faults.site import Site
+from harness.sharding import unwrap
 
 
 def uncompiled(site: Site) -> None:
     """Let the block of a layer that is struck run by itself."""
     for block in site.run.parts.model.blocks:
         if site.layer in set(block.modules()):
-            block._compiled_call_impl = None
+            unwrap(block)
 
 
 @final

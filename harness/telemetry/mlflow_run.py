@@ -12,6 +12,7 @@ from typing import Any
 
 from harness.compose import flat
 from harness.events import read
+from harness.loading import loading
 from harness.rundir import RunDir
 from harness.telemetry import parent
 from harness.telemetry.store import sqlite_path, without_credentials
@@ -29,8 +30,9 @@ class BadStoreError(Exception):
 
 def open_client(uri: str) -> Any:
     """MLflow's client; a URI it can never use is told apart from a store that does not answer now."""
-    from mlflow.exceptions import MlflowException
-    from mlflow.tracking import MlflowClient
+    with loading():
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
 
     try:
         return MlflowClient(tracking_uri=uri, registry_uri=uri)

@@ -19,7 +19,7 @@ from harness.parallel import World, connect, local
 from harness.rundir import RunDir
 from harness.state import RunState
 from harness.step import forward_backward, judge_and_update
-from tests.distributed.cases import TINY, digest, run
+from tests.distributed.cases import digest, run, tiny
 from tests.distributed.pool import Pool
 
 UNEVEN = ("model.dim=24", "model.num_heads=12", "model.num_kv_heads=6", "model.qk_norm=true", "model.ffn_dim=42")
@@ -27,7 +27,7 @@ UNEVEN = ("model.dim=24", "model.num_heads=12", "model.num_kv_heads=6", "model.q
 
 
 def start(*overrides: str) -> tuple[Parts, Config]:
-    cfg = load([*TINY, *overrides])
+    cfg = tiny(*overrides)
     return build(cfg, connect(cfg.parallel), RunDir(Path("/nonexistent"))), cfg
 
 

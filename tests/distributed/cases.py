@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,19 @@ TINY = (
 """A model that learns in milliseconds."""
 
 
+@cache
+def _composed(overrides: tuple[str, ...]) -> Config:
+    return load([*TINY, *overrides])
+
+
+def tiny(*overrides: str, directory: str = "runs") -> Config:
+    """That model with these overrides, for a run in `directory`. Hydra is asked once by each process: to compose takes
+    it as long as a rank takes for ten steps."""
+    cfg = deepcopy(_composed(overrides))
+    cfg.run.dir = directory
+    return cfg
+
+
 def full(tensor: Tensor) -> Tensor:
     """The whole of a tensor, gathered from all ranks where it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -62,7 +77,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 def first_weights(*overrides: str) -> str:
     """Digest of the weights a run starts with."""
-    cfg = load([*TINY, *overrides])
+    cfg = tiny(*overrides)
     return digest(dict(_build(cfg).model.named_parameters()))
 
 
@@ -72,7 +87,7 @@ def _build(cfg: Config, world: World | None = None) -> Parts:
 
 def run(directory: str, *overrides: str) -> tuple[int, list[StepRecord]]:
     """A whole run through the worker's own door: exit code and step records."""
-    cfg = load([*TINY, f"run.dir={directory}", *overrides])
+    cfg = tiny(*overrides, directory=directory)
     code = train.run_worker(cfg)
     path = rundir.locate(cfg).events if cfg.run.name else None
     records = [] if path is None else [event for event in events.read(path) if isinstance(event, StepRecord)]
@@ -88,7 +103,7 @@ def run_in_fp8(directory: str, *overrides: str) -> list[bool | None]:
         run.parts.mailbox = watched(run.parts.mailbox, "post", note, first=True)
         return run
 
-    cfg = load([*TINY, "precision=fp8_emulated", f"run.dir={directory}", "run.name=victim", *overrides])
+    cfg = tiny("precision=fp8_emulated", "run.name=victim", *overrides, directory=directory)
     assert train.run_worker(cfg, outfit) == 0
     return seen
 
@@ -146,7 +161,7 @@ def step(parts: Parts, cfg: Config, index: int, *, poisoned_by: float | None = N
 
 def refusal(value: float, guilty: int, *overrides: str) -> dict[str, Any]:
     """A poisoned step between two clean ones, and a control that never sees the poisoned one."""
-    cfg = load([*TINY, *overrides])
+    cfg = tiny(*overrides)
     world = connect(cfg.parallel)
     parts = _build(cfg, world)
     step(parts, cfg, 0)
@@ -170,7 +185,7 @@ def count_collectives(*overrides: str) -> dict[str, int]:
     """How often each collective is called in one step."""
     from torch.distributed.tensor.debug import CommDebugMode
 
-    cfg = load([*TINY, *overrides])
+    cfg = tiny(*overrides)
     parts = _build(cfg)
     step(parts, cfg, 0)
     with CommDebugMode() as counted:  # type: ignore[no-untyped-call]
@@ -180,7 +195,7 @@ def count_collectives(*overrides: str) -> dict[str, int]:
 
 def dtypes(*overrides: str) -> dict[str, str]:
     """What a step computes in: master weights, moments, gradients, and the weights inside a block's forward."""
-    cfg = load([*TINY, *overrides])
+    cfg = tiny(*overrides)
     parts = _build(cfg)
     seen: dict[str, str] = {}
     name = "blocks.0.attention.query.weight"
@@ -204,7 +219,7 @@ def dtypes(*overrides: str) -> dict[str, str]:
 
 def gradient_digests(*overrides: str) -> dict[str, Tensor]:
     """Whole gradients of the first batch."""
-    cfg = load([*TINY, *overrides])
+    cfg = tiny(*overrides)
     parts = _build(cfg)
     forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
     return {name: full(p.grad).clone() for name, p in parts.update.parameters.items() if p.grad is not None}

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from harness import compose, events, train
-from harness.compose import load
 from harness.events import FaultInjected
 from harness.faults.injuries import injury
 from harness.faults.plan import Fault, FaultKind
@@ -22,7 +21,7 @@ from harness.rundir import RunDir
 from harness.sentinel.slots import SLOTS
 from harness.step import forward_backward
 from launch.worker import worker_of
-from tests.distributed.cases import TINY, Snapshot
+from tests.distributed.cases import Snapshot, tiny
 
 STRUCK = 2
 """The iteration that single faults strike."""
@@ -46,7 +45,7 @@ def ready(directory: str, look: Callable[..., Any], *arguments: Any) -> Any:
 
 def ready_with(directory: str, words: Sequence[str], look: Callable[..., Any], *arguments: Any) -> Any:
     """The same in a run that is configured otherwise."""
-    cfg = load([*TINY, "optim.warmup_steps=4", f"run.dir={directory}", "run.name=victim", *words])
+    cfg = tiny("optim.warmup_steps=4", "run.name=victim", *words, directory=directory)
     found: list[Any] = []
 
     def outfit(run: Run) -> Run:

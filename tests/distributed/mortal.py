@@ -28,6 +28,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.loading import loading
 from tests.distributed.pool import free_port
 from tests.forks import forks
 
@@ -160,8 +161,9 @@ def _serve(orders: Connection, modules: tuple[str, ...]) -> None:
 
     torch.set_num_threads(1)
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  (the console of a run, which nobody reads)
-    for module in modules:
-        import_module(module)
+    with loading():
+        for module in modules:
+            import_module(module)
     threads = list(Path("/proc/self/task").iterdir())
     while (order := orders.recv()) is not None:
         orders.send(_attempt(*order) if len(threads) == 1 else f"{len(threads)} threads cannot be forked")

@@ -15,9 +15,17 @@ from tests.distributed import drilling
 from tests.distributed.pool import Pool
 from tests.evidence.causes import INJECTED, blamed
 
-CADENCE = "checkpoint.every_steps=25"
-"""Often enough for the one scenario that goes back to a checkpoint: writing them costs more than the steps."""
-ON_RANKS = (CADENCE, "parallel.device=cpu", "telemetry=plain", "telemetry.picture=false", "telemetry.postmortem=false")
+SELDOM_SAVED = "checkpoint.every_steps=50"
+"""Writing checkpoints costs more than the steps."""
+OFTEN_SAVED = {"optimizer_reset": "checkpoint.every_steps=25"}
+"""The one scenario that goes back to a checkpoint."""
+ON_RANKS = (
+    SELDOM_SAVED,
+    "parallel.device=cpu",
+    "telemetry=plain",
+    "telemetry.picture=false",
+    "telemetry.postmortem=false",
+)
 SCENARIOS = (
     "nan_loss",
     "nan_grad",
@@ -61,7 +69,8 @@ def drilled(ranks: Pool, runs: Path, name: str) -> Card:
     drill = scenario.load(name)
     victim = RunDir(runs / f"drill-{name}")
     twin = twin_of(ranks, runs, drill)
-    layout.lay_out(layout.configure([*drill.train, *ON_RANKS], ()), victim)
+    words = [*drill.train, *ON_RANKS, OFTEN_SAVED.get(name, SELDOM_SAVED)]
+    layout.lay_out(layout.configure(words, ()), victim)
     Dossier(name=name, scenario=drill, plan=drill.plan, twin=twin).write(victim)
     codes = ranks.run(2, drilling.run, str(victim.path))
     assert codes == 2 * [drill.expected.exit_code]

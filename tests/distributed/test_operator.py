@@ -16,7 +16,6 @@ from harness.build import Parts
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
 from harness.commands import REFUSED, Inbox
-from harness.compose import load
 from harness.data.ledger import Exclusion, Ledger
 from harness.events import (
     Action,
@@ -46,13 +45,19 @@ from harness.orders import (
 )
 from harness.rundir import RunDir, locate
 from tests.distributed import trouble
-from tests.distributed.cases import TINY, digest, state_on_disk
+from tests.distributed.cases import digest, state_on_disk, tiny
 from tests.distributed.pool import Pool
 from tests.distributed.test_sentinel import STEPS, check_replay, of
 
 LAG = 1
 NUM_STEPS = 34
-SHORT = (*STEPS, f"train.num_steps={NUM_STEPS}", "checkpoint.every_steps=8", f"sentinel.lag={LAG}")
+SHORT = (
+    *STEPS,
+    "model.num_layers=1",
+    f"train.num_steps={NUM_STEPS}",
+    "checkpoint.every_steps=8",
+    f"sentinel.lag={LAG}",
+)
 WHO, WHY = "ada", "the floor moved"
 Orders = Mapping[int, Sequence[Order]]
 Word = Callable[[RunDir], None]
@@ -92,7 +97,7 @@ def damage_and_go_back(run: RunDir) -> None:
 
 def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: str) -> Ended:
     """A run that is sent orders in the n-th step it begins, heard in that very step; and a word when it is paused."""
-    cfg = load([*TINY, f"run.dir={directory}", *overrides])
+    cfg = tiny(*overrides, directory=directory)
     run, num_begun, begun_in_pause, state = locate(cfg), 0, 0, ""
     compute: Callable[..., None] = getattr(train, "forward_backward")  # noqa: B009  (which train only imports)
     genuine_leave, genuine_wait = train.leave, Inbox.wait

@@ -15,7 +15,8 @@ from tests.distributed import cases
 from tests.distributed.pool import Pool
 from tests.forks import Launched
 
-STEPS = ("train.num_steps=120", "checkpoint.every_steps=10", "optim.warmup_steps=5")
+EVERY_TEN = ("model.num_layers=1", "checkpoint.every_steps=10", "optim.warmup_steps=5")
+STEPS = ("train.num_steps=70", *EVERY_TEN)
 Numbers = dict[int, tuple[float, float, float, int]]
 
 
@@ -90,13 +91,12 @@ def test_stopped_run_saves_exits_75_and_resumes_bit_identically(ranks: Pool, con
 
 
 def test_another_number_of_ranks_resumes_to_rounding(ranks: Pool, tmp_path: Path) -> None:
-    early = ("train.num_steps=120", "checkpoint.every_steps=10", "optim.warmup_steps=5")
-    for size, until in ((1, 15), (2, 30), (4, 45), (1, 60)):
-        overrides = [*early, f"train.num_steps={until}", "run.resume=changed", "optim.schedule=constant"]
+    for size, until in ((1, 10), (2, 20), (4, 30), (1, 40)):
+        overrides = [*EVERY_TEN, f"train.num_steps={until}", "run.resume=changed", "optim.schedule=constant"]
         code, records = ranks.run(size, cases.run, str(tmp_path), "run.name=a", *overrides)[0]
         assert code == 0
     whole = ranks.run(
-        2, cases.run, str(tmp_path), "run.name=b", *early, "train.num_steps=60", "optim.schedule=constant"
+        2, cases.run, str(tmp_path), "run.name=b", *EVERY_TEN, "train.num_steps=40", "optim.schedule=constant"
     )
     expected = whole[0][1]
     assert [record.cursor for record in records] == [record.cursor for record in expected]

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 
 from harness import events
-from harness.compose import load
 from harness.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunEnded, StepRecord
 from harness.replay.rerun import Order, run_worker, uncompiled
 from harness.rundir import RunDir
 from harness.sentinel.policy import replayed
 from tests.distributed import cases, trouble
-from tests.distributed.cases import TINY
+from tests.distributed.cases import tiny
 from tests.distributed.pool import Pool
 from tests.distributed.trouble import GUILTY_LAYER, Ended, Fault
 
 STEPS = (
-    "train.num_steps=60",
+    "train.num_steps=50",
     "optim.warmup_steps=5",
     "checkpoint.every_steps=5",
     "checkpoint.good_after_steps=3",
@@ -57,7 +56,7 @@ def actions(log: list[Event]) -> list[ActionKind]:
 
 def check_replay(log: list[Event], *overrides: str) -> None:
     """Fed to the policy again, the logged records give the logged actions."""
-    cfg = load([*TINY, *STEPS, *overrides]).sentinel
+    cfg = tiny(*STEPS, *overrides).sentinel
     again = replayed(log, cfg.policy, lag=cfg.lag)
     logged = [action for action in of(Action, log) if action.incident]
     assert [(a.kind, a.iteration, a.onset, a.exclude) for a in again] == [
@@ -178,7 +177,7 @@ def test_all_ranks_leave_fp8_together_also_after_a_restart_and_a_replay_follows_
     told = [(each.iteration, each.in_fp8, each.until) for each in of(Action, log)]
     assert told == [(1, False, 8), (7, True, None), (9, False, 22)]
     check_replay(log, *again)
-    cfg = uncompiled(load([*TINY, "precision=fp8_emulated", *LEAVING_FP8, f"run.dir={tmp_path}", "run.name=victim"]))
+    cfg = uncompiled(tiny("precision=fp8_emulated", "run.name=victim", *LEAVING_FP8, directory=str(tmp_path)))
     order = Order(
         run=victim.path,
         report=tmp_path / "replay.json",

@@ -14,7 +14,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor.debug import CommDebugMode
 
 from harness.build import Parts
-from harness.compose import load
 from harness.config import Config
 from harness.events import StepRecord, to_json
 from harness.model.transformer import Transformer
@@ -29,7 +28,7 @@ GROUPS = ("embedding", "blocks.0", "blocks.1", "norm", "head")
 
 
 def start(*overrides: str) -> tuple[Parts, Config]:
-    cfg = load([*cases.TINY, *overrides])
+    cfg = cases.tiny(*overrides)
     return cases._build(cfg, connect(cfg.parallel)), cfg
 
 
@@ -130,7 +129,7 @@ def test_ranks_are_told_apart_by_their_own_numbers(ranks: Pool, size: int, overr
             assert told["grad_norm"][rank] == pytest.approx(grad_norm, rel=1e-4)
         assert record.digests == {}
         assert record.mismatched_ranks == []
-        train = load([*cases.TINY, *overrides]).train
+        train = cases.tiny(*overrides).train
         assert sum(record.token_loss_counts) == train.batch_size * train.sequence_length
 
 

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from harness import events, train
 from harness.build import Parts
-from harness.compose import load
 from harness.events import Event
 from harness.parallel import local
 from harness.rundir import RunDir, locate
-from tests.distributed.cases import TINY, digest
+from tests.distributed.cases import digest, tiny
 
 GUILTY_LAYER = "blocks.1.mlp.up"
 BROKEN_WEIGHT = "norm.weight"
@@ -50,7 +49,7 @@ class Ended:
 
 def run(directory: str, fault: Fault | None, *overrides: str) -> Ended:
     """A run through the worker's own door, with a fault or without."""
-    cfg = load([*TINY, f"run.dir={directory}", *overrides])
+    cfg = tiny(*overrides, directory=directory)
     held: list[Parts] = []
     with installed(fault, held):
         code = train.run_worker(cfg)

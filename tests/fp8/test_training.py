@@ -14,7 +14,6 @@ from torch import Tensor
 from harness import events
 from harness.build import Parts, build
 from harness.checkpoint import store
-from harness.compose import load
 from harness.config import Config
 from harness.events import Action, ActionKind, RunStarted
 from harness.fp8.meters import Column, Role
@@ -38,7 +37,7 @@ class Loaded(NamedTuple):
 
 def loaded(directory: str, *overrides: str) -> Loaded:
     """What a run of this configuration holds once it has read the newest checkpoint of a directory."""
-    cfg, run = load([*cases.TINY, *overrides]), RunDir(Path(directory))
+    cfg, run = cases.tiny(*overrides), RunDir(Path(directory))
     parts = build(cfg, connect(cfg.parallel), run)
     before = cases.digest(parts.update.parameters)
     found = store.load_newest(run.checkpoints, parts.tensors(), world=parts.world)
@@ -90,7 +89,7 @@ def alone() -> Iterator[None]:
 
 
 def started(directory: Path, *overrides: str) -> tuple[Config, Parts]:
-    cfg = load([*cases.TINY, "precision=fp8_emulated", *overrides])
+    cfg = cases.tiny("precision=fp8_emulated", *overrides)
     return cfg, build(cfg, connect(cfg.parallel), RunDir(directory))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,13 +18,22 @@ from harness.model.transformer import Block, document_mask, rotary_tables
 from harness.plan.activations import kept_bytes
 from harness.plan.fp8 import maps_of
 from harness.precision import DTYPES, linear
-from harness.sharding import _checkpoint_activations
+from harness.sharding import wrap
 from tests.plan.shadow import fused_norms
 
 NUM_ROWS = 2
 IN_FP8 = ["model=tiny", "precision=fp8_emulated", "train.sequence_length=64"]
 LIKE_INDUCTOR = "aot_eager_decomp_partition"
 """Its graphs, not its kernels: what is kept is decided before there are any."""
+
+
+@contextmanager
+def like_inductor() -> Iterator[None]:
+    """Whatever is compiled meanwhile."""
+    compiler = partial(torch.compile, backend=LIKE_INDUCTOR)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", compiler)
+        yield
 
 
 def kept_by(block: Block, cfg: Config) -> int:
@@ -81,9 +93,23 @@ def test_every_byte_that_autograd_keeps(words: list[str]) -> None:
 def test_a_compiled_block_in_fp8_keeps_as_much_with_selective_checkpointing() -> None:
     cfg = load([*IN_FP8, "parallel.compile=true", "parallel.activation_checkpointing=selective"])
     block = block_of(cfg)
-    _checkpoint_activations(block, cfg.parallel.activation_checkpointing)
-    block.compile(fullgraph=True, backend=LIKE_INDUCTOR)
+    with like_inductor():
+        wrap(block, cfg.parallel)
     num_tokens, maps = NUM_ROWS * cfg.train.sequence_length, maps_of(cfg, 0)
     assert kept_by(block, cfg) == num_tokens * kept_bytes(cfg, maps)
     without = replace(cfg, parallel=replace(cfg.parallel, activation_checkpointing=ActivationCheckpointing.none))
     assert kept_bytes(without, maps) - kept_bytes(cfg, maps) == 2 * 4, "but for two statistics of norms"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which the compiler looks at, of any tensor
+@pytest.mark.parametrize("precision", ["bf16", "fp8_emulated"])
+def test_a_compiled_block_that_is_computed_again_keeps_its_input_alone(precision: str) -> None:
+    words = [f"precision={precision}", "parallel.compile=true", "parallel.activation_checkpointing=full"]
+    cfg = load(["model=tiny", "train.sequence_length=64", *words])
+    block = block_of(cfg)
+    with like_inductor():
+        wrap(block, cfg.parallel)
+    kept, wide = kept_by(block, cfg), DTYPES[PrecisionKind(cfg.precision.kind)].itemsize * cfg.model.dim
+    assert wide == kept_bytes(cfg, maps_of(cfg, 0))
+    assert 1 <= kept / (NUM_ROWS * cfg.train.sequence_length * wide) < 1.2, "and a table or two"

@@ -25,6 +25,7 @@ from harness.telemetry.shipper import Shipper, last_line
 from harness.telemetry.sinks import EventLog
 from harness.telemetry.store import tracking_uri
 from harness.telemetry.ticket import load_ticket
+from launch.stage import SERVER_ENVIRONMENT
 
 MakeRun = Callable[..., tuple[RunDir, Config]]
 MakeStep = Callable[..., StepRecord]
@@ -85,7 +86,9 @@ class Server:
         command += ["--backend-store-uri", f"sqlite:///{self._directory / 'server.db'}", "--workers", "1"]
         command += ["--artifacts-destination", str(self._directory / "artifacts")]
         with (self._directory / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, env=os.environ | SERVER_ENVIRONMENT, stdout=log, stderr=log, start_new_session=True
+            )
         wait_until(self._answers, "the server answers")
 
     def kill(self) -> None:
