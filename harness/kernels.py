@@ -45,7 +45,7 @@ def note_rounded(values: Tensor, rounded: Tensor, scale: Tensor, row: Tensor, *,
 
 @triton.jit
 def _step_adamw(parameter, gradient, first, second, terms, count, block: tl.constexpr):
-    at = tl.program_id(0) * block + tl.arange(0, block)
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < count
     if tl.load(terms) == 0:
         slope = tl.load(gradient + at, mask=inside) / tl.load(terms + 1)
@@ -62,7 +62,7 @@ def _step_adamw(parameter, gradient, first, second, terms, count, block: tl.cons
 
 @triton.jit
 def _direction_square(first, second, correction, sums, count, eps, block: tl.constexpr):
-    at = tl.program_id(0) * block + tl.arange(0, block)
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < count
     length = tl.sqrt_rn(tl.load(second + at, mask=inside, other=0.0) / tl.load(correction)) + eps
     step = tl.load(first + at, mask=inside, other=0.0) / length

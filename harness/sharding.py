@@ -84,9 +84,10 @@ class WatchedScatter(DefaultReduceScatter):
 
 @final
 class Unscattered(DefaultReduceScatter):
-    """Where nothing is sharded there is nothing to scatter: what FSDP would copy the gradients to is what they are in.
+    """Alone there is nothing to scatter or reduce: what FSDP would copy the gradients to is what they are in.
 
-    It asks for room twice in each reduction, first for what goes in, then for what comes out.
+    It asks for room twice in each reduction, first for what goes in, then for what comes out. Not for replicas: their
+    gradients go on to another stream, which would have to be told of.
     """
 
     def __init__(self) -> None:
@@ -116,7 +117,7 @@ def shard(
     squares = torch.zeros((), dtype=torch.float32, device=world.device)
     collectives = Collectives(squares, sees_gradients=world.size > world.replicate)
     gather = _WatchedGather(collectives)
-    scatter = WatchedScatter(collectives) if collectives.sees_gradients else Unscattered()
+    scatter = WatchedScatter(collectives) if world.size > 1 else Unscattered()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if world.size > 1:  # alone, FSDP divides by whatever it is told, by 1 too: a pass over all gradients

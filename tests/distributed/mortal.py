@@ -157,9 +157,6 @@ class Mortals:
 
 
 def _serve(orders: Connection, modules: tuple[str, ...]) -> None:
-    import torch
-
-    torch.set_num_threads(1)
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  (the console of a run, which nobody reads)
     with loading():
         for module in modules:
@@ -206,6 +203,11 @@ def _bear(rank: int, size: int, port: str, order: tuple[Any, ...]) -> tuple[Base
 
 def _live(rank: int, size: int, port: str, reports: Connection, order: tuple[Any, ...]) -> None:
     """A rank's life."""
+    import torch
+
+    # Not before the fork: a pool of threads that was forked is made anew by whoever comes first, and two who come at
+    # once find none and abort.
+    torch.set_num_threads(1)
     case, arguments, death = order
     os.environ.update(
         RANK=str(rank),

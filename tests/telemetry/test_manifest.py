@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def test_it_says_what_the_run_was_made_of(make_run: MakeRun) -> None:
     _, cfg = make_run()
     manifest = build(cfg)
     assert manifest["run"] == "run"
-    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["versions"]["torch"] == version("torch")
     assert all(manifest["versions"][name] for name in ("python", "mlflow", "hydra", "omegaconf", "numpy"))
     assert manifest["hardware"]["world_size"] == 2
     assert manifest["hardware"]["memory_bytes"] > 0
