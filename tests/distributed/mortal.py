@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from harness.loading import loading
 from tests.distributed.pool import free_port
-from tests.forks import forks
+from tests.forks import ROOT, forks
 
 ATTEMPT_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
@@ -157,6 +157,7 @@ class Mortals:
 
 
 def _serve(orders: Connection, modules: tuple[str, ...]) -> None:
+    os.chdir(ROOT)
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  (the console of a run, which nobody reads)
     with loading():
         for module in modules:

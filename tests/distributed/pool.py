@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.forks import forks
+from tests.forks import ROOT, forks
 
 CASE_TIMEOUT_S = 120
 
@@ -33,6 +33,7 @@ def _serve(orders: Connection) -> None:
     import torch
 
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (the console of a run, which nobody reads)
+    os.chdir(ROOT)  # not where the test that began it stood: others follow
     torch.set_num_threads(1)
     while True:
         order = orders.recv()
