@@ -37,7 +37,10 @@ def direction_square(first: Tensor, second: Tensor, correction: Tensor, *, eps: 
 
 
 def note_rounded(values: Tensor, rounded: Tensor, scale: Tensor, row: Tensor, *, stride: int) -> None:
-    """Add to a row of a meter what rounding did to every `stride`-th row of a matrix; `rounded`: fp8 as plain bytes."""
+    """Add to a row of a meter what rounding did to every `stride`-th row of a matrix; `rounded`: fp8 as plain bytes.
+
+    The row has the columns of `harness.fp8.meters.Column`, by their numbers.
+    """
     height, width = values.shape
     grid = (triton.cdiv(height, stride), triton.cdiv(width, BLOCK))
     _note_rounded[grid](values, rounded, scale, row, width, stride, BLOCK)

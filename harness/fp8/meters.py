@@ -38,9 +38,9 @@ class Column(IntEnum):
     scale = 1
     """The smallest of all micro-batches: the one that the largest value was rounded by."""
     zeros = 2
-    """Numbers that were not zero and became it."""
+    """Numbers that were not zero and became it, by the rows that were looked at."""
     nonzeros = 3
-    """Numbers that were not zero."""
+    """Numbers that were not zero, likewise."""
 
 
 METER = (len(Role), len(Column))

@@ -17,7 +17,7 @@ from tests.evidence.causes import INJECTED, blamed
 
 SELDOM_SAVED = "checkpoint.every_steps=50"
 """Writing checkpoints costs more than the steps."""
-OFTEN_SAVED = {"optimizer_reset": "checkpoint.every_steps=25"}
+OFTEN_SAVED = {"optimizer_reset": ["checkpoint.every_steps=25"]}
 """The one scenario that goes back to a checkpoint."""
 ON_RANKS = (
     SELDOM_SAVED,
@@ -69,7 +69,7 @@ def drilled(ranks: Pool, runs: Path, name: str) -> Card:
     drill = scenario.load(name)
     victim = RunDir(runs / f"drill-{name}")
     twin = twin_of(ranks, runs, drill)
-    words = [*drill.train, *ON_RANKS, OFTEN_SAVED.get(name, SELDOM_SAVED)]
+    words = [*drill.train, *ON_RANKS, *OFTEN_SAVED.get(name, [])]
     layout.lay_out(layout.configure(words, ()), victim)
     Dossier(name=name, scenario=drill, plan=drill.plan, twin=twin).write(victim)
     codes = ranks.run(2, drilling.run, str(victim.path))

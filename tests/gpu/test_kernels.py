@@ -8,6 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.fp8 import meters
+from harness.fp8.emulated import Emulated
+from harness.fp8.engine import FORWARD
+from harness.fp8.meters import Column
 from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
 from harness.sentinel.signals import direction_square
 
@@ -72,3 +76,18 @@ def test_the_length_of_adams_step_is_the_same_in_one_pass(number: int) -> None:
     corrections = (scalar(0.3), scalar(0.2))
     found = [direction_square(moments, corrections=corrections, eps=1e-8, compiled=each) for each in (True, False)]
     torch.testing.assert_close(*found, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("sample", [2**20, 20_000])
+def test_what_rounding_did_is_noted_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch, sample: int) -> None:
+    monkeypatch.setattr(meters, "SAMPLE", sample)
+    values = torch.randn(300, 5000, generator=torch.Generator().manual_seed(0)).mul(1e-3).to(torch.bfloat16)
+    values[0, :7], values[0, 7] = 0.0, torch.nan
+    rows = [torch.zeros(len(Column), device=device) for device in ("cpu", "cuda")]
+    for scale in (2.0, 1.5, 3.0):
+        for row in rows:
+            given, factor = values.to(row.device), torch.tensor(scale, device=row.device)
+            rounded = Emulated().round(given, factor, dtype=FORWARD, both=False, largest=None)
+            meters.note(row, given, factor, rounded)
+    torch.testing.assert_close(rows[1].cpu(), rows[0], rtol=1e-5, atol=0.0)
+    assert rows[0][Column.zeros] > 0
