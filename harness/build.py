@@ -107,15 +107,16 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         has_fp8=cfg.precision.kind is PrecisionKind.fp8,
     )
     products.materialize(world.device, layout.groups)
+    compiles_on_cuda = cfg.parallel.compile and world.device.type == "cuda"
     update = build_update(
         parameter_groups(model, cfg),
         cfg=cfg.optim,
         num_steps=cfg.train.num_steps,
         device=world.device,
-        compiled=cfg.parallel.compile,
+        own_kernel=compiles_on_cuda,
     )
     scale = loss_scale(cfg.precision, world.device)
-    gate = Gate(cfg.sentinel.detect, device=world.device)
+    gate = Gate(cfg.sentinel.detect, device=world.device, compiled=compiles_on_cuda)
     ring = Ring(state_tensors(update, scale, gate), cfg=cfg.checkpoint.ring, world=world)
     return Parts(
         world=world,
@@ -125,7 +126,7 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         products=products,
         collectives=collectives,
         signals=Signals(
-            layout, parameters=parameters, world=world, collectives=collectives, compiled=cfg.parallel.compile
+            layout, parameters=parameters, world=world, collectives=collectives, own_kernels=compiles_on_cuda
         ),
         mailbox=Mailbox(size=layout.size + DECIDED, lag=cfg.sentinel.lag, device=world.device),
         batches=batches,

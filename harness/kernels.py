@@ -1,13 +1,15 @@
 """Passes over a rank's own tensors for which torch has no kernel that is as fast as memory, in Triton.
 
 Why: torch's fused AdamW, told to divide the gradient, writes it back, which nobody reads again, and on CUDA it moves
-three quarters of what memory could; the length of Adam's step takes it five passes, and counting what became zero in
-fp8 eight. `torch.compile` makes such kernels too, but to call one costs the host a millisecond, and there are hundreds
-of parameters in a step.
+three quarters of what memory could; what a probe adds up of weights and moments takes it nine passes, and counting what
+became zero in fp8 eight. `torch.compile` makes such kernels too, but to call one costs the host a millisecond, and
+there are hundreds of parameters in a step.
 How: every number is read once and written once. Triton comes with torch for CUDA; nobody else imports this file.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -15,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-"""Numbers that one program takes."""
+"""Numbers that one program takes at once."""
+NUM_SUMMANDS = 1024
+"""Programs that share the sums of one tensor, each a part; added up in one order, whoever is done first."""
 
 
 def step_adamw(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, terms: Tensor) -> None:
@@ -28,21 +32,27 @@ def step_adamw(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tenso
     _step_adamw[(triton.cdiv(count, BLOCK),)](parameter, gradient, first, second, terms, count, BLOCK)
 
 
-def direction_square(first: Tensor, second: Tensor, correction: Tensor, *, eps: float) -> Tensor:
-    """Sum of squares of first / (sqrt(second / correction) + eps)."""
-    count = first.numel()
-    sums = torch.empty(triton.cdiv(count, BLOCK), dtype=torch.float32, device=first.device)
-    _direction_square[(len(sums),)](first, second, correction, sums, count, eps, BLOCK)
-    return sums.sum()
+def sum_state(
+    weights: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor], correction: Tensor, *, eps: float
+) -> Tensor:
+    """Parameters x (sum of squared weights, of second moments, of their squares, and of squares of
+    first / (sqrt(second / correction) + eps)); all contiguous and in fp32."""
+    sums = torch.zeros(len(weights), NUM_SUMMANDS, 4, dtype=torch.float32, device=correction.device)
+    terms = torch.stack([correction, torch.full_like(correction, eps)])
+    for weight, first, second, row in zip(weights, firsts, seconds, sums, strict=True):
+        count = weight.numel()
+        grid = (min(triton.cdiv(count, BLOCK), NUM_SUMMANDS),)
+        _sum_state[grid](weight, first, second, terms, row, count, BLOCK)
+    return sums.sum(dim=1)
 
 
 def note_rounded(values: Tensor, rounded: Tensor, scale: Tensor, row: Tensor, *, stride: int) -> None:
     """Add to a row of a meter what rounding did to every `stride`-th row of a matrix; `rounded`: fp8 as plain bytes.
 
-    The row has the columns of `harness.fp8.meters.Column`, by their numbers.
+    The first one is number `stride // 2`. The meter's row has the columns of `harness.fp8.meters.Column`, by number.
     """
     height, width = values.shape
-    grid = (triton.cdiv(height, stride), triton.cdiv(width, BLOCK))
+    grid = (triton.cdiv(height - stride // 2, stride), triton.cdiv(width, BLOCK))
     _note_rounded[grid](values, rounded, scale, row, width, stride, BLOCK)
 
 
@@ -64,19 +74,33 @@ def _step_adamw(parameter, gradient, first, second, terms, count, block: tl.cons
 
 
 @triton.jit
-def _direction_square(first, second, correction, sums, count, eps, block: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < count
-    length = tl.sqrt_rn(tl.load(second + at, mask=inside, other=0.0) / tl.load(correction)) + eps
-    step = tl.load(first + at, mask=inside, other=0.0) / length
-    tl.store(sums + tl.program_id(0), tl.sum(step * step))
+def _sum_state(weight, first, second, terms, row, count, block: tl.constexpr):
+    weights = tl.zeros((block,), tl.float32)
+    moments, squares, directions = weights, weights, weights
+    wide = tl.full((), block, tl.int64)
+    for number in range(tl.program_id(0), tl.cdiv(count, block), tl.num_programs(0)):
+        at = number * wide + tl.arange(0, block)
+        inside = at < count
+        value = tl.load(weight + at, mask=inside, other=0.0)
+        moment = tl.load(second + at, mask=inside, other=0.0)
+        length = tl.sqrt_rn(moment / tl.load(terms)) + tl.load(terms + 1)
+        step = tl.load(first + at, mask=inside, other=0.0) / length
+        weights += value * value
+        moments += moment
+        squares += moment * moment
+        directions += step * step
+    place = row + tl.program_id(0) * 4
+    tl.store(place, tl.sum(weights))
+    tl.store(place + 1, tl.sum(moments))
+    tl.store(place + 2, tl.sum(squares))
+    tl.store(place + 3, tl.sum(directions))
 
 
 @triton.jit
 def _note_rounded(values, rounded, scale, row, width, stride, block: tl.constexpr):
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
-    begin = tl.program_id(0).to(tl.int64) * stride * width
+    begin = (tl.program_id(0).to(tl.int64) * stride + stride // 2) * width
     before = tl.sum((tl.load(values + begin + at, mask=inside, other=0.0) != 0).to(tl.int32))
     after = tl.sum(((tl.load(rounded + begin + at, mask=inside, other=0) & 0x7F) != 0).to(tl.int32))
     tl.atomic_add(row + 2, ((before - after) * stride).to(tl.float32))

@@ -92,15 +92,21 @@ def stride_of(values: Tensor) -> int:
     return max(1, values.numel() // SAMPLE)
 
 
+def sample_of(values: Tensor) -> Tensor:
+    """The rows that are looked at; not the first, which may be the first token of every sequence."""
+    stride = stride_of(values)
+    return values[stride // 2 :: stride]
+
+
 def note(row: Tensor, values: Tensor, scale: Tensor, rounded: Rounded) -> None:
     """What rounding did to the rows of `values` that are looked at; counts stand for all rows."""
-    stride, numbers = stride_of(values), rounded.rows.view(torch.uint8)
+    numbers, stride = rounded.rows.view(torch.uint8), stride_of(values)
     if values.is_cuda:
         from harness.kernels import note_rounded
 
         note_rounded(values, numbers, scale, row, stride=stride)
         return
     row[Column.scale] = torch.where(row[Column.scale] > 0, torch.minimum(row[Column.scale], scale), scale)
-    before, after = values[::stride].count_nonzero(), (numbers[::stride] & 0x7F).count_nonzero()
+    before, after = sample_of(values).count_nonzero(), (sample_of(numbers) & 0x7F).count_nonzero()
     row[Column.zeros] += (before - after) * stride
     row[Column.nonzeros] += before * stride

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from harness.config import Fp8Recipe
 from harness.fp8.engine import FORWARD, LIMITS, Blocks, Engine, Rounded, Side, engine_of
-from harness.fp8.meters import PROBE, Column, Role, dtype_of, largest_of, note, scale_of, stride_of
+from harness.fp8.meters import PROBE, Column, Role, dtype_of, largest_of, note, sample_of, scale_of
 
 
 def forward(
@@ -142,7 +142,7 @@ def _round(
     if recipe == Fp8Recipe.block:
         rounded = does.round_blocks(values, dtype=dtype, both=both, square=role is Role.weights)
         if row is not None and PROBE.counts:
-            note(row, values, scale_of(largest_of(values[:: stride_of(values)]), LIMITS[dtype]), rounded)
+            note(row, values, scale_of(largest_of(sample_of(values)), LIMITS[dtype]), rounded)
         return rounded
     if recipe == Fp8Recipe.delayed and PROBE.primes:
         scale = scale_of(largest_of(values), LIMITS[dtype])

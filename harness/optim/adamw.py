@@ -62,7 +62,7 @@ def step_in_one_pass(parts: Sequence[Part], rule: Rule, *, refuse: Tensor, divis
     from harness.kernels import step_adamw
 
     steps = [part.step for part in parts]
-    torch._foreach_add_(steps, 1 - refuse)
+    torch._foreach_add_(steps, [1 - refuse] * len(steps))  # the same number as a tensor for all would be waited for
     terms = _terms(torch.stack(steps), rule, refuse=refuse, divisor=divisor)
     for part, row in zip(parts, terms, strict=True):
         step_adamw(part.parameter, part.gradient, part.first, part.second, row)

@@ -46,7 +46,7 @@ class Update:
     clip_value: float | None
     lr_scale: Tensor
     """What every rate is multiplied with, besides the schedule; on its way to `lr_target`."""
-    compiled: bool = False
+    own_kernel: bool = False
     """Whether the harness's own kernel makes the update; CUDA only."""
     lr_target: float = 1.0
     """Where `lr_scale` goes: down at once, up by and by."""
@@ -98,7 +98,7 @@ class Update:
     @torch.no_grad()
     def descend(self, *, refuse: Tensor, divisor: Tensor) -> None:
         """On this rank's own parts: `AdamW.step` would take every list through DTensor's dispatch."""
-        step = step_in_one_pass if self.compiled else step_fused
+        step = step_in_one_pass if self.own_kernel else step_fused
         for options in self.adamw.param_groups:
             beta1, beta2 = options["betas"]
             rule = Rule(options["lr"], options["weight_decay"], beta1, beta2, options["eps"])
@@ -122,7 +122,7 @@ class Update:
 
 
 def build_update(
-    groups: Sequence[Group], *, cfg: OptimConfig, num_steps: int, device: torch.device, compiled: bool = False
+    groups: Sequence[Group], *, cfg: OptimConfig, num_steps: int, device: torch.device, own_kernel: bool = False
 ) -> Update:
     """AdamW over the groups, its moments allocated."""
     options = [
@@ -150,5 +150,5 @@ def build_update(
         clip_norm=cfg.clip_norm,
         clip_value=cfg.clip_value,
         lr_scale=torch.ones((), dtype=torch.float32, device=device),
-        compiled=compiled and device.type == "cuda",
+        own_kernel=own_kernel,
     )

@@ -61,22 +61,33 @@ class Judgement(NamedTuple):
 
 @final
 class Gate:
-    def __init__(self, cfg: DetectConfig, *, device: torch.device) -> None:
+    def __init__(self, cfg: DetectConfig, *, device: torch.device, compiled: bool = False) -> None:
+        """`compiled`: as a few kernels, where there would be one for each of some 250 operations on single numbers."""
+        self._decide = torch.compile(decide, fullgraph=True) if compiled else decide
         self._cfg = cfg
         self.history = first_history(device)
         """Changed in place."""
 
     def judge(self, *, loss: Tensor, grad_norm: Tensor, warming: Tensor) -> Judgement:
         """Refuse or accept one step, and learn from what is accepted. `warming`: 1.0 while the learning rate rises."""
-        values = torch.stack([loss, grad_norm]).to(torch.float64)
-        by_loss, by_gradient = self.history.unbind(dim=1)
-        bounds = baseline.gate_bounds(by_loss.unbind(), by_gradient.unbind(), self._cfg, OPS, warming=warming)
-        is_finite = torch.isfinite(values).all()
-        is_clean = is_finite & ~baseline.beyond(values[0], values[1], bounds)
-        following = baseline.advance(self.history.unbind(), values, is_clean, self._cfg, OPS)
-        self.history.copy_(torch.stack(following))
-        return Judgement(
-            refuse=(~is_clean).to(torch.float32),
-            overflow=(~is_finite).to(torch.float32),
-            bounds=torch.stack(bounds[:2]).to(torch.float32),
-        )
+        judgement, following = self._decide(self.history, loss, grad_norm, warming, self._cfg)
+        self.history.copy_(following)
+        return judgement
+
+
+def decide(
+    history: Tensor, loss: Tensor, grad_norm: Tensor, warming: Tensor, cfg: DetectConfig
+) -> tuple[Judgement, Tensor]:
+    """What is to be done with a step, and the history after it; from numbers alone, so that it can be compiled."""
+    values = torch.stack([loss, grad_norm]).to(torch.float64)
+    by_loss, by_gradient = history.unbind(dim=1)
+    bounds = baseline.gate_bounds(by_loss.unbind(), by_gradient.unbind(), cfg, OPS, warming=warming)
+    is_finite = torch.isfinite(values).all()
+    is_clean = is_finite & ~baseline.beyond(values[0], values[1], bounds)
+    following = baseline.advance(history.unbind(), values, is_clean, cfg, OPS)
+    judgement = Judgement(
+        refuse=(~is_clean).to(torch.float32),
+        overflow=(~is_finite).to(torch.float32),
+        bounds=torch.stack(bounds[:2]).to(torch.float32),
+    )
+    return judgement, torch.stack(following)

@@ -15,7 +15,7 @@ would drown all others in a mean; second moments are summed by layer group and h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,8 +24,9 @@ from torch import Tensor
 
 from harness.events import TOKEN_LOSS_EDGES
 from harness.fp8.meters import SCALE_EXPONENTS, Role
-from harness.parallel import World, all_reduce_sum, local
+from harness.parallel import World, all_reduce_sum
 from harness.sentinel.slots import DIGEST_BITS, SLOTS
+from harness.sentinel.sums import square_sums, state_sums, state_sums_in_one_pass, weight_digest
 from harness.sharding import Collectives
 
 SCALARS = ("loss", "z_loss", "tokens", "stop", "save", "command", "v", "update")
@@ -46,12 +47,6 @@ PARTS = (
     "slots",
 )
 """The vector from its begin to its end."""
-
-DIGEST_MODULUS = 2**DIGEST_BITS - 3
-"""A prime: modulo a power of two, a flipped high bit would vanish from a sum."""
-
-PIECE = 2**24
-"""Numbers of one tensor that are looked at together, so that no large temporary exists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,45 +99,6 @@ def group_of(parameter_name: str) -> str:
     return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first
 
 
-def square_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of this rank's part of each tensor, as a vector."""
-    norms = torch._foreach_norm([local(tensor) for tensor in tensors], 2, dtype=torch.float32)
-    return torch.stack(norms).square()
-
-
-def absolute_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of absolute values of this rank's part of each tensor, as a vector."""
-    return torch.stack(torch._foreach_norm([local(tensor) for tensor in tensors], 1, dtype=torch.float32))
-
-
-def direction_square(
-    moments: Mapping[str, Tensor], *, corrections: tuple[Tensor, Tensor], eps: float, compiled: bool = False
-) -> Tensor:
-    """Sum of squares of this rank's part of Adam's step at rate 1, without its decay of weights."""
-    first_correction, second_correction = corrections
-    first, second = local(moments["exp_avg"]), local(moments["exp_avg_sq"])
-    if compiled:
-        from harness import kernels
-
-        return kernels.direction_square(first, second, second_correction, eps=eps) / first_correction.square()
-    pieces = zip(torch.split(first.view(-1), PIECE), torch.split(second.view(-1), PIECE), strict=True)
-    squares = [_piece_square(*piece, second_correction, eps) for piece in pieces]
-    return torch.stack(squares).sum() / first_correction.square()
-
-
-def _piece_square(first: Tensor, second: Tensor, correction: Tensor, eps: float) -> Tensor:
-    step = (second / correction).sqrt_().add_(eps)
-    torch.div(first, step, out=step)
-    square: Tensor = torch.linalg.vector_norm(step).square()
-    return square
-
-
-def weight_digest(parameters: Sequence[Tensor]) -> Tensor:
-    """A number that equal weights share and that any one flipped bit changes; exact in float32."""
-    sums = [local(parameter).detach().view(torch.int32).sum(dtype=torch.int64) for parameter in parameters]
-    return torch.stack(sums).sum().remainder(DIGEST_MODULUS)
-
-
 class Signals:
     """Gathers one step's numbers on this rank, then sums them over all."""
 
@@ -153,10 +109,11 @@ class Signals:
         parameters: Mapping[str, Tensor],
         world: World,
         collectives: Collectives,
-        compiled: bool = False,
+        own_kernels: bool = False,
     ) -> None:
+        """`own_kernels`: have the harness's own take sums over the state; CUDA only."""
         self.layout = layout
-        self._compiled = compiled and world.device.type == "cuda"
+        self._sum_state = state_sums_in_one_pass if own_kernels else state_sums
         self._world = world
         self._collectives = collectives
         self._parameters = dict(parameters)
@@ -220,19 +177,15 @@ class Signals:
         `moments` (step, exp_avg, exp_avg_sq) and `rates` (of the next update) by the name of their parameter.
         """
         parameters = list(self._parameters.values())
-        seconds = [moments[name]["exp_avg_sq"] for name in self._parameters]
+        firsts, seconds = ([moments[name][key] for name in self._parameters] for key in ("exp_avg", "exp_avg_sq"))
         step = moments[next(iter(self._parameters))]["step"].clamp(min=1)
         first_correction, second_correction = (1 - torch.pow(beta, step) for beta in betas)
-        self._part("group_params").add_(self._by_group(square_sums(parameters)))
-        self._part("group_moments").add_(self._by_group(absolute_sums(seconds) / second_correction))
-        self._add("v", square_sums(seconds).sum() / self._world.replicate)
-        corrections = (first_correction, second_correction)
-        updates = [
-            direction_square(moments[name], corrections=corrections, eps=eps, compiled=self._compiled)
-            * rates[name].square()
-            for name in self._parameters
-        ]
-        self._add("update", torch.stack(updates).sum() / self._world.replicate)
+        sums = self._sum_state(parameters, firsts, seconds, second_correction, eps=eps)
+        self._part("group_params").add_(self._by_group(sums.weight_squares))
+        self._part("group_moments").add_(self._by_group(sums.seconds / second_correction))
+        self._add("v", sums.second_squares.sum() / self._world.replicate)
+        steps = torch.stack([rates[name] for name in self._parameters]) / first_correction
+        self._add("update", (sums.directions * steps.square()).sum() / self._world.replicate)
         if self._world.replicate > 1:
             self._say("weight_digest", weight_digest(parameters))
 

@@ -13,7 +13,7 @@ from harness.fp8.emulated import Emulated
 from harness.fp8.engine import FORWARD
 from harness.fp8.meters import Column
 from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
-from harness.sentinel.signals import direction_square
+from harness.sentinel.sums import StateSums, state_sums, state_sums_in_one_pass
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,13 +69,20 @@ def test_a_refused_pass_leaves_every_bit(bad: float) -> None:
         assert all(torch.equal(now, then) for now, then in kept)
 
 
-@pytest.mark.parametrize("number", range(len(SHAPES)))
-def test_the_length_of_adams_step_is_the_same_in_one_pass(number: int) -> None:
-    part = parts()[number]
-    moments = {"exp_avg": part.first, "exp_avg_sq": part.second}
-    corrections = (scalar(0.3), scalar(0.2))
-    found = [direction_square(moments, corrections=corrections, eps=1e-8, compiled=each) for each in (True, False)]
-    torch.testing.assert_close(*found, rtol=1e-4, atol=0.0)
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_one_pass_sums_the_state_as_torch_does(is_sound: bool) -> None:
+    half, none, mean, square = (torch.full((5_000_001,), value, device="cuda") for value in (0.5, 0.0, -2e-3, 1e-6))
+    large = Part(half, none, mean, square, scalar(1.0))
+    every = [*parts(), large]
+    if not is_sound:
+        every[1].parameter[-1], every[3].first[0, 0], every[4].second[0, 0] = math.nan, math.inf, math.nan
+    weights, _, firsts, seconds, _ = (list(column) for column in zip(*every, strict=True))
+    one = state_sums_in_one_pass(weights, firsts, seconds, scalar(0.2), eps=1e-8)
+    several = state_sums(weights, firsts, seconds, scalar(0.2), eps=1e-8)
+    for name, own, their in zip(StateSums._fields, one, several, strict=True):
+        torch.testing.assert_close(own, their, rtol=1e-4, atol=0.0, equal_nan=True, msg=name)
+    assert one.weight_squares[-1].item() == pytest.approx(0.25 * 5_000_001)
+    assert (one.seconds.isnan().sum().item(), one.directions.isinf().sum().item()) == (0, 0) if is_sound else (1, 1)
 
 
 @pytest.mark.parametrize("sample", [2**20, 20_000])

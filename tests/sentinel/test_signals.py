@@ -14,9 +14,10 @@ from harness.compose import load
 from harness.events import TOKEN_LOSS_EDGES
 from harness.model.loss import IGNORED, count_losses
 from harness.parallel import World, connect, disconnect
-from harness.sentinel import signals as module
-from harness.sentinel.signals import DIGEST_MODULUS, Layout, Signals, group_of, weight_digest
+from harness.sentinel import sums as module
+from harness.sentinel.signals import Layout, Signals, group_of
 from harness.sentinel.slots import SLOTS
+from harness.sentinel.sums import DIGEST_MODULUS, weight_digest
 from harness.sharding import Collectives
 
 BETAS, EPS, RATE = (0.9, 0.95), 1e-8, 0.125
