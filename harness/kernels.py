@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+BLOCK = 1024
 """Numbers that one program takes at once."""
-NUM_SUMMANDS = 1024
+NUM_SUMMANDS = 512
 """Programs that share the sums of one tensor, each a part; added up in one order, whoever is done first."""
 
 
