@@ -507,7 +507,7 @@ class DetectConfig:
     fp8_underflow: float
     """Share of the numbers of a layer group that fp8 makes zero from which its range does not do."""
     fp8_saturated: float
-    """Share of the tensors with numbers beyond the range of fp8 from which it does not do."""
+    """Share of the tensors with numbers at twice the range of fp8 or beyond from which it does not do."""
 
     def __post_init__(self) -> None:
         least: dict[str, float] = {

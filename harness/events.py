@@ -43,7 +43,8 @@ farthest from the median first, at most four; a log line must not grow with the 
 
 Fp8Health = dict[str, Any]
 """How the numbers of one kind fit into fp8: `underflow` (share of those that were not zero and became it), `saturated`
-(share of the tensors with a number beyond the range) and `scale_log2`: [least, most] exponent of their scales."""
+(share of the tensors with a number at twice the range or beyond) and `scale_log2`: [least, most] exponent of their
+scales."""
 
 
 @dataclass(slots=True, kw_only=True)

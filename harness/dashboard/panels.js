@@ -32,7 +32,7 @@ const PANELS = [
     { column: "loss_scale", name: "loss scale", color: "blue" } ] },
   { id: "fp8", title: "Range of fp8", note: "share of the numbers that became zero, in the worst layer group; grey: computed in bf16", table: "probes", zero: true, format: ".2~%", lines: [
     { column: "in_bf16", name: "in bf16", color: "grey", table: "steps", width: 0.5, filled: true },
-    { column: "fp8_saturated", name: "tensors beyond the range", color: "orange", width: 1 },
+    { column: "fp8_saturated", name: "tensors far beyond the range", color: "orange", width: 1 },
     { column: "fp8_underflow", name: "became zero", color: "blue", mode: "lines+markers" } ] },
   { id: "fp8scale", title: "Scales of fp8", note: "smallest and largest exponent of two", table: "probes", lines: [
     { column: "fp8_scale_least", name: "smallest", color: "orange", mode: "lines+markers" },

@@ -224,7 +224,7 @@ def _draw_fp8(figure: Figure, evidence: Evidence) -> bool:
     dots(top, zeroed, RED, "")
     beyond = series(probed, lambda record: max(float(each["saturated"]) for each in record.fp8.values()))
     if any(share > 0 for _, share in beyond):
-        dots(top, beyond, INK, "beyond the range, worst role")
+        dots(top, beyond, INK, "far beyond the range, worst role")
     bound = evidence.run.settings.get("sentinel.detect.fp8_underflow")
     if isinstance(bound, int | float):
         top.axhline(bound, color=GREY, linewidth=0.9, linestyle="--", label=f"found above {bound:g}")

@@ -29,8 +29,10 @@ FIRST_READER = {"key": "query", "value": "query", "up": "gate"}
 """Maps whose input another one reads too, which is the one that takes notes of it."""
 PRIMED_STEPS = 4
 """Steps that take the scales of the tensors themselves where none is remembered; the first may be refused."""
-SATURATED = 1.001
-"""How far beyond the range the largest number must be: the one that a scale is made for lies on its edge."""
+SATURATED = 2.0
+"""How far beyond the range the largest number must be. The one that a scale is made for lies on its edge, and where a
+batch has gradients a little larger than any that is remembered, all of its tensors lie beyond: their tops are cut, and
+nothing is amiss."""
 
 
 @final

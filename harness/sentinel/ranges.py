@@ -3,8 +3,8 @@
 Why: with one scale for a tensor, one number out of all proportion leaves no room for the others: they become zero, and
 the layer learns nothing, long before the loss shows it.
 How: every probe tells what share of the numbers of each layer group became zero, and in what share of the activations,
-weights and gradients something lay beyond the range. What was found is found again only after a probe in which it was
-well below its bound; steps in bf16 are clean by nature, so that whatever is still there when fp8 comes back is new.
+weights and gradients something lay far beyond the range. What was found is found again only after a probe in which it
+was well below its bound; steps in bf16 are clean by nature, so that whatever is still there when fp8 comes back is new.
 Left out: steps that are not finite. A number that is none fits into no range, and another finding tells of it.
 """
 
@@ -62,7 +62,7 @@ class RangeGuard:
             often = f"{max(zeroed.values()):.0%} of the numbers of {_listed(zeroed)} became zero in fp8"
             told.append(f"{often}, above {cfg.fp8_underflow:.0%}")
         if beyond:
-            often = f"{max(beyond.values()):.0%} of the tensors of {_listed(beyond)} went beyond the range of fp8"
+            often = f"{max(beyond.values()):.0%} of the tensors of {_listed(beyond)} went far beyond the range of fp8"
             told.append(f"{often}, above {cfg.fp8_saturated:.0%}")
         finding = found_now(FindingKind.fp8_range, record, max(shares.values()), bound, "; ".join(told))
         finding.onset = min(self.clean_until + 1, record.iteration)

@@ -160,8 +160,11 @@ def test_a_tensor_beyond_the_scale_that_is_remembered_is_cut_and_counted() -> No
     assert sums["fp8_saturated"] == [0.0, 0.0, 0.0]
     products.learn(APPLIED)
     torch.testing.assert_close(products.remembered[0], torch.tensor([E4M3 / 2, E4M3 / 2, E5M2 / 3]))
+    output = passes(products, matrix(3.0), matrix(3.0))
+    assert output[0, :2].tolist() == [4.0, 2.0], "3 became 2, and was doubled"
+    assert taken(products)["fp8_saturated"] == [0.0, 0.0, 0.0], "but not by so much that it would count"
     output = passes(products, matrix(10.0), matrix(3.0))
-    assert output[0, :2].tolist() == [4.0, 2.0], "10 became 2, and was doubled"
+    assert output[0, :2].tolist() == [4.0, 2.0], "10 became 2 likewise"
     sums = taken(products)
     assert sums["fp8_saturated"] == [1.0, 0.0, 0.0]
     assert sums["fp8_tensors"] == [1.0, 1.0, 1.0]

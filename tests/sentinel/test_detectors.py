@@ -264,7 +264,7 @@ class TestTheRangeOfFp8:
         (finding,) = watch([self.probed(1), self.probed(11, 0.3, 0.75)])
         assert finding.message == (
             "30% of the numbers of blocks.1 became zero in fp8, above 25%; "
-            "75% of the tensors of activations went beyond the range of fp8, above 50%"
+            "75% of the tensors of activations went far beyond the range of fp8, above 50%"
         )
         (finding,) = watch([self.probed(1), self.probed(11, 0.1, 0.75)])
         assert (finding.groups, finding.value, finding.bound) == ([], 0.75, 0.5)

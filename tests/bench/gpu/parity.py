@@ -1,6 +1,6 @@
 """Does fp8 learn what bf16 learns? Runs of the product itself, same seed, same batches, one curve beside the other.
 
-    python -m tests.bench.gpu.parity                        125m, 1,000 steps of 8 x 1024 tokens, a few minutes
+    python -m tests.bench.gpu.parity                        125m, 1,000 steps of 16 x 1024 tokens, a few minutes
     python -m tests.bench.gpu.parity precision.fp8.recipe=block --picture parity.png
     python -m tests.bench.gpu.parity --engine emulated --steps 60 model=tiny --no-compile
 
@@ -35,7 +35,7 @@ from harness.events import StepRecord
 CORPUS_BYTES = 32 * 2**20
 SMOOTHED_OVER = 50
 BOUND = 0.01
-BATCH_SIZE = 8
+BATCH_SIZE = 16
 
 
 class Curve(NamedTuple):
@@ -126,7 +126,7 @@ def main() -> int:
                 "train.sequence_length=1024",
                 "eval.every_steps=0",
             ),
-            *(f"train.num_steps={options.steps}", f"optim.warmup_steps={warmup}", "optim.lr=6.0e-4"),
+            *(f"train.num_steps={options.steps}", f"optim.warmup_steps={warmup}", "optim.lr=3.0e-4"),
             *("telemetry=plain", "checkpoint.every_steps=0", f"parallel.compile={str(options.compile).lower()}"),
             *options.overrides,
         ]
