@@ -15,7 +15,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, final
 
+from harness import children
 from harness.config import EXIT_CRASHED, EXIT_INTERRUPTED, Config, ConfigError, DeviceKind
 from harness.requests import STOP_SIGNALS
 from harness.rundir import RunDir
@@ -127,11 +127,11 @@ def start(run: RunDir, room: Room, lock: IO[str]) -> Member:
     run.logs.mkdir(parents=True, exist_ok=True)
     with (run.logs / "console.txt").open("ab") as console:
         process = subprocess.Popen(
-            [sys.executable, "-m", "launch.node", str(run.path)],
+            children.command("launch.node", str(run.path)),
             stdin=subprocess.DEVNULL,
             stdout=console,
             stderr=subprocess.STDOUT,
-            env=os.environ | room.environment(),
+            env=children.environment() | room.environment(),
             pass_fds=(lock.fileno(),),
             start_new_session=True,
         )

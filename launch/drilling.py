@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from harness import compose
+from harness import children, compose
 from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED, Config, LaunchKind
 from harness.drills import card as cards
 from harness.drills import layout
@@ -116,9 +116,14 @@ def start_here(run: RunDir, *, limit_s: float, wrap: Sequence[str] = ()) -> Star
     paths = [run.logs / f"start-{number}.{stream}" for stream in ("stdout", "stderr")]
     begun_s = time.monotonic()
     with paths[0].open("wb") as out, paths[1].open("wb") as err:
-        command = [*wrap, sys.executable, "-m", "launch.node", str(run.path.resolve())]
+        command = [*wrap, *children.command("launch.node", str(run.path.resolve()))]
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True, env=environment()
+            command,
+            env=children.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
         )
         said = []
         try:
@@ -135,12 +140,6 @@ def start_here(run: RunDir, *, limit_s: float, wrap: Sequence[str] = ()) -> Star
     lines = paths[1].read_text(encoding="utf-8", errors="replace").splitlines()
     said += [line for line in lines if line.startswith("harness: ")]
     return Start(exit_code=process.returncode, said=said, seconds=round(time.monotonic() - begun_s, 3))
-
-
-def environment() -> dict[str, str]:
-    """The packages of this very checkout, wherever the child begins."""
-    here = str(Path(__file__).resolve().parent.parent)
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))}
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
@@ -190,7 +189,9 @@ def write_card(victim: RunDir) -> Card:
 def send(run: RunDir) -> None:
     """What MLflow has not got yet; a store that does not answer costs a warning."""
     with (run.logs / "mlflow.log").open("ab") as log:
-        command = [sys.executable, "-m", SINK_MODULE, str(run.path)]
-        sent = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(), check=False)
+        command = children.command(SINK_MODULE, str(run.path))
+        sent = subprocess.run(
+            command, env=children.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
+        )
     if sent.returncode != EXIT_DONE:
         print(f"warning: {run.path.name} did not reach MLflow; {log.name} says why", file=sys.stderr)

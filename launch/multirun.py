@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from harness import children
 from harness.config import (
     EXIT_BAD_CONFIG,
     EXIT_DONE,
@@ -156,14 +157,19 @@ def end_in_mlflow(directory: Path, cfgs: Sequence[Config]) -> None:
     tracked = [cfg.telemetry for cfg in cfgs if cfg.telemetry.mlflow]
     if not tracked:
         return
-    command = [sys.executable, "-m", SINK_MODULE, str(directory)]
+    command = children.command(SINK_MODULE, str(directory))
     log = directory / "mlflow.log"
     try:
         with log.open("ab") as output:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False,
+                command,
+                env=children.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                check=False,
                 timeout=max(section.exit_wait_s for section in tracked),
-            )  # fmt: skip
+            )
         problem = "" if done.returncode == EXIT_DONE else last_line(log)
     except subprocess.TimeoutExpired:
         problem = "no answer"

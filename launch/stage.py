@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, final
 
+from harness import children
 from harness.config import Config, ConfigError, LaunchKind
 from harness.drills.evidence import Evidence, gather
 from harness.events import CheckpointSaved
@@ -182,8 +182,8 @@ class Tracked:
         was_killed = self.server.poll() is not None
         self.stop()
         self.start()
-        command = [sys.executable, "-m", SINK_MODULE, str(self.victim.path)]
-        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        command = children.command(SINK_MODULE, str(self.victim.path))
+        subprocess.run(command, env=children.environment(), stdin=subprocess.DEVNULL, capture_output=True, check=False)
         wanted = {record.iteration for record in gather(self.victim).records}
         held = wanted & losses_held(self.address, self.victim)
         notes = [] if was_killed else ["the tracking server was not killed"]
@@ -192,12 +192,13 @@ class Tracked:
 
     def start(self) -> None:
         artifacts = Path(self.cfg.run.dir).resolve() / "mlartifacts"
-        command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", self.store, "--workers", "1"]
+        command = children.command("mlflow", "server", "--backend-store-uri", self.store, "--workers", "1")
         command += ["--artifacts-destination", str(artifacts), "--host", "127.0.0.1", "--port", str(self.port)]
         log = self.victim.logs / "tracking-server.log"
         with log.open("ab") as output:
             self.server = subprocess.Popen(
                 command,
+                cwd=self.victim.logs,  # it looks for modules where it is started, whatever it is told
                 env=os.environ | SERVER_ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -30,6 +30,7 @@ LONGEST_FIRST = (
     "test_mlflow_sink",
     "test_store",
     "test_exchange",
+    "test_children",
     "test_data_command",
     "test_ring",
     "test_rerun",

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    {"config", "compose", "events", "loading", "state", "rundir"},
+    {"children", "config", "compose", "events", "loading", "state", "rundir"},
     {"fp8", "parallel", "precision", "sharding", "kernels"},
     {"model", "data", "optim", "sentinel", "checkpoint", "telemetry"},
     {"build", "commands", "exchange", "opening", "operator", "orders", "recovery", "requests", "run", "step", "train"},
@@ -61,6 +61,7 @@ DOORS = {
 """Library -> the only files that may import it."""
 
 LIGHT = (
+    "harness.children",
     "harness.config",
     "harness.compose",
     "harness.events",
@@ -203,6 +204,14 @@ def test_each_library_has_one_door(path: Path) -> None:
     for library, doors in DOORS.items():
         used = any(name == library or name.startswith(f"{library}.") for name in imports(path))
         assert not used or name_of(path) in doors, f"{library} enters through {', '.join(sorted(doors))} only"
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_python_is_started_by_one_door(path: Path) -> None:
+    """It keeps the working directory out of what the process imports."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.List) and name_of(path) != "harness/children.py":
+            assert "sys.executable" not in map(ast.unparse, node.elts), "harness.children says how"
 
 
 @pytest.mark.parametrize("path", sources(), ids=name_of)

@@ -15,6 +15,7 @@ import sys
 import time
 from typing import final
 
+from harness import children
 from harness.events import Action, ActionKind, Event, Finding, FindingKind, Incident, StepRecord
 from harness.rundir import RunDir
 from harness.telemetry.shipper import last_line
@@ -94,12 +95,17 @@ class Scribe:
             self._start(self._waiting.pop(0))
 
     def _start(self, number: int) -> None:
-        command = [sys.executable, "-m", MODULE, str(self._run.path), "--incident", str(number)]
+        command = children.command(MODULE, str(self._run.path), "--incident", str(number))
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("ab") as output:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                    command,
+                    env=children.environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
                 )
         except OSError as error:
             self._warn(str(error))

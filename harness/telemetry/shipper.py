@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Self, final
 
+from harness import children
 from harness.rundir import RunDir
 
 SINK_MODULE = "harness.telemetry.mlflow_sink"
@@ -33,13 +34,17 @@ class Shipper:
         """Begin to send what the event log holds and will hold; a failure to start costs a warning, not the run."""
         log = run.logs / "mlflow.log"
         log_bytes = run.events.stat().st_size if run.events.exists() else 0
-        command = [sys.executable, "-m", SINK_MODULE, str(run.path)]
-        command += ["--trainer", str(os.getpid()), "--log-bytes", str(log_bytes)]
+        words = [str(run.path), "--trainer", str(os.getpid()), "--log-bytes", str(log_bytes)]
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                    children.command(SINK_MODULE, *words),
+                    env=children.environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
                 )
         except OSError as error:
             _warn(f"cannot start the MLflow shipper: {error}")
