@@ -108,3 +108,115 @@ def _note_rounded(values, rounded, scale, row, width, stride, block: tl.constexp
     if tl.program_id(0) + tl.program_id(1) == 0:
         known, now = tl.load(row + 1), tl.load(scale)
         tl.store(row + 1, tl.where(known > 0, tl.minimum(known, now), now))
+
+
+TILE_ROWS, TILE_COLUMNS = tl.constexpr(64), tl.constexpr(64)
+"""Of a matrix that is written both ways."""
+
+
+def round_product(
+    gate: Tensor, up: Tensor, scale: Tensor, largest: Tensor, *, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """silu(gate) * up in fp8, by rows and transposed; `largest` is raised to its largest absolute value."""
+    rows, columns = (torch.empty(shape, dtype=dtype, device=gate.device) for shape in (gate.shape, gate.shape[::-1]))
+    outputs = rows.view(torch.uint8), columns.view(torch.uint8)
+    _round_product[_tiles(gate)](gate, up, *outputs, scale, largest, *gate.shape, _name(dtype), _limit(dtype))
+    return rows, columns
+
+
+def round_slopes(
+    gradient: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    scales: Sequence[Tensor],
+    largest: Sequence[Tensor],
+    *,
+    dtype: torch.dtype,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The gradients of gate and of up from the one of silu(gate) * up, each as `round_product` has it."""
+    both = [torch.empty(shape, dtype=dtype, device=gate.device) for shape in (gate.shape, gate.shape[::-1]) * 2]
+    outputs = [each.view(torch.uint8) for each in both]
+    inputs = (gradient, gate, up)
+    _round_slopes[_tiles(gate)](*inputs, *outputs, *scales, *largest, *gate.shape, _name(dtype), _limit(dtype))
+    return (both[0], both[1]), (both[2], both[3])
+
+
+def _tiles(matrix: Tensor) -> tuple[int, int]:
+    height, width = matrix.shape
+    return triton.cdiv(width, TILE_COLUMNS.value), triton.cdiv(height, TILE_ROWS.value)
+
+
+def _name(dtype: torch.dtype) -> tl.dtype:
+    return tl.float8e4nv if dtype is torch.float8_e4m3fn else tl.float8e5
+
+
+def _limit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
+
+
+@triton.jit
+def _round_product(gate, up, rows, columns, scale, largest, height, width, dtype: tl.constexpr, limit: tl.constexpr):
+    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
+    inside = (row < height) & (column < width)
+    at = row.to(tl.int64) * width + column
+    turned = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    product = turned * tl.sigmoid(turned) * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    _write_rounded(product.to(tl.bfloat16).to(tl.float32), rows, columns, scale, largest, height, width, dtype, limit)
+
+
+@triton.jit
+def _round_slopes(
+    gradient,
+    gate,
+    up,
+    gate_rows,
+    gate_columns,
+    up_rows,
+    up_columns,
+    gate_scale,
+    up_scale,
+    gate_largest,
+    up_largest,
+    height,
+    width,
+    dtype: tl.constexpr,
+    limit: tl.constexpr,
+):
+    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
+    inside = (row < height) & (column < width)
+    at = row.to(tl.int64) * width + column
+    slope = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+    turned = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(turned)
+    of_up = slope * turned * share
+    _write_rounded(
+        of_up.to(tl.bfloat16).to(tl.float32), up_rows, up_columns, up_scale, up_largest, height, width, dtype, limit
+    )
+    of_gate = slope * tl.load(up + at, mask=inside, other=0.0).to(tl.float32) * share * (1 + turned * (1 - share))
+    _write_rounded(
+        of_gate.to(tl.bfloat16).to(tl.float32),
+        gate_rows,
+        gate_columns,
+        gate_scale,
+        gate_largest,
+        height,
+        width,
+        dtype,
+        limit,
+    )
+
+
+@triton.jit
+def _write_rounded(tile, rows, columns, scale, largest, height, width, dtype: tl.constexpr, limit: tl.constexpr):
+    """This program's tile of a matrix, in fp8, both ways."""
+    tl.atomic_max(largest, tl.max(tl.abs(tile)))
+    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    scaled = tl.clamp(tile * tl.load(scale), -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    rounded = scaled.to(dtype).to(tl.uint8, bitcast=True)
+    inside = (row[:, None] < height) & (column[None, :] < width)
+    tl.store(rows + row[:, None].to(tl.int64) * width + column[None, :], rounded, mask=inside)
+    inside = (row[None, :] < height) & (column[:, None] < width)
+    tl.store(columns + column[:, None].to(tl.int64) * height + row[None, :], tl.trans(rounded), mask=inside)

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import harness.fp8.swiglu  # noqa: F401  (defines an operator)
 from harness.config import ActivationCheckpointing, ParallelConfig
 from harness.fp8.linear import Fp8Linear
 from harness.parallel import World
@@ -139,6 +140,7 @@ _KEPT_BY_SELECTIVE = frozenset(
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.harness.fp8_forward.default,
+        torch.ops.harness.swiglu_forward.default,
     }
 )
 """Dear to compute, cheap to keep: matrix products and attention."""

@@ -13,7 +13,7 @@ Maps travel as one list: all weights, then their scales, then their meters.
 # ruff: noqa: ARG001  (what a graph is told of a result needs few of the arguments)
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +29,11 @@ def forward(
 ) -> list[Tensor]:
     """`hidden` [T, K] times each weight [N, K]: the products [T, N]; the rounded input [K, T] and one over its scales;
     the scale that each weight was rounded by, which is of meaning where it is remembered."""
-    does, (weights, scales, meters) = engine_of(engine), _thirds(maps)
-    inputs = _round(does, hidden, scale, meters[0] if is_noted else None, Role.activations, recipe)
+    does, (weights, scales, meters) = engine_of(engine), thirds(maps)
+    inputs = round_noted(does, hidden, scale, meters[0] if is_noted else None, Role.activations, recipe)
     products, used = [], []
     for weight, weight_scale, meter in zip(weights, scales, meters, strict=True):
-        right = _round(does, weight, weight_scale, meter if is_noted else None, Role.weights, recipe, both=False)
+        right = round_noted(does, weight, weight_scale, meter if is_noted else None, Role.weights, recipe, both=False)
         products.append(does.multiply(inputs.by_rows, right.by_rows, out=None, blocks=_of_weights(recipe), exact=False))
         used.append(right.row_inverse.reciprocal().view(()) if recipe == Fp8Recipe.delayed else right.rows.new_empty(0))
     return [*products, inputs.columns, inputs.column_inverse, *used]
@@ -43,7 +43,7 @@ def _forward_shapes(
     hidden: Tensor, scale: Tensor, maps: list[Tensor], is_noted: bool, recipe: str, engine: str
 ) -> list[Tensor]:
     num_rows, width = hidden.shape
-    weights, _, _ = _thirds(maps)
+    weights, _, _ = thirds(maps)
     inverse = (1,) if recipe != Fp8Recipe.block else engine_of(engine).block_scales(width, num_rows, square=False)
     used, dtype = ((), torch.float32) if recipe == Fp8Recipe.delayed else ((0,), FORWARD)
     return [
@@ -68,10 +68,10 @@ def backward(
     inputs, lines = Side(columns, inverse), Blocks.lines if recipe == Fp8Recipe.block else Blocks.none
     of_input: Tensor | None = None
     of_weights = []
-    for gradient, scale, weight, weight_scale, meter in zip(gradients, gradient_scales, *_thirds(maps), strict=True):
-        left = _round(does, gradient, scale, meter, Role.gradients, recipe)
+    for gradient, scale, weight, weight_scale, meter in zip(gradients, gradient_scales, *thirds(maps), strict=True):
+        left = round_noted(does, gradient, scale, meter, Role.gradients, recipe)
         of_weights.append(does.multiply(left.by_columns, inputs, out=None, blocks=lines, exact=True))
-        right = _round(does, weight, weight_scale, None, Role.weights, recipe)
+        right = round_noted(does, weight, weight_scale, None, Role.weights, recipe)
         of_input = does.multiply(left.by_rows, right.by_columns, out=of_input, blocks=_of_weights(recipe), exact=True)
     assert of_input is not None, "a gradient of no products"
     return [of_input, *of_weights]
@@ -87,17 +87,17 @@ def _backward_shapes(
     engine: str,
 ) -> list[Tensor]:
     of_input = gradients[0].new_empty((len(gradients[0]), len(columns)), dtype=torch.bfloat16)
-    weights, _, _ = _thirds(maps)
+    weights, _, _ = thirds(maps)
     return [of_input, *(torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights)]
 
 
-def _thirds(maps: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Weights, scales and meters."""
+def thirds(maps: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """What a list holds one after the other: three things of each map."""
     count = len(maps) // 3
-    return maps[:count], maps[count : 2 * count], maps[2 * count :]
+    return list(maps[:count]), list(maps[count : 2 * count]), list(maps[2 * count :])
 
 
-def _operator(schema: str, compute: Callable[..., Any], shapes: Callable[..., Any]) -> Callable[..., list[Tensor]]:
+def define(schema: str, compute: Callable[..., Any], shapes: Callable[..., Any]) -> Callable[..., list[Tensor]]:
     """Defined by hand: what torch wraps around an operator of Python costs the host more than these kernels take."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)  # type: ignore[no-untyped-call]
@@ -109,12 +109,12 @@ def _operator(schema: str, compute: Callable[..., Any], shapes: Callable[..., An
 
 LIBRARY = torch.library.Library("harness", "DEF")  # type: ignore[no-untyped-call]
 
-fp8_forward = _operator(
+fp8_forward = define(
     "fp8_forward(Tensor hidden, Tensor scale, Tensor[] maps, bool is_noted, str recipe, str engine) -> Tensor[]",
     forward,
     _forward_shapes,
 )
-fp8_backward = _operator(
+fp8_backward = define(
     "fp8_backward(Tensor[] gradients, Tensor[] gradient_scales, Tensor columns, Tensor inverse, Tensor[] maps,"
     " str recipe, str engine) -> Tensor[]",
     backward,
@@ -126,7 +126,7 @@ def _of_weights(recipe: str) -> Blocks:
     return Blocks.squares if recipe == Fp8Recipe.block else Blocks.none
 
 
-def _round(
+def round_noted(
     does: Engine,
     values: Tensor,
     scale: Tensor,

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from harness.config import AttentionKind, ModelConfig
 from harness.fp8.linear import project
+from harness.fp8.swiglu import swiglu
 from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy, count_losses
 from harness.model.mup import attention_scale, output_multiplier
 
@@ -130,9 +131,7 @@ class SwiGLU(nn.Module):
         self.down = linear(cfg.ffn_dim, cfg.dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = project(hidden, self.gate, self.up)
-        projected: Tensor = self.down(F.silu(gate) * up)
-        return projected
+        return swiglu(hidden, self.gate, self.up, self.down)
 
 
 class Block(nn.Module):

@@ -31,7 +31,7 @@ Left out: what a kernel takes and returns within itself.
 
 from __future__ import annotations
 
-from harness.config import ActivationCheckpointing, AttentionKind, Config, ModelConfig, PrecisionKind
+from harness.config import ActivationCheckpointing, AttentionKind, Config, Fp8Recipe, ModelConfig, PrecisionKind
 from harness.plan.fp8 import Maps, numbers_of, rounded_bytes
 
 FP32_BYTES = 4
@@ -90,7 +90,8 @@ def passing_weight_bytes(cfg: Config, maps: Maps) -> int:
 def _whole_bytes(cfg: Config, maps: Maps) -> int:
     """Every tensor that a block without checkpointing keeps of a token."""
     model, size = cfg.model, element_bytes(cfg)
-    num_wide = 2 if cfg.parallel.compile else 3
+    is_one = maps.mlp and cfg.precision.fp8.recipe is Fp8Recipe.delayed
+    num_wide = 2 if cfg.parallel.compile or is_one else 3
     elements = 2 * model.dim + num_wide * model.ffn_dim
     if not maps.attention:
         elements += model.dim

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from harness.fp8 import meters
 from harness.fp8.emulated import Emulated
-from harness.fp8.engine import FORWARD
-from harness.fp8.meters import Column
+from harness.fp8.engine import FORWARD, Rounded
+from harness.fp8.meters import METER, Column, Role, probing
+from harness.fp8.swiglu import _rounded_product, _rounded_slopes
 from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
 from harness.sentinel.sums import StateSums, state_sums, state_sums_in_one_pass
 
@@ -98,3 +99,32 @@ def test_what_rounding_did_is_noted_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch,
             meters.note(row, given, factor, rounded)
     torch.testing.assert_close(rows[1].cpu(), rows[0], rtol=1e-5, atol=0.0)
     assert rows[0][Column.zeros] > 0
+
+
+@pytest.mark.parametrize("shape", [(512, 768), (208, 80)])
+def test_swiglu_is_rounded_as_in_plain_torch(shape: tuple[int, int]) -> None:
+    """But where a number lies between two of fp8, to the last bit of an exponential."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    gate, up, slope = (torch.randn(shape, device="cuda", generator=generator).to(torch.bfloat16) for _ in range(3))
+    gate[3, 5], up[3, 5], slope[7, 7] = 300.0, 50.0, torch.nan
+    meters, scales = [torch.zeros(METER, device="cuda") for _ in range(3)], [scalar(2.0), scalar(5.0), scalar(1.0)]
+    does = Emulated()
+    for role, way in ((Role.activations, "product"), (Role.gradients, "slopes")):
+        kernel: list[Rounded] = []
+        plain: list[Rounded] = []
+        for counts, found in ((False, kernel), (True, plain)):
+            with probing(counts=counts, primes=False):
+                if way == "product":
+                    found.append(_rounded_product(does, gate, up, scales[0], meters[0]))
+                else:
+                    found.extend(_rounded_slopes(does, slope, gate, up, scales, meters))
+            noted = [meter[role, Column.largest].item() for meter in meters[: len(found)]]
+            assert all(math.isnan(most) or most > 1 for most in noted)
+            for meter in meters:
+                meter.zero_()
+        for one, other in zip(kernel, plain, strict=True):
+            assert torch.equal(one.columns.view(torch.uint8), one.rows.view(torch.uint8).T)
+            same = (one.rows.float() == other.rows.float()) | (one.rows.float().isnan() & other.rows.float().isnan())
+            assert same.float().mean() > 0.999
+            torch.testing.assert_close(one.rows.float(), other.rows.float(), rtol=0.26, atol=0.02, equal_nan=True)
+            torch.testing.assert_close(one.row_inverse, other.row_inverse)
