@@ -112,6 +112,8 @@ def _note_rounded(values, rounded, scale, row, width, stride, block: tl.constexp
 
 TILE_ROWS, TILE_COLUMNS = tl.constexpr(64), tl.constexpr(64)
 """Of a matrix that is written both ways."""
+NUM_WARPS = 8
+"""That share such a tile: with fewer there is no room for it in registers."""
 
 
 def round_product(
@@ -120,7 +122,9 @@ def round_product(
     """silu(gate) * up in fp8, by rows and transposed; `largest` is raised to its largest absolute value."""
     rows, columns = (torch.empty(shape, dtype=dtype, device=gate.device) for shape in (gate.shape, gate.shape[::-1]))
     outputs = rows.view(torch.uint8), columns.view(torch.uint8)
-    _round_product[_tiles(gate)](gate, up, *outputs, scale, largest, *gate.shape, _name(dtype), _limit(dtype))
+    _round_product[_tiles(gate)](
+        gate, up, *outputs, scale, largest, *gate.shape, _name(dtype), _limit(dtype), num_warps=NUM_WARPS
+    )
     return rows, columns
 
 
@@ -137,7 +141,9 @@ def round_slopes(
     both = [torch.empty(shape, dtype=dtype, device=gate.device) for shape in (gate.shape, gate.shape[::-1]) * 2]
     outputs = [each.view(torch.uint8) for each in both]
     inputs = (gradient, gate, up)
-    _round_slopes[_tiles(gate)](*inputs, *outputs, *scales, *largest, *gate.shape, _name(dtype), _limit(dtype))
+    _round_slopes[_tiles(gate)](
+        *inputs, *outputs, *scales, *largest, *gate.shape, _name(dtype), _limit(dtype), num_warps=NUM_WARPS
+    )
     return (both[0], both[1]), (both[2], both[3])
 
 
@@ -211,7 +217,9 @@ def _round_slopes(
 @triton.jit
 def _write_rounded(tile, rows, columns, scale, largest, height, width, dtype: tl.constexpr, limit: tl.constexpr):
     """This program's tile of a matrix, in fp8, both ways."""
-    tl.atomic_max(largest, tl.max(tl.abs(tile)))
+    most = tl.max(tl.abs(tile))
+    if most > tl.load(largest):  # few are: not all of them have to queue for one number
+        tl.atomic_max(largest, most)
     row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     scaled = tl.clamp(tile * tl.load(scale), -limit, limit, propagate_nan=tl.PropagateNan.ALL)
