@@ -112,6 +112,8 @@ def _note_rounded(values, rounded, scale, row, width, stride, block: tl.constexp
 
 TILE_ROWS, TILE_COLUMNS = tl.constexpr(64), tl.constexpr(64)
 """Of a matrix that is written both ways."""
+LARGEST_SCALE = 2.0**100
+"""As everywhere (`harness.fp8.meters`)."""
 NUM_WARPS = 8
 """That share such a tile: with fewer there is no room for it in registers."""
 
@@ -147,6 +149,30 @@ def round_slopes(
     return (both[0], both[1]), (both[2], both[3])
 
 
+def scales_for_product(gate: Tensor, up: Tensor, *, limit: float) -> tuple[Tensor, Tensor]:
+    """The scale [1] that makes the largest number of silu(gate) * up the largest of fp8, and that number [1]."""
+    largest = torch.zeros(1, dtype=torch.float32, device=gate.device)
+    _largest_product[_blocks(gate)](gate, up, largest, gate.numel(), BLOCK)
+    return _scales(largest, limit), largest
+
+
+def scales_for_slopes(gradient: Tensor, gate: Tensor, up: Tensor, *, limit: float) -> tuple[Tensor, Tensor]:
+    """The same [2] of the gradients of gate and up."""
+    largest = torch.zeros(2, dtype=torch.float32, device=gate.device)
+    _largest_slopes[_blocks(gate)](gradient, gate, up, largest, gate.numel(), BLOCK)
+    return _scales(largest, limit), largest
+
+
+def _scales(largest: Tensor, limit: float) -> Tensor:
+    scales = torch.empty_like(largest)
+    _scale_of[(len(largest),)](largest, scales, limit, LARGEST_SCALE)
+    return scales
+
+
+def _blocks(values: Tensor) -> tuple[int]:
+    return (triton.cdiv(values.numel(), BLOCK),)
+
+
 def _tiles(matrix: Tensor) -> tuple[int, int]:
     height, width = matrix.shape
     return triton.cdiv(width, TILE_COLUMNS.value), triton.cdiv(height, TILE_ROWS.value)
@@ -161,14 +187,57 @@ def _limit(dtype: torch.dtype) -> float:
 
 
 @triton.jit
+def _product(gate, up):
+    """silu(gate) * up as bf16 has it."""
+    turned = gate.to(tl.float32)
+    return (turned * tl.sigmoid(turned) * up.to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _slopes(gradient, gate, up):
+    """The gradients of gate and up from that of their product, as bf16 has them."""
+    slope, turned = gradient.to(tl.float32), gate.to(tl.float32)
+    share = tl.sigmoid(turned)
+    of_gate = slope * up.to(tl.float32) * share * (1 + turned * (1 - share))
+    return of_gate.to(tl.bfloat16).to(tl.float32), (slope * turned * share).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _raise(largest, values):
+    most = tl.max(tl.abs(values))
+    if most > tl.load(largest):  # few are: not all programs have to queue for one number
+        tl.atomic_max(largest, most)
+
+
+@triton.jit
+def _largest_product(gate, up, largest, count, block: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < count
+    _raise(largest, _product(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0)))
+
+
+@triton.jit
+def _largest_slopes(gradient, gate, up, largest, count, block: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < count
+    slope, turned = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
+    of_gate, of_up = _slopes(slope, turned, tl.load(up + at, mask=inside, other=0.0))
+    _raise(largest, of_gate)
+    _raise(largest + 1, of_up)
+
+
+@triton.jit
+def _scale_of(largest, scales, limit: tl.constexpr, most: tl.constexpr):
+    place = tl.program_id(0)
+    value = tl.load(largest + place)
+    tl.store(scales + place, tl.where(value > 0, tl.minimum(limit / value, most), 1.0))
+
+
+@triton.jit
 def _round_product(gate, up, rows, columns, scale, largest, height, width, dtype: tl.constexpr, limit: tl.constexpr):
-    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
-    column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
-    inside = (row < height) & (column < width)
-    at = row.to(tl.int64) * width + column
-    turned = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    product = turned * tl.sigmoid(turned) * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    _write_rounded(product.to(tl.bfloat16).to(tl.float32), rows, columns, scale, largest, height, width, dtype, limit)
+    at, inside = _tile(height, width)
+    product = _product(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0))
+    _write_rounded(product, rows, columns, scale, largest, height, width, dtype, limit)
 
 
 @triton.jit
@@ -189,42 +258,30 @@ def _round_slopes(
     dtype: tl.constexpr,
     limit: tl.constexpr,
 ):
+    at, inside = _tile(height, width)
+    slope, turned = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
+    of_gate, of_up = _slopes(slope, turned, tl.load(up + at, mask=inside, other=0.0))
+    _write_rounded(of_gate, gate_rows, gate_columns, gate_scale, gate_largest, height, width, dtype, limit)
+    _write_rounded(of_up, up_rows, up_columns, up_scale, up_largest, height, width, dtype, limit)
+
+
+@triton.jit
+def _tile(height, width):
+    """Where this program's tile lies in a matrix, and what of it is inside."""
     row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
-    inside = (row < height) & (column < width)
-    at = row.to(tl.int64) * width + column
-    slope = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
-    turned = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    share = tl.sigmoid(turned)
-    of_up = slope * turned * share
-    _write_rounded(
-        of_up.to(tl.bfloat16).to(tl.float32), up_rows, up_columns, up_scale, up_largest, height, width, dtype, limit
-    )
-    of_gate = slope * tl.load(up + at, mask=inside, other=0.0).to(tl.float32) * share * (1 + turned * (1 - share))
-    _write_rounded(
-        of_gate.to(tl.bfloat16).to(tl.float32),
-        gate_rows,
-        gate_columns,
-        gate_scale,
-        gate_largest,
-        height,
-        width,
-        dtype,
-        limit,
-    )
+    return row.to(tl.int64) * width + column, (row < height) & (column < width)
 
 
 @triton.jit
 def _write_rounded(tile, rows, columns, scale, largest, height, width, dtype: tl.constexpr, limit: tl.constexpr):
     """This program's tile of a matrix, in fp8, both ways."""
-    most = tl.max(tl.abs(tile))
-    if most > tl.load(largest):  # few are: not all of them have to queue for one number
-        tl.atomic_max(largest, most)
-    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    _raise(largest, tile)
     scaled = tl.clamp(tile * tl.load(scale), -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     rounded = scaled.to(dtype).to(tl.uint8, bitcast=True)
-    inside = (row[:, None] < height) & (column[None, :] < width)
-    tl.store(rows + row[:, None].to(tl.int64) * width + column[None, :], rounded, mask=inside)
-    inside = (row[None, :] < height) & (column[:, None] < width)
-    tl.store(columns + column[:, None].to(tl.int64) * height + row[None, :], tl.trans(rounded), mask=inside)
+    at, inside = _tile(height, width)
+    tl.store(rows + at, rounded, mask=inside)
+    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)[None, :]
+    column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[:, None]
+    inside = (row < height) & (column < width)
+    tl.store(columns + column.to(tl.int64) * height + row, tl.trans(rounded), mask=inside)

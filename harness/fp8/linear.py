@@ -75,8 +75,8 @@ class _Products(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         count = len(tensors) // 3
         weights, meters, remembered = (list(tensors[first : first + count]) for first in range(0, 3 * count, count))
-        scale = _scale(hidden, remembered[0], Role.activations, kind)
-        scales = [_scale(each, own, Role.weights, kind) for each, own in zip(weights, remembered, strict=True)]
+        scale = scale_for(hidden, remembered[0], Role.activations, kind)
+        scales = [scale_for(each, own, Role.weights, kind) for each, own in zip(weights, remembered, strict=True)]
         results = fp8_forward(hidden, scale, [*weights, *scales, *meters], is_noted, kind, engine)
         products, (columns, inverse), used = results[:count], results[count : count + 2], results[count + 2 :]
         ctx.recipe = (kind, engine, count)
@@ -91,14 +91,14 @@ class _Products(torch.autograd.Function):
         scales, weights, meters, remembered = (rest[first : first + count] for first in range(0, 4 * count, count))
         arrived = [gradient.contiguous() for gradient in gradients]
         gradient_scales = [
-            _scale(each, own, Role.gradients, kind) for each, own in zip(arrived, remembered, strict=True)
+            scale_for(each, own, Role.gradients, kind) for each, own in zip(arrived, remembered, strict=True)
         ]
         maps = [*weights, *scales, *meters]
         of_input, *of_weights = fp8_backward(arrived, gradient_scales, columns, inverse, maps, kind, engine)
         return of_input, None, None, None, *of_weights, *([None] * 2 * count)
 
 
-def _scale(values: Tensor, remembered: Tensor, role: Role, kind: str) -> Tensor:
+def scale_for(values: Tensor, remembered: Tensor, role: Role, kind: str) -> Tensor:
     """What the numbers are to be multiplied with; of no meaning in blocks."""
     if kind == Fp8Recipe.current:
         return scale_of(largest_of(values), LIMITS[dtype_of(role, kind)])

@@ -35,7 +35,7 @@ def forward(
     for weight, weight_scale, meter in zip(weights, scales, meters, strict=True):
         right = round_noted(does, weight, weight_scale, meter if is_noted else None, Role.weights, recipe, both=False)
         products.append(does.multiply(inputs.by_rows, right.by_rows, out=None, blocks=_of_weights(recipe), exact=False))
-        used.append(right.row_inverse.reciprocal().view(()) if recipe == Fp8Recipe.delayed else right.rows.new_empty(0))
+        used.append(scale_used(right, recipe))
     return [*products, inputs.columns, inputs.column_inverse, *used]
 
 
@@ -45,12 +45,11 @@ def _forward_shapes(
     num_rows, width = hidden.shape
     weights, _, _ = thirds(maps)
     inverse = (1,) if recipe != Fp8Recipe.block else engine_of(engine).block_scales(width, num_rows, square=False)
-    used, dtype = ((), torch.float32) if recipe == Fp8Recipe.delayed else ((0,), FORWARD)
     return [
         *(hidden.new_empty((num_rows, len(weight)), dtype=torch.bfloat16) for weight in weights),
         hidden.new_empty((width, num_rows), dtype=FORWARD),
         hidden.new_empty(inverse, dtype=torch.float32),
-        *(hidden.new_empty(used, dtype=dtype) for _ in weights),
+        *scales_used(hidden, recipe, len(weights)),
     ]
 
 
@@ -89,6 +88,19 @@ def _backward_shapes(
     of_input = gradients[0].new_empty((len(gradients[0]), len(columns)), dtype=torch.bfloat16)
     weights, _, _ = thirds(maps)
     return [of_input, *(torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights)]
+
+
+def scale_used(rounded: Rounded, recipe: str) -> Tensor:
+    """The scale that a weight was rounded by, where it may not be the one that was brought; empty elsewhere."""
+    if recipe == Fp8Recipe.delayed:
+        return rounded.row_inverse.reciprocal().view(())
+    return rounded.rows.new_empty(0)
+
+
+def scales_used(like: Tensor, recipe: str, count: int) -> list[Tensor]:
+    """What a graph is told of these."""
+    shape, dtype = ((), torch.float32) if recipe == Fp8Recipe.delayed else ((0,), FORWARD)
+    return [like.new_empty(shape, dtype=dtype) for _ in range(count)]
 
 
 def thirds(maps: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

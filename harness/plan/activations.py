@@ -90,7 +90,7 @@ def passing_weight_bytes(cfg: Config, maps: Maps) -> int:
 def _whole_bytes(cfg: Config, maps: Maps) -> int:
     """Every tensor that a block without checkpointing keeps of a token."""
     model, size = cfg.model, element_bytes(cfg)
-    is_one = maps.mlp and cfg.precision.fp8.recipe is Fp8Recipe.delayed
+    is_one = maps.mlp and cfg.precision.fp8.recipe is not Fp8Recipe.block
     num_wide = 2 if cfg.parallel.compile or is_one else 3
     elements = 2 * model.dim + num_wide * model.ffn_dim
     if not maps.attention:
