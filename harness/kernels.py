@@ -18,6 +18,8 @@ from torch import Tensor
 
 BLOCK = 1024
 """Numbers that one program takes at once."""
+WIDE_BLOCK = 4096
+"""The same where little is done with each number."""
 NUM_SUMMANDS = 512
 """Programs that share the sums of one tensor, each a part; added up in one order, whoever is done first."""
 
@@ -44,6 +46,18 @@ def sum_state(
         grid = (min(triton.cdiv(count, BLOCK), NUM_SUMMANDS),)
         _sum_state[grid](weight, first, second, terms, row, count, BLOCK)
     return sums.sum(dim=1)
+
+
+def join_gradients(pieces: Sequence[tuple[Tensor, Tensor]], squares: Tensor | None) -> None:
+    """Fill each place [chunks, width] with its contiguous tensor and zeros; add the squares of all to `squares`."""
+    grids = [(triton.cdiv(place.shape[1], WIDE_BLOCK), place.shape[0]) for _, place in pieces]
+    sums = torch.empty(sum(wide * high for wide, high in grids), dtype=torch.float32, device=pieces[0][1].device)
+    begin = 0
+    for (tensor, place), grid in zip(pieces, grids, strict=True):
+        _join[grid](tensor, place, sums[begin:], tensor.numel(), *place.shape[1:], place.stride(0), WIDE_BLOCK)
+        begin += grid[0] * grid[1]
+    if squares is not None:
+        squares.add_(sums.sum())
 
 
 def note_rounded(values: Tensor, rounded: Tensor, scale: Tensor, row: Tensor, *, stride: int) -> None:
@@ -94,6 +108,15 @@ def _sum_state(weight, first, second, terms, row, count, block: tl.constexpr):
     tl.store(place + 1, tl.sum(moments))
     tl.store(place + 2, tl.sum(squares))
     tl.store(place + 3, tl.sum(directions))
+
+
+@triton.jit
+def _join(tensor, place, sums, count, width, stride, block: tl.constexpr):
+    within = tl.program_id(0) * block + tl.arange(0, block)
+    source = tl.program_id(1).to(tl.int64) * width + within
+    numbers = tl.load(tensor + source, mask=(within < width) & (source < count), other=0.0).to(tl.float32)
+    tl.store(place + tl.program_id(1).to(tl.int64) * stride + within, numbers, mask=within < width)
+    tl.store(sums + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(numbers * numbers))
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness import joining
 from harness.fp8 import meters
 from harness.fp8.emulated import Emulated
 from harness.fp8.engine import FORWARD
@@ -98,3 +99,16 @@ def test_what_rounding_did_is_noted_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch,
             meters.note(row, given, factor, rounded)
     torch.testing.assert_close(rows[1].cpu(), rows[0], rtol=1e-5, atol=0.0)
     assert rows[0][Column.zeros] > 0
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 8])
+def test_gradients_are_joined_as_torch_does(num_chunks: int) -> None:
+    every = [part.gradient.to(torch.bfloat16) for part in parts()]
+    width = sum(-(-each.shape[0] // num_chunks) * each[:1].numel() for each in every)
+    own, theirs = torch.full((num_chunks, width), 9.0, device="cuda"), torch.empty(num_chunks, width, device="cuda")
+    squares = scalar(1.0)
+    joining.want_squares(own, squares)
+    joining.join(every, 0, num_chunks, own)
+    torch._chunk_cat(every, 0, num_chunks, out=theirs)
+    assert torch.equal(own, theirs)
+    torch.testing.assert_close(squares, 1 + theirs.square().sum(), rtol=1e-5, atol=0.0)
