@@ -48,16 +48,11 @@ def sum_state(
     return sums.sum(dim=1)
 
 
-def join_gradients(pieces: Sequence[tuple[Tensor, Tensor]], squares: Tensor | None) -> None:
-    """Fill each place [chunks, width] with its contiguous tensor and zeros; add the squares of all to `squares`."""
-    grids = [(triton.cdiv(place.shape[1], WIDE_BLOCK), place.shape[0]) for _, place in pieces]
-    sums = torch.empty(sum(wide * high for wide, high in grids), dtype=torch.float32, device=pieces[0][1].device)
-    begin = 0
-    for (tensor, place), grid in zip(pieces, grids, strict=True):
-        _join[grid](tensor, place, sums[begin:], tensor.numel(), *place.shape[1:], place.stride(0), WIDE_BLOCK)
-        begin += grid[0] * grid[1]
-    if squares is not None:
-        squares.add_(sums.sum())
+def join_gradients(gradient: Tensor, place: Tensor) -> None:
+    """Fill the rows of `place` [chunks, width], one after the other, with a contiguous tensor, then with zeros."""
+    num_chunks, width = place.shape
+    grid = (triton.cdiv(width, WIDE_BLOCK), num_chunks)
+    _join[grid](gradient, place, gradient.numel(), width, place.stride(0), WIDE_BLOCK)
 
 
 def note_rounded(values: Tensor, rounded: Tensor, scale: Tensor, row: Tensor, *, stride: int) -> None:
@@ -111,12 +106,11 @@ def _sum_state(weight, first, second, terms, row, count, block: tl.constexpr):
 
 
 @triton.jit
-def _join(tensor, place, sums, count, width, stride, block: tl.constexpr):
+def _join(tensor, place, count, width, stride, block: tl.constexpr):
     within = tl.program_id(0) * block + tl.arange(0, block)
     source = tl.program_id(1).to(tl.int64) * width + within
-    numbers = tl.load(tensor + source, mask=(within < width) & (source < count), other=0.0).to(tl.float32)
-    tl.store(place + tl.program_id(1).to(tl.int64) * stride + within, numbers, mask=within < width)
-    tl.store(sums + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(numbers * numbers))
+    numbers = tl.load(tensor + source, mask=(within < width) & (source < count), other=0.0)
+    tl.store(place + tl.program_id(1).to(tl.int64) * stride + within, numbers.to(tl.float32), mask=within < width)
 
 
 @triton.jit

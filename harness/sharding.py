@@ -51,7 +51,10 @@ class Collectives:
             self.waited_s += time.perf_counter() - began_s
 
     def take(self) -> Tensor:
-        """Squares of this rank's own gradients before the reduction; those of several micro-batches are added up."""
+        """Squares of this rank's own gradients before the reduction; those of several micro-batches are added up.
+
+        The end of the backward pass made the current stream wait for all reductions, and the next ones wait for it.
+        """
         taken = self.squares.clone()
         self.squares.zero_()
         return taken
@@ -72,16 +75,10 @@ class WatchedScatter(DefaultReduceScatter):
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        room = super().allocate(size, dtype=dtype, device=device)
-        if self._collectives.sees_gradients:
-            joining.want_squares(room, self._collectives.squares)
-        return room
-
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *inputs: Any, **options: Any) -> dist.Work:
-        """The squares were taken when the gradients were put together."""
-        assert not joining.are_wanted(input_tensor), "FSDP joined the gradients in another way"
-        joining.are_wanted(output_tensor)
+        """On the stream of reductions, which runs one after the other: additions have an order."""
+        norm = torch.linalg.vector_norm(input_tensor, dtype=torch.float32)
+        self._collectives.squares.addcmul_(norm, norm)
         with self._collectives.waiting():
             return super().__call__(output_tensor, input_tensor, *inputs, **options)
 
@@ -112,7 +109,8 @@ def shard(
     model: nn.Module, blocks: Iterable[nn.Module], *, world: World, cfg: ParallelConfig, precision: MixedPrecisionPolicy
 ) -> Collectives:
     """Checkpoint activations, compile, then shard: each block by itself, what is left with the root."""
-    joining.install()
+    if cfg.compile and world.device.type == "cuda":
+        joining.install("CUDA")
     layers = list(blocks)
     assert cfg.reshard_after_forward is not None, "left to the memory of the devices, and not settled"
     for block in layers:

@@ -101,14 +101,13 @@ def test_what_rounding_did_is_noted_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch,
     assert rows[0][Column.zeros] > 0
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 8])
-def test_gradients_are_joined_as_torch_does(num_chunks: int) -> None:
-    every = [part.gradient.to(torch.bfloat16) for part in parts()]
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 8])
+def test_fsdps_operator_joins_gradients_as_torch_does(num_chunks: int, dtype: torch.dtype) -> None:
+    joining.install("CUDA")
+    every = [part.gradient.to(dtype) for part in parts()]
     width = sum(-(-each.shape[0] // num_chunks) * each[:1].numel() for each in every)
     own, theirs = torch.full((num_chunks, width), 9.0, device="cuda"), torch.empty(num_chunks, width, device="cuda")
-    squares = scalar(1.0)
-    joining.want_squares(own, squares)
-    joining.join(every, 0, num_chunks, own)
+    torch.ops.fsdp.chunk_cat(every, 0, num_chunks, out=own)
     torch._chunk_cat(every, 0, num_chunks, out=theirs)
     assert torch.equal(own, theirs)
-    torch.testing.assert_close(squares, 1 + theirs.square().sum(), rtol=1e-5, atol=0.0)
