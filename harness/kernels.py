@@ -18,6 +18,8 @@ from torch import Tensor
 
 BLOCK = 1024
 """Numbers that one program takes at once."""
+WIDE_BLOCK = 4096
+"""The same where little is done with each number."""
 NUM_SUMMANDS = 512
 """Programs that share the sums of one tensor, each a part; added up in one order, whoever is done first."""
 
@@ -44,6 +46,13 @@ def sum_state(
         grid = (min(triton.cdiv(count, BLOCK), NUM_SUMMANDS),)
         _sum_state[grid](weight, first, second, terms, row, count, BLOCK)
     return sums.sum(dim=1)
+
+
+def join_gradients(gradient: Tensor, place: Tensor) -> None:
+    """Fill the rows of `place` [chunks, width], one after the other, with a contiguous tensor, then with zeros."""
+    num_chunks, width = place.shape
+    grid = (triton.cdiv(width, WIDE_BLOCK), num_chunks)
+    _join[grid](gradient, place, gradient.numel(), width, place.stride(0), WIDE_BLOCK)
 
 
 def note_rounded(values: Tensor, rounded: Tensor, scale: Tensor, row: Tensor, *, stride: int) -> None:
@@ -94,6 +103,14 @@ def _sum_state(weight, first, second, terms, row, count, block: tl.constexpr):
     tl.store(place + 1, tl.sum(moments))
     tl.store(place + 2, tl.sum(squares))
     tl.store(place + 3, tl.sum(directions))
+
+
+@triton.jit
+def _join(tensor, place, count, width, stride, block: tl.constexpr):
+    within = tl.program_id(0) * block + tl.arange(0, block)
+    source = tl.program_id(1).to(tl.int64) * width + within
+    numbers = tl.load(tensor + source, mask=(within < width) & (source < count), other=0.0)
+    tl.store(place + tl.program_id(1).to(tl.int64) * stride + within, numbers.to(tl.float32), mask=within < width)
 
 
 @triton.jit

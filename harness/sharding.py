@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import harness.fp8.swiglu  # noqa: F401  (defines an operator)
+from harness import joining
 from harness.config import ActivationCheckpointing, ParallelConfig
 from harness.fp8.linear import Fp8Linear
 from harness.parallel import World
@@ -109,6 +110,8 @@ def shard(
     model: nn.Module, blocks: Iterable[nn.Module], *, world: World, cfg: ParallelConfig, precision: MixedPrecisionPolicy
 ) -> Collectives:
     """Checkpoint activations, compile, then shard: each block by itself, what is left with the root."""
+    if cfg.compile and world.device.type == "cuda":
+        joining.install("CUDA")
     layers = list(blocks)
     assert cfg.reshard_after_forward is not None, "left to the memory of the devices, and not settled"
     for block in layers:

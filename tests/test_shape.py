@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     {"children", "config", "compose", "events", "loading", "state", "rundir"},
-    {"fp8", "parallel", "precision", "sharding", "kernels"},
+    {"fp8", "joining", "parallel", "precision", "sharding", "kernels"},
     {"model", "data", "optim", "sentinel", "checkpoint", "telemetry"},
     {"build", "commands", "exchange", "opening", "operator", "orders", "recovery", "requests", "run", "step", "train"},
     {"plan", "replay", "faults", "drills", "sweeps", "dashboard", "evidence"},
@@ -48,6 +48,7 @@ DOORS = {
     "torch.distributed": {
         "harness/parallel.py",
         "harness/precision.py",
+        "harness/joining.py",
         "harness/sharding.py",
         "harness/checkpoint/store.py",
         "launch/agent.py",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness import joining
 from harness.fp8 import meters
 from harness.fp8.emulated import Emulated
 from harness.fp8.engine import FORWARD, Rounded
@@ -129,3 +130,15 @@ def test_swiglu_is_rounded_as_in_plain_torch(recipe: str, shape: tuple[int, int]
             assert same.float().mean() > 0.999
             torch.testing.assert_close(one.rows.float(), other.rows.float(), rtol=0.26, atol=0.02, equal_nan=True)
             torch.testing.assert_close(one.row_inverse, other.row_inverse)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 8])
+def test_fsdps_operator_joins_gradients_as_torch_does(num_chunks: int, dtype: torch.dtype) -> None:
+    joining.install("CUDA")
+    every = [part.gradient.to(dtype) for part in parts()]
+    width = sum(-(-each.shape[0] // num_chunks) * each[:1].numel() for each in every)
+    own, theirs = torch.full((num_chunks, width), 9.0, device="cuda"), torch.empty(num_chunks, width, device="cuda")
+    torch.ops.fsdp.chunk_cat(every, 0, num_chunks, out=own)
+    torch._chunk_cat(every, 0, num_chunks, out=theirs)
+    assert torch.equal(own, theirs)
