@@ -18,6 +18,8 @@ from torch import Tensor
 
 BLOCK = 1024
 """Numbers that one program takes at once."""
+LOGITS_BLOCK, LOGITS_WARPS = 8192, 16
+"""The same of one token's logits, and the warps that share it."""
 NUM_SUMMANDS = 512
 """Programs that share the sums of one tensor, each a part; added up in one order, whoever is done first."""
 
@@ -44,6 +46,30 @@ def sum_state(
         grid = (min(triton.cdiv(count, BLOCK), NUM_SUMMANDS),)
         _sum_state[grid](weight, first, second, terms, row, count, BLOCK)
     return sums.sum(dim=1)
+
+
+def differentiate_loss(
+    logits: Tensor, targets: Tensor, seed: Tensor, *, multiplier: float, z_loss: float, ignored: int
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each row of `logits` [T, V], contiguous, and its z term; the logits become their gradient.
+
+    As `harness.model.loss` has it: of seed * (losses + z terms), where logits count times `multiplier`.
+    """
+    losses, partitions = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
+    terms = torch.stack([seed, torch.full_like(seed, multiplier), torch.full_like(seed, z_loss)])
+    width = logits.shape[1]
+    _differentiate_loss[(len(logits),)](
+        logits, targets, terms, losses, partitions, width, ignored, LOGITS_BLOCK, num_warps=LOGITS_WARPS
+    )
+    return losses, partitions
+
+
+def scaled(values: Tensor, factor: Tensor) -> Tensor:
+    """A contiguous tensor times one number of the device; torch does it number by number, at a quarter of the rate."""
+    made = torch.empty_like(values)
+    count = values.numel()
+    _scale[(triton.cdiv(count, BLOCK),)](values, factor, made, count, BLOCK)
+    return made
 
 
 def note_rounded(values: Tensor, rounded: Tensor, scale: Tensor, row: Tensor, *, stride: int) -> None:
@@ -94,6 +120,40 @@ def _sum_state(weight, first, second, terms, row, count, block: tl.constexpr):
     tl.store(place + 1, tl.sum(moments))
     tl.store(place + 2, tl.sum(squares))
     tl.store(place + 3, tl.sum(directions))
+
+
+@triton.jit
+def _differentiate_loss(logits, targets, terms, losses, squares, width, ignored, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    seed, multiplier, z_loss = tl.load(terms), tl.load(terms + 1), tl.load(terms + 2)
+    target = tl.load(targets + row)
+    counts = target != ignored
+    begin = logits + row * width
+    aimed = tl.load(begin + tl.where(counts, target, 0)).to(tl.float32) * multiplier
+    most, total = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
+    for first in range(0, width, block):
+        at = first + tl.arange(0, block)
+        value = tl.load(begin + at, mask=at < width, other=float("-inf")).to(tl.float32) * multiplier
+        raised = tl.maximum(most, tl.max(value), propagate_nan=tl.PropagateNan.ALL)
+        total = total * tl.exp(most - raised) + tl.sum(tl.exp(value - raised))
+        most = raised
+    partition = most + tl.log(total)
+    tl.store(losses + row, tl.where(counts, partition - aimed, 0.0))
+    tl.store(squares + row, tl.where(counts, z_loss * partition * partition, 0.0))
+    slope = seed * multiplier
+    of_partition = tl.where(counts, slope * (1 + 2 * z_loss * partition), 0.0)
+    for first in range(0, width, block):
+        at = first + tl.arange(0, block)
+        value = tl.load(begin + at, mask=at < width, other=float("-inf")).to(tl.float32) * multiplier
+        gradient = tl.exp(value - partition) * of_partition - tl.where(at == target, slope, 0.0)
+        tl.store(begin + at, gradient, mask=at < width)
+
+
+@triton.jit
+def _scale(values, factor, made, count, block: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    value = tl.load(values + at, mask=at < count).to(tl.float32) * tl.load(factor)
+    tl.store(made + at, value, mask=at < count)
 
 
 @triton.jit

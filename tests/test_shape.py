@@ -226,7 +226,8 @@ def test_rooms_stay_small(path: Path) -> None:
             assert length <= FUNCTION_LINES, f"{node.name} has {length} lines"
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             count = len([argument for argument in arguments if argument.arg not in ("self", "cls")])
-            assert count <= NUM_ARGUMENTS, f"{node.name} takes {count} arguments"
+            is_kernel = any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list)
+            assert count <= NUM_ARGUMENTS or is_kernel, f"{node.name} takes {count} arguments"
 
 
 def test_exceptions_are_needed() -> None:
