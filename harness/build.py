@@ -89,7 +89,7 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
     require_engine(cfg.precision, world.device)
     with torch.device("meta"):
         model = Transformer(
-            cfg.model, sequence_length=cfg.train.sequence_length, linear=linear, compile_loss=cfg.parallel.compile
+            cfg.model, sequence_length=cfg.train.sequence_length, linear=linear, own_kernels=cfg.parallel.compile
         )
         products = lower(model.blocks, cfg.precision)
     collectives = shard(model, model.blocks, world=world, cfg=settled(cfg), precision=policy(cfg.precision.kind))

@@ -55,7 +55,7 @@ DOORS = {
         "launch/local.py",
         "launch/ranks.py",
     },
-    "triton": {"harness/kernels.py"},
+    "triton": {f"harness/kernels/{name}.py" for name in ("gradients", "rounding", "state", "swiglu")},
     "transformer_engine": {"harness/fp8/transformer_engine.py"},
     "transformer_engine_torch": {"harness/fp8/transformer_engine.py"},
 }

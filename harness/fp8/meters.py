@@ -102,7 +102,7 @@ def note(row: Tensor, values: Tensor, scale: Tensor, rounded: Rounded) -> None:
     """What rounding did to the rows of `values` that are looked at; counts stand for all rows."""
     numbers, stride = rounded.rows.view(torch.uint8), stride_of(values)
     if values.is_cuda:
-        from harness.kernels import note_rounded
+        from harness.kernels.rounding import note_rounded
 
         note_rounded(values, numbers, scale, row, stride=stride)
         return

@@ -125,7 +125,7 @@ def _rounded_product(
     does: Engine, gate: Tensor, up: Tensor, scale: Tensor, meter: Tensor | None, recipe: str
 ) -> Rounded:
     if _has_kernels(gate):
-        from harness import kernels
+        from harness.kernels import swiglu as kernels
 
         largest = _largest(meter, Role.activations, scale)
         if recipe == Fp8Recipe.current:
@@ -148,7 +148,7 @@ def _rounded_slopes(
 ) -> list[Rounded]:
     """The gradients of gate and up from that of their product."""
     if _has_kernels(gate):
-        from harness import kernels
+        from harness.kernels import swiglu as kernels
 
         own = scales[:2]
         largest = [_largest(meter, Role.gradients, scale) for meter, scale in zip(meters[:2], own, strict=True)]

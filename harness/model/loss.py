@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,8 +32,8 @@ class LossOptions:
     output_multiplier: float
     """What logits are multiplied with, in fp32."""
     chunk_tokens: int
-    compiled: bool
-    """Fuse the elementwise part of a chunk; worth it on CUDA."""
+    own_kernels: bool = False
+    """Where there is a GPU, have the harness's own differentiate a chunk."""
 
 
 class LossSums(NamedTuple):
@@ -78,16 +77,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         z_sum = hidden.new_zeros((), dtype=torch.float32)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
-        losses, hidden_gradients = [], []
-        differentiate = _compiled_chunk_gradient() if options.compiled else _chunk_gradient
-        for hidden_chunk, targets_chunk in _chunks(hidden, targets, options):
+        hidden_gradient = torch.empty_like(hidden)
+        losses = []
+        differentiate = _way(hidden, options)
+        for chunk, into in zip(
+            _chunks(hidden, targets, options), torch.split(hidden_gradient, options.chunk_tokens), strict=True
+        ):
+            hidden_chunk, targets_chunk = chunk
             logits = F.linear(hidden_chunk, weight)
             chunk_losses, chunk_z, logits_gradient = differentiate(logits, targets_chunk, seed, options)
             losses.append(chunk_losses)
             z_sum = z_sum + chunk_z
-            hidden_gradients.append(logits_gradient @ weight)
+            torch.mm(logits_gradient, weight, out=into)
             _add_product(weight_gradient, logits_gradient.T, hidden_chunk)
-        ctx.save_for_backward(torch.cat(hidden_gradients), weight_gradient.to(weight.dtype))
+        ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype))
+        ctx.has_kernels = _has_kernels(hidden, options)
         joined = torch.cat(losses)
         ctx.mark_non_differentiable(joined, z_sum)
         return seed * (joined.sum() + z_sum), joined, z_sum
@@ -95,8 +99,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, objective_gradient: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden_gradient, weight_gradient = ctx.saved_tensors
-        return hidden_gradient * objective_gradient, weight_gradient * objective_gradient, None, None, None
+        times: Callable[[Tensor, Tensor], Tensor] = torch.mul
+        if ctx.has_kernels:
+            from harness.kernels.gradients import scaled as times
+        of_hidden, of_weight = (times(gradient, objective_gradient) for gradient in ctx.saved_tensors)
+        return of_hidden, of_weight, None, None, None
+
+
+def _has_kernels(hidden: Tensor, options: LossOptions) -> bool:
+    return options.own_kernels and hidden.is_cuda
+
+
+def _way(hidden: Tensor, options: LossOptions) -> Differentiate:
+    return _chunk_gradient_in_place if _has_kernels(hidden, options) else _chunk_gradient
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -135,6 +150,16 @@ def _chunk_gradient(
     return losses, z_sum, gradient.to(logits.dtype)
 
 
-@cache
-def _compiled_chunk_gradient() -> Callable[[Tensor, Tensor, Tensor, LossOptions], tuple[Tensor, Tensor, Tensor]]:
-    return torch.compile(_chunk_gradient, dynamic=False, fullgraph=True)
+def _chunk_gradient_in_place(
+    logits: Tensor, targets: Tensor, seed: Tensor, options: LossOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same on CUDA: the logits are read once, and become their gradient."""
+    from harness.kernels.gradients import differentiate_loss
+
+    losses, z_terms = differentiate_loss(
+        logits, targets, seed, multiplier=options.output_multiplier, z_loss=options.z_loss, ignored=IGNORED
+    )
+    return losses, z_terms.sum(), logits
+
+
+Differentiate = Callable[[Tensor, Tensor, Tensor, LossOptions], tuple[Tensor, Tensor, Tensor]]

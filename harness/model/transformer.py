@@ -174,7 +174,7 @@ class Transformer(nn.Module):
     sin: Tensor
 
     def __init__(
-        self, cfg: ModelConfig, *, sequence_length: int, linear: LinearFactory, compile_loss: bool = False
+        self, cfg: ModelConfig, *, sequence_length: int, linear: LinearFactory, own_kernels: bool = False
     ) -> None:
         super().__init__()
         self.cfg = cfg
@@ -183,7 +183,7 @@ class Transformer(nn.Module):
             z_loss=cfg.z_loss,
             output_multiplier=output_multiplier(cfg),
             chunk_tokens=cfg.loss_chunk_tokens,
-            compiled=compile_loss,
+            own_kernels=own_kernels,
         )
         self.sampled_layers = sampled_layers(cfg.num_layers)
         self.embedding = nn.Embedding(cfg.vocab_size, cfg.dim)

@@ -231,12 +231,13 @@ def _kept(cfg: Config, sizes: Sizes) -> Parts:
 
 
 def _loss(cfg: Config, sizes: Sizes) -> Parts:
-    """Two chunks overlap, as the gradient of one lives until the next is there; or all is done and put together."""
+    """Two chunks overlap, as the gradient of one lives until the next is there; or all is done and the head's gradient
+    rounded. Compiled, logits become their gradient where they are."""
     size, stream = sizes.element, _stream(cfg, sizes)
     num_logits = min(sizes.tokens, cfg.model.loss_chunk_tokens) * cfg.model.vocab_size
     earlier = size if sizes.tokens > cfg.model.loss_chunk_tokens else 0
-    of_a_logit = earlier + size + (size if cfg.parallel.compile else EAGER_LOGIT_BYTES)
-    at_end = 2 * num_logits * size + stream + size * sizes.head
+    of_a_logit = earlier + size + (0 if cfg.parallel.compile else EAGER_LOGIT_BYTES)
+    at_end = (1 if cfg.parallel.compile else 2) * num_logits * size + size * sizes.head
     logits = stream + FP32_BYTES * sizes.head + max(num_logits * of_a_logit, at_end)
     gather = size * sizes.block if sizes.num_shards > 1 else 0
     return _plus(_forward(cfg, sizes), in_flight=gather, activations=stream, logits=logits)

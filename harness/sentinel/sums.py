@@ -56,7 +56,7 @@ def state_sums_in_one_pass(
     weights: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor], correction: Tensor, *, eps: float
 ) -> StateSums:
     """The same on CUDA; the last bits may differ."""
-    from harness.kernels import sum_state
+    from harness.kernels.state import sum_state
 
     own_weights, own_firsts, own_seconds = ([local(each) for each in every] for every in (weights, firsts, seconds))
     return StateSums(*sum_state(own_weights, own_firsts, own_seconds, correction, eps=eps).unbind(dim=-1))

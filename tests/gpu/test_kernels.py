@@ -14,6 +14,7 @@ from harness.fp8.emulated import Emulated
 from harness.fp8.engine import FORWARD, Rounded
 from harness.fp8.meters import METER, Column, Role, probing
 from harness.fp8.swiglu import _rounded_product, _rounded_slopes
+from harness.model.loss import IGNORED, LossOptions, _chunk_gradient, _chunk_gradient_in_place
 from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
 from harness.sentinel.sums import StateSums, state_sums, state_sums_in_one_pass
 
@@ -142,3 +143,31 @@ def test_fsdps_operator_joins_gradients_as_torch_does(num_chunks: int, dtype: to
     torch.ops.fsdp.chunk_cat(every, 0, num_chunks, out=own)
     torch._chunk_cat(every, 0, num_chunks, out=theirs)
     assert torch.equal(own, theirs)
+
+
+@pytest.mark.parametrize("width", [1000, 32000])
+@pytest.mark.parametrize(("multiplier", "z_loss"), [(1.0, 0.0), (0.5, 1e-2)])
+def test_logits_become_their_gradient(width: int, multiplier: float, z_loss: float) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    logits = torch.randn(300, width, device="cuda", generator=generator).mul(4).to(torch.bfloat16)
+    targets = torch.randint(0, width, (300,), device="cuda", generator=generator)
+    targets[7] = IGNORED
+    options = LossOptions(z_loss=z_loss, output_multiplier=multiplier, chunk_tokens=300)
+    losses, z_sum, gradient = _chunk_gradient(logits, targets, scalar(0.25), options)
+    own_losses, own_z, own_gradient = _chunk_gradient_in_place(logits.clone(), targets, scalar(0.25), options)
+    torch.testing.assert_close(own_losses, losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(own_z, z_sum, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own_gradient, gradient, rtol=1e-2, atol=1e-7)
+    spoiled = logits.clone()
+    spoiled[3, 5], spoiled[4, 6] = torch.nan, torch.inf
+    own_losses, _, own_gradient = _chunk_gradient_in_place(spoiled, targets, scalar(0.25), options)
+    assert (~own_losses.isfinite()).nonzero().flatten().tolist() == [3, 4]
+    assert own_gradient[3:5].isnan().all()
+
+
+def test_a_tensor_times_a_number_of_the_device() -> None:
+    from harness.kernels import gradients as kernels
+
+    for part in parts():
+        for values in (part.gradient, part.gradient.to(torch.bfloat16)):
+            assert torch.equal(kernels.scaled(values, scalar(0.3)), values * scalar(0.3))

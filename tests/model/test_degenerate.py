@@ -85,7 +85,7 @@ def test_huge_logits(z_loss: float, target: int) -> None:
     hidden = torch.full((3, 4), 50.0, dtype=torch.bfloat16).requires_grad_()
     weight = torch.tensor([[50.0] * 4, [-50.0] * 4], dtype=torch.bfloat16).requires_grad_()
     assert (hidden @ weight.T).detach()[0].tolist() == [9984.0, -9984.0]  # the bf16 neighbours of 10,000
-    options = LossOptions(z_loss=z_loss, output_multiplier=1.0, chunk_tokens=2, compiled=False)
+    options = LossOptions(z_loss=z_loss, output_multiplier=1.0, chunk_tokens=2)
     sums = chunked_cross_entropy(hidden, weight, torch.full((3,), target), torch.tensor(1.0), options=options)
     torch.autograd.backward(sums.objective)
     assert sums.losses.sum() == (0.0 if target == 0 else 3 * 2 * 9984.0)

@@ -31,7 +31,7 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def make_options(**changes: Any) -> LossOptions:
-    defaults: dict[str, Any] = {"z_loss": 0.0, "output_multiplier": 1.0, "chunk_tokens": 8, "compiled": False}
+    defaults: dict[str, Any] = {"z_loss": 0.0, "output_multiplier": 1.0, "chunk_tokens": 8}
     return LossOptions(**(defaults | changes))
 
 
