@@ -1,0 +1,62 @@
+"""The harness's own kernels where there is no GPU: they compile for one, and interpreted they do what they should.
+
+Triton comes with torch for CUDA; for the tests it is installed everywhere it can be.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from harness import kernels
+
+TYPES = {"count": "i32", "width": "i32", "stride": "i32", "values": "*bf16", "rounded": "*u8"}
+found = [each for each in vars(kernels).values() if isinstance(each, JITFunction)]
+for kernel in found:
+    names = kernel.arg_names
+    types = {name: "constexpr" if name == "block" else TYPES.get(name, "*fp32") for name in names}
+    source = ASTSource(kernel, signature=types, constexprs={(names.index("block"),): kernels.BLOCK})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert "cubin" in made.asm, kernel
+    print(kernel.__name__)
+"""
+
+
+def run(*words: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    names = run("-c", COMPILED, TRITON_CACHE_DIR=str(tmp_path)).split()
+    assert {"_step_adamw", "_sum_state", "_note_rounded"} <= set(names)
+
+
+def test_interpreted_they_do_what_torch_does() -> None:
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_kernels.py")
+    told = run(*words, TRITON_INTERPRET="1")
+    assert " passed" in told
+    assert "skipped" not in told
+    assert "failed" not in told
