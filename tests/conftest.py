@@ -31,6 +31,7 @@ LONGEST_FIRST = (
     "test_store",
     "test_exchange",
     "test_children",
+    "test_kernels",
     "test_data_command",
     "test_ring",
     "test_rerun",

@@ -1,1 +1,1 @@
-"""Passes over a rank's own tensors for which torch has no kernel that is as fast as memory, in Triton, on CUDA alone."""
+"""Passes over a rank's own tensors for which torch has no kernel as fast as memory, in Triton, on CUDA alone."""

@@ -1,0 +1,71 @@
+"""The harness's own kernels where there is no GPU: they compile for one, and interpreted they do what they should.
+
+Triton comes with torch for CUDA; for the tests it is installed everywhere it can be.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+COMPILED = """
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+from harness.kernels import gradients, rounding, state, swiglu
+
+TYPES = {
+    **dict.fromkeys(("count", "width", "height", "stride", "ignored"), "i32"),
+    **dict.fromkeys(("values", "made", "gate", "up", "tensor", "logits"), "*bf16"),
+    **dict.fromkeys(("rounded", "rows", "columns", "gate_rows", "gate_columns", "up_rows", "up_columns"), "*u8"),
+    "targets": "*i64",
+}
+FIXED = {"block": 1024, "dtype": tl.float8e4nv, "limit": 448.0, "most": 2.0**100}
+WITHIN = {"_product", "_slopes", "_raise", "_tile", "_write_rounded"}
+rooms = (gradients, rounding, state, swiglu)
+found = {name: each for room in rooms for name, each in vars(room).items() if isinstance(each, JITFunction)}
+for name, kernel in found.items():
+    if name in WITHIN:
+        continue
+    names = kernel.arg_names
+    types = {each: "constexpr" if each in FIXED else TYPES.get(each, "*fp32") for each in names}
+    fixed = {(names.index(each),): value for each, value in FIXED.items() if each in names}
+    made = triton.compile(ASTSource(kernel, signature=types, constexprs=fixed), target=GPUTarget("cuda", 90, 32))
+    assert "cubin" in made.asm, name
+    print(name)
+"""
+
+
+def run(*words: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+    names = run("-c", COMPILED, TRITON_CACHE_DIR=str(tmp_path)).split()
+    assert {"_step_adamw", "_join", "_note_rounded", "_round_slopes"} <= set(names)
+
+
+def test_interpreted_they_do_what_torch_does() -> None:
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_kernels.py")
+    told = run(*words, TRITON_INTERPRET="1")
+    assert "16 passed" in told
