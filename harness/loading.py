@@ -3,12 +3,14 @@
 Why: Python's collector walks them all several times while they are made, once more in every rank that is forked, where
 to look at memory is to copy it, and a last time at the exit: a third of the CPU that a launcher takes besides its run.
 How: it rests while they are loaded, and never looks at them again (`gc.freeze`). What is made later is collected as
-ever.
+ever. Only where Triton is among them, they are let go at the exit: it would complain of each that it finds then.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,3 +24,9 @@ def loading() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@atexit.register
+def _let_go() -> None:
+    if "triton" in sys.modules:
+        gc.unfreeze()

@@ -30,7 +30,6 @@ from harness.telemetry.heartbeat import Heartbeat
 from harness.telemetry.narrator import Narrator
 from harness.train import train
 from tests.gpu.test_step import SMALL
-from tests.gpu.waiting import waiting_is_an_error
 from tests.sentinel.series import config, losses, norms
 
 pytestmark = [
@@ -80,6 +79,16 @@ def train_until(run: Run, num_steps: int) -> None:
     """The loop itself, for some of its steps; the schedule is that of the whole run."""
     cfg = replace(run.cfg, train=replace(run.cfg.train, num_steps=num_steps))
     assert train(replace(run, cfg=cfg)).exit_code == EXIT_DONE
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def step(parts: Parts, cfg: Config, index: int, *, factor: float = 1.0) -> bool:
