@@ -110,9 +110,11 @@ def backward(
     of_down = _multiplied(does, left.by_columns, Side(product_columns, product_inverse))
     right = round_noted(does, weights[2], weight_scales[2], None, Role.weights, recipe)
     slope = _multiplied(does, left.by_rows, right.by_columns)
+    del left, right
     of_input: Tensor | None = None
     of_weights = []
     slopes = _rounded_slopes(does, slope, gate, up, scales, meters, recipe)
+    del slope
     for each, weight, scale in zip(slopes, weights[:2], weight_scales[:2], strict=True):
         of_weights.append(_multiplied(does, each.by_columns, Side(columns, inverse)))
         right = round_noted(does, weight, scale, None, Role.weights, recipe)

@@ -34,7 +34,6 @@ SHAPES = (
     if IS_INTERPRETED
     else [(3,), (2048,), (7, 5), (1000, 333), (4096, 512)]
 )
-ROUNDS = pytest.mark.skipif(IS_INTERPRETED, reason="interpreted, bf16 is cut off instead of rounded")
 NUM_LARGE = 300_001 if IS_INTERPRETED else 5_000_001
 """More than all programs take at once."""
 
@@ -133,7 +132,6 @@ def test_what_rounding_did_is_noted_as_in_plain_torch(monkeypatch: pytest.Monkey
     assert plain[Column.zeros] > 0
 
 
-@ROUNDS
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize("shape", [(512, 768), (208, 80)])
 def test_swiglu_is_rounded_as_in_plain_torch(recipe: str, shape: tuple[int, int]) -> None:
@@ -176,7 +174,7 @@ def test_fsdps_operator_joins_gradients_as_torch_does(num_chunks: int, dtype: to
     assert torch.equal(own, theirs)
 
 
-@ROUNDS
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, interpreted: it is told to meet them
 @pytest.mark.parametrize("width", [1000, 32000])
 @pytest.mark.parametrize(("multiplier", "z_loss"), [(1.0, 0.0), (0.5, 1e-2)])
 def test_logits_become_their_gradient(width: int, multiplier: float, z_loss: float) -> None:
@@ -197,10 +195,11 @@ def test_logits_become_their_gradient(width: int, multiplier: float, z_loss: flo
     assert own_gradient[3:5].isnan().all()
 
 
-@ROUNDS
 def test_a_tensor_times_a_number_of_the_device() -> None:
     from harness.kernels import gradients as kernels
 
     for part in parts():
         for values in (part.gradient, part.gradient.to(torch.bfloat16)):
-            assert torch.equal(kernels.scaled(values, scalar(0.3)), values * scalar(0.3))
+            last_digit = 2**-7 if IS_INTERPRETED else 0.0  # interpreted, bf16 is cut off instead of rounded
+            expected = values * scalar(0.3)
+            torch.testing.assert_close(kernels.scaled(values, scalar(0.3)), expected, rtol=last_digit, atol=0.0)
