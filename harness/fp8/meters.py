@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from harness.config import Fp8Recipe
-from harness.fp8.engine import FORWARD, GRADIENT, Rounded
+from harness.fp8.engine import FORWARD, GRADIENT
 
 LARGEST_SCALE = 2.0**100
 SAMPLE = 2**20
@@ -98,15 +98,15 @@ def sample_of(values: Tensor) -> Tensor:
     return values[stride // 2 :: stride]
 
 
-def note(row: Tensor, values: Tensor, scale: Tensor, rounded: Rounded) -> None:
-    """What rounding did to the rows of `values` that are looked at; counts stand for all rows."""
-    numbers, stride = rounded.rows.view(torch.uint8), stride_of(values)
-    if values.is_cuda:
+def note(row: Tensor, before: Tensor, after: Tensor, scale: Tensor, *, every: int) -> None:
+    """What rounding made of the rows that are looked at, of which each stands for as many as `every` says."""
+    numbers = after.view(torch.uint8)
+    if before.is_cuda:
         from harness.kernels.rounding import note_rounded
 
-        note_rounded(values, numbers, scale, row, stride=stride)
+        note_rounded(before, numbers, scale, row, every=every)
         return
     row[Column.scale] = torch.where(row[Column.scale] > 0, torch.minimum(row[Column.scale], scale), scale)
-    before, after = sample_of(values).count_nonzero(), (sample_of(numbers) & 0x7F).count_nonzero()
-    row[Column.zeros] += (before - after) * stride
-    row[Column.nonzeros] += before * stride
+    num_before, num_after = before.count_nonzero(), (numbers & 0x7F).count_nonzero()
+    row[Column.zeros] += (num_before - num_after) * every
+    row[Column.nonzeros] += num_before * every

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from harness.config import Fp8Recipe
 from harness.fp8.engine import FORWARD, LIMITS, Blocks, Engine, Rounded, Side, engine_of
-from harness.fp8.meters import PROBE, Column, Role, dtype_of, largest_of, note, sample_of, scale_of
+from harness.fp8.meters import PROBE, Column, Role, dtype_of, largest_of, note, sample_of, scale_of, stride_of
 
 
 def forward(
@@ -154,12 +154,14 @@ def round_noted(
     if recipe == Fp8Recipe.block:
         rounded = does.round_blocks(values, dtype=dtype, both=both, square=role is Role.weights)
         if row is not None and PROBE.counts:
-            note(row, values, scale_of(largest_of(sample_of(values)), LIMITS[dtype]), rounded)
+            seen = sample_of(values)
+            scale = scale_of(largest_of(seen), LIMITS[dtype])
+            note(row, seen, sample_of(rounded.rows), scale, every=stride_of(values))
         return rounded
     if recipe == Fp8Recipe.delayed and PROBE.primes:
         scale = scale_of(largest_of(values), LIMITS[dtype])
     largest = row[Column.largest] if row is not None and recipe == Fp8Recipe.delayed else None
     rounded = does.round(values, scale, dtype=dtype, both=both, largest=largest)
     if row is not None and PROBE.counts:
-        note(row, values, scale, rounded)
+        note(row, sample_of(values), sample_of(rounded.rows), scale, every=stride_of(values))
     return rounded

@@ -5,8 +5,8 @@ remembered, the product of the two, and both gradients, go from registers to fp8
 in forward and 8 in backward. Where they come from the tensors themselves, everything is computed twice, first to find
 the largest number, and still no byte more is moved in forward, and a tenth less in backward.
 How: one function for the three maps, because no gradient in fp8 passes through autograd; two operators, as in
-`harness.fp8.operators`. In a step that is probed, or whose scales are not known yet, and where there is no GPU, the
-same numbers are made in plain torch and rounded by the engine.
+`harness.fp8.operators`. Without a GPU the same numbers are made in plain torch and rounded by the engine. A probed step
+computes the rows that are looked at once more.
 Left out: the recipe `block`, which goes by parts.
 """
 
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from harness.config import Fp8Recipe
 from harness.fp8.engine import FORWARD, GRADIENT, LIMITS, Blocks, Engine, Rounded, Side, engine_of
 from harness.fp8.linear import Fp8Linear, project, scale_for
-from harness.fp8.meters import PROBE, Column, Role, dtype_of, largest_of, scale_of
+from harness.fp8.meters import PROBE, Column, Role, dtype_of, largest_of, note, sample_of, scale_of, stride_of
 from harness.fp8.operators import define, round_noted, scale_used, scales_used, thirds
 
 NUM_MAPS = 3
@@ -126,17 +126,9 @@ def backward(
 def _rounded_product(
     does: Engine, gate: Tensor, up: Tensor, scale: Tensor, meter: Tensor | None, recipe: str
 ) -> Rounded:
-    if _has_kernels(gate):
-        from harness.kernels import swiglu as kernels
-
-        largest = _largest(meter, Role.activations, scale)
-        if recipe == Fp8Recipe.current:
-            scale, largest = kernels.scales_for_product(gate, up, limit=LIMITS[FORWARD])
-        rows, columns = kernels.round_product(gate, up, scale, largest, dtype=FORWARD)
-        inverse = scale.reciprocal().view(1)
-        return Rounded(rows, columns, inverse, inverse)
-    product = (F.silu(gate.float()) * up.float()).to(gate.dtype)
-    return _rounded(does, product, scale, meter, Role.activations, recipe)
+    if gate.is_cuda:
+        return product_by_kernels(gate, up, scale, meter, recipe)
+    return _rounded(does, product_of(gate, up), scale, meter, Role.activations, recipe)
 
 
 def _rounded_slopes(
@@ -149,27 +141,68 @@ def _rounded_slopes(
     recipe: str,
 ) -> list[Rounded]:
     """The gradients of gate and up from that of their product."""
-    if _has_kernels(gate):
-        from harness.kernels import swiglu as kernels
+    if gate.is_cuda:
+        return slopes_by_kernels(slope, gate, up, scales, meters, recipe)
+    made = zip(slopes_of(slope, gate, up), scales, meters, strict=False)
+    return [_rounded(does, values, scale, meter, Role.gradients, recipe) for values, scale, meter in made]
 
-        own = scales[:2]
-        largest = [_largest(meter, Role.gradients, scale) for meter, scale in zip(meters[:2], own, strict=True)]
-        if recipe == Fp8Recipe.current:
-            own, largest = map(list, kernels.scales_for_slopes(slope, gate, up, limit=LIMITS[GRADIENT]))
-        found = kernels.round_slopes(slope, gate, up, own, largest, dtype=GRADIENT)
-        inverses = [scale.reciprocal().view(1) for scale in own]
-        return [Rounded(*both, inverse, inverse) for both, inverse in zip(found, inverses, strict=True)]
+
+def product_by_kernels(gate: Tensor, up: Tensor, scale: Tensor, meter: Tensor | None, recipe: str) -> Rounded:
+    from harness.kernels import swiglu as kernels
+
+    if _is_found(recipe):
+        scale = kernels.scale_for_product(gate, up, limit=LIMITS[FORWARD])
+    largest = _place_of_largest(meter, Role.activations, recipe)
+    rounded = _with_inverse(kernels.round_product(gate, up, scale, largest, dtype=FORWARD), scale)
+    if meter is not None and PROBE.counts:
+        made = product_of(sample_of(gate), sample_of(up))
+        note(meter.data[Role.activations], made, sample_of(rounded.rows), scale, every=stride_of(gate))
+    return rounded
+
+
+def slopes_by_kernels(
+    slope: Tensor, gate: Tensor, up: Tensor, scales: list[Tensor], meters: list[Tensor], recipe: str
+) -> list[Rounded]:
+    from harness.kernels import swiglu as kernels
+
+    own = scales[:2]
+    if _is_found(recipe):
+        own = list(kernels.scales_for_slopes(slope, gate, up, limit=LIMITS[GRADIENT]))
+    largest = [_place_of_largest(meter, Role.gradients, recipe) for meter in meters[:2]]
+    both = kernels.round_slopes(slope, gate, up, own, largest, dtype=GRADIENT)
+    rounded = [_with_inverse(each, scale) for each, scale in zip(both, own, strict=True)]
+    if PROBE.counts:
+        made = slopes_of(*map(sample_of, (slope, gate, up)))
+        for values, meter, scale, each in zip(made, meters, own, rounded, strict=False):
+            note(meter.data[Role.gradients], values, sample_of(each.rows), scale, every=stride_of(gate))
+    return rounded
+
+
+def product_of(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def slopes_of(slope: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up from that of their product, unrounded."""
     wide, turned, passed = slope.float(), gate.float(), up.float()
     share = torch.sigmoid(turned)
-    slopes = (wide * passed * share * (1 + turned * (1 - share)), wide * turned * share)
-    return [
-        _rounded(does, each.to(gate.dtype), scale, meter, Role.gradients, recipe)
-        for each, scale, meter in zip(slopes, scales[:2], meters[:2], strict=True)
-    ]
+    of_gate = wide * passed * share * (1 + turned * (1 - share))
+    return of_gate.to(gate.dtype), (wide * turned * share).to(gate.dtype)
 
 
-def _has_kernels(values: Tensor) -> bool:
-    return values.is_cuda and not (PROBE.counts or PROBE.primes)
+def _is_found(recipe: str) -> bool:
+    """Whether a scale comes from the tensor itself, which is then computed twice."""
+    return recipe == Fp8Recipe.current or PROBE.primes
+
+
+def _place_of_largest(meter: Tensor | None, role: Role, recipe: str) -> Tensor | None:
+    """Where the largest number is noted, if somebody will scale by it."""
+    return meter.data[role, Column.largest] if meter is not None and recipe == Fp8Recipe.delayed else None
+
+
+def _with_inverse(both: tuple[Tensor, Tensor], scale: Tensor) -> Rounded:
+    inverse = scale.reciprocal().view(1)
+    return Rounded(*both, inverse, inverse)
 
 
 def _rounded(
@@ -179,11 +212,6 @@ def _rounded(
     if recipe == Fp8Recipe.current:
         scale = scale_of(largest_of(values), LIMITS[dtype_of(role, recipe)])
     return round_noted(does, values, scale, meter, role, recipe)
-
-
-def _largest(meter: Tensor | None, role: Role, scale: Tensor) -> Tensor:
-    """Where the largest number is noted; somewhere, where nobody takes notes."""
-    return torch.zeros_like(scale) if meter is None else meter.data[role, Column.largest]
 
 
 def _multiplied(does: Engine, left: Side, right: Side, *, out: Tensor | None = None, exact: bool = True) -> Tensor:

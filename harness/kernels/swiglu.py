@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
-"""Numbers that one program takes at once."""
+BLOCK = 2048
+"""Numbers of which one program finds the largest."""
 TILE_ROWS, TILE_COLUMNS = tl.constexpr(64), tl.constexpr(64)
 """Of a matrix that is written both ways."""
 LARGEST_SCALE = 2.0**100
@@ -20,9 +20,10 @@ NUM_WARPS = 8
 
 
 def round_product(
-    gate: Tensor, up: Tensor, scale: Tensor, largest: Tensor, *, dtype: torch.dtype
+    gate: Tensor, up: Tensor, scale: Tensor, largest: Tensor | None, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up in fp8, by rows and transposed; `largest` is raised to its largest absolute value."""
+    """silu(gate) * up in fp8, by rows and transposed; `largest`, if there is one, is raised to its largest absolute
+    value."""
     rows, columns = (torch.empty(shape, dtype=dtype, device=gate.device) for shape in (gate.shape, gate.shape[::-1]))
     outputs = rows.view(torch.uint8), columns.view(torch.uint8)
     _round_product[_tiles(gate)](
@@ -36,7 +37,7 @@ def round_slopes(
     gate: Tensor,
     up: Tensor,
     scales: Sequence[Tensor],
-    largest: Sequence[Tensor],
+    largest: Sequence[Tensor | None],
     *,
     dtype: torch.dtype,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -50,28 +51,30 @@ def round_slopes(
     return (both[0], both[1]), (both[2], both[3])
 
 
-def scales_for_product(gate: Tensor, up: Tensor, *, limit: float) -> tuple[Tensor, Tensor]:
-    """The scale [1] that makes the largest number of silu(gate) * up the largest of fp8, and that number [1]."""
-    largest = torch.zeros(1, dtype=torch.float32, device=gate.device)
-    _largest_product[_blocks(gate)](gate, up, largest, gate.numel(), BLOCK)
-    return _scales(largest, limit), largest
+def scale_for_product(gate: Tensor, up: Tensor, *, limit: float) -> Tensor:
+    """The scale [] that makes the largest number of silu(gate) * up the largest of fp8."""
+    largest = _room_for_largest(gate, 1)
+    _largest_product[(largest.shape[1],)](gate, up, largest, gate.numel(), BLOCK)
+    return _scales(largest, limit)[0]
 
 
-def scales_for_slopes(gradient: Tensor, gate: Tensor, up: Tensor, *, limit: float) -> tuple[Tensor, Tensor]:
+def scales_for_slopes(gradient: Tensor, gate: Tensor, up: Tensor, *, limit: float) -> Tensor:
     """The same [2] of the gradients of gate and up."""
-    largest = torch.zeros(2, dtype=torch.float32, device=gate.device)
-    _largest_slopes[_blocks(gate)](gradient, gate, up, largest, gate.numel(), BLOCK)
-    return _scales(largest, limit), largest
+    largest = _room_for_largest(gate, 2)
+    _largest_slopes[(largest.shape[1],)](gradient, gate, up, largest, gate.numel(), BLOCK)
+    return _scales(largest, limit)
+
+
+def _room_for_largest(values: Tensor, count: int) -> Tensor:
+    """Each program has a place of its own: where they all raised one number, they stood in a queue for it."""
+    return torch.empty(count, triton.cdiv(values.numel(), BLOCK), dtype=torch.float32, device=values.device)
 
 
 def _scales(largest: Tensor, limit: float) -> Tensor:
-    scales = torch.empty_like(largest)
-    _scale_of[(len(largest),)](largest, scales, limit, LARGEST_SCALE)
+    most = largest.amax(dim=1)
+    scales = torch.empty_like(most)
+    _scale_of[(len(most),)](most, scales, limit, LARGEST_SCALE)
     return scales
-
-
-def _blocks(values: Tensor) -> tuple[int]:
-    return (triton.cdiv(values.numel(), BLOCK),)
 
 
 def _tiles(matrix: Tensor) -> tuple[int, int]:
@@ -104,17 +107,11 @@ def _slopes(gradient, gate, up):
 
 
 @triton.jit
-def _raise(largest, values):
-    most = tl.max(tl.abs(values))
-    if most > tl.load(largest):  # few are: not all programs have to queue for one number
-        tl.atomic_max(largest, most)
-
-
-@triton.jit
 def _largest_product(gate, up, largest, count, block: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < count
-    _raise(largest, _product(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0)))
+    product = _product(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0))
+    tl.store(largest + tl.program_id(0), tl.max(tl.abs(product)))
 
 
 @triton.jit
@@ -123,8 +120,8 @@ def _largest_slopes(gradient, gate, up, largest, count, block: tl.constexpr):
     inside = at < count
     slope, turned = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
     of_gate, of_up = _slopes(slope, turned, tl.load(up + at, mask=inside, other=0.0))
-    _raise(largest, of_gate)
-    _raise(largest + 1, of_up)
+    tl.store(largest + tl.program_id(0), tl.max(tl.abs(of_gate)))
+    tl.store(largest + tl.num_programs(0) + tl.program_id(0), tl.max(tl.abs(of_up)))
 
 
 @triton.jit
@@ -177,7 +174,10 @@ def _tile(height, width):
 @triton.jit
 def _write_rounded(tile, rows, columns, scale, largest, height, width, dtype: tl.constexpr, limit: tl.constexpr):
     """This program's tile of a matrix, in fp8, both ways."""
-    _raise(largest, tile)
+    if largest is not None:
+        most = tl.max(tl.abs(tile))
+        if most > tl.load(largest):  # few are: not all programs have to queue for one number
+            tl.atomic_max(largest, most)
     scaled = tl.clamp(tile * tl.load(scale), -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     rounded = scaled.to(dtype).to(tl.uint8, bitcast=True)
     at, inside = _tile(height, width)

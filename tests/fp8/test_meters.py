@@ -18,5 +18,6 @@ def test_a_few_rows_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     values[::4] = values[1::4] = 1e-9
     row, scale = torch.zeros(len(Column)), torch.ones(())
     rounded = Emulated().round(values, scale, dtype=FORWARD, both=False, largest=None)
-    meters.note(row, values, scale, rounded)
+    seen = meters.sample_of(values), meters.sample_of(rounded.rows)
+    meters.note(row, *seen, scale, every=meters.stride_of(values))
     assert row.tolist() == [0.0, 1.0, 4 * 2 * 3.0, 4 * 2 * 7.0]

@@ -15,9 +15,9 @@ from torch import Tensor
 from harness import joining
 from harness.fp8 import meters
 from harness.fp8.emulated import Emulated
-from harness.fp8.engine import FORWARD, Rounded
+from harness.fp8.engine import FORWARD
 from harness.fp8.meters import METER, Column, Role, probing
-from harness.fp8.swiglu import _rounded_product, _rounded_slopes
+from harness.fp8.swiglu import _rounded, product_by_kernels, product_of, slopes_by_kernels, slopes_of
 from harness.model.loss import IGNORED, LossOptions, _chunk_gradient, _chunk_gradient_in_place
 from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
 from harness.sentinel.sums import StateSums, state_sums, state_sums_in_one_pass
@@ -34,6 +34,9 @@ SHAPES = (
     if IS_INTERPRETED
     else [(3,), (2048,), (7, 5), (1000, 333), (4096, 512)]
 )
+SAME, NEXT = (0.8, 0.51) if IS_INTERPRETED else (0.999, 0.26)
+"""How many numbers of fp8 must be the same, and how far off the others may be; interpreted, they are cut off, and where
+that carries over they are half."""
 NUM_LARGE = 300_001 if IS_INTERPRETED else 5_000_001
 """More than all programs take at once."""
 
@@ -125,41 +128,44 @@ def test_what_rounding_did_is_noted_as_in_plain_torch(monkeypatch: pytest.Monkey
     plain, own = torch.zeros(len(Column)), torch.zeros(len(Column), device=DEVICE)
     for scale in (torch.tensor(2.0), torch.tensor(1.5), torch.tensor(3.0)):
         rounded = Emulated().round(values, scale, dtype=FORWARD, both=False, largest=None)
-        meters.note(plain, values, scale, rounded)
-        numbers = rounded.rows.view(torch.uint8).to(DEVICE)
-        note_rounded(values.to(DEVICE), numbers, scale.to(DEVICE), own, stride=meters.stride_of(values))
+        before, after = meters.sample_of(values), meters.sample_of(rounded.rows)
+        every = meters.stride_of(values)
+        meters.note(plain, before, after, scale, every=every)
+        values_there, numbers = values.to(DEVICE), rounded.rows.view(torch.uint8).to(DEVICE)
+        seen = meters.sample_of(values_there), meters.sample_of(numbers)
+        note_rounded(*seen, scale.to(DEVICE), own, every=every)
     torch.testing.assert_close(own.cpu(), plain, rtol=1e-5, atol=0.0)
     assert plain[Column.zeros] > 0
 
 
+@pytest.mark.parametrize("is_primed", [False, True])
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("shape", [(512, 768), (208, 80)])
-def test_swiglu_is_rounded_as_in_plain_torch(recipe: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(128, 64) if IS_INTERPRETED else (512, 768), (208, 80)])
+def test_swiglu_is_rounded_as_in_plain_torch(recipe: str, shape: tuple[int, int], is_primed: bool) -> None:
     """But where a number lies between two of fp8, to the last bit of an exponential."""
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     gate, up, slope = (torch.randn(shape, device=DEVICE, generator=generator).to(torch.bfloat16) for _ in range(3))
-    gate[3, 5], up[3, 5], slope[7, 7] = 30.0, 50.0, 20.0
-    meters, scales = [torch.zeros(METER, device=DEVICE) for _ in range(3)], [scalar(2.0), scalar(5.0), scalar(1.0)]
-    does = Emulated()
-    for role, way in ((Role.activations, "product"), (Role.gradients, "slopes")):
-        kernel: list[Rounded] = []
-        plain: list[Rounded] = []
-        for counts, found in ((False, kernel), (True, plain)):
-            with probing(counts=counts, primes=False):
-                if way == "product":
-                    found.append(_rounded_product(does, gate, up, scales[0], meters[0], recipe))
-                else:
-                    found.extend(_rounded_slopes(does, slope, gate, up, scales, meters, recipe))
-            noted = [meter[role, Column.largest].item() for meter in meters[: len(found)]]
-            assert all((most > 1) == (recipe == "delayed") for most in noted)
-            for meter in meters:
-                meter.zero_()
-        for one, other in zip(kernel, plain, strict=True):
-            assert torch.equal(one.columns.view(torch.uint8), one.rows.view(torch.uint8).T)
-            same = (one.rows.float() == other.rows.float()) | (one.rows.float().isnan() & other.rows.float().isnan())
-            assert same.float().mean() > 0.999
-            torch.testing.assert_close(one.rows.float(), other.rows.float(), rtol=0.26, atol=0.02, equal_nan=True)
-            torch.testing.assert_close(one.row_inverse, other.row_inverse)
+    gate[3, 5], up[3, 5], slope[7, 7], up[9, :] = 30.0, 50.0, 20.0, 1e-6
+    own, plain = ([torch.zeros(METER, device=DEVICE) for _ in range(2)] for _ in range(2))
+    scales, does = [scalar(2.0), scalar(5.0)], Emulated()
+    made = product_of(gate, up), *slopes_of(slope, gate, up)
+    roles = Role.activations, Role.gradients, Role.gradients
+    whose = zip(made, [scales[0], *scales], [plain[0], *plain], roles, strict=True)
+    with probing(counts=True, primes=is_primed):
+        first = product_by_kernels(gate, up, scales[0], own[0], recipe)
+        kernels = [first, *slopes_by_kernels(slope, gate, up, scales, own, recipe)]
+        others = [_rounded(does, values, scale, meter, role, recipe) for values, scale, meter, role in whose]
+    for one, other in zip(kernels, others, strict=True):
+        assert torch.equal(one.columns.view(torch.uint8), one.rows.view(torch.uint8).T)
+        same = (one.rows.float() == other.rows.float()) | (one.rows.float().isnan() & other.rows.float().isnan())
+        assert same.float().mean() > SAME
+        torch.testing.assert_close(one.rows.float(), other.rows.float(), rtol=NEXT, atol=0.02, equal_nan=True)
+        torch.testing.assert_close(one.row_inverse, other.row_inverse, rtol=1e-2, atol=0.0)
+    alike = [column for column in Column if column != Column.zeros or not IS_INTERPRETED]
+    for one_meter, other_meter in zip(own, plain, strict=True):
+        torch.testing.assert_close(one_meter[:, alike], other_meter[:, alike], rtol=1e-2, atol=0.0)
+    assert own[0][Role.activations, Column.zeros] > 0
+    assert (own[1][Role.gradients, Column.largest] > 1) == (recipe == "delayed")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -175,14 +181,15 @@ def test_fsdps_operator_joins_gradients_as_torch_does(num_chunks: int, dtype: to
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, interpreted: it is told to meet them
-@pytest.mark.parametrize("width", [1000, 32000])
+@pytest.mark.parametrize("width", [1000, 9000 if IS_INTERPRETED else 32000])
 @pytest.mark.parametrize(("multiplier", "z_loss"), [(1.0, 0.0), (0.5, 1e-2)])
 def test_logits_become_their_gradient(width: int, multiplier: float, z_loss: float) -> None:
     generator = torch.Generator(device=DEVICE).manual_seed(0)
-    logits = torch.randn(300, width, device=DEVICE, generator=generator).mul(4).to(torch.bfloat16)
-    targets = torch.randint(0, width, (300,), device=DEVICE, generator=generator)
+    num_tokens = 30 if IS_INTERPRETED else 300
+    logits = torch.randn(num_tokens, width, device=DEVICE, generator=generator).mul(4).to(torch.bfloat16)
+    targets = torch.randint(0, width, (num_tokens,), device=DEVICE, generator=generator)
     targets[7] = IGNORED
-    options = LossOptions(z_loss=z_loss, output_multiplier=multiplier, chunk_tokens=300)
+    options = LossOptions(z_loss=z_loss, output_multiplier=multiplier, chunk_tokens=num_tokens)
     losses, z_sum, gradient = _chunk_gradient(logits, targets, scalar(0.25), options)
     own_losses, own_z, own_gradient = _chunk_gradient_in_place(logits.clone(), targets, scalar(0.25), options)
     torch.testing.assert_close(own_losses, losses, rtol=1e-5, atol=1e-5)
@@ -201,5 +208,5 @@ def test_a_tensor_times_a_number_of_the_device() -> None:
     for part in parts():
         for values in (part.gradient, part.gradient.to(torch.bfloat16)):
             last_digit = 2**-7 if IS_INTERPRETED else 0.0  # interpreted, bf16 is cut off instead of rounded
-            expected = values * scalar(0.3)
+            expected = (values.float() * scalar(0.3)).to(values.dtype)
             torch.testing.assert_close(kernels.scaled(values, scalar(0.3)), expected, rtol=last_digit, atol=0.0)
