@@ -29,10 +29,11 @@ TYPES = {
     **dict.fromkeys(("count", "width", "height", "stride", "before_stride", "after_stride", "every", "ignored"), "i32"),
     **dict.fromkeys(("values", "before", "made", "gate", "up", "tensor", "logits"), "*bf16"),
     **dict.fromkeys(("after", "rows", "columns", "gate_rows", "gate_columns", "up_rows", "up_columns"), "*u8"),
+    **dict.fromkeys(("again", "is_wrong"), "*i32"),
     "targets": "*i64",
 }
 FIXED = {"block": 1024, "dtype": tl.float8e4nv, "limit": 448.0, "most": 2.0**100}
-WITHIN = {"_product", "_slopes", "_tile", "_write_rounded"}
+WITHIN = {"_product", "_slopes", "_num_tiles", "_corner", "_tile", "_write_rounded", "_largest_of"}
 rooms = (gradients, rounding, state, swiglu)
 found = {name: each for room in rooms for name, each in vars(room).items() if isinstance(each, JITFunction)}
 for name, kernel in found.items():

@@ -18,6 +18,8 @@ from harness.config import Fp8Recipe
 from harness.fp8.engine import FORWARD, GRADIENT
 
 LARGEST_SCALE = 2.0**100
+EXPONENT_BITS = 0x7F800000
+"""Of a number in fp32; without the others it is a power of two."""
 SAMPLE = 2**20
 """Numbers of a matrix that are looked at, about: a share of one in a thousand is told to a twentieth of itself."""
 
@@ -41,6 +43,8 @@ class Column(IntEnum):
     """Numbers that were not zero and became it, by the rows that were looked at."""
     nonzeros = 3
     """Numbers that were not zero, likewise."""
+    guess = 4
+    """Where a kernel rounds before it knows the scale: the last one, and most often the next."""
 
 
 METER = (len(Role), len(Column))
@@ -83,8 +87,10 @@ def largest_of(values: Tensor) -> Tensor:
 
 
 def scale_of(largest: Tensor, limit: float | Tensor) -> Tensor:
-    """What makes the largest number the largest of fp8; an infinity makes NaN of the whole product, and is seen."""
-    return torch.where(largest > 0, (limit / largest).clamp(max=LARGEST_SCALE), 1.0)
+    """The power of two that brings the largest number nearest to the largest of fp8; an infinity makes NaN of the whole
+    product, and is seen. Powers of two change nothing but the exponent, and are seldom another from step to step."""
+    scale = torch.where(largest > 0, (limit / largest).clamp(max=LARGEST_SCALE), 1.0)
+    return (scale.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
 
 
 def stride_of(values: Tensor) -> int:

@@ -120,7 +120,7 @@ class Products:
     def take(self) -> dict[str, Tensor]:
         """The sums of a probed step, each flat: numbers by layer group and role, tensors by role, and by role and bin
         of their scales. The meters begin anew, but for what is remembered."""
-        largest, scale, zeros, nonzeros = self.table.unbind(dim=-1)
+        largest, scale, zeros, nonzeros, _ = self.table.unbind(dim=-1)
         is_seen = (nonzeros > 0).to(torch.float32)
         is_beyond = (largest * scale > SATURATED * self.limits).to(torch.float32)
         bins = (scale.log2() - SCALE_EXPONENTS.start) / SCALE_EXPONENTS.step
@@ -133,7 +133,7 @@ class Products:
             "fp8_tensors": is_seen.sum(dim=0),
             "fp8_scales": scales.sum(dim=0).flatten(),
         }
-        self.table[..., Column.scale if self.is_delayed else Column.largest :] = 0.0
+        self.table[..., Column.scale if self.is_delayed else Column.largest : Column.guess] = 0.0
         return sums
 
 

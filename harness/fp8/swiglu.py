@@ -1,9 +1,8 @@
 """SwiGLU between maps in fp8: rounded where it is computed, and never written in bf16.
 
-Why: what gate and up make of a block's input are its widest tensors, and so are their gradients. Where scales are
-remembered, the product of the two, and both gradients, go from registers to fp8: for each number 4 bytes of memory less
-in forward and 8 in backward. Where they come from the tensors themselves, everything is computed twice, first to find
-the largest number, and still no byte more is moved in forward, and a tenth less in backward.
+Why: what gate and up make of a block's input are its widest tensors, and so are their gradients. The product of the
+two, and both gradients, go from registers to fp8: for each number 4 bytes of memory less in forward and 8 in backward.
+Scales that come from the tensors themselves are guessed first (`harness.kernels.swiglu`).
 How: one function for the three maps, because no gradient in fp8 passes through autograd; two operators, as in
 `harness.fp8.operators`. Without a GPU the same numbers are made in plain torch and rounded by the engine. A probed step
 computes the rows that are looked at once more.
@@ -13,7 +12,7 @@ Left out: the recipe `block`, which goes by parts.
 # ruff: noqa: ARG001  (what a graph is told of a result needs few of the arguments)
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,9 @@ from harness.fp8.engine import FORWARD, GRADIENT, LIMITS, Blocks, Engine, Rounde
 from harness.fp8.linear import Fp8Linear, project, scale_for
 from harness.fp8.meters import PROBE, Column, Role, dtype_of, largest_of, note, sample_of, scale_of, stride_of
 from harness.fp8.operators import define, round_noted, scale_used, scales_used, thirds
+
+if TYPE_CHECKING:
+    from harness.kernels.swiglu import Matrix
 
 NUM_MAPS = 3
 
@@ -150,13 +152,13 @@ def _rounded_slopes(
 def product_by_kernels(gate: Tensor, up: Tensor, scale: Tensor, meter: Tensor | None, recipe: str) -> Rounded:
     from harness.kernels import swiglu as kernels
 
-    if _is_found(recipe):
-        scale = kernels.scale_for_product(gate, up, limit=LIMITS[FORWARD])
-    largest = _place_of_largest(meter, Role.activations, recipe)
-    rounded = _with_inverse(kernels.round_product(gate, up, scale, largest, dtype=FORWARD), scale)
+    fits = _is_to_fit(recipe)
+    used = _guess(meter, Role.activations, scale) if fits else scale
+    made = kernels.round_product(gate, up, used, dtype=FORWARD, fits=fits)
+    rounded = _finished(made, used, meter, Role.activations, recipe)
     if meter is not None and PROBE.counts:
-        made = product_of(sample_of(gate), sample_of(up))
-        note(meter.data[Role.activations], made, sample_of(rounded.rows), scale, every=stride_of(gate))
+        seen = product_of(sample_of(gate), sample_of(up))
+        note(meter.data[Role.activations], seen, sample_of(rounded.rows), used, every=stride_of(gate))
     return rounded
 
 
@@ -165,15 +167,18 @@ def slopes_by_kernels(
 ) -> list[Rounded]:
     from harness.kernels import swiglu as kernels
 
-    own = scales[:2]
-    if _is_found(recipe):
-        own = list(kernels.scales_for_slopes(slope, gate, up, limit=LIMITS[GRADIENT]))
-    largest = [_place_of_largest(meter, Role.gradients, recipe) for meter in meters[:2]]
-    both = kernels.round_slopes(slope, gate, up, own, largest, dtype=GRADIENT)
-    rounded = [_with_inverse(each, scale) for each, scale in zip(both, own, strict=True)]
+    fits, meters = _is_to_fit(recipe), meters[:2]
+    used = [
+        _guess(meter, Role.gradients, scale) if fits else scale for meter, scale in zip(meters, scales, strict=False)
+    ]
+    both = kernels.round_slopes(slope, gate, up, used, dtype=GRADIENT, fits=fits)
+    rounded = [
+        _finished(made, scale, meter, Role.gradients, recipe)
+        for made, scale, meter in zip(both, used, meters, strict=True)
+    ]
     if PROBE.counts:
-        made = slopes_of(*map(sample_of, (slope, gate, up)))
-        for values, meter, scale, each in zip(made, meters, own, rounded, strict=False):
+        seen = slopes_of(*map(sample_of, (slope, gate, up)))
+        for values, meter, scale, each in zip(seen, meters, used, rounded, strict=True):
             note(meter.data[Role.gradients], values, sample_of(each.rows), scale, every=stride_of(gate))
     return rounded
 
@@ -190,19 +195,23 @@ def slopes_of(slope: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return of_gate.to(gate.dtype), (wide * turned * share).to(gate.dtype)
 
 
-def _is_found(recipe: str) -> bool:
-    """Whether a scale comes from the tensor itself, which is then computed twice."""
+def _is_to_fit(recipe: str) -> bool:
+    """Whether the scale comes from the tensor itself."""
     return recipe == Fp8Recipe.current or PROBE.primes
 
 
-def _place_of_largest(meter: Tensor | None, role: Role, recipe: str) -> Tensor | None:
-    """Where the largest number is noted, if somebody will scale by it."""
-    return meter.data[role, Column.largest] if meter is not None and recipe == Fp8Recipe.delayed else None
+def _guess(meter: Tensor | None, role: Role, like: Tensor) -> Tensor:
+    """Where the last scale is, and the next one is put; zero, which never fits, where nobody takes notes."""
+    return torch.zeros_like(like) if meter is None else meter.data[role, Column.guess]
 
 
-def _with_inverse(both: tuple[Tensor, Tensor], scale: Tensor) -> Rounded:
+def _finished(made: Matrix, scale: Tensor, meter: Tensor | None, role: Role, recipe: str) -> Rounded:
+    if meter is not None and recipe == Fp8Recipe.delayed:
+        from harness.kernels.swiglu import raise_to_largest
+
+        raise_to_largest(meter.data[role, Column.largest], made)
     inverse = scale.reciprocal().view(1)
-    return Rounded(*both, inverse, inverse)
+    return Rounded(made.rows, made.columns, inverse, inverse)
 
 
 def _rounded(

@@ -1,85 +1,97 @@
-"""SwiGLU that is rounded to fp8, by rows and transposed, where it is computed; its gradients likewise."""
+"""SwiGLU that is rounded to fp8, by rows and transposed, where it is computed; its gradients likewise.
+
+How: a program takes a tile, and leaves the tile's largest number in a place of its own: where all raised one number,
+they stood in a queue for it. Where scales are to fit the tensor, it is rounded by a guess, most often that of the last
+step, and then the scale that fits is known. As scales are powers of two, that is the guess most of the time; if it is
+not, the tensor is rounded again. Nobody waits to hear which: the second pass is always launched, and mostly does
+nothing. What comes out is the same, whatever the guess was.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
-"""Numbers of which one program finds the largest."""
 TILE_ROWS, TILE_COLUMNS = tl.constexpr(64), tl.constexpr(64)
 """Of a matrix that is written both ways."""
-LARGEST_SCALE = 2.0**100
-"""As everywhere (`harness.fp8.meters`)."""
 NUM_WARPS = 8
 """That share such a tile: with fewer there is no room for it in registers."""
+NUM_AGAIN = 1024
+"""Programs of the second pass, at most, which share all tiles."""
+LARGEST_BLOCK, LARGEST_WARPS = 4096, 16
+"""Tiles whose largest numbers are compared at once, and the warps that do."""
+LARGEST_SCALE = 2.0**100
+"""As everywhere (`harness.fp8.meters`)."""
 
 
-def round_product(
-    gate: Tensor, up: Tensor, scale: Tensor, largest: Tensor | None, *, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up in fp8, by rows and transposed; `largest`, if there is one, is raised to its largest absolute
-    value."""
-    rows, columns = (torch.empty(shape, dtype=dtype, device=gate.device) for shape in (gate.shape, gate.shape[::-1]))
-    outputs = rows.view(torch.uint8), columns.view(torch.uint8)
-    _round_product[_tiles(gate)](
-        gate, up, *outputs, scale, largest, *gate.shape, _name(dtype), _limit(dtype), num_warps=NUM_WARPS
-    )
-    return rows, columns
+class Matrix(NamedTuple):
+    """In fp8."""
+
+    rows: Tensor
+    columns: Tensor
+    """Transposed."""
+    largest: Tensor
+    """The largest absolute value of each tile, before it was rounded."""
+
+
+def round_product(gate: Tensor, up: Tensor, scale: Tensor, *, dtype: torch.dtype, fits: bool) -> Matrix:
+    """silu(gate) * up; where the scale is to fit, `scale` is a guess, and becomes the one that was used."""
+    made = _room(gate, dtype)
+    tensors = gate, up, made.rows.view(torch.uint8), made.columns.view(torch.uint8), scale
+    rest = *gate.shape, _name(dtype), _limit(dtype)
+    _round_product[made.largest.shape](*tensors, made.largest, None, *rest, num_warps=NUM_WARPS, num_stages=1)
+    if fits:
+        again = _fit([made], [scale], dtype)
+        _round_product[(min(NUM_AGAIN, len(made.largest)),)](
+            *tensors, None, again, *rest, num_warps=NUM_WARPS, num_stages=1
+        )
+    return made
 
 
 def round_slopes(
-    gradient: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    scales: Sequence[Tensor],
-    largest: Sequence[Tensor | None],
-    *,
-    dtype: torch.dtype,
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    gradient: Tensor, gate: Tensor, up: Tensor, scales: Sequence[Tensor], *, dtype: torch.dtype, fits: bool
+) -> tuple[Matrix, Matrix]:
     """The gradients of gate and of up from the one of silu(gate) * up, each as `round_product` has it."""
-    both = [torch.empty(shape, dtype=dtype, device=gate.device) for shape in (gate.shape, gate.shape[::-1]) * 2]
-    outputs = [each.view(torch.uint8) for each in both]
-    inputs = (gradient, gate, up)
-    _round_slopes[_tiles(gate)](
-        *inputs, *outputs, *scales, *largest, *gate.shape, _name(dtype), _limit(dtype), num_warps=NUM_WARPS
-    )
-    return (both[0], both[1]), (both[2], both[3])
+    both = _room(gate, dtype), _room(gate, dtype)
+    sides = [side.view(torch.uint8) for made in both for side in (made.rows, made.columns)]
+    tensors, largest = (gradient, gate, up, *sides, *scales), [made.largest for made in both]
+    rest = *gate.shape, _name(dtype), _limit(dtype)
+    _round_slopes[largest[0].shape](*tensors, *largest, None, *rest, num_warps=NUM_WARPS, num_stages=1)
+    if fits:
+        again = _fit(both, scales, dtype)
+        _round_slopes[(min(NUM_AGAIN, len(largest[0])),)](
+            *tensors, None, None, again, *rest, num_warps=NUM_WARPS, num_stages=1
+        )
+    return both
 
 
-def scale_for_product(gate: Tensor, up: Tensor, *, limit: float) -> Tensor:
-    """The scale [] that makes the largest number of silu(gate) * up the largest of fp8."""
-    largest = _room_for_largest(gate, 1)
-    _largest_product[(largest.shape[1],)](gate, up, largest, gate.numel(), BLOCK)
-    return _scales(largest, limit)[0]
+def raise_to_largest(place: Tensor, made: Matrix) -> None:
+    """Raise a number to the largest absolute value of a matrix."""
+    tiles = made.largest
+    _raise_to_largest[(1,)](tiles, place, len(tiles), LARGEST_BLOCK, num_warps=LARGEST_WARPS)
 
 
-def scales_for_slopes(gradient: Tensor, gate: Tensor, up: Tensor, *, limit: float) -> Tensor:
-    """The same [2] of the gradients of gate and up."""
-    largest = _room_for_largest(gate, 2)
-    _largest_slopes[(largest.shape[1],)](gradient, gate, up, largest, gate.numel(), BLOCK)
-    return _scales(largest, limit)
+def _fit(every: Sequence[Matrix], scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Make each scale the one that fits; and say which was another before."""
+    again = torch.empty(len(every), dtype=torch.int32, device=every[0].rows.device)
+    for made, scale, is_wrong in zip(every, scales, again, strict=True):
+        bounds = len(made.largest), _limit(dtype), LARGEST_SCALE
+        _fit_scale[(1,)](made.largest, scale, is_wrong, *bounds, LARGEST_BLOCK, num_warps=LARGEST_WARPS)
+    return again
 
 
-def _room_for_largest(values: Tensor, count: int) -> Tensor:
-    """Each program has a place of its own: where they all raised one number, they stood in a queue for it."""
-    return torch.empty(count, triton.cdiv(values.numel(), BLOCK), dtype=torch.float32, device=values.device)
-
-
-def _scales(largest: Tensor, limit: float) -> Tensor:
-    most = largest.amax(dim=1)
-    scales = torch.empty_like(most)
-    _scale_of[(len(most),)](most, scales, limit, LARGEST_SCALE)
-    return scales
-
-
-def _tiles(matrix: Tensor) -> tuple[int, int]:
+def _room(matrix: Tensor, dtype: torch.dtype) -> Matrix:
     height, width = matrix.shape
-    return triton.cdiv(width, TILE_COLUMNS.value), triton.cdiv(height, TILE_ROWS.value)
+    rows, columns = (
+        torch.empty(shape, dtype=dtype, device=matrix.device) for shape in ((height, width), (width, height))
+    )
+    num_tiles = triton.cdiv(width, TILE_COLUMNS.value) * triton.cdiv(height, TILE_ROWS.value)
+    return Matrix(rows, columns, torch.empty(num_tiles, dtype=torch.float32, device=matrix.device))
 
 
 def _name(dtype: torch.dtype) -> tl.dtype:
@@ -107,35 +119,16 @@ def _slopes(gradient, gate, up):
 
 
 @triton.jit
-def _largest_product(gate, up, largest, count, block: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < count
-    product = _product(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0))
-    tl.store(largest + tl.program_id(0), tl.max(tl.abs(product)))
-
-
-@triton.jit
-def _largest_slopes(gradient, gate, up, largest, count, block: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < count
-    slope, turned = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
-    of_gate, of_up = _slopes(slope, turned, tl.load(up + at, mask=inside, other=0.0))
-    tl.store(largest + tl.program_id(0), tl.max(tl.abs(of_gate)))
-    tl.store(largest + tl.num_programs(0) + tl.program_id(0), tl.max(tl.abs(of_up)))
-
-
-@triton.jit
-def _scale_of(largest, scales, limit: tl.constexpr, most: tl.constexpr):
-    place = tl.program_id(0)
-    value = tl.load(largest + place)
-    tl.store(scales + place, tl.where(value > 0, tl.minimum(limit / value, most), 1.0))
-
-
-@triton.jit
-def _round_product(gate, up, rows, columns, scale, largest, height, width, dtype: tl.constexpr, limit: tl.constexpr):
-    at, inside = _tile(height, width)
-    product = _product(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0))
-    _write_rounded(product, rows, columns, scale, largest, height, width, dtype, limit)
+def _round_product(
+    gate, up, rows, columns, scale, largest, again, height, width, dtype: tl.constexpr, limit: tl.constexpr
+):
+    end = _num_tiles(height, width)
+    if again is not None:
+        end = tl.where(tl.load(again) != 0, end, 0)
+    for number in range(tl.program_id(0), end, tl.num_programs(0)):
+        at, inside = _tile(number, height, width)
+        product = _product(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0))
+        _write_rounded(number, product, rows, columns, scale, largest, height, width, dtype, limit)
 
 
 @triton.jit
@@ -151,38 +144,78 @@ def _round_slopes(
     up_scale,
     gate_largest,
     up_largest,
+    again,
     height,
     width,
     dtype: tl.constexpr,
     limit: tl.constexpr,
 ):
-    at, inside = _tile(height, width)
-    slope, turned = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
-    of_gate, of_up = _slopes(slope, turned, tl.load(up + at, mask=inside, other=0.0))
-    _write_rounded(of_gate, gate_rows, gate_columns, gate_scale, gate_largest, height, width, dtype, limit)
-    _write_rounded(of_up, up_rows, up_columns, up_scale, up_largest, height, width, dtype, limit)
+    end = _num_tiles(height, width)
+    if again is not None:
+        end = tl.where((tl.load(again) | tl.load(again + 1)) != 0, end, 0)
+    for number in range(tl.program_id(0), end, tl.num_programs(0)):
+        at, inside = _tile(number, height, width)
+        slope, turned = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
+        of_gate, of_up = _slopes(slope, turned, tl.load(up + at, mask=inside, other=0.0))
+        _write_rounded(number, of_gate, gate_rows, gate_columns, gate_scale, gate_largest, height, width, dtype, limit)
+        _write_rounded(number, of_up, up_rows, up_columns, up_scale, up_largest, height, width, dtype, limit)
 
 
 @triton.jit
-def _tile(height, width):
-    """Where this program's tile lies in a matrix, and what of it is inside."""
-    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
-    column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
+def _num_tiles(height, width):
+    return tl.cdiv(width, TILE_COLUMNS) * tl.cdiv(height, TILE_ROWS)
+
+
+@triton.jit
+def _corner(number, width):
+    """The first row and the first column of a tile; tiles of the same rows follow each other."""
+    num_across = tl.cdiv(width, TILE_COLUMNS)
+    return number // num_across * TILE_ROWS, number % num_across * TILE_COLUMNS
+
+
+@triton.jit
+def _tile(number, height, width):
+    """Where a tile lies in a matrix, and what of it is inside."""
+    first_row, first_column = _corner(number, width)
+    row, column = first_row + tl.arange(0, TILE_ROWS)[:, None], first_column + tl.arange(0, TILE_COLUMNS)[None, :]
     return row.to(tl.int64) * width + column, (row < height) & (column < width)
 
 
 @triton.jit
-def _write_rounded(tile, rows, columns, scale, largest, height, width, dtype: tl.constexpr, limit: tl.constexpr):
-    """This program's tile of a matrix, in fp8, both ways."""
+def _write_rounded(
+    number, tile, rows, columns, scale, largest, height, width, dtype: tl.constexpr, limit: tl.constexpr
+):
+    """A tile of a matrix, in fp8, both ways."""
     if largest is not None:
-        most = tl.max(tl.abs(tile))
-        if most > tl.load(largest):  # few are: not all programs have to queue for one number
-            tl.atomic_max(largest, most)
+        tl.store(largest + number, tl.max(tl.abs(tile)))
     scaled = tl.clamp(tile * tl.load(scale), -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     rounded = scaled.to(dtype).to(tl.uint8, bitcast=True)
-    at, inside = _tile(height, width)
+    at, inside = _tile(number, height, width)
     tl.store(rows + at, rounded, mask=inside)
-    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)[None, :]
-    column = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[:, None]
+    first_row, first_column = _corner(number, width)
+    row, column = first_row + tl.arange(0, TILE_ROWS)[None, :], first_column + tl.arange(0, TILE_COLUMNS)[:, None]
     inside = (row < height) & (column < width)
     tl.store(columns + column.to(tl.int64) * height + row, tl.trans(rounded), mask=inside)
+
+
+@triton.jit
+def _raise_to_largest(tiles, place, count, block: tl.constexpr):
+    tl.store(place, tl.maximum(tl.load(place), _largest_of(tiles, count, block)))
+
+
+@triton.jit
+def _fit_scale(tiles, scale, is_wrong, count, limit: tl.constexpr, most: tl.constexpr, block: tl.constexpr):
+    largest = _largest_of(tiles, count, block)
+    fitting = tl.where(largest > 0, tl.minimum(tl.div_rn(tl.full((), limit, tl.float32), largest), most), 1.0)
+    power = (fitting.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    tl.store(is_wrong, (power != tl.load(scale)).to(tl.int32))
+    tl.store(scale, power)
+
+
+@triton.jit
+def _largest_of(tiles, count, block: tl.constexpr):
+    most = tl.zeros((block,), tl.float32)
+    for first in range(0, count, block):
+        at = first + tl.arange(0, block)
+        most = tl.maximum(most, tl.load(tiles + at, mask=at < count, other=0.0))
+    return tl.max(most)

@@ -86,9 +86,10 @@ def test_nan_stays_nan_alone_and_an_infinity_makes_nan_of_the_product(dtype: tor
     assert EMULATED.multiply(found.by_rows, other, out=None, blocks=Blocks.none, exact=True).isnan().all()
 
 
-def test_scales_put_the_largest_number_on_the_edge() -> None:
-    largest = torch.tensor([0.0, 2.0, 448.0, 1e-38])
-    assert scale_of(largest, 448.0).tolist() == [1.0, 224.0, 1.0, LARGEST_SCALE]
+def test_scales_are_powers_of_two_that_put_the_largest_number_near_the_edge() -> None:
+    largest = torch.tensor([0.0, 2.0, 1.75, 448.0, 449.0, 1e-38])
+    assert scale_of(largest, 448.0).tolist() == [1.0, 128.0, 256.0, 1.0, 0.5, LARGEST_SCALE]
+    assert scale_of(torch.tensor(torch.inf), 448.0) == 0.0, "which makes NaN of it"
     assert scale_of(torch.tensor(torch.nan), 448.0) == 1.0, "NaN is seen in the numbers themselves"
     zeros = EMULATED.round(torch.zeros(2, 3), scale_of(torch.zeros(()), 448.0), dtype=FORWARD, both=True, largest=None)
     assert not zeros.rows.float().any()

@@ -20,4 +20,4 @@ def test_a_few_rows_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     rounded = Emulated().round(values, scale, dtype=FORWARD, both=False, largest=None)
     seen = meters.sample_of(values), meters.sample_of(rounded.rows)
     meters.note(row, *seen, scale, every=meters.stride_of(values))
-    assert row.tolist() == [0.0, 1.0, 4 * 2 * 3.0, 4 * 2 * 7.0]
+    assert row.tolist() == [0.0, 1.0, 4 * 2 * 3.0, 4 * 2 * 7.0, 0.0]
