@@ -33,7 +33,7 @@ TYPES = {
     "targets": "*i64",
 }
 FIXED = {"block": 1024, "dtype": tl.float8e4nv, "limit": 448.0, "most": 2.0**100}
-WITHIN = {"_product", "_slopes", "_num_tiles", "_corner", "_tile", "_write_rounded", "_largest_of"}
+WITHIN = {"_product", "_slopes", "num_tiles", "_corner", "tile_at", "write_rounded", "_largest_of"}
 rooms = (gradients, rounding, state, swiglu)
 found = {name: each for room in rooms for name, each in vars(room).items() if isinstance(each, JITFunction)}
 for name, kernel in found.items():

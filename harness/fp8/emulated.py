@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from harness.fp8.engine import BLOCK, LIMITS, Blocks, Rounded, Side
+from harness.fp8.meters import largest_of, scale_of
 
 
 @final
@@ -21,6 +22,11 @@ class Emulated:
             largest.copy_(torch.maximum(largest, values.abs().amax()))
         rows, inverse = _cast(values.float() * scale, dtype), scale.reciprocal().view(1)
         return Rounded(rows, rows.T.contiguous() if both else rows.new_empty(0), inverse, inverse)
+
+    def fit(self, values: Tensor, guess: Tensor, *, dtype: torch.dtype) -> Rounded:
+        scale = scale_of(largest_of(values), LIMITS[dtype])
+        guess.copy_(scale)
+        return self.round(values, scale, dtype=dtype, both=True, largest=None)
 
     def round_blocks(self, values: Tensor, *, dtype: torch.dtype, both: bool, square: bool) -> Rounded:
         height = BLOCK if square else 1

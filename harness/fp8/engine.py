@@ -79,6 +79,9 @@ class Engine(Protocol):
         """By one scale; what is beyond the range becomes the largest number, NaN stays NaN. `largest` is raised to the
         largest absolute value."""
 
+    def fit(self, values: Tensor, guess: Tensor, *, dtype: torch.dtype) -> Rounded:
+        """Both ways, by the scale that fits the largest number, which `guess` becomes; better if it was near."""
+
     def round_blocks(self, values: Tensor, *, dtype: torch.dtype, both: bool, square: bool) -> Rounded:
         """By a scale for each block: of a row, or `square`."""
 

@@ -1,7 +1,7 @@
 """A linear map whose three products (forward, and the two of backward) are taken in fp8.
 
-How: the same parameter as torch's own, so a checkpoint fits either. What the recipe `current` scales by is found in
-plain torch, which a compiler joins to whatever made the numbers; the rest are the operators of `harness.fp8.operators`.
+How: the same parameter as torch's own, so a checkpoint fits either. What the recipe `current` scales weights by is
+found in plain torch, once for both passes; the rest are the operators of `harness.fp8.operators`.
 A switch takes all of a model's maps to bf16 and back; a compiled block has one graph for each.
 """
 
@@ -75,9 +75,10 @@ class _Products(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         count = len(tensors) // 3
         weights, meters, remembered = (list(tensors[first : first + count]) for first in range(0, 3 * count, count))
-        scale = scale_for(hidden, remembered[0], Role.activations, kind)
-        scales = [scale_for(each, own, Role.weights, kind) for each, own in zip(weights, remembered, strict=True)]
-        results = fp8_forward(hidden, scale, [*weights, *scales, *meters], is_noted, kind, engine)
+        scales = [weight_scale(each, own, kind) for each, own in zip(weights, remembered, strict=True)]
+        results = fp8_forward(
+            hidden, remembered[0][Role.activations], [*weights, *scales, *meters], is_noted, kind, engine
+        )
         products, (columns, inverse), used = results[:count], results[count : count + 2], results[count + 2 :]
         ctx.recipe = (kind, engine, count)
         ctx.save_for_backward(columns, inverse, *(used if kind == Fp8Recipe.delayed else scales), *tensors)
@@ -90,16 +91,14 @@ class _Products(torch.autograd.Function):
         columns, inverse, *rest = ctx.saved_tensors
         scales, weights, meters, remembered = (rest[first : first + count] for first in range(0, 4 * count, count))
         arrived = [gradient.contiguous() for gradient in gradients]
-        gradient_scales = [
-            scale_for(each, own, Role.gradients, kind) for each, own in zip(arrived, remembered, strict=True)
-        ]
+        gradient_scales = [own[Role.gradients] for own in remembered]
         maps = [*weights, *scales, *meters]
         of_input, *of_weights = fp8_backward(arrived, gradient_scales, columns, inverse, maps, kind, engine)
         return of_input, None, None, None, *of_weights, *([None] * 2 * count)
 
 
-def scale_for(values: Tensor, remembered: Tensor, role: Role, kind: str) -> Tensor:
-    """What the numbers are to be multiplied with; of no meaning in blocks."""
+def weight_scale(weight: Tensor, remembered: Tensor, kind: str) -> Tensor:
+    """What the numbers are to be multiplied with, forward and backward; of no meaning in blocks."""
     if kind == Fp8Recipe.current:
-        return scale_of(largest_of(values), LIMITS[dtype_of(role, kind)])
-    return remembered[role]
+        return scale_of(largest_of(weight), LIMITS[dtype_of(Role.weights, kind)])
+    return remembered[Role.weights]

@@ -116,3 +116,8 @@ def note(row: Tensor, before: Tensor, after: Tensor, scale: Tensor, *, every: in
     num_before, num_after = before.count_nonzero(), (numbers & 0x7F).count_nonzero()
     row[Column.zeros] += (num_before - num_after) * every
     row[Column.nonzeros] += num_before * every
+
+
+def guess_in(meter: Tensor | None, role: Role, like: Tensor) -> Tensor:
+    """Where the last scale is, and the next one is put; a zero, which never fits, where nobody takes notes."""
+    return like.new_zeros((), dtype=torch.float32) if meter is None else meter.data[role, Column.guess]

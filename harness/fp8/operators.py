@@ -21,7 +21,7 @@ from torch import Tensor
 
 from harness.config import Fp8Recipe
 from harness.fp8.engine import FORWARD, LIMITS, Blocks, Engine, Rounded, Side, engine_of
-from harness.fp8.meters import PROBE, Column, Role, dtype_of, largest_of, note, sample_of, scale_of, stride_of
+from harness.fp8.meters import PROBE, Column, Role, dtype_of, guess_in, largest_of, note, sample_of, scale_of, stride_of
 
 
 def forward(
@@ -157,6 +157,12 @@ def round_noted(
             seen = sample_of(values)
             scale = scale_of(largest_of(seen), LIMITS[dtype])
             note(row, seen, sample_of(rounded.rows), scale, every=stride_of(values))
+        return rounded
+    if recipe == Fp8Recipe.current and role is not Role.weights:
+        scale = guess_in(meter, role, values)
+        rounded = does.fit(values, scale, dtype=dtype)
+        if row is not None and PROBE.counts:
+            note(row, sample_of(values), sample_of(rounded.rows), scale, every=stride_of(values))
         return rounded
     if recipe == Fp8Recipe.delayed and PROBE.primes:
         scale = scale_of(largest_of(values), LIMITS[dtype])

@@ -2,7 +2,7 @@
 
 Why: what gate and up make of a block's input are its widest tensors, and so are their gradients. The product of the
 two, and both gradients, go from registers to fp8: for each number 4 bytes of memory less in forward and 8 in backward.
-Scales that come from the tensors themselves are guessed first (`harness.kernels.swiglu`).
+Scales that come from the tensors themselves are guessed first (`harness.kernels.rounding`).
 How: one function for the three maps, because no gradient in fp8 passes through autograd; two operators, as in
 `harness.fp8.operators`. Without a GPU the same numbers are made in plain torch and rounded by the engine. A probed step
 computes the rows that are looked at once more.
@@ -20,13 +20,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from harness.config import Fp8Recipe
-from harness.fp8.engine import FORWARD, GRADIENT, LIMITS, Blocks, Engine, Rounded, Side, engine_of
-from harness.fp8.linear import Fp8Linear, project, scale_for
-from harness.fp8.meters import PROBE, Column, Role, dtype_of, largest_of, note, sample_of, scale_of, stride_of
+from harness.fp8.engine import FORWARD, GRADIENT, Blocks, Engine, Rounded, Side, engine_of
+from harness.fp8.linear import Fp8Linear, project, weight_scale
+from harness.fp8.meters import PROBE, Column, Role, guess_in, note, sample_of, stride_of
 from harness.fp8.operators import define, round_noted, scale_used, scales_used, thirds
 
 if TYPE_CHECKING:
-    from harness.kernels.swiglu import Matrix
+    from harness.kernels.rounding import Matrix
 
 NUM_MAPS = 3
 
@@ -50,11 +50,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, kind: str, engine: str, is_noted: bool, *tensors: Tensor) -> Tensor:
         weights, meters, remembered = thirds(tensors)
-        weight_scales = [
-            scale_for(each, own, Role.weights, kind) for each, own in zip(weights, remembered, strict=True)
-        ]
-        scale = scale_for(hidden, remembered[0], Role.activations, kind)
-        scales = [scale, remembered[2][Role.activations], *weight_scales]
+        weight_scales = [weight_scale(each, own, kind) for each, own in zip(weights, remembered, strict=True)]
+        scales = [remembered[0][Role.activations], remembered[2][Role.activations], *weight_scales]
         product, *kept = swiglu_forward(hidden, [*weights, *meters], scales, is_noted, kind, engine)
         kept, used = kept[:-NUM_MAPS], kept[-NUM_MAPS:]
         ctx.recipe = (kind, engine)
@@ -67,8 +64,7 @@ class _SwiGLU(torch.autograd.Function):
         (kind, engine), saved, arrived = ctx.recipe, ctx.saved_tensors, gradient.contiguous()
         kept, tensors = saved[: -3 * NUM_MAPS], saved[-3 * NUM_MAPS :]
         weights, meters, remembered = thirds(tensors)
-        inner = [own[Role.gradients] for own in remembered[:2]]
-        scales = [*inner, scale_for(arrived, remembered[2], Role.gradients, kind)]
+        scales = [own[Role.gradients] for own in remembered]
         of_input, *of_weights = swiglu_backward(arrived, list(kept), [*weights, *meters], scales, kind, engine)
         return of_input, None, None, None, *of_weights, *([None] * 2 * NUM_MAPS)
 
@@ -80,7 +76,7 @@ def forward(
     rounded input [D, T] and the rounded product [F, T], each with one over its scale; and the scales that the weights
     were rounded by, which are of meaning where they are remembered.
 
-    `scales`: of the input, of the product (where it is remembered), and of each weight.
+    `scales`: of the input and of the product, where they are remembered, and of each weight.
     """
     does = engine_of(engine)
     weights, meters = maps[:NUM_MAPS], [meter if is_noted else None for meter in maps[NUM_MAPS:]]
@@ -103,8 +99,8 @@ def forward(
 def backward(
     gradient: Tensor, kept: list[Tensor], maps: list[Tensor], scales: list[Tensor], recipe: str, engine: str
 ) -> list[Tensor]:
-    """The gradient of the input, then of the weights; `scales`: of the gradient that each map gets, of those of gate
-    and up where they are remembered."""
+    """The gradient of the input, then of the weights; `scales`: of the gradient that each map gets, where they are
+    remembered."""
     does = engine_of(engine)
     gate, up, columns, inverse, product_columns, product_inverse, *weight_scales = kept
     weights, meters = maps[:NUM_MAPS], maps[NUM_MAPS:]
@@ -130,7 +126,7 @@ def _rounded_product(
 ) -> Rounded:
     if gate.is_cuda:
         return product_by_kernels(gate, up, scale, meter, recipe)
-    return _rounded(does, product_of(gate, up), scale, meter, Role.activations, recipe)
+    return round_noted(does, product_of(gate, up), scale, meter, Role.activations, recipe)
 
 
 def _rounded_slopes(
@@ -146,14 +142,14 @@ def _rounded_slopes(
     if gate.is_cuda:
         return slopes_by_kernels(slope, gate, up, scales, meters, recipe)
     made = zip(slopes_of(slope, gate, up), scales, meters, strict=False)
-    return [_rounded(does, values, scale, meter, Role.gradients, recipe) for values, scale, meter in made]
+    return [round_noted(does, values, scale, meter, Role.gradients, recipe) for values, scale, meter in made]
 
 
 def product_by_kernels(gate: Tensor, up: Tensor, scale: Tensor, meter: Tensor | None, recipe: str) -> Rounded:
     from harness.kernels import swiglu as kernels
 
     fits = _is_to_fit(recipe)
-    used = _guess(meter, Role.activations, scale) if fits else scale
+    used = guess_in(meter, Role.activations, gate) if fits else scale
     made = kernels.round_product(gate, up, used, dtype=FORWARD, fits=fits)
     rounded = _finished(made, used, meter, Role.activations, recipe)
     if meter is not None and PROBE.counts:
@@ -169,7 +165,7 @@ def slopes_by_kernels(
 
     fits, meters = _is_to_fit(recipe), meters[:2]
     used = [
-        _guess(meter, Role.gradients, scale) if fits else scale for meter, scale in zip(meters, scales, strict=False)
+        guess_in(meter, Role.gradients, gate) if fits else scale for meter, scale in zip(meters, scales, strict=False)
     ]
     both = kernels.round_slopes(slope, gate, up, used, dtype=GRADIENT, fits=fits)
     rounded = [
@@ -200,27 +196,13 @@ def _is_to_fit(recipe: str) -> bool:
     return recipe == Fp8Recipe.current or PROBE.primes
 
 
-def _guess(meter: Tensor | None, role: Role, like: Tensor) -> Tensor:
-    """Where the last scale is, and the next one is put; zero, which never fits, where nobody takes notes."""
-    return torch.zeros_like(like) if meter is None else meter.data[role, Column.guess]
-
-
 def _finished(made: Matrix, scale: Tensor, meter: Tensor | None, role: Role, recipe: str) -> Rounded:
     if meter is not None and recipe == Fp8Recipe.delayed:
-        from harness.kernels.swiglu import raise_to_largest
+        from harness.kernels.rounding import raise_to_largest
 
         raise_to_largest(meter.data[role, Column.largest], made)
     inverse = scale.reciprocal().view(1)
     return Rounded(made.rows, made.columns, inverse, inverse)
-
-
-def _rounded(
-    does: Engine, values: Tensor, remembered: Tensor, meter: Tensor | None, role: Role, recipe: str
-) -> Rounded:
-    scale = remembered
-    if recipe == Fp8Recipe.current:
-        scale = scale_of(largest_of(values), LIMITS[dtype_of(role, recipe)])
-    return round_noted(does, values, scale, meter, role, recipe)
 
 
 def _multiplied(does: Engine, left: Side, right: Side, *, out: Tensor | None = None, exact: bool = True) -> Tensor:

@@ -71,10 +71,15 @@ def passing_bytes(cfg: Config, maps: Maps) -> int:
 
 def _rounding_bytes(cfg: Config) -> int:
     """The same where the MLP is in fp8; what full checkpointing computes again is not among it."""
-    model, size, gone = cfg.model, element_bytes(cfg), rounded_bytes(cfg, cfg.model.ffn_dim)
+    model, size = cfg.model, element_bytes(cfg)
+    is_selective = cfg.parallel.activation_checkpointing is ActivationCheckpointing.selective
+    if cfg.precision.fp8.recipe is not Fp8Recipe.block:
+        num_narrow = 3 if is_selective and not cfg.parallel.compile else 1
+        return (num_narrow * model.dim + model.ffn_dim) * size + rounded_bytes(cfg, 4 * model.ffn_dim)
+    gone = rounded_bytes(cfg, model.ffn_dim)
     if cfg.parallel.compile:
         return 2 * model.dim * size + rounded_bytes(cfg, 4 * model.ffn_dim) - gone
-    if cfg.parallel.activation_checkpointing is ActivationCheckpointing.selective:
+    if is_selective:
         return (3 * model.dim + 4 * model.ffn_dim) * size - gone
     return (model.dim + 3 * model.ffn_dim) * size - gone
 

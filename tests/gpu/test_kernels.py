@@ -15,9 +15,10 @@ from torch import Tensor
 from harness import joining
 from harness.fp8 import meters
 from harness.fp8.emulated import Emulated
-from harness.fp8.engine import FORWARD
+from harness.fp8.engine import FORWARD, GRADIENT
 from harness.fp8.meters import METER, Column, Role, probing
-from harness.fp8.swiglu import _rounded, product_by_kernels, product_of, slopes_by_kernels, slopes_of
+from harness.fp8.operators import round_noted
+from harness.fp8.swiglu import product_by_kernels, product_of, slopes_by_kernels, slopes_of
 from harness.model.loss import IGNORED, LossOptions, _chunk_gradient, _chunk_gradient_in_place
 from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
 from harness.sentinel.sums import StateSums, state_sums, state_sums_in_one_pass
@@ -138,6 +139,29 @@ def test_what_rounding_did_is_noted_as_in_plain_torch(monkeypatch: pytest.Monkey
     assert plain[Column.zeros] > 0
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, interpreted
+@pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
+@pytest.mark.parametrize("shape", [(128, 64) if IS_INTERPRETED else (512, 768), (208, 80)])
+def test_a_matrix_is_rounded_by_the_scale_that_fits_whatever_was_guessed(
+    dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    from harness.kernels.rounding import round_matrix
+
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(1e-3).to(DEVICE, torch.bfloat16)
+    fitting = scalar(0.0)
+    plain = Emulated().fit(values, fitting, dtype=dtype)
+    for guess in (scalar(0.0), fitting.clone(), scalar(1e6), scalar(2.0**-20)):
+        made = round_matrix(values, guess, dtype=dtype)
+        assert guess == fitting
+        assert torch.equal(made.columns.view(torch.uint8), made.rows.view(torch.uint8).T)
+        assert (made.rows.float() == plain.rows.float()).float().mean() > SAME
+        torch.testing.assert_close(made.rows.float(), plain.rows.float(), rtol=NEXT, atol=0.02)
+    values[5, 7] = torch.inf
+    spoiled = round_matrix(values, guess, dtype=dtype)
+    assert guess == 0.0
+    assert IS_INTERPRETED or spoiled.rows[5, 7].float().isnan()  # interpreted, NaN is cut off too
+
+
 @pytest.mark.parametrize("is_primed", [False, True])
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize("shape", [(128, 64) if IS_INTERPRETED else (512, 768), (208, 80)])
@@ -154,7 +178,7 @@ def test_swiglu_is_rounded_as_in_plain_torch(recipe: str, shape: tuple[int, int]
     with probing(counts=True, primes=is_primed):
         first = product_by_kernels(gate, up, scales[0], own[0], recipe)
         kernels = [first, *slopes_by_kernels(slope, gate, up, scales, own, recipe)]
-        others = [_rounded(does, values, scale, meter, role, recipe) for values, scale, meter, role in whose]
+        others = [round_noted(does, values, scale, meter, role, recipe) for values, scale, meter, role in whose]
     with probing(counts=False, primes=is_primed):  # the guess is right by now
         second = product_by_kernels(gate, up, scales[0], own[0], recipe)
         for one, again in zip(kernels, [second, *slopes_by_kernels(slope, gate, up, scales, own, recipe)], strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.compose import load
-from harness.config import Config
+from harness.config import Config, PrecisionKind
 from harness.plan.memory import WORKSPACE_BYTES, memory
 from harness.plan.traffic import collectives
 
@@ -76,4 +76,8 @@ def test_memory_is_what_the_plan_says(case: tuple[Config, int, dict[str, Any]]) 
     besides = planned.parts.moments + WORKSPACE_BYTES
     assert planned.kept_bytes - besides == pytest.approx(seen["kept"], rel=0.001)
     assert planned.forward_peak_bytes - besides == pytest.approx(seen["forward_peak"], rel=0.01)
-    assert planned.backward_peak_bytes - besides == pytest.approx(seen["backward_peak"], rel=0.03)
+    share = (planned.backward_peak_bytes - besides) / seen["backward_peak"]
+    if cfg.precision.kind is PrecisionKind.fp8:
+        assert 0.999 < share < 1.04, "the shadow does not see what an operator holds within itself"
+    else:
+        assert share == pytest.approx(1.0, rel=0.03)
