@@ -135,6 +135,19 @@ def test_compiled_blocks_learn_like_plain_ones(checkpointing: str) -> None:
     assert compiled[-1] < compiled[0] - 0.5
 
 
+@pytest.mark.parametrize(("checkpointing", "num_products"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_compiled_blocks_take_heads_from_one_product(checkpointing: str, num_products: int) -> None:
+    variant = f"parallel.activation_checkpointing={checkpointing}"
+    parts, cfg = start("precision=bf16", "parallel.compile=true", variant)
+    step(parts, cfg, 0)
+    with torch.profiler.profile(acc_events=True) as seen:  # once it is compiled: a compiler calls operators too
+        step(parts, cfg, 1)
+    names = [event.name for event in seen.events()]
+    assert names.count("harness::project_rotated") == num_products * cfg.model.num_layers
+    assert names.count("harness::project_rotated_backward") == cfg.model.num_layers
+    assert names.count("_move_heads") == (num_products + 1) * cfg.model.num_layers
+
+
 def test_same_seed_same_bits_twice() -> None:
     parts, cfg = start("precision=bf16")
     first = losses(parts, cfg, 20)
