@@ -23,7 +23,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import harness.fp8.swiglu  # noqa: F401  (defines an operator)
+import harness.fp8.swiglu
+import harness.heads  # noqa: F401  (both define operators)
 from harness import joining
 from harness.config import ActivationCheckpointing, ParallelConfig
 from harness.fp8.linear import Fp8Linear
@@ -144,6 +145,7 @@ _KEPT_BY_SELECTIVE = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.harness.fp8_forward.default,
         torch.ops.harness.swiglu_forward.default,
+        torch.ops.harness.project_rotated.default,
     }
 )
 """Dear to compute, cheap to keep: matrix products and attention."""

@@ -23,18 +23,22 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from harness.kernels import gradients, rounding, state, swiglu
+from harness.kernels import gradients, rotation, rounding, state, swiglu
 
 TYPES = {
-    **dict.fromkeys(("count", "width", "height", "stride", "before_stride", "after_stride", "every", "ignored"), "i32"),
+    **dict.fromkeys(("count", "width", "height", "length", "every", "ignored"), "i32"),
+    **dict.fromkeys(("stride", "before_stride", "after_stride"), "i32"),
     **dict.fromkeys(("values", "before", "made", "gate", "up", "tensor", "logits"), "*bf16"),
+    **dict.fromkeys(("joint", "query", "key", "value"), "*bf16"),
     **dict.fromkeys(("after", "rows", "columns", "gate_rows", "gate_columns", "up_rows", "up_columns"), "*u8"),
     **dict.fromkeys(("again", "is_wrong"), "*i32"),
     "targets": "*i64",
 }
 FIXED = {"block": 1024, "dtype": tl.float8e4nv, "limit": 448.0, "most": 2.0**100}
+FIXED |= {"num_queries": 16, "num_keys": 8, "half": 64, "group": 8, "num_rows": 4, "is_back": True}
 WITHIN = {"_product", "_slopes", "num_tiles", "_corner", "tile_at", "write_rounded", "_largest_of"}
-rooms = (gradients, rounding, state, swiglu)
+WITHIN |= {"_place", "_heads_at", "_angles_at", "_turn", "_copy"}
+rooms = (gradients, rotation, rounding, state, swiglu)
 found = {name: each for room in rooms for name, each in vars(room).items() if isinstance(each, JITFunction)}
 for name, kernel in found.items():
     if name in WITHIN:
@@ -64,11 +68,12 @@ def run(*words: str, **environment: str) -> str:
 
 def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     names = run("-c", COMPILED, TRITON_CACHE_DIR=str(tmp_path)).split()
-    assert {"_step_adamw", "_join", "_note_rounded", "_round_slopes"} <= set(names)
+    assert {"_step_adamw", "_join", "_note_rounded", "_round_slopes", "_move_heads"} <= set(names)
 
 
-def test_interpreted_they_do_what_torch_does() -> None:
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_kernels.py")
+@pytest.mark.parametrize("name", ["test_kernels", "test_rotation"])
+def test_interpreted_they_do_what_torch_does(name: str) -> None:
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/gpu/{name}.py")
     told = run(*words, TRITON_INTERPRET="1")
     assert " passed" in told
     assert "skipped" not in told

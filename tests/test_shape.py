@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     {"children", "config", "compose", "events", "loading", "state", "rundir"},
-    {"fp8", "joining", "parallel", "precision", "sharding", "kernels"},
+    {"fp8", "heads", "joining", "parallel", "precision", "sharding", "kernels"},
     {"model", "data", "optim", "sentinel", "checkpoint", "telemetry"},
     {"build", "commands", "exchange", "opening", "operator", "orders", "recovery", "requests", "run", "step", "train"},
     {"plan", "replay", "faults", "drills", "sweeps", "dashboard", "evidence"},
@@ -55,7 +55,7 @@ DOORS = {
         "launch/local.py",
         "launch/ranks.py",
     },
-    "triton": {f"harness/kernels/{name}.py" for name in ("gradients", "rounding", "state", "swiglu")},
+    "triton": {f"harness/kernels/{name}.py" for name in ("gradients", "rotation", "rounding", "state", "swiglu")},
     "transformer_engine": {"harness/fp8/transformer_engine.py"},
     "transformer_engine_torch": {"harness/fp8/transformer_engine.py"},
 }

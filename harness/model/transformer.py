@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from harness.config import AttentionKind, ModelConfig
 from harness.fp8.linear import project
 from harness.fp8.swiglu import swiglu
+from harness.heads import are_joined, rotate, rotated_heads
 from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy, count_losses
 from harness.model.mup import attention_scale, output_multiplier
 
@@ -62,13 +63,6 @@ def rotary_tables(cfg: ModelConfig, sequence_length: int) -> tuple[Tensor, Tenso
     return angles.cos(), angles.sin()
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn `heads` [B, S, H, head_dim] by their positions, in fp32."""
-    first, second = heads.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
-
-
 def document_mask(documents: Tensor) -> Tensor:
     """Who may attend to whom [B, 1, S, S] where `documents` [B, S] numbers each token's document: only its own."""
     return documents[:, None, :, None] == documents[:, None, None, :]
@@ -89,12 +83,19 @@ class Attention(nn.Module):
         self.key_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.norm_eps) if cfg.qk_norm else nn.Identity()
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        query, key, value = map(self._heads, project(hidden, self.query, self.key, self.value))
-        query = rotate(self.query_norm(query), cos, sin)
-        key = rotate(self.key_norm(key), cos, sin)
+        query, key, value = self._project(hidden, cos, sin)
         attended = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
         mixed: Tensor = self.output(attended.to(hidden.dtype).transpose(1, 2).flatten(2))
         return mixed
+
+    def _project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, S, heads, head_dim], the first two turned by their positions."""
+        maps = (self.query, self.key, self.value)
+        if isinstance(self.query_norm, nn.Identity) and are_joined(hidden, maps, cos):
+            query, key, value = map(self._heads, rotated_heads(hidden, maps, cos, sin))
+            return query, key, value
+        query, key, value = map(self._heads, project(hidden, *maps))
+        return rotate(self.query_norm(query), cos, sin), rotate(self.key_norm(key), cos, sin), value
 
     def _heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_dim)

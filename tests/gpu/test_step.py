@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 from harness.build import Parts, build
 from harness.compose import load
@@ -133,6 +134,20 @@ def test_compiled_blocks_learn_like_plain_ones(checkpointing: str) -> None:
     compiled = losses(parts, cfg, 8)
     assert compiled == pytest.approx(plain, rel=5e-3)
     assert compiled[-1] < compiled[0] - 0.5
+
+
+@pytest.mark.parametrize(("checkpointing", "num_products"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_compiled_blocks_take_heads_from_one_product(checkpointing: str, num_products: int) -> None:
+    variant = f"parallel.activation_checkpointing={checkpointing}"
+    parts, cfg = start("precision=bf16", "parallel.compile=true", variant)
+    step(parts, cfg, 0)
+    with torch.profiler.profile(acc_events=True) as seen:  # once it is compiled: a compiler calls operators too
+        step(parts, cfg, 1)
+    called = [event.name for event in seen.events() if event.device_type == DeviceType.CPU]
+    kernels = [event.name for event in seen.events() if event.device_type == DeviceType.CUDA]
+    assert called.count("harness::project_rotated") == num_products * cfg.model.num_layers
+    assert called.count("harness::project_rotated_backward") == cfg.model.num_layers
+    assert kernels.count("_move_heads") == (num_products + 1) * cfg.model.num_layers
 
 
 def test_same_seed_same_bits_twice() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness import heads
 from harness.compose import load
 from harness.config import ActivationCheckpointing, Config, PrecisionKind
 from harness.fp8.products import lower
@@ -113,3 +114,20 @@ def test_a_compiled_block_that_is_computed_again_keeps_its_input_alone(precision
     kept, wide = kept_by(block, cfg), DTYPES[PrecisionKind(cfg.precision.kind)].itemsize * cfg.model.dim
     assert wide == kept_bytes(cfg, maps_of(cfg, 0))
     assert 1 <= kept / (NUM_ROWS * cfg.train.sequence_length * wide) < 1.2, "and a table or two"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("kind", list(ActivationCheckpointing))
+def test_heads_of_one_product_are_kept_like_those_of_three(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    words = ["precision=bf16", "parallel.compile=true", f"parallel.activation_checkpointing={kind}"]
+    cfg = load(["model=tiny", "train.sequence_length=64", *words])
+    kept = []
+    for is_joined in (False, True):
+        monkeypatch.setattr(heads, "is_compiled_for_cuda", lambda _hidden, is_joined=is_joined: is_joined)
+        block = block_of(cfg)
+        with like_inductor():
+            wrap(block, cfg.parallel)
+        kept.append(kept_by(block, cfg))
+        torch._dynamo.reset()
+    assert kept[1] <= kept[0]
