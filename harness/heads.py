@@ -1,7 +1,7 @@
 """Queries, keys and values of one product, turned by their positions where they are split.
 
-Why: as three products they read a block's widest input three times, and in backward they give it three gradients, which
-somebody must read again and add up; and a compiler turns queries and keys in two passes more.
+Why: three products read their input three times, and in backward give it three gradients, which the norm before them
+must read and add up; and what a compiler turns queries and keys with stays below the rate of memory.
 How: one operator of torch multiplies with all weights side by side and splits what comes out, in one pass of
 `harness.kernels.rotation`; another joins the gradients likewise and takes both products of backward. Its formula is
 registered with torch: what an autograd function made, torch 2.11 keeps in a compiled block, checkpointed or not. The
