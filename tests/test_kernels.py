@@ -34,9 +34,10 @@ TYPES = {
     **dict.fromkeys(("again", "is_wrong"), "*i32"),
     "targets": "*i64",
 }
-FIXED = {"block": 1024, "dtype": tl.float8e4nv, "limit": 448.0, "most": 2.0**100}
+FIXED = {"block": 1024, "dtype": tl.float8e4nv, "limit": 448.0, "most": 2.0**100, "step": 4}
 FIXED |= {"num_queries": 16, "num_keys": 8, "half": 64, "group": 8, "num_rows": 4, "is_back": True}
-WITHIN = {"_product", "_slopes", "num_tiles", "_corner", "tile_at", "write_rounded", "_largest_of"}
+WITHIN = {"_product", "_slopes", "num_tiles_again", "_corner", "tile_at", "write_rounded", "_largest_of"}
+WITHIN |= {"_round_tile", "_round_product_tile", "_slopes_of_tile"}
 WITHIN |= {"_place", "_heads_at", "_angles_at", "_turn", "_copy"}
 rooms = (gradients, rotation, rounding, state, swiglu)
 found = {name: each for room in rooms for name, each in vars(room).items() if isinstance(each, JITFunction)}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from harness.fp8.engine import BLOCK, LIMITS, Blocks, Rounded, Side
+from harness.fp8.engine import BLOCK, LIMITS, SCALE_STEPS, Blocks, Rounded, Side
 from harness.fp8.meters import largest_of, scale_of
 
 
@@ -24,7 +24,7 @@ class Emulated:
         return Rounded(rows, rows.T.contiguous() if both else rows.new_empty(0), inverse, inverse)
 
     def fit(self, values: Tensor, guess: Tensor, *, dtype: torch.dtype) -> Rounded:
-        scale = scale_of(largest_of(values), LIMITS[dtype])
+        scale = scale_of(largest_of(values), LIMITS[dtype], step=SCALE_STEPS[dtype])
         guess.copy_(scale)
         return self.round(values, scale, dtype=dtype, both=True, largest=None)
 

@@ -27,6 +27,10 @@ FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
 LIMITS = {dtype: torch.finfo(dtype).max for dtype in (FORWARD, GRADIENT)}
 
+SCALE_STEPS = {FORWARD: 2, GRADIENT: 4}
+"""Where scales fit the tensor: of the powers of two only every second or fourth is taken. So the last one mostly fits
+again, and numbers have up to two or four binades less below them, of 17 and 32."""
+
 BLOCK = 128
 """Numbers that share a scale in the recipe `block`."""
 

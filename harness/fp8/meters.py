@@ -18,8 +18,8 @@ from harness.config import Fp8Recipe
 from harness.fp8.engine import FORWARD, GRADIENT
 
 LARGEST_SCALE = 2.0**100
-EXPONENT_BITS = 0x7F800000
-"""Of a number in fp32; without the others it is a power of two."""
+MANTISSA_BITS = 23
+"""Of a number in fp32; without them it is a power of two."""
 SAMPLE = 2**20
 """Numbers of a matrix that are looked at, about: a share of one in a thousand is told to a twentieth of itself."""
 
@@ -47,7 +47,8 @@ class Column(IntEnum):
     """Where a kernel rounds before it knows the scale: the last one, and most often the next."""
 
 
-METER = (len(Role), len(Column))
+METER = (len(Role), 8)
+"""Wider than its columns, so that each begins at a multiple of 16 bytes: others a compiled graph takes copies of."""
 
 SCALE_EXPONENTS = range(-32, 96, 2)
 """Where the bins begin that the exponents of scales are counted in."""
@@ -86,11 +87,12 @@ def largest_of(values: Tensor) -> Tensor:
     return values.abs().amax(dim=-1).amax().float()
 
 
-def scale_of(largest: Tensor, limit: float | Tensor) -> Tensor:
-    """The power of two that brings the largest number nearest to the largest of fp8; an infinity makes NaN of the whole
-    product, and is seen. Powers of two change nothing but the exponent, and are seldom another from step to step."""
+def scale_of(largest: Tensor, limit: float | Tensor, *, step: int = 1) -> Tensor:
+    """The power of two that brings the largest number nearest to the largest of fp8, its exponent a multiple of `step`:
+    1, 2 or 4. An infinity makes NaN of the whole product, and is seen."""
     scale = torch.where(largest > 0, (limit / largest).clamp(max=LARGEST_SCALE), 1.0)
-    return (scale.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+    exponent = (scale.view(torch.int32) >> MANTISSA_BITS) + 1  # one more, and it is 128 where the scale is 2
+    return (((exponent & -step) - 1).clamp(min=0) << MANTISSA_BITS).view(torch.float32)
 
 
 def stride_of(values: Tensor) -> int:

@@ -82,7 +82,7 @@ class Products:
         limits = [LIMITS[dtype_of(role, self.recipe)] for role in Role]
         self.limits = torch.tensor(limits, dtype=torch.float32, device=device)
         self.table = torch.zeros(count, *METER, device=device)
-        self.remembered = torch.ones(count, len(Role), device=device)
+        self.remembered = torch.ones(count, len(Role) + 1, device=device)[:, :-1]  # aligned like meters
         self.history = torch.zeros(self.history_steps, count, len(Role), device=device)
         for number, each in enumerate(self.maps):
             each.meter, each.remembered = self.table[number], self.remembered[number]
@@ -120,7 +120,7 @@ class Products:
     def take(self) -> dict[str, Tensor]:
         """The sums of a probed step, each flat: numbers by layer group and role, tensors by role, and by role and bin
         of their scales. The meters begin anew, but for what is remembered."""
-        largest, scale, zeros, nonzeros, _ = self.table.unbind(dim=-1)
+        largest, scale, zeros, nonzeros, *_ = self.table.unbind(dim=-1)
         is_seen = (nonzeros > 0).to(torch.float32)
         is_beyond = (largest * scale > SATURATED * self.limits).to(torch.float32)
         bins = (scale.log2() - SCALE_EXPONENTS.start) / SCALE_EXPONENTS.step

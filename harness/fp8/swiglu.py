@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from harness.config import Fp8Recipe
-from harness.fp8.engine import FORWARD, GRADIENT, Blocks, Engine, Rounded, Side, engine_of
+from harness.fp8.engine import FORWARD, GRADIENT, SCALE_STEPS, Blocks, Engine, Rounded, Side, engine_of
 from harness.fp8.linear import Fp8Linear, project, weight_scale
 from harness.fp8.meters import PROBE, Column, Role, guess_in, note, sample_of, stride_of
 from harness.fp8.operators import define, round_noted, scale_used, scales_used, thirds
@@ -148,9 +148,9 @@ def _rounded_slopes(
 def product_by_kernels(gate: Tensor, up: Tensor, scale: Tensor, meter: Tensor | None, recipe: str) -> Rounded:
     from harness.kernels import swiglu as kernels
 
-    fits = _is_to_fit(recipe)
-    used = guess_in(meter, Role.activations, gate) if fits else scale
-    made = kernels.round_product(gate, up, used, dtype=FORWARD, fits=fits)
+    step = _step(FORWARD, recipe)
+    used = scale if step is None else guess_in(meter, Role.activations, gate)
+    made = kernels.round_product(gate, up, used, dtype=FORWARD, step=step)
     rounded = _finished(made, used, meter, Role.activations, recipe)
     if meter is not None and PROBE.counts:
         seen = product_of(sample_of(gate), sample_of(up))
@@ -163,11 +163,9 @@ def slopes_by_kernels(
 ) -> list[Rounded]:
     from harness.kernels import swiglu as kernels
 
-    fits, meters = _is_to_fit(recipe), meters[:2]
-    used = [
-        guess_in(meter, Role.gradients, gate) if fits else scale for meter, scale in zip(meters, scales, strict=False)
-    ]
-    both = kernels.round_slopes(slope, gate, up, used, dtype=GRADIENT, fits=fits)
+    step, meters = _step(GRADIENT, recipe), meters[:2]
+    used = scales[:2] if step is None else [guess_in(meter, Role.gradients, gate) for meter in meters]
+    both = kernels.round_slopes(slope, gate, up, used, dtype=GRADIENT, step=step)
     rounded = [
         _finished(made, scale, meter, Role.gradients, recipe)
         for made, scale, meter in zip(both, used, meters, strict=True)
@@ -191,9 +189,11 @@ def slopes_of(slope: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return of_gate.to(gate.dtype), (wide * turned * share).to(gate.dtype)
 
 
-def _is_to_fit(recipe: str) -> bool:
-    """Whether the scale comes from the tensor itself."""
-    return recipe == Fp8Recipe.current or PROBE.primes
+def _step(dtype: torch.dtype, recipe: str) -> int | None:
+    """Of the scale, where it comes from the tensor itself."""
+    if recipe == Fp8Recipe.current:
+        return SCALE_STEPS[dtype]
+    return 1 if PROBE.primes else None
 
 
 def _finished(made: Matrix, scale: Tensor, meter: Tensor | None, role: Role, recipe: str) -> Rounded:

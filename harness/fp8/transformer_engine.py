@@ -20,7 +20,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-from harness.fp8.engine import BLOCK, FORWARD, GRADIENT, Blocks, Rounded, Side
+from harness.fp8.engine import BLOCK, FORWARD, GRADIENT, SCALE_STEPS, Blocks, Rounded, Side
 
 NAMES = {FORWARD: extension.DType.kFloat8E4M3, GRADIENT: extension.DType.kFloat8E5M2}
 
@@ -45,7 +45,7 @@ class TransformerEngine:
         """By a kernel of the harness: Transformer Engine would have to be told the scale."""
         from harness.kernels.rounding import round_matrix
 
-        made, inverse = round_matrix(values, guess, dtype=dtype), guess.reciprocal().view(1)
+        made, inverse = round_matrix(values, guess, dtype=dtype, step=SCALE_STEPS[dtype]), guess.reciprocal().view(1)
         return Rounded(made.rows, made.columns, inverse, inverse)
 
     def round_blocks(self, values: Tensor, *, dtype: torch.dtype, both: bool, square: bool) -> Rounded:

@@ -46,12 +46,12 @@ class Matrix(NamedTuple):
         return self.rows.view(torch.uint8), self.columns.view(torch.uint8)
 
 
-def round_matrix(values: Tensor, guess: Tensor, *, dtype: torch.dtype) -> Matrix:
-    """By the scale that fits, which `guess` becomes."""
+def round_matrix(values: Tensor, guess: Tensor, *, dtype: torch.dtype, step: int) -> Matrix:
+    """By the scale that fits, which `guess` becomes: a power of two whose exponent is a multiple of `step`."""
     made = room_for(values, dtype)
     tensors, rest = (values, *made.sides, guess), (*values.shape, name_of(dtype), limit_of(dtype))
     _round_matrix[made.largest.shape](*tensors, made.largest, None, *rest, num_warps=NUM_WARPS, num_stages=1)
-    again = fit([made], [guess], dtype)
+    again = fit([made], [guess], dtype, step)
     _round_matrix[programs_again(made)](*tensors, None, again, *rest, num_warps=NUM_WARPS, num_stages=1)
     return made
 
@@ -62,11 +62,11 @@ def raise_to_largest(place: Tensor, made: Matrix) -> None:
     _raise_to_largest[(1,)](tiles, place, len(tiles), LARGEST_BLOCK, num_warps=LARGEST_WARPS)
 
 
-def fit(every: Sequence[Matrix], scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def fit(every: Sequence[Matrix], scales: Sequence[Tensor], dtype: torch.dtype, step: int) -> Tensor:
     """Make each scale the one that fits; and say which was another before."""
     again = torch.empty(len(every), dtype=torch.int32, device=every[0].rows.device)
     for made, scale, is_wrong in zip(every, scales, again, strict=True):
-        bounds = len(made.largest), limit_of(dtype), LARGEST_SCALE
+        bounds = len(made.largest), limit_of(dtype), LARGEST_SCALE, step
         _fit_scale[(1,)](made.largest, scale, is_wrong, *bounds, LARGEST_BLOCK, num_warps=LARGEST_WARPS)
     return again
 
@@ -122,18 +122,24 @@ def _note_rounded(before, after, scale, row, width, before_stride, after_stride,
 def _round_matrix(
     values, rows, columns, scale, largest, again, height, width, dtype: tl.constexpr, limit: tl.constexpr
 ):
-    end = num_tiles(height, width)
-    if again is not None:
-        end = tl.where(tl.load(again) != 0, end, 0)
-    for number in range(tl.program_id(0), end, tl.num_programs(0)):
-        at, inside = tile_at(number, height, width)
-        tile = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
-        write_rounded(number, tile, rows, columns, scale, largest, height, width, dtype, limit)
+    if again is None:
+        _round_tile(tl.program_id(0), values, rows, columns, scale, largest, height, width, dtype, limit)
+    else:
+        for number in range(tl.program_id(0), num_tiles_again(again, height, width), tl.num_programs(0)):
+            _round_tile(number, values, rows, columns, scale, None, height, width, dtype, limit)
 
 
 @triton.jit
-def num_tiles(height, width):
-    return tl.cdiv(width, TILE_COLUMNS) * tl.cdiv(height, TILE_ROWS)
+def _round_tile(number, values, rows, columns, scale, largest, height, width, dtype: tl.constexpr, limit: tl.constexpr):
+    at, inside = tile_at(number, height, width)
+    tile = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
+    write_rounded(number, tile, rows, columns, scale, largest, height, width, dtype, limit)
+
+
+@triton.jit
+def num_tiles_again(again, height, width):
+    """Of the second pass: all where the guess was wrong, else none."""
+    return tl.where(tl.load(again) != 0, tl.cdiv(width, TILE_COLUMNS) * tl.cdiv(height, TILE_ROWS), 0)
 
 
 @triton.jit
@@ -172,10 +178,14 @@ def _raise_to_largest(tiles, place, count, block: tl.constexpr):
 
 
 @triton.jit
-def _fit_scale(tiles, scale, is_wrong, count, limit: tl.constexpr, most: tl.constexpr, block: tl.constexpr):
+def _fit_scale(
+    tiles, scale, is_wrong, count, limit: tl.constexpr, most: tl.constexpr, step: tl.constexpr, block: tl.constexpr
+):
+    """As `harness.fp8.meters.scale_of` has it."""
     largest = _largest_of(tiles, count, block)
     fitting = tl.where(largest > 0, tl.minimum(tl.div_rn(tl.full((), limit, tl.float32), largest), most), 1.0)
-    power = (fitting.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    exponent = (fitting.to(tl.int32, bitcast=True) >> 23) + 1
+    power = (tl.maximum((exponent & -step) - 1, 0) << 23).to(tl.float32, bitcast=True)
     tl.store(is_wrong, (power != tl.load(scale)).to(tl.int32))
     tl.store(scale, power)
 

@@ -15,7 +15,7 @@ from harness.kernels.rounding import (
     fit,
     limit_of,
     name_of,
-    num_tiles,
+    num_tiles_again,
     programs_again,
     room_for,
     tile_at,
@@ -23,20 +23,20 @@ from harness.kernels.rounding import (
 )
 
 
-def round_product(gate: Tensor, up: Tensor, scale: Tensor, *, dtype: torch.dtype, fits: bool) -> Matrix:
-    """silu(gate) * up; where the scale is to fit, `scale` is a guess, and becomes the one that was used."""
+def round_product(gate: Tensor, up: Tensor, scale: Tensor, *, dtype: torch.dtype, step: int | None) -> Matrix:
+    """silu(gate) * up. With a step, `scale` is a guess, and becomes the one that fits; without, it is given."""
     made = room_for(gate, dtype)
     tensors = gate, up, *made.sides, scale
     rest = *gate.shape, name_of(dtype), limit_of(dtype)
     _round_product[made.largest.shape](*tensors, made.largest, None, *rest, num_warps=NUM_WARPS, num_stages=1)
-    if fits:
-        again = fit([made], [scale], dtype)
+    if step is not None:
+        again = fit([made], [scale], dtype, step)
         _round_product[programs_again(made)](*tensors, None, again, *rest, num_warps=NUM_WARPS, num_stages=1)
     return made
 
 
 def round_slopes(
-    gradient: Tensor, gate: Tensor, up: Tensor, scales: Sequence[Tensor], *, dtype: torch.dtype, fits: bool
+    gradient: Tensor, gate: Tensor, up: Tensor, scales: Sequence[Tensor], *, dtype: torch.dtype, step: int | None
 ) -> tuple[Matrix, Matrix]:
     """The gradients of gate and of up from the one of silu(gate) * up, each as `round_product` has it."""
     both = room_for(gate, dtype), room_for(gate, dtype)
@@ -44,8 +44,8 @@ def round_slopes(
     tensors, largest = (gradient, gate, up, *sides, *scales), [made.largest for made in both]
     rest = *gate.shape, name_of(dtype), limit_of(dtype)
     _round_slopes[largest[0].shape](*tensors, *largest, None, *rest, num_warps=NUM_WARPS, num_stages=1)
-    if fits:
-        again = fit(both, scales, dtype)
+    if step is not None:
+        again = fit(both, scales, dtype, step)
         _round_slopes[programs_again(both[0])](*tensors, None, None, again, *rest, num_warps=NUM_WARPS, num_stages=1)
     return both
 
@@ -70,13 +70,20 @@ def _slopes(gradient, gate, up):
 def _round_product(
     gate, up, rows, columns, scale, largest, again, height, width, dtype: tl.constexpr, limit: tl.constexpr
 ):
-    end = num_tiles(height, width)
-    if again is not None:
-        end = tl.where(tl.load(again) != 0, end, 0)
-    for number in range(tl.program_id(0), end, tl.num_programs(0)):
-        at, inside = tile_at(number, height, width)
-        product = _product(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0))
-        write_rounded(number, product, rows, columns, scale, largest, height, width, dtype, limit)
+    if again is None:
+        _round_product_tile(tl.program_id(0), gate, up, rows, columns, scale, largest, height, width, dtype, limit)
+    else:
+        for number in range(tl.program_id(0), num_tiles_again(again, height, width), tl.num_programs(0)):
+            _round_product_tile(number, gate, up, rows, columns, scale, None, height, width, dtype, limit)
+
+
+@triton.jit
+def _round_product_tile(
+    number, gate, up, rows, columns, scale, largest, height, width, dtype: tl.constexpr, limit: tl.constexpr
+):
+    at, inside = tile_at(number, height, width)
+    product = _product(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0))
+    write_rounded(number, product, rows, columns, scale, largest, height, width, dtype, limit)
 
 
 @triton.jit
@@ -98,12 +105,21 @@ def _round_slopes(
     dtype: tl.constexpr,
     limit: tl.constexpr,
 ):
-    end = num_tiles(height, width)
-    if again is not None:
-        end = tl.where((tl.load(again) | tl.load(again + 1)) != 0, end, 0)
-    for number in range(tl.program_id(0), end, tl.num_programs(0)):
-        at, inside = tile_at(number, height, width)
-        slope, turned = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
-        of_gate, of_up = _slopes(slope, turned, tl.load(up + at, mask=inside, other=0.0))
+    if again is None:
+        number = tl.program_id(0)
+        of_gate, of_up = _slopes_of_tile(number, gradient, gate, up, height, width)
         write_rounded(number, of_gate, gate_rows, gate_columns, gate_scale, gate_largest, height, width, dtype, limit)
         write_rounded(number, of_up, up_rows, up_columns, up_scale, up_largest, height, width, dtype, limit)
+    else:
+        end = tl.maximum(num_tiles_again(again, height, width), num_tiles_again(again + 1, height, width))
+        for number in range(tl.program_id(0), end, tl.num_programs(0)):
+            of_gate, of_up = _slopes_of_tile(number, gradient, gate, up, height, width)
+            write_rounded(number, of_gate, gate_rows, gate_columns, gate_scale, None, height, width, dtype, limit)
+            write_rounded(number, of_up, up_rows, up_columns, up_scale, None, height, width, dtype, limit)
+
+
+@triton.jit
+def _slopes_of_tile(number, gradient, gate, up, height, width):
+    at, inside = tile_at(number, height, width)
+    slope, turned = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
+    return _slopes(slope, turned, tl.load(up + at, mask=inside, other=0.0))

@@ -89,7 +89,10 @@ def test_nan_stays_nan_alone_and_an_infinity_makes_nan_of_the_product(dtype: tor
 def test_scales_are_powers_of_two_that_put_the_largest_number_near_the_edge() -> None:
     largest = torch.tensor([0.0, 2.0, 1.75, 448.0, 449.0, 1e-38])
     assert scale_of(largest, 448.0).tolist() == [1.0, 128.0, 256.0, 1.0, 0.5, LARGEST_SCALE]
-    assert scale_of(torch.tensor(torch.inf), 448.0) == 0.0, "which makes NaN of it"
+    assert scale_of(largest, 448.0, step=4).tolist() == [1.0, 16.0, 256.0, 1.0, 2.0**-4, LARGEST_SCALE]
+    assert scale_of(largest, 448.0, step=2).tolist() == [1.0, 64.0, 256.0, 1.0, 0.25, LARGEST_SCALE]
+    for step in (1, 2, 4):
+        assert scale_of(torch.tensor(torch.inf), 448.0, step=step) == 0.0, "which makes NaN of it"
     assert scale_of(torch.tensor(torch.nan), 448.0) == 1.0, "NaN is seen in the numbers themselves"
     zeros = EMULATED.round(torch.zeros(2, 3), scale_of(torch.zeros(()), 448.0), dtype=FORWARD, both=True, largest=None)
     assert not zeros.rows.float().any()

@@ -256,3 +256,15 @@ def test_other_recipes_remember_nothing(kind: str) -> None:
     assert products.table.shape == (1, *METER)
     assert not products.table[..., Column.largest].any()
     assert products.table[0, Role.activations, Column.scale] == 4.0
+
+
+def test_what_a_compiled_graph_must_not_copy_begins_at_a_multiple_of_16_bytes() -> None:
+    """What it is given elsewhere it clones, and what an operator notes in a clone is lost."""
+    cfg = load(["model=tiny", "precision=fp8_emulated", "model.num_layers=2"])
+    with torch.device("meta"):
+        model = Transformer(cfg.model, sequence_length=16, linear=linear)
+        products = lower(model.blocks, cfg.precision)
+    products.materialize(torch.device("cpu"), ["blocks.0", "blocks.1"])
+    places = [each.get_buffer(name).data_ptr() for each in products.maps for name in ("meter", "remembered")]
+    assert not any(place % 16 for place in places)
+    assert len(Column) <= METER[1]

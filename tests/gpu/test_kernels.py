@@ -15,7 +15,7 @@ from torch import Tensor
 from harness import joining
 from harness.fp8 import meters
 from harness.fp8.emulated import Emulated
-from harness.fp8.engine import FORWARD, GRADIENT
+from harness.fp8.engine import FORWARD, GRADIENT, SCALE_STEPS
 from harness.fp8.meters import METER, Column, Role, probing
 from harness.fp8.operators import round_noted
 from harness.fp8.swiglu import product_by_kernels, product_of, slopes_by_kernels, slopes_of
@@ -151,13 +151,13 @@ def test_a_matrix_is_rounded_by_the_scale_that_fits_whatever_was_guessed(
     fitting = scalar(0.0)
     plain = Emulated().fit(values, fitting, dtype=dtype)
     for guess in (scalar(0.0), fitting.clone(), scalar(1e6), scalar(2.0**-20)):
-        made = round_matrix(values, guess, dtype=dtype)
+        made = round_matrix(values, guess, dtype=dtype, step=SCALE_STEPS[dtype])
         assert guess == fitting
         assert torch.equal(made.columns.view(torch.uint8), made.rows.view(torch.uint8).T)
         assert (made.rows.float() == plain.rows.float()).float().mean() > SAME
         torch.testing.assert_close(made.rows.float(), plain.rows.float(), rtol=NEXT, atol=0.02)
     values[5, 7] = torch.inf
-    spoiled = round_matrix(values, guess, dtype=dtype)
+    spoiled = round_matrix(values, guess, dtype=dtype, step=SCALE_STEPS[dtype])
     assert guess == 0.0
     assert IS_INTERPRETED or spoiled.rows[5, 7].float().isnan()  # interpreted, NaN is cut off too
 
