@@ -29,7 +29,7 @@ TYPES = {
     **dict.fromkeys(("count", "width", "height", "length", "every", "ignored"), "i32"),
     **dict.fromkeys(("stride", "before_stride", "after_stride"), "i32"),
     **dict.fromkeys(("values", "before", "made", "gate", "up", "tensor", "logits"), "*bf16"),
-    **dict.fromkeys(("joint", "query", "key", "value"), "*bf16"),
+    **dict.fromkeys(("joint", "query", "key", "value", "gate_made", "up_made"), "*bf16"),
     **dict.fromkeys(("after", "rows", "columns", "gate_rows", "gate_columns", "up_rows", "up_columns"), "*u8"),
     **dict.fromkeys(("again", "is_wrong"), "*i32"),
     "targets": "*i64",
@@ -37,7 +37,7 @@ TYPES = {
 FIXED = {"block": 1024, "dtype": tl.float8e4nv, "limit": 448.0, "most": 2.0**100, "step": 4}
 FIXED |= {"num_queries": 16, "num_keys": 8, "half": 64, "group": 8, "num_rows": 4, "is_back": True}
 WITHIN = {"_product", "_slopes", "num_tiles_again", "_corner", "tile_at", "write_rounded", "_largest_of"}
-WITHIN |= {"_round_tile", "_round_product_tile", "_slopes_of_tile"}
+WITHIN |= {"_round_tile", "_round_product_tile", "_slopes_of_tile", "_row_at"}
 WITHIN |= {"_place", "_heads_at", "_angles_at", "_turn", "_copy"}
 rooms = (gradients, rotation, rounding, state, swiglu)
 found = {name: each for room in rooms for name, each in vars(room).items() if isinstance(each, JITFunction)}

@@ -153,7 +153,7 @@ def product_by_kernels(gate: Tensor, up: Tensor, scale: Tensor, meter: Tensor | 
     made = kernels.round_product(gate, up, used, dtype=FORWARD, step=step)
     rounded = _finished(made, used, meter, Role.activations, recipe)
     if meter is not None and PROBE.counts:
-        seen = product_of(sample_of(gate), sample_of(up))
+        seen = kernels.product_of(sample_of(gate), sample_of(up))
         note(meter.data[Role.activations], seen, sample_of(rounded.rows), used, every=stride_of(gate))
     return rounded
 
@@ -171,7 +171,7 @@ def slopes_by_kernels(
         for made, scale, meter in zip(both, used, meters, strict=True)
     ]
     if PROBE.counts:
-        seen = slopes_of(*map(sample_of, (slope, gate, up)))
+        seen = kernels.slopes_of(*map(sample_of, (slope, gate, up)))
         for values, meter, scale, each in zip(seen, meters, used, rounded, strict=True):
             note(meter.data[Role.gradients], values, sample_of(each.rows), scale, every=stride_of(gate))
     return rounded

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Numbers that one program looks at for zeros."""
+"""Numbers of a row that one program looks at."""
 TILE_ROWS, TILE_COLUMNS = tl.constexpr(64), tl.constexpr(64)
 """Of a matrix that is written both ways."""
 NUM_WARPS = 8

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from harness.kernels.rounding import (
+    BLOCK,
     NUM_WARPS,
     Matrix,
     fit,
@@ -50,6 +51,22 @@ def round_slopes(
     return both
 
 
+def product_of(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up in bf16, of a few rows, whose columns lie side by side."""
+    made = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    grid = (len(gate), triton.cdiv(gate.shape[1], BLOCK))
+    _write_product[grid](gate, up, made, gate.shape[1], gate.stride(0), BLOCK)
+    return made
+
+
+def slopes_of(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up likewise; `gradient` lies as they do."""
+    of_gate, of_up = torch.empty(2, *gate.shape, dtype=gate.dtype, device=gate.device)
+    grid = (len(gate), triton.cdiv(gate.shape[1], BLOCK))
+    _write_slopes[grid](gradient, gate, up, of_gate, of_up, gate.shape[1], gate.stride(0), BLOCK)
+    return of_gate, of_up
+
+
 @triton.jit
 def _product(gate, up):
     """silu(gate) * up as bf16 has it."""
@@ -64,6 +81,29 @@ def _slopes(gradient, gate, up):
     share = tl.sigmoid(turned)
     of_gate = slope * up.to(tl.float32) * share * (1 + turned * (1 - share))
     return of_gate.to(tl.bfloat16).to(tl.float32), (slope * turned * share).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _row_at(width, stride, block: tl.constexpr):
+    """Where this program's piece of a row lies, what of it is inside, and where it lies among rows side by side."""
+    within, row = tl.program_id(1) * block + tl.arange(0, block), tl.program_id(0).to(tl.int64)
+    return row * stride + within, within < width, row * width + within
+
+
+@triton.jit
+def _write_product(gate, up, made, width, stride, block: tl.constexpr):
+    at, inside, to = _row_at(width, stride, block)
+    product = _product(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0))
+    tl.store(made + to, product, mask=inside)
+
+
+@triton.jit
+def _write_slopes(gradient, gate, up, gate_made, up_made, width, stride, block: tl.constexpr):
+    at, inside, to = _row_at(width, stride, block)
+    slope, turned = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
+    of_gate, of_up = _slopes(slope, turned, tl.load(up + at, mask=inside, other=0.0))
+    tl.store(gate_made + to, of_gate, mask=inside)
+    tl.store(up_made + to, of_up, mask=inside)
 
 
 @triton.jit

@@ -1,13 +1,16 @@
-"""What all benchmarks measure with: a block of steps from an idle device to an idle device, several sides that take
-turns at it, and the device itself."""
+"""What all benchmarks measure with: a block of steps, several sides that take turns at it, and the device itself.
+
+A block begins when the device is done with a step that is not counted, and ends when it is idle. That step is the
+run-up: a device that stood idle waits for the host until that is ahead again, which in training happens once.
+"""
 
 from __future__ import annotations
 
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +20,28 @@ WARMUP_STEPS = 4
 """Of a side, before it is timed; the first compiles."""
 SETTLING_STEPS = 2
 """Of these, how many a side makes in turns with the others: what they allocate beside each other is there then."""
+
+
+LEAD_STEPS = 1
+"""Of a block, which are not counted."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class Side(Protocol):
+    """Whoever makes steps, by `led`."""
+
+    def __call__(self, num_steps: int, begin: Callable[[], None] = _nothing) -> object: ...
+
+
+def led(num_steps: int, begin: Callable[[], None] = _nothing) -> Iterator[int]:
+    """The numbers of steps; after those of the run-up it calls `begin`."""
+    for number in range(num_steps):
+        yield number
+        if number == LEAD_STEPS - 1:
+            begin()
 
 
 class Block(NamedTuple):
@@ -36,26 +61,45 @@ class Block(NamedTuple):
         return self._replace(peak_bytes=self.peak_bytes - num_bytes)
 
 
-def timed(run: Callable[[int], object], num_steps: int, device: torch.device) -> Block:
-    """Have `num_steps` run, waiting for the device before and after."""
+class _Mark:
+    """A moment: of the device, where there is one, else of the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._host_s = 0.0
+
+    def set(self) -> None:
+        self._host_s = time.perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def seconds_to(self, end: _Mark) -> float:
+        """Once the device is done."""
+        if self._event is None or end._event is None:
+            return end._host_s - self._host_s
+        milliseconds: float = self._event.elapsed_time(end._event)
+        return milliseconds / 1e3
+
+
+def timed(run: Side, num_steps: int, device: torch.device) -> Block:
+    """Have `num_steps` run, after a run-up from an idle device, and wait until it is idle again."""
+    begin, end = _Mark(device), _Mark(device)
     wait_for(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     compiled, shortages = _num_compiled(), _num_shortages(device)
-    begun_s = time.perf_counter()
-    run(num_steps)
+    run(LEAD_STEPS + num_steps, begin.set)
+    end.set()
     wait_for(device)
     return Block(
-        step_s=(time.perf_counter() - begun_s) / num_steps,
+        step_s=begin.seconds_to(end) / num_steps,
         peak_bytes=memory_bytes(device),
         num_compiled=_num_compiled() - compiled,
         num_shortages=_num_shortages(device) - shortages,
     )
 
 
-def in_turns(
-    sides: Sequence[Callable[[int], object]], *, rounds: int, num_steps: int, device: torch.device
-) -> list[tuple[Block, ...]]:
+def in_turns(sides: Sequence[Side], *, rounds: int, num_steps: int, device: torch.device) -> list[tuple[Block, ...]]:
     """A block of every side in every round; blocks of a round are in the order of the sides, however they ran.
 
     Each side first makes `SETTLING_STEPS` that nobody times.

@@ -7,10 +7,10 @@
 can refuse, the report to the host, and there reading it, detectors, policy and the keeper's books. *Off* is the
 least that trains the same model on the same data: forward, backward, the norm of the gradient, and the same kernel of
 AdamW with clipping folded in; nothing is read back, and the host stays at most `sentinel.lag` steps ahead, as it does
-in the loop. Both go on with the same
-weights. Blocks of steps alternate, and so does which of the two comes first; a block is timed from an idle device to an
-idle device with all its reports judged. *Costs* is the median over rounds of on / off - 1, with its range. *Judging* is
-the host's time for one report, the wait for it not included; on a GPU the device computes the next step meanwhile.
+in the loop. Both go on with the same weights. Blocks of steps alternate, and so does which of the two comes first; a
+block is timed after a step of run-up until the device is idle and all reports are judged. *Costs* is the median over
+rounds of on / off - 1, with its range. *Judging* is the host's time for one report, the wait for it not included; on a
+GPU the device computes the next step meanwhile.
 Left out: snapshots (`tests.bench.checkpoint`), the log and MLflow, which are not the sentinel's; sums of the loss by
 row, which the model gives either way; what more ranks add, which is the norm of each gradient before its reduction and
 a longer report (`tests.bench.host`); fp16, where a plain trainer would need a loss scaler of its own.
@@ -49,7 +49,7 @@ from harness.sentinel.report import HostFacts, unpack
 from harness.state import RunState
 from harness.step import forward_backward, judge_and_update, mask_of
 from harness.telemetry.meters import Meter, memory_bytes
-from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, in_turns
+from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, Side, in_turns, led
 
 SMALL = ("model=tiny", "data=synthetic", "train.batch_size=8", "train.sequence_length=128", "parallel.device=auto")
 
@@ -66,9 +66,9 @@ class Watched:
     judging_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
-    def run(self, num_steps: int) -> None:
+    def run(self, num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
         self.meter.resume(time.perf_counter())
-        for _ in range(num_steps):
+        for _ in led(num_steps, begin):
             self.step()
         self.hear(everything=True)
 
@@ -144,8 +144,8 @@ class Plain:
     rates: list[float]
     _ahead: deque[torch.cuda.Event] = field(default_factory=deque)
 
-    def run(self, num_steps: int) -> None:
-        for _ in range(num_steps):
+    def run(self, num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
+        for _ in led(num_steps, begin):
             self.step()
         self._ahead.clear()
 
@@ -201,7 +201,7 @@ def sides(cfg: Config, parts: Parts, root: RunDir) -> tuple[Watched, Plain]:
 
 
 def measure(
-    watched: Watched, plain: Plain, *, rounds: int, num_steps: int, beside: tuple[Callable[[int], object], ...] = ()
+    watched: Watched, plain: Plain, *, rounds: int, num_steps: int, beside: tuple[Side, ...] = ()
 ) -> list[Round]:
     """Warm up and take turns, with others that are warm already where there are any."""
     for side in (watched.run, plain.run):

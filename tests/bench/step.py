@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from harness.precision import fast_attention
 from harness.rundir import RunDir
 from harness.step import forward_backward, judge_and_update
 from harness.telemetry.meters import peak_flops
-from tests.bench.clock import WARMUP_STEPS, let_go, matmul_flops_per_s, timed
+from tests.bench.clock import WARMUP_STEPS, led, let_go, matmul_flops_per_s, timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +57,8 @@ class Steps:
     report: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     """Of the last step."""
 
-    def run(self, num_steps: int) -> None:
-        for _ in range(num_steps):
+    def run(self, num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
+        for _ in led(num_steps, begin):
             self.report = one_step(self.parts, self.cfg, self.index)
             self.index += 1
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.rundir import RunDir
-from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, held_bytes, in_turns, order
+from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, held_bytes, in_turns, led, order
 from tests.bench.gpu import beside, hugging_face, titan
 from tests.bench.gpu.__main__ import connected, main
 from tests.bench.gpu.bench import Bench, left_by
@@ -84,17 +84,18 @@ def test_sides_go_forth_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, int]] = []
     monkeypatch.setattr("tests.bench.clock.time.perf_counter", lambda: float(sum(name == "slow" for name, _ in ran)))
 
-    def slow(num_steps: int) -> None:
-        ran.append(("slow", num_steps))
+    def slow(num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
+        ran.extend(("slow", num_steps) for _ in led(num_steps, begin))
 
-    def fast(num_steps: int) -> None:
-        ran.append(("fast", num_steps))
+    def fast(num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
+        ran.extend(("fast", num_steps) for _ in led(num_steps, begin))
 
     taken = in_turns((slow, fast), rounds=3, num_steps=2, device=torch.device("cpu"))
     settling = [("slow", 1), ("fast", 1)] * SETTLING_STEPS
-    assert ran == settling + [(side, 2) for side in ("slow", "fast", "fast", "slow", "slow", "fast")]
-    assert [(first.step_s, second.step_s) for first, second in taken] == [(0.5, 0.0)] * 3, (
-        "as the sides, not as they ran"
+    blocks = [(side, 3) for side in ("slow", "fast", "fast", "slow", "slow", "fast")]
+    assert ran == settling + [step for step in blocks for _ in range(3)]
+    assert [(first.step_s, second.step_s) for first, second in taken] == [(1.0, 0.0)] * 3, (
+        "as the sides, not as they ran, and without the run-up"
     )
     assert [order(3, number) for number in range(3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
 

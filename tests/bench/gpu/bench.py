@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from harness.model.size import flops_per_token, num_parameters
 from harness.parallel import World
 from harness.rundir import RunDir
 from harness.telemetry.meters import peak_flops
-from tests.bench.clock import held_bytes, let_go, matmul_flops_per_s
+from tests.bench.clock import Side, held_bytes, let_go, matmul_flops_per_s
 from tests.bench.gpu import hugging_face, ours, peer, titan
 from tests.bench.gpu.reference import Reference
 from tests.bench.gpu.setting import Setting
@@ -119,7 +118,7 @@ class Bench:
             self.is_whole = self.is_whole and (name not in OURS or isinstance(error, ConfigError))
             return (Row(name=name, note=reason(error)),)
 
-    def rows_of(self, name: str, beside: tuple[Callable[[int], object], ...]) -> tuple[Row, ...]:
+    def rows_of(self, name: str, beside: tuple[Side, ...]) -> tuple[Row, ...]:
         if name not in OURS:
             return (peer.measure(self.peer_of(name), self.job, self.setting, self.run, beside),)
         on, off, remark = ours.measure(OURS[name], self.world, self.setting, self.run, beside)

@@ -36,6 +36,8 @@ SNAPSHOT_STEPS = 5
 """Over which a snapshot is felt: it is copied in less than one."""
 NUM_SNAPSHOTS, NUM_SAVES = 6, 2
 FIT_STEPS, FIT_WARMUP_STEPS = 3, 2
+HOST_GB = 100
+"""What the state that a save copies may take of the host: of 7b it is 71 GB, on one rank."""
 
 
 class Section(NamedTuple):
@@ -150,6 +152,7 @@ def tried_out(case: Case, setting: Setting, directory: Path) -> Fit:
         f"parallel.compile={str(setting.is_compiled).lower()}",
         "parallel.reshard_after_forward=true",
         "checkpoint.ring.slots=0",
+        f"checkpoint.ring.memory_gb={HOST_GB}",
     )
     cfg = load(list(overrides))
     try:

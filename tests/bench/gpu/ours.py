@@ -4,7 +4,7 @@ the same turns with the reference where there is one."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from harness.model.size import num_parameters
 from harness.parallel import World
 from harness.rundir import RunDir
 from tests.bench import sentinel
-from tests.bench.clock import held_bytes
+from tests.bench.clock import Side, held_bytes
 from tests.bench.gpu.setting import Setting
 from tests.bench.gpu.table import Row
 
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
     remark: str
 
 
-def measure(way: Way, world: World, setting: Setting, run: RunDir, beside: tuple[Callable[[int], object], ...]) -> Pair:
+def measure(way: Way, world: World, setting: Setting, run: RunDir, beside: tuple[Side, ...]) -> Pair:
     """Both sides of one precision."""
     cfg = setting.config(*way.overrides)
     held = held_bytes(world.device)

@@ -26,7 +26,7 @@ from harness.data.sources import open_data
 from harness.model.size import num_parameters
 from harness.parallel import World
 from harness.rundir import RunDir
-from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, held_bytes, in_turns
+from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Side, held_bytes, in_turns, led
 from tests.bench.gpu.setting import Setting
 from tests.bench.gpu.table import Row
 
@@ -58,12 +58,12 @@ class Loop:
     batches: list[tuple[Tensor, Tensor]]
     losses: list[Tensor] = field(default_factory=list)
 
-    def run(self, num_steps: int) -> None:
-        for _ in range(num_steps):
+    def run(self, num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
+        for _ in led(num_steps, begin):
             self.losses.append(self.step(*self.batches.pop(0)))
 
 
-def measure(peer: Peer, job: Job, setting: Setting, run: RunDir, beside: tuple[Callable[[int], object], ...]) -> Row:
+def measure(peer: Peer, job: Job, setting: Setting, run: RunDir, beside: tuple[Side, ...]) -> Row:
     """Build, warm up, and time the rounds, in turns with the reference where there is one."""
     device = job.world.device
     held = held_bytes(device)

@@ -11,7 +11,7 @@ heart has other numbers, and a GPU's clock depends on its numbers. After a step 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import final
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from harness.rundir import RunDir
-from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, held_bytes, in_turns, let_go, timed
+from tests.bench.clock import LEAD_STEPS, SETTLING_STEPS, WARMUP_STEPS, Block, held_bytes, in_turns, let_go, timed
 from tests.bench.gpu.peer import Job, Loop, Peer, batches_of, breaks
 from tests.bench.gpu.setting import Setting
 from tests.bench.gpu.table import Row
@@ -64,7 +64,7 @@ class Reference:
         device = self.job.world.device
         held = held_bytes(device)
         self._loop = Loop(self._held.enter_context(self.peer.start(self.job)), [], self._losses)
-        self.feed(WARMUP_STEPS + READY_STEPS)
+        self.feed(WARMUP_STEPS + LEAD_STEPS + READY_STEPS)
         self.step(WARMUP_STEPS)
         self.peak_bytes = timed(self.step, READY_STEPS, device).without(held).peak_bytes
         self.note = breaks()
@@ -72,15 +72,15 @@ class Reference:
     def feed(self, num_steps: int) -> None:
         """Lay out new batches: for these steps, and for all turns with a row."""
         assert self._loop is not None
-        count = num_steps + SETTLING_STEPS + self.setting.rounds * self.setting.steps
+        count = num_steps + SETTLING_STEPS + self.setting.rounds * (LEAD_STEPS + self.setting.steps)
         self._loop.batches[:] = batches_of(self.job, self.run, range(self._num_batches, self._num_batches + count))
         self._num_batches += count
 
-    def step(self, num_steps: int) -> None:
+    def step(self, num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
         """What takes turns."""
         assert self._loop is not None
         self.is_whole = False
-        self._loop.run(num_steps)
+        self._loop.run(num_steps, begin)
         self.is_whole = True
 
     def race_alone(self) -> None:

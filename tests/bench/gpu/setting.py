@@ -8,7 +8,7 @@ from typing import final
 
 from harness.compose import load
 from harness.config import Config
-from tests.bench.clock import WARMUP_STEPS
+from tests.bench.clock import LEAD_STEPS, WARMUP_STEPS
 
 BATCH_SIZES = {"3b": 4, "7b": 1}
 """Sequences of 4096 tokens that fit on one GPU of 140 GB without recomputation; eight of the smaller models."""
@@ -35,7 +35,7 @@ class Setting:
     @property
     def num_steps(self) -> int:
         """That one row makes, or one of its two sides."""
-        return WARMUP_STEPS + self.rounds * self.steps
+        return WARMUP_STEPS + self.rounds * (LEAD_STEPS + self.steps)
 
     @cache  # noqa: B019  (there are as many as models)
     def config(self, *overrides: str) -> Config:
