@@ -3,10 +3,10 @@
 Why: memory and pace ask the same two things: which maps of which blocks, and how wide they are.
 How: maps are chosen as `harness.fp8.products` chooses them, and numbers rounded as `harness.fp8.operators` does it: an
 input once for all maps that read it, both ways; a gradient both ways; a weight one way in forward, both ways in
-backward. Products gain what the fp8 rate is above the bf16 rate, and reach the same share of either. Rounding goes by
-the rate of memory: the kernel that rounds and transposes, and, where a scale is made of the tensor itself, one more
-look at every number. With full checkpointing the forward pass is done twice, and all of it: what bf16 need not do
-again, the product of the last map, comes of the operator that rounds its input.
+backward, after a look for its largest number in the recipe `current`. Products gain what the fp8 rate is above the bf16
+rate. Rounding goes by the rate of memory, but for SwiGLU's product and its gradients: written in fp8 both ways they are
+as many bytes as in bf16, unless the recipe is `block`. With full checkpointing the forward pass is done twice, and all
+of it: what bf16 need not do again, the product of the last map, comes of the operator that rounds its input.
 Left out: the emulated engine, which is a rehearsal and slower than bf16; whether products are slower in blocks.
 """
 
@@ -25,16 +25,15 @@ WORKSPACE_BYTES = 32 * 2**20
 """Transformer Engine's own, for cuBLASLt."""
 RATE = 1979 / 989
 """A Hopper's fp8 rate over its bf16 rate; datasheet."""
-REACHED = 0.71
-"""Share of the one rate or the other that products reach; measured on one H200 at 1.26B parameters: 703 and 1,400
+REACHED_BF16, REACHED = 0.69, 0.655
+"""Share of the one rate and of the other that products reach; measured on one H200 at 1.26B parameters: 687 and 1,297
 TFLOP/s."""
 ROUNDING_BYTES_PER_S = 3.3e12
 """What the kernel that rounds and transposes reads and writes; measured on one H200."""
 ONE_WAY_BYTES, BOTH_WAYS_BYTES = 3, 4
 """Read and written for one number of bf16."""
 LOOK_BYTES, EAGER_LOOK_BYTES = 2, 6
-"""To find the largest number: joined to what made the numbers it takes as long as reading them once, measured; not
-compiled, absolute values are written and read besides."""
+"""To find the largest number of a weight; not compiled, absolute values are written and read besides."""
 
 
 @final
@@ -118,11 +117,12 @@ def _saved_s(cfg: Config, maps: Maps, tokens: int, bf16_flops_per_s: float) -> f
     if cfg.parallel.activation_checkpointing is ActivationCheckpointing.full:
         num_again, not_again = 1, cfg.model.dim * cfg.model.ffn_dim if maps.mlp else 0
     num_products = (3 + num_again) * numbers.weights
-    plain_s = 2 * tokens * (num_products - not_again) / (REACHED * bf16_flops_per_s)
+    plain_s = 2 * tokens * (num_products - not_again) / (REACHED_BF16 * bf16_flops_per_s)
     fp8_s = 2 * tokens * num_products / (REACHED * RATE * bf16_flops_per_s)
-    of_tokens = tokens * ((1 + num_again) * numbers.inputs + numbers.gradients)
+    wide = cfg.model.ffn_dim if maps.mlp and cfg.precision.fp8.recipe is not Fp8Recipe.block else 0
+    of_tokens = tokens * ((1 + num_again) * (numbers.inputs - wide) + numbers.gradients - 2 * wide)
     of_weights = (1 + num_again) * numbers.weights
     rounding = BOTH_WAYS_BYTES * (of_tokens + numbers.weights) + ONE_WAY_BYTES * of_weights
     look = LOOK_BYTES if cfg.parallel.compile else EAGER_LOOK_BYTES
-    looking = look * (of_tokens + of_weights) if cfg.precision.fp8.recipe is Fp8Recipe.current else 0
+    looking = look * of_weights if cfg.precision.fp8.recipe is Fp8Recipe.current else 0
     return plain_s - fp8_s - (rounding + looking) / ROUNDING_BYTES_PER_S

@@ -24,10 +24,10 @@ device memory (16 ranks, 1 copy of the model), fullest at the loss
   gathered             2.53 GB  whole weights of the blocks at work, of embedding and head
   in flight            0.09 GB  buffers of collectives, whole gradients on their way
   activations          6.18 GB  kept for the backward pass, and passing
-  logits               0.95 GB  the loss of one chunk, the head's gradient
+  logits               0.67 GB  the loss of one chunk, the head's gradient
   other                0.07 GB  batch, workspaces
-  outside              1.22 GB  CUDA's context, NCCL, what torch cannot use again
-  together             12.0 GB  of 85.0 GB (cluster.memory_gb)
+  outside              1.21 GB  CUDA's context, NCCL, what torch cannot use again
+  together             11.7 GB  of 85.0 GB (cluster.memory_gb)
 traffic of a rank in a step
   all-gather           2.37 GB  25 calls among 16 ranks on 2 machines
   reduce-scatter       4.74 GB  25 calls among 16 ranks on 2 machines
@@ -57,9 +57,9 @@ assumed
 
 SEVERAL = """\
 ranks  memory  fits  sent   far     work    waits     step     MFU    tokens/s
-    8   412.3    no  6.63  0.00   4.26 s  2.73 ms   4.26 s  59.8 %     492,336
-   64    55.6   yes  7.46  0.93  0.532 s  4.48 ms  0.537 s  59.3 %   3,908,323
-  512    11.1   yes  7.57  0.95  66.5 ms  83.2 ms   0.15 s  26.6 %  14,006,439
+    8   411.2    no  6.63  0.00   4.26 s  2.73 ms   4.26 s  59.8 %     492,336
+   64    55.4   yes  7.46  0.93  0.532 s  4.48 ms  0.537 s  59.3 %   3,908,323
+  512    10.8   yes  7.57  0.95  66.5 ms  83.2 ms   0.15 s  26.6 %  14,006,439
 
 memory of a rank in GB; sent by a rank in a step, and of it far to other machines, in GB
 1.00 GB outside torch, and 2 % in fragments
@@ -107,7 +107,7 @@ def test_a_job_that_does_not_fit_is_refused_after_its_numbers(capsys: pytest.Cap
     assert "GB  of 85.0 GB (cluster.memory_gb); DOES NOT FIT\n" in told.out
     (line,) = told.err.splitlines()
     assert line.startswith("harness: cluster.memory_gb: the one rank needs ")
-    assert line.endswith("; train.micro_batch_size=8 saves 45.6 GB and fits")
+    assert line.endswith("; train.micro_batch_size=8 saves 45.4 GB and fits")
 
 
 def test_the_text_where_clock_and_steps_decide(capsys: pytest.CaptureFixture[str]) -> None:
