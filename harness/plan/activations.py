@@ -20,10 +20,13 @@ how many at once was read off a GPU (`tests.bench.plan --tensors`):
 
     none 1 D + 1 F, selective 1 D + 4 F, full 6 D + 2 K + 6 F; not compiled: 1 D + 2 F, 3 D + 4 F, 6 D + 2 K + 6 F
 
-Where the MLP is in fp8 it was read off the operators instead. Compiled, it is fullest where gate and up have become
-gradients: both of these rounded both ways at once, less the rounded product, which is gone, and beside the stream's
-gradient that of the MLP's input. Not compiled, where the gradients of gate and up are made, with the rounded product
-gone and nothing rounded yet. Checkpointed in full, a block has besides all that it would have kept.
+Where the MLP is in fp8 it was read off the operators instead. It is one operator, fullest where the gradients of gate
+and up are written, both rounded both ways (4 bytes of F), while that of their product is still there (1 F), beside the
+stream's (1 D; selective, not compiled: 3 D). In the recipe `block` it goes by parts. Compiled, those are fullest where
+gate and up have become gradients: both of these rounded both ways at once, less the rounded product, which is gone,
+and beside the stream's gradient that of the MLP's input. Not compiled, where the gradients of gate and up are made,
+with the rounded product gone and nothing rounded yet. Checkpointed in full, a block has besides all that it would have
+kept.
 
 What is kept is held against torch by `tests/plan/`, and all of it against a GPU by `tests.bench.plan`.
 Left out: what a kernel takes and returns within itself.
