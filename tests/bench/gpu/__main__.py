@@ -12,8 +12,8 @@ gradients reduced in fp32, fused AdamW with the same settings, and a gradient no
 its best (`tests.bench.gpu.peer`); `huggingface-whole`, all layers in one graph, takes minutes to compile and runs only
 where it is named, and so does `torchtitan-shipped`, with its own defaults. Whatever fails has a row that says why.
 A row is built, compiled and warmed up, then timed in rounds of steps, each after a step of run-up; rows follow each
-other in one process, and each is taken down before the next. Only torchtitan, where it is asked for and starts, stays: it
-takes turns with every other row, a round of its own beside each of theirs, before it in one and after it in the next
+other in one process, and each is taken down before the next. Only torchtitan, where it is asked for and starts, stays:
+it takes turns with every other row, a round of its own beside each of theirs, before it in one and after it in the next
 (`tests.bench.gpu.reference`). A row that finds no room beside it is measured alone afterwards.
 Columns: tokens/s by the median round; spread, (slowest - fastest) / median; speed to torchtitan's, the median over
 their turns, or by medians where it took none; MFU, by 6 FLOPs a weight and attention as if nothing were masked, against
