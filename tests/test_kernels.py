@@ -72,10 +72,9 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     assert {"_step_adamw", "_join", "_note_rounded", "_round_slopes", "_move_heads"} <= set(names)
 
 
-@pytest.mark.parametrize("name", ["test_kernels", "test_rotation"])
-def test_interpreted_they_do_what_torch_does(name: str) -> None:
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/gpu/{name}.py")
-    told = run(*words, TRITON_INTERPRET="1")
+def test_interpreted_they_do_what_torch_does() -> None:
+    files = [f"tests/gpu/{name}.py" for name in ("test_kernels", "test_rotation")]
+    told = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1")
     assert " passed" in told
     assert "skipped" not in told
     assert "failed" not in told

@@ -29,6 +29,7 @@ SIZES = [
     (3, 5, 16, 8, 128) if IS_INTERPRETED else (3, 1001, 16, 8, 128),
 ]
 """Rows that fill no whole program, and programs that reach from one sequence into the next."""
+DTYPES = [torch.bfloat16, torch.float32, *([] if IS_INTERPRETED else [torch.float16])]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -58,7 +59,7 @@ def assert_same(own: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, interpreted: it is told to meet them
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_heads_are_split_and_turned_as_in_plain_torch(size: tuple[int, ...], dtype: torch.dtype) -> None:
     from harness.kernels.rotation import split_rotated
@@ -73,7 +74,7 @@ def test_heads_are_split_and_turned_as_in_plain_torch(size: tuple[int, ...], dty
     assert [int((~made.isfinite()).sum()) for made in own] == [2, 0, 2], "each only where it belongs"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_gradients_are_joined_and_turned_back_as_in_plain_torch(size: tuple[int, ...], dtype: torch.dtype) -> None:
     from harness.kernels.rotation import joined_unrotated, split_rotated
