@@ -38,8 +38,8 @@ SHAPES = (
 SAME, NEXT = (0.8, 0.51) if IS_INTERPRETED else (0.999, 0.26)
 """How many numbers of fp8 must be the same, and how far off the others may be; interpreted, they are cut off, and where
 that carries over they are half."""
-MATRICES = [(128, 64), (80, 72)] if IS_INTERPRETED else [(512, 768), (208, 80)]
-"""Whole tiles, and pieces of tiles."""
+MATRICES = [(80, 72)] if IS_INTERPRETED else [(512, 768), (208, 80)]
+"""Whole tiles, and pieces of tiles; interpreted, one and three of them."""
 NUM_LARGE = 300_001 if IS_INTERPRETED else 5_000_001
 """More than all programs take at once."""
 
@@ -164,8 +164,7 @@ def test_a_matrix_is_rounded_by_the_scale_that_fits_whatever_was_guessed(
     assert IS_INTERPRETED or spoiled.rows[5, 7].float().isnan()  # interpreted, NaN is cut off too
 
 
-@pytest.mark.parametrize("is_primed", [False, True])
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize(("recipe", "is_primed"), [("current", False), ("delayed", False), ("delayed", True)])
 @pytest.mark.parametrize("shape", MATRICES)
 def test_swiglu_is_rounded_as_in_plain_torch(recipe: str, shape: tuple[int, int], is_primed: bool) -> None:
     """But where a number lies between two of fp8, to the last bit of an exponential."""
