@@ -1,12 +1,8 @@
-"""The harness's own passes against torch's kernels, over sizes that fill no whole block.
-
-On a GPU; without one by Triton's interpreter, where somebody asks for it (`tests/test_kernels.py` does).
-"""
+"""The harness's own passes against torch's kernels, over sizes that fill no whole block."""
 
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
@@ -22,13 +18,9 @@ from harness.fp8.swiglu import product_by_kernels, product_of, slopes_by_kernels
 from harness.model.loss import IGNORED, LossOptions, _chunk_gradient, _chunk_gradient_in_place
 from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
 from harness.sentinel.sums import StateSums, state_sums, state_sums_in_one_pass
+from tests.gpu.where import DEVICE, IS_INTERPRETED, MARKS
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not (torch.cuda.is_available() or IS_INTERPRETED), reason="needs a CUDA device"),
-]
+pytestmark = MARKS
 
 SHAPES = (
     [(3,), (1024,), (7, 5), (100, 33), (64, 80)]

@@ -1,24 +1,15 @@
-"""Heads that are split and turned in one pass, and joined and turned back in another, against plain torch.
-
-On a GPU; without one by Triton's interpreter, where somebody asks for it (`tests/test_kernels.py` does).
-"""
+"""Heads that are split and turned in one pass, and joined and turned back in another, against plain torch."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
 from harness.heads import rotate
+from tests.gpu.where import DEVICE, IS_INTERPRETED, MARKS
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not (torch.cuda.is_available() or IS_INTERPRETED), reason="needs a CUDA device"),
-]
+pytestmark = MARKS
 
 SIZES = [
     # sequences, their length, heads of queries, of keys, numbers of a head
