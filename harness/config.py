@@ -85,7 +85,7 @@ class Fp8Recipe(StrEnum):
     current = "current"
     """A scale for each tensor, from the tensor itself: no state, nothing to roll back."""
     delayed = "delayed"
-    """A scale for each tensor, from its largest numbers in the last steps: one pass less, and a memory."""
+    """A scale for each tensor, from its largest numbers in the last steps: nothing is rounded twice, and a memory."""
     block = "block"
     """A scale for every 128 numbers of an activation or gradient, and for every 128 x 128 of a weight."""
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from harness.config import Fp8Recipe
 from harness.fp8.engine import LIMITS
 from harness.fp8.meters import METER, Role, dtype_of, largest_of, scale_of
-from harness.fp8.operators import fp8_backward, fp8_forward
+from harness.fp8.operators import fp8_backward, fp8_forward, thirds
 
 
 @dataclass(slots=True)
@@ -73,8 +73,8 @@ class _Products(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, kind: str, engine: str, is_noted: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        count = len(tensors) // 3
-        weights, meters, remembered = (list(tensors[first : first + count]) for first in range(0, 3 * count, count))
+        weights, meters, remembered = thirds(tensors)
+        count = len(weights)
         scales = [weight_scale(each, own, kind) for each, own in zip(weights, remembered, strict=True)]
         results = fp8_forward(
             hidden, remembered[0][Role.activations], [*weights, *scales, *meters], is_noted, kind, engine

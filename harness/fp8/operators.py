@@ -153,21 +153,17 @@ def round_noted(
     row = None if meter is None else meter.data[role]
     if recipe == Fp8Recipe.block:
         rounded = does.round_blocks(values, dtype=dtype, both=both, square=role is Role.weights)
-        if row is not None and PROBE.counts:
-            seen = sample_of(values)
-            scale = scale_of(largest_of(seen), LIMITS[dtype])
-            note(row, seen, sample_of(rounded.rows), scale, every=stride_of(values))
-        return rounded
-    if recipe == Fp8Recipe.current and role is not Role.weights:
+    elif recipe == Fp8Recipe.current and role is not Role.weights:
         scale = guess_in(meter, role, values)
         rounded = does.fit(values, scale, dtype=dtype)
-        if row is not None and PROBE.counts:
-            note(row, sample_of(values), sample_of(rounded.rows), scale, every=stride_of(values))
-        return rounded
-    if recipe == Fp8Recipe.delayed and PROBE.primes:
-        scale = scale_of(largest_of(values), LIMITS[dtype])
-    largest = row[Column.largest] if row is not None and recipe == Fp8Recipe.delayed else None
-    rounded = does.round(values, scale, dtype=dtype, both=both, largest=largest)
+    else:
+        if recipe == Fp8Recipe.delayed and PROBE.primes:
+            scale = scale_of(largest_of(values), LIMITS[dtype])
+        largest = row[Column.largest] if row is not None and recipe == Fp8Recipe.delayed else None
+        rounded = does.round(values, scale, dtype=dtype, both=both, largest=largest)
     if row is not None and PROBE.counts:
-        note(row, sample_of(values), sample_of(rounded.rows), scale, every=stride_of(values))
+        seen = sample_of(values)
+        if recipe == Fp8Recipe.block:
+            scale = scale_of(largest_of(seen), LIMITS[dtype])
+        note(row, seen, sample_of(rounded.rows), scale, every=stride_of(values))
     return rounded

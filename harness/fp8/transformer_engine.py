@@ -2,7 +2,7 @@
 
 Why not its modules: `te.Linear` rounds the same activations once for each matrix that reads them, keeps weights in fp8
 from forward to backward, which FSDP has to shard, and finds the largest number in a pass of its own. Here the caller
-brings the scale, which a compiled block finds on the way.
+brings the scale, or a kernel of the harness rounds by a guess of it.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def _chunk_gradient(
 def _chunk_gradient_in_place(
     logits: Tensor, targets: Tensor, seed: Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same on CUDA: the logits are read once, and become their gradient."""
+    """The same on CUDA, by one kernel: the logits become their gradient where they are."""
     from harness.kernels.gradients import differentiate_loss
 
     losses, z_terms = differentiate_loss(

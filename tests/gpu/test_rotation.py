@@ -31,6 +31,12 @@ def tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
+def given(size: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    num_rows, length, num_queries, num_keys, head_dim = size
+    widths = [heads * head_dim for heads in (num_queries, num_keys, num_keys)]
+    return numbers(num_rows * length, sum(widths), dtype=dtype), *tables(length, head_dim), widths
+
+
 def split_plainly(joint: Tensor, cos: Tensor, sin: Tensor, widths: list[int]) -> list[Tensor]:
     length, half = cos.shape
     query, key, value = joint.split_with_sizes(widths, dim=1)
@@ -53,9 +59,7 @@ def assert_same(own: Tensor, expected: Tensor) -> None:
 def test_heads_are_split_and_turned_as_in_plain_torch(size: tuple[int, ...], dtype: torch.dtype) -> None:
     from harness.kernels.rotation import split_rotated
 
-    num_rows, length, num_queries, num_keys, head_dim = size
-    widths = [heads * head_dim for heads in (num_queries, num_keys, num_keys)]
-    joint, (cos, sin) = numbers(num_rows * length, sum(widths), dtype=dtype), tables(length, head_dim)
+    joint, cos, sin, widths = given(size, dtype)
     joint[3, 1], joint[4, -1], joint[5, -2] = torch.nan, torch.inf, torch.nan
     own = split_rotated(joint, cos, sin, widths=widths)
     for made, expected in zip(own, split_plainly(joint, cos, sin, widths), strict=True):
@@ -68,13 +72,11 @@ def test_heads_are_split_and_turned_as_in_plain_torch(size: tuple[int, ...], dty
 def test_gradients_are_joined_and_turned_back_as_in_plain_torch(size: tuple[int, ...], dtype: torch.dtype) -> None:
     from harness.kernels.rotation import joined_unrotated, split_rotated
 
-    num_rows, length, num_queries, num_keys, head_dim = size
-    widths = [heads * head_dim for heads in (num_queries, num_keys, num_keys)]
-    joint, (cos, sin) = numbers(num_rows * length, sum(widths), dtype=dtype), tables(length, head_dim)
-    query, key, value = given = [numbers(len(joint), width, dtype=dtype) for width in widths]
+    joint, cos, sin, widths = given(size, dtype)
+    query, key, value = slopes = [numbers(len(joint), width, dtype=dtype) for width in widths]
     own = joined_unrotated(query, key, value, cos, sin)
     made = split_plainly(joint.requires_grad_(), cos, sin, widths)
-    (expected,) = torch.autograd.grad(made, joint, given)
+    (expected,) = torch.autograd.grad(made, joint, slopes)
     assert_same(own, expected)
     back = joined_unrotated(*split_rotated(joint.detach(), cos, sin, widths=widths), cos, sin)
     torch.testing.assert_close(back, joint.detach(), rtol=0.0, atol=8 * torch.finfo(dtype).eps)
