@@ -26,17 +26,17 @@ LEAD_STEPS = 1
 """Of a block, which are not counted."""
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Where nobody wants to hear of the beginning."""
 
 
 class Side(Protocol):
     """Whoever makes steps, by `led`."""
 
-    def __call__(self, num_steps: int, begin: Callable[[], None] = _nothing) -> object: ...
+    def __call__(self, num_steps: int, begin: Callable[[], None] = nothing) -> object: ...
 
 
-def led(num_steps: int, begin: Callable[[], None] = _nothing) -> Iterator[int]:
+def led(num_steps: int, begin: Callable[[], None] = nothing) -> Iterator[int]:
     """The numbers of steps; after those of the run-up it calls `begin`."""
     for number in range(num_steps):
         yield number

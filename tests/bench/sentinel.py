@@ -49,7 +49,7 @@ from harness.sentinel.report import HostFacts, unpack
 from harness.state import RunState
 from harness.step import forward_backward, judge_and_update, mask_of
 from harness.telemetry.meters import Meter, memory_bytes
-from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, Side, in_turns, led
+from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, Side, in_turns, led, nothing
 
 SMALL = ("model=tiny", "data=synthetic", "train.batch_size=8", "train.sequence_length=128", "parallel.device=auto")
 
@@ -66,7 +66,7 @@ class Watched:
     judging_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
-    def run(self, num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
+    def run(self, num_steps: int, begin: Callable[[], None] = nothing) -> None:
         self.meter.resume(time.perf_counter())
         for _ in led(num_steps, begin):
             self.step()
@@ -144,7 +144,7 @@ class Plain:
     rates: list[float]
     _ahead: deque[torch.cuda.Event] = field(default_factory=deque)
 
-    def run(self, num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
+    def run(self, num_steps: int, begin: Callable[[], None] = nothing) -> None:
         for _ in led(num_steps, begin):
             self.step()
         self._ahead.clear()

@@ -26,7 +26,7 @@ from harness.precision import fast_attention
 from harness.rundir import RunDir
 from harness.step import forward_backward, judge_and_update
 from harness.telemetry.meters import peak_flops
-from tests.bench.clock import WARMUP_STEPS, led, let_go, matmul_flops_per_s, timed
+from tests.bench.clock import WARMUP_STEPS, led, let_go, matmul_flops_per_s, nothing, timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Steps:
     report: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     """Of the last step."""
 
-    def run(self, num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
+    def run(self, num_steps: int, begin: Callable[[], None] = nothing) -> None:
         for _ in led(num_steps, begin):
             self.report = one_step(self.parts, self.cfg, self.index)
             self.index += 1

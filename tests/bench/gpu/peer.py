@@ -26,7 +26,7 @@ from harness.data.sources import open_data
 from harness.model.size import num_parameters
 from harness.parallel import World
 from harness.rundir import RunDir
-from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Side, held_bytes, in_turns, led
+from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Side, held_bytes, in_turns, led, nothing
 from tests.bench.gpu.setting import Setting
 from tests.bench.gpu.table import Row
 
@@ -58,7 +58,7 @@ class Loop:
     batches: list[tuple[Tensor, Tensor]]
     losses: list[Tensor] = field(default_factory=list)
 
-    def run(self, num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
+    def run(self, num_steps: int, begin: Callable[[], None] = nothing) -> None:
         for _ in led(num_steps, begin):
             self.losses.append(self.step(*self.batches.pop(0)))
 

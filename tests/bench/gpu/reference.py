@@ -20,7 +20,17 @@ import torch
 from torch import Tensor
 
 from harness.rundir import RunDir
-from tests.bench.clock import LEAD_STEPS, SETTLING_STEPS, WARMUP_STEPS, Block, held_bytes, in_turns, let_go, timed
+from tests.bench.clock import (
+    LEAD_STEPS,
+    SETTLING_STEPS,
+    WARMUP_STEPS,
+    Block,
+    held_bytes,
+    in_turns,
+    let_go,
+    nothing,
+    timed,
+)
 from tests.bench.gpu.peer import Job, Loop, Peer, batches_of, breaks
 from tests.bench.gpu.setting import Setting
 from tests.bench.gpu.table import Row
@@ -76,7 +86,7 @@ class Reference:
         self._loop.batches[:] = batches_of(self.job, self.run, range(self._num_batches, self._num_batches + count))
         self._num_batches += count
 
-    def step(self, num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
+    def step(self, num_steps: int, begin: Callable[[], None] = nothing) -> None:
         """What takes turns."""
         assert self._loop is not None
         self.is_whole = False
