@@ -151,7 +151,7 @@ def product_by_kernels(gate: Tensor, up: Tensor, scale: Tensor, meter: Tensor | 
     step = _step(FORWARD, recipe)
     used = scale if step is None else guess_in(meter, Role.activations, gate)
     made = kernels.round_product(gate, up, used, dtype=FORWARD, step=step)
-    rounded = _finished(made, used, meter, Role.activations, recipe)
+    rounded = _finished(made, meter, Role.activations, recipe)
     if meter is not None and PROBE.counts:
         seen = kernels.product_of(sample_of(gate), sample_of(up))
         note(meter.data[Role.activations], seen, sample_of(rounded.rows), used, every=stride_of(gate))
@@ -166,10 +166,7 @@ def slopes_by_kernels(
     step, meters = _step(GRADIENT, recipe), meters[:2]
     used = scales[:2] if step is None else [guess_in(meter, Role.gradients, gate) for meter in meters]
     both = kernels.round_slopes(slope, gate, up, used, dtype=GRADIENT, step=step)
-    rounded = [
-        _finished(made, scale, meter, Role.gradients, recipe)
-        for made, scale, meter in zip(both, used, meters, strict=True)
-    ]
+    rounded = [_finished(made, meter, Role.gradients, recipe) for made, meter in zip(both, meters, strict=True)]
     if PROBE.counts:
         seen = kernels.slopes_of(*map(sample_of, (slope, gate, up)))
         for values, meter, scale, each in zip(seen, meters, used, rounded, strict=True):
@@ -196,13 +193,12 @@ def _step(dtype: torch.dtype, recipe: str) -> int | None:
     return 1 if PROBE.primes else None
 
 
-def _finished(made: Matrix, scale: Tensor, meter: Tensor | None, role: Role, recipe: str) -> Rounded:
+def _finished(made: Matrix, meter: Tensor | None, role: Role, recipe: str) -> Rounded:
     if meter is not None and recipe == Fp8Recipe.delayed:
         from harness.kernels.rounding import raise_to_largest
 
         raise_to_largest(meter.data[role, Column.largest], made)
-    inverse = scale.reciprocal().view(1)
-    return Rounded(made.rows, made.columns, inverse, inverse)
+    return Rounded(made.rows, made.columns, made.inverse, made.inverse)
 
 
 def _multiplied(does: Engine, left: Side, right: Side, *, out: Tensor | None = None, exact: bool = True) -> Tensor:

@@ -45,8 +45,8 @@ class TransformerEngine:
         """By a kernel of the harness: Transformer Engine would have to be told the scale."""
         from harness.kernels.rounding import round_matrix
 
-        made, inverse = round_matrix(values, guess, dtype=dtype, step=SCALE_STEPS[dtype]), guess.reciprocal().view(1)
-        return Rounded(made.rows, made.columns, inverse, inverse)
+        made = round_matrix(values, guess, dtype=dtype, step=SCALE_STEPS[dtype])
+        return Rounded(made.rows, made.columns, made.inverse, made.inverse)
 
     def round_blocks(self, values: Tensor, *, dtype: torch.dtype, both: bool, square: bool) -> Rounded:
         quantizer = Float8BlockQuantizer(

@@ -39,6 +39,8 @@ class Matrix(NamedTuple):
     """Transposed."""
     largest: Tensor
     """The largest absolute value of each tile, before it was rounded."""
+    inverse: Tensor
+    """One over its scale [1]."""
 
     @property
     def sides(self) -> tuple[Tensor, Tensor]:
@@ -63,11 +65,12 @@ def raise_to_largest(place: Tensor, made: Matrix) -> None:
 
 
 def fit(every: Sequence[Matrix], scales: Sequence[Tensor], dtype: torch.dtype, step: int) -> Tensor:
-    """Make each scale the one that fits; and say which was another before."""
+    """Make each scale the one that fits, and its inverse with it; and say which was another before."""
     again = torch.empty(len(every), dtype=torch.int32, device=every[0].rows.device)
     for made, scale, is_wrong in zip(every, scales, again, strict=True):
         bounds = len(made.largest), limit_of(dtype), LARGEST_SCALE, step
-        _fit_scale[(1,)](made.largest, scale, is_wrong, *bounds, LARGEST_BLOCK, num_warps=LARGEST_WARPS)
+        places = scale, made.inverse, is_wrong
+        _fit_scale[(1,)](made.largest, *places, *bounds, LARGEST_BLOCK, num_warps=LARGEST_WARPS)
     return again
 
 
@@ -77,7 +80,8 @@ def room_for(matrix: Tensor, dtype: torch.dtype) -> Matrix:
         torch.empty(shape, dtype=dtype, device=matrix.device) for shape in ((height, width), (width, height))
     )
     num_tiles = triton.cdiv(width, TILE_COLUMNS.value) * triton.cdiv(height, TILE_ROWS.value)
-    return Matrix(rows, columns, torch.empty(num_tiles, dtype=torch.float32, device=matrix.device))
+    largest, inverse = (torch.empty(count, dtype=torch.float32, device=matrix.device) for count in (num_tiles, 1))
+    return Matrix(rows, columns, largest, inverse)
 
 
 def name_of(dtype: torch.dtype) -> tl.dtype:
@@ -179,7 +183,15 @@ def _raise_to_largest(tiles, place, count, block: tl.constexpr):
 
 @triton.jit
 def _fit_scale(
-    tiles, scale, is_wrong, count, limit: tl.constexpr, most: tl.constexpr, step: tl.constexpr, block: tl.constexpr
+    tiles,
+    scale,
+    inverse,
+    is_wrong,
+    count,
+    limit: tl.constexpr,
+    most: tl.constexpr,
+    step: tl.constexpr,
+    block: tl.constexpr,
 ):
     """As `harness.fp8.meters.scale_of` has it."""
     largest = _largest_of(tiles, count, block)
@@ -188,6 +200,7 @@ def _fit_scale(
     power = (tl.maximum((exponent & -step) - 1, 0) << 23).to(tl.float32, bitcast=True)
     tl.store(is_wrong, (power != tl.load(scale)).to(tl.int32))
     tl.store(scale, power)
+    tl.store(inverse, 1 / power)
 
 
 @triton.jit

@@ -30,9 +30,10 @@ def round_product(gate: Tensor, up: Tensor, scale: Tensor, *, dtype: torch.dtype
     tensors = gate, up, *made.sides, scale
     rest = *gate.shape, name_of(dtype), limit_of(dtype)
     _round_product[made.largest.shape](*tensors, made.largest, None, *rest, num_warps=NUM_WARPS, num_stages=1)
-    if step is not None:
-        again = fit([made], [scale], dtype, step)
-        _round_product[programs_again(made)](*tensors, None, again, *rest, num_warps=NUM_WARPS, num_stages=1)
+    if step is None:
+        return made._replace(inverse=scale.reciprocal().view(1))
+    again = fit([made], [scale], dtype, step)
+    _round_product[programs_again(made)](*tensors, None, again, *rest, num_warps=NUM_WARPS, num_stages=1)
     return made
 
 
@@ -45,9 +46,13 @@ def round_slopes(
     tensors, largest = (gradient, gate, up, *sides, *scales), [made.largest for made in both]
     rest = *gate.shape, name_of(dtype), limit_of(dtype)
     _round_slopes[largest[0].shape](*tensors, *largest, None, *rest, num_warps=NUM_WARPS, num_stages=1)
-    if step is not None:
-        again = fit(both, scales, dtype, step)
-        _round_slopes[programs_again(both[0])](*tensors, None, None, again, *rest, num_warps=NUM_WARPS, num_stages=1)
+    if step is None:
+        of_gate, of_up = (
+            made._replace(inverse=scale.reciprocal().view(1)) for made, scale in zip(both, scales, strict=True)
+        )
+        return of_gate, of_up
+    again = fit(both, scales, dtype, step)
+    _round_slopes[programs_again(both[0])](*tensors, None, None, again, *rest, num_warps=NUM_WARPS, num_stages=1)
     return both
 
 

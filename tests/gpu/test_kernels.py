@@ -133,7 +133,8 @@ def test_what_rounding_did_is_noted_as_in_plain_torch(monkeypatch: pytest.Monkey
     assert plain[Column.zeros] > 0
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, interpreted
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, interpreted, and the next too
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
 @pytest.mark.parametrize("shape", MATRICES)
 def test_a_matrix_is_rounded_by_the_scale_that_fits_whatever_was_guessed(
@@ -147,6 +148,7 @@ def test_a_matrix_is_rounded_by_the_scale_that_fits_whatever_was_guessed(
     for guess in (scalar(0.0), fitting.clone(), scalar(1e6), scalar(2.0**-20)):
         made = round_matrix(values, guess, dtype=dtype, step=SCALE_STEPS[dtype])
         assert guess == fitting
+        assert made.inverse * guess == 1.0
         assert torch.equal(made.columns.view(torch.uint8), made.rows.view(torch.uint8).T)
         assert (made.rows.float() == plain.rows.float()).float().mean() > SAME
         torch.testing.assert_close(made.rows.float(), plain.rows.float(), rtol=NEXT, atol=0.02)
