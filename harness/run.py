@@ -11,6 +11,7 @@ from harness.build import Parts
 from harness.commands import Inbox
 from harness.config import Config
 from harness.events import StepRecord
+from harness.garbage import Collector
 from harness.requests import StopRequest
 from harness.rundir import RunDir
 from harness.sentinel.report import HostFacts, unpack
@@ -39,6 +40,7 @@ class Run:
     inbox: Inbox | None
     """On rank 0 alone."""
     heart: Heartbeat
+    collector: Collector
 
     def tell(self, facts: HostFacts, values: Tensor) -> StepRecord:
         """The record of an iteration, as it goes into the log."""

@@ -28,6 +28,7 @@ from harness.config import (
 from harness.data.facts import as_record
 from harness.events import Action, ActionKind, Outcome, RunEnded, StepRecord, to_json
 from harness.fp8.engine import require_engine
+from harness.garbage import Collector
 from harness.opening import Opened, open_run, resume
 from harness.operator import action_of, changes_of, refusal_of
 from harness.orders import Command, Pause, Rate, Resume, SaveCheckpoint
@@ -189,6 +190,7 @@ def train(run: Run) -> Ending:
             ending = hear(run, everything=True) or ending
         if look:
             run.narrator.emit(evaluate(parts, state, cfg=cfg, beat=lambda: run.heart.beat(state, Phase.evaluate)))
+        run.collector.turn()
     if ending is None or (state.step >= cfg.train.num_steps and ending.exit_code == EXIT_INTERRUPTED):
         return Ending(EXIT_DONE, "all steps done")
     return ending
@@ -247,6 +249,7 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
         Heartbeat(directory, rank=world.rank, world_size=world.size, num_steps=cfg.train.num_steps) as heart,
         closing(build(cfg, world, directory)) as parts,
         Narrator(cfg, directory, world=world, meter=meter(cfg, world)) as narrator,
+        Collector() as collector,
     ):
         inbox = Inbox(directory) if world.is_first else None
         if world.is_first:
@@ -267,6 +270,7 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
                 stop=stop,
                 inbox=inbox,
                 heart=heart,
+                collector=collector,
             )
         )
         code, reason = leave(run, train(run))

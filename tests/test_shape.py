@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    {"children", "config", "compose", "events", "loading", "state", "rundir"},
+    {"children", "config", "compose", "events", "garbage", "loading", "state", "rundir"},
     {"fp8", "heads", "joining", "parallel", "precision", "sharding", "kernels"},
     {"model", "data", "optim", "sentinel", "checkpoint", "telemetry"},
     {"build", "commands", "exchange", "opening", "operator", "orders", "recovery", "requests", "run", "step", "train"},

@@ -1,7 +1,8 @@
 """What all benchmarks measure with: a block of steps, several sides that take turns at it, and the device itself.
 
 A block begins when the device is done with a step that is not counted, and ends when it is idle. That step is the
-run-up: a device that stood idle waits for the host until that is ahead again, which in training happens once.
+run-up: a device that stood idle waits for the host until that is ahead again, which in training happens once. Python's
+collector rests meanwhile, whoever runs: every trainer that is compared has it rest, or can.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from harness.garbage import Collector
 from harness.telemetry.meters import memory_bytes
 
 WARMUP_STEPS = 4
@@ -84,13 +86,15 @@ class _Mark:
 def timed(run: Side, num_steps: int, device: torch.device) -> Block:
     """Have `num_steps` run, after a run-up from an idle device, and wait until it is idle again."""
     begin, end = _Mark(device), _Mark(device)
+    gc.collect()
     wait_for(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     compiled, shortages = _num_compiled(), _num_shortages(device)
-    run(LEAD_STEPS + num_steps, begin.set)
-    end.set()
-    wait_for(device)
+    with Collector():
+        run(LEAD_STEPS + num_steps, begin.set)
+        end.set()
+        wait_for(device)
     return Block(
         step_s=begin.seconds_to(end) / num_steps,
         peak_bytes=memory_bytes(device),

@@ -16,6 +16,7 @@ from harness.build import Parts, build, meter
 from harness.compose import load
 from harness.config import EXIT_DONE, Config, DetectConfig
 from harness.events import Action, ActionKind, StepRecord, read
+from harness.garbage import Collector
 from harness.parallel import connect, disconnect, local
 from harness.precision import fast_attention
 from harness.recovery import recover
@@ -62,6 +63,7 @@ def a_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Iterat
     with (
         Heartbeat(run, rank=0, world_size=1, num_steps=cfg.train.num_steps) as heart,
         Narrator(cfg, run, world=parts.world, meter=meter(cfg, parts.world)) as narrator,
+        Collector() as collector,
     ):
         yield Run(
             cfg=cfg,
@@ -72,6 +74,7 @@ def a_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Iterat
             stop=StopRequest(),
             inbox=None,
             heart=heart,
+            collector=collector,
         )
 
 
