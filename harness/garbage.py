@@ -1,10 +1,10 @@
 """Python's collector of garbage while a run trains: at iterations that all ranks share, and at no others.
 
-Why: left to itself it walks every object there is whenever enough new ones were made: with a compiled model for some
-tenths of a second, at another moment on every rank. Its device runs dry meanwhile, and all other ranks wait for it.
+Why: left to itself it walks every object there is whenever enough new ones were made, for a sixth of a second and more,
+and at another moment on every rank. A device whose host is not that far ahead runs dry, and all other ranks wait.
 How: it rests while a run trains. After the first iterations, when all is imported and compiled, what exists is set
-aside for good (`gc.freeze`); what is made later is little, and is looked through every so many iterations. Iterations
-themselves leave nothing behind that only a collector could free.
+aside for good (`gc.freeze`); what is made later is little, and is looked through every so many iterations. It is a
+safeguard: twenty iterations of the default run left nothing behind that only a collector could free.
 """
 
 from __future__ import annotations

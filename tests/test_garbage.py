@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from weakref import ref
 
 import pytest
@@ -17,10 +16,8 @@ NUM_NEW = 20_000
 
 
 @pytest.fixture(autouse=True)
-def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "EVERY", 5)
-    yield
-    gc.unfreeze()
 
 
 def fail_where_it_rests() -> None:

@@ -2,10 +2,10 @@
 
 Why: Transformer Engine multiplies in fp8 on a GPU; all around it (scales, health, a drill) must run and be
 tested where there is none.
-How: two operations on plain tensors. `round` makes numbers of fp8, by rows and, where wanted, transposed: a product on
-Hopper reads both of its sides along the axis it sums over; `fit` does by the scale that it finds. `multiply` takes two
-such matrices. Scales are tensors on
-the device; nothing here waits for it. The engine of plain torch makes the same numbers as Transformer Engine, slowly.
+How: a few operations on plain tensors. `round` makes numbers of fp8, by rows and, where wanted, transposed: a product
+on Hopper reads both of its sides along the axis it sums over; `fit` does so by the scale that it finds. `multiply`
+takes two such matrices. Scales are tensors on the device; nothing here waits for it. The engine of plain torch makes
+the same numbers as Transformer Engine, slowly.
 """
 
 from __future__ import annotations
