@@ -11,7 +11,7 @@ Left out: gradients of replicas that shard nothing are reduced out of sight.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import harness.fp8.swiglu
 import harness.heads  # noqa: F401  (both define operators)
 from harness import joining
+from harness.alone import Unscattered, gather_in_one_pass
 from harness.config import ActivationCheckpointing, ParallelConfig
 from harness.fp8.linear import Fp8Linear
 from harness.parallel import World
@@ -85,28 +86,6 @@ class WatchedScatter(DefaultReduceScatter):
             return super().__call__(output_tensor, input_tensor, *inputs, **options)
 
 
-@final
-class Unscattered(DefaultReduceScatter):
-    """Alone there is nothing to scatter or reduce: what FSDP would copy the gradients to is what they are in.
-
-    It asks for room twice in each reduction, first for what goes in, then for what comes out. Not for replicas: their
-    gradients go on to another stream, which would have to be told of.
-    """
-
-    def __init__(self) -> None:
-        self._given: Tensor | None = None
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        given, self._given = self._given, None
-        if given is None:
-            self._given = super().allocate(size, dtype=dtype, device=device)
-            return self._given
-        assert (tuple(given.shape), given.dtype) == (tuple(size), dtype), "FSDP asked for something else"
-        if given.is_cuda:  # the stream of reductions goes on reading it, when gradients of micro-batches are added up
-            given.record_stream(torch.cuda.current_stream(device))
-        return given
-
-
 def shard(
     model: nn.Module, blocks: Iterable[nn.Module], *, world: World, cfg: ParallelConfig, precision: MixedPrecisionPolicy
 ) -> Collectives:
@@ -127,6 +106,8 @@ def shard(
         if isinstance(module, FSDPModule):
             if world.size > 1:  # alone, FSDP divides by whatever it is told, by 1 too: a pass over all gradients
                 module.set_gradient_divide_factor(1.0)
+            else:
+                gather_in_one_pass(module)
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)

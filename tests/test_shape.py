@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     {"children", "config", "compose", "events", "garbage", "loading", "state", "rundir"},
-    {"fp8", "heads", "joining", "parallel", "precision", "sharding", "kernels"},
+    {"alone", "fp8", "heads", "joining", "parallel", "precision", "sharding", "kernels"},
     {"model", "data", "optim", "sentinel", "checkpoint", "telemetry"},
     {"build", "commands", "exchange", "opening", "operator", "orders", "recovery", "requests", "run", "step", "train"},
     {"plan", "replay", "faults", "drills", "sweeps", "dashboard", "evidence"},
@@ -48,6 +48,7 @@ DOORS = {
     "torch.distributed": {
         "harness/parallel.py",
         "harness/precision.py",
+        "harness/alone.py",
         "harness/joining.py",
         "harness/sharding.py",
         "harness/checkpoint/store.py",
@@ -55,7 +56,9 @@ DOORS = {
         "launch/local.py",
         "launch/ranks.py",
     },
-    "triton": {f"harness/kernels/{name}.py" for name in ("gradients", "rotation", "rounding", "state", "swiglu")},
+    "triton": {
+        f"harness/kernels/{name}.py" for name in ("gradients", "lists", "rotation", "rounding", "state", "swiglu")
+    },
     "transformer_engine": {"harness/fp8/transformer_engine.py"},
     "transformer_engine_torch": {"harness/fp8/transformer_engine.py"},
 }

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from harness import events, rundir, train
@@ -223,3 +225,31 @@ def gradient_digests(*overrides: str) -> dict[str, Tensor]:
     parts = _build(cfg)
     forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
     return {name: full(p.grad).clone() for name, p in parts.update.parameters.items() if p.grad is not None}
+
+
+def gathered(*overrides: str) -> dict[str, bool]:
+    """Whether one rank's weights are copied once on their way into a block, and whether that makes no difference."""
+    cfg = tiny(*overrides)
+    world = connect(cfg.parallel)
+    own, plain = _build(cfg, world), _build(cfg, world)
+    given = [each.all_gather_inputs[0].data_ptr() for each in _sharded(own)]
+    for parameter in _sharded(plain):
+        parameter.__class__ = FSDPParam
+    seen: dict[str, list[Tensor]] = {"own": [], "plain": []}
+    for parts, weights in ((own, seen["own"]), (plain, seen["plain"])):
+        query = parts.model.get_submodule("blocks.0.attention.query")
+        query.register_forward_hook(lambda module, *_, to=weights: to.append(module.weight.detach().clone()))
+        for index in range(3):
+            step(parts, cfg, index)
+    return {
+        "given as they lie": sorted(given) == sorted(local(each).data_ptr() for each in own.model.parameters()),
+        "the same weights": all(map(torch.equal, seen["own"], seen["plain"])),
+        "moved": not torch.equal(seen["own"][0], seen["own"][-1]),
+        "the same state": digest(own.tensors()) == digest(plain.tensors()),
+    }
+
+
+def _sharded(parts: Parts) -> list[FSDPParam]:
+    modules = [module for module in parts.model.modules() if isinstance(module, FSDPModule)]
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in modules]
+    return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
