@@ -21,11 +21,8 @@ def join(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
     from harness.kernels.gradients import join_gradients
 
     assert dim == 0, "FSDP cuts the first axis"
-    begin = 0
-    for tensor in tensors:
-        width = -(-tensor.shape[0] // num_chunks) * tensor[:1].numel()
-        join_gradients(tensor.contiguous(), out[:, begin : begin + width])
-        begin += width
+    widths = [-(-tensor.shape[0] // num_chunks) * tensor[:1].numel() for tensor in tensors]
+    join_gradients([tensor.contiguous() for tensor in tensors], widths, out)
 
 
 @cache

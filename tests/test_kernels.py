@@ -23,23 +23,24 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
-from harness.kernels import gradients, rotation, rounding, state, swiglu
+from harness.kernels import gradients, lists, rotation, rounding, state, swiglu
 
 TYPES = {
-    **dict.fromkeys(("count", "width", "height", "length", "every", "ignored"), "i32"),
+    **dict.fromkeys(("count", "width", "height", "length", "every", "ignored", "num_tensors"), "i32"),
     **dict.fromkeys(("stride", "before_stride", "after_stride"), "i32"),
     **dict.fromkeys(("values", "before", "made", "gate", "up", "tensor", "logits"), "*bf16"),
     **dict.fromkeys(("joint", "query", "key", "value", "gate_made", "up_made"), "*bf16"),
     **dict.fromkeys(("after", "rows", "columns", "gate_rows", "gate_columns", "up_rows", "up_columns"), "*u8"),
     **dict.fromkeys(("again", "is_wrong"), "*i32"),
-    "targets": "*i64",
+    **dict.fromkeys(("targets", "table", "ends"), "*i64"),
 }
 FIXED = {"block": 1024, "dtype": tl.float8e4nv, "limit": 448.0, "most": 2.0**100, "step": 4}
 FIXED |= {"num_queries": 16, "num_keys": 8, "half": 64, "group": 8, "num_rows": 4, "is_back": True}
+FIXED |= {"room": 256, "unit": 4}
 WITHIN = {"_product", "_slopes", "num_tiles_again", "_corner", "tile_at", "write_rounded", "_largest_of"}
 WITHIN |= {"_round_tile", "_round_product_tile", "_slopes_of_tile", "_row_at"}
-WITHIN |= {"_place", "_heads_at", "_angles_at", "_turn", "_copy"}
-rooms = (gradients, rotation, rounding, state, swiglu)
+WITHIN |= {"piece", "entry", "_place", "_heads_at", "_angles_at", "_turn", "_copy"}
+rooms = (gradients, lists, rotation, rounding, state, swiglu)
 found = {name: each for room in rooms for name, each in vars(room).items() if isinstance(each, JITFunction)}
 for name, kernel in found.items():
     if name in WITHIN:
@@ -73,7 +74,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
 
 
 def test_interpreted_they_do_what_torch_does() -> None:
-    files = [f"tests/gpu/{name}.py" for name in ("test_kernels", "test_rotation")]
+    files = [f"tests/gpu/{name}.py" for name in ("test_kernels", "test_lists", "test_rotation")]
     told = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1")
     assert " passed" in told
     assert "skipped" not in told

@@ -1,29 +1,44 @@
-"""Gradients: of the loss, and those of a block side by side for their reduction.
+"""Gradients: of the loss, those of a block side by side for their reduction, and their norms.
 
 Why: compiled, the loss reads a row of logits three times before it writes its gradient; torch's kernel that joins
-gradients moves half of what memory could, and the one that multiplies by a number of the device a quarter.
+gradients moves half of what memory could, and the one that multiplies by a number of the device a quarter; norms of
+many tensors take it a launch for some of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
-"""Numbers that one program takes at once."""
+from harness.kernels.lists import BLOCK, PIECE, added_up, distances, entry, piece, room_for_sums, sent, table_of
+
 WIDE_BLOCK = 4096
-"""The same where little is done with each number."""
+"""Numbers at once where little is done with each."""
 LOGITS_BLOCK, LOGITS_WARPS = 8192, 16
 """The same of one token's logits, and the warps that share it."""
 
 
-def join_gradients(gradient: Tensor, place: Tensor) -> None:
-    """Fill the rows of `place` [chunks, width], one after the other, with a contiguous tensor, then with zeros."""
-    num_chunks, width = place.shape
-    grid = (triton.cdiv(width, WIDE_BLOCK), num_chunks)
-    _join[grid](gradient, place, gradient.numel(), width, place.stride(0), WIDE_BLOCK)
+def join_gradients(gradients: Sequence[Tensor], widths: Sequence[int], place: Tensor) -> None:
+    """Fill the rows of `place` [chunks, sum of widths] with pieces of contiguous tensors of one type, side by side: of
+    each as many numbers a row as its width says, and where it ends, zeros."""
+    counts, begins = (each.numel() for each in gradients), accumulate((0, *widths[:-1]))
+    strides = (place.stride(0),) * len(gradients)
+    rows = tuple(counts), tuple(widths), tuple(begins), strides, distances(gradients, gradients[0])
+    table = sent(rows, tuple(widths), gradients[0], place)
+    _join[(table.num_programs, len(place))](gradients[0], place, *table.arguments, WIDE_BLOCK)
+
+
+def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Of each tensor; all contiguous and in fp32."""
+    table = table_of(tensors)
+    sums = room_for_sums(table, 1)
+    _sum_squares[(table.num_programs,)](tensors[0], sums, *table.arguments, WIDE_BLOCK)
+    return added_up(sums, table).view(-1)
 
 
 def differentiate_loss(
@@ -51,11 +66,33 @@ def scaled(values: Tensor, factor: Tensor) -> Tensor:
 
 
 @triton.jit
-def _join(tensor, place, count, width, stride, block: tl.constexpr):
-    within = tl.program_id(0) * block + tl.arange(0, block)
-    source = tl.program_id(1).to(tl.int64) * width + within
-    numbers = tl.load(tensor + source, mask=(within < width) & (source < count), other=0.0)
-    tl.store(place + tl.program_id(1).to(tl.int64) * stride + within, numbers.to(tl.float32), mask=within < width)
+def _join(base, place, table, num_tensors, room: tl.constexpr, unit: tl.constexpr, block: tl.constexpr):
+    number, begin = piece(table, num_tensors, room)
+    count = entry(table, 1, number, num_tensors, unit)
+    width = entry(table, 2, number, num_tensors, unit)
+    column = entry(table, 3, number, num_tensors, unit)
+    stride = entry(table, 4, number, num_tensors, unit)
+    tensor = base + entry(table, 5, number, num_tensors, unit)
+    chunk = tl.program_id(1)
+    row = place + chunk * stride + column
+    for first in range(begin, tl.minimum(begin + PIECE, width), block):
+        within = first + tl.arange(0, block)
+        source = chunk * width + within
+        numbers = tl.load(tensor + source, mask=(within < width) & (source < count), other=0.0)
+        tl.store(row + within, numbers.to(tl.float32), mask=within < width)
+
+
+@triton.jit
+def _sum_squares(base, sums, table, num_tensors, room: tl.constexpr, unit: tl.constexpr, block: tl.constexpr):
+    number, begin = piece(table, num_tensors, room)
+    count = entry(table, 1, number, num_tensors, unit)
+    tensor = base + entry(table, 2, number, num_tensors, unit)
+    squares = tl.zeros((block,), tl.float32)
+    for first in range(begin, tl.minimum(begin + PIECE, count), block):
+        at = first + tl.arange(0, block)
+        value = tl.load(tensor + at, mask=at < count, other=0.0)
+        squares += value * value
+    tl.store(sums + tl.program_id(0), tl.sum(squares))
 
 
 @triton.jit

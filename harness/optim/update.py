@@ -64,7 +64,8 @@ class Update:
     def rates_by_name(self) -> dict[str, Tensor]:
         """The rate the next update takes, of each parameter."""
         lr = self.lr
-        return {name: lr * group.lr_multiplier for group in self.groups for name in group.parameters}
+        rates = [(group, lr * group.lr_multiplier) for group in self.groups]
+        return {name: rate for group, rate in rates for name in group.parameters}
 
     @property
     def warming(self) -> Tensor:

@@ -26,7 +26,13 @@ from harness.events import TOKEN_LOSS_EDGES
 from harness.fp8.meters import SCALE_EXPONENTS, Role
 from harness.parallel import World, all_reduce_sum
 from harness.sentinel.slots import DIGEST_BITS, SLOTS
-from harness.sentinel.sums import square_sums, state_sums, state_sums_in_one_pass, weight_digest
+from harness.sentinel.sums import (
+    square_sums,
+    square_sums_in_one_launch,
+    state_sums,
+    state_sums_in_one_pass,
+    weight_digest,
+)
 from harness.sharding import Collectives
 
 SCALARS = ("loss", "z_loss", "tokens", "stop", "save", "command", "v", "update")
@@ -111,8 +117,9 @@ class Signals:
         collectives: Collectives,
         own_kernels: bool = False,
     ) -> None:
-        """`own_kernels`: have the harness's own take sums over the state; CUDA only."""
+        """`own_kernels`: have the harness's own take sums over gradients and state; CUDA only."""
         self.layout = layout
+        self._sum_squares = square_sums_in_one_launch if own_kernels else square_sums
         self._sum_state = state_sums_in_one_pass if own_kernels else state_sums
         self._world = world
         self._collectives = collectives
@@ -157,7 +164,7 @@ class Signals:
         """
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         assert len(gradients) == len(self._parameters), "every parameter takes part in every step"
-        self._part("group_squares").add_(self._by_group(square_sums(gradients)))
+        self._part("group_squares").add_(self._by_group(self._sum_squares(gradients)))
         if self._collectives.sees_gradients:
             self._say("grad_square", self._collectives.take())
         elif self._world.size == 1:

@@ -1,7 +1,8 @@
 """What is added up of gradients, weights and moments: one number a parameter, over this rank's own part of it.
 
 Why apart: sums over billions of numbers are what the sentinel costs most for, so each has the cheapest way there is. On
-CUDA all sums over the state are taken in one pass (`harness.kernels`); elsewhere torch takes one for each.
+CUDA all tensors go through one launch, and all sums over the state are taken in one pass (`harness.kernels`); elsewhere
+torch takes one for each.
 """
 
 from __future__ import annotations
@@ -37,6 +38,13 @@ def square_sums(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of squares of each tensor, as a vector."""
     norms = torch._foreach_norm([local(tensor) for tensor in tensors], 2, dtype=torch.float32)
     return torch.stack(norms).square()
+
+
+def square_sums_in_one_launch(tensors: Sequence[Tensor]) -> Tensor:
+    """The same on CUDA; the last bits may differ."""
+    from harness.kernels.gradients import sum_squares
+
+    return sum_squares([local(tensor) for tensor in tensors])
 
 
 def state_sums(

@@ -3,14 +3,14 @@
     python -m tests.bench.sentinel                          a small model, also without a GPU
     python -m tests.bench.sentinel +experiment=1b_bf16      1.26B parameters, 4k x 8 tokens
 
-*On* is the loop's own step: signals, probes every `sentinel.probe_every` steps, the all-reduce, the gate, the update it
-can refuse, the report to the host, and there reading it, detectors, policy and the keeper's books. *Off* is the
-least that trains the same model on the same data: forward, backward, the norm of the gradient, and the same kernel of
-AdamW with clipping folded in; nothing is read back, and the host stays at most `sentinel.lag` steps ahead, as it does
-in the loop. Both go on with the same weights. Blocks of steps alternate, and so does which of the two comes first; a
-block is timed after a step of run-up until the device is idle and all reports are judged. *Costs* is the median over
-rounds of on / off - 1, with its range. *Judging* is the host's time for one report, the wait for it not included; on a
-GPU the device computes the next step meanwhile.
+*On* is the loop's own step: signals, probes every `sentinel.probe_every` steps, the all-reduce, the gate, the update
+it can refuse, the report to the host, and there reading it, detectors, policy and the keeper's books. *Off* is the
+least that trains the same model on the same data: forward, backward, the norm of the gradient by the same kernel, and
+the same AdamW with clipping folded in; nothing is read back, and the host stays at most `sentinel.lag` steps ahead, as
+it does in the loop. Both go on with the same weights. Blocks of steps alternate, and so does which of the two comes
+first; a block is timed after a step of run-up until the device is idle and all reports are judged. *Costs* is the
+median over rounds of on / off - 1, with its range. *Judging* is the host's time for one report, the wait for it not
+included; on a GPU the device computes the next step meanwhile.
 Left out: snapshots (`tests.bench.checkpoint`), the log and MLflow, which are not the sentinel's; sums of the loss by
 row, which the model gives either way; what more ranks add, which is the norm of each gradient before its reduction and
 a longer report (`tests.bench.host`); fp16, where a plain trainer would need a loss scaler of its own.
@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.nn.utils import get_total_norm
 
 from harness.build import Parts, build, meter
 from harness.compose import load
@@ -41,11 +40,12 @@ from harness.data.facts import as_record
 from harness.events import Action, ActionKind
 from harness.model.size import num_parameters
 from harness.optim.schedule import table
-from harness.parallel import connect, disconnect, local
+from harness.parallel import connect, disconnect
 from harness.precision import fast_attention
 from harness.recovery import recover
 from harness.rundir import RunDir
 from harness.sentinel.report import HostFacts, unpack
+from harness.sentinel.sums import square_sums, square_sums_in_one_launch
 from harness.state import RunState
 from harness.step import forward_backward, judge_and_update, mask_of
 from harness.telemetry.meters import Meter, memory_bytes
@@ -171,10 +171,9 @@ class Plain:
         update, clip_norm, device = self.parts.update, self.cfg.optim.clip_norm, self.parts.world.device
         divisor = torch.ones((), device=device)
         if clip_norm is not None:
-            norm = get_total_norm(
-                [local(p.grad) for p in update.parameters.values() if p.grad is not None], foreach=True
-            )
-            divisor = (norm / clip_norm).clamp(min=1.0)
+            square_sums_of = square_sums_in_one_launch if update.own_kernel else square_sums
+            squares = square_sums_of([p.grad for p in update.parameters.values() if p.grad is not None])
+            divisor = (squares.sum().sqrt() / clip_norm).clamp(min=1.0)
         rate = self.rates[min(self.state.step, len(self.rates) - 1)]
         for group, options in zip(update.groups, update.adamw.param_groups, strict=True):
             options["lr"].fill_(rate * group.lr_multiplier)

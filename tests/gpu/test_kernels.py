@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
-from harness import joining
 from harness.fp8 import meters
 from harness.fp8.emulated import Emulated
 from harness.fp8.engine import FORWARD, GRADIENT, SCALE_STEPS
@@ -16,101 +13,19 @@ from harness.fp8.meters import METER, Column, Role, probing
 from harness.fp8.operators import round_noted
 from harness.fp8.swiglu import product_by_kernels, product_of, slopes_by_kernels, slopes_of
 from harness.model.loss import IGNORED, LossOptions, _chunk_gradient, _chunk_gradient_in_place
-from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
-from harness.sentinel.sums import StateSums, state_sums, state_sums_in_one_pass
 from tests.gpu.where import DEVICE, IS_INTERPRETED, MARKS
 
 pytestmark = MARKS
 
-SHAPES = (
-    [(3,), (1024,), (7, 5), (100, 33), (64, 80)]
-    if IS_INTERPRETED
-    else [(3,), (2048,), (7, 5), (1000, 333), (4096, 512)]
-)
 SAME, NEXT = (0.8, 0.51) if IS_INTERPRETED else (0.999, 0.26)
 """How many numbers of fp8 must be the same, and how far off the others may be; interpreted, they are cut off, and where
 that carries over they are half."""
 MATRICES = [(80, 72)] if IS_INTERPRETED else [(512, 768), (208, 80)]
 """Whole tiles, and pieces of tiles; interpreted, one and three of them."""
-NUM_LARGE = 300_001 if IS_INTERPRETED else 5_000_001
-"""More than all programs take at once."""
-
-
-def parts(num_steps: float = 3.0) -> list[Part]:
-    generator = torch.Generator(device=DEVICE).manual_seed(0)
-
-    def numbers(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, device=DEVICE, generator=generator)
-
-    return [
-        Part(numbers(shape), numbers(shape), numbers(shape), numbers(shape).square(), scalar(num_steps))
-        for shape in SHAPES
-    ]
 
 
 def scalar(value: float) -> Tensor:
     return torch.tensor(value, device=DEVICE)
-
-
-def rule() -> Rule:
-    return Rule(scalar(0.01), weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
-
-
-def test_a_pass_does_what_torchs_kernel_does_and_leaves_the_gradient() -> None:
-    ours, theirs = parts(), parts()
-    for _ in range(3):
-        step_in_one_pass(ours, rule(), refuse=scalar(0.0), divisor=scalar(4.0))
-        for part in theirs:
-            given = part.gradient.clone()
-            step_fused([part], rule(), refuse=scalar(0.0), divisor=scalar(4.0))
-            part.gradient.copy_(given)  # it writes the divided one back
-    for own, their, begun in zip(ours, theirs, parts(), strict=True):
-        torch.testing.assert_close(tuple(own), tuple(their), rtol=1e-5, atol=1e-6)
-        assert own.step == 6
-        assert torch.equal(own.gradient, begun.gradient)
-        assert not torch.equal(own.parameter, begun.parameter)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
-def test_a_refused_pass_leaves_every_bit(bad: float) -> None:
-    ours, before = parts(0.0), parts(0.0)
-    for part in ours:
-        part.gradient.fill_(bad)
-    step_in_one_pass(ours, rule(), refuse=scalar(1.0), divisor=scalar(bad))
-    for own, old in zip(ours, before, strict=True):
-        kept = zip(own._replace(gradient=own.step), old._replace(gradient=old.step), strict=True)
-        assert all(torch.equal(now, then) for now, then in kept)
-
-
-def exact_sums(
-    weights: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], *, correction: float, eps: float
-) -> StateSums:
-    rows = []
-    for weight, first, second in zip(weights, firsts, seconds, strict=True):
-        moment = second.double()
-        direction = first.double() / ((moment / scalar(correction).double()).sqrt() + eps)
-        rows.append([weight.double().square().sum(), moment.sum(), moment.square().sum(), direction.square().sum()])
-    return StateSums(*torch.tensor(rows, dtype=torch.float64, device=DEVICE).unbind(dim=1))
-
-
-@pytest.mark.parametrize("is_sound", [True, False])
-def test_one_pass_sums_the_state_as_torch_does(is_sound: bool) -> None:
-    half, none, mean, square = (torch.full((NUM_LARGE,), value, device=DEVICE) for value in (0.5, 0.0, -2e-3, 1e-6))
-    large = Part(half, none, mean, square, scalar(1.0))
-    every = [*parts(), large]
-    if not is_sound:
-        every[1].parameter[-1], every[3].first[0, 0], every[4].second[0, 0] = math.nan, math.inf, math.nan
-    weights, _, firsts, seconds, _ = (list(column) for column in zip(*every, strict=True))
-    one = state_sums_in_one_pass(weights, firsts, seconds, scalar(0.2), eps=1e-8)
-    exact = exact_sums(weights, firsts, seconds, correction=0.2, eps=1e-8)
-    for name, own, expected in zip(StateSums._fields, one, exact, strict=True):
-        torch.testing.assert_close(own.double(), expected, rtol=1e-5, atol=0.0, equal_nan=True, msg=name)
-    if not IS_INTERPRETED:  # torch adds up roughly on a CPU
-        for own, theirs in zip(one, state_sums(weights, firsts, seconds, scalar(0.2), eps=1e-8), strict=True):
-            torch.testing.assert_close(own, theirs, rtol=1e-4, atol=0.0, equal_nan=True)
-    assert one.weight_squares[-1].item() == pytest.approx(0.25 * NUM_LARGE)
-    spoiled = (one.weight_squares.isnan().sum(), one.seconds.isnan().sum(), one.directions.isinf().sum())
-    assert [count.item() for count in spoiled] == ([0, 0, 0] if is_sound else [1, 1, 1])
 
 
 @pytest.mark.parametrize("sample", [2**20, 20_000])
@@ -197,18 +112,6 @@ def test_swiglu_is_rounded_as_in_plain_torch(recipe: str, shape: tuple[int, int]
     assert (own[1][Role.gradients, Column.largest] > 1) == (recipe == "delayed")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("num_chunks", [1, 2, 3, 8])
-def test_fsdps_operator_joins_gradients_as_torch_does(num_chunks: int, dtype: torch.dtype) -> None:
-    joining.install("CPU" if IS_INTERPRETED else "CUDA")
-    every = [part.gradient.to(dtype) for part in parts()]
-    width = sum(-(-each.shape[0] // num_chunks) * each[:1].numel() for each in every)
-    own, theirs = torch.full((num_chunks, width), 9.0, device=DEVICE), torch.empty(num_chunks, width, device=DEVICE)
-    torch.ops.fsdp.chunk_cat(every, 0, num_chunks, out=own)
-    torch._chunk_cat(every, 0, num_chunks, out=theirs)
-    assert torch.equal(own, theirs)
-
-
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, interpreted: it is told to meet them
 @pytest.mark.parametrize("width", [1000, 9000 if IS_INTERPRETED else 32000])
 @pytest.mark.parametrize(("multiplier", "z_loss"), [(1.0, 0.0), (0.5, 1e-2)])
@@ -234,8 +137,9 @@ def test_logits_become_their_gradient(width: int, multiplier: float, z_loss: flo
 def test_a_tensor_times_a_number_of_the_device() -> None:
     from harness.kernels import gradients as kernels
 
-    for part in parts():
-        for values in (part.gradient, part.gradient.to(torch.bfloat16)):
+    for shape in [(3,), (100, 33), (64, 80)]:
+        plain = torch.randn(shape, device=DEVICE)
+        for values in (plain, plain.to(torch.bfloat16)):
             last_digit = 2**-7 if IS_INTERPRETED else 0.0  # interpreted, bf16 is cut off instead of rounded
             expected = (values.float() * scalar(0.3)).to(values.dtype)
             torch.testing.assert_close(kernels.scaled(values, scalar(0.3)), expected, rtol=last_digit, atol=0.0)
