@@ -8,7 +8,7 @@ How: both are asked of objects that can be replaced. What goes in is what comes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -56,11 +56,7 @@ class _Ungathered(FSDPParam):
         return [self._sharded_param_data] if plain else super().all_gather_inputs
 
     def init_all_gather_outputs(
-        self,
-        all_gather_input_numels: list[int],
-        all_gather_input_dtypes: list[torch.dtype],
-        world_size: int,
-        device: torch.device,
+        self, all_gather_input_numels: list[int], all_gather_input_dtypes: list[torch.dtype], *rest: Any, **options: Any
     ) -> None:
         dtypes = [self.param_dtype or dtype for dtype in all_gather_input_dtypes]
-        super().init_all_gather_outputs(all_gather_input_numels, dtypes, world_size, device)
+        super().init_all_gather_outputs(all_gather_input_numels, dtypes, *rest, **options)
