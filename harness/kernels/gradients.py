@@ -17,8 +17,8 @@ from torch import Tensor
 
 from harness.kernels.lists import BLOCK, PIECE, added_up, distances, entry, piece, room_for_sums, sent, table_of
 
-WIDE_BLOCK = 4096
-"""Numbers at once where little is done with each."""
+WIDE_BLOCK = 2048
+"""Numbers at once where little is done with each: a whole piece."""
 LOGITS_BLOCK, LOGITS_WARPS = 8192, 16
 """The same of one token's logits, and the warps that share it."""
 

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PIECE = tl.constexpr(16384)
-"""Numbers of a tensor that one program takes."""
+PIECE = tl.constexpr(2048)
+"""Numbers of a tensor that one program takes; of 1.26B parameters AdamW takes 8.5 ms, and 8.8 with eight times that."""
 BLOCK = 1024
 """Of these, how many at once."""
 NUM_KEPT = 1024
