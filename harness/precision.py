@@ -8,6 +8,7 @@ further inside the blocks, by `harness.fp8`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ DTYPES = {
     PrecisionKind.fp8: torch.bfloat16,
 }
 """What weights are gathered in."""
+
+# On a CPU that does not know bf16 torch takes another kernel, and tells so with a stack of thirty frames.
+warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS", category=UserWarning)
 
 
 def linear(in_features: int, out_features: int) -> nn.Module:
