@@ -28,6 +28,9 @@ FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
 LIMITS = {dtype: torch.finfo(dtype).max for dtype in (FORWARD, GRADIENT)}
 
+VANISHING = {dtype: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 for dtype in (FORWARD, GRADIENT)}
+"""Half of the smallest number: what is no larger becomes zero, for a half goes to what is even."""
+
 SCALE_STEPS = {FORWARD: 2, GRADIENT: 4}
 """Where scales fit the tensor: of the powers of two only every second or fourth is taken. So the last one mostly fits
 again, and numbers have up to two or four binades less below them, of 17 and 32."""

@@ -7,7 +7,7 @@ import torch
 
 from harness.fp8 import meters
 from harness.fp8.emulated import Emulated
-from harness.fp8.engine import FORWARD
+from harness.fp8.engine import FORWARD, GRADIENT, LIMITS, VANISHING
 from harness.fp8.meters import Column
 
 
@@ -21,3 +21,17 @@ def test_a_few_rows_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = meters.sample_of(values), meters.sample_of(rounded.rows)
     meters.note(row, *seen, scale, every=meters.stride_of(values))
     assert row.tolist() == [0.0, 1.0, 4 * 2 * 3.0, 4 * 2 * 7.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
+def test_what_vanishes_shows_before_it_is_rounded(dtype: torch.dtype) -> None:
+    """Of all numbers of bf16, by scales of all sizes, and of those of fp32 that are next to the border."""
+    numbers = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16).float()
+    border, both_ways = torch.tensor(VANISHING[dtype]), torch.tensor([-torch.inf, torch.inf])
+    beside = torch.nextafter(border, both_ways)
+    scales = [0.0, *(2.0**exponent for exponent in range(-126, 101, 2)), 3.0, 1e-3]
+    for scaled in (border, beside, -beside, *(numbers * scale for scale in scales)):
+        kept = scaled.clamp(-LIMITS[dtype], LIMITS[dtype])
+        became = kept.to(dtype).view(torch.uint8) & 0x7F
+        assert torch.equal(kept.abs() <= VANISHING[dtype], became == 0)
+    assert (beside.to(dtype).float() != 0).tolist() == [False, True]
