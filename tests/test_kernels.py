@@ -29,16 +29,16 @@ TYPES = {
     **dict.fromkeys(("count", "width", "height", "length", "every", "ignored", "num_tensors"), "i32"),
     **dict.fromkeys(("stride", "before_stride", "after_stride"), "i32"),
     **dict.fromkeys(("values", "before", "made", "gate", "up", "tensor", "logits"), "*bf16"),
-    **dict.fromkeys(("joint", "query", "key", "value", "gate_made", "up_made"), "*bf16"),
+    **dict.fromkeys(("joint", "query", "key", "value"), "*bf16"),
     **dict.fromkeys(("after", "rows", "columns", "gate_rows", "gate_columns", "up_rows", "up_columns"), "*u8"),
     **dict.fromkeys(("again", "is_wrong"), "*i32"),
     **dict.fromkeys(("targets", "table", "ends"), "*i64"),
 }
-FIXED = {"block": 1024, "dtype": tl.float8e4nv, "limit": 448.0, "most": 2.0**100, "step": 4}
+FIXED = {"block": 1024, "dtype": tl.float8e4nv, "limit": 448.0, "vanishing": 2.0**-10, "most": 2.0**100, "step": 4}
 FIXED |= {"num_queries": 16, "num_keys": 8, "half": 64, "group": 8, "num_rows": 4, "is_back": True}
 FIXED |= {"room": 256, "unit": 4}
 WITHIN = {"_product", "_slopes", "num_tiles_again", "_corner", "tile_at", "write_rounded", "_largest_of"}
-WITHIN |= {"_round_tile", "_round_product_tile", "_slopes_of_tile", "_row_at"}
+WITHIN |= {"_round_tile", "_round_product_tile", "_slopes_of_tile", "_row_at", "_vanishes", "add_to_meter"}
 WITHIN |= {"piece", "entry", "_place", "_heads_at", "_angles_at", "_turn", "_copy"}
 rooms = (gradients, lists, rotation, rounding, state, swiglu)
 found = {name: each for room in rooms for name, each in vars(room).items() if isinstance(each, JITFunction)}
@@ -70,7 +70,7 @@ def run(*words: str, **environment: str) -> str:
 
 def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     names = run("-c", COMPILED, TRITON_CACHE_DIR=str(tmp_path)).split()
-    assert {"_step_adamw", "_join", "_note_rounded", "_round_slopes", "_move_heads"} <= set(names)
+    assert {"_step_adamw", "_join", "_note_rounded", "_count_slopes", "_round_slopes", "_move_heads"} <= set(names)
 
 
 def test_interpreted_they_do_what_torch_does() -> None:

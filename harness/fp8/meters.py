@@ -21,7 +21,8 @@ LARGEST_SCALE = 2.0**100
 MANTISSA_BITS = 23
 """Of a number in fp32; without them it is a power of two."""
 SAMPLE = 2**20
-"""Numbers of a matrix that are looked at, about: a share of one in a thousand is told to a twentieth of itself."""
+"""Numbers of a matrix that are looked at, or up to twice that: a share of one in a thousand is told to a twentieth of
+itself."""
 
 
 class Role(IntEnum):
@@ -96,8 +97,8 @@ def scale_of(largest: Tensor, limit: float | Tensor, *, step: int = 1) -> Tensor
 
 
 def stride_of(values: Tensor) -> int:
-    """Every how many rows of a matrix one is looked at."""
-    return max(1, values.numel() // SAMPLE)
+    """Every how many rows of a matrix one is looked at: a power of two, so that what they stand for adds up exactly."""
+    return 1 << max(1, values.numel() // SAMPLE).bit_length() - 1
 
 
 def sample_of(values: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from harness.config import Fp8Recipe
 from harness.fp8.engine import FORWARD, GRADIENT, SCALE_STEPS, Blocks, Engine, Rounded, Side, engine_of
 from harness.fp8.linear import Fp8Linear, project, weight_scale
-from harness.fp8.meters import PROBE, Column, Role, guess_in, note, sample_of, stride_of
+from harness.fp8.meters import PROBE, Column, Role, guess_in, sample_of, stride_of
 from harness.fp8.operators import define, round_noted, scale_used, scales_used, thirds
 
 if TYPE_CHECKING:
@@ -153,8 +153,8 @@ def product_by_kernels(gate: Tensor, up: Tensor, scale: Tensor, meter: Tensor | 
     made = kernels.round_product(gate, up, used, dtype=FORWARD, step=step)
     rounded = _finished(made, meter, Role.activations, recipe)
     if meter is not None and PROBE.counts:
-        seen = kernels.product_of(sample_of(gate), sample_of(up))
-        note(meter.data[Role.activations], seen, sample_of(rounded.rows), used, every=stride_of(gate))
+        row, every = meter.data[Role.activations], stride_of(gate)
+        kernels.count_product(sample_of(gate), sample_of(up), used, row, dtype=FORWARD, every=every)
     return rounded
 
 
@@ -168,9 +168,9 @@ def slopes_by_kernels(
     both = kernels.round_slopes(slope, gate, up, used, dtype=GRADIENT, step=step)
     rounded = [_finished(made, meter, Role.gradients, recipe) for made, meter in zip(both, meters, strict=True)]
     if PROBE.counts:
-        seen = kernels.slopes_of(*map(sample_of, (slope, gate, up)))
-        for values, meter, scale, each in zip(seen, meters, used, rounded, strict=True):
-            note(meter.data[Role.gradients], values, sample_of(each.rows), scale, every=stride_of(gate))
+        rows, every = [meter.data[Role.gradients] for meter in meters], stride_of(gate)
+        seen = sample_of(slope), sample_of(gate), sample_of(up)
+        kernels.count_slopes(*seen, used, rows, dtype=GRADIENT, every=every)
     return rounded
 
 

@@ -114,9 +114,16 @@ def _note_rounded(before, after, scale, row, width, before_stride, after_stride,
     line = tl.program_id(0).to(tl.int64)
     values = tl.load(before + line * before_stride + at, mask=inside, other=0.0)
     numbers = tl.load(after + line * after_stride + at, mask=inside, other=0)
-    num_before, num_after = tl.sum((values != 0).to(tl.int32)), tl.sum(((numbers & 0x7F) != 0).to(tl.int32))
-    tl.atomic_add(row + 2, ((num_before - num_after) * every).to(tl.float32))
-    tl.atomic_add(row + 3, (num_before * every).to(tl.float32))
+    add_to_meter(row, values, (numbers & 0x7F) == 0, scale, every)
+
+
+@triton.jit
+def add_to_meter(row, values, became_zero, scale, every):
+    """What rounding made of a piece of a row, where each number stands for as many as `every` says: a power of two, so
+    that sums are exact, whoever adds first."""
+    is_number = values != 0
+    tl.atomic_add(row + 2, (tl.sum((is_number & became_zero).to(tl.int32)) * every).to(tl.float32))
+    tl.atomic_add(row + 3, (tl.sum(is_number.to(tl.int32)) * every).to(tl.float32))
     if tl.program_id(0) + tl.program_id(1) == 0:
         known, now = tl.load(row + 1), tl.load(scale)
         tl.store(row + 1, tl.where(known > 0, tl.minimum(known, now), now))

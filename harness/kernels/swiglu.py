@@ -1,4 +1,8 @@
-"""SwiGLU that is rounded to fp8 where it is computed, as `harness.kernels.rounding` does it; its gradients likewise."""
+"""SwiGLU that is rounded to fp8 where it is computed, as `harness.kernels.rounding` does it; its gradients likewise.
+
+What becomes zero is counted apart, over a sample of rows, by its size before it is rounded. Where the numbers are at
+hand, in the kernels that round, it costs half as many registers again, and all of them run slower for it.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from harness.fp8.engine import VANISHING
 from harness.kernels.rounding import (
     BLOCK,
     NUM_WARPS,
     Matrix,
+    add_to_meter,
     fit,
     limit_of,
     name_of,
@@ -56,20 +62,27 @@ def round_slopes(
     return both
 
 
-def product_of(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up in bf16, of a few rows, whose columns lie side by side."""
-    made = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+def count_product(gate: Tensor, up: Tensor, scale: Tensor, row: Tensor, *, dtype: torch.dtype, every: int) -> None:
+    """Add to a row of a meter what becomes zero of silu(gate) * up: of a few rows, whose columns lie side by side, each
+    of which stands for `every`."""
     grid = (len(gate), triton.cdiv(gate.shape[1], BLOCK))
-    _write_product[grid](gate, up, made, gate.shape[1], gate.stride(0), BLOCK)
-    return made
+    _count_product[grid](gate, up, scale, row, gate.shape[1], gate.stride(0), every, VANISHING[dtype], BLOCK)
 
 
-def slopes_of(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up likewise; `gradient` lies as they do."""
-    of_gate, of_up = torch.empty(2, *gate.shape, dtype=gate.dtype, device=gate.device)
+def count_slopes(
+    gradient: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    scales: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    *,
+    dtype: torch.dtype,
+    every: int,
+) -> None:
+    """The same of the gradients of gate and up; `gradient` lies as they do."""
     grid = (len(gate), triton.cdiv(gate.shape[1], BLOCK))
-    _write_slopes[grid](gradient, gate, up, of_gate, of_up, gate.shape[1], gate.stride(0), BLOCK)
-    return of_gate, of_up
+    rest = gate.shape[1], gate.stride(0), every, VANISHING[dtype], BLOCK
+    _count_slopes[grid](gradient, gate, up, *scales, *rows, *rest)
 
 
 @triton.jit
@@ -90,25 +103,43 @@ def _slopes(gradient, gate, up):
 
 @triton.jit
 def _row_at(width, stride, block: tl.constexpr):
-    """Where this program's piece of a row lies, what of it is inside, and where it lies among rows side by side."""
-    within, row = tl.program_id(1) * block + tl.arange(0, block), tl.program_id(0).to(tl.int64)
-    return row * stride + within, within < width, row * width + within
+    """Where this program's piece of a row lies, and what of it is inside."""
+    within = tl.program_id(1) * block + tl.arange(0, block)
+    return tl.program_id(0).to(tl.int64) * stride + within, within < width
 
 
 @triton.jit
-def _write_product(gate, up, made, width, stride, block: tl.constexpr):
-    at, inside, to = _row_at(width, stride, block)
+def _count_product(gate, up, scale, row, width, stride, every, vanishing: tl.constexpr, block: tl.constexpr):
+    at, inside = _row_at(width, stride, block)
     product = _product(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0))
-    tl.store(made + to, product, mask=inside)
+    add_to_meter(row, product, _vanishes(product, scale, vanishing), scale, every)
 
 
 @triton.jit
-def _write_slopes(gradient, gate, up, gate_made, up_made, width, stride, block: tl.constexpr):
-    at, inside, to = _row_at(width, stride, block)
+def _count_slopes(
+    gradient,
+    gate,
+    up,
+    gate_scale,
+    up_scale,
+    gate_row,
+    up_row,
+    width,
+    stride,
+    every,
+    vanishing: tl.constexpr,
+    block: tl.constexpr,
+):
+    at, inside = _row_at(width, stride, block)
     slope, turned = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
     of_gate, of_up = _slopes(slope, turned, tl.load(up + at, mask=inside, other=0.0))
-    tl.store(gate_made + to, of_gate, mask=inside)
-    tl.store(up_made + to, of_up, mask=inside)
+    add_to_meter(gate_row, of_gate, _vanishes(of_gate, gate_scale, vanishing), gate_scale, every)
+    add_to_meter(up_row, of_up, _vanishes(of_up, up_scale, vanishing), up_scale, every)
+
+
+@triton.jit
+def _vanishes(values, scale, vanishing: tl.constexpr):
+    return tl.abs(values * tl.load(scale)) <= vanishing
 
 
 @triton.jit
