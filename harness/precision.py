@@ -8,15 +8,18 @@ further inside the blocks, by `harness.fp8`.
 
 from __future__ import annotations
 
-import warnings
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from harness.config import PrecisionConfig, PrecisionKind
 
@@ -27,9 +30,6 @@ DTYPES = {
     PrecisionKind.fp8: torch.bfloat16,
 }
 """What weights are gathered in."""
-
-# On a CPU that does not know bf16 torch takes another kernel, and tells so with a stack of thirty frames.
-warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS", category=UserWarning)
 
 
 def linear(in_features: int, out_features: int) -> nn.Module:
@@ -86,3 +86,49 @@ def fast_attention() -> Iterator[None]:
     ]
     with sdpa_kernel(order, set_priority=True):
         yield
+
+
+@contextmanager
+def able_products(kind: PrecisionKind, device: torch.device) -> Iterator[None]:
+    """Where a CPU has no products in half precision, take them in fp32 and round what comes out, as the hardware would:
+    torch goes number by number there, up to hundreds of times slower."""
+    dtype = DTYPES[kind]
+    if device.type == "cpu" and dtype is not torch.float32 and not has_products(dtype):
+        with _Widened(dtype):
+            yield
+    else:
+        yield
+
+
+def has_products(dtype: torch.dtype) -> bool:
+    """Whether this machine's CPU multiplies numbers of half precision, and adds up in fp32.
+
+    Of fp16 Arm's know products that add up in fp16: neither as exact nor, by way of torch, as fast.
+    """
+    if dtype is torch.float16 and platform.machine() != "x86_64":
+        return False
+    name = "bf16" if dtype is torch.bfloat16 else "fp16"
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)  # not there where torch has no oneDNN
+    return asked is not None and bool(asked())
+
+
+class _Widened(TorchFunctionMode):
+    PRODUCTS = frozenset(
+        {F.linear, F.scaled_dot_product_attention, torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__}
+    )
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func not in self.PRODUCTS or args[0].dtype is not self._dtype:
+            return func(*args, **options)
+        out = options.pop("out", None)
+        rounded = func(*map(_wide, args), **{key: _wide(value) for key, value in options.items()}).to(self._dtype)
+        return rounded if out is None else out.copy_(rounded)
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

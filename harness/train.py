@@ -33,7 +33,7 @@ from harness.opening import Opened, open_run, resume
 from harness.operator import action_of, changes_of, refusal_of
 from harness.orders import Command, Pause, Rate, Resume, SaveCheckpoint
 from harness.parallel import World, broadcast, connect, disconnect, rank_from_environment, together
-from harness.precision import fast_attention
+from harness.precision import able_products, fast_attention
 from harness.recovery import recover
 from harness.requests import StopRequest, signals_to
 from harness.run import Ending, Run
@@ -250,6 +250,7 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
         closing(build(cfg, world, directory)) as parts,
         Narrator(cfg, directory, world=world, meter=meter(cfg, world)) as narrator,
         Collector() as collector,
+        able_products(cfg.precision.kind, world.device),
     ):
         inbox = Inbox(directory) if world.is_first else None
         if world.is_first:

@@ -24,7 +24,7 @@ from harness.checkpoint import store
 from harness.config import EXIT_DONE, Config, ConfigError
 from harness.events import StepRecord, encode
 from harness.parallel import World, all_reduce_sum, connect, disconnect, local, together
-from harness.precision import fast_attention
+from harness.precision import able_products, fast_attention
 from harness.recovery import set_rate
 from harness.replay.samples import Sample, weigh
 from harness.replay.verdict import Cause, Nature, Numbers, Standing, cause, is_same, nature
@@ -87,7 +87,10 @@ def run_worker(order: Order, cfg: Config) -> int:
     with fast_attention():
         try:
             world = connect(cfg.parallel)
-            with closing(build(cfg, world, RunDir(order.run))) as parts:
+            with (
+                closing(build(cfg, world, RunDir(order.run))) as parts,
+                able_products(cfg.precision.kind, world.device),
+            ):
                 if order.tamper is not None:
                     order.tamper(parts)
                 replayed = replay(order, parts, cfg, world)

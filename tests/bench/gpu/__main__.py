@@ -40,10 +40,10 @@ from typing import Any
 import torch
 
 from harness.compose import load
-from harness.config import EXIT_BAD_CONFIG, ConfigError, ParallelConfig
+from harness.config import EXIT_BAD_CONFIG, ConfigError, ParallelConfig, PrecisionKind
 from harness.fp8.engine import require_engine
 from harness.parallel import World, connect, disconnect
-from harness.precision import fast_attention
+from harness.precision import able_products, fast_attention
 from harness.rundir import RunDir
 from tests.bench.clock import heat, let_go
 from tests.bench.gpu import beside
@@ -112,7 +112,8 @@ def connected(cfg: ParallelConfig) -> Iterator[World]:
     """One process group for all rows: the reference outlives the others."""
     world = connect(cfg)
     try:
-        yield world
+        with able_products(PrecisionKind.bf16, world.device):
+            yield world
     finally:
         disconnect()
 

@@ -1,0 +1,104 @@
+"""Products in half precision on a CPU that has none: taken in fp32, and rounded as the hardware would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from harness import precision
+from harness.config import PrecisionKind
+from harness.precision import DTYPES, able_products, has_products
+
+CPU = torch.device("cpu")
+
+
+HALVES = [PrecisionKind.bf16, PrecisionKind.fp16]
+
+
+@pytest.fixture
+def unable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "has_products", lambda _: False)
+
+
+@pytest.fixture(params=HALVES)
+def dtype(request: pytest.FixtureRequest, unable: None) -> Iterator[torch.dtype]:  # noqa: ARG001
+    """Within."""
+    with able_products(request.param, CPU):
+        yield DTYPES[request.param]
+
+
+def modes() -> list[object]:
+    return list(torch.overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Whole ones, whose products add up exactly in any order, and to more than half precision can tell apart."""
+    return torch.randint(-50, 51, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def test_a_product_is_the_exact_one_rounded(dtype: torch.dtype) -> None:
+    left, right = numbers(24, 40, dtype=dtype), numbers(16, 40, dtype=dtype)
+    exact = (left.double() @ right.double().T).to(dtype)
+    into = torch.empty_like(exact)
+    made = [
+        F.linear(left, right),
+        left @ right.T,
+        left.matmul(right.T),
+        torch.matmul(left, right.T),
+        torch.mm(left, right.T),
+        torch.mm(left, right.T, out=into),
+    ]
+    assert all(torch.equal(each, exact) for each in made)
+    assert made[-1] is into
+    query = numbers(2, 3, 8, 16, dtype=dtype)
+    attended = F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    wide = query.float()
+    expected = F.scaled_dot_product_attention(wide, wide, wide, is_causal=True)
+    assert torch.equal(attended, expected.to(dtype))
+
+
+def test_its_gradients_are_rounded_once_too(dtype: torch.dtype) -> None:
+    left, right = (numbers(*shape, dtype=dtype).requires_grad_() for shape in ((24, 40), (16, 40)))
+    slope = numbers(24, 16, dtype=dtype)
+    torch.autograd.backward(F.linear(left, right), slope)
+    wide = slope.double()
+    assert left.grad is not None
+    assert right.grad is not None
+    assert left.grad.dtype is right.grad.dtype is dtype
+    assert torch.equal(left.grad, (wide @ right.double()).to(dtype))
+    assert torch.equal(right.grad, (wide.T @ left.double()).to(dtype))
+
+
+def test_other_numbers_are_left_alone(dtype: torch.dtype) -> None:
+    left, right = numbers(24, 40, dtype=torch.float32), numbers(16, 40, dtype=torch.float32)
+    assert F.linear(left, right).dtype is torch.float32
+    half = numbers(4, dtype=dtype)
+    assert (half + half).dtype is dtype
+
+
+@pytest.mark.usefixtures("unable")
+@pytest.mark.parametrize(
+    ("kind", "device", "is_widened"),
+    [
+        (PrecisionKind.bf16, "cpu", True),
+        (PrecisionKind.fp8, "cpu", True),
+        (PrecisionKind.fp32, "cpu", False),
+        (PrecisionKind.fp16, "cpu", True),
+        (PrecisionKind.bf16, "cuda", False),
+    ],
+)
+def test_only_where_it_is_needed(kind: PrecisionKind, device: str, is_widened: bool) -> None:
+    before = modes()
+    with able_products(kind, torch.device(device)):
+        assert len(modes()) == len(before) + is_widened
+    assert modes() == before
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_a_cpu_that_is_able_takes_its_own(kind: PrecisionKind) -> None:
+    with able_products(kind, CPU):
+        assert bool(modes()) != has_products(DTYPES[kind])
