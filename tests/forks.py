@@ -1,7 +1,8 @@
 """Processes for tests that need not start Python and import torch: they are forked from a server that did it once.
 
 A process of `launched` does what `python -m MODULE WORDS` does, in a session of its own, with files for its output: a
-whole launcher, which may be sent signals, killed and waited for. Its parent is the server, not the test.
+whole launcher, which may be sent signals, killed and waited for. Its parent is the server, not the test. What has to be
+done in that process before (`first`) is named by the test.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import chdir
 from functools import cache
 from importlib import import_module
@@ -31,8 +33,10 @@ def forks() -> ForkServerContext:
     return get_context("forkserver")
 
 
-def _run(module: str, words: tuple[str, ...], output: str) -> None:
+def _run(module: str, words: tuple[str, ...], output: str, first: Callable[[], None] | None) -> None:
     os.setsid()
+    if first is not None:
+        first()
     os.chdir(ROOT)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         with Path(f"{output}.{name}").open("wb") as file:
@@ -43,9 +47,9 @@ def _run(module: str, words: tuple[str, ...], output: str) -> None:
 class Launched:
     """A process of its own, with the part of `subprocess.Popen` that tests use; its group is killed in the end."""
 
-    def __init__(self, module: str, *words: str, output: Path) -> None:
+    def __init__(self, module: str, *words: str, output: Path, first: Callable[[], None] | None = None) -> None:
         self._output = output
-        self._process = forks().Process(target=_run, args=(module, words, str(output)))
+        self._process = forks().Process(target=_run, args=(module, words, str(output), first))
         self._process.start()
 
     @property

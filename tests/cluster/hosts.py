@@ -4,18 +4,23 @@ How: an outer process holds a network of its own with a bridge; each host is a p
 joined to the bridge by a cable. Killing the first process of a host kills everything on it, and its kernel still closes
 the connections; taking its cable down leaves the others without a word. Files are shared, as on a cluster. Nothing
 outside is touched, and the end of the outer process is the end of all.
+What runs on a host is forked from a process that has imported torch (`tests.forks`) and goes there itself.
 Needs root and iproute2.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Self, final
+
+from tests.forks import Launched
 
 NETWORK = "10.77.0"
 UP_WITHIN_S = 20.0
@@ -61,6 +66,21 @@ def only_child(pid: int) -> int:
     raise AssertionError(f"process {pid} never started what it should")
 
 
+def go(first: int, environment: Mapping[str, str]) -> None:
+    """Go on as a process of the host whose first process this is; what stays behind waits, as nsenter would."""
+    spaces = [os.open(f"/proc/{first}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "pid", "mnt")]
+    libc = ctypes.CDLL(None, use_errno=True)
+    for space in spaces:
+        if libc.setns(space, 0) != 0:
+            raise OSError(ctypes.get_errno(), "may not enter a namespace")
+        os.close(space)
+    os.environ.update(environment)
+    inside = os.fork()
+    if inside:
+        code = os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1])
+        os._exit(code if code >= 0 else 128 - code)
+
+
 @final
 class Hosts:
     """Hosts 1, 2, ... with the addresses 10.77.0.1, 10.77.0.2, ..."""
@@ -95,14 +115,9 @@ class Hosts:
         assert process.stdout.readline() == "1\n", "the first process of a process table"
         self._hosts[host] = process
 
-    def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """A command on a host."""
-        first = str(self._first_process(host))
-        return subprocess.Popen(
-            ["nsenter", "-t", first, "-m", "-n", "-u", "-p", "--", "env", "-C", str(Path.cwd()), *command],
-            text=True,
-            **options,
-        )
+    def start(self, host: int, module: str, *words: str, output: Path, environment: Mapping[str, str]) -> Launched:
+        """`python -m MODULE WORDS` on a host."""
+        return Launched(module, *words, output=output, first=partial(go, self._first_process(host), environment))
 
     def crash(self, host: int) -> None:
         """Kill everything on a host."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +20,7 @@ from tests.cluster.hosts import Hosts, missing
 from tests.distributed import cases
 from tests.distributed.cases import TINY
 from tests.distributed.pool import Pool
+from tests.forks import Launched
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(600)]
 
@@ -65,28 +63,30 @@ def laid_out(runs: Path, name: str) -> RunDir:
     return run
 
 
-def start(hosts: Hosts, run: RunDir, num_nodes: int = 2) -> list[subprocess.Popen[str]]:
+def start(hosts: Hosts, run: RunDir, num_nodes: int = 2) -> list[Launched]:
     """`launch.node` on each host."""
-    words = ["--nodes", str(num_nodes), "--rendezvous", f"{hosts.address(1)}:{PORT}"]
+    words = [str(run.path), "--nodes", str(num_nodes), "--rendezvous", f"{hosts.address(1)}:{PORT}"]
     return [
         hosts.start(
             node + 1,
-            [sys.executable, "-m", "launch.node", str(run.path), *words, "--node-rank", str(node)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=os.environ | {"HUB_TOKEN": SECRET},
+            "launch.node",
+            *words,
+            "--node-rank",
+            str(node),
+            output=run.path.parent / f"node-{node}",
+            environment={"HUB_TOKEN": SECRET},
         )
         for node in range(num_nodes)
     ]
 
 
-def wait_until_trained(run: RunDir, num_steps: int, agents: list[subprocess.Popen[str]]) -> None:
+def wait_until_trained(run: RunDir, num_steps: int, agents: list[Launched]) -> None:
     """Both ranks are past their first iteration, and `num_steps` more are in the log than before."""
     deadline = time.monotonic() + STARTED_WITHIN_S
     goal = len(steps(run)) + num_steps
     while len(steps(run)) < goal or any(beat.phase is Phase.start for beat in heartbeat.read_all(run)):
         assert time.monotonic() < deadline, "never trained"
-        assert all(agent.poll() is None for agent in agents), [agent.communicate()[1] for agent in agents]
+        assert all(agent.poll() is None for agent in agents), [agent.stderr for agent in agents]
         time.sleep(0.05)
 
 
@@ -96,9 +96,8 @@ def steps(run: RunDir) -> list[StepRecord]:
     return [event for event in events.read(run.events) if isinstance(event, StepRecord)]
 
 
-def ended(agent: subprocess.Popen[str], within_s: float) -> tuple[int, str]:
-    _, err = agent.communicate(timeout=within_s)
-    return agent.returncode, err
+def ended(agent: Launched, within_s: float) -> tuple[int, str]:
+    return agent.wait(within_s), agent.stderr
 
 
 def test_two_hosts_lose_one_then_a_cable_and_end_as_if_nothing_had_happened(
@@ -111,7 +110,7 @@ def test_two_hosts_lose_one_then_a_cable_and_end_as_if_nothing_had_happened(
     hosts.crash(2)
     code, err = ended(agents[0], NOTICED_WITHIN_S)
     assert (code, err.splitlines()[-1]) == (1, "harness: machine 0 (host1) comes down: machine 1 (host2) is gone")
-    agents[1].communicate()
+    agents[1].wait(NOTICED_WITHIN_S)
     hosts.boot(2)
 
     agents = start(hosts, run)
