@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from harness.config import Config
 from harness.drills import layout, scenario
 from harness.drills.evidence import Dossier
-from harness.drills.scenario import Scenario
 from harness.drills.score import Card, Verdict, score_run
 from harness.rundir import RunDir
 from tests.distributed import drilling
@@ -54,12 +56,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def twin_of(ranks: Pool, runs: Path, drill: Scenario) -> str:
-    """A clean run of the scenario's training, one for all that train alike; its name."""
-    words = [*drill.train, *ON_RANKS]
+@cache
+def configured(words: tuple[str, ...]) -> Config:
+    """Hydra is asked once for all that train alike."""
+    return layout.configure(words, ())
+
+
+def twin_of(ranks: Pool, runs: Path, words: Sequence[str]) -> str:
+    """A clean run of a scenario's training, one for all that train alike; its name."""
     alike = RunDir(runs / f"twin-{abs(hash(tuple(words)))}")
     if not alike.path.exists():
-        layout.lay_out(layout.configure(words, ()), alike)
+        layout.lay_out(configured(tuple(words)), alike)
         assert ranks.run(2, drilling.run, str(alike.path)) == [0, 0]
     return alike.path.name
 
@@ -68,9 +75,9 @@ def drilled(ranks: Pool, runs: Path, name: str) -> Card:
     """The card of a scenario, from the two directories alone."""
     drill = scenario.load(name)
     victim = RunDir(runs / f"drill-{name}")
-    twin = twin_of(ranks, runs, drill)
-    words = [*drill.train, *ON_RANKS, *OFTEN_SAVED.get(name, [])]
-    layout.lay_out(layout.configure(words, ()), victim)
+    words = [*drill.train, *ON_RANKS]
+    twin = twin_of(ranks, runs, words)
+    layout.lay_out(configured((*words, *OFTEN_SAVED.get(name, ()))), victim)
     Dossier(name=name, scenario=drill, plan=drill.plan, twin=twin).write(victim)
     codes = ranks.run(2, drilling.run, str(victim.path))
     assert codes == 2 * [drill.expected.exit_code]
