@@ -69,12 +69,14 @@ TWINS: dict[tuple[Any, ...], Ended] = {}
 
 
 def check_twin(ranks: Pool, directory: Path, victim: Ended, *overrides: str, size: int = 2) -> Ended:
-    """A control that excluded the same batches from the start ends bit-identical, without an incident of its own."""
+    """A control that excluded the same batches from the start ends bit-identical, without an incident of its own.
+
+    It never goes back, and is seldom saved."""
     entries = [json.loads(line) for line in (directory / "victim" / "ledger.jsonl").read_text().splitlines()]
     alike = (size, overrides, *((entry["first"], entry["last"]) for entry in entries))
     if alike not in TWINS:
         trouble.with_ledger_of(directory / "victim", directory / "twin")
-        TWINS[alike] = run(ranks, directory, "twin", None, *overrides, size=size)
+        TWINS[alike] = run(ranks, directory, "twin", None, *overrides, SELDOM_SAVED, size=size)
     twin = TWINS[alike]
     assert twin.code == victim.code == 0
     assert twin.state == victim.state
