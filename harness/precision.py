@@ -3,7 +3,7 @@
 How: FSDP2 casts each block's weights when it gathers them and reduces gradients in fp32; nothing else in the harness
 knows the dtype. fp16 adds a loss scale that lives on the device: it doubles after enough clean steps, halves at an
 overflow, and the same gate that refuses a NaN refuses the overflowed update. fp8 is bf16 to FSDP: products are rounded
-further inside the blocks, by `harness.fp8`.
+further inside the blocks, by `harness.fp8`. A CPU that has no products in half precision takes them in fp32.
 """
 
 from __future__ import annotations

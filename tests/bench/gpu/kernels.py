@@ -143,16 +143,16 @@ def table(found: Mapping[str, Listed]) -> str:
         if f"{name}, probed" in found:
             of_step = shown[name].beyond(found[f"{name}, sentinel off"])
             of_probe = found[f"{name}, probed"].beyond(shown[name])
-            lines += ["", f"{name}: {told(of_step)} by the sentinel; in a probed step {told(of_probe)} besides."]
+            lines += [
+                "",
+                f"{name}: {of_step.times:,.0f} kernels more by the sentinel, {of_step.ms:.2f} ms; in a probed step "
+                f"{of_probe.times:,.0f} besides, {of_probe.ms:.2f} ms.",
+            ]
     return "\n".join(lines)
 
 
 def line(first: str, cells: Iterable[str]) -> str:
     return f"| {' | '.join([first, *cells])} |"
-
-
-def told(kernel: Kernel) -> str:
-    return f"{kernel.times:,.0f} kernels more, {kernel.ms:.2f} ms,"
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,0 +1,85 @@
+"""Kernels by kind: whose is whose, means of steps, and the table to the letter."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.bench.gpu.kernels import REST, Kernel, Listed, gathered, kind_of, main, table
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "matrix products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*)", "attention"),
+        ("_round_slopes", "rounding and transposing, SwiGLU with it"),
+        ("void transformer_engine::cast_transpose_fused_kernel<false>", "rounding and transposing, SwiGLU with it"),
+        ("_step_adamw", "optimizer and clipping"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::", "optimizer and clipping"),
+        ("_join", "FSDP's casts and copies"),
+        (
+            "void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(at",
+            "FSDP's casts and copies",
+        ),
+        ("triton_poi_fused__unsafe_view_mul_silu_2", "norms, rotation, SwiGLU, loss"),
+        ("_move_heads", "norms, rotation, SwiGLU, loss"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>", REST),
+    ],
+)
+def test_whose_a_kernel_is(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def event(name: str, start: float, end: float) -> SimpleNamespace:
+    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+
+def test_means_of_steps_and_the_span_of_all() -> None:
+    events = [
+        event("_join", 0, 500),
+        event("nvjet", 1000, 5000),
+        event("_join", 5500, 6000),
+        event("nvjet", 6000, 9000),
+    ]
+    found = gathered(events, 2)
+    assert found.kernels == {"_join": Kernel("_join", 0.5, 1.0), "nvjet": Kernel("nvjet", 3.5, 1.0)}
+    assert (found.span_ms, found.ms, found.num_kernels) == (4.5, 4.0, 2.0)
+
+
+def listed(span_ms: float, *kernels: Kernel) -> Listed:
+    return Listed({kernel.name: kernel for kernel in kernels}, span_ms)
+
+
+def test_table_to_the_letter() -> None:
+    product, update = Kernel("nvjet", 342.75, 400), Kernel("_step_adamw", 8.5, 5)
+    found = {
+        "ours-bf16": listed(360.0, product, update, Kernel("tiny", 0.1, 79)),
+        "ours-bf16, probed": listed(365.0, product._replace(ms=340.0), update, Kernel("tiny", 0.2, 150)),
+        "ours-bf16, sentinel off": listed(359.0, product._replace(ms=344.0), update),
+        "torchtitan": listed(380.0, product, Kernel("multi_tensor_apply", 14.6, 1185)),
+    }
+    assert table(found) == (
+        "|  | ours-bf16 | torchtitan |\n"
+        "| --- | ---: | ---: |\n"
+        "| attention | 0.0 | 0.0 |\n"
+        "| rounding and transposing, SwiGLU with it | 0.0 | 0.0 |\n"
+        "| matrix products | 342.8 | 342.8 |\n"
+        "| optimizer and clipping | 8.5 | 14.6 |\n"
+        "| FSDP's casts and copies | 0.0 | 0.0 |\n"
+        "| norms, rotation, SwiGLU, loss | 0.0 | 0.0 |\n"
+        "| the rest | 0.1 | 0.0 |\n"
+        "| **kernels** | **351.4** (484) | **357.4** (1,585) |\n"
+        "| from the first to the last | 360.0 | 380.0 |\n"
+        "\n"
+        "ours-bf16: 79 kernels more by the sentinel, 0.10 ms; in a probed step 71 besides, 0.10 ms."
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_nothing_to_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert capsys.readouterr().err == "kernels: needs a GPU\n"
