@@ -1,7 +1,7 @@
 """SwiGLU that is rounded to fp8 where it is computed, as `harness.kernels.rounding` does it; its gradients likewise.
 
-What becomes zero is counted apart, over a sample of rows, by its size before it is rounded. Where the numbers are at
-hand, in the kernels that round, it costs half as many registers again, and all of them run slower for it.
+What becomes zero is counted apart, over a sample of rows, by its size before it is rounded. In the kernels that round,
+where the numbers are at hand, it took half as many registers again, and a probed step was longer for it.
 """
 
 from __future__ import annotations
