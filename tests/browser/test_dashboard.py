@@ -1,4 +1,4 @@
-"""The page as a browser shows it: drawn in time, without a complaint, at both widths and in both lights."""
+"""The page as a browser shows it: drawn quickly, without a complaint, at both widths and in both lights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.browser.chromium import Browser, Page, find, started
 from tests.dashboard.logs import BEGUN, long_run, record
 
 NUM_STEPS = 100_000
-DRAWN_WITHIN_S = 3.0
+AS_MUCH = 2.0
+"""What the long page may cost its thread, to what the short one does on the same machine."""
 EVIL = "<img src=x onerror=alert(1)>"
 
 pytestmark = pytest.mark.skipif(find() is None, reason="no Chromium on this machine")
@@ -64,8 +65,8 @@ def middle_of(page: Page, selector: str) -> tuple[float, float]:
     return x + width / 2, y + height / 2
 
 
-def test_a_hundred_thousand_steps_are_drawn_in_time(long_page: Page) -> None:
-    assert long_page.busy_s() < DRAWN_WITHIN_S
+def test_a_hundred_thousand_steps_are_drawn_like_a_few_hundred(long_page: Page, short_page: Page) -> None:
+    assert long_page.busy_s() < AS_MUCH * short_page.busy_s()
     assert long_page.evaluate("document.querySelectorAll('.panel .js-plotly-plot').length") == 11
     num_points = long_page.evaluate("Math.max(...element('draw-loss').data.map((trace) => trace.x.length))")
     assert 500 <= num_points <= 1100
