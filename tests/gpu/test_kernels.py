@@ -36,13 +36,13 @@ def scalar(value: float) -> Tensor:
     return torch.tensor(value, device=DEVICE)
 
 
-@pytest.mark.parametrize("sample", [2**20, 20_000])
+@pytest.mark.parametrize("sample", [2**20, 4_000])
 def test_what_rounding_did_is_noted_as_in_plain_torch(monkeypatch: pytest.MonkeyPatch, sample: int) -> None:
     from harness.kernels.rounding import note_rounded
 
     monkeypatch.setattr(meters, "SAMPLE", sample)
-    values = torch.randn(30, 5000, generator=torch.Generator().manual_seed(0)).mul(1e-3).to(torch.bfloat16)
-    values[0, :7], values[0, 7] = 0.0, torch.nan
+    values = torch.randn(10, 1500, generator=torch.Generator().manual_seed(0)).mul(1e-3).to(torch.bfloat16)
+    values[1, :7], values[1, 7] = 0.0, torch.nan
     plain, own = torch.zeros(len(Column)), torch.zeros(len(Column), device=DEVICE)
     for scale in (torch.tensor(2.0), torch.tensor(1.5), torch.tensor(3.0)):
         rounded = Emulated().round(values, scale, dtype=FORWARD, both=False, largest=None)
