@@ -52,8 +52,8 @@ class _Ungathered(FSDPParam):
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:
-        plain = self.sharded_state is ShardedState.SHARDED and not self.offload_to_cpu
-        return [self._sharded_param_data] if plain else super().all_gather_inputs
+        is_whole = self.sharded_state is ShardedState.SHARDED
+        return [self._sharded_param_data] if is_whole else super().all_gather_inputs
 
     def init_all_gather_outputs(
         self, all_gather_input_numels: list[int], all_gather_input_dtypes: list[torch.dtype], *rest: Any, **options: Any

@@ -101,9 +101,9 @@ def able_products(kind: PrecisionKind, device: torch.device) -> Iterator[None]:
 
 
 def has_products(dtype: torch.dtype) -> bool:
-    """Whether this machine's CPU multiplies numbers of half precision, and adds up in fp32.
+    """Whether this machine's CPU has products of such numbers that are worth it.
 
-    Of fp16 Arm's know products that add up in fp16: neither as exact nor, by way of torch, as fast.
+    Arm's say that they have them in fp16; by way of torch these take several times as long as in fp32.
     """
     if dtype is torch.float16 and platform.machine() != "x86_64":
         return False
@@ -123,7 +123,8 @@ class _Widened(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
-        if func not in self.PRODUCTS or args[0].dtype is not self._dtype:
+        given = (*args, *options.values())
+        if func not in self.PRODUCTS or not any(getattr(each, "dtype", None) is self._dtype for each in given):
             return func(*args, **options)
         out = options.pop("out", None)
         rounded = func(*map(_wide, args), **{key: _wide(value) for key, value in options.items()}).to(self._dtype)

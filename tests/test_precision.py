@@ -59,6 +59,7 @@ def test_a_product_is_the_exact_one_rounded(dtype: torch.dtype) -> None:
     wide = query.float()
     expected = F.scaled_dot_product_attention(wide, wide, wide, is_causal=True)
     assert torch.equal(attended, expected.to(dtype))
+    assert torch.equal(F.linear(input=left, weight=right), exact), "by name too"
 
 
 def test_its_gradients_are_rounded_once_too(dtype: torch.dtype) -> None:

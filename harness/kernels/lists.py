@@ -60,6 +60,7 @@ def table_of(*lists: Sequence[Tensor]) -> Table:
     """
     counts = tuple(tensor.numel() for tensor in lists[0])
     assert all(len(tensors) == len(counts) for tensors in lists), "lists of different lengths"
+    assert lists[0][0].dtype is torch.float32, "in fp32"
     places = (distances(tensors, lists[0][0]) for tensors in lists)
     return sent((counts, *places), counts, lists[0][0])
 

@@ -16,6 +16,7 @@ from tests.bench.gpu.kernels import REST, Kernel, Listed, gathered, kind_of, mai
         ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "matrix products"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
         ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*)", "attention"),
+        ("_count_slopes", "rounding and transposing, SwiGLU with it"),
         ("_round_slopes", "rounding and transposing, SwiGLU with it"),
         ("void transformer_engine::cast_transpose_fused_kernel<false>", "rounding and transposing, SwiGLU with it"),
         ("_step_adamw", "optimizer and clipping"),
@@ -83,3 +84,10 @@ def test_table_to_the_letter() -> None:
 def test_without_a_gpu_there_is_nothing_to_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert capsys.readouterr().err == "kernels: needs a GPU\n"
+
+
+def test_a_model_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "2b"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("kernels: ")
+    assert "2b" in told

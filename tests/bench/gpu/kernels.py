@@ -24,6 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from harness.build import build
+from harness.config import EXIT_BAD_CONFIG, ConfigError
 from harness.parallel import World
 from harness.precision import fast_attention
 from harness.rundir import RunDir
@@ -31,7 +32,7 @@ from tests.bench import sentinel
 from tests.bench.clock import WARMUP_STEPS, let_go
 from tests.bench.gpu import titan
 from tests.bench.gpu.__main__ import connected, load_engine
-from tests.bench.gpu.bench import OURS, TITAN
+from tests.bench.gpu.bench import OURS, TITAN, reason
 from tests.bench.gpu.peer import Job, Loop, batches_of
 from tests.bench.gpu.setting import BATCH_SIZES, PROBE_EVERY, Setting
 
@@ -39,7 +40,14 @@ NUM_STEPS = 3
 """That are listed."""
 KINDS: Mapping[str, Sequence[str]] = {
     "attention": ("sdpa", "cudnn::fusion", "fmha", "flash"),
-    "rounding and transposing, SwiGLU with it": ("_round_", "_fit_scale", "_raise_to", "_note_", "transformer_engine"),
+    "rounding and transposing, SwiGLU with it": (
+        "_round_",
+        "_fit_scale",
+        "_raise_to",
+        "_note_",
+        "_count_",
+        "transformer_engine",
+    ),
     "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
     "optimizer and clipping": ("_step_adamw", "_sum_squares", "_add_up", "multi_tensor_apply", "_sum_state"),
     "FSDP's casts and copies": ("_join", "chunk_cat", "copy_kernel", "Memcpy DtoD", "split_with_sizes"),
@@ -166,42 +174,50 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def setting_of(model: str) -> Setting:
+    batch_size = BATCH_SIZES.get(model, 8)
+    return Setting(
+        model=model, sequence_length=4096, batch_size=batch_size, rounds=1, steps=PROBE_EVERY, is_compiled=True
+    )
+
+
+def listed_row(name: str, options: argparse.Namespace, world: World, run: RunDir) -> dict[str, Listed]:
+    """One row, told as it is known; what fails is told too, and the others go on."""
+    setting, found = setting_of(options.model), {}
+    sides = of_ours(name, world, setting, run) if name in OURS else of_titan(options.torchtitan, world, setting, run)
+    try:
+        for side, each in sides:
+            found[side] = each
+            print(f"{side}: {each.ms:.1f} ms in {each.num_kernels:,.0f} kernels", flush=True)
+            for kernel in sorted(each.kernels.values(), key=lambda kernel: -kernel.ms)[: options.names]:
+                print(f"{kernel.ms:9.3f} ms {kernel.times:7.1f}  {kernel.name[:100]}", flush=True)
+    except (Exception, SystemExit) as error:
+        print(f"{name}: {reason(error)}", flush=True)
+        found = {}
+    let_go()
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
+    try:
+        cfg = setting_of(options.model).config()
+    except ConfigError as error:
+        print(f"kernels: {error}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
     if not torch.cuda.is_available():
         print("kernels: needs a GPU", file=sys.stderr)
-        return 2
-    batch_size = BATCH_SIZES.get(options.model, 8)
-    setting = Setting(
-        model=options.model,
-        sequence_length=4096,
-        batch_size=batch_size,
-        rounds=1,
-        steps=PROBE_EVERY,
-        is_compiled=True,
-    )
+        return EXIT_BAD_CONFIG
     torch.set_float32_matmul_precision("high")
     load_engine()
     found: dict[str, Listed] = {}
     with fast_attention(), tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with connected(setting.config().parallel) as world:
+        with connected(cfg.parallel) as world:
             for name in options.rows:
-                run = RunDir(Path(root))
-                sides = (
-                    of_ours(name, world, setting, run)
-                    if name in OURS
-                    else of_titan(options.torchtitan, world, setting, run)
-                )
-                for side, each in sides:
-                    found[side] = each
-                    dearest = sorted(each.kernels.values(), key=lambda kernel: -kernel.ms)[: options.names]
-                    print(f"{side}: {each.ms:.1f} ms in {each.num_kernels:,.0f} kernels", flush=True)
-                    for kernel in dearest:
-                        print(f"{kernel.ms:9.3f} ms {kernel.times:7.1f}  {kernel.name[:100]}", flush=True)
-                let_go()
+                found |= listed_row(name, options, world, RunDir(Path(root)))
     print(f"\n{table(found)}")
-    return 0
+    return 0 if all(name in found for name in options.rows) else 1
 
 
 if __name__ == "__main__":
