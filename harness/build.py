@@ -16,6 +16,7 @@ from torch import Tensor
 from harness.checkpoint.cadence import rollback_cost
 from harness.checkpoint.keeper import Keeper
 from harness.checkpoint.ring import Ring
+from harness.compute_clock import ComputeClock
 from harness.config import Config, ParallelConfig, PrecisionKind
 from harness.data.batches import Batches
 from harness.data.ledger import Ledger
@@ -50,6 +51,7 @@ class Parts:
     scale: LossScale
     products: Products
     collectives: Collectives
+    compute_clock: ComputeClock
     signals: Signals
     mailbox: Mailbox[HostFacts]
     batches: Batches
@@ -125,6 +127,7 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         scale=scale,
         products=products,
         collectives=collectives,
+        compute_clock=ComputeClock(model.norm, device=world.device),
         signals=Signals(
             layout, parameters=parameters, world=world, collectives=collectives, own_kernels=compiles_on_cuda
         ),

@@ -99,7 +99,8 @@ class StepRecord(Event):
     bounds: dict[str, float] = field(default_factory=dict)
     """What the gate would have refused beyond: loss, grad_norm."""
     ranks: dict[str, RankSpread] = field(default_factory=dict)
-    """How loss, grad_norm (before the reduction) and step_time_s spread over the ranks."""
+    """How loss, grad_norm (before the reduction), step_time_s (of the host, outside collectives) and, on CUDA,
+    device_time_s (kernels of the loss head) spread over the ranks."""
     nonfinite_ranks: list[int] = field(default_factory=list)
     """Ranks whose own loss or own gradient, before the reduction, was not finite."""
     mismatched_ranks: list[int] = field(default_factory=list)
@@ -175,8 +176,14 @@ class FindingKind(StrEnum):
     scale_collapse = "scale_collapse"
     fp8_range = "fp8_range"
     slow = "slow"
+    speed_recovered = "speed_recovered"
+    """The end of `slow`."""
     rank_outlier = "rank_outlier"
     replica_mismatch = "replica_mismatch"
+
+
+ABOUT_SPEED = frozenset({FindingKind.slow, FindingKind.speed_recovered})
+"""Findings on the speed of a run, not on what it computes."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -26,6 +26,7 @@ def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) ->
     for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
         with parts.products.probing(probe):
             output = parts.model(rows.inputs, rows.targets, seed=seed, probe=probe, mask=mask_of(rows))
+            parts.compute_clock.end()
             output.objective.backward()
         parts.signals.add_forward(
             row_losses=output.row_losses,

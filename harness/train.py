@@ -165,7 +165,8 @@ def train(run: Run) -> Ending:
             command=run.inbox is not None and run.inbox.waits(),
         )
         busy_s = time.perf_counter() - parts.collectives.waited_s - begun_s
-        parts.signals.add_host_facts(decision=parts.sentinel.digest, busy_s=busy_s)
+        device_s = parts.compute_clock.finish_step()
+        parts.signals.add_host_facts(decision=parts.sentinel.digest, busy_s=busy_s, device_s=device_s)
         parts.ring.finish_copy()
         report = judge_and_update(parts, cfg=cfg, probe=probe)
 

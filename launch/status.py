@@ -22,7 +22,7 @@ from typing import Any, final
 
 from harness.checkpoint.listing import age_text
 from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
-from harness.events import Finding, FindingKind
+from harness.events import ABOUT_SPEED, Finding
 from harness.rundir import RunDir
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import MOVING, Beat, RunStatus
@@ -175,9 +175,7 @@ def slow_lately(run: RunDir, iteration: int) -> list[str]:
     return [
         f"iteration {event.iteration}: {event.message}"
         for event in tail(run.events, RECENT_BYTES)
-        if isinstance(event, Finding)
-        and event.kind is FindingKind.slow
-        and event.iteration > iteration - RECENT_ITERATIONS
+        if isinstance(event, Finding) and event.kind in ABOUT_SPEED and event.iteration > iteration - RECENT_ITERATIONS
     ]
 
 

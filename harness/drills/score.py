@@ -18,7 +18,7 @@ from typing import Any, final
 from harness.config import EXIT_DONE
 from harness.drills.evidence import Evidence, gather, read_dossier
 from harness.drills.scenario import Expected, Scenario
-from harness.events import Action, ActionKind, DrillScored, Finding, FindingKind, Outcome
+from harness.events import ABOUT_SPEED, Action, ActionKind, DrillScored, Finding, Outcome
 from harness.faults.plan import Fault
 from harness.rundir import RunDir
 
@@ -190,7 +190,7 @@ def is_right(expected: Sequence[ActionKind], taken: Sequence[ActionKind]) -> boo
 
 def alarms(twin: Evidence) -> list[Finding]:
     """What was found where nothing was broken; a slow machine is no invention of the sentinel."""
-    return [finding for finding in twin.of(Finding) if finding.kind is not FindingKind.slow]
+    return [finding for finding in twin.of(Finding) if finding.kind not in ABOUT_SPEED]
 
 
 def loss_gap(victim: Evidence, twin: Evidence | None) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from harness.events import FindingKind, StepRecord
+from harness.events import ABOUT_SPEED, FindingKind, StepRecord
 from harness.evidence import measures as m
 from harness.evidence.causes import Cause, Judgement, Panel, Reason, ruled
 from harness.evidence.measures import Measures
@@ -74,7 +74,7 @@ def data_duplicate(evidence: Evidence, measures: Measures) -> Judgement:
         known = any(record.batch.get("fingerprint") for record in measures.during)
         words = "all fingerprints of the window differ" if known else "the log has no fingerprints of batches"
         return ruled(cause, 0.0 if known else 0.1, None, Reason(words, Panel.tokens))
-    others = {kind for kind in evidence.kinds() if kind not in (FindingKind.duplicate_batch, FindingKind.slow)}
+    others = {kind for kind in evidence.kinds() if kind not in ABOUT_SPEED | {FindingKind.duplicate_batch}}
     more = f", {len(found)} times in all" if len(found) > 1 else ""
     early = found[0].iteration <= evidence.onset
     score = 0.95 if not others else 0.85 if early else 0.4

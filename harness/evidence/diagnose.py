@@ -20,7 +20,7 @@ from statistics import mean, pstdev
 from typing import Any, final
 
 from harness.config import DetectConfig
-from harness.events import Finding, FindingKind, StepRecord
+from harness.events import ABOUT_SPEED, Finding, FindingKind, StepRecord
 from harness.evidence.measures import zeroed
 from harness.evidence.rows import WINDOW_ROWS, Spike, crowd_of, drift, found_in, is_found, spikes_of, thirds_of
 
@@ -28,7 +28,7 @@ RECOVERED_SIGMAS, RECOVERED_ROWS = 0.5, 50
 LONG_TAIL_FACTOR = 30.0
 CREEP_ROWS = 200
 DRIFT_FACTOR = 2.0
-HARMLESS = (FindingKind.slow, FindingKind.grad_spike, FindingKind.v_stale)
+HARMLESS = ABOUT_SPEED | {FindingKind.grad_spike, FindingKind.v_stale}
 """Signs that alone are nothing to act upon."""
 NARROW, MIXED = ("fp16",), ("fp16", "bf16", "fp8")
 

@@ -21,6 +21,7 @@ from typing import Any
 from harness import compose, events
 from harness.config import ConfigError, require
 from harness.events import (
+    ABOUT_SPEED,
     Action,
     ActionKind,
     Event,
@@ -188,7 +189,7 @@ def gather(run: RunDir, incident: Incident) -> Evidence:
 
 def _belongs(finding: Finding, incident: Incident) -> bool:
     """Findings between onset and last sign; what only informs, also from a little before or after."""
-    if finding.kind in (FindingKind.slow, FindingKind.duplicate_batch):
+    if finding.kind in ABOUT_SPEED | {FindingKind.duplicate_batch}:
         return incident.onset - REMARK_GAP <= finding.iteration <= incident.last + REMARK_GAP
     return incident.onset <= finding.iteration <= incident.last or incident.onset <= finding.onset <= incident.last
 
@@ -240,7 +241,7 @@ def _batches(evidence: Evidence, records: Sequence[StepRecord]) -> list[GuiltyBa
         if action.kind is ActionKind.skip and len(action.exclude) == 2
         for index in range(action.exclude[0], min(action.exclude[1] + 1, action.exclude[0] + MOST_BATCHES))
     ]
-    of_data = [finding for finding in evidence.findings if finding.kind is not FindingKind.slow]
+    of_data = [finding for finding in evidence.findings if finding.kind not in ABOUT_SPEED]
     named = [cursor for finding in of_data for cursor in reversed(finding.cursors)]
     onset = [record.cursor for record in records if record.iteration == evidence.onset]
     blamed = list(dict.fromkeys([*refused, *skipped, *onset, *named]))[:MOST_BATCHES]

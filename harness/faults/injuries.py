@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.faults.clock import ClockJump
 from harness.faults.data import TamperedCorpus
+from harness.faults.device import BusyDevice
 from harness.faults.files import DamagedCheckpoint, FullDisk
 from harness.faults.forward import LogitGrowth, Outlier, Overflow, SpoiledLoss
 from harness.faults.gradient import SpoiledGradient
@@ -40,6 +41,8 @@ def injury(site: Site) -> Injury:
             return LogitGrowth(site)
         case FaultKind.slow_rank:
             return Sleep(site)
+        case FaultKind.slow_device:
+            return BusyDevice(site)
         case FaultKind.hung_rank | FaultKind.kill_rank | FaultKind.kill_node | FaultKind.preemption:
             return Signal(site)
         case FaultKind.full_disk:

@@ -57,6 +57,9 @@ class FaultKind(StrEnum):
     """Query and key weights of one layer grow by `factor` each iteration, for `duration` iterations."""
     slow_rank = "slow_rank"
     """This rank sleeps `factor` seconds in each of `duration` iterations."""
+    slow_device = "slow_device"
+    """The device of this rank does `factor` seconds of other work in the forward pass of each of `duration`
+    iterations."""
     hung_rank = "hung_rank"
     """SIGSTOP."""
     kill_rank = "kill_rank"

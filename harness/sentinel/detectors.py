@@ -24,12 +24,12 @@ from harness.sentinel.guards import (
     RankGuard,
     RateGuard,
     ScaleGuard,
-    SpeedGuard,
     WeightGuard,
     broken_groups,
 )
 from harness.sentinel.moments import MomentGuard
 from harness.sentinel.ranges import RangeGuard
+from harness.sentinel.speed import SpeedGuard
 
 
 @final

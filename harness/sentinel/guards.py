@@ -1,4 +1,4 @@
-"""Everything but the curves and the moments: weights, learning rate, data, loss scale, speed, ranks.
+"""Everything but the curves, the moments and the speed: weights, learning rate, data, loss scale, ranks.
 
 How: one small class for each finding, whose fields are its whole memory and plain data. `observe` gives at most one
 finding for each episode: it is raised when its condition begins to hold, and armed again when it no longer does.
@@ -24,7 +24,6 @@ LEAST_ROWS = 20
 """Rows of learning rates before any is held against the others: logs round small ones."""
 NUM_FINGERPRINTS = 512
 STUCK_ROWS = 5
-SLOW_SHARE, SLOW_ROWS, SPEED_GAIN = 0.5, 10, 0.02
 FAR_SIGMAS, FARTHEST_SIGMAS, FAR_ROWS = 8.0, 20.0, 5
 RANK_FACTOR = {"grad_norm": 10.0, "loss": 2.0}
 """Times the median from which one rank stands out in a single row."""
@@ -189,34 +188,6 @@ class ScaleGuard:
 
 @final
 @dataclass(slots=True)
-class SpeedGuard:
-    speed: float = 0.0
-    """Logarithm of the usual tokens per second, or of rows per second where tokens are not known."""
-    count: int = 0
-    slow: int = 0
-    """Rows in a row that were slow."""
-
-    def observe(self, record: StepRecord) -> Iterator[Finding]:
-        """Half the usual throughput for several rows; names the ranks that take longest."""
-        speed = record.tokens_per_s or (1.0 / record.step_time_s if record.step_time_s > 0 else 0.0)
-        if not (speed > 0 and math.isfinite(speed)):
-            return
-        change = math.log(speed) - self.speed
-        slow = self.count > SLOW_ROWS and change < math.log(SLOW_SHARE)
-        self.slow = self.slow + 1 if slow else 0
-        if self.slow == SLOW_ROWS:
-            usual = math.exp(self.speed)
-            words = f"throughput {speed:.4g}, usually {usual:.4g}, for {SLOW_ROWS} rows"
-            finding = found_now(FindingKind.slow, record, speed, SLOW_SHARE * usual, words)
-            finding.ranks, finding.cursors = late_ranks(record), []
-            yield finding
-        if not slow or self.slow > 10 * SLOW_ROWS:
-            self.count += 1
-            self.speed += max(1.0 / self.count, SPEED_GAIN) * change
-
-
-@final
-@dataclass(slots=True)
 class RankGuard:
     """One rank far from the others: at once where out of all proportion, else when it is the same one for long."""
 
@@ -255,15 +226,6 @@ class RankGuard:
             finding.ranks = fresh
             yield finding
         self.mismatched = list(record.mismatched_ranks)
-
-
-def late_ranks(record: StepRecord) -> list[int]:
-    """Ranks that others wait for: far from the median or, where they are too few for one to say anything, those whose
-    own work takes most of the step while that of others does not."""
-    known = outlying(record.ranks.get("step_time_s"))
-    far = [rank for rank, _, sigmas in known if sigmas > FAR_SIGMAS]
-    busy = [rank for rank, value, _ in known if value > SLOW_SHARE * record.step_time_s > 0]
-    return far or (busy if len(busy) < len(known) else [])
 
 
 def outlying(spread: RankSpread | None) -> list[tuple[int, float, float]]:

@@ -40,6 +40,7 @@ GRAVEST = (
     FindingKind.lr_jump,
     FindingKind.duplicate_batch,
     FindingKind.slow,
+    FindingKind.speed_recovered,
 )
 """An incident is called after the gravest of its findings."""
 OF_THE_LOSS = frozenset(

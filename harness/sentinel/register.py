@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from harness.events import Action, Finding, FindingKind, Incident, StepRecord
+from harness.events import ABOUT_SPEED, Action, Finding, FindingKind, Incident, StepRecord
 from harness.sentinel.case import Case
 from harness.sentinel.chart import Chart
 
 OPEN = "open"
-FOR_PEOPLE = (FindingKind.slow, FindingKind.duplicate_batch)
+FOR_PEOPLE = ABOUT_SPEED | {FindingKind.duplicate_batch}
 """Findings that open no case."""
 
 

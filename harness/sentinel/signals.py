@@ -207,11 +207,13 @@ class Signals:
             if asked:
                 self.layout.scalar(self.vector, name).fill_(1.0)
 
-    def add_host_facts(self, *, decision: int, busy_s: float) -> None:
-        """What the host of this rank knows: a digest of all it decided, and its seconds outside collectives."""
+    def add_host_facts(self, *, decision: int, busy_s: float, device_s: float = 0.0) -> None:
+        """What the host of this rank knows: a digest of all it decided, its seconds outside collectives, and the
+        seconds that its device took for the loss head of an earlier step."""
         assert 0 <= decision < 2**DIGEST_BITS, "a digest that float32 cannot hold"
         self._own("decision").fill_(decision)
         self._own("busy_s").fill_(busy_s)
+        self._own("device_s").fill_(device_s)
 
     def reduce(self) -> Tensor:
         """The one collective of the step; returns the vector every rank now shares and starts a new one."""

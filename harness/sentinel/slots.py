@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from harness.events import RankSpread
 
-SLOTS = ("loss", "grad_square", "busy_s", "decision", "weight_digest")
-"""A rank's mean loss; squares of its gradient before the reduction; the host's seconds outside collectives; digests of
-its decisions and, when probed, of its weights."""
+SLOTS = ("loss", "grad_square", "busy_s", "device_s", "decision", "weight_digest")
+"""A rank's mean loss; squares of its gradient before the reduction; the host's seconds outside collectives; on CUDA the
+seconds of its loss head (`harness.compute_clock`); digests of its decisions and, when probed, of its weights."""
 
 DIGEST_BITS = 24
 """Digests are integers of so many bits: float32 holds them exactly."""
@@ -49,14 +49,14 @@ class RankFacts:
 
 def summarise(table: Numbers, *, divisor: float, replicate: int) -> RankFacts:
     """The facts of a table of `SLOTS` x ranks; `divisor` turns stored gradients into true ones."""
-    loss, grad_square, busy_s, decision, weight_digest = table
+    loss, grad_square, busy_s, device_s, decision, weight_digest = table
     is_bad = ~(np.isfinite(loss) & np.isfinite(grad_square))
     nonfinite = [int(rank) for rank in np.flatnonzero(is_bad)[:MAX_NAMED]]
     if len(loss) == 1:
         return RankFacts(nonfinite_ranks=nonfinite)
     with np.errstate(invalid="ignore", divide="ignore"):
         grad_norm = np.sqrt(grad_square) / divisor
-    measured = {"loss": loss, "grad_norm": grad_norm, "step_time_s": busy_s}
+    measured = {"loss": loss, "grad_norm": grad_norm, "step_time_s": busy_s, "device_time_s": device_s}
     spreads = {name: spread(values) for name, values in measured.items() if values.any()}
     return RankFacts(
         ranks={name: found for name, found in spreads.items() if found},

@@ -14,7 +14,7 @@
 | scale_collapse | roll back, blame no batch, then cool | |
 | fp8_range | bf16 for a while, nothing restored | a known cause: restore, blame no batch, then bf16 |
 | replica_mismatch | halt | |
-| slow, duplicate_batch | nothing | |
+| slow, speed_recovered, duplicate_batch | nothing | |
 
 Left out: whatever only one rank knows (clocks, throughput, facts of the batch); `slow` and `duplicate_batch` rest on
 that. They are for people, and ranks cannot part over them.

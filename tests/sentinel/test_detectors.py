@@ -290,12 +290,16 @@ class TestTheRangeOfFp8:
         assert Detectors.restore(CFG, state).state() == Detectors(CFG).state()
 
 
+def paced(seconds: list[float], first: int = 0, **fields: Any) -> list[StepRecord]:
+    return [record(step, 3.0, step_time_s=each, **fields) for step, each in enumerate(seconds, start=first)]
+
+
 def test_a_slow_stretch_names_the_straggler() -> None:
     rows = [record(step, 3.0, tokens_per_s=1e5) for step in range(60)]
     spread = {"median": 1.0, "spread": 0.01, "worst": [[5, 3.0], [1, 1.02]]}
     rows += [record(step, 3.0, tokens_per_s=3e4, ranks={"step_time_s": spread}) for step in range(60, 90)]
     (finding,) = watch(rows)
-    assert (finding.kind, finding.ranks, finding.step) == (FindingKind.slow, [5], 69)
+    assert (finding.kind, finding.ranks, finding.step) == (FindingKind.slow, [5], 64)
     assert finding.cursors == [], "no batch is to blame"
 
 
@@ -303,11 +307,65 @@ def test_a_slow_stretch_names_the_straggler() -> None:
     ("busy", "late"), [([0.02, 0.52], [1]), ([0.5, 0.52], []), ([0.02, 0.03], [])], ids=["one", "both", "the link"]
 )
 def test_of_two_ranks_the_one_that_takes_most_of_a_slow_step_is_named(busy: list[float], late: list[int]) -> None:
-    rows = [record(step, 3.0, tokens_per_s=1e5) for step in range(60)]
     spread = {"median": sum(busy) / 2, "spread": 0.74 * (busy[1] - busy[0]), "worst": [[0, busy[0]], [1, busy[1]]]}
-    slow: dict[str, Any] = {"tokens_per_s": 3e4, "step_time_s": 0.55, "ranks": {"step_time_s": spread}}
-    (finding,) = watch([*rows, *(record(step, 3.0, **slow) for step in range(60, 90))])
+    (finding,) = watch([*paced([0.1] * 60), *paced([0.55] * 30, 60, ranks={"step_time_s": spread})])
     assert (finding.kind, finding.ranks) == (FindingKind.slow, late)
+
+
+@pytest.mark.parametrize(
+    ("worst", "late"),
+    [
+        ([[0, 0.01], [1, 0.02]], [1]),
+        ([[0, 0.02], [1, 0.021]], []),
+        ([[6, 0.03], [1, 0.0101], [2, 0.01], [3, 0.01]], [6]),
+        ([[6, 0.004], [1, 0.0101], [2, 0.01], [3, 0.01]], []),
+    ],
+    ids=["of two", "both alike", "of many", "a fast one is not late"],
+)
+def test_a_slow_device_is_named_where_no_host_is_late(worst: list[list[float]], late: list[int]) -> None:
+    values = [value for _, value in worst]
+    device = {"median": sorted(values)[len(values) // 2] if len(values) > 2 else sum(values) / 2, "spread": 0.0001}
+    hosts = {"median": 0.002, "spread": 0.0001, "worst": [[0, 0.002], [1, 0.002]]}
+    slow = paced([1.0] * 30, 60, ranks={"step_time_s": hosts, "device_time_s": {**device, "worst": worst}})
+    (finding,) = watch([*paced([0.5] * 60), *slow])
+    assert (finding.kind, finding.ranks) == (FindingKind.slow, late)
+
+
+@pytest.mark.parametrize("factor", [1.7, 2.0, 2.3, 5.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_lasting_slowdown_is_found_and_so_is_its_end(factor: float, seed: int) -> None:
+    rng = Random(seed)
+    seconds = [(factor if 150 <= row < 260 else 1.0) * rng.lognormvariate(0, 0.02) for row in range(400)]
+    found = watch(paced(seconds))
+    assert kinds(found) == ["slow", "speed_recovered"]
+    assert 154 <= found[0].iteration <= 160
+    assert 264 <= found[1].iteration <= 270
+    assert found[0].value < found[0].bound
+    assert found[1].value > found[1].bound
+
+
+def test_steps_that_become_slower_bit_by_bit_are_found() -> None:
+    seconds = [1.0] * 100 + [1.0 + row / 50 for row in range(50)] + [2.0] * 50
+    assert kinds(watch(paced(seconds))) == ["slow"]
+
+
+def test_noise_single_late_steps_and_short_hiccups_are_not_slow() -> None:
+    rng = Random(0)
+    noisy = [rng.lognormvariate(0, 0.2) * (20.0 if row % 50 == 49 else 1.0) for row in range(2000)]
+    assert watch(paced(noisy)) == []
+    hiccup = [0.02] * 100 + [0.06] * 12 + [0.02] * 100
+    assert watch(paced(hiccup)) == [], "ten rows that take less than a second together"
+
+
+def test_a_pace_that_stays_becomes_the_usual_one() -> None:
+    seconds = [1.0] * 100 + [2.0] * 1200 + [4.0] * 20
+    assert kinds(watch(paced(seconds))) == ["slow", "slow"]
+
+
+def test_a_speed_saved_in_another_unit_starts_again() -> None:
+    state = Detectors(CFG).state() | {"speed": {"speed": math.log(1e5), "count": 500, "slow": 0}}
+    detectors = Detectors.restore(CFG, state)
+    assert [finding for row in paced([1.0] * 50) for finding in detectors.observe(row)] == []
 
 
 def ranks(worst: list[list[float]], spread: float = 0.02) -> dict[str, Any]:
