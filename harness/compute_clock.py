@@ -55,7 +55,7 @@ class ComputeClock:
     def finish_step(self) -> float:
         """Ends a step; returns the seconds of the newest step whose regions are all read, 0 where there is none."""
         self._step += 1
-        while self._pending and self._pending[0].end.query():
+        while self._pending and self._pending[0].end.query():  # type: ignore[no-untyped-call]
             step, begin, end = self._pending.popleft()
             if step != self._sum_step:
                 self._sum_s, self._sum_step = 0.0, step

@@ -40,7 +40,7 @@ class BusyDevice:
     def after(self, iteration: int) -> None:  # noqa: ARG002 -- part of what an injury is
         self._is_on = False
 
-    def _work(self, *_: Any) -> None:
+    def _work(self, *_inputs: Any) -> None:
         if self._is_on and torch.is_grad_enabled():
             with torch.no_grad():
                 for _ in range(self._num_gemms):
