@@ -7,6 +7,8 @@ How: parts are plain objects; which one is taken is decided by an enum and a `ma
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +19,7 @@ from harness.checkpoint.cadence import rollback_cost
 from harness.checkpoint.keeper import Keeper
 from harness.checkpoint.ring import Ring
 from harness.compute_clock import ComputeClock
-from harness.config import Config, ParallelConfig, PrecisionKind
+from harness.config import Config, ConfigError, ParallelConfig, PrecisionKind
 from harness.data.batches import Batches
 from harness.data.ledger import Ledger
 from harness.data.sources import open_data
@@ -28,7 +30,7 @@ from harness.model.mup import parameter_table, role_of
 from harness.model.size import flops_per_token, num_parameters, reshards
 from harness.model.transformer import Transformer, sampled_layers
 from harness.optim.update import Group, Update, build_update
-from harness.parallel import World, device_memory_bytes, minimum
+from harness.parallel import World, device_memory_bytes, from_first, jointly, minimum
 from harness.precision import DTYPES, LossScale, linear, loss_scale, policy
 from harness.rundir import RunDir
 from harness.sentinel.gate import Gate
@@ -88,7 +90,7 @@ def state_tensors(update: Update, scale: LossScale, gate: Gate) -> dict[str, Ten
 
 def build(cfg: Config, world: World, run: RunDir) -> Parts:
     """Construct every part; weights depend on the seed and their names alone, whatever the number of ranks."""
-    require_engine(cfg.precision, world.device)
+    jointly(lambda: require_engine(cfg.precision, world.device))
     with torch.device("meta"):
         model = Transformer(
             cfg.model, sequence_length=cfg.train.sequence_length, linear=linear, own_kernels=cfg.parallel.compile
@@ -98,8 +100,9 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
     model.to_empty(device=world.device)
     initialize(model, cfg.model, seed=cfg.run.seed)
 
-    ledger = Ledger.load(run.ledger, writer=world.is_first)
-    batches, held_out = open_data(cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger)
+    entries = from_first(lambda: Ledger.load(run.ledger, writer=False).entries)
+    ledger = Ledger.of(entries, path=run.ledger if world.is_first else None)
+    batches, held_out = jointly(lambda: open_for(cfg, world, ledger))
     parameters = dict(model.named_parameters())
     layout = Layout(
         groups=tuple(dict.fromkeys(group_of(name) for name in parameters)),
@@ -140,6 +143,25 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         gate=gate,
         sentinel=Sentinel.start(cfg.sentinel),
     )
+
+
+def open_for(cfg: Config, world: World, ledger: Ledger) -> tuple[Batches, Batches]:
+    """This rank's data. The corpus is read once for its digest, so that a disk that fails does so here."""
+    opened = open_data(cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger)
+    opened[0].plan_digest()
+    return opened
+
+
+@contextmanager
+def held(parts: Parts) -> Iterator[Parts]:
+    """Close the parts after a run. After a crash the process ends at once: what a thread of theirs waits for may never
+    come, and the death would not be told."""
+    try:
+        yield parts
+    except ConfigError:
+        parts.close()
+        raise
+    parts.close()
 
 
 def settled(cfg: Config) -> ParallelConfig:

@@ -29,6 +29,10 @@ class ConfigError(Exception):
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}" if key else message)
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
+        """A rank sends it to the others."""
+        return ConfigError, ("", str(self))
+
 
 def require(condition: bool, key: str, message: str) -> None:
     """Refuse the configuration unless `condition` holds."""

@@ -48,10 +48,13 @@ scales."""
 
 
 @dataclass(slots=True, kw_only=True)
-class StepRecord(Event):
-    """One iteration, as every rank saw it after the all-reduce."""
+class ReducedRecord(Event):
+    """One iteration, as every rank knows it after the all-reduce: all that detectors and policy may see.
 
-    name: ClassVar[str] = "step"
+    Every field comes from the reduced vector or from state that all ranks hold alike. The exception is `time`: it goes
+    into the log and decides nothing. What one rank alone knows belongs into `StepRecord`.
+    """
+
     step: int
     """Updates applied, this one included unless it was refused."""
     cursor: int
@@ -62,7 +65,6 @@ class StepRecord(Event):
     grad_norm: float
     """Global, before clipping."""
     lr: float
-    tokens_per_s: float
     refused: bool
     stop_requested: bool
     """Some rank was asked to stop; all stop after the same iteration."""
@@ -70,14 +72,8 @@ class StepRecord(Event):
     """A checkpoint is due by the clock; all save after the same iteration."""
     command_waits: bool = False
     """An operator asks for something; all ranks hear what at the same iteration."""
-    step_time_s: float
-    flops_per_s: float
-    """Model FLOP/s of all ranks together."""
-    mfu: float | None = None
     z_loss: float | None = None
     loss_scale: float | None = None
-    memory_bytes: int | None = None
-    """Peak memory of rank 0's device, or of its process on CPU."""
     group_grad_norms: dict[str, float] = field(default_factory=dict)
     """Pre-clip gradient norm of each layer group."""
     param_norm: float | None = None
@@ -106,7 +102,15 @@ class StepRecord(Event):
     mismatched_ranks: list[int] = field(default_factory=list)
     """Ranks whose weights differ from those of their replicas."""
     digests: dict[str, list[int]] = field(default_factory=dict)
-    """Digest of all decisions so far -> ranks that hold it (at most four); empty where all ranks agree."""
+    """Digest of all decisions and of this step's branches -> ranks that hold it (at most four); empty where all ranks
+    agree."""
+    median_step_s: float = 0.0
+    """Median over the ranks of the last step time that each measured with its own clock; 0: not measured."""
+    fingerprint: str = ""
+    """Sum of the fingerprints of all rows of the global batch, hexadecimal; empty: not measured."""
+    other_data: dict[str, list[int]] = field(default_factory=dict)
+    """What differs -> ranks that read other data than the rest. `plan`: corpus, order or ledger; `rows`: the tokens of
+    a row that two ranks read."""
     in_fp8: bool | None = None
     """Whether this step was computed in fp8; None in a run that never is."""
     fp8: dict[str, Fp8Health] = field(default_factory=dict)
@@ -115,8 +119,26 @@ class StepRecord(Event):
     """Share of the numbers that fp8 made zero, in the worst of the three, of each layer group; only where probed."""
     token_loss_counts: list[int] = field(default_factory=list)
     """How many tokens had a loss below each edge of `TOKEN_LOSS_EDGES`, and the rest; only where probed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepRecord(ReducedRecord):
+    """One iteration as it is logged: what all ranks know, and what rank 0 adds from its own clock, memory and rows.
+
+    The fields of this class differ between ranks. They are for people and decide nothing.
+    """
+
+    name: ClassVar[str] = "step"
+    tokens_per_s: float
+    step_time_s: float
+    flops_per_s: float
+    """Model FLOP/s of all ranks together."""
+    mfu: float | None = None
+    memory_bytes: int | None = None
+    """Peak memory of rank 0's device, or of its process on CPU."""
     batch: dict[str, Any] = field(default_factory=dict)
-    """Facts of the batch: fingerprint, entropy, rarest tokens, rows of each source."""
+    """Facts of the batch: `fingerprint` and `rows` (of each source) of the global batch, `entropy_nats` and `rarest`
+    (tokens) of rank 0's own rows."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,6 +202,7 @@ class FindingKind(StrEnum):
     """The end of `slow`."""
     rank_outlier = "rank_outlier"
     replica_mismatch = "replica_mismatch"
+    data_mismatch = "data_mismatch"
 
 
 ABOUT_SPEED = frozenset({FindingKind.slow, FindingKind.speed_recovered})
@@ -254,7 +277,7 @@ class Outcome(Event):
     kind: ActionKind
     incident: int
     succeeded: bool
-    """False: there was nothing to go back to; the policy must choose again."""
+    """False: there was nothing to go back to, or it could not be done; the policy must choose again."""
     step: int
     """Where the run stands after it."""
     target: str = ""
@@ -262,6 +285,10 @@ class Outcome(Event):
     steps_lost: int = 0
     tokens_lost: int = 0
     seconds: float = 0.0
+    reason: str = ""
+    """Why it failed, where that is known."""
+    is_torn: bool = False
+    """A restore failed halfway: the weights are neither the old nor the restored ones, and the run must halt."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -364,7 +391,15 @@ def from_json(line: str) -> Event:
     data = json.loads(line)
     kind = EVENTS[data["event"]]
     known = {f.name: _decode(data[f.name], str(f.type)) for f in fields(kind) if f.name in data}
+    if kind is StepRecord:
+        known = _of_old_logs(known) | known
     return kind(**known)
+
+
+def _of_old_logs(known: dict[str, Any]) -> dict[str, Any]:
+    """What logs held under other names before ranks shared it, so that detectors can read them again."""
+    batch = known.get("batch") or {}
+    return {"median_step_s": known.get("step_time_s", 0.0), "fingerprint": str(batch.get("fingerprint", ""))}
 
 
 def read(path: Path) -> Iterator[Event]:

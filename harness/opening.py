@@ -12,7 +12,7 @@ from harness.checkpoint import store
 from harness.config import Config, ConfigError
 from harness.events import CheckpointJudged, Event, RunStarted
 from harness.operator import ordered_factor
-from harness.parallel import broadcast
+from harness.parallel import from_first, jointly
 from harness.recovery import set_rate
 from harness.rundir import RunDir
 from harness.state import RunState
@@ -73,7 +73,7 @@ def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Ev
 
 def recall(parts: Parts, state: RunState, opened: Opened) -> None:
     """The detectors as they were at the checkpoint; the policy with all that the log says it has decided since."""
-    since = events_since(opened.run.events, state.iteration) if parts.world.is_first else []
-    parts.sentinel.resume(state.sentinel, broadcast(since))
-    state.lr_factor = broadcast(ordered_factor(opened.run, state.lr_factor) if parts.world.is_first else 1.0)
+    since = from_first(lambda: events_since(opened.run.events, state.iteration))
+    jointly(lambda: parts.sentinel.resume(state.sentinel, since))
+    state.lr_factor = from_first(lambda: ordered_factor(opened.run, state.lr_factor))
     state.sentinel = {}

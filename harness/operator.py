@@ -13,7 +13,7 @@ from harness.config import ConfigError
 from harness.data.ledger import Ledger
 from harness.events import Action, ActionKind, Outcome
 from harness.orders import ExcludeSource, Order, Precision, Rate, Rollback, Skip
-from harness.parallel import broadcast
+from harness.parallel import from_first
 from harness.rundir import RunDir
 from harness.state import RunState
 
@@ -35,9 +35,8 @@ def action_of(order: Order, reason: str, parts: Parts, state: RunState) -> Actio
         case Skip():
             action.kind, action.exclude = ActionKind.skip, next_batches(parts.ledger, state.cursor, order.num_batches)
         case Rollback():
-            targets = parts.keeper.targets(until_step=order.to_step) if parts.world.is_first else []
-            target = broadcast(targets[0][1] if targets else -1)
-            action.kind, action.onset = ActionKind.rollback, target + 1
+            targets = from_first(lambda: parts.keeper.targets(until_step=order.to_step))
+            action.kind, action.onset = ActionKind.rollback, targets[0][1] + 1 if targets else 0
         case Rate():
             action.kind, action.lr_scale = ActionKind.cool, parts.sentinel.policy.lr_scale * order.factor
         case ExcludeSource():
@@ -81,7 +80,7 @@ def changes_of(order: Order, action: Action | None, outcome: Outcome | None) -> 
     if action is None or outcome is None:
         return changes
     if not outcome.succeeded:
-        return changes | {REFUSED: "there is nothing to go back to"}
+        return changes | {REFUSED: outcome.reason or "there is nothing to go back to"}
     batches = {"batches": action.exclude} if action.exclude else {}
     cost = {"target": outcome.target, "steps_lost": outcome.steps_lost} if outcome.target else {}
     return changes | batches | cost | {"step": outcome.step}

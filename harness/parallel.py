@@ -8,7 +8,9 @@ Left out: tensor, pipeline and context parallelism.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -108,6 +110,23 @@ def device_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local_ranks()
 
 
+@contextmanager
+def connected(cfg: ParallelConfig) -> Iterator[World]:
+    """The process group, for as long as the block runs.
+
+    It is not destroyed after an exception: that waits for the other ranks, which may wait for this one, and nobody
+    would learn why it died. The process is about to end. A `ConfigError` is raised on all ranks alike: all of them
+    leave in order.
+    """
+    world = connect(cfg)
+    try:
+        yield world
+    except ConfigError:
+        disconnect()
+        raise
+    disconnect()
+
+
 def disconnect() -> None:
     """Leave the process group, in order when the others still answer."""
     if dist.is_initialized():
@@ -165,14 +184,43 @@ def broadcast(value: T) -> T:
 
 def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Do something on every rank of a group; the results in rank order, or on every rank the first failure of any."""
-    outcome: T | Exception
-    try:
-        outcome = work()
-    except Exception as error:
-        outcome = error
     outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, outcome, group=group)
+    dist.all_gather_object(outcomes, _outcome_of(work), group=group)
     for each in outcomes:
         if isinstance(each, Exception):
             raise each
     return outcomes
+
+
+def jointly(work: Callable[[], T]) -> T:
+    """Do something on every rank and return this rank's own result; raises on every rank the first failure of any."""
+    done: list[T] = []
+    together(lambda: done.append(work()))
+    return done[0]
+
+
+def from_first(work: Callable[[], T]) -> T:
+    """Do something on rank 0; its result, or its failure, on every rank."""
+    outcome = broadcast(_outcome_of(work) if dist.get_rank() == 0 else None)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome  # type: ignore[return-value]
+
+
+@contextmanager
+def entered(manager: AbstractContextManager[T]) -> Iterator[T]:
+    """Enter a context on all ranks, or raise on all of them."""
+    with ExitStack() as stack:
+        yield jointly(lambda: stack.enter_context(manager))
+
+
+def _outcome_of(work: Callable[[], T]) -> T | Exception:
+    """The result, or the exception in a form that another process can read."""
+    try:
+        return work()
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return RuntimeError(f"{type(error).__name__}: {error}")
+        return error

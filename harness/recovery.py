@@ -5,6 +5,8 @@ batches are in the ledger before the weights change, so a run that is killed in 
 leaving. Weights, moments, counters, loss scale, the gate's history and the detectors' memory come back together with
 the cursor; what the policy remembers, the attempts and the operator's word go on.
 Every action ends in an `Outcome` with its cost; one that could not be carried out says so, and the policy climbs.
+What rank 0 cannot write is an outcome on all ranks: nothing counts before it is on disk. A restore that fails after it
+began to fill the weights leaves them torn, and the run halts.
 Left out: the change to another precision. The loop asks the policy for it in every iteration, so that a restart and a
 restore find it right; here is only said whether the run has one.
 """
@@ -12,6 +14,7 @@ restore find it right; here is only said whether the run has one.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +22,7 @@ from typing import NamedTuple
 from harness.build import Parts
 from harness.checkpoint import store
 from harness.events import Action, ActionKind, Outcome
-from harness.parallel import broadcast
+from harness.parallel import from_first, together
 from harness.sentinel.chart import RESTORES
 from harness.state import RunState
 
@@ -29,22 +32,19 @@ class Restored(NamedTuple):
     target: str
 
 
+class TornError(Exception):
+    """A restore failed halfway: the weights are neither the old nor the restored ones. Raised on all ranks alike."""
+
+
 def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Outcome:
     """Carry out an action; `state` is changed in place. All ranks must call it with the same action."""
     begun_s, before = time.monotonic(), replace(state)
     restored: Restored | None = None
-    match action.kind:
-        case ActionKind.rewind:
-            restored = rewind(action, parts)
-        case ActionKind.rollback:
-            restored = roll_back(action, parts, root=root)
-        case ActionKind.skip:
-            exclude(action, parts)
-        case ActionKind.swap:
-            assert action.source is not None
-            parts.ledger.reweight(state.cursor, {action.source: 0.0}, reason_of(action))
-        case ActionKind.cool | ActionKind.watch | ActionKind.halt | ActionKind.precision:
-            pass
+    failure: OSError | TornError | None = None
+    try:
+        restored = carry_out(action, parts, state, root=root)
+    except (OSError, TornError) as error:
+        failure = error
     if restored is not None:
         state.return_to(restored.state)
         parts.sentinel.rewind(restored.state.sentinel)
@@ -53,6 +53,7 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
     is_done = action.kind is not ActionKind.precision or parts.products.can_fall_back
     if action.kind in RESTORES:
         is_done = restored is not None
+    is_done = is_done and failure is None
     return Outcome(
         time=time.time(),
         iteration=state.iteration,
@@ -64,7 +65,27 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
         steps_lost=before.step - state.step,
         tokens_lost=before.tokens - state.tokens,
         seconds=time.monotonic() - begun_s,
+        reason="" if failure is None else " ".join(str(failure).split()),
+        is_torn=isinstance(failure, TornError),
     )
+
+
+def carry_out(action: Action, parts: Parts, state: RunState, *, root: Path) -> Restored | None:
+    """Do what an action says; `OSError` or `TornError` on all ranks where it cannot be done."""
+    match action.kind:
+        case ActionKind.rewind:
+            return rewind(action, parts)
+        case ActionKind.rollback:
+            return roll_back(action, parts, root=root)
+        case ActionKind.skip:
+            exclude(action, parts)
+        case ActionKind.swap:
+            assert action.source is not None
+            off = {action.source: 0.0}
+            write_down(parts, lambda: parts.ledger.reweight(state.cursor, off, reason_of(action)))
+        case ActionKind.cool | ActionKind.watch | ActionKind.halt | ActionKind.precision:
+            pass
+    return None
 
 
 def rewind(action: Action, parts: Parts) -> Restored | None:
@@ -78,14 +99,22 @@ def rewind(action: Action, parts: Parts) -> Restored | None:
 
 def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
     """To the newest good checkpoint from before the onset that is whole."""
-    taken = dict(broadcast(targets(action, parts) if parts.world.is_first else []))
-    found = store.load_first(
-        root,
-        taken,
-        parts.tensors(),
-        world=parts.world,
-        prepare=lambda name: prepare(action, parts, iteration=taken[name]),
-    )
+    taken = dict(from_first(lambda: targets(action, parts)))
+    begun: list[str] = []
+
+    def begin(name: str) -> None:
+        prepare(action, parts, iteration=taken[name])
+        begun.append(name)
+
+    try:
+        found = store.load_first(root, taken, parts.tensors(), world=parts.world, prepare=begin)
+    except OSError as error:
+        if begun:
+            raise TornError(f"rollback to {begun[-1]} failed halfway: {error}") from None
+        raise
+    if found.loaded is None and begun:
+        problem = "; ".join(map(str, found.damage))
+        raise TornError(f"rollback to {begun[-1]} failed halfway, and no other checkpoint could be restored: {problem}")
     if found.loaded is None:
         return None
     return Restored(found.loaded.state, "; ".join([found.loaded.name, *map(str, found.damage)]))
@@ -100,14 +129,25 @@ def targets(action: Action, parts: Parts) -> list[tuple[str, int]]:
 
 def prepare(action: Action, parts: Parts, *, iteration: int) -> None:
     """What must be on disk before the run goes on from the state after `iteration`."""
-    parts.keeper.go_back(iteration, reason_of(action))
+    parts.keeper.taint_since(iteration, reason_of(action))
     exclude(action, parts)
+    parts.keeper.go_back(iteration)
 
 
 def exclude(action: Action, parts: Parts) -> None:
     if action.exclude:
         first, last = action.exclude
-        parts.ledger.exclude(first, last, reason_of(action))
+        write_down(parts, lambda: parts.ledger.exclude(first, last, reason_of(action)))
+
+
+def write_down(parts: Parts, write: Callable[[], None]) -> None:
+    """Add to the ledger on rank 0, which has the file, and on the other ranks once it is on disk.
+
+    `OSError` on all ranks where it cannot be written; no rank's ledger has changed then.
+    """
+    together(lambda: write() if parts.world.is_first else None)
+    if not parts.world.is_first:
+        write()
 
 
 def reason_of(action: Action) -> str:

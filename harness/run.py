@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness.build import Parts
 from harness.commands import Inbox
-from harness.config import Config
+from harness.config import EXIT_HALTED, Config
 from harness.events import StepRecord
 from harness.garbage import Collector
 from harness.requests import StopRequest
@@ -25,6 +25,13 @@ class Ending(NamedTuple):
 
     exit_code: int
     reason: str
+    after: int = 0
+    """The iteration after which it ends. Where ranks have parted, one of them may read the record that says so before
+    the others do; it goes on until they read it too, or they would wait for it."""
+
+    @property
+    def is_halt(self) -> bool:
+        return self.exit_code == EXIT_HALTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

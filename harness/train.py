@@ -7,17 +7,19 @@ upon.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness import compose, requests, rundir
-from harness.build import build, describe, meter
+from harness.build import Parts, build, describe, held, meter
 from harness.commands import REFUSED, Inbox, intervention
 from harness.config import (
     EXIT_BAD_CONFIG,
+    EXIT_CRASHED,
     EXIT_DONE,
     EXIT_HALTED,
     EXIT_INTERRUPTED,
@@ -25,14 +27,24 @@ from harness.config import (
     ConfigError,
     check_world,
 )
+from harness.data.batch import Batch
 from harness.data.facts import as_record
-from harness.events import Action, ActionKind, Outcome, RunEnded, StepRecord, to_json
+from harness.events import Action, ActionKind, Outcome, ReducedRecord, RunEnded, to_json
 from harness.fp8.engine import require_engine
 from harness.garbage import Collector
 from harness.opening import Opened, open_run, resume
 from harness.operator import action_of, changes_of, refusal_of
 from harness.orders import Command, Pause, Rate, Resume, SaveCheckpoint
-from harness.parallel import World, broadcast, connect, disconnect, rank_from_environment, together
+from harness.parallel import (
+    World,
+    broadcast,
+    connected,
+    entered,
+    from_first,
+    jointly,
+    rank_from_environment,
+    together,
+)
 from harness.precision import able_products, fast_attention
 from harness.recovery import recover
 from harness.requests import StopRequest, signals_to
@@ -50,20 +62,62 @@ from harness.telemetry.narrator import Narrator
 PAUSED_LOOK_S = 1.0
 
 
-def hear(run: Run, *, everything: bool = False) -> Ending | None:
-    """Tell what the device reported, correct the host's count, and do what it calls for; says why the run must end."""
+class Branches(NamedTuple):
+    """What a rank does in a step and after it, in whose collectives all ranks must take part alike.
+
+    All of it follows from state that ranks share. It travels in the digest of the step: ranks that part are named.
+    """
+
+    iteration: int
+    step: int
+    cursor: int
+    generation: int
+    probe: bool
+    in_fp8: bool | None
+    saves: bool
+    """After the step, unless an earlier update turns out to be refused."""
+    evaluates: bool
+
+
+def branches_of(run: Run, cursor: int) -> Branches:
+    """The branches of the step that is about to begin."""
+    cfg, parts, state = run.cfg, run.parts, run.state
+    parts.products.use_fp8(not parts.sentinel.policy.in_fallback)
+    return Branches(
+        iteration=state.iteration,
+        step=state.step,
+        cursor=cursor,
+        generation=state.generation,
+        probe=state.iteration % cfg.sentinel.probe_every == 0 or parts.sentinel.looks_closer,
+        in_fp8=parts.products.in_fp8,
+        saves=parts.keeper.is_due(state.step + 1),
+        evaluates=due(cfg.eval.every_steps, state.step + 1, cfg),
+    )
+
+
+def hear(run: Run, *, everything: bool = False, ending: Ending | None = None) -> Ending | None:
+    """Tell what the device reported, correct the host's count, and do what it calls for; says why the run must end.
+
+    `ending` is what was known before. A halt stands: what comes after it is told and decides nothing.
+    """
     parts, state = run.parts, run.state
-    ending = None
     for facts, values in parts.mailbox.take(everything=everything):
         record = run.tell(facts, values)
         state.learn(refused=record.refused)
+        if ending is not None and ending.is_halt:
+            continue
+        if record.digests:
+            reason = f"ranks decided differently: {record.digests}"
+            ending = Ending(EXIT_HALTED, reason, after=record.iteration + run.cfg.sentinel.lag)
+            continue
         findings, action = parts.sentinel.judge(record)
         for finding in findings:
             run.narrator.note(finding)
         parts.keeper.learn(
             record, state, doubtful_since=parts.sentinel.policy.doubtful_since, remembered=parts.sentinel.memory
         )
-        ending = act(run, action) or must_end(run, record) or ending
+        further = act(run, action) or must_end(run, record)
+        ending = further if ending is None or (further is not None and further.is_halt) else ending
         if record.command_waits and ending is None:
             ending = obey(run)
     for event in [*parts.keeper.news(), *parts.sentinel.news()]:
@@ -77,18 +131,24 @@ def act(run: Run, action: Action | None) -> Ending | None:
         outcome = carry_out(run, action)
         if action.kind is ActionKind.halt:
             return Ending(EXIT_HALTED, action.reason)
+        if outcome.is_torn:
+            return Ending(EXIT_HALTED, outcome.reason)
         action = run.parts.sentinel.hear(outcome)
     return None
 
 
 def carry_out(run: Run, action: Action) -> Outcome:
-    """One action from its announcement to its outcome."""
+    """One action from its announcement to its outcome.
+
+    Reports of steps that a restore has undone are told and go no further. Where it failed they are left in the mailbox,
+    to be heard like all others: what waits for them, and the count of updates, stay right.
+    """
     run.narrator.note(action)
-    if action.kind in RESTORES:
-        for facts, values in run.parts.mailbox.take(everything=True):  # of steps that are about to be undone
-            run.tell(facts, values)
     with run.heart.during(Phase.restore):
         outcome = recover(action, run.parts, run.state, root=run.directory.checkpoints)
+    if action.kind in RESTORES and outcome.succeeded:
+        for facts, values in run.parts.mailbox.take(everything=True):
+            run.tell(facts, values)
     run.narrator.emit(outcome)
     return outcome
 
@@ -124,72 +184,93 @@ def apply(run: Run, command: Command) -> tuple[dict[str, Any], Ending | None]:
         parts.keeper.ask()
     if isinstance(order, Rate):
         run.state.lr_factor = order.factor
-    action = action_of(order, command.reason, parts, run.state)
+    try:
+        action = action_of(order, command.reason, parts, run.state)
+    except OSError as error:
+        return {REFUSED: f"cannot be done: {error}"}, None
     if action is None:
         return changes_of(order, None, None), None
     parts.sentinel.obey(action)
     outcome = carry_out(run, action)
-    return changes_of(order, action, outcome), act(run, parts.sentinel.hear(outcome))
+    changes = changes_of(order, action, outcome)
+    if outcome.is_torn:
+        return changes, Ending(EXIT_HALTED, outcome.reason)
+    return changes, act(run, parts.sentinel.hear(outcome))
 
 
-def must_end(run: Run, record: StepRecord) -> Ending | None:
+def must_end(run: Run, record: ReducedRecord) -> Ending | None:
     """Why a run ends that nobody decided to end."""
-    if record.digests:
-        return Ending(EXIT_HALTED, f"ranks decided differently: {record.digests}")
     if run.state.refused_in_row >= run.cfg.sentinel.halt_after_refused:
         return Ending(EXIT_HALTED, f"{run.state.refused_in_row} updates refused in a row")
     return Ending(EXIT_INTERRUPTED, "stopped") if record.stop_requested else None
 
 
-def due(every_steps: int, state: RunState, cfg: Config) -> bool:
-    """Whether something that happens every so many steps, and after the last one, happens now."""
-    return every_steps > 0 and (state.step % every_steps == 0 or state.step == cfg.train.num_steps)
+def due(every_steps: int, step: int, cfg: Config) -> bool:
+    """Whether something that happens every so many steps, and after the last one, happens after this one."""
+    return every_steps > 0 and (step % every_steps == 0 or step == cfg.train.num_steps)
+
+
+def data_facts(parts: Parts, batch: Batch) -> dict[str, int]:
+    """What this rank says of the data it read, for its slot."""
+    assert batch.facts is not None, "held-out data has none"
+    said = {"fingerprint": batch.facts.fingerprint, "plan": parts.batches.plan_digest()}
+    compared = batch.facts.compared
+    return said if compared is None else said | {"own_row": compared.own, "other_row": compared.other}
+
+
+def host_facts(parts: Parts, state: RunState, batch: Batch, branches: Branches) -> HostFacts:
+    """What the host knows of the step it has just issued."""
+    return HostFacts(
+        iteration=state.iteration,
+        cursor=branches.cursor,
+        tokens=state.tokens,
+        probed=branches.probe,
+        posted_s=time.perf_counter(),
+        memory_bytes=memory_bytes(parts.world.device),
+        batch=as_record(batch.facts, parts.batches.source_names),
+        in_fp8=branches.in_fp8,
+        stride=parts.batches.compared_stride(branches.cursor) or 1,
+    )
 
 
 def train(run: Run) -> Ending:
     """The loop: until all steps are done, somebody asks for a stop, or the sentinel gives up."""
     cfg, parts, state = run.cfg, run.parts, run.state
     batch_tokens = cfg.train.batch_size * cfg.train.sequence_length
-    ending = None
-    while state.step < cfg.train.num_steps and ending is None:
+    ending: Ending | None = None
+    while state.step < cfg.train.num_steps and (ending is None or state.iteration < ending.after):
         run.heart.beat(state)
         begun_s = time.perf_counter() - parts.collectives.waited_s
         cursor = parts.ledger.next_index(state.cursor)
         batch = parts.batches[cursor]
-        probe = state.iteration % cfg.sentinel.probe_every == 0 or parts.sentinel.looks_closer
-        parts.products.use_fp8(not parts.sentinel.policy.in_fallback)
-        forward_backward(parts, batch, cfg=cfg, probe=probe)
+        branches = branches_of(run, cursor)
+        forward_backward(parts, batch, cfg=cfg, probe=branches.probe)
         parts.signals.add_requests(
             stop=bool(run.stop),
             save=parts.keeper.is_due_by_clock(),
             command=run.inbox is not None and run.inbox.waits(),
         )
         busy_s = time.perf_counter() - parts.collectives.waited_s - begun_s
-        device_s = parts.compute_clock.finish_step()
-        parts.signals.add_host_facts(decision=parts.sentinel.digest, busy_s=busy_s, device_s=device_s)
+        parts.signals.add_host_facts(
+            decision=parts.sentinel.digest_with(branches),
+            busy_s=busy_s,
+            device_s=parts.compute_clock.finish_step(),
+            step_s=run.narrator.step_time_s,
+        )
+        parts.signals.add_data(**data_facts(parts, batch))
         parts.ring.finish_copy()
-        report = judge_and_update(parts, cfg=cfg, probe=probe)
+        report = judge_and_update(parts, cfg=cfg, probe=branches.probe)
 
         state.advance(next_cursor=cursor + 1, tokens=batch_tokens)
-        facts = HostFacts(
-            iteration=state.iteration,
-            cursor=cursor,
-            tokens=state.tokens,
-            probed=probe,
-            posted_s=time.perf_counter(),
-            memory_bytes=memory_bytes(parts.world.device),
-            batch=as_record(batch.facts, parts.batches.source_names),
-            in_fp8=parts.products.in_fp8,
-        )
-        parts.mailbox.post(facts, report)
+        parts.mailbox.post(host_facts(parts, state, batch, branches), report)
         with run.heart.during(Phase.save):
             parts.keeper.take_if_due(state)
-        ending = hear(run)
+        ending = hear(run, ending=ending)
 
-        look = due(cfg.eval.every_steps, state, cfg)
+        look = due(cfg.eval.every_steps, state.step, cfg)
         if look or ending is not None or state.step == cfg.train.num_steps:
-            ending = hear(run, everything=True) or ending
-        if look:
+            ending = hear(run, everything=True, ending=ending)
+        if look and not (ending is not None and ending.is_halt):
             run.narrator.emit(evaluate(parts, state, cfg=cfg, beat=lambda: run.heart.beat(state, Phase.evaluate)))
         run.collector.turn()
     if ending is None or (state.step >= cfg.train.num_steps and ending.exit_code == EXIT_INTERRUPTED):
@@ -199,7 +280,7 @@ def train(run: Run) -> Ending:
 
 def leave(run: Run, ending: Ending) -> Ending:
     """Say who asked for the end and save where the run stands, unless it halted: what was given up may be broken."""
-    if ending.exit_code == EXIT_HALTED:
+    if ending.is_halt:
         run.parts.keeper.finish()
         for event in run.parts.keeper.news():
             run.narrator.note(event)
@@ -230,17 +311,12 @@ def run_worker(cfg: Config, outfit: Outfit = as_built) -> int:
     stop = StopRequest()
     _, world_size, _ = rank_from_environment()
     check_world(cfg, world_size)
-    with signals_to(stop), fast_attention():
-        try:
-            world = connect(cfg.parallel)
-            require_engine(cfg.precision, world.device)
-            opened = broadcast(open_run(cfg) if world.is_first else None)
-            assert opened is not None
-            if opened.problem:
-                raise ConfigError("", opened.problem)
-            return run_opened(cfg, opened, world, stop, outfit)
-        finally:
-            disconnect()
+    with signals_to(stop), fast_attention(), connected(cfg.parallel) as world:
+        jointly(lambda: require_engine(cfg.precision, world.device))
+        opened = from_first(lambda: open_run(cfg))
+        if opened.problem:
+            raise ConfigError("", opened.problem)
+        return run_opened(cfg, opened, world, stop, outfit)
 
 
 def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, outfit: Outfit = as_built) -> int:
@@ -248,14 +324,14 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
     directory = opened.run
     with (
         Heartbeat(directory, rank=world.rank, world_size=world.size, num_steps=cfg.train.num_steps) as heart,
-        closing(build(cfg, world, directory)) as parts,
-        Narrator(cfg, directory, world=world, meter=meter(cfg, world)) as narrator,
+        held(build(cfg, world, directory)) as parts,
+        entered(Narrator(cfg, directory, world=world, meter=meter(cfg, world))) as narrator,
         Collector() as collector,
         able_products(cfg.precision.kind, world.device),
     ):
-        inbox = Inbox(directory) if world.is_first else None
+        inbox = jointly(lambda: Inbox(directory) if world.is_first else None)
+        from_first(lambda: write_manifest(directory, describe(cfg, parts)))
         if world.is_first:
-            write_manifest(directory, describe(cfg, parts))
             stop.watch(directory)
         state, told = resume(cfg, parts, opened)
         for event in told:
@@ -275,7 +351,7 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
                 collector=collector,
             )
         )
-        code, reason = leave(run, train(run))
+        code, reason, _ = leave(run, train(run))
         heart.end(code, reason)
         for incident in parts.sentinel.news(last=True):
             narrator.note(incident)
@@ -293,6 +369,10 @@ def main() -> int:
         if rank_from_environment()[0] == 0:
             print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(EXIT_CRASHED)  # an interpreter that ends in order may wait for ranks that wait for this one
 
 
 if __name__ == "__main__":

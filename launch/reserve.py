@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from traceback import format_exc
 from types import FrameType
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 
@@ -212,10 +212,17 @@ def enter_worker(worker: Worker, cfg: Config) -> int:
         fall = {"message": str(error), "is_user_error": isinstance(error, ConfigError), "traceback": format_exc()}
         write_atomically(Path(os.environ[FALL_FILE]), json.dumps(fall))
         time.sleep(LAST_WORD_S)
-        sys.exit(EXIT_CRASHED)
+        leave_at_once(EXIT_CRASHED)
     finally:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+
+
+def leave_at_once(exit_code: int) -> NoReturn:
+    """End the process without waiting for its threads or its process group: both may wait for other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import final
 
 from harness.config import LaunchConfig
@@ -48,9 +49,9 @@ class Watched:
         self.beat = beat
 
     def is_hung(self, cfg: LaunchConfig) -> bool:
-        if self.beat.exit_code is not None:
-            return False
         patience_s = cfg.hang_after_s if self.beat.phase in MOVING else max(cfg.start_within_s, cfg.hang_after_s)
+        if self.beat.exit_code is not None:  # it leaves, and writes no more
+            return self.still_s > patience_s and is_alive(self.beat.pid)
         is_mute = self.mute_s > max(patience_s / 2, 2 * self.beat.every_s)
         return self.still_s > patience_s + (0.0 if is_mute else VICTIMS_LATER_S)
 
@@ -62,6 +63,15 @@ class Watched:
             f"rank {beat.rank} on {beat.host} has not moved for {self.still_s:.0f} s, "
             f"in iteration {beat.iteration + 1} ({beat.phase}); {alive}"
         )
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine is there and has not ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 @final

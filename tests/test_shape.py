@@ -149,6 +149,8 @@ FILE_LINES, FUNCTION_LINES, NUM_ARGUMENTS = 300, 60, 7
 LONG_FILES = {
     "harness/config.py": "one tree, one file: every option with its unit and limits",
     "harness/events.py": "one vocabulary, one file: everything that can happen in a run",
+    "harness/train.py": "the loop, and everything that it decides",
+    "harness/data/batches.py": "which rows a rank reads, and what it says of them",
 }
 TRAIN_LOOP_LINES = 60
 

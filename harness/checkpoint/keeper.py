@@ -24,8 +24,8 @@ from harness.checkpoint.clerk import Clerk
 from harness.checkpoint.integrity import Damaged
 from harness.checkpoint.ring import Ring, Slot
 from harness.config import Config
-from harness.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, StepRecord
-from harness.parallel import World, together
+from harness.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, ReducedRecord
+from harness.parallel import World, from_first, together
 from harness.state import RunState
 
 
@@ -57,7 +57,7 @@ class Keeper:
         """The run goes on from this checkpoint, which its next clean steps may prove good."""
         self._on_disk.add(name)
         self._last_unclean = state.iteration
-        if catalog.health_of(self._root / name) is Health.candidate:
+        if from_first(lambda: catalog.health_of(self._root / name)) is Health.candidate:
             self._candidates[name] = state.iteration
 
     def is_due_by_clock(self) -> bool:
@@ -67,9 +67,13 @@ class Keeper:
             self._next_save_s = time.monotonic() + self._interval_s
         return is_due
 
+    def is_due(self, step: int) -> bool:
+        """Whether the state after this update is to be saved: by the count of steps, or because somebody asked."""
+        return self._is_asked or (self._cfg.every_steps > 0 and step % self._cfg.every_steps == 0)
+
     def take_if_due(self, state: RunState) -> None:
         """Snapshot the state that the last update left, for the ring, for the disk, or for both."""
-        is_due = self._is_asked or (self._cfg.every_steps > 0 and state.step % self._cfg.every_steps == 0)
+        is_due = self.is_due(state.step)
         self._is_asked = is_due and self._queued is not None
         if is_due and self._queued is None:
             self._queued = self._take_to_save(state)
@@ -78,7 +82,7 @@ class Keeper:
 
     def learn(
         self,
-        record: StepRecord,
+        record: ReducedRecord,
         state: RunState,
         *,
         doubtful_since: int | None = None,
@@ -116,16 +120,20 @@ class Keeper:
         found = [(each, _iteration_of(each)) for each in saved if each.step <= until_step]
         return [(each.name, int(taken)) for each, taken in found if taken < before]
 
-    def go_back(self, iteration: int, reason: str) -> None:
-        """The run goes on from the state after this iteration: what was saved since is tainted, what waits is dropped.
+    def taint_since(self, iteration: int, reason: str) -> None:
+        """The run is about to go on from the state after this iteration: what was saved since is tainted.
 
-        On all ranks, and on disk before it returns: a run that is killed now must not resume from what it leaves.
+        On disk before it returns: a run that is killed now must not resume from what it leaves. `OSError` on all ranks
+        where that fails; nothing else has changed then.
         """
         self._finish_writing()
+        together(lambda: self._taint(iteration, reason) if self._world.is_first else None)
+
+    def go_back(self, iteration: int) -> None:
+        """The run goes on from the state after this iteration: what waits, and what was taken since, is dropped."""
         self._queued = None
         self._ring.forget(iteration + 1)
         self._last_unclean = max(self._last_unclean, iteration)
-        together(lambda: self._taint(iteration, reason) if self._world.is_first else None)
         self._candidates = {name: taken for name, taken in self._candidates.items() if taken <= iteration}
 
     def _taint(self, iteration: int, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""One rank's share of a batch, on its device, with what is known about the whole."""
+"""One rank's share of a batch, on its device, with what is known about it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     documents: Tensor | None
     """int32, rows x sequence_length: which of its row's documents an input belongs to; None: all see each other."""
     facts: BatchFacts | None
-    """About the whole batch, also in a micro-batch; None for held-out data."""
+    """About this rank's share, also in a micro-batch; None for held-out data."""
 
     def micro_batches(self, size: int) -> list[Batch]:
         """The rows in their order, `size` at a time."""

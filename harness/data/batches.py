@@ -7,15 +7,17 @@ of W takes the r-th of W equal parts of the rows. One thread makes the `NUM_AHEA
 next while the step runs, and the facts about them; it only fills memory that the asking thread has allocated, so that
 everything CUDA happens in one thread. A wrong guess costs time, never a different token. Nothing is made ahead for a
 caller that jumps, or that does nothing in between: the two threads would only fight over the interpreter.
-Rank 0 reads the rows of all ranks, for the facts of the global batch.
+A rank reads its own rows alone, and in every `compare_every`-th batch one row of another rank.
 """
 
 from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from typing import NamedTuple, final
 
 import numpy as np
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from harness.data.batch import IGNORED, Batch
 from harness.data.corpus import Corpus, Origin, Tokens, digest
-from harness.data.facts import BatchFacts, GlobalFacts, fingerprint, global_facts
+from harness.data.facts import BatchFacts, Compared, GlobalFacts, fingerprint, global_facts, row_digest, stride_of
 from harness.data.ledger import Ledger
 from harness.data.mixture import Change, Mixture, Recipe
 from harness.data.order import samples_at
@@ -96,7 +98,9 @@ class Batches:
         document_mask: bool = False,
         stratified: Stratified | None = None,
         with_facts: bool = False,
+        compare_every: int = 0,
     ) -> None:
+        """`compare_every`: in every so many batches each rank reads one row of another rank too; 0: never."""
         assert list(recipe.weights) == [source.name for source in sources]
         assert all(source.samples.step == 1 for source in sources), "a corpus is split into contiguous parts"
         assert recipe.batch_size % share.world_size == 0, "check_world comes first"
@@ -107,10 +111,11 @@ class Batches:
         self._recipe = recipe
         self._ledger = ledger
         self._share = share
-        self._own_rows = slice(share.rank * num_rows, (share.rank + 1) * num_rows)
+        self._own_rows = self._rows_of(share.rank)
         self._document_mask = document_mask
         self._stratified = stratified
         self._with_facts = with_facts
+        self._compare_every = compare_every if share.world_size > 1 else 0
         self._frequencies = _frequencies(sources) if with_facts and share.rank == 0 else None
         self._num_tokens = len(sources[0].corpus.sample(sources[0].samples.start))
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
@@ -118,6 +123,7 @@ class Batches:
         self._only_source = torch.zeros(num_rows, dtype=torch.int64, device=share.device)
         self._last = -1
         self._returned_s = -math.inf
+        self._corpus_digest, self._num_digested, self._plan_digest = "", -1, 0
         self._make_s = 0.0
         """How long the last batch took to make."""
         self._heed_ledger()
@@ -179,6 +185,18 @@ class Batches:
         """Equal for equal corpora under equal names, as short hexadecimal text."""
         return digest(repr([(source.name, source.corpus.fingerprint()) for source in self.sources]).encode())
 
+    def plan_digest(self) -> int:
+        """24 bits of everything that decides which row is read where: corpus, recipe, order and ledger. Equal on all
+        ranks that read the same data."""
+        if not self._corpus_digest:
+            self._corpus_digest = self.fingerprint()
+        if len(self._ledger) != self._num_digested:
+            order = [(source.name, source.samples, source.seed) for source in self.sources]
+            entries = [{**asdict(entry), "reason": "", "time": 0} for entry in self._ledger]
+            planned = repr((self._corpus_digest, order, self._recipe, self._num_tokens, entries))
+            self._plan_digest, self._num_digested = zlib.crc32(planned.encode()) % 2**24, len(self._ledger)
+        return self._plan_digest
+
     def close(self) -> None:
         """End the thread; no batch can be asked for afterwards."""
         self._worker.shutdown(wait=True, cancel_futures=True)
@@ -231,11 +249,36 @@ class Batches:
             buffers.documents.numpy()[:] = documents[:, :-1]
         if not self._with_facts:
             return _Made(buffers, None)
-        if self._share.rank > 0:
-            return _Made(buffers, BatchFacts(fingerprint=fingerprint(tokens), whole=None))
-        alone = self._share.world_size == 1
-        whole = self._facts(tokens if alone else self._read(sources, samples), sources)
-        return _Made(buffers, BatchFacts(fingerprint=whole.fingerprint if alone else fingerprint(tokens), whole=whole))
+        facts = self._facts(tokens, sources[own]) if self._share.rank == 0 else None
+        return _Made(
+            buffers,
+            BatchFacts(
+                fingerprint=fingerprint(tokens) if facts is None else facts.fingerprint,
+                rows_by_source=tuple(np.bincount(sources, minlength=len(self.sources)).tolist()),
+                own=facts,
+                compared=self._compare(index, tokens, sources, samples),
+            ),
+        )
+
+    def _rows_of(self, rank: int) -> slice:
+        """Which rows of the global batch are a rank's."""
+        num_rows = self._recipe.batch_size // self._share.world_size
+        return slice(rank * num_rows, (rank + 1) * num_rows)
+
+    def compared_stride(self, index: int) -> int | None:
+        """How far ahead the rank lies whose row each rank reads too in this batch; None: no rows are compared."""
+        if not self._compare_every or index % self._compare_every:
+            return None
+        return stride_of(index // self._compare_every, self._share.world_size)
+
+    def _compare(self, index: int, tokens: Ints, sources: Ints, samples: Ints) -> Compared | None:
+        stride = self.compared_stride(index)
+        if stride is None:
+            return None
+        turn, other = index // self._compare_every, self._rows_of((self._share.rank + stride) % self._share.world_size)
+        at = other.start + turn % (other.stop - other.start)
+        (row,) = self._read(sources[at : at + 1], samples[at : at + 1])
+        return Compared(own=row_digest(tokens[turn % len(tokens)]), other=row_digest(row))
 
     def _samples(self, index: int, mixture: Mixture) -> tuple[Ints, Ints]:
         """Looked up in the plan; where batches are asked for one after the other, many are planned at once."""

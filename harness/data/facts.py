@@ -4,9 +4,10 @@ Why: when a step goes wrong, the first questions are whether its batch was seen 
 and which source it came from; the answers must be there without reading the batch again.
 How: a row's fingerprint is a 64-bit hash of its token ids, whatever type they are stored in; that of several rows is
 the sum modulo 2 ** 64. So the fingerprints of all ranks add up to that of the global batch, whatever the number of
-ranks and the order of the rows. Tokens are ranked by how often they occur in the corpus where that is known, and
-otherwise in the batch itself; of equally frequent ones the highest id is the rarest, since tokenizers number frequent
-tokens first.
+ranks and the order of the rows, and no rank reads the rows of the others. Now and then each rank also reads one row of
+another one, so that a rank that reads other bytes is found out. Tokens are ranked by how often they occur in the corpus
+where that is known, and otherwise in the batch itself; of equally frequent ones the highest id is the rarest, since
+tokenizers number frequent tokens first.
 Left out: memory of other batches. Facts are a pure function of the rows.
 """
 
@@ -45,13 +46,24 @@ class GlobalFacts:
     """In the order of the sources."""
 
 
+class Compared(NamedTuple):
+    """One row of this rank and one of another, each in brief: what `row_digest` gives."""
+
+    own: int
+    other: int
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFacts:
     fingerprint: int
     """Of this rank's rows."""
-    whole: GlobalFacts | None
-    """Of the global batch; on rank 0 only."""
+    rows_by_source: tuple[int, ...]
+    """Of the global batch, in the order of the sources; known from the plan, without reading it."""
+    own: GlobalFacts | None
+    """Of this rank's rows alone; on rank 0 only, for the log."""
+    compared: Compared | None
+    """None in a batch in which no rows are compared."""
 
 
 def fingerprint(rows: Tokens) -> int:
@@ -61,10 +73,26 @@ def fingerprint(rows: Tokens) -> int:
     return total % 2**64
 
 
+def row_digest(row: Tokens) -> int:
+    """A row in 24 bits, which float32 holds exactly; never 0, which stands for "not measured"."""
+    return 1 + fingerprint(row[None, :]) % (2**24 - 1)
+
+
+def stride_of(turn: int, world_size: int) -> int:
+    """How far ahead the rank lies whose row a rank reads too, at the `turn`-th comparison.
+
+    It changes, so that ranks of one machine are compared with those of others. It is never half of the ranks: two ranks
+    that compare only with each other cannot tell which of them is wrong.
+    """
+    strides = [each for each in (1, 2, 3, 5, 7, 11, 13) if each < world_size and 2 * each != world_size] or [1]
+    return strides[turn % len(strides)]
+
+
 def global_facts(
     rows: Tokens, sources: NDArray[np.int64], *, num_sources: int, frequencies: NDArray[np.int64] | None
 ) -> GlobalFacts:
-    """Facts of a global batch; `frequencies` is how often each token id occurs in the corpus."""
+    """Facts of some rows, of a global batch where it is given; `frequencies`: how often each token id occurs in the
+    corpus."""
     counts = np.bincount(rows.ravel())
     return GlobalFacts(
         fingerprint=fingerprint(rows),
@@ -97,13 +125,12 @@ def _rarest(counts: NDArray[np.int64], frequencies: NDArray[np.int64] | None) ->
 
 
 def as_record(facts: BatchFacts | None, source_names: Sequence[str]) -> dict[str, Any]:
-    """Facts as they stand in a step's record; empty where there are none."""
-    if facts is None or facts.whole is None:
+    """Facts as they stand in a step's record, but for the fingerprint of the global batch, which is a sum over ranks;
+    empty where there are none."""
+    if facts is None or facts.own is None:
         return {}
-    whole = facts.whole
     return {
-        "fingerprint": f"{whole.fingerprint:016x}",
-        "entropy_nats": whole.entropy_nats,
-        "rarest": [list(rare) for rare in whole.rarest],
-        "rows": dict(zip(source_names, whole.rows_by_source, strict=True)),
+        "entropy_nats": facts.own.entropy_nats,
+        "rarest": [list(rare) for rare in facts.own.rarest],
+        "rows": dict(zip(source_names, facts.rows_by_source, strict=True)),
     }

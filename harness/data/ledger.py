@@ -15,7 +15,7 @@ import math
 import os
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self, final
@@ -64,8 +64,13 @@ class Ledger:
     @classmethod
     def load(cls, path: Path, *, writer: bool = True) -> Self:
         """The ledger a file holds, empty where there is none; only the writer's exclusions go back to the file."""
-        ledger = cls(path if writer else None)
-        for entry in _read(path):
+        return cls.of(_read(path), path=path if writer else None)
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry], *, path: Path | None) -> Self:
+        """A ledger of these entries; later ones are written to `path`, where there is one."""
+        ledger = cls(path)
+        for entry in entries:
             ledger._add(entry)
         return ledger
 

@@ -41,6 +41,7 @@ def open_data(
         document_mask=mask,
         stratified=stratify(cfg, train_sources),
         with_facts=True,
+        compare_every=cfg.sentinel.probe_every,
     )
     message = f"must be at most the {room(train)} there are to train on, got {size}"
     require(len(train) > 0, "train.batch_size", message)

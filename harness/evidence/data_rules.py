@@ -49,6 +49,9 @@ def _embedding_share(record: StepRecord) -> float | None:
 def scrambled_data(evidence: Evidence, measures: Measures) -> Judgement:
     """Tokens that are no text: their entropy is not that of the corpus, or they are not what lies on disk."""
     cause, shift = Cause.scrambled_data, m.entropy_shift(measures)
+    parted = next((each for each in evidence.findings if each.kind is FindingKind.data_mismatch), None)
+    if parted is not None:
+        return ruled(cause, 1.0, Reason(parted.message, Panel.ranks))
     changed = [batch.index for batch in evidence.batches if batch.is_changed]
     disk = f"batch {changed[0]} is not what lies on disk: its fingerprint differs" if changed else ""
     if shift is None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
@@ -19,11 +18,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from harness.build import Parts, build
+from harness.build import Parts, build, held
 from harness.checkpoint import store
 from harness.config import EXIT_DONE, Config, ConfigError
 from harness.events import StepRecord, encode
-from harness.parallel import World, all_reduce_sum, connect, disconnect, local, together
+from harness.parallel import World, all_reduce_sum, connected, local, together
 from harness.precision import able_products, fast_attention
 from harness.recovery import set_rate
 from harness.replay.samples import Sample, weigh
@@ -84,21 +83,18 @@ class Replayed:
 
 def run_worker(order: Order, cfg: Config) -> int:
     """One rank's part of a replay; rank 0 writes the result."""
-    with fast_attention():
-        try:
-            world = connect(cfg.parallel)
-            with (
-                closing(build(cfg, world, RunDir(order.run))) as parts,
-                able_products(cfg.precision.kind, world.device),
-            ):
-                if order.tamper is not None:
-                    order.tamper(parts)
-                replayed = replay(order, parts, cfg, world)
-                if world.is_first:
-                    write_atomically(order.report, json.dumps(encode(as_dict(replayed)), indent=1) + "\n")
-            return EXIT_DONE
-        finally:
-            disconnect()
+    with (
+        fast_attention(),
+        connected(cfg.parallel) as world,
+        held(build(cfg, world, RunDir(order.run))) as parts,
+        able_products(cfg.precision.kind, world.device),
+    ):
+        if order.tamper is not None:
+            order.tamper(parts)
+        replayed = replay(order, parts, cfg, world)
+        if world.is_first:
+            write_atomically(order.report, json.dumps(encode(as_dict(replayed)), indent=1) + "\n")
+    return EXIT_DONE
 
 
 def as_dict(replayed: Replayed) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 from statistics import median
 from typing import Any, NamedTuple, Self, final
 
-from harness.events import StepRecord
+from harness.events import ReducedRecord
 
 MEMORY_ITERATIONS = 1024
 NUM_LEVEL = 50
@@ -45,7 +45,7 @@ class Branch:
     roots: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
     """Iteration and step at which the run was set down, oldest first; both rise."""
 
-    def add(self, record: StepRecord) -> None:
+    def add(self, record: ReducedRecord) -> None:
         applied = not record.refused and math.isfinite(record.loss)
         self.seen.append(Seen(record.iteration, record.step, record.cursor, record.loss if applied else None))
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self, final
 
 from harness.config import PolicyConfig
-from harness.events import Action, ActionKind, Finding, FindingKind, Outcome, StepRecord
+from harness.events import Action, ActionKind, Finding, FindingKind, Outcome, ReducedRecord
 from harness.sentinel.branch import Branch
 from harness.sentinel.budgets import Budgets
 from harness.sentinel.case import CAUSES, OMENS, Case, Closed, Rung, Verdict
@@ -68,7 +68,7 @@ class Chart:
     def new(cls, cfg: PolicyConfig) -> Self:
         return cls(cfg=cfg, budgets=Budgets(cfg.budgets, cfg.window_steps))
 
-    def see(self, record: StepRecord, findings: Sequence[Finding]) -> None:
+    def see(self, record: ReducedRecord, findings: Sequence[Finding]) -> None:
         """One iteration, and what was suspected of it."""
         self.closed = []
         if self.is_halted or self.is_awaiting:
@@ -172,7 +172,7 @@ class Chart:
             case.without_margin = True
             case.rung = Rung.wide if case.rung == Rung.rollback else Rung.rollback
 
-    def _of_range(self, record: StepRecord, findings: Iterable[Finding]) -> Iterator[Demand]:
+    def _of_range(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Demand]:
         """What does not fit into fp8 is known before anything else of a record is judged: it is the cause of that."""
         for finding in [each for each in findings if each.kind is FindingKind.fp8_range]:
             case = self._join(finding.kind, record, onset=min(finding.onset, record.iteration))
@@ -180,7 +180,7 @@ class Chart:
             if not case.is_treated:
                 yield Demand(Rung.rewind if case.is_harmed else Rung.watch, case.number, finding.message)
 
-    def _of_update(self, record: StepRecord) -> Iterator[Demand]:
+    def _of_update(self, record: ReducedRecord) -> Iterator[Demand]:
         """What the record itself calls for, whatever the detectors say."""
         is_refusal = self.refusals.add(record)
         before = (self.refusals.since if self.refusals.num_in_row else record.iteration) - 1
@@ -200,7 +200,7 @@ class Chart:
             rung = Rung.skip if case.blames_data else Rung.rewind
             yield Demand(rung, case.number, f"the update of batch {record.cursor} was refused")
 
-    def _of_findings(self, record: StepRecord, findings: Iterable[Finding]) -> Iterator[Demand]:
+    def _of_findings(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Demand]:
         for finding in findings:
             rung = FIRST_RUNG.get(finding.kind)
             if rung is None or (record.refused and finding.kind in OF_THE_BATCH):
@@ -217,7 +217,7 @@ class Chart:
             if rung is not Rung.none:
                 yield Demand(rung, case.number, finding.message)
 
-    def _of_watch(self, record: StepRecord, *, other_than: set[int]) -> Iterator[Demand]:
+    def _of_watch(self, record: ReducedRecord, *, other_than: set[int]) -> Iterator[Demand]:
         for case in [case for case in self.cases if case.is_watched and case.number not in other_than]:
             match case.judge(self.branch, record.iteration, cfg=self.cfg):
                 case None:
@@ -229,7 +229,7 @@ class Chart:
                 case verdict:
                     self._close(case, verdict)
 
-    def _join(self, kind: str, record: StepRecord, *, onset: int, cursors: Sequence[int] = ()) -> Case:
+    def _join(self, kind: str, record: ReducedRecord, *, onset: int, cursors: Sequence[int] = ()) -> Case:
         """The open case at the place of a trouble, or a new one."""
         onset = max(onset, 0)
         there = self.branch.at(onset)

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any, final
 
 from harness.config import DetectConfig
-from harness.events import Finding, FindingKind, StepRecord
+from harness.events import Finding, FindingKind, ReducedRecord
 from harness.sentinel.baseline import (
     FLOATS,
     SMALLEST,
@@ -79,7 +79,7 @@ class CurveWatch:
     slow_quiet: int = 0
     """Blocks since then."""
 
-    def observe(self, record: StepRecord, cfg: DetectConfig, warming: float) -> list[Finding]:
+    def observe(self, record: ReducedRecord, cfg: DetectConfig, warming: float) -> list[Finding]:
         """Findings of one row that was applied and is finite."""
         steps = 1 if self.last_step is None else record.step - self.last_step
         if steps <= 0:
@@ -99,7 +99,7 @@ class CurveWatch:
             found.append(self._watch_blocks(record, cfg))
         return [finding for finding in found if finding is not None]
 
-    def refused(self, record: StepRecord, cfg: DetectConfig) -> Iterator[Finding]:
+    def refused(self, record: ReducedRecord, cfg: DetectConfig) -> Iterator[Finding]:
         """What a refused row would have been; nothing is learnt from it."""
         limit = bound(self.grad, cfg, FLOATS, sigmas=cfg.lone_sigmas, factor=cfg.grad_spike_factor)
         if self.grad[0] and record.grad_norm > limit:
@@ -117,7 +117,7 @@ class CurveWatch:
         self.grad = reopen(self.grad, math.exp(self.grad[-1]), bool(self.grad[0]), FLOATS)
         self._forget()
 
-    def _watch_gradient(self, record: StepRecord, cfg: DetectConfig, warming: float) -> Finding | None:
+    def _watch_gradient(self, record: ReducedRecord, cfg: DetectConfig, warming: float) -> Finding | None:
         finding = None
         if self.grad[0]:
             level, spread = expected(self.grad, cfg, FLOATS)
@@ -133,7 +133,7 @@ class CurveWatch:
         self.grad = advance(self.grad, record.grad_norm, True, cfg, FLOATS)
         return finding
 
-    def _watch_loss(self, record: StepRecord, cfg: DetectConfig, warming: float, steps: int) -> Finding | None:
+    def _watch_loss(self, record: ReducedRecord, cfg: DetectConfig, warming: float, steps: int) -> Finding | None:
         level, spread = expected(self.loss, cfg, FLOATS)
         wide = tolerance(self.loss, cfg, FLOATS, warming=warming)
         rise = (math.log(record.loss) if record.loss > SMALLEST else math.log(SMALLEST)) - level
@@ -159,7 +159,7 @@ class CurveWatch:
         words = f"loss {record.loss:.4g}, {rise / spread:.1f} spreads above its level of {math.exp(level):.4g}"
         return self._finding(FindingKind.loss_spike, record, self.onset, limit, words)
 
-    def _fill_block(self, record: StepRecord, cfg: DetectConfig, steps: int) -> bool:
+    def _fill_block(self, record: ReducedRecord, cfg: DetectConfig, steps: int) -> bool:
         """Add a row; whether its block is full."""
         if steps > 0 and steps != self.interval:
             self.interval += (min(float(steps), 4.0 * self.interval) - self.interval) / 16.0
@@ -175,7 +175,7 @@ class CurveWatch:
         self.block = []
         return True
 
-    def _watch_blocks(self, record: StepRecord, cfg: DetectConfig) -> Finding | None:
+    def _watch_blocks(self, record: ReducedRecord, cfg: DetectConfig) -> Finding | None:
         means = [mean for _, mean, _ in self.blocks]
         shown = slow_change(means, expected(self.loss, cfg, FLOATS)[1])
         recent = range(max(1, len(means) - NUM_FLOOR - NUM_CEILING // 2), len(means))
@@ -198,7 +198,7 @@ class CurveWatch:
         limit = math.exp(means[lowest - 1])
         return self._finding(FindingKind(shown), record, int(first), limit, words, value=now)
 
-    def _grad_spike(self, record: StepRecord, limit: float) -> Finding:
+    def _grad_spike(self, record: ReducedRecord, limit: float) -> Finding:
         largest = max(record.group_grad_norms.values(), default=0.0)
         groups = [name for name, norm in record.group_grad_norms.items() if norm >= 0.5 * largest]
         words = f"gradient norm {record.grad_norm:.4g} against at most {limit:.4g}"
@@ -207,7 +207,14 @@ class CurveWatch:
         return finding
 
     def _finding(
-        self, kind: FindingKind, record: StepRecord, onset: int, limit: float, words: str, *, value: float | None = None
+        self,
+        kind: FindingKind,
+        record: ReducedRecord,
+        onset: int,
+        limit: float,
+        words: str,
+        *,
+        value: float | None = None,
     ) -> Finding:
         back = min(record.iteration - onset + 2, NUM_CURSORS)
         return Finding(
@@ -222,7 +229,7 @@ class CurveWatch:
             cursors=self.cursors[-back:],
         )
 
-    def _start_over(self, record: StepRecord) -> None:
+    def _start_over(self, record: ReducedRecord) -> None:
         """The steps went back, as after a restart from a checkpoint: what was learnt of the noise is all that holds."""
         self.loss = reopen(self.loss, record.loss, bool(self.loss[0]), FLOATS)
         self.grad = reopen(self.grad, record.grad_norm, bool(self.grad[0]) and record.grad_norm > 0, FLOATS)
@@ -271,7 +278,7 @@ def restore(data: dict[str, Any]) -> CurveWatch:
     return watch
 
 
-def loud_ranks(record: StepRecord) -> list[int]:
+def loud_ranks(record: ReducedRecord) -> list[int]:
     """Ranks whose own gradient makes most of the whole one, where others' is far smaller; empty where all are alike."""
     spread = record.ranks.get("grad_norm")
     if spread is None:

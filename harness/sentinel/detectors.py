@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self, final
 
 from harness.config import DetectConfig
-from harness.events import Finding, StepRecord
+from harness.events import Finding, ReducedRecord
 from harness.sentinel import curve
 from harness.sentinel.curve import CurveWatch
 from harness.sentinel.guards import (
@@ -47,7 +47,7 @@ class Detectors:
     speed: SpeedGuard = field(default_factory=SpeedGuard)
     ranks: RankGuard = field(default_factory=RankGuard)
 
-    def observe(self, record: StepRecord) -> list[Finding]:
+    def observe(self, record: ReducedRecord) -> list[Finding]:
         """What is suspicious about a row, given all before it."""
         found: list[Finding] = []
         broken = not (math.isfinite(record.loss) and math.isfinite(record.grad_norm))
@@ -59,6 +59,8 @@ class Detectors:
             found += self.ranges.observe(record, self.cfg)
         if record.ranks or record.mismatched_ranks or self.ranks.mismatched:
             found += self.ranks.observe(record)
+        if record.other_data:
+            found += self.batches.compare(record)
         if record.refused:
             return found + ([] if broken else list(self.curves.refused(record, self.cfg)))
         if math.isfinite(record.lr):
@@ -69,9 +71,9 @@ class Detectors:
             found += self.weights.observe(record)
         if record.v_norm is not None or record.square_ratio is not None:
             found += self.moments.observe(record)
-        if record.batch:
+        if record.fingerprint:
             found += self.batches.observe(record)
-        if record.tokens_per_s or record.step_time_s:
+        if record.median_step_s:
             found += self.speed.observe(record)
         return found
 

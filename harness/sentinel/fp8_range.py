@@ -10,7 +10,7 @@ from harness.fp8.meters import SCALE_EXPONENTS, Role
 
 
 class Fp8Range(NamedTuple):
-    """The fields of a `StepRecord` that tell it."""
+    """The fields of a `ReducedRecord` that tell it."""
 
     health: dict[str, Fp8Health]
     underflow: dict[str, float]

@@ -3,8 +3,7 @@
 How: one small class for each finding, whose fields are its whole memory and plain data. `observe` gives at most one
 finding for each episode: it is raised when its condition begins to hold, and armed again when it no longer does.
 A field that a record does not have is no evidence of anything.
-Left out: findings on the clock or on facts of the batch (slow, duplicate_batch) may differ between ranks, since only
-the first rank reads those; they inform and must not decide.
+All guards read a `ReducedRecord`, which has no field that one rank alone knows: every rank finds the same.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import final
 
-from harness.events import Finding, FindingKind, RankSpread, StepRecord
+from harness.events import Finding, FindingKind, RankSpread, ReducedRecord
 
 DRIFT_STEPS, DRIFT_FACTOR, DRIFT_PROBES = 200, 2.0, 10
 SETTLED_STEPS = 100
@@ -23,6 +22,11 @@ JUMP_OF_PEAK, JUMP_OF_VALUE, EXPECTED_ROWS = 0.1, 0.2, 50
 LEAST_ROWS = 20
 """Rows of learning rates before any is held against the others: logs round small ones."""
 NUM_FINGERPRINTS = 512
+OTHER_DATA = {
+    "plan": "have another corpus, order or ledger than the rest",
+    "rows": "read other tokens for the same row",
+}
+"""What can differ between the data of ranks, in words."""
 STUCK_ROWS = 5
 FAR_SIGMAS, FARTHEST_SIGMAS, FAR_ROWS = 8.0, 20.0, 5
 RANK_FACTOR = {"grad_norm": 10.0, "loss": 2.0}
@@ -31,7 +35,7 @@ LEAST_RANK_SPREAD = 0.02
 """Of the median: ranks with almost equal numbers differ by less than that, and it means nothing."""
 
 
-def found_now(kind: FindingKind, record: StepRecord, value: float, bound: float, message: str) -> Finding:
+def found_now(kind: FindingKind, record: ReducedRecord, value: float, bound: float, message: str) -> Finding:
     """A finding of this very iteration, on its own batch."""
     return Finding(
         time=record.time,
@@ -56,7 +60,7 @@ def broken_groups(norms: dict[str, float]) -> list[str]:
 class NonfiniteGuard:
     raised: bool = False
 
-    def observe(self, record: StepRecord) -> Iterator[Finding]:
+    def observe(self, record: ReducedRecord) -> Iterator[Finding]:
         """Whatever is not finite; names the ranks and layer groups where it came from, first of all broken weights."""
         weights = broken_groups(record.group_param_norms)
         broken = bool(weights) or not (math.isfinite(record.loss) and math.isfinite(record.grad_norm))
@@ -79,7 +83,7 @@ class WeightGuard:
     """Step and norm of each group, oldest first, over the last `DRIFT_STEPS`."""
     raised: list[str] = field(default_factory=list)
 
-    def observe(self, record: StepRecord) -> Iterator[Finding]:
+    def observe(self, record: ReducedRecord) -> Iterator[Finding]:
         """A group whose norm doubled or halved within 200 steps."""
         norms = record.group_param_norms or ({} if record.param_norm is None else {"all": record.param_norm})
         norms = {name: norm for name, norm in norms.items() if math.isfinite(norm) and norm > 0}
@@ -121,7 +125,7 @@ class RateGuard:
     """Rows for which a change was announced."""
     rising: bool = False
 
-    def observe(self, record: StepRecord) -> list[Finding]:
+    def observe(self, record: ReducedRecord) -> list[Finding]:
         rate, steps = record.lr, record.step - self.step
         change = rate - self.rate
         found, slope = [], change / steps if steps > 0 and self.count else None
@@ -146,12 +150,22 @@ class RateGuard:
 class BatchGuard:
     seen: dict[str, int] = field(default_factory=dict)
     """Fingerprint -> batch index, oldest first."""
+    differing: dict[str, list[int]] = field(default_factory=dict)
+    """What differed in the last row in which something did -> ranks."""
 
-    def observe(self, record: StepRecord) -> Iterator[Finding]:
+    def compare(self, record: ReducedRecord) -> Iterator[Finding]:
+        """Ranks that read other data than the rest; also of a row that was refused."""
+        for what, ranks in record.other_data.items():
+            if fresh := [rank for rank in ranks if rank not in self.differing.get(what, [])]:
+                words = f"ranks {', '.join(map(str, fresh))} {OTHER_DATA[what]}"
+                finding = found_now(FindingKind.data_mismatch, record, len(fresh), 0.0, words)
+                finding.ranks, finding.cursors = fresh, []
+                yield finding
+        self.differing = {what: list(ranks) for what, ranks in record.other_data.items()}
+
+    def observe(self, record: ReducedRecord) -> Iterator[Finding]:
         """A batch whose tokens were seen before, under another index."""
-        fingerprint = record.batch.get("fingerprint")
-        if fingerprint is None:
-            return
+        fingerprint = record.fingerprint
         before = self.seen.get(fingerprint, record.cursor)
         if before != record.cursor:
             words = f"batch {record.cursor} holds the same tokens as batch {before}"
@@ -172,7 +186,7 @@ class ScaleGuard:
     stuck: int = 0
     raised: bool = False
 
-    def observe(self, record: StepRecord) -> Iterator[Finding]:
+    def observe(self, record: ReducedRecord) -> Iterator[Finding]:
         scale = record.loss_scale
         if scale is None:
             return
@@ -196,7 +210,7 @@ class RankGuard:
     raised: list[list[int | str]] = field(default_factory=list)
     mismatched: list[int] = field(default_factory=list)
 
-    def observe(self, record: StepRecord) -> Iterator[Finding]:
+    def observe(self, record: ReducedRecord) -> Iterator[Finding]:
         raised: list[list[int | str]] = []
         for name, factor in RANK_FACTOR.items():
             spread = record.ranks.get(name)

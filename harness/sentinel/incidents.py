@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import final
 
 from harness.config import DetectConfig
-from harness.events import ActionKind, Finding, FindingKind, StepRecord
+from harness.events import ActionKind, Finding, FindingKind, ReducedRecord
 
 UP_ROWS, DOWN_ROWS, SPREAD_ROWS, SMOOTHED_ROWS = 32, 8, 100, 4
 """Rows that the usual loss, which falls faster than it rises, its spread, and the present loss are means of."""
@@ -27,6 +27,7 @@ RECOVERED_SIGMAS, RECOVERED_STEPS = 0.5, 50
 GRAVEST = (
     FindingKind.nonfinite,
     FindingKind.replica_mismatch,
+    FindingKind.data_mismatch,
     FindingKind.divergence,
     FindingKind.loss_spike,
     FindingKind.level_shift,
@@ -46,7 +47,14 @@ GRAVEST = (
 OF_THE_LOSS = frozenset(
     {FindingKind.nonfinite, FindingKind.divergence, FindingKind.loss_spike, FindingKind.level_shift}
 )
-SEVERE = frozenset({FindingKind.replica_mismatch, FindingKind.optimizer_reset, FindingKind.scale_collapse})
+SEVERE = frozenset(
+    {
+        FindingKind.replica_mismatch,
+        FindingKind.data_mismatch,
+        FindingKind.optimizer_reset,
+        FindingKind.scale_collapse,
+    }
+)
 
 
 class Severity(StrEnum):
@@ -99,7 +107,7 @@ class Incidents:
     """Rows in a row with the loss back."""
     back_step: int = 0
 
-    def observe(self, record: StepRecord, findings: Sequence[Finding]) -> list[Incident]:
+    def observe(self, record: ReducedRecord, findings: Sequence[Finding]) -> list[Incident]:
         """The incidents that end with this row."""
         loss, ended = record.loss, []
         finite = math.isfinite(loss) and not record.refused
@@ -127,7 +135,7 @@ class Incidents:
         self.deviation += (abs(loss - self.mean) - self.deviation) / SPREAD_ROWS
         self.mean += (loss - self.mean) / (UP_ROWS if loss > self.mean else DOWN_ROWS)
 
-    def _join(self, finding: Finding, record: StepRecord) -> None:
+    def _join(self, finding: Finding, record: ReducedRecord) -> None:
         onset = max(0, finding.step - max(0, finding.iteration - finding.onset))
         if self.open is None:
             self.rows, self.back = 0, 0
@@ -149,7 +157,7 @@ class Incidents:
         if GRAVEST.index(finding.kind) < GRAVEST.index(incident.kind):
             incident.kind, incident.message = finding.kind, finding.message
 
-    def _follow(self, incident: Incident, record: StepRecord, finite: bool) -> Iterator[Incident]:
+    def _follow(self, incident: Incident, record: ReducedRecord, finite: bool) -> Iterator[Incident]:
         self.rows += 1
         if finite and not record.loss <= incident.peak_loss:
             incident.peak_step, incident.peak_loss = record.step, record.loss

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import final
 
-from harness.events import Finding, FindingKind, StepRecord
+from harness.events import Finding, FindingKind, ReducedRecord
 from harness.sentinel.guards import SETTLED_STEPS, found_now
 
 STALE_RATIO, MOMENT_FACTOR = 4.0, 10.0
@@ -30,7 +30,7 @@ class MomentGuard:
     """Of the last probe."""
     raised: bool = False
 
-    def observe(self, record: StepRecord) -> Iterator[Finding]:
+    def observe(self, record: ReducedRecord) -> Iterator[Finding]:
         ratio = record.square_ratio or 0.0
         is_known = record.v_norm is not None and math.isfinite(record.v_norm)
         norm = record.v_norm if record.v_norm is not None and is_known else 0.0
@@ -50,7 +50,7 @@ class MomentGuard:
         if norm > 0:
             self.norms, self.step = [*self.norms[-2:], norm], record.step
 
-    def _least(self, record: StepRecord) -> float:
+    def _least(self, record: ReducedRecord) -> float:
         """What must be left of the second moment since the last probe: each update takes away 1 - beta2 at most."""
         if not self.norms:
             return 0.0

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, final
 
 from harness.config import PolicyConfig
-from harness.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunStarted, StepRecord
+from harness.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, ReducedRecord, RunStarted
 from harness.sentinel.case import Case, Closed, Rung
 from harness.sentinel.chart import RESTORES, Chart
 from harness.sentinel.fallback import window
@@ -61,7 +61,7 @@ class Policy:
     def start(cls, cfg: PolicyConfig, *, lag: int) -> Self:
         return cls(Chart.new(cfg), lag)
 
-    def decide(self, record: StepRecord, findings: Sequence[Finding]) -> Action | None:
+    def decide(self, record: ReducedRecord, findings: Sequence[Finding]) -> Action | None:
         """What to do after an iteration; None: nothing."""
         self.chart.see(record, findings)
         return self._noted(self.choice(Moment(record.time, record.iteration, record.step)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from harness.config import DetectConfig
-from harness.events import Finding, FindingKind, StepRecord
+from harness.events import Finding, FindingKind, ReducedRecord
 from harness.sentinel.guards import found_now
 
 CLEAN = 0.5
@@ -33,7 +33,7 @@ class RangeGuard:
     clean_until: int = 0
     """The last iteration that is known to be clean."""
 
-    def observe(self, record: StepRecord, cfg: DetectConfig) -> Iterator[Finding]:
+    def observe(self, record: ReducedRecord, cfg: DetectConfig) -> Iterator[Finding]:
         if record.in_fp8 is False:
             self.raised, self.clean_until = [], record.iteration
         if not (record.fp8 or record.fp8_underflow) or not math.isfinite(record.loss + record.grad_norm):
@@ -53,7 +53,7 @@ class RangeGuard:
             self.clean_until = record.iteration
 
     def _found(
-        self, record: StepRecord, zeroed: Mapping[str, float], beyond: Mapping[str, float], cfg: DetectConfig
+        self, record: ReducedRecord, zeroed: Mapping[str, float], beyond: Mapping[str, float], cfg: DetectConfig
     ) -> Finding:
         """It began after the last step that is known to be clean; no batch is to blame."""
         shares, bound = (zeroed, cfg.fp8_underflow) if zeroed else (beyond, cfg.fp8_saturated)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from harness.events import ABOUT_SPEED, Action, Finding, FindingKind, Incident, StepRecord
+from harness.events import ABOUT_SPEED, Action, Finding, FindingKind, Incident, ReducedRecord
 from harness.sentinel.case import Case
 from harness.sentinel.chart import Chart
 
@@ -31,7 +31,7 @@ class Register:
     ended: list[Incident] = field(default_factory=list)
     """Not asked for yet."""
 
-    def see(self, record: StepRecord, findings: Sequence[Finding], chart: Chart) -> None:
+    def see(self, record: ReducedRecord, findings: Sequence[Finding], chart: Chart) -> None:
         """One iteration, after the policy has seen it."""
         is_trouble = record.refused or any(finding.kind not in FOR_PEOPLE for finding in findings)
         showing = [case.number for case in chart.cases if is_trouble and record.step <= case.end_step]
@@ -81,7 +81,7 @@ class Register:
         return told
 
 
-def _opened(case: Case, record: StepRecord) -> Incident:
+def _opened(case: Case, record: ReducedRecord) -> Incident:
     return Incident(
         time=record.time,
         iteration=record.iteration,

@@ -47,7 +47,8 @@ def pack(reduced: Tensor, total: Totals, *, judgement: Judgement, lr: Tensor, st
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What only the host knows of the step, noted when it was issued."""
+    """What only the host knows of the step, noted when it was issued: equal on all ranks, but for `posted_s`,
+    `memory_bytes` and `batch`, which are this rank's own and go into the log only."""
 
     iteration: int
     cursor: int
@@ -58,9 +59,11 @@ class HostFacts:
     """The host's clock; steps are as far apart as their posts."""
     memory_bytes: int
     batch: dict[str, Any]
-    """What the batch held."""
+    """What this rank's rows of the batch held; empty on all ranks but the first."""
     in_fp8: bool | None = None
     """Whether it was computed in fp8; None in a run that never is."""
+    stride: int = 1
+    """How far ahead the rank lay whose row each rank read too, where rows were compared."""
 
 
 def unpack(
@@ -84,7 +87,7 @@ def unpack(
     source_sums = zip(layout.sources, values[parts["source_losses"]], values[parts["source_tokens"]], strict=True)
     tokens = scalars["tokens"] or math.nan
     table = layout.slots(report[: layout.size]).numpy()  # sync: none, likewise
-    seen = summarise(table, divisor=divisor, replicate=replicate if facts.probed else 1)
+    seen = summarise(table, divisor=divisor, replicate=replicate if facts.probed else 1, stride=facts.stride)
     record = StepRecord(
         time=0.0,
         iteration=facts.iteration,
@@ -111,7 +114,10 @@ def unpack(
         nonfinite_ranks=seen.nonfinite_ranks,
         mismatched_ranks=seen.mismatched_ranks,
         digests=seen.digests,
-        batch=facts.batch,
+        median_step_s=seen.median_step_s,
+        fingerprint=seen.fingerprint,
+        other_data=seen.other_data,
+        batch={"fingerprint": seen.fingerprint, **facts.batch} if facts.batch else {},
         in_fp8=facts.in_fp8,
     )
     if facts.probed:

@@ -1,7 +1,9 @@
 """The sentinel of one rank: what the detectors suspect and what the policy decides, and a digest of all decisions.
 
-Every rank feeds it the same records in the same order, so every rank decides alike; the digest travels in the next
-all-reduce and proves it. The detectors forget with a rewind, the policy never does.
+Every rank feeds it the same records in the same order, so every rank decides alike. The digest covers all findings and
+decisions, and the branches of the step that it travels in: ranks that part are named by the record of that step. It
+covers whole numbers and names only: devices of two kinds may round a float differently.
+The detectors forget with a rewind, the policy never does.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self, final
 
 from harness.config import SentinelConfig
-from harness.events import Action, Event, Finding, Incident, Outcome, StepRecord
+from harness.events import Action, Event, Finding, Incident, Outcome, ReducedRecord
 from harness.sentinel.case import Verdict
 from harness.sentinel.detectors import Detectors
 from harness.sentinel.policy import Policy
@@ -32,7 +34,7 @@ class Sentinel:
     detectors: Detectors
     policy: Policy
     digest: int = 0
-    """Of every decision so far, in order."""
+    """Of every finding and decision so far, in order."""
     looks_closer: bool = False
     """A step in fp8 raised suspicion, or fp8 begins anew: the next step is probed, for whatever follows is answered
     otherwise where fp8 did it."""
@@ -43,9 +45,11 @@ class Sentinel:
     def start(cls, cfg: SentinelConfig) -> Self:
         return cls(cfg, Detectors(cfg.detect), Policy.start(cfg.policy, lag=cfg.lag))
 
-    def judge(self, record: StepRecord) -> Judgement:
+    def judge(self, record: ReducedRecord) -> Judgement:
         """What to make of an iteration."""
         findings = self.detectors.observe(record)
+        for found in findings:
+            self._digest((found.kind, found.iteration, found.onset, found.ranks, found.groups, found.cursors))
         self.looks_closer = bool(findings) and record.in_fp8 is True
         action = self.policy.decide(record, findings)
         for closed in self.policy.closed:
@@ -73,12 +77,19 @@ class Sentinel:
         if action is not None:
             self.register.note(action)
             said = {name: value for name, value in asdict(action).items() if name not in ("time", "reason")}
-            self.digest = zlib.crc32(repr(said).encode(), self.digest) & (2**DIGEST_BITS - 1)
+            self._digest(said)
             if action.lr_scale is not None:
                 self.detectors.expect_lr_change()
             if action.in_fp8:
                 self.looks_closer = True
         return action
+
+    def digest_with(self, branches: tuple[int | bool | None, ...]) -> int:
+        """The digest, and the branches of the step that it travels in."""
+        return _digest_of(branches, self.digest)
+
+    def _digest(self, said: object) -> None:
+        self.digest = _digest_of(said, self.digest)
 
     def memory(self) -> dict[str, Any]:
         """What goes into a snapshot: plain data."""
@@ -97,3 +108,7 @@ class Sentinel:
             self.digest = memory["digest"]
         for _ in self.policy.choices(since):
             pass
+
+
+def _digest_of(said: object, before: int) -> int:
+    return zlib.crc32(repr(said).encode(), before) & (2**DIGEST_BITS - 1)

@@ -25,7 +25,7 @@ from torch import Tensor
 from harness.events import TOKEN_LOSS_EDGES
 from harness.fp8.meters import SCALE_EXPONENTS, Role
 from harness.parallel import World, all_reduce_sum
-from harness.sentinel.slots import DIGEST_BITS, SLOTS
+from harness.sentinel.slots import DIGEST_BITS, LIMBS, SLOTS, limbs_of
 from harness.sentinel.sums import (
     square_sums,
     square_sums_in_one_launch,
@@ -207,13 +207,26 @@ class Signals:
             if asked:
                 self.layout.scalar(self.vector, name).fill_(1.0)
 
-    def add_host_facts(self, *, decision: int, busy_s: float, device_s: float = 0.0) -> None:
-        """What the host of this rank knows: a digest of all it decided, its seconds outside collectives, and the
-        seconds that its device took for the loss head of an earlier step."""
+    def add_host_facts(self, *, decision: int, busy_s: float, device_s: float = 0.0, step_s: float = 0.0) -> None:
+        """What the host of this rank knows: a digest of all it decided and of the branches it takes, its seconds
+        outside collectives, the seconds that its device took for the loss head of an earlier step, and how long the
+        last step took that it has timed."""
         assert 0 <= decision < 2**DIGEST_BITS, "a digest that float32 cannot hold"
         self._own("decision").fill_(decision)
         self._own("busy_s").fill_(busy_s)
         self._own("device_s").fill_(device_s)
+        self._own("step_s").fill_(step_s)
+
+    def add_data(self, *, fingerprint: int, plan: int, own_row: int = 0, other_row: int = 0) -> None:
+        """What this rank read: the fingerprint of its rows (64 bits), and in 24 bits each the plan that they follow,
+        one of its rows and one row of another rank; 0: not compared in this step."""
+        numbers = (plan, *limbs_of(fingerprint), own_row, other_row)
+        assert all(0 <= number < 2**DIGEST_BITS for number in numbers), "a number that float32 cannot hold"
+        assert fingerprint < 2**64
+        first = SLOTS.index("plan")
+        assert SLOTS[first:] == ("plan", *LIMBS, "own_row", "other_row")
+        said = torch.tensor(numbers, dtype=torch.float32, pin_memory=self._world.device.type == "cuda")
+        self.layout.slots(self.vector)[first:, self._world.rank].copy_(said, non_blocking=True)
 
     def reduce(self) -> Tensor:
         """The one collective of the step; returns the vector every rank now shares and starts a new one."""

@@ -10,7 +10,7 @@ Left out: judging. How far is too far is for the detectors to say.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,16 @@ from numpy.typing import NDArray
 
 from harness.events import RankSpread
 
-SLOTS = ("loss", "grad_square", "busy_s", "device_s", "decision", "weight_digest")
+LIMBS = ("data_low", "data_middle", "data_high")
+"""The fingerprint of a rank's rows in limbs of 24, 24 and 16 bits, the lowest first: float32 holds each exactly."""
+SLOTS = (
+    *("loss", "grad_square", "busy_s", "device_s", "decision", "weight_digest", "step_s"),
+    *("plan", *LIMBS, "own_row", "other_row"),
+)
 """A rank's mean loss; squares of its gradient before the reduction; the host's seconds outside collectives; on CUDA the
-seconds of its loss head (`harness.compute_clock`); digests of its decisions and, when probed, of its weights."""
+seconds of its loss head (`harness.compute_clock`); digests of its decisions and, when probed, of its weights; its last
+step time. Of its data: a digest of the plan (corpus, order, ledger), the fingerprint of its rows, and now and then the
+digest of one of its rows and of one row of another rank."""
 
 DIGEST_BITS = 24
 """Digests are integers of so many bits: float32 holds them exactly."""
@@ -39,31 +46,80 @@ Numbers = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """The fields of a `StepRecord` that tell ranks apart."""
+    """The fields of a `ReducedRecord` that tell ranks apart, or come from what each rank said."""
 
     ranks: dict[str, RankSpread] = field(default_factory=dict)
     nonfinite_ranks: list[int] = field(default_factory=list)
     mismatched_ranks: list[int] = field(default_factory=list)
     digests: dict[str, list[int]] = field(default_factory=dict)
+    median_step_s: float = 0.0
+    fingerprint: str = ""
+    other_data: dict[str, list[int]] = field(default_factory=dict)
 
 
-def summarise(table: Numbers, *, divisor: float, replicate: int) -> RankFacts:
-    """The facts of a table of `SLOTS` x ranks; `divisor` turns stored gradients into true ones."""
-    loss, grad_square, busy_s, device_s, decision, weight_digest = table
+def summarise(table: Numbers, *, divisor: float, replicate: int, stride: int = 1) -> RankFacts:
+    """The facts of a table of `SLOTS` x ranks; `divisor` turns stored gradients into true ones.
+
+    `stride` is how far the rank whose row another one read lies ahead of it.
+    """
+    said = dict(zip(SLOTS, table, strict=True))
+    loss, grad_square = said["loss"], said["grad_square"]
     is_bad = ~(np.isfinite(loss) & np.isfinite(grad_square))
     nonfinite = [int(rank) for rank in np.flatnonzero(is_bad)[:MAX_NAMED]]
+    total = sum_of_fingerprints(*(said[name] for name in LIMBS))
+    alike = RankFacts(
+        nonfinite_ranks=nonfinite,
+        median_step_s=_median(said["step_s"]),
+        fingerprint=f"{total:016x}" if total else "",
+    )
     if len(loss) == 1:
-        return RankFacts(nonfinite_ranks=nonfinite)
+        return alike
     with np.errstate(invalid="ignore", divide="ignore"):
         grad_norm = np.sqrt(grad_square) / divisor
-    measured = {"loss": loss, "grad_norm": grad_norm, "step_time_s": busy_s, "device_time_s": device_s}
+    measured = {
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "step_time_s": said["busy_s"],
+        "device_time_s": said["device_s"],
+    }
     spreads = {name: spread(values) for name, values in measured.items() if values.any()}
-    return RankFacts(
+    differing = {
+        "plan": mismatched(said["plan"], replicate=len(loss)),
+        "rows": misread(said["own_row"], said["other_row"], stride=stride),
+    }
+    return replace(
+        alike,
         ranks={name: found for name, found in spreads.items() if found},
-        nonfinite_ranks=nonfinite,
-        mismatched_ranks=mismatched(weight_digest, replicate=replicate) if replicate > 1 else [],
-        digests=holders(decision),
+        mismatched_ranks=mismatched(said["weight_digest"], replicate=replicate) if replicate > 1 else [],
+        digests=holders(said["decision"]),
+        other_data={what: ranks for what, ranks in differing.items() if ranks},
     )
+
+
+def limbs_of(fingerprint: int) -> tuple[int, int, int]:
+    """A fingerprint of 64 bits in the limbs of `LIMBS`."""
+    mask = 2**DIGEST_BITS - 1
+    return fingerprint & mask, fingerprint >> DIGEST_BITS & mask, fingerprint >> 2 * DIGEST_BITS
+
+
+def sum_of_fingerprints(low: Numbers, middle: Numbers, high: Numbers) -> int:
+    """The sum of all ranks' fingerprints modulo 2 ** 64: that of the global batch."""
+    sums = [int(limb.sum(dtype=np.float64)) for limb in (low, middle, high)]  # exact below 2 ** 53
+    return sum(limb << place * DIGEST_BITS for place, limb in enumerate(sums)) % 2**64
+
+
+def misread(own_row: Numbers, other_row: Numbers, *, stride: int) -> list[int]:
+    """Ranks that read other tokens for a row than the rank it belongs to, where rows were compared.
+
+    One that differs both as a reader and as the one that is read is wrong; where there is none such, both sides are
+    named.
+    """
+    if not own_row.any():
+        return []
+    is_reader = other_row != np.roll(own_row, -stride)
+    is_read = np.roll(is_reader, stride)
+    wrong = is_reader & is_read
+    return [int(rank) for rank in np.flatnonzero(wrong if wrong.any() else is_reader | is_read)[:MAX_NAMED]]
 
 
 def spread(values: Numbers) -> RankSpread:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import final
 
-from harness.events import Finding, FindingKind, RankSpread, StepRecord
+from harness.events import Finding, FindingKind, RankSpread, ReducedRecord
 from harness.sentinel.guards import FAR_SIGMAS, found_now, outlying
 
 SLOW_FACTOR, RECOVERED_FACTOR = 1.6, 1.25
@@ -32,7 +32,7 @@ class SpeedGuard:
     """Step time against its own level: raises `slow` when it rises and stays, `speed_recovered` when it is back."""
 
     speed: float = 0.0
-    """Level of the speed in natural logarithms: steps per second or, in logs without step times, tokens per second."""
+    """Level of the speed in natural logarithms: steps per second, by the step time that all ranks share."""
     count: int = 0
     """Rows that the level is a mean of."""
     slow: int = 0
@@ -42,18 +42,17 @@ class SpeedGuard:
     unit: str = ""
     """Of the speeds; the level starts again where it changes."""
 
-    def observe(self, record: StepRecord) -> Iterator[Finding]:
+    def observe(self, record: ReducedRecord) -> Iterator[Finding]:
         """Compares the median of the last rows with the level, which learns nothing from slow rows."""
-        has_step_time = record.step_time_s > 0
-        speed = 1.0 / record.step_time_s if has_step_time else record.tokens_per_s
+        speed = 1.0 / record.median_step_s if record.median_step_s > 0 else 0.0
         if not (speed > 0 and math.isfinite(speed)):
             return
-        if (unit := "steps/s" if has_step_time else "tokens/s") != self.unit:
+        if (unit := "steps/s") != self.unit:
             self.unit, self.recent, self.count, self.slow, self.speed = unit, [], 0, 0, math.log(speed)
         self.recent = [*self.recent[1 - SLOW_ROWS :], math.log(speed)]
         now, usual = median(self.recent), self.speed
         is_known = self.count > SLOW_ROWS and len(self.recent) == SLOW_ROWS
-        lasts = not has_step_time or sum(math.exp(-each) for each in self.recent) >= LEAST_SLOW_S
+        lasts = sum(math.exp(-each) for each in self.recent) >= LEAST_SLOW_S
         if self.slow:
             self.slow += 1
             if now > usual - math.log(RECOVERED_FACTOR):
@@ -73,24 +72,24 @@ class SpeedGuard:
             self.speed += max(1.0 / self.count, SPEED_GAIN) * (self.recent[-1] - usual)
 
 
-def _of_speed(kind: FindingKind, record: StepRecord, value: float, bound: float, words: str) -> Finding:
+def _of_speed(kind: FindingKind, record: ReducedRecord, value: float, bound: float, words: str) -> Finding:
     """A finding on the speed, given in logarithms; no batch is to blame."""
     finding = found_now(kind, record, math.exp(value), math.exp(bound), words)
     finding.cursors = []
     return finding
 
 
-def late_ranks(record: StepRecord) -> list[int]:
+def late_ranks(record: ReducedRecord) -> list[int]:
     """Ranks that the others wait for: first by the time of their device, then by that of their host."""
     return _outstanding(record.ranks.get("device_time_s")) or _late_hosts(record)
 
 
-def _late_hosts(record: StepRecord) -> list[int]:
+def _late_hosts(record: ReducedRecord) -> list[int]:
     """Far from the median or, where there are too few ranks for one, those whose own work takes most of the step while
     that of others does not."""
     known = outlying(record.ranks.get("step_time_s"))
     far = [rank for rank, value, sigmas in known if sigmas > FAR_SIGMAS and value > 0]
-    busy = [rank for rank, value, _ in known if value > BUSY_SHARE * record.step_time_s > 0]
+    busy = [rank for rank, value, _ in known if value > BUSY_SHARE * record.median_step_s > 0]
     return far or (busy if len(busy) < len(known) else [])
 
 

@@ -4,7 +4,7 @@ Why: one bad source poisons a run batch by batch; skipping them one at a time sp
 How: every step tells the mean loss of each source in its batch, over all ranks, so that every rank knows the same.
 A source is blamed for a batch when it alone is not finite, or alone far above its own habit. It is guilty once the last
 few guilty batches all blame it.
-Left out: how many rows a source had in the batch; only the first rank reads that, and ranks must decide alike.
+Left out: how many rows a source had in the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Self, final
 
-from harness.events import StepRecord
+from harness.events import ReducedRecord
 
 GAIN = 0.05
 """Weight of a new loss in a source's habit."""
@@ -32,7 +32,7 @@ class Suspects:
     """For each guilty batch the source that stands out, if one does, and the net progress then; oldest first."""
     removed: list[str] = field(default_factory=list)
 
-    def learn(self, record: StepRecord) -> None:
+    def learn(self, record: ReducedRecord) -> None:
         """What a healthy step tells of its sources."""
         for name, loss in record.source_losses.items():
             if math.isfinite(loss):
@@ -41,7 +41,7 @@ class Suspects:
                 deviation += gain * (abs(loss - mean) - deviation)
                 self.habits[name] = (num + 1, mean + gain * (loss - mean), deviation)
 
-    def source_of(self, record: StepRecord) -> str | None:
+    def source_of(self, record: ReducedRecord) -> str | None:
         """The one source that stands out in a batch; None where none or several do, or where there is only one."""
         outstanding = [name for name, loss in record.source_losses.items() if self._stands_out(name, loss)]
         return outstanding[0] if len(outstanding) == 1 and len(self._others(outstanding[0])) > 0 else None

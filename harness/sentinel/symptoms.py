@@ -13,11 +13,10 @@
 | optimizer_reset | roll back, blame no batch | watch where there is nothing to go back to: moments come again |
 | scale_collapse | roll back, blame no batch, then cool | |
 | fp8_range | bf16 for a while, nothing restored | a known cause: restore, blame no batch, then bf16 |
-| replica_mismatch | halt | |
-| slow, speed_recovered, duplicate_batch | nothing | |
+| replica_mismatch, data_mismatch | halt | |
+| slow, speed_recovered, duplicate_batch | nothing: for people | |
 
-Left out: whatever only one rank knows (clocks, throughput, facts of the batch); `slow` and `duplicate_batch` rest on
-that. They are for people, and ranks cannot part over them.
+Left out: whatever only one rank knows (its clock, its memory, facts of its rows). A `ReducedRecord` does not have it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-from harness.events import FindingKind, StepRecord
+from harness.events import FindingKind, ReducedRecord
 from harness.sentinel.case import CAUSES, Rung
 
 FIRST_RUNG = {
@@ -42,6 +41,7 @@ FIRST_RUNG = {
     FindingKind.optimizer_reset: Rung.rollback,
     FindingKind.scale_collapse: Rung.rollback,
     FindingKind.replica_mismatch: Rung.halt,
+    FindingKind.data_mismatch: Rung.halt,
 }
 """What a finding calls for where nothing else is known; one that is not here calls for nothing, but for fp8_range: that
 is a cure at once (`Chart`)."""
@@ -59,18 +59,18 @@ class Demand(NamedTuple):
     reason: str
 
 
-def is_overflow(record: StepRecord) -> bool:
+def is_overflow(record: ReducedRecord) -> bool:
     """Dynamic loss scaling at work: the gradient overflowed, the scale halves, the batch is innocent."""
     scale = record.loss_scale
     return scale is not None and scale >= 1 and math.isfinite(record.loss) and not math.isfinite(record.grad_norm)
 
 
-def is_finite(record: StepRecord) -> bool:
+def is_finite(record: ReducedRecord) -> bool:
     """A batch can be out of all proportion; what is not a number, batch after batch, comes from elsewhere."""
     return math.isfinite(record.loss) and math.isfinite(record.grad_norm)
 
 
-def has_broken_weights(record: StepRecord) -> bool:
+def has_broken_weights(record: ReducedRecord) -> bool:
     norms = [*record.group_param_norms.values(), *([] if record.param_norm is None else [record.param_norm])]
     return not all(math.isfinite(norm) for norm in norms)
 
@@ -86,7 +86,7 @@ class Refusals:
     num_overflows: int = 0
     """Loss-scale overflows, which are not among them."""
 
-    def add(self, record: StepRecord) -> bool:
+    def add(self, record: ReducedRecord) -> bool:
         """Whether the update was refused, and not by a loss scale that seeks its place."""
         is_refusal = record.refused
         if record.refused and is_overflow(record):

@@ -29,6 +29,8 @@ class Narrator:
         self._run = run
         self._meter = meter
         self._speaks = world.is_first
+        self.step_time_s = 0.0
+        """Of the last step that was told, by this rank's clock; 0 before the first."""
 
     def __enter__(self) -> Self:
         if self._speaks:
@@ -50,6 +52,7 @@ class Narrator:
     def emit_step(self, record: StepRecord, *, posted_s: float) -> StepRecord:
         """Tell a step, with the pace the host's clock gave it when it was posted; returns it as it was told."""
         rates = self._meter.tick(posted_s)
+        self.step_time_s = rates.step_time_s
         told = replace(
             record,
             time=time.time(),

@@ -17,7 +17,7 @@ from harness.data.batch import IGNORED, Batch
 from harness.data.batches import Batches, Share, Source
 from harness.data.corpora import EmbeddedCorpus
 from harness.data.corpus import Corpus, Origin, Tokens
-from harness.data.facts import fingerprint
+from harness.data.facts import fingerprint, stride_of
 from harness.data.ledger import Ledger
 from harness.data.mixture import Change, Recipe
 
@@ -164,9 +164,9 @@ def test_any_number_of_ranks_and_a_change_of_it_see_the_same_batches() -> None:
             fingerprints = [share.facts.fingerprint for share in shares if share.facts is not None]
             assert batch.facts is not None
             assert sum(fingerprints) % 2**64 == batch.facts.fingerprint
-            assert [share.facts.whole for share in shares if share.facts] == [batch.facts.whole] + [None] * (
-                world_size - 1
-            )
+            told = [share.facts for share in shares if share.facts]
+            assert all(facts.rows_by_source == batch.facts.rows_by_source for facts in told)
+            assert [facts.own is None for facts in told] == [rank > 0 for rank in range(world_size)]
 
 
 def test_rows_come_from_the_sources_they_say() -> None:
@@ -179,8 +179,8 @@ def test_rows_come_from_the_sources_they_say() -> None:
                 f"counting from {10_000 * source}" for source in batch.sources.tolist()
             ]
             assert batch.facts is not None
-            assert batch.facts.whole == batches.facts(index)
-            assert batches.facts(index).rows_by_source == tuple(np.bincount(batch.sources, minlength=3))
+            assert batch.facts.own == batches.facts(index), "a lone rank's rows are the batch"
+            assert batch.facts.rows_by_source == tuple(np.bincount(batch.sources, minlength=3))
 
 
 def test_each_source_passes_over_its_samples_exactly_once_a_pass() -> None:
@@ -276,10 +276,74 @@ def test_facts_come_with_the_batch() -> None:
     with _batches(CountingCorpus()) as batches:
         facts = batches[3].facts
         assert facts is not None
-        assert facts.whole is not None
-        assert facts.fingerprint == facts.whole.fingerprint == fingerprint(batches.rows(3))
-        assert facts.whole.rarest[0].num_in_corpus == 7
-        assert facts.whole.rows_by_source == (4,)
+        assert facts.own is not None
+        assert facts.fingerprint == facts.own.fingerprint == fingerprint(batches.rows(3))
+        assert facts.own.rarest[0].num_in_corpus == 7
+        assert facts.rows_by_source == facts.own.rows_by_source == (4,)
+        assert facts.compared is None, "nobody to compare it with"
+
+
+def _rank_of(world_size: int, rank: int, corpus: CountingCorpus, *, ledger: Ledger | None = None) -> Batches:
+    return Batches(
+        [Source("main", corpus, range(corpus.num_samples), 5)],
+        recipe=Recipe(weights={"main": 1.0}, changes=(), batch_size=2 * world_size, seed=5),
+        share=Share(rank, world_size, CPU),
+        ledger=Ledger() if ledger is None else ledger,
+        with_facts=True,
+        compare_every=10,
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1, 7])
+def test_a_rank_reads_its_own_rows_and_now_and_then_one_of_another(rank: int) -> None:
+    corpus = CountingCorpus(num_samples=1000)
+    with closing(_rank_of(8, rank, corpus)) as batches:
+        corpus.askers.clear()
+        batches[3]
+        assert len(corpus.askers) == 2, "rank 0 too"
+        corpus.askers.clear()
+        batches[10]
+        assert len(corpus.askers) == 3
+
+
+@pytest.mark.parametrize("index", [0, 10, 20, 30])
+def test_each_row_that_is_compared_is_read_alike_by_two_ranks(index: int) -> None:
+    ranks = [_rank_of(5, rank, CountingCorpus(num_samples=1000)) for rank in range(5)]
+    compared = [each.compared for each in (batches[index].facts for batches in ranks) if each is not None]
+    stride = ranks[0].compared_stride(index)
+    assert stride is not None
+    for rank, pair in enumerate(compared):
+        owner = compared[(rank + stride) % 5]
+        assert pair is not None
+        assert owner is not None
+        assert pair.other == owner.own != pair.own
+    assert ranks[0].compared_stride(index + 1) is None
+    for batches in ranks:
+        batches.close()
+
+
+def test_a_stride_never_pairs_two_ranks_with_each_other_alone() -> None:
+    for world_size in range(2, 40):
+        strides = {stride_of(turn, world_size) for turn in range(20)}
+        assert strides, world_size
+        assert all(0 < stride < world_size for stride in strides)
+        assert world_size == 2 or all(2 * stride != world_size for stride in strides)
+
+
+def test_the_digest_of_a_plan_covers_corpus_and_ledger_but_not_when_and_why() -> None:
+    def plan(corpus: CountingCorpus, *exclusions: tuple[int, str]) -> int:
+        ledger = Ledger()
+        with closing(_rank_of(2, 0, corpus, ledger=ledger)) as batches:
+            batches.plan_digest()
+            for index, reason in exclusions:
+                ledger.exclude(index, index, reason)
+            return batches.plan_digest()
+
+    plain = plan(CountingCorpus())
+    assert plain == plan(CountingCorpus())
+    assert plan(CountingCorpus(), (4, "a")) == plan(CountingCorpus(), (4, "b"))
+    others = {plan(CountingCorpus(first=7)), plan(CountingCorpus(), (4, "a")), plan(CountingCorpus(), (5, "a"))}
+    assert len({plain, *others}) == 4
 
 
 def test_the_fingerprint_is_of_all_sources() -> None:

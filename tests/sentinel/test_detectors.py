@@ -232,10 +232,19 @@ def test_a_batch_refused_for_its_loss_is_the_one_that_is_named() -> None:
 
 
 def test_a_batch_seen_before_is_a_duplicate_and_a_replay_is_not() -> None:
-    rows = [record(step, 3.0, batch={"fingerprint": f"{step % 40:016x}"}, cursor=step) for step in range(41)]
+    rows = [record(step, 3.0, fingerprint=f"{step % 40:016x}", cursor=step) for step in range(41)]
     (finding,) = watch(rows)
     assert (finding.kind, finding.cursors) == (FindingKind.duplicate_batch, [0, 40])
-    assert watch([record(step, 3.0, batch={"fingerprint": "a"}, cursor=7) for step in range(3)]) == []
+    assert watch([record(step, 3.0, fingerprint="a", cursor=7) for step in range(3)]) == []
+
+
+def test_ranks_that_read_other_data_are_named_once() -> None:
+    rows = [
+        record(step, 3.0, other_data={"plan": [2]} if 3 <= step < 6 else {}, refused=step == 3) for step in range(9)
+    ]
+    (finding,) = watch(rows)
+    assert (finding.kind, finding.ranks, finding.step) == (FindingKind.data_mismatch, [2], 3)
+    assert finding.message == "ranks 2 have another corpus, order or ledger than the rest"
 
 
 def test_a_loss_scale_that_collapses_or_sticks() -> None:
@@ -291,13 +300,13 @@ class TestTheRangeOfFp8:
 
 
 def paced(seconds: list[float], first: int = 0, **fields: Any) -> list[StepRecord]:
-    return [record(step, 3.0, step_time_s=each, **fields) for step, each in enumerate(seconds, start=first)]
+    return [record(step, 3.0, median_step_s=each, **fields) for step, each in enumerate(seconds, start=first)]
 
 
 def test_a_slow_stretch_names_the_straggler() -> None:
-    rows = [record(step, 3.0, tokens_per_s=1e5) for step in range(60)]
+    rows = [record(step, 3.0, median_step_s=0.1) for step in range(60)]
     spread = {"median": 1.0, "spread": 0.01, "worst": [[5, 3.0], [1, 1.02]]}
-    rows += [record(step, 3.0, tokens_per_s=3e4, ranks={"step_time_s": spread}) for step in range(60, 90)]
+    rows += [record(step, 3.0, median_step_s=0.33, ranks={"step_time_s": spread}) for step in range(60, 90)]
     (finding,) = watch(rows)
     assert (finding.kind, finding.ranks, finding.step) == (FindingKind.slow, [5], 64)
     assert finding.cursors == [], "no batch is to blame"
@@ -401,9 +410,9 @@ facts = st.fixed_dictionaries(
         "square_ratio": st.floats(0.5, 8.0),
         "v_norm": st.floats(0.01, 10.0),
         "param_norm": st.floats(1.0, 9.0),
-        "tokens_per_s": st.sampled_from([1e5, 1e4]),
+        "median_step_s": st.sampled_from([0.1, 1.0]),
         "mismatched_ranks": st.lists(st.integers(0, 3), max_size=2),
-        "batch": st.fixed_dictionaries({"fingerprint": st.sampled_from("abcdef")}),
+        "fingerprint": st.sampled_from("abcdef"),
         "ranks": st.builds(lambda rank, value: ranks([[rank, value]]), st.integers(0, 3), st.floats(1.0, 90.0)),
     },
 )

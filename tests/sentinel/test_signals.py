@@ -150,13 +150,18 @@ def test_any_flipped_bit_changes_the_digest(bit: int) -> None:
 def test_requests_and_facts_reach_their_places(world: World) -> None:
     signals = make_signals(make_parameters(), world)
     signals.add_requests(stop=False, save=True, command=True)
-    signals.add_host_facts(decision=2**24 - 1, busy_s=0.25)
+    signals.add_host_facts(decision=2**24 - 1, busy_s=0.25, step_s=0.5)
+    signals.add_data(fingerprint=2**64 - 3, plan=7, own_row=2**24 - 1, other_row=1)
     vector = signals.reduce()
     assert [LAYOUT.scalar(vector, name) for name in ("stop", "save", "command")] == [0.0, 1.0, 1.0]
     own = dict(zip(SLOTS, LAYOUT.slots(vector)[:, 0].tolist(), strict=True))
-    assert own == {"loss": 0.0, "grad_square": 0.0, "busy_s": 0.25, "decision": 2**24 - 1, "weight_digest": 0.0}
+    told = {"busy_s": 0.25, "decision": 2**24 - 1, "step_s": 0.5, "plan": 7, "own_row": 2**24 - 1, "other_row": 1}
+    limbs = {"data_low": 2**24 - 3, "data_middle": 2**24 - 1, "data_high": 2**16 - 1}
+    assert own == dict.fromkeys(SLOTS, 0.0) | told | limbs
     with pytest.raises(AssertionError):
         signals.add_host_facts(decision=2**24, busy_s=0.0)
+    with pytest.raises(AssertionError):
+        signals.add_data(fingerprint=2**64, plan=0)
 
 
 def test_token_losses_are_counted_between_the_edges() -> None:

@@ -6,11 +6,24 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from harness.sentinel.slots import MAX_NAMED, MAX_WORST, SLOTS, Numbers, holders, mismatched, spread, summarise
+from harness.sentinel.slots import (
+    LIMBS,
+    MAX_NAMED,
+    MAX_WORST,
+    SLOTS,
+    Numbers,
+    holders,
+    limbs_of,
+    mismatched,
+    misread,
+    spread,
+    sum_of_fingerprints,
+    summarise,
+)
 
 
 def table(num_ranks: int, **rows: ArrayLike) -> Numbers:
@@ -96,3 +109,43 @@ def test_decisions_are_told_only_where_they_differ() -> None:
     assert holders(np.full(6, largest, dtype=np.float32)) == {}
     told = holders(np.array([7, largest, 7, 7, 7, 7], dtype=np.float32))
     assert told == {"000007": [0, 2, 3, 4], "ffffff": [1]}
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=200))
+def test_fingerprints_travel_as_floats_and_add_up_exactly(fingerprints: list[int]) -> None:
+    rows = np.array([limbs_of(each) for each in fingerprints], dtype=np.float32).T
+    assert sum_of_fingerprints(*rows) == sum(fingerprints) % 2**64
+    said = summarise(table(len(fingerprints), **dict(zip(LIMBS, rows, strict=True))), divisor=1.0, replicate=1)
+    total = sum(fingerprints) % 2**64
+    assert said.fingerprint == (f"{total:016x}" if total else "")
+
+
+def test_the_step_time_that_all_ranks_share_is_the_median() -> None:
+    assert summarise(table(1, step_s=[0.5]), divisor=1.0, replicate=1).median_step_s == 0.5
+    assert summarise(table(3, step_s=[0.5, 9.0, 0.25]), divisor=1.0, replicate=1).median_step_s == 0.5
+
+
+def test_a_rank_with_another_plan_is_named() -> None:
+    said = summarise(table(4, plan=[7, 7, 9, 7]), divisor=1.0, replicate=1)
+    assert said.other_data == {"plan": [2]}
+    assert summarise(table(2, plan=[7, 9]), divisor=1.0, replicate=1).other_data == {"plan": [0, 1]}
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "wrong"), [(3, [1]), (5, [0]), (5, [4]), (16, [3]), (16, [4, 5, 6])])
+def test_a_rank_that_reads_other_bytes_is_named(num_ranks: int, wrong: list[int], stride: int) -> None:
+    """The owner of row r and the rank `stride` before it read it; a wrong rank reads everything otherwise."""
+    true = np.arange(1, num_ranks + 1, dtype=np.float32)
+    own, other = true.copy(), np.roll(true, -stride)
+    assert misread(own, other, stride=stride) == []
+    own[wrong] += 100
+    other[wrong] += 1000
+    assert misread(own, other, stride=stride) == wrong
+
+
+def test_where_two_ranks_differ_once_both_are_named() -> None:
+    own, other = np.array([1, 2, 3, 4], dtype=np.float32), np.array([2, 3, 4, 1], dtype=np.float32)
+    other[1] = 9
+    assert misread(own, other, stride=1) == [1, 2]
+    assert misread(np.zeros(4, dtype=np.float32), np.zeros(4, dtype=np.float32), stride=1) == []
