@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import pickle
+from pathlib import Path
 
-from harness.events import FindingKind
-from tests.distributed import agreement
+import pytest
+import torch.distributed as dist
+
+from harness import events
+from harness.config import ConfigError
+from harness.events import Finding, FindingKind, RunEnded
+from harness.parallel import connected, disconnect
+from harness.rundir import RunDir
+from tests.distributed import agreement, cases, parting
 from tests.distributed.agreement import GUILTY, LOCAL, OF_ALL_RANKS, SPOILS, Trace
 from tests.distributed.pool import Pool
 
@@ -44,3 +52,72 @@ def test_ranks_that_part_are_named_by_all(traces: list[dict[str, Trace]], name: 
         (digests,) = trace[f"parted by {name}"].parted
         assert sorted(digests.values(), key=len) == [[GUILTY], [0, 1, 3]]
         assert len(trace[f"parted by {name}"].branches) <= 4, "by the record of that step or of the next"
+
+
+def log_of(directory: Path) -> list[events.Event]:
+    return list(events.read(RunDir(directory / "victim").events))
+
+
+@pytest.mark.parametrize("change", [parting.another_evaluation, parting.another_digest])
+def test_ranks_that_part_in_a_run_halt_together_whatever_else_is_asked(
+    ranks: Pool, tmp_path: Path, change: parting.Change
+) -> None:
+    """A collective that one rank alone would enter is not entered; a later stop request does not make it a 75."""
+    left = ranks.run(2, parting.start, str(tmp_path), change, "train.num_steps=20")
+    assert [(each.code, each.error) for each in left] == [(3, "")] * 2
+    assert left[0].iteration == left[1].iteration <= 9
+    ended = log_of(tmp_path)[-1]
+    assert isinstance(ended, RunEnded)
+    assert ended.exit_code == 3
+    assert ended.reason.startswith("ranks decided differently: {")
+    assert "[0]" in ended.reason
+    assert "[1]" in ended.reason
+
+
+def test_a_rank_that_reads_other_bytes_is_named(ranks: Pool, tmp_path: Path) -> None:
+    left = ranks.run(4, parting.start, str(tmp_path), parting.other_tokens, "train.num_steps=20")
+    assert [(each.code, each.error) for each in left] == [(3, "")] * 4
+    (finding,) = [event for event in log_of(tmp_path) if isinstance(event, Finding)]
+    assert (finding.kind, finding.ranks) == (FindingKind.data_mismatch, [2])
+    assert finding.message == "ranks 2 read other tokens for the same row"
+    assert finding.iteration == 1
+
+
+def test_a_rank_with_another_file_is_named(ranks: Pool, tmp_path: Path) -> None:
+    parting.write_files(tmp_path)
+    left = ranks.run(4, parting.other_file, str(tmp_path), "train.num_steps=20")
+    assert [(each.code, each.error) for each in left] == [(3, "")] * 4
+    findings = [event for event in log_of(tmp_path) if isinstance(event, Finding)]
+    assert {(finding.kind, tuple(finding.ranks)) for finding in findings} == {(FindingKind.data_mismatch, (2,))}
+
+
+@pytest.mark.parametrize(
+    ("what", "rank"),
+    [("data", 1), ("ledger", 0), ("log", 0), ("manifest", 0), ("directory", 0), ("engine", 1)],
+)
+def test_what_fails_on_one_rank_while_a_run_opens_fails_on_all(
+    ranks: Pool, tmp_path: Path, what: str, rank: int
+) -> None:
+    left = ranks.run(2, parting.open_with_failure, str(tmp_path), what, rank)
+    assert [each.error for each in left] == ["OSError: [Errno 5] Input/output error"] * 2
+
+
+def test_a_group_is_not_destroyed_after_a_crash() -> None:
+    """That would wait for ranks that may wait for this one; after a user's error all ranks leave alike."""
+    parallel = cases.tiny().parallel
+    with pytest.raises(RuntimeError, match="crash"), connected(parallel):
+        raise RuntimeError("crash")
+    assert dist.is_initialized()
+    disconnect()
+    with pytest.raises(ConfigError), connected(parallel):
+        raise ConfigError("key", "wrong")
+    assert not dist.is_initialized()
+    with connected(parallel):
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
+
+
+def test_a_user_error_can_be_sent_to_other_ranks() -> None:
+    error = pickle.loads(pickle.dumps(ConfigError("key", "message")))
+    assert isinstance(error, ConfigError)
+    assert str(error) == "key: message"

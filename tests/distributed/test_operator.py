@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import pytest
 
 from harness import commands, events, requests, train
 from harness.build import Parts
-from harness.checkpoint import catalog
+from harness.checkpoint import catalog, store
 from harness.checkpoint.catalog import Health
 from harness.commands import REFUSED, Inbox
 from harness.data.ledger import Exclusion, Ledger
@@ -95,6 +96,27 @@ def damage_and_go_back(run: RunDir) -> None:
     send(run, Rollback(to_step=8), Resume())
 
 
+def lose_the_ledger(run: RunDir) -> None:
+    run.ledger.mkdir()
+    send(run, Skip(num_batches=3), Resume())
+
+
+def go_back_to_8(run: RunDir) -> None:
+    send(run, Rollback(to_step=8), Resume())
+
+
+def torn(directory: str, orders: Orders, in_pause: Word | None, *overrides: str) -> Ended:
+    """As `ordered`, with a disk that fails when the tensors of a checkpoint have been filled."""
+    genuine: Callable[..., None] = store.load_shards
+
+    def load_shards(*arguments: Any, **options: Any) -> None:
+        genuine(*arguments, **options)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with patch.object(store, "load_shards", load_shards):
+        return ordered(directory, orders, in_pause, *overrides)
+
+
 def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: str) -> Ended:
     """A run that is sent orders in the n-th step it begins, heard in that very step; and a word when it is paused."""
     cfg = tiny(*overrides, directory=directory)
@@ -151,11 +173,17 @@ class Told:
 
 
 def tell(
-    ranks: Pool, directory: Path, name: str, orders: Orders, *overrides: str, in_pause: Word | None = None
+    ranks: Pool,
+    directory: Path,
+    name: str,
+    orders: Orders,
+    *overrides: str,
+    in_pause: Word | None = None,
+    case: Callable[..., Ended] = ordered,
 ) -> Told:
     """A run on two ranks, which must end alike; its decisions must follow from its log."""
     words = (f"run.name={name}", *SHORT, *overrides)
-    results = ranks.run(2, ordered, str(directory), orders, in_pause, *words)
+    results = ranks.run(2, case, str(directory), orders, in_pause, *words)
     assert len({(result.code, result.state, result.num_begun) for result in results}) == 1
     run = RunDir(directory / name)
     log = list(events.read(run.events))
@@ -327,6 +355,37 @@ def test_rollback_to_a_damaged_checkpoint_costs_nothing_else(ranks: Pool, contro
     kept = {each.name for each in catalog.saved(told.run.checkpoints)}
     assert kept == {f"step-{step:08d}-gen-0" for step in (16, 24, 32, NUM_STEPS)}
     assert told.ended.state == control.ended.state
+
+
+def test_a_restore_that_fails_leaves_a_pending_save_and_every_later_one(
+    ranks: Pool, control: Told, tmp_path: Path
+) -> None:
+    """The rollback comes when the snapshot of step 16 waits for its report."""
+    told = tell(ranks, tmp_path, "victim", {15: [Pause()]}, in_pause=damage_and_go_back)
+    _, refused, _ = answers(told, Pause(), Rollback(to_step=8), Resume())
+    assert refused.iteration == 16
+    assert refused.changes[REFUSED] == "there is nothing to go back to"
+    kept = {each.name for each in catalog.saved(told.run.checkpoints)}
+    assert kept == {f"step-{step:08d}-gen-0" for step in (16, 24, 32, NUM_STEPS)}
+    assert (told.ended.code, told.ended.state) == (0, control.ended.state)
+
+
+def test_a_rollback_that_fails_halfway_halts(ranks: Pool, tmp_path: Path) -> None:
+    told = tell(ranks, tmp_path, "victim", {20: [Pause()]}, in_pause=go_back_to_8, case=torn)
+    _, refused = answers(told, Pause(), Rollback(to_step=8))[:2]
+    assert "failed halfway" in refused.changes[REFUSED]
+    assert told.ended.code == 3
+    ended = told.log[-1]
+    assert isinstance(ended, RunEnded)
+    assert "rollback to step-00000008-gen-0 failed halfway" in ended.reason
+    assert max(each.step for each in catalog.saved(told.run.checkpoints)) == 16, "nothing is saved of torn weights"
+
+
+def test_what_the_ledger_cannot_hold_is_refused_on_all_ranks(ranks: Pool, control: Told, tmp_path: Path) -> None:
+    told = tell(ranks, tmp_path, "victim", {12: [Pause()]}, in_pause=lose_the_ledger)
+    _, refused, _ = answers(told, Pause(), Skip(num_batches=3), Resume())
+    assert "Is a directory" in refused.changes[REFUSED]
+    assert (told.ended.code, told.ended.state) == (0, control.ended.state), "no rank skipped anything"
 
 
 def test_paused_run_can_be_stopped_and_goes_on_later(ranks: Pool, control: Told, tmp_path: Path) -> None:

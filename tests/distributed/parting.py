@@ -1,0 +1,138 @@
+"""Whole runs in which one rank alone meets something: other data, another plan, a disk that fails. Functions here are
+sent to real processes by name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from harness import build as building
+from harness import opening, train
+from harness.checkpoint import keeper as keeping
+from harness.config import Config
+from harness.data.ledger import Ledger
+from harness.faults.site import watched
+from harness.run import Run
+from tests.distributed.cases import tiny
+
+Change = Callable[[Run], None]
+NO_DISK = OSError(errno.EIO, "Input/output error")
+
+
+@dataclass
+class Left:
+    """How one rank left a run."""
+
+    code: int | None
+    error: str = ""
+    """What it raised, where it did."""
+    iteration: int = 0
+
+
+def start(directory: str, change: Change, *overrides: str) -> Left:
+    """A run with one change to it, made on every rank before the first step."""
+    cfg = tiny("run.name=victim", *overrides, directory=directory)
+    return begin(cfg, change)
+
+
+def begin(cfg: Config, change: Change = lambda _: None) -> Left:
+    held: list[Run] = []
+
+    def outfit(run: Run) -> Run:
+        change(run)
+        held.append(run)
+        return run
+
+    try:
+        code = train.run_worker(cfg, outfit)
+    except Exception as error:
+        return Left(None, f"{type(error).__name__}: {error}")
+    return Left(code, iteration=held[0].state.iteration)
+
+
+def another_evaluation(run: Run) -> None:
+    """Rank 1 would evaluate after step 7; rank 0 never does, and is asked to stop in the same step."""
+    if run.parts.world.rank == 1:
+        run.cfg.eval.every_steps = 7
+    else:
+        _at(run, 7, lambda: run.stop.received.append(15))
+
+
+def another_digest(run: Run) -> None:
+    """Rank 1 has decided something else by step 7, and rank 0 is asked to stop in the same step."""
+    if run.parts.world.rank == 1:
+        _at(run, 7, lambda: setattr(run.parts.sentinel, "digest", run.parts.sentinel.digest ^ 1))
+    else:
+        _at(run, 7, lambda: run.stop.received.append(15))
+
+
+def _at(run: Run, iteration: int, act: Callable[[], Any]) -> None:
+    def look() -> None:
+        if run.state.iteration + 1 == iteration:
+            act()
+
+    run.parts.batches = watched(run.parts.batches, "__getitem__", look, first=True)
+
+
+def other_tokens(run: Run) -> None:
+    """Rank 2 reads other bytes than the rest, from files that look the same."""
+    if run.parts.world.rank == 2:
+        batches = run.parts.batches
+        (source,) = batches.sources
+        corpus: Any = _Shifted(source.corpus)
+        batches.sources = (source._replace(corpus=corpus),)
+        batches._ahead.clear()
+
+
+class _Shifted:
+    """A corpus whose every token is the next one."""
+
+    def __init__(self, corpus: Any) -> None:
+        self._corpus = corpus
+
+    def rows(self, indices: Any) -> Any:
+        return (np.asarray(self._corpus.rows(indices), dtype=np.int64) + 1) % self._corpus.vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._corpus, name)
+
+
+def other_file(directory: str, *overrides: str) -> Left:
+    """Rank 2 finds another file under the same key."""
+    name = "other" if os.environ["RANK"] == "2" else "same"
+    files = (f"data.sources.main.paths=[{directory}/{name}.bin]", "data.sources.main.dtype=uint16")
+    return begin(tiny("run.name=victim", "data=files", *files, *overrides, directory=directory))
+
+
+def write_files(directory: Path) -> None:
+    for name, seed in (("same", 1), ("other", 2)):
+        tokens = np.random.default_rng(seed).integers(0, 256, 40_000).astype(np.uint16)
+        tokens.tofile(directory / f"{name}.bin")
+
+
+def _fails(*_arguments: Any, **_options: Any) -> Any:
+    raise NO_DISK
+
+
+def open_with_failure(directory: str, what: str, rank: int, *overrides: str) -> Left:
+    """Start a run while one rank cannot read or write something."""
+    patches: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "data": lambda: patch.object(building, "open_data", _fails),
+        "ledger": lambda: patch.object(Ledger, "load", _fails),
+        "log": lambda: patch.object(opening, "events_since", _fails),
+        "health": lambda: patch.object(keeping.catalog, "health_of", _fails),
+        "manifest": lambda: patch.object(train, "write_manifest", _fails),
+        "directory": lambda: patch.object(train, "open_run", _fails),
+        "engine": lambda: patch.object(train, "require_engine", _fails),
+    }
+    is_here = os.environ["RANK"] == str(rank)
+    with patches[what]() if is_here else nullcontext():
+        return begin(tiny("run.name=victim", *overrides, directory=directory))
