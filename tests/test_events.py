@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import events
-from harness.events import EvalRecord, Intervention, RunEnded, StepRecord, from_json, to_json
+from harness.events import EvalRecord, Intervention, ReducedRecord, RunEnded, StepRecord, from_json, to_json
 
 numbers = st.floats(allow_nan=False)
 
@@ -32,6 +33,23 @@ def record(loss: float, groups: dict[str, float]) -> StepRecord:
         flops_per_s=1e9,
         group_grad_norms=groups,
     )
+
+
+def test_every_field_of_a_record_is_known_to_all_ranks_or_decides_nothing() -> None:
+    """A new field of `StepRecord` is named here; what decides comes from the all-reduce, and goes into
+    `ReducedRecord`."""
+    shared = {each.name for each in fields(ReducedRecord)}
+    of_one_rank = {each.name for each in fields(StepRecord)} - shared
+    assert of_one_rank == {"tokens_per_s", "step_time_s", "flops_per_s", "mfu", "memory_bytes", "batch"}
+
+
+def test_what_ranks_share_is_read_from_logs_that_held_it_elsewhere() -> None:
+    old = json.loads(to_json(record(1.0, {}))) | {"batch": {"fingerprint": "00ff"}}
+    for name in ("median_step_s", "fingerprint", "other_data"):
+        del old[name]
+    again = from_json(json.dumps(old))
+    assert isinstance(again, StepRecord)
+    assert (again.median_step_s, again.fingerprint, again.other_data) == (0.1, "00ff", {})
 
 
 @given(numbers, st.dictionaries(st.text(), numbers))

@@ -145,6 +145,9 @@ LIGHT = (
 )
 """Modules that must not import torch: the command line and offline tools answer at once."""
 
+DECIDING = ("build", "opening", "operator", "recovery", "step", "train")
+"""Modules in which a rank takes a branch, beside the sentinel and the checkpoints."""
+
 FILE_LINES, FUNCTION_LINES, NUM_ARGUMENTS = 300, 60, 7
 LONG_FILES = {
     "harness/config.py": "one tree, one file: every option with its unit and limits",
@@ -270,6 +273,16 @@ def test_host_copies_are_marked(path: Path) -> None:
         copies = (".item()", ".tolist()", ".cpu()", ".synchronize()", ".numpy()")
         if any(copy in line for copy in copies):
             assert "# sync:" in line, f"{name_of(path)}:{number}"
+
+
+def test_what_decides_does_not_see_what_one_rank_alone_knows() -> None:
+    """Detectors, policy, checkpoints, recovery and the loop take a `ReducedRecord`; a `StepRecord` also has the clock,
+    the memory and the rows of one rank."""
+    logged = {"harness/sentinel/report.py", "harness/sentinel/judged.py", "harness/sentinel/foreign.py"}
+    rooms = ("harness/sentinel/", "harness/checkpoint/", *(f"harness/{name}.py" for name in DECIDING))
+    for path in sources():
+        if name_of(path).startswith(rooms) and name_of(path) not in logged:
+            assert "harness.events.StepRecord" not in set(imports(path)), name_of(path)
 
 
 def test_light_modules_do_without_torch() -> None:

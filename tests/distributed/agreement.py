@@ -99,6 +99,7 @@ SPOILS: dict[FindingKind, Spoil] = {
 """What one rank alone says -> what all ranks find."""
 OF_ALL_RANKS: dict[FindingKind, Spoil] = {
     FindingKind.slow: partial(_set, step_s=1.0),
+    FindingKind.speed_recovered: lambda said, at: _set(said, at, step_s=1.0 if at < 30 else 0.1),
     FindingKind.lr_jump: partial(_set, lr=1.0),
     FindingKind.scale_collapse: partial(_set, scale=0.5),
 }
