@@ -127,8 +127,12 @@ class RunConfig:
     """Weights, data order and synthetic data are pure functions of it."""
     resume: ResumePolicy
     """What to do when an existing run is started with another configuration: refuse (same) or record it (changed)."""
+    lease_s: float = 60.0
+    """Seconds without a heartbeat after which a start on another machine takes a run over; on the same machine it does
+    so as soon as the process is gone."""
 
     def __post_init__(self) -> None:
+        require(self.lease_s >= 1, "run.lease_s", f"must be at least 1 second, got {self.lease_s}")
         require(0 <= self.seed < 2**63, "run.seed", f"must be in 0 .. 2**63 - 1, got {self.seed}")
         if self.name is not None:
             valid = bool(self.name) and "/" not in self.name and not self.name.startswith(".")

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from harness import requests, rundir
+from harness import requests, run_lease, rundir
 from harness.build import Parts
 from harness.checkpoint import store
 from harness.config import Config, ConfigError
@@ -31,11 +31,14 @@ class Opened:
 
 
 def open_run(cfg: Config) -> Opened:
-    """Name and create the run directory, or say why not."""
+    """Name and create the run directory and take its lease, or say why not."""
     rundir.name_run(cfg)
     run = rundir.locate(cfg)
-    seen = max(last_iteration(run.events), 0)
+    seen = 0
     try:
+        rundir.check_resume(cfg, run)
+        run_lease.hold(run.path, cfg.run.lease_s)
+        seen = max(last_iteration(run.events), 0)
         changes = rundir.prepare(cfg, run, iteration=seen)
         requests.clear(run)
         return Opened(run, seen, changes)

@@ -1,7 +1,7 @@
 """The run directory: self-describing, and the only interface between a run and every tool.
 
     runs/<name>/  config.yaml  manifest.json  events.jsonl  ledger.jsonl  interventions.jsonl  mlflow.json
-                  checkpoints/step-*-gen-*/   incidents/NNN/   control/   logs/   loss.png   STOP
+                  checkpoints/step-*-gen-*/   incidents/NNN/   control/   lease/   logs/   loss.png   STOP
 
 A directory that exists is a run to resume. One whose configuration disagrees is refused with the differing keys, unless
 `run.resume=changed` asks for the change, which is then written down as an intervention.
@@ -18,11 +18,12 @@ from typing import Any
 
 import yaml
 
+from harness import run_lease
 from harness.compose import flat, plain, to_yaml
 from harness.config import Config, ConfigError, ResumePolicy
 from harness.events import Intervention, to_json
 
-MAY_DIFFER = ("run.resume", "run.dir", "launch.", "cluster.", "telemetry.", "checkpoint.", "parallel.timeout_s")
+MAY_DIFFER = ("run.resume", "run.dir", "run.lease_s", "launch.", "cluster.", "telemetry.", "checkpoint.", "parallel.timeout_s")
 """Keys that say where, how visibly and how safely a run happens, not what it computes."""
 
 
@@ -72,6 +73,11 @@ class RunDir:
     def heartbeat(self) -> Path:
         """Where every rank says that it is alive."""
         return self.path / "heartbeat"
+
+    @property
+    def lease(self) -> Path:
+        """Which start of the run may write here."""
+        return self.path / run_lease.FOLDER
 
     @property
     def status(self) -> Path:
@@ -148,6 +154,7 @@ def check_resume(cfg: Config, run: RunDir) -> None:
 def prepare(cfg: Config, run: RunDir, *, iteration: int = 0) -> dict[str, Any]:
     """Create the directory, or admit a change at `iteration`; returns the admitted changes, key -> [then, now]."""
     check_resume(cfg, run)
+    run_lease.require_free(run.path, wait=False)
     try:
         run.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -168,6 +175,7 @@ def intervention(changes: dict[str, Any], *, iteration: int) -> Intervention:
 
 def write_atomically(path: Path, text: str) -> None:
     """The file is the old one or the new one, never a part."""
+    run_lease.guard()
     scratch = path.with_name(f".{path.name}.tmp")
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -178,6 +186,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 def append_line(path: Path, line: str) -> None:
     """One more line, on disk before this returns; a line that a crash cut short is ended first."""
+    run_lease.guard()
     with path.open("a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)

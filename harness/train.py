@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from harness import compose, requests, rundir
+from harness import compose, requests, run_lease, rundir
 from harness.build import Parts, build, describe, held, meter
 from harness.commands import REFUSED, Inbox, intervention
 from harness.config import (
@@ -311,7 +311,7 @@ def run_worker(cfg: Config, outfit: Outfit = as_built) -> int:
     stop = StopRequest()
     _, world_size, _ = rank_from_environment()
     check_world(cfg, world_size)
-    with signals_to(stop), fast_attention(), connected(cfg.parallel) as world:
+    with signals_to(stop), fast_attention(), run_lease.holding(), connected(cfg.parallel) as world:
         jointly(lambda: require_engine(cfg.precision, world.device))
         opened = from_first(lambda: open_run(cfg))
         if opened.problem:

@@ -18,6 +18,7 @@ from pathlib import Path
 from harness import compose
 from harness.config import EXIT_BAD_CONFIG, Config, ConfigError, check_world, require
 from harness.loading import loading
+from harness.run_lease import require_free
 from harness.rundir import RunDir, check_resume
 from launch.machines import ALONE, Place
 from launch.parser import Parser
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg.run.dir, cfg.run.name = str(run.path.parent), run.path.name
         check_resume(cfg, run)
         check_nodes(cfg, place)
+        require_free(run.path, wait=place.node == 0)
         with threads_of_a_rank(cfg, ranks_expected(cfg)), loading():
             from launch import local
 

@@ -30,6 +30,7 @@ from harness.config import (
     require,
 )
 from harness.loading import loading
+from harness.run_lease import require_free
 from harness.rundir import check_resume, locate, name_run
 from launch.jobs import Composed
 from launch.multirun import sweep_over
@@ -111,6 +112,7 @@ def start(cfg: Config) -> int:
     """Name the run, refuse what this machine or the run's directory cannot take, and launch it here or as a job."""
     name_run(cfg)
     check_resume(cfg, locate(cfg))
+    require_free(locate(cfg).path, wait=cfg.launch.kind is LaunchKind.local)
     if cfg.launch.kind is LaunchKind.slurm:
         from launch import slurm
 

@@ -17,7 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    {"children", "config", "compose", "events", "garbage", "loading", "state", "rundir"},
+    {"children", "config", "compose", "events", "garbage", "loading", "state", "rundir"}
+    | {"holder", "lease", "run_lease"},
     {"alone", "compute_clock", "fp8", "heads", "joining", "parallel", "precision", "sharding", "kernels"},
     {"model", "data", "optim", "sentinel", "checkpoint", "telemetry"},
     {"build", "commands", "exchange", "opening", "operator", "orders", "recovery", "requests", "run", "step", "train"},
@@ -72,6 +73,7 @@ LIGHT = (
     "harness.loading",
     "harness.state",
     "harness.rundir",
+    "harness.run_lease",
     "harness.model.mup",
     "harness.model.size",
     "harness.data.order",

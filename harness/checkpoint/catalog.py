@@ -23,6 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import final
 
+from harness import run_lease
 from harness.rundir import write_atomically
 
 HEALTH = "health.json"
@@ -130,6 +131,7 @@ def scratch(root: Path, name: str) -> Path:
 
 def publish(scratch: Path, target: Path) -> None:
     """The moment a checkpoint exists: it and the name are on disk when this returns."""
+    run_lease.guard()
     sync(scratch)
     scratch.rename(target)
     sync(target.parent)
@@ -141,6 +143,7 @@ def drop(path: Path) -> bool:
     Killed on the way, what is left has no name that anybody reads. That name is this call's alone, so that a run and an
     operator who drop the same one at the same time do not delete under each other's hands.
     """
+    run_lease.guard()
     hidden = path.with_name(f".{path.name}.gone-{secrets.token_hex(4)}")
     try:
         path.rename(hidden)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import compose, events, rundir
+from harness import compose, events, run_lease, rundir
 from harness.config import EXIT_DONE, Config, ConfigError, require
 from harness.events import RunEnded, RunStarted
 from harness.rundir import RunDir, write_atomically
@@ -45,7 +45,8 @@ def configure(train: Sequence[str], overrides: Sequence[str]) -> Config:
 
 
 def check_replaceable(run: RunDir) -> None:
-    """Refuse to touch what is no drill's."""
+    """Refuse to touch what is no drill's, and a drill that is running."""
+    run_lease.require_free(run.path, wait=False)
     mine = (run.drill, run.path / TWIN)
     is_free = not run.path.exists() or (run.path.is_dir() and not any(run.path.iterdir()))
     if not is_free and not any(mark.is_file() for mark in mine):

@@ -1,0 +1,103 @@
+"""The lease of a run directory: one start writes a run at a time.
+
+Rank 0 takes it in `harness.opening` before it changes anything, renews it from a thread while the run goes on, and
+releases it at the end. A launcher asks first, before it creates a file. `harness.lease` says how a lease works and when
+one that was not released counts as stale. Commands that only read, and `harness ctl`, do not ask for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from harness import lease
+from harness.config import EXIT_BAD_CONFIG, ConfigError
+from harness.holder import this_process
+from harness.lease import InUseError, Lease, Seen
+
+FOLDER = "lease"
+
+_held: Lease | None = None
+"""Of the run that this process writes."""
+
+
+def hold(run: Path, lease_s: float) -> None:
+    """Take the lease of a run for this process; refuses if any process holds it."""
+    global _held
+    try:
+        _held = lease.acquire(run / FOLDER, this_process(lease_s), on_lost=leave, tell=say_waiting)
+    except InUseError as error:
+        raise in_use(run, error) from None
+    except OSError as error:
+        raise ConfigError("run.dir", f"cannot create {run}: {error.strerror}") from None
+
+
+@contextmanager
+def holding() -> Iterator[None]:
+    """Release at the end the lease that `hold` took meanwhile."""
+    global _held
+    try:
+        yield
+    finally:
+        if _held is not None:
+            _held.release()
+            _held = None
+
+
+def guard() -> None:
+    """Before a write that lasts: exit if another process has taken over the run of this one."""
+    if _held is not None and _held.me.pid == os.getpid():
+        _held.make_sure()
+
+
+def leave(seen: Seen) -> NoReturn:
+    """End this process at once, because another one writes the run now.
+
+    The launcher sees rank 0 exit and takes the other ranks down; without rank 0 none of them publishes anything. The
+    exit code is 2 and not 75: a requeue of this job would end the start that has taken over.
+    """
+    line = f"this run was taken over by {seen.describe()}; this process exits and writes nothing more"
+    print(f"harness: {line}", file=sys.stderr, flush=True)
+    os._exit(EXIT_BAD_CONFIG)
+
+
+def require_free(run: Path, *, wait: bool) -> None:
+    """Refuse if another process holds the lease of a run. A lease that this process holds is free to it.
+
+    With `wait`, it waits until a silent holder on another machine shows life or its lease is stale, and then clears the
+    lease. Otherwise it returns after a few heartbeats without a sign of life.
+    """
+    directory, me = run / FOLDER, this_process()
+    try:
+        seen = lease.newest(directory)
+        if seen is None or (seen.holder is not None and seen.holder.is_same_process(me)):
+            return
+        at_most_s = None if wait or seen.holder is None else seen.holder.sure_s
+        free = lease.wait_until_free(directory, me, at_most_s=at_most_s, tell=say_waiting if wait else None)
+        if wait and free is not None and not free.released and free.is_alive(me) is None:
+            clear(directory, free)
+    except InUseError as error:
+        raise in_use(run, error) from None
+    except OSError as error:
+        raise ConfigError("run.dir", f"cannot read {directory}: {error.strerror}") from None
+
+
+def clear(directory: Path, stale: Seen) -> None:
+    """Put a released lease above a stale one, so that rank 0 does not wait for the same holder again."""
+    descriptor = lease.create(directory, stale.number + 1, this_process(), released=True)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def in_use(run: Path, error: InUseError) -> ConfigError:
+    advice = f"stop it (harness ctl {run} stop --reason ...), wait for its end, or choose another name"
+    return ConfigError("run.name", f"{run} is in use by {error}; {advice}")
+
+
+def say_waiting(seen: Seen, patience_s: float) -> None:
+    line = f"waiting up to {patience_s:.0f} s for a sign of life of {seen.describe()}"
+    print(f"harness: {line}", file=sys.stderr, flush=True)
