@@ -23,7 +23,16 @@ from harness.compose import flat, plain, to_yaml
 from harness.config import Config, ConfigError, ResumePolicy
 from harness.events import Intervention, to_json
 
-MAY_DIFFER = ("run.resume", "run.dir", "run.lease_s", "launch.", "cluster.", "telemetry.", "checkpoint.", "parallel.timeout_s")
+MAY_DIFFER = (
+    "run.resume",
+    "run.dir",
+    "run.lease_s",
+    "launch.",
+    "cluster.",
+    "telemetry.",
+    "checkpoint.",
+    "parallel.timeout_s",
+)
 """Keys that say where, how visibly and how safely a run happens, not what it computes."""
 
 

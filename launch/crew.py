@@ -4,13 +4,13 @@ Why: a sweep must outlive its worst job, and a machine with eight GPUs must not 
 How: `python -m launch.node RUN` for each run, in a session of its own, so that a Ctrl-C at the terminal reaches this
 process alone, which passes it on; a second one is passed on too, and kills. GPUs and cores are shared out in equal
 parts. What a run prints lies in its `logs/console.txt`. All of them hold the lock of the sweep: should this process be
-killed, the same words are refused until the last run it started has ended.
+killed, the same words are refused until the last run it started has ended. Where the file system has no file locks,
+this process alone holds it, and runs that outlive it are protected by their own leases.
 Left out: moving a run to a part of the machine that has become free, and runs of different sizes side by side.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
@@ -24,6 +24,7 @@ from typing import IO, final
 
 from harness import children
 from harness.config import EXIT_CRASHED, EXIT_INTERRUPTED, Config, ConfigError, DeviceKind
+from harness.locks import exclusive
 from harness.requests import STOP_SIGNALS
 from harness.rundir import RunDir
 
@@ -160,9 +161,7 @@ def stop_signals() -> Iterator[list[int]]:
 @contextmanager
 def sole_sweeper(sweep: Path) -> Iterator[IO[str]]:
     """Hold the sweep's directory against a second launcher; what is started with the lock holds it too."""
-    with (sweep / LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError("run.name", f"{sweep} is being swept, or a job of it goes on; wait, or stop it") from None
+    with exclusive(sweep / LOCK, keep_trying=lambda: False) as lock:
+        if lock is None:
+            raise ConfigError("run.name", f"{sweep} is being swept, or a job of it goes on; wait, or stop it")
         yield lock

@@ -9,7 +9,6 @@ launcher that waited for all of them, says how the sweep ended.
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ import yaml
 
 from harness.config import EXIT_DONE, EXIT_INTERRUPTED
 from harness.events import RunEnded
+from harness.locks import exclusive
 from harness.rundir import RunDir
 from harness.telemetry.sinks import tail
 
@@ -70,6 +70,5 @@ def exit_code(run: RunDir) -> int | None:
 @contextmanager
 def one_parent(sweep: RunDir) -> Iterator[None]:
     """One sender at a time looks for the run of a sweep, because the first creates it."""
-    with (sweep.path / ".mlflow.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive(sweep.path / ".mlflow.lock", keep_trying=lambda: True):
         yield

@@ -6,13 +6,13 @@ sqlite paths are made absolute, because the rest of a run may be sent later and 
 
 from __future__ import annotations
 
-import fcntl
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from harness.config import Config
+from harness.locks import exclusive
 
 SQLITE = "sqlite:///"
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
@@ -49,6 +49,5 @@ def schema_lock(uri: str) -> Iterator[None]:
         yield
         return
     database.parent.mkdir(parents=True, exist_ok=True)
-    with database.with_name(f".{database.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive(database.with_name(f".{database.name}.lock"), keep_trying=lambda: True):
         yield

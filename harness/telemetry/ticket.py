@@ -7,10 +7,8 @@ left behind.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +17,11 @@ from typing import Any
 
 import yaml
 
+from harness.locks import exclusive
 from harness.rundir import RunDir, write_atomically
 from harness.telemetry.store import resolve
 
-LOCK_POLL_S = 0.5
+LOCK = ".mlflow.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +77,5 @@ def configured_uri(run: RunDir) -> str:
 @contextmanager
 def sole_sender(run: RunDir, trainer: Trainer | None) -> Iterator[bool]:
     """Hold the run's lock, or yield False: a living trainer's sender waits for it, a sender by hand does not."""
-    with (run.path / ".mlflow.lock").open("w") as lock:
-        while not _acquire(lock.fileno()):
-            if trainer is None or not trainer.is_alive():
-                yield False
-                return
-            time.sleep(LOCK_POLL_S)
-        yield True
-
-
-def _acquire(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    with exclusive(run.path / LOCK, keep_trying=lambda: trainer is not None and trainer.is_alive()) as lock:
+        yield lock is not None
