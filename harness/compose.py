@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 import yaml
 
 from harness.config import Config, ConfigError, require
+from harness.credentials import require_no_credentials, without_credentials
 
 T = TypeVar("T")
 
@@ -49,6 +50,8 @@ def check(tree: Any) -> Config:
     assert isinstance(cfg, Config)
     for key, value in flat(plain(cfg)).items():
         require(not isinstance(value, float) or math.isfinite(value), key, f"must be finite, got {value}")
+    if is_typed:  # what an earlier version wrote can still be read
+        require_no_credentials(cfg.telemetry.tracking_uri)
     return cfg
 
 
@@ -149,7 +152,10 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> Exception:
             choices = ", ".join(each for each in options if each != BASE)
             return ConfigError(group, f"no {option!r}; choose one of {choices}")
         case OverrideParseException():
-            return ConfigError(cause.override, "cannot be read; write key=value and quote special characters")
+            return ConfigError(
+                without_credentials(cause.override or ""),
+                "cannot be read; write key=value and quote special characters",
+            )
         case OmegaConfBaseException() if cause.full_key:
             return explain_key(whole_key(str(cause.full_key), overrides), str(cause))
         case AttributeError() | ValueError():

@@ -681,7 +681,8 @@ class CheckpointConfig:
 class TelemetryConfig:
     mlflow: bool
     tracking_uri: str | None
-    """Any MLflow tracking URI; null: sqlite in run.dir."""
+    """Any MLflow tracking URI without a password or token; env:NAME: the value of that environment variable, which is
+    not written to disk; null: sqlite in run.dir."""
     experiment: str
     """MLflow experiment the run belongs to."""
     exit_wait_s: float

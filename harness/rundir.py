@@ -21,6 +21,7 @@ import yaml
 from harness import run_lease
 from harness.compose import flat, plain, to_yaml
 from harness.config import Config, ConfigError, ResumePolicy
+from harness.credentials import require_no_credentials
 from harness.events import Intervention, to_json
 
 MAY_DIFFER = (
@@ -163,6 +164,7 @@ def check_resume(cfg: Config, run: RunDir) -> None:
 def prepare(cfg: Config, run: RunDir, *, iteration: int = 0) -> dict[str, Any]:
     """Create the directory, or admit a change at `iteration`; returns the admitted changes, key -> [then, now]."""
     check_resume(cfg, run)
+    require_no_credentials(cfg.telemetry.tracking_uri)
     run_lease.require_free(run.path, wait=False)
     try:
         run.logs.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ from harness.config import (
     check_world,
     require,
 )
+from harness.credentials import require_variable
 from harness.loading import loading
 from harness.run_lease import require_free
 from harness.rundir import check_resume, locate, name_run
@@ -117,6 +118,7 @@ def start(cfg: Config) -> int:
         from launch import slurm
 
         return slurm.start(cfg)
+    require_variable(cfg.telemetry.tracking_uri if cfg.telemetry.mlflow else None)
     require(not cfg.launch.dry_run, "launch.dry_run", "is for launch=slurm; `harness train --cfg job` shows this one")
     several = f"{cfg.launch.nodes} machines are for launch=slurm, or for `python -m launch.node` on each of them"
     require(cfg.launch.nodes == 1, "launch.nodes", several)

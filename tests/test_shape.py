@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     {"children", "config", "compose", "events", "garbage", "loading", "state", "rundir"}
-    | {"holder", "lease", "locks", "run_lease"},
+    | {"credentials", "holder", "lease", "locks", "run_lease"},
     {"alone", "compute_clock", "fp8", "heads", "joining", "parallel", "precision", "sharding", "kernels"},
     {"model", "data", "optim", "sentinel", "checkpoint", "telemetry"},
     {"build", "commands", "exchange", "opening", "operator", "orders", "recovery", "requests", "run", "step", "train"},
@@ -153,6 +153,8 @@ DECIDING = ("build", "opening", "operator", "recovery", "step", "train")
 FILE_LINES, FUNCTION_LINES, NUM_ARGUMENTS = 300, 60, 7
 LONG_FILES = {
     "harness/config.py": "one tree, one file: every option with its unit and limits",
+    "harness/compose.py": "the door to Hydra",
+    "harness/telemetry/console.py": "everything that is printed",
     "harness/events.py": "one vocabulary, one file: everything that can happen in a run",
     "harness/train.py": "the loop, and everything that it decides",
     "harness/data/batches.py": "which rows a rank reads, and what it says of them",

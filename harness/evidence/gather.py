@@ -20,6 +20,7 @@ from typing import Any
 
 from harness import compose, events
 from harness.config import ConfigError, require
+from harness.credentials import without_credentials
 from harness.events import (
     ABOUT_SPEED,
     Action,
@@ -38,7 +39,6 @@ from harness.evidence.costs import cost_of
 from harness.evidence.facts import entropy, rarest
 from harness.evidence.schema import OTHERS, Evidence, GuiltyBatch, RunFacts, Token
 from harness.rundir import RunDir
-from harness.telemetry.store import without_credentials
 
 BEFORE, AFTER = 200, 50
 """Iterations around an incident that belong to its evidence."""

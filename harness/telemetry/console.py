@@ -19,6 +19,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from harness.config import EXIT_DONE
+from harness.credentials import ENVIRONMENT, without_credentials
 from harness.events import (
     Action,
     CheckpointFailed,
@@ -35,7 +36,7 @@ from harness.events import (
 )
 from harness.rundir import RunDir
 from harness.telemetry.shipper import SINK_MODULE
-from harness.telemetry.store import SQLITE, sqlite_path, without_credentials
+from harness.telemetry.store import SQLITE, sqlite_path
 
 PLAIN_EVERY_S = 5.0
 REFRESH_EVERY_S = 0.1
@@ -84,6 +85,14 @@ def closing(run: RunDir, tally: Tally, *, tracking_uri: str | None, shipped: boo
 
 def mlflow_command(tracking_uri: str) -> str:
     """How to look at a store: a server has its address, a database needs one."""
+    if tracking_uri.startswith(ENVIRONMENT):
+        name = tracking_uri.removeprefix(ENVIRONMENT)
+        real = os.environ.get(name, "")
+        return (
+            mlflow_command(real)
+            if real.startswith("http")
+            else f'{_program("mlflow")} ui --backend-store-uri "${name}"'
+        )
     database = sqlite_path(tracking_uri)
     if tracking_uri.startswith(("http://", "https://")):
         return without_credentials(tracking_uri)

@@ -25,9 +25,9 @@ import torch
 
 import harness
 from harness.config import Config, PrecisionConfig, PrecisionKind
+from harness.credentials import without_credentials
 from harness.rundir import RunDir, write_atomically
 from harness.telemetry.provenance import code
-from harness.telemetry.store import without_credentials
 
 PACKAGES = {
     "torch": "torch",

@@ -11,11 +11,12 @@ import time
 from typing import Any
 
 from harness.compose import flat
+from harness.credentials import without_credentials
 from harness.events import read
 from harness.loading import loading
 from harness.rundir import RunDir
 from harness.telemetry import parent
-from harness.telemetry.store import sqlite_path, without_credentials
+from harness.telemetry.store import connection_uri, sqlite_path
 from harness.telemetry.ticket import Ticket, load_ticket
 
 PARAMS_PER_CALL = 100
@@ -59,7 +60,7 @@ def is_active(client: Any, run_id: str | None) -> bool:
 def create_run(client: Any, run: RunDir, ticket: Ticket, experiment_name: str) -> None:
     """Give the ticket a run, to be sent from the first event on; one that was created before, unconfirmed, is found."""
     ticket.offset = 0
-    ticket.experiment_id = experiment(client, ticket.tracking_uri, experiment_name)
+    ticket.experiment_id = experiment(client, connection_uri(ticket.tracking_uri), experiment_name)
     found = client.search_runs([ticket.experiment_id], f"tags.`{KEY_TAG}` = '{ticket.key}'", max_results=1)
     if found:
         ticket.run_id = found[0].info.run_id

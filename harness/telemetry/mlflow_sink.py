@@ -26,7 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
-from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED
+from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError
+from harness.credentials import without_credentials
 from harness.events import DrillScored, Event, Incident, RunEnded, RunStarted
 from harness.rundir import RunDir
 from harness.telemetry import parent
@@ -44,7 +45,7 @@ from harness.telemetry.mlflow_run import (
     settle,
 )
 from harness.telemetry.sinks import read_chunk, tail
-from harness.telemetry.store import schema_lock
+from harness.telemetry.store import connection_uri, schema_lock
 from harness.telemetry.ticket import Ticket, Trainer, configuration, configured_uri, load_ticket, sole_sender
 
 EXIT_NOT_SENT = 1
@@ -103,6 +104,9 @@ def follow(run: RunDir, trainer: Trainer | None) -> int:
         except BadStoreError as error:
             say(f"telemetry.tracking_uri: {error}")
             return EXIT_BAD_CONFIG
+        except ConfigError as error:
+            say(str(error))
+            return EXIT_BAD_CONFIG
         except Exception as error:
             num_failures += 1
             after = "gave up" if last_call else f"next try in {pause_s(num_failures):g} s"
@@ -118,8 +122,8 @@ def end_sweep(sweep: RunDir) -> int:
     try:
         first = next(run for run in runs if run.config.is_file())
         uri, settings = configured_uri(first), configuration(first)
-        with schema_lock(uri):
-            client = open_client(uri)
+        with schema_lock(connection_uri(uri)):
+            client = open_client(connection_uri(uri))
         parent_id = run_of_sweep(client, sweep, uri, settings["telemetry"]["experiment"])
         client.set_terminated(parent_id, parent.status(sweep, is_over=True))
     except StopIteration:
@@ -168,8 +172,9 @@ class Delivery:
 
     def _connect(self) -> Any:
         settings = configuration(self._run)
-        with schema_lock(self._ticket.tracking_uri):
-            client = open_client(self._ticket.tracking_uri)
+        uri = connection_uri(self._ticket.tracking_uri)
+        with schema_lock(uri):
+            client = open_client(uri)
             if not is_active(client, self._ticket.run_id):
                 create_run(client, self._run, self._ticket, settings["telemetry"]["experiment"])
                 self._ticket.save(self._run)
@@ -240,7 +245,7 @@ def last_event(run: RunDir) -> Event | None:
 
 
 def say(message: str) -> None:
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}", file=sys.stderr, flush=True)
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {without_credentials(message)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

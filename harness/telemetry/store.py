@@ -1,21 +1,21 @@
 """Which MLflow store a run reports to, as a URI; torch-free and MLflow-free.
 
 A run that names none shares one sqlite file with its neighbours in `run.dir`, so that a sweep is one table. Relative
-sqlite paths are made absolute, because the rest of a run may be sent later and from elsewhere.
+sqlite paths are made absolute, because the rest of a run may be sent later and from elsewhere. The name of an
+environment variable (`env:NAME`) is replaced by its value only when a connection is made.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from harness.config import Config
+from harness.credentials import ENVIRONMENT, real_uri, through_environment
 from harness.locks import exclusive
 
 SQLITE = "sqlite:///"
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def tracking_uri(cfg: Config) -> str:
@@ -27,7 +27,7 @@ def resolve(uri: str | None, *, runs: Path) -> str:
     """`uri` with an absolute path where it has one; without a URI, sqlite in the directory of the runs."""
     if uri is None:
         return f"{SQLITE}{runs.resolve() / 'mlflow.db'}"
-    database = sqlite_path(uri)
+    database = None if uri.startswith(ENVIRONMENT) else sqlite_path(uri)
     return uri if database is None else f"{SQLITE}{database.resolve()}"
 
 
@@ -36,9 +36,9 @@ def sqlite_path(uri: str) -> Path | None:
     return Path(uri.removeprefix(SQLITE)) if uri.startswith(SQLITE) and uri != SQLITE else None
 
 
-def without_credentials(text: str) -> str:
-    """`text` with the user and password of any URI in it hidden."""
-    return _CREDENTIALS.sub("***@", text)
+def connection_uri(uri: str) -> str:
+    """What MLflow is given: the value of a variable, and no password of a server."""
+    return resolve(through_environment(real_uri(uri)), runs=Path())
 
 
 @contextmanager

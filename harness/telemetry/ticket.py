@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from harness.credentials import is_same_store
 from harness.locks import exclusive
 from harness.rundir import RunDir, write_atomically
 from harness.telemetry.store import resolve
@@ -55,7 +56,10 @@ def load_ticket(run: RunDir, tracking_uri: str | None) -> Ticket:
     """The stored ticket; a new one, to send all of the log, for a new run or where `tracking_uri` is another store."""
     if run.mlflow.exists():
         ticket = Ticket(**json.loads(run.mlflow.read_text(encoding="utf-8")))
-        if tracking_uri in (None, ticket.tracking_uri):
+        if tracking_uri is None or is_same_store(ticket.tracking_uri, tracking_uri):
+            if tracking_uri not in (None, ticket.tracking_uri):  # an earlier version wrote the password with it
+                ticket.tracking_uri = tracking_uri
+                ticket.save(run)
             return ticket
     ticket = Ticket(tracking_uri=tracking_uri or configured_uri(run), key=uuid.uuid4().hex)
     ticket.save(run)
