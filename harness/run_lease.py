@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,11 +23,16 @@ FOLDER = "lease"
 
 _held: Lease | None = None
 """Of the run that this process writes."""
+_left: Lease | None = None
+"""Of a run that crashed in this process, which has not ended."""
 
 
 def hold(run: Path, lease_s: float) -> None:
     """Take the lease of a run for this process; refuses if any process holds it."""
-    global _held
+    global _held, _left
+    if _left is not None:
+        _left.release()
+        _left = None
     try:
         _held = lease.acquire(run / FOLDER, this_process(lease_s), on_lost=leave, tell=say_waiting)
     except InUseError as error:
@@ -38,14 +43,38 @@ def hold(run: Path, lease_s: float) -> None:
 
 @contextmanager
 def holding() -> Iterator[None]:
-    """Release at the end the lease that `hold` took meanwhile."""
+    """Release at the end the lease that `hold` took meanwhile.
+
+    After a crash it stays: a thread that writes a checkpoint may still be at work. It is free once the process is gone.
+    """
+    global _held, _left
+    try:
+        yield
+    except ConfigError:
+        _release()
+        raise
+    except BaseException:
+        _held, _left = None, _held
+        raise
+    _release()
+
+
+def _release() -> None:
     global _held
+    if _held is not None:
+        _held.release()
+        _held = None
+
+
+@contextmanager
+def cleared(run: Path) -> Iterator[None]:
+    """In a launcher, around the ranks: if rank 0 died here, free its lease for every machine."""
     try:
         yield
     finally:
-        if _held is not None:
-            _held.release()
-            _held = None
+        with suppress(OSError):
+            if (dead := _dead(run)) is not None:
+                clear(run / FOLDER, dead)
 
 
 def guard() -> None:
@@ -86,8 +115,23 @@ def require_free(run: Path, *, wait: bool) -> None:
         raise ConfigError("run.dir", f"cannot read {directory}: {error.strerror}") from None
 
 
+def dead_holder(run: Path) -> str:
+    """Who wrote a run last, if that process died on this machine without releasing the lease; else empty."""
+    with suppress(OSError):
+        if (dead := _dead(run)) is not None:
+            return f"{dead.describe()}, is gone"
+    return ""
+
+
+def _dead(run: Path) -> Seen | None:
+    """A lease whose holder is known to have died without releasing it."""
+    seen = lease.newest(run / FOLDER)
+    is_dead = seen is not None and not seen.released and seen.is_alive(this_process()) is False
+    return seen if is_dead else None
+
+
 def clear(directory: Path, stale: Seen) -> None:
-    """Put a released lease above a stale one, so that rank 0 does not wait for the same holder again."""
+    """Put a released lease above that of a holder which is gone, so that nobody waits for it."""
     descriptor = lease.create(directory, stale.number + 1, this_process(), released=True)
     if descriptor is not None:
         os.close(descriptor)

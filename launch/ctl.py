@@ -19,7 +19,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness import commands, requests
+from harness import commands, requests, run_lease
 from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
 from harness.events import Intervention, RunEnded, RunStarted, StepRecord
 from harness.orders import (
@@ -195,8 +195,10 @@ def check_run(run: RunDir) -> None:
 
 
 def check_running(run: RunDir) -> None:
-    """Refuse also a run that has ended by itself or was stopped."""
+    """Refuse also a run that has ended by itself or was stopped; warn of one whose process is gone."""
     check_run(run)
+    if gone := run_lease.dead_holder(run.path):
+        print(f"harness: {run.path} is not running ({gone}); its next start hears of this", file=sys.stderr)
     for event in reversed(tail(run.events)):
         if isinstance(event, RunEnded):
             raise ConfigError(str(run.path), f"has ended at step {event.step}: {event.reason}")

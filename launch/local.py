@@ -32,6 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from harness.config import EXIT_CRASHED, EXIT_INTERRUPTED, Config, DeviceKind, require
 from harness.fp8.engine import require_parts
 from harness.requests import STOP_SIGNALS
+from harness.run_lease import cleared
 from harness.rundir import locate
 from harness.telemetry.heartbeat import end_of_run
 from launch.agent import POLL_S, run_agent
@@ -81,6 +82,7 @@ def launch(cfg: Config, worker: Worker, place: Place = ALONE) -> int:
     nproc = num_ranks(cfg)
     silence_agent()
     with (
+        cleared(locate(cfg).path),
         threads_of_a_rank(cfg, nproc),
         stop_requests() as requests,
         reserve(nproc, forked=can_fork() and os.environ[THREADS] == THREADS_OF_TORCH) as processes,

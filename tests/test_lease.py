@@ -281,6 +281,41 @@ def test_a_holder_whose_lease_stands_keeps_writing_through_a_long_stall(tmp_path
     assert seen.released
 
 
+def crash(run: Path) -> None:
+    with run_lease.holding():
+        run_lease.hold(run, 60.0)
+        raise ZeroDivisionError
+
+
+def test_after_a_crash_the_lease_stays_until_the_process_is_gone(tmp_path: Path) -> None:
+    """A thread of it may still write; the launcher frees it for other machines."""
+    with pytest.raises(ZeroDivisionError):
+        crash(tmp_path)
+    with pytest.raises(InUseError):
+        acquire(tmp_path / run_lease.FOLDER)
+    with run_lease.holding():
+        run_lease.hold(tmp_path, 60.0)  # this process has nothing left to wait for
+
+    process = in_a_process(crash_quietly, tmp_path / "other")
+    with run_lease.cleared(tmp_path / "other"):
+        process.join(60)
+    seen = lease.newest(tmp_path / "other" / run_lease.FOLDER)
+    assert seen is not None
+    assert (seen.number, seen.released) == (2, True)
+
+
+def crash_quietly(run: Path) -> None:
+    with suppress(ZeroDivisionError):
+        crash(run)
+
+
+def test_a_bad_configuration_releases_the_lease(tmp_path: Path) -> None:
+    with suppress(ConfigError), run_lease.holding():
+        run_lease.hold(tmp_path, 60.0)
+        raise ConfigError("a", "b")
+    acquire(tmp_path / run_lease.FOLDER).release()
+
+
 def test_a_second_start_is_told_who_holds_the_run(tmp_path: Path) -> None:
     run = tmp_path / "first"
     held = acquire(run / run_lease.FOLDER, elsewhere(6.0))
