@@ -186,12 +186,12 @@ def intervention(changes: dict[str, Any], *, iteration: int) -> Intervention:
 
 def write_atomically(path: Path, text: str) -> None:
     """The file is the old one or the new one, never a part."""
-    run_lease.guard()
     scratch = path.with_name(f".{path.name}.tmp")
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    run_lease.guard()
     scratch.replace(path)
 
 

@@ -131,8 +131,8 @@ def scratch(root: Path, name: str) -> Path:
 
 def publish(scratch: Path, target: Path) -> None:
     """The moment a checkpoint exists: it and the name are on disk when this returns."""
-    run_lease.guard()
     sync(scratch)
+    run_lease.guard()
     scratch.rename(target)
     sync(target.parent)
 

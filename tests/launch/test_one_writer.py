@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import compose, events, lease
+from harness import compose, events, holder, lease
+from harness.checkpoint import catalog
 from harness.config import ConfigError
-from harness.events import RunStarted, StepRecord
+from harness.events import RunEnded, RunStarted, StepRecord
 from harness.holder import this_process
 from harness.rundir import RunDir, prepare
 from launch import train
@@ -104,6 +105,35 @@ def test_a_living_run_is_not_started_again_and_a_killed_one_is_at_once(tmp_path:
     seen = lease.newest(run.lease)
     assert seen is not None
     assert seen.released
+
+
+def saved(run: RunDir) -> dict[str, str]:
+    """Every checkpoint that has a name, by what is in it."""
+    return {
+        path: kept for path, kept in content(run).items() if re.search(r"checkpoints/step-[^/]*(/[^.][^/]*)?$", path)
+    }
+
+
+def on_another_machine() -> None:
+    """In this process and all that it forks."""
+    holder.this_machine = lambda: "another machine"
+
+
+def test_a_run_that_was_taken_over_leaves_with_2_and_saves_nothing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "stalled")
+    words = ("train", *overrides(run), "launch.nproc=2", "run.lease_s=1", "checkpoint.every_steps=5")
+    with Launched("launch.cli", *words, output=tmp_path / "output", first=on_another_machine) as process:
+        wait_for_step(run, process, 1)
+        while not catalog.saved(run.checkpoints):
+            time.sleep(0.05)
+        with standing_still(process):
+            held = lease.acquire(run.lease, this_process(), on_lost=lambda _: None)
+            before = saved(run)
+        assert process.wait(timeout=60) == 2, process.stderr
+        assert f"harness: this run was taken over by pid {os.getpid()} on " in process.stderr
+        assert saved(run) == before
+        assert not isinstance(list(events.read(run.events))[-1], RunEnded)
+        held.release()
 
 
 @pytest.mark.parametrize("kind", ["local", "slurm"])
