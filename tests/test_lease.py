@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 
 from harness import holder, lease, run_lease
+from harness.checkpoint import catalog
 from harness.config import EXIT_BAD_CONFIG, ConfigError
 from harness.holder import Holder, this_process
 from harness.lease import InUseError, Lease, Seen
-from harness.rundir import append_line
+from harness.rundir import append_line, write_atomically
 from tests.forks import forks
 
 ELSEWHERE = "another machine"
@@ -267,6 +268,39 @@ def test_a_holder_that_was_taken_over_exits_before_it_writes_again(tmp_path: Pat
         process.join(60)
         assert process.exitcode == EXIT_BAD_CONFIG
         assert len((tmp_path / "written").read_bytes()) <= len(written) + 2, "at most the line it was stopped in"
+
+
+class LeftError(Exception):
+    """Stands for the end of the process."""
+
+
+def leave(_: Seen) -> None:
+    raise LeftError
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "append": lambda path: append_line(path / "ledger.jsonl", "x"),
+    "replace": lambda path: write_atomically(path / "health.json", "x"),
+    "publish": lambda path: catalog.publish(path / ".part", path / "step-00000001-gen-0"),
+    "drop": lambda path: catalog.drop(path / ".part"),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_after_a_stall_a_holder_looks_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    monkeypatch.setattr(run_lease, "leave", leave)
+    kept = tmp_path / "kept"
+    (kept / ".part").mkdir(parents=True)
+    with run_lease.holding():
+        run_lease.hold(tmp_path, 3600.0)
+        left_behind(tmp_path / run_lease.FOLDER, elsewhere(), number=2)
+        assert run_lease._held is not None
+        run_lease._held._sure_s -= run_lease._held.me.sure_s
+        with pytest.raises(LeftError):
+            WRITERS[writer](kept)
+    assert set(names(kept)) <= {".part", ".health.json.tmp"}
 
 
 def test_a_holder_whose_lease_stands_keeps_writing_through_a_long_stall(tmp_path: Path) -> None:
