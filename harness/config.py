@@ -717,12 +717,18 @@ class SlurmConfig:
     warn_s: int
     """Seconds before its time is up at which a job is told to save and leave."""
     max_requeues: int
-    """How often a job may begin again; 0: never."""
+    """Requeues in a row without a newer checkpoint after which a job ends, whatever ended its starts; 0: never requeue.
+    A newer checkpoint resets the count, so that a run that advances is never ended by it."""
     max_stalled: int
-    """Ends in a row without a new good checkpoint after which a job does not begin again."""
+    """The same limit for starts that the run itself spent without a newer checkpoint: it crashed, or left unsaved.
+    Starts that a node failed (health check, node death) do not count here."""
     health: bool
     """Look at every node before each start: devices, memory, disk, clocks, a small all-reduce; false where the cluster
     does so itself."""
+    exclude_hours: float = 24.0
+    """A node that failed the health check twice is excluded for so many hours since its last failure; 0: never."""
+    max_excluded: int = 4
+    """Most nodes excluded at a time; never so many that the job could not start."""
 
     def __post_init__(self) -> None:
         for name in ("time_minutes", "gpus_per_node", "cpus_per_node"):
@@ -736,6 +742,8 @@ class SlurmConfig:
         require(self.warn_s >= 1, "launch.slurm.warn_s", f"must be at least 1, got {self.warn_s}")
         require(self.max_requeues >= 0, "launch.slurm.max_requeues", f"must be 0 or more, got {self.max_requeues}")
         require(self.max_stalled >= 1, "launch.slurm.max_stalled", f"must be at least 1, got {self.max_stalled}")
+        require(self.exclude_hours >= 0, "launch.slurm.exclude_hours", f"must be 0 or more, got {self.exclude_hours}")
+        require(self.max_excluded >= 0, "launch.slurm.max_excluded", f"must be 0 or more, got {self.max_excluded}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -756,7 +764,8 @@ class LaunchConfig:
     """A rank whose loop has not moved for so long is taken for hung: within ten seconds more it is named, and the run
     is taken down on all machines, to begin again from its newest checkpoint. Longer than the longest step; shorter than
     parallel.timeout_s, after which the ranks that wait for it give up without knowing whom they waited for. A machine
-    that is not heard of is given up after as long, or after 30 s where that is less."""
+    that is not heard of is given up after as long, or after 30 s where that is less. Never shorter than three intervals
+    of the heartbeat files (1 s; above 100 ranks num_ranks / 100 s): 492 s for 16,384 ranks."""
     start_within_s: float
     """What may take longer: the machines' gathering, a start up to the end of its first iteration (reading a
     checkpoint, compiling), a save that waits for its disk, going back to a checkpoint."""

@@ -5,8 +5,9 @@ start is cheap.
 How: srun starts one process for each rank to come. The first on a node collects what can be seen without torch, and
 `complaints` judges it: devices and their memory, errors of ECC and driver, host memory, disk. Then all of them join in
 a small all-reduce over the network, and over NCCL where there are devices, tell each other the time, and look for a
-file that the first one wrote. A complaint is one line that names the node, and the step ends for all.
-Left out: bandwidth, and what a driver does not tell. A node that failed is not kept out of the next start.
+file that the first one wrote. A complaint is one line that names the node, and the step ends for all. A node with a
+fault of its own is blamed; one that failed twice is excluded (`launch.exclusion`).
+Left out: bandwidth, and what a driver does not tell. Who it was that did not come to the all-reduce is not known.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -26,6 +28,7 @@ from harness import compose
 from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, Config, ConfigError, DeviceKind, ParallelConfig
 from harness.loading import loading
 from harness.rundir import RunDir
+from launch.exclusion import Complaint
 from launch.layout import folder
 from launch.requeue import EXIT_UNHEALTHY
 
@@ -35,7 +38,8 @@ LEAST_DISK_BYTES = 2 * GIGABYTE
 LEAST_DEVICE_SHARE = 0.9
 """Of a device's memory: less is free where somebody else's process is left on it."""
 MOST_SKEW_S = 1.0
-MEET_WITHIN_S = 60.0
+ANSWER_WITHIN_S = 60.0
+"""For a program of the machine."""
 REDUCED_NUMBERS = 1_000_000
 XID_WINDOW_S = 3600.0
 BROKEN_XIDS = frozenset({48, 61, 62, 64, 74, 79, 92, 95, 119, 120, 140, 143})
@@ -69,7 +73,7 @@ class Facts:
 
 
 def complaints(facts: Facts, num_devices: int | None) -> list[str]:
-    """What is wrong with a node, each in a few words; `num_devices` is None where any number will do."""
+    """What is wrong with a node alone, each in a few words; `num_devices` is None where any number will do."""
     found: list[str] = []
     if num_devices is not None and len(facts.devices) != num_devices:
         found.append(f"has {len(facts.devices)} GPUs, {num_devices} are wanted")
@@ -81,25 +85,40 @@ def complaints(facts: Facts, num_devices: int | None) -> list[str]:
             found.append(f"GPU {device.index} has {free:.0f} of {whole:.0f} GB free: another process is on it")
     if broken := sorted(BROKEN_XIDS.intersection(facts.xids)):
         found.append(f"the driver reported Xid {', '.join(map(str, broken))} within the last hour")
-    for what, free_bytes, least in (
-        ("host memory", facts.free_host_bytes, LEAST_HOST_BYTES),
-        ("disk in the run directory", facts.free_disk_bytes, LEAST_DISK_BYTES),
-    ):
-        if free_bytes < least:
-            found.append(f"{what}: {free_bytes / GIGABYTE:.1f} GB free, at least {least / GIGABYTE:.0f} are wanted")
+    found += scarce("host memory", facts.free_host_bytes, LEAST_HOST_BYTES)
     if not facts.is_writable:
         found.append("the run directory cannot be written")
     return found
 
 
-def skewed(times_s: Mapping[str, float]) -> list[str]:
-    """Nodes whose clock is far from the first one's, each in a few words."""
-    first_s = next(iter(times_s.values()))
+def scarce(what: str, free_bytes: float, least_bytes: float) -> list[str]:
+    if free_bytes >= least_bytes:
+        return []
+    return [f"{what}: {free_bytes / GIGABYTE:.1f} GB free, at least {least_bytes / GIGABYTE:.0f} are wanted"]
+
+
+def judged(node: str, facts: Facts, num_devices: int | None) -> list[Complaint]:
+    """What is wrong with a node, and what it sees of the disk that all nodes share."""
+    full = scarce("disk in the run directory", facts.free_disk_bytes, LEAST_DISK_BYTES)
+    own = [Complaint(node, text) for text in complaints(facts, num_devices)]
+    return own + [Complaint(node, text, blames=False) for text in full]
+
+
+def skewed(times_s: Mapping[str, float]) -> list[Complaint]:
+    """Nodes whose clock is far from the others'. Of two clocks that disagree nobody knows which one is wrong."""
+    middle_s = statistics.median_low(times_s.values())
     return [
-        f"node {node}: its clock is {times_s[node] - first_s:+.1f} s off the first node's"
-        for node in times_s
-        if abs(times_s[node] - first_s) > MOST_SKEW_S
+        Complaint(node, f"its clock is {time_s - middle_s:+.1f} s off the other nodes'", blames=len(times_s) > 2)
+        for node, time_s in times_s.items()
+        if abs(time_s - middle_s) > MOST_SKEW_S
     ]
+
+
+def elsewhere(sees_first: Mapping[str, bool]) -> list[Complaint]:
+    """Nodes that do not see the first one's run directory; where most do not, the first one may be the odd one."""
+    lost = [node for node, sees in sees_first.items() if not sees]
+    blames = 2 * len(lost) < len(sees_first)
+    return [Complaint(node, "the run directory is not the first node's", blames=blames) for node in lost]
 
 
 def num_devices_wanted(cfg: Config) -> int | None:
@@ -124,7 +143,7 @@ def collect(run: RunDir, node: str) -> Facts:
 def ask(*command: str) -> str:
     """What a program of the machine says; nothing where it is not there or may not."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=MEET_WITHIN_S, check=False).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_WITHIN_S, check=False).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -167,14 +186,17 @@ def leaves_a_mark(path: Path) -> bool:
     return True
 
 
-def meet(cfg: ParallelConfig, run: RunDir, node: str) -> list[str]:
-    """Join all processes of the step in an all-reduce; returns what is wrong between the nodes, alike on all."""
+def meet(cfg: ParallelConfig, run: RunDir, node: str, within_s: float) -> list[Complaint]:
+    """Join all processes of the step in an all-reduce; returns what is wrong between the nodes, alike on all.
+
+    `within_s` bounds the wait for the last process; it grows with their number, because many at once load torch slowly.
+    """
     with loading():
         import torch
 
         from harness.parallel import all_reduce_sum, connect, disconnect, together
 
-    world = connect(replace(cfg, replicate=1, timeout_s=MEET_WITHIN_S))
+    world = connect(replace(cfg, replicate=1, timeout_s=within_s))
     try:
         took_s = {}
         for device in dict.fromkeys((torch.device("cpu"), world.device)):
@@ -183,17 +205,13 @@ def meet(cfg: ParallelConfig, run: RunDir, node: str) -> list[str]:
             total = float(all_reduce_sum(ones).sum())
             took_s[device.type] = time.perf_counter() - began_s
             if total != REDUCED_NUMBERS * world.size:
-                return [f"node {node}: an all-reduce of ones gave {total / REDUCED_NUMBERS}, {world.size} is right"]
+                text = f"an all-reduce of ones gave {total / REDUCED_NUMBERS}, {world.size} is right"
+                return [Complaint(node, text, blames=False)]
         nodes = together(lambda: node)
         told_s = together(time.time)  # all come out of the exchange before at nearly the same moment
         times_s = {each: told_s[nodes.index(each)] for each in dict.fromkeys(nodes)}
         sees_first = together(lambda: (folder(run) / f"health-{nodes[0]}").exists())
-        wrong = skewed(times_s)
-        wrong += [
-            f"node {nodes[rank]}: the run directory is not the first node's"
-            for rank, sees in enumerate(sees_first)
-            if not sees
-        ]
+        wrong = skewed(times_s) + elsewhere(dict(zip(nodes, sees_first, strict=True)))
         if world.is_first and not wrong:
             reduced = ", ".join(f"{seconds * 1e3:.0f} ms on {device}" for device, seconds in took_s.items())
             spread_s = max(times_s.values()) - min(times_s.values())
@@ -204,23 +222,23 @@ def meet(cfg: ParallelConfig, run: RunDir, node: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look at this node, then at all of them together; returns the exit code."""
-    (directory,) = sys.argv[1:] if argv is None else argv
+    """RUN and the seconds within which all processes must meet; returns the exit code."""
+    directory, within_s = sys.argv[1:] if argv is None else argv
     run, slurm = RunDir(Path(directory)), os.environ
     node, is_first_here = slurm["SLURMD_NODENAME"], slurm["SLURM_LOCALID"] == "0"
     slurm["RANK"], slurm["WORLD_SIZE"] = slurm["SLURM_PROCID"], slurm["SLURM_NTASKS"]
     slurm["LOCAL_RANK"] = slurm["SLURM_LOCALID"]
     try:
         cfg = compose.read(run.config)
-        found = complaints(collect(run, node), num_devices_wanted(cfg)) if is_first_here else []
-        wrong = [f"node {node}: {complaint}" for complaint in found] or meet(cfg.parallel, run, node)
+        found = judged(node, collect(run, node), num_devices_wanted(cfg)) if is_first_here else []
+        wrong = found or meet(cfg.parallel, run, node, float(within_s))
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     except Exception as error:
-        wrong = [f"node {node}: no all-reduce with the others: {' '.join(str(error).split())}"]
-    for line in wrong if is_first_here else ():
-        print(f"harness: health: {line}", file=sys.stderr)
+        wrong = [Complaint(node, f"no all-reduce with the others: {' '.join(str(error).split())}", blames=False)]
+    for complaint in wrong if is_first_here else ():
+        print(complaint.render(), file=sys.stderr)
     return EXIT_UNHEALTHY if wrong else EXIT_DONE
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
@@ -21,6 +21,7 @@ from harness.events import to_json
 from harness.rundir import RunDir, append_line, locate, write_atomically
 from harness.telemetry.sinks import last_iteration
 from launch import snapshot
+from launch.controller import queue_state
 
 
 @final
@@ -65,23 +66,47 @@ def recall(run: RunDir) -> Job | None:
         return None
 
 
+def claim(run: RunDir, job: str) -> None:
+    """Take the run for this job; refuse where another job that waits or runs has it, so that no two write to it."""
+    known = recall(run)
+    if known is not None and known.job == job:
+        return
+    check_not_taken(run, known, job)
+    code = known.code if known is not None else str(Path(__file__).resolve().parents[1])
+    remember(run, Job(job=job, code=code))
+
+
+def check_not_taken(run: RunDir, known: Job | None, job: str) -> None:
+    """Refuse a run whose own job, another one, waits or runs."""
+    if known is not None and known.job != job and (state := queue_state(known.job)):
+        raise ConfigError(str(run.path), f"belongs to job {known.job}, which is {state}; job {job} leaves it alone")
+
+
 def lay_out_in_job(cfg: Config, job: str, num_nodes: int) -> tuple[Path, Path]:
     """The run directory and the code of this job, made at its first start."""
     cfg.launch.nodes, cfg.launch.min_nodes = num_nodes, None
     cfg.run.name = cfg.run.name or f"{cfg.model.name}-job-{job}"
     known = recall(locate(cfg))
     if known is None or known.job != job:
+        check_not_taken(locate(cfg), known, job)
         run = lay_out(cfg)
         known = Job(job=job, code=str(snapshot.take(code_root(run).resolve())))
         remember(run, known)
     return locate(cfg).path.resolve(), Path(known.code)
 
 
+def job_of(environment: Mapping[str, str]) -> str:
+    """The number of this job; of an array, the task's own name, since its number may also be that of another task."""
+    array = environment.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment["SLURM_JOB_ID"]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Lay out the run of this job; returns the exit code."""
-    job, num_nodes = os.environ["SLURM_JOB_ID"], int(os.environ["SLURM_JOB_NUM_NODES"])
+    num_nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
     try:
-        run, code = lay_out_in_job(compose.load(sys.argv[1:] if argv is None else argv), job, num_nodes)
+        cfg = compose.load(sys.argv[1:] if argv is None else argv)
+        run, code = lay_out_in_job(cfg, job_of(os.environ), num_nodes)
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG

@@ -83,14 +83,14 @@ def leave_no_trace(directory: Path) -> None:
 
 def carry_out(directory: Path, sweep: Sweep, cfgs: dict[str, Config]) -> int:
     """Lay out what is left to do and have it done; returns the worst exit code of the jobs that were accepted."""
-    needs = {name: need(RunDir(directory / name), cfg) for name, cfg in cfgs.items()}
-    missing = [cfg for name, cfg in cfgs.items() if needs[name] is Need.run]
     first = next(iter(cfgs.values())).launch
-    if missing and first.dry_run:
+    if first.dry_run and (missing := missing_of(cfgs, needs_of(directory, cfgs))):
         print(array_script(missing, directory), end="")
         return EXIT_DONE
-    before = [EXIT_HALTED] if Need.halted in needs.values() else []
     with crew.sole_sweeper(directory) as lock:
+        needs = needs_of(directory, cfgs)  # after what another launcher submitted while it held the lock
+        missing = missing_of(cfgs, needs)
+        before = [EXIT_HALTED] if Need.halted in needs.values() else []
         known = record.extended(record.read_if_there(directory), sweep)
         if missing and first.kind is LaunchKind.slurm:
             job = slurm_array(missing, directory)
@@ -109,6 +109,14 @@ def carry_out(directory: Path, sweep: Sweep, cfgs: dict[str, Config]) -> int:
     endings = Counter(ending(code) for code in [*codes.values(), *refused])
     print(closing(directory, endings, len(runs) - len(codes), sweep.words))
     return EXIT_INTERRUPTED if stopped else worst([*before, *codes.values()])
+
+
+def needs_of(directory: Path, cfgs: dict[str, Config]) -> dict[str, Need]:
+    return {name: need(RunDir(directory / name), cfg) for name, cfg in cfgs.items()}
+
+
+def missing_of(cfgs: dict[str, Config], needs: dict[str, Need]) -> list[Config]:
+    return [cfg for name, cfg in cfgs.items() if needs[name] is Need.run]
 
 
 def lay_out(cfg: Config) -> RunDir:

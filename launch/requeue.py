@@ -1,10 +1,11 @@
-"""Whether a job that ended begins again, and the book in which every end is written.
+"""Whether a job that ended begins again, without which nodes, and the book in which every end is written.
 
 Why: a run that is asked to leave, or that crashes on a bad machine, should go on by itself; one that is done, halted,
 cancelled or stopped by a person must not, and one that crashes at the same place for ever must stop and say so.
 How: `decide` is a pure function of how the job ended and of what is in the book, RUN/requeues.jsonl. The job's script
-asks it at every end, and at every beginning, because Slurm itself begins a job again whose node died. Progress is a new
-good checkpoint, nothing less.
+asks it at every end, and at every beginning, because Slurm itself begins a job again whose node died. Progress is a
+newer checkpoint that a start would resume from; it resets every limit. Nodes that failed the health check twice are
+excluded (`launch.exclusion`). A start also makes sure that no other job that is alive has the same run.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from harness import compose, requests
 from harness.checkpoint import catalog
+from harness.checkpoint.catalog import Health
 from harness.config import (
     EXIT_BAD_CONFIG,
     EXIT_DONE,
@@ -31,6 +33,9 @@ from harness.config import (
     SlurmConfig,
 )
 from harness.rundir import RunDir, append_line
+from launch import layout
+from launch.controller import can_start, hostnames
+from launch.exclusion import Exclusion, Failure, bearable, blamed, excluded, from_json
 
 EXIT_UNHEALTHY = 69
 """What the script says where the health check, not the run, failed."""
@@ -41,9 +46,11 @@ ASK_AGAIN_S = (1.0, 5.0, 20.0)
 BY_SLURM = "begun again by Slurm: a node died, or the job made room for another"
 FINAL = {
     EXIT_DONE: "all steps done",
-    EXIT_BAD_CONFIG: "bad configuration",
+    EXIT_BAD_CONFIG: "bad configuration, or another start of this run is alive",
     EXIT_HALTED: "halted by the sentinel",
 }
+Age = tuple[int, int]
+"""Generation and step of a checkpoint; grows with every checkpoint, also after a rollback."""
 
 
 @final
@@ -57,10 +64,20 @@ class End:
     """How often the job had begun, this time included."""
     exit_code: int | None
     """None where nobody was left to tell."""
-    good: tuple[int, int] | None
-    """Generation and step of the newest good checkpoint at that time."""
+    good: Age | None
+    """Of the newest good checkpoint at that time."""
     requeued: bool
     reason: str
+    saved: Age | None = None
+    """Of the newest checkpoint that is good or may become so: where the next start resumes."""
+    unhealthy: Mapping[str, str] = field(default_factory=dict)
+    """Node -> its fault, for nodes that failed the health check of this start."""
+    excluded: tuple[Exclusion, ...] = ()
+    """Nodes that the next start leaves out."""
+
+    @property
+    def reached(self) -> Age | None:
+        return max((age for age in (self.good, self.saved) if age is not None), default=None)
 
 
 class Ended(NamedTuple):
@@ -80,8 +97,9 @@ class Decision(NamedTuple):
     reason: str
 
 
-def decide(ended: Ended, history: Sequence[End], good: tuple[int, int] | None, limits: SlurmConfig) -> Decision:
-    """Whether the job begins again. `history` holds the earlier ends of the same job, oldest first."""
+def decide(ended: Ended, history: Sequence[End], reached: Age | None, limits: SlurmConfig) -> Decision:
+    """Whether the job begins again. `history` holds the earlier ends of the same job, oldest first; `reached` is the
+    newest checkpoint now."""
     code = ended.exit_code
     if code in FINAL:
         return Decision(False, FINAL[code])
@@ -91,14 +109,18 @@ def decide(ended: Ended, history: Sequence[End], good: tuple[int, int] | None, l
         return Decision(False, "ended from outside, by scancel or by a requeue that is not this one's")
     if ended.stopped_by:
         return Decision(False, f"stopped on purpose, {ended.stopped_by}")
-    requeues = sum(end.requeued for end in history)
+    if limits.max_requeues == 0:
+        return Decision(False, "launch.slurm.max_requeues=0 allows no requeue")
+    since = last_progress([*(end.reached for end in history), reached])
+    requeues = sum(end.requeued for end in history[max(since, 0) :])
+    stalls = sum(is_stall(each) for each in [*(end.exit_code for end in history), code][since + 1 :])
+    where = f"the newest is of step {reached[1]}" if reached else "there is none"
     if requeues >= limits.max_requeues:
-        return Decision(False, f"begun again {requeues} times already, launch.slurm.max_requeues={limits.max_requeues}")
-    stalled = num_stalled([*(end.good for end in history), good])
-    if stalled >= limits.max_stalled:
-        where = f"the newest is of step {good[1]}" if good else "there is none"
+        limit = f"launch.slurm.max_requeues={limits.max_requeues}"
+        return Decision(False, f"begun again {requeues} times without a newer checkpoint ({where}), {limit}")
+    if stalls >= limits.max_stalled:
         limit = f"launch.slurm.max_stalled={limits.max_stalled}"
-        return Decision(False, f"{stalled} ends in a row without a new good checkpoint ({where}), {limit}")
+        return Decision(False, f"{stalls} starts in a row ended without a newer checkpoint ({where}), {limit}")
     if code == EXIT_INTERRUPTED:
         return Decision(True, "asked to leave")
     if code == EXIT_UNHEALTHY:
@@ -106,10 +128,18 @@ def decide(ended: Ended, history: Sequence[End], good: tuple[int, int] | None, l
     return Decision(True, BY_SLURM if code is None else f"crashed with exit code {code}")
 
 
-def num_stalled(goods: Sequence[tuple[int, int] | None]) -> int:
-    """Ends since the newest good checkpoint last changed."""
-    changed = [number for number, good in enumerate(goods) if good != (goods[number - 1] if number else None)]
-    return len(goods) - (changed[-1] + 1 if changed else 0)
+def last_progress(ages: Sequence[Age | None]) -> int:
+    """Which end was the last with a newer checkpoint than every end before it; -1 where none was."""
+    newest, found = None, -1
+    for number, age in enumerate(ages):
+        if age is not None and (newest is None or age > newest):
+            newest, found = age, number
+    return found
+
+
+def is_stall(exit_code: int | None) -> bool:
+    """Whether the run had its nodes and ended by itself: an end without progress then counts against it."""
+    return exit_code not in (None, EXIT_UNHEALTHY)
 
 
 def book(run: RunDir) -> Path:
@@ -125,16 +155,22 @@ def read(run: RunDir) -> list[End]:
     ends = []
     for line in lines:
         try:
-            end = End(**json.loads(line))
-        except (ValueError, TypeError):
+            ends.append(end_in(json.loads(line)))
+        except (ValueError, TypeError, IndexError, AttributeError):
             continue
-        ends.append(replace(end, good=(end.good[0], end.good[1]) if end.good else None))
     return ends
 
 
-def newest_good(run: RunDir) -> tuple[int, int] | None:
-    good = [each for each in catalog.saved(run.checkpoints) if each.health is catalog.Health.good]
-    return good[-1].age if good else None
+def end_in(words: Mapping[str, Any]) -> End:
+    """A line of the book; raises TypeError or ValueError where it is none."""
+    end = End(**words)
+    good, saved = ((age[0], age[1]) if age else None for age in (end.good, end.saved))
+    return replace(end, good=good, saved=saved, excluded=from_json(words.get("excluded", ())))
+
+
+def newest(run: RunDir, *healths: Health) -> Age | None:
+    found = [each for each in catalog.saved(run.checkpoints) if each.health in healths]
+    return found[-1].age if found else None
 
 
 def stopped_by(run: RunDir) -> str:
@@ -147,23 +183,41 @@ def stopped_by(run: RunDir) -> str:
     return "" if asked.who == SLURM else asked.in_words()
 
 
-def settle(run: RunDir, ended: Ended, *, job: str, start: int) -> Decision:
-    """Decide about one end, and write it down."""
+def settle(
+    run: RunDir,
+    ended: Ended,
+    *,
+    job: str,
+    start: int,
+    unhealthy: Mapping[str, str] | None = None,
+    sbatch: Sequence[str] = (),
+) -> End:
+    """Decide about one end, and write it down. `sbatch` are the arguments by which Slurm is asked whether the job could
+    start without some nodes."""
     limits = compose.read(run.config).launch.slurm
-    history = [end for end in read(run) if end.job == job]
-    good = newest_good(run)
-    decision = decide(ended, history, good, limits)
+    ends, now = read(run), time.time()
+    good, saved = newest(run, Health.good), newest(run, Health.good, Health.candidate)
+    decision = decide(ended, [end for end in ends if end.job == job], saved, limits)
     end = End(
-        time=time.time(),
+        time=now,
         job=job,
         start=start,
         exit_code=ended.exit_code,
         good=good,
         requeued=decision.again,
         reason=decision.reason,
+        saved=saved,
+        unhealthy=dict(unhealthy or {}),
     )
+    found = excluded(failures([*ends, end]), now=now, limits=limits)
+    end = replace(end, excluded=tuple(bearable(found, lambda nodes: can_start(sbatch, nodes)) if sbatch else found))
     append_line(book(run), json.dumps(asdict(end)))
-    return decision
+    return end
+
+
+def failures(ends: Iterable[End]) -> list[Failure]:
+    """Every health check that a node failed."""
+    return [Failure(end.time, node, reason) for end in ends for node, reason in end.unhealthy.items()]
 
 
 def begin(run: RunDir, job: str, start: int) -> Decision:
@@ -171,32 +225,62 @@ def begin(run: RunDir, job: str, start: int) -> Decision:
     known = max((end.start for end in read(run) if end.job == job), default=0)
     decision = Decision(True, "")
     for missed in range(known + 1, start):
-        decision = settle(run, Ended(None, "RUNNING", "", stopped_by(run)), job=job, start=missed)
+        end = settle(run, Ended(None, "RUNNING", "", stopped_by(run)), job=job, start=missed)
+        decision = Decision(end.requeued, end.reason)
     return decision
 
 
-def state_of(job: str) -> tuple[str, str]:
-    """Slurm's word for a job, and its reason; empty where Slurm does not answer for a while."""
+def show(job: str) -> dict[str, str]:
+    """What Slurm says about a job; nothing where it does not answer for a while."""
     command = ["scontrol", "show", "job", "--oneliner", job]
-    words: dict[str, str] = {}
     for pause_s in (0.0, *ASK_AGAIN_S):
         time.sleep(pause_s)
         shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-        if words := dict(re.findall(r"(JobState|Reason)=(\S+)", shown)):
-            break
-    return words.get("JobState", ""), words.get("Reason", "")
+        if words := dict(re.findall(r"(JobState|Reason|ExcNodeList)=(\S+)", shown)):
+            return words
+    return {}
+
+
+def update_of(present: Sequence[str], ends: Iterable[End], wanted: Iterable[Exclusion]) -> str:
+    """The argument of `scontrol update` that excludes `wanted` and what the user excludes; empty for no change.
+
+    `present` are the nodes that Slurm excludes now. Those that once failed a check of this run are not the user's.
+    """
+    ours = {node for end in ends for node in end.unhealthy}
+    nodes = [*(node for node in present if node not in ours), *(exclusion.node for exclusion in wanted)]
+    return "" if set(nodes) == set(present) else f"ExcNodeList={','.join(nodes)}"
+
+
+def finish(run: RunDir, job: str, start: int, exit_code: int, complaints: str, sbatch: Sequence[str]) -> End:
+    """Settle an end, and print what the script has to update in the job before it begins again."""
+    shown = show(job)
+    ended = Ended(exit_code, shown.get("JobState", ""), shown.get("Reason", ""), stopped_by(run))
+    end = settle(run, ended, job=job, start=start, unhealthy=blamed(complaints), sbatch=sbatch)
+    if end.requeued:
+        print(update_of(hostnames(shown.get("ExcNodeList", "")), read(run), end.excluded), end="")
+    for exclusion in end.excluded:
+        print(f"harness: {exclusion.render()}", file=sys.stderr)
+    return end
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`begin RUN JOB` or `end RUN JOB EXIT_CODE`, from within the job; exit code 0: go on, or begin again."""
-    verb, directory, job, *code = sys.argv[1:] if argv is None else argv
+    """From within the job; exit code 0: go on, or begin again.
+
+    begin RUN JOB, or end RUN JOB EXIT_CODE COMPLAINTS [SBATCH ARGUMENTS]. COMPLAINTS is the file with what the health
+    check said, or empty. `end` prints an argument for `scontrol update` where the job has to change.
+    """
+    verb, directory, job, *more = sys.argv[1:] if argv is None else argv
     run = RunDir(Path(directory))
     start = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1
     try:
         if verb == "begin":
+            layout.claim(run, job)
             decision = begin(run, job, start)
         else:
-            decision = settle(run, Ended(int(code[0]), *state_of(job), stopped_by(run)), job=job, start=start)
+            code, complaints, *sbatch = more
+            log = Path(complaints).read_text(encoding="utf-8", errors="replace") if complaints else ""
+            end = finish(run, job, start, int(code), log, sbatch)
+            decision = Decision(end.requeued, end.reason)
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG

@@ -14,12 +14,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness.config import LaunchConfig, require
+from harness.config import LaunchConfig, SlurmConfig, require
 
 DIRECTIVE = "#SBATCH "
 SETTING = re.compile(r"(\w+)=\$\{HARNESS_\w+:-.*\}")
 PLAIN = re.compile(r"[\w./:=,@%+-]*", re.ASCII)
 MEBIBYTE = 2**20
+EXCLUDE = "--exclude"
 
 
 def render(template: str, *, directives: Sequence[str], settings: Mapping[str, str]) -> str:
@@ -68,6 +69,12 @@ def directives(
     }
     lines = [f"{option}={quoted(option, str(value))}" for option, value in asked.items() if value is not None]
     return [*lines, "--requeue" if slurm.max_requeues else "--no-requeue", *slurm.options]
+
+
+def exclude_option(cfg: SlurmConfig, nodes: Sequence[str]) -> list[str]:
+    """Leaves out these nodes and those that the user excludes; of two such options sbatch takes the last."""
+    given = [option.partition("=")[2] for option in cfg.options if option.startswith(f"{EXCLUDE}=")]
+    return [f"{EXCLUDE}={','.join([*given, *nodes])}"] if nodes else []
 
 
 def quoted(option: str, value: str) -> str:

@@ -3,44 +3,35 @@
 Why: a job that is submitted must need nothing but its run directory, and must be understood before it waits for days.
 How: what cannot work is refused first, by the plan, by the division of the batch and by Slurm itself, with one line and
 nothing on disk. Then the run directory is laid out with a copy of the code, the script is kept there and submitted.
-Only `sbatch`, `squeue` and `scontrol` are asked: they are on every cluster, the accounting of `sacct` is not.
+An array reads its run directories from a list that is named by its content and never changes: a task that waits for
+days finds the line it was submitted with, whatever was submitted since.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from harness.config import EXIT_DONE, Config, ConfigError, DeviceKind, check_world, require
 from harness.plan.fit import refusal
 from harness.rundir import RunDir, locate, write_atomically
-from launch import snapshot
+from launch import requeue, snapshot
+from launch.controller import WAITING, ask, ask_sbatch, queue_state
+from launch.exclusion import Exclusion, bearable, excluded
 from launch.layout import Job, code_root, folder, lay_out, recall, remember
-from launch.sbatch import directives, render
+from launch.sbatch import directives, exclude_option, render
 
 SCRIPT = "train.sbatch"
-RUN_LIST = "runs.txt"
+DIGEST_LENGTH = 12
 POLL_S = 2.0
 LOST_AFTER_S = 120.0
 """How long a controller may be silent."""
-WAITING = (
-    "PENDING",
-    "CONFIGURING",
-    "RUNNING",
-    "COMPLETING",
-    "SUSPENDED",
-    "REQUEUED",
-    "RESIZING",
-    "SIGNALING",
-    "STOPPED",
-)
 CPU_RANKS = 2
 
 
@@ -65,8 +56,7 @@ def submit(cfg: Config) -> str:
     """Lay out one run and queue it; returns the number of the job."""
     check(cfg)
     check_free(locate(cfg))
-    script = script_of(cfg)
-    ask_sbatch(script, "--test-only")
+    script = accepted([cfg], lambda without: script_of(cfg, without))
     run = lay_out(cfg)
     code = snapshot.take(code_root(run).resolve())
     write_atomically(folder(run) / SCRIPT, script)
@@ -80,16 +70,18 @@ def submit_array(cfgs: Sequence[Config], directory: Path) -> str:
 
     They share the launch settings of the first, one copy of the code, and the folder `slurm` of `directory`.
     """
+    check_apart(cfgs)
     for cfg in cfgs:
         check(cfg)
         check_free(locate(cfg))
-    script = array_script_of(cfgs, directory)
-    ask_sbatch(script, "--test-only")
+    script = accepted(cfgs, lambda without: array_script_of(cfgs, directory, without))
     runs = [lay_out(cfg) for cfg in cfgs]
     shared = folder(RunDir(directory.resolve()))
     shared.mkdir(exist_ok=True)
     code = snapshot.take(code_root(RunDir(directory.resolve())))
-    write_atomically(shared / RUN_LIST, "".join(f"{run.path.resolve()}\n" for run in runs))
+    listed = list_of(cfgs, directory)
+    if not listed.exists():  # its name says what it holds
+        write_atomically(listed, run_list(cfgs))
     write_atomically(shared / SCRIPT, script)
     job = ask_sbatch(script, "--parsable")
     for index, run in enumerate(runs):
@@ -97,15 +89,42 @@ def submit_array(cfgs: Sequence[Config], directory: Path) -> str:
     return job
 
 
-def script_of(cfg: Config) -> str:
+def accepted(cfgs: Sequence[Config], script_without: Callable[[Sequence[str]], str]) -> str:
+    """The script that Slurm would take: without the nodes that failed the health checks of these runs, as far as enough
+    others are left."""
+    ends = [end for cfg in cfgs for end in requeue.read(locate(cfg))]
+    found = excluded(requeue.failures(ends), now=time.time(), limits=cfgs[0].launch.slurm)
+    kept = bearable(found, lambda nodes: takes(script_without(nodes)))
+    script = script_without([exclusion.node for exclusion in kept])
+    if not kept:
+        ask_sbatch(script, "--test-only")
+    tell(kept)
+    return script
+
+
+def takes(script: str) -> bool:
+    try:
+        ask_sbatch(script, "--test-only")
+    except ConfigError:
+        return False
+    return True
+
+
+def tell(exclusions: Sequence[Exclusion]) -> None:
+    for exclusion in exclusions:
+        print(f"harness: {exclusion.render()}", file=sys.stderr)
+
+
+def script_of(cfg: Config, without: Sequence[str] = ()) -> str:
     """The script of one run; pure but for where things lie."""
     run = RunDir(locate(cfg).path.resolve())
     asked = directives(cfg.launch, name=run.path.name, log=run.logs / "slurm-%j.log", working_directory=Path.cwd())
     code = snapshot.place(code_root(run))
-    return render(template(), directives=asked, settings=settings(cfg, code, run=str(run.path)))
+    words = settings(cfg, code, run=str(run.path))
+    return render(template(), directives=[*asked, *exclude_option(cfg.launch.slurm, without)], settings=words)
 
 
-def array_script_of(cfgs: Sequence[Config], directory: Path) -> str:
+def array_script_of(cfgs: Sequence[Config], directory: Path, without: Sequence[str] = ()) -> str:
     """The script of several runs."""
     shared, (first, *_) = RunDir(directory.resolve()), cfgs
     at_once = f"%{first.launch.at_once}" if first.launch.at_once else ""
@@ -116,9 +135,29 @@ def array_script_of(cfgs: Sequence[Config], directory: Path) -> str:
         working_directory=Path.cwd(),
         array=f"0-{len(cfgs) - 1}{at_once}",
     )
-    code = snapshot.place(code_root(shared))
-    run_list = str(folder(shared) / RUN_LIST)
-    return render(template(), directives=asked, settings=settings(first, code, run_list=run_list))
+    words = settings(first, snapshot.place(code_root(shared)), run_list=str(list_of(cfgs, directory)))
+    return render(template(), directives=[*asked, *exclude_option(first.launch.slurm, without)], settings=words)
+
+
+def run_list(cfgs: Sequence[Config]) -> str:
+    """What the tasks of an array read: line i is the run directory of task i."""
+    return "".join(f"{locate(cfg).path.resolve()}\n" for cfg in cfgs)
+
+
+def list_of(cfgs: Sequence[Config], directory: Path) -> Path:
+    """Where the list of an array lies; other runs make another file, so that no list is ever overwritten."""
+    digest = hashlib.sha256(run_list(cfgs).encode()).hexdigest()[:DIGEST_LENGTH]
+    return folder(RunDir(directory.resolve())) / f"runs-{digest}.txt"
+
+
+def check_apart(cfgs: Sequence[Config]) -> None:
+    """Refuse two tasks of an array for one run directory: both would write the same checkpoints."""
+    seen: dict[Path, int] = {}
+    for index, cfg in enumerate(cfgs):
+        path = locate(cfg).path.resolve()
+        message = f"tasks {seen.get(path)} and {index} of the array would share {path}; give each run its own name"
+        require(path not in seen, "run.name", message)
+        seen[path] = index
 
 
 def template() -> str:
@@ -163,28 +202,6 @@ def check_free(run: RunDir) -> None:
     if known is not None and (state := queue_state(known.job)):
         message = f"job {known.job} of this run is {state}; scancel {known.job} first, or choose another name"
         raise ConfigError("run.name", message)
-
-
-def queue_state(job: str) -> str:
-    """Slurm's word for a job that still waits or runs; empty for one that ended or was never there."""
-    shown = ask("squeue", "--noheader", f"--jobs={job}", "--format=%T", complain=False)
-    return next((word.lower() for word in shown.split() if word in WAITING), "")
-
-
-def ask_sbatch(script: str, *options: str) -> str:
-    """What sbatch answers to a script; its complaint is the user's, in one line."""
-    return ask("sbatch", *options, text=script).partition(";")[0]
-
-
-def ask(*command: str, text: str = "", complain: bool = True) -> str:
-    """The answer of one of Slurm's commands."""
-    message = f"{command[0]} is not on this machine; submit from a login node of the cluster, or launch=local"
-    require(shutil.which(command[0]) is not None, "launch", message)
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-    if done.returncode and complain:
-        said = " ".join(done.stderr.split()).removeprefix(f"{command[0]}: ").removeprefix("error: ")
-        raise ConfigError("launch.slurm", f"{command[0]}: {said or f'exit code {done.returncode}'}")
-    return done.stdout.strip()
 
 
 class Finished(NamedTuple):

@@ -27,10 +27,14 @@ from harness.rundir import RunDir
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import MOVING, Beat, RunStatus
 from harness.telemetry.sinks import tail
+from launch import requeue
+from launch.exclusion import Exclusion, still
 from launch.parser import Parser
 
 EXIT_SILENT = 1
 LATE_S = 30.0
+LATE_WRITES = 2
+"""Intervals of the heartbeat file that a loop may seem to stand still: between two writes nobody sees it move."""
 SILENT_S = 30.0
 SILENT_WRITES = 5
 """Writes in a row that must be missing before a rank that writes rarely is called silent."""
@@ -85,6 +89,8 @@ class Status:
     ranks: list[RankStatus]
     slow: list[str]
     """What the sentinel said lately about ranks that hold the others up."""
+    excluded: list[Exclusion]
+    """Nodes that the next start of a job of Slurm leaves out."""
 
     def verdict(self) -> int:
         """Exit code of the command."""
@@ -133,6 +139,7 @@ def status_of(run: RunDir, *, now: float) -> Status:
         reason=words.get("reason", ""),
         ranks=[rank_status(rank, beats.get(rank), now=now) for rank in range(num_ranks)],
         slow=[] if iteration is None else slow_lately(run, iteration),
+        excluded=excluded_nodes(run, now=now),
     )
 
 
@@ -166,8 +173,14 @@ def life_of(beat: Beat, *, now: float) -> Life:
         return Life.ended
     if now - beat.time > max(SILENT_S, SILENT_WRITES * beat.every_s):
         return Life.silent
-    is_late = beat.phase in MOVING and now - beat.beat_time > LATE_S
+    is_late = beat.phase in MOVING and now - beat.beat_time > max(LATE_S, LATE_WRITES * beat.every_s)
     return Life.late if is_late else Life.fresh
+
+
+def excluded_nodes(run: RunDir, *, now: float) -> list[Exclusion]:
+    """What the last end of a job says, without what has expired."""
+    ends = requeue.read(run)
+    return still(ends[-1].excluded, now=now) if ends else []
 
 
 def slow_lately(run: RunDir, iteration: int) -> list[str]:
@@ -193,7 +206,7 @@ def render(status: Status) -> str:
                 for number, (text, width) in enumerate(zip(row, widths, strict=True))
             )
             lines.append("  ".join(parts).rstrip())
-    return "\n".join([*lines, *status.slow])
+    return "\n".join([*lines, *status.slow, *(exclusion.render() for exclusion in status.excluded)])
 
 
 def headline(status: Status) -> str:

@@ -6,19 +6,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from harness import compose, requests
-from harness.checkpoint import catalog
+from harness import compose
 from harness.config import Config, ConfigError
 from harness.rundir import RunDir
 from launch import health, layout, requeue, slurm, snapshot
-from launch.requeue import Decision, End, Ended, decide, num_stalled
 from launch.sbatch import DIRECTIVE, SETTING, directives, quoted, render
 from tests.distributed.cases import TINY
 
@@ -71,7 +68,7 @@ def test_scripts_are_what_they_were(name: str) -> None:
 
 
 def golden() -> dict[str, str]:
-    array = {"run": "", "run_list": "/shared/runs/sweep/slurm/runs.txt", "health": "false"}
+    array = {"run": "", "run_list": "/shared/runs/sweep/slurm/runs-0123456789ab.txt", "health": "false"}
     return {
         "nodes.sbatch": rendered(*MANY_NODES),
         "array.sbatch": rendered("launch.slurm.max_requeues=0", array="0-5%2", log="slurm-%A_%a.log", **array),
@@ -106,130 +103,6 @@ def test_a_directive_is_one_line_of_sbatch() -> None:
     assert {"--mem=1431M", "--nodes=3", "--output=/50%%/logs/slurm-%j.log"} <= set(lines)
 
 
-LIMITS = config("launch.slurm.max_requeues=5", "launch.slurm.max_stalled=3").launch.slurm
-HERE = Ended(75, "RUNNING", "None", "")
-Good = tuple[int, int] | None
-
-
-def end(good: Good = None, *, requeued: bool = True, start: int = 1) -> End:
-    return End(time=0.0, job="7", start=start, exit_code=75, good=good, requeued=requeued, reason="")
-
-
-@pytest.mark.parametrize(
-    ("ended", "history", "good", "decision"),
-    [
-        (HERE, [], None, Decision(True, "asked to leave")),
-        (HERE._replace(exit_code=1), [], None, Decision(True, "crashed with exit code 1")),
-        (HERE._replace(exit_code=69), [], None, Decision(True, "a node failed its health check")),
-        (HERE._replace(exit_code=0), [], None, Decision(False, "all steps done")),
-        (HERE._replace(exit_code=2), [], None, Decision(False, "bad configuration")),
-        (HERE._replace(exit_code=3), [], None, Decision(False, "halted by the sentinel")),
-        (HERE._replace(state=""), [], None, Decision(False, "Slurm does not say how the job stands")),
-        (
-            HERE._replace(state="COMPLETING"),
-            [],
-            None,
-            Decision(False, "ended from outside, by scancel or by a requeue that is not this one's"),
-        ),
-        (HERE._replace(state="COMPLETING", because="TimeLimit"), [], None, Decision(True, "asked to leave")),
-        (
-            HERE._replace(stopped_by="asked by ada: lunch"),
-            [],
-            None,
-            Decision(False, "stopped on purpose, asked by ada: lunch"),
-        ),
-        (HERE, [end((0, 10)), end((0, 20))], (0, 20), Decision(True, "asked to leave")),
-        (
-            HERE,
-            [end((0, 10)), end((0, 20)), end((0, 20)), end((0, 20))],
-            (0, 20),
-            Decision(
-                False,
-                "3 ends in a row without a new good checkpoint (the newest is of step 20), launch.slurm.max_stalled=3",
-            ),
-        ),
-        (
-            HERE,
-            [end(), end()],
-            None,
-            Decision(
-                False, "3 ends in a row without a new good checkpoint (there is none), launch.slurm.max_stalled=3"
-            ),
-        ),
-        (
-            HERE,
-            [end((0, step)) for step in range(5)],
-            (0, 9),
-            Decision(False, "begun again 5 times already, launch.slurm.max_requeues=5"),
-        ),
-    ],
-)
-def test_which_ends_begin_again(ended: Ended, history: list[End], good: Good, decision: Decision) -> None:
-    assert decide(ended, history, good, LIMITS) == decision
-
-
-@given(st.lists(st.integers(0, 3), max_size=8), st.sampled_from([1, 75, 69, 137, None]))
-def test_no_job_begins_again_for_ever(steps: list[int], code: int | None) -> None:
-    """Whatever happens, a job that makes no new good checkpoint ends within `max_stalled` ends."""
-    history = [end((0, step)) for step in steps]
-    for _ in range(LIMITS.max_stalled + 1):
-        good = history[-1].good if history else None
-        if not decide(HERE._replace(exit_code=code), history, good, LIMITS).again:
-            break
-        history.append(end(good))
-    else:
-        pytest.fail("began again too often")
-    assert len(history) <= max(len(steps) + LIMITS.max_stalled, LIMITS.max_requeues)
-
-
-def test_stalls_are_counted_from_the_newest_good_checkpoint() -> None:
-    goods: list[Good] = [None, (0, 5), (0, 5), (1, 3), (1, 3), (1, 3)]
-    assert [num_stalled(goods[:length]) for length in range(1, 7)] == [1, 0, 1, 0, 1, 2]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return layout.lay_out(config(f"run.dir={tmp_path}", "run.name=first", "launch.slurm.max_stalled=3"))
-
-
-def test_a_start_by_slurm_itself_is_written_down_and_counts(run: RunDir) -> None:
-    requeue.settle(run, HERE, job="7", start=1)
-    assert requeue.begin(run, "7", 2) == Decision(True, "")
-    assert requeue.begin(run, "7", 3) == Decision(True, requeue.BY_SLURM)
-    with requeue.book(run).open("a") as book:
-        book.write('{"half a li')
-    catalog.mark(make_checkpoint(run, 20), catalog.Health.good, "clean")
-    assert requeue.begin(run, "7", 4) == Decision(True, requeue.BY_SLURM)
-    assert not requeue.begin(run, "7", 7).again
-    assert requeue.begin(run, "8", 1) == Decision(True, ""), "another job has a book of its own"
-    assert [(end.start, end.exit_code, end.good) for end in requeue.read(run)] == [
-        (1, 75, None),
-        (2, None, None),
-        (3, None, (0, 20)),
-        (4, None, (0, 20)),
-        (5, None, (0, 20)),
-        (6, None, (0, 20)),
-    ]
-
-
-def make_checkpoint(run: RunDir, step: int) -> Path:
-    path = run.checkpoints / catalog.name_of(step, 0)
-    path.mkdir(parents=True)
-    return path
-
-
-def test_a_person_who_stops_a_run_means_it_and_a_job_that_leaves_does_not(run: RunDir) -> None:
-    assert requeue.stopped_by(run) == ""
-    requests.ask(run, who="ada", reason="lunch")
-    assert requeue.stopped_by(run) == "asked by ada: lunch"
-    requests.ask(run, who="slurm", reason="the time of job 7 is nearly up")
-    assert requeue.stopped_by(run) == ""
-    run.stop.write_text("")
-    assert requeue.stopped_by(run) == "by the file STOP"
-    layout.lay_out(config(f"run.dir={run.path.parent}", "run.name=first"))
-    assert requeue.stopped_by(run) == "", "who asks for a start takes the stop back"
-
-
 def test_the_code_is_kept_once_and_whole(tmp_path: Path) -> None:
     kept = snapshot.take(tmp_path)
     assert kept == snapshot.place(tmp_path)
@@ -245,7 +118,8 @@ def test_the_code_is_kept_once_and_whole(tmp_path: Path) -> None:
     assert said.stdout.strip() == str(kept), said.stderr
 
 
-def test_a_job_that_begins_again_finds_its_run_and_code(tmp_path: Path) -> None:
+def test_a_job_that_begins_again_finds_its_run_and_code(tmp_path: Path, stand_ins: Path) -> None:
+    (stand_ins / "squeue").write_text("#!/bin/sh\n")
     words = [f"run.dir={tmp_path}", "model=tiny"]
     run, code = layout.lay_out_in_job(config(*words), "12", 2)
     assert run == tmp_path / "tiny-job-12"
@@ -253,6 +127,101 @@ def test_a_job_that_begins_again_finds_its_run_and_code(tmp_path: Path) -> None:
     layout.remember(RunDir(run), layout.Job(job="12", code="/kept"))
     assert layout.lay_out_in_job(config(*words), "12", 2) == (run, Path("/kept"))
     assert layout.lay_out_in_job(config(*words, "run.name=tiny-job-12"), "13", 2) == (run, code)
+
+
+@pytest.fixture
+def queue(stand_ins: Path) -> Path:
+    """Where the scripts of submitted jobs lie, by number; `queue/alive` holds the jobs that wait or run."""
+    path = stand_ins / "queue"
+    path.mkdir()
+    (path / "alive").write_text("")
+    (stand_ins / "sbatch").write_text(
+        '#!/bin/bash\ntest "$1" != --test-only || exit "${REFUSED:-0}"\n'
+        f'cd {path}; number=$((100 + $(ls | wc -l)))\ncat > $number; echo "$number;cluster"\n'
+    )
+    (stand_ins / "squeue").write_text(f'#!/bin/bash\ngrep -qx "${{2#--jobs=}}" {path}/alive && echo PENDING\nexit 0\n')
+    return path
+
+
+def sweep(directory: Path, *names: str) -> list[Config]:
+    cfg = config(f"run.dir={directory}", "launch.nproc=1")
+    cfgs = [deepcopy(cfg) for _ in names]
+    for each, name in zip(cfgs, names, strict=True):
+        each.run.name = name
+    return cfgs
+
+
+def lines_read(script: Path) -> list[str]:
+    """What the tasks of a submitted array read, by the part of the script that reads it."""
+    settings = [line for line in script.read_text().splitlines() if line.startswith("run_list=")]
+    (reader,) = (line.strip() for line in script.read_text().splitlines() if "run=$(sed" in line)
+    read = [f'SLURM_ARRAY_TASK_ID={task}; {reader}; echo "$run"' for task in range(4)]
+    shown = subprocess.run(["bash", "-c", "\n".join([*settings, *read])], check=True, capture_output=True, text=True)
+    return [Path(line).name for line in shown.stdout.splitlines()]
+
+
+def test_a_second_submission_changes_nothing_that_waiting_tasks_read(tmp_path: Path, queue: Path) -> None:
+    directory = tmp_path / "sweep"
+    first = slurm.submit_array(sweep(directory, "a", "b", "c", "d"), directory)
+    assert lines_read(queue / first) == ["a", "b", "c", "d"]
+    (queue / "alive").write_text("".join(f"{first}_{task}\n" for task in (1, 2, 3)))
+    before = {path: path.read_bytes() for path in (directory / "slurm").glob("runs*")}
+
+    second = slurm.submit_array(sweep(directory, "a"), directory)  # its first task is over, the others wait
+    assert lines_read(queue / second) == ["a", "", "", ""]
+    assert lines_read(queue / first) == ["a", "b", "c", "d"], "what they were submitted with"
+    assert {path: path.read_bytes() for path in before} == before
+    known = [layout.recall(RunDir(directory / name)) for name in "ab"]
+    assert [each and each.job for each in known] == [f"{second}_0", f"{first}_1"]
+
+    with pytest.raises(ConfigError, match=rf"run\.name: job {first}_2 of this run is pending; scancel {first}_2 first"):
+        slurm.submit_array(sweep(directory, "a", "c"), directory)
+    assert len(list(queue.iterdir())) == 3
+
+
+def test_two_tasks_never_share_a_run_directory(tmp_path: Path, queue: Path) -> None:
+    directory = tmp_path / "sweep"
+    (tmp_path / "link").symlink_to(directory)
+    for cfgs in (sweep(directory, "a", "b", "a"), [*sweep(directory, "a", "b"), *sweep(tmp_path / "link", "a")]):
+        with pytest.raises(ConfigError) as refused:
+            slurm.submit_array(cfgs, directory)
+        line = f"run.name: tasks 0 and 2 of the array would share {directory}/a; give each run its own name"
+        assert str(refused.value) == line
+    assert not directory.exists()
+    assert [path.name for path in queue.iterdir()] == ["alive"]
+
+
+def test_a_controller_that_does_not_answer_is_not_taken_for_an_empty_queue(
+    tmp_path: Path, queue: Path, stand_ins: Path
+) -> None:
+    (cfg,) = sweep(tmp_path, "a")
+    slurm.submit(cfg)
+    (stand_ins / "squeue").write_text("#!/bin/sh\necho slurm_load_jobs error: Socket timed out >&2\nexit 1\n")
+    with pytest.raises(ConfigError, match=r"cannot tell whether job \d+ is alive: .* Socket timed out; try again"):
+        slurm.submit(cfg)
+    (stand_ins / "squeue").write_text("#!/bin/sh\necho error: Invalid job id specified >&2\nexit 1\n")
+    slurm.submit(cfg)
+    assert len(list(queue.iterdir())) == 3
+
+
+def test_a_job_is_submitted_without_the_nodes_that_failed(
+    tmp_path: Path, queue: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cfg,) = sweep(tmp_path, "a")
+    cfg.launch.slurm.options = ["--exclude=n[7-8]", "--exclusive"]
+    run = layout.lay_out(cfg)
+    sick = requeue.Ended(69, "RUNNING", "None", "")
+    for start in (1, 2):
+        assert "--exclude=n[7-8]\n" in (queue / slurm.submit(cfg)).read_text()
+        requeue.settle(run, sick, job="99", start=start, unhealthy={"n2": "broken"})
+    script = (queue / slurm.submit(cfg)).read_text()
+    asked = [line for line in script.splitlines() if "--exclude=" in line]
+    assert asked == ["#SBATCH --exclude=n[7-8]", "#SBATCH --exclude=n[7-8],n2"], "of two sbatch takes the last"
+    assert capsys.readouterr().err.startswith("harness: node n2 is excluded until ")
+    monkeypatch.setenv("REFUSED", "1")
+    with pytest.raises(ConfigError, match=r"launch\.slurm: sbatch: exit code 1"):
+        slurm.submit(cfg)
+    assert capsys.readouterr().err == "", "without the exclusion Slurm refuses it too: its complaint counts"
 
 
 def test_refusals_are_one_line_and_leave_nothing(
@@ -315,12 +284,44 @@ def test_a_node_is_judged_by_what_it_shows() -> None:
         ),
         (replace(WELL, xids=(31, 79)), ["the driver reported Xid 79 within the last hour"]),
         (replace(WELL, free_host_bytes=1e9), ["host memory: 1.0 GB free, at least 2 are wanted"]),
-        (replace(WELL, free_disk_bytes=1e8), ["disk in the run directory: 0.1 GB free, at least 2 are wanted"]),
         (replace(WELL, is_writable=False), ["the run directory cannot be written"]),
     ]
     for facts, expected in cases:
         assert health.complaints(facts, 2) == expected
     assert health.complaints(replace(WELL, devices=()), None) == []
+
+
+def test_a_full_disk_blames_no_node() -> None:
+    """All nodes share the disk of the run directory: to exclude the one that saw it first would help nobody."""
+    facts = replace(WELL, free_disk_bytes=1e8, devices=WELL.devices[:1])
+    assert [complaint.render() for complaint in health.judged("n1", facts, 2)] == [
+        "harness: health: node n1: has 1 GPUs, 2 are wanted",
+        "harness: health: seen from node n1: disk in the run directory: 0.1 GB free, at least 2 are wanted",
+    ]
+    assert health.judged("n1", replace(WELL, free_disk_bytes=2e9, free_host_bytes=2e9), 2) == []
+
+
+def test_a_clock_is_held_against_the_others() -> None:
+    def off(*times_s: float) -> list[tuple[str, bool]]:
+        times = {f"n{number}": time_s for number, time_s in enumerate(times_s, start=1)}
+        return [(complaint.node, complaint.blames) for complaint in health.skewed(times)]
+
+    assert off(100.0, 100.9, 97.5) == [("n3", True)]
+    assert off(90.0, 100.0, 100.0, 100.0) == [("n1", True)], "the first node is no better than the others"
+    assert off(100.0, 101.0) == off(100.0, 100.0, 101.0) == []
+    assert off(100.0, 110.0) == [("n2", False)], "of two nobody knows which is wrong"
+    (complaint,) = health.skewed({"n1": 100.0, "n2": 100.0, "n3": 97.5})
+    assert complaint.text == "its clock is -2.5 s off the other nodes'"
+
+
+def test_a_node_that_sees_another_run_directory() -> None:
+    def lost(*sees: bool) -> list[tuple[str, bool]]:
+        nodes = {f"n{number}": each for number, each in enumerate(sees, start=1)}
+        return [(complaint.node, complaint.blames) for complaint in health.elsewhere(nodes)]
+
+    assert lost(True, True, True) == []
+    assert lost(True, True, False) == [("n3", True)]
+    assert lost(True, False) == [("n2", False)], "half of them: the first may be the odd one"
 
 
 def test_what_a_machine_says_is_read() -> None:
@@ -330,9 +331,6 @@ def test_what_a_machine_says_is_read() -> None:
     log = "[  100.5] NVRM: Xid (PCI:0000:3b:00): 79, pid=1\n[ 9000.0] NVRM: Xid (PCI:0000:3b:00): 48, x\n[9001.0] usb\n"
     assert health.xids_in(log, 9100.0) == (48,)
     assert health.free_host_bytes("MemTotal: 9 kB\nMemAvailable:     4 kB\n") == 4096
-    assert health.skewed({"n1": 100.0, "n2": 100.9, "n3": 97.5}) == [
-        "node n3: its clock is -2.5 s off the first node's"
-    ]
 
 
 def test_how_many_devices_a_node_must_have() -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from harness.events import Finding, FindingKind, to_json
-from harness.rundir import RunDir
+from harness.rundir import RunDir, append_line
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Beat, Phase
-from launch import cli, status
+from launch import cli, requeue, status
+from launch.exclusion import Exclusion
+from launch.requeue import End
 from launch.status import Life, life_of, render, status_of
 
 NOW = 1_800_000_000.0
@@ -161,3 +163,31 @@ def test_json_and_torn_files(run: RunDir, capsys: pytest.CaptureFixture[str]) ->
 def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"harness: {tmp_path}: is no run directory: it has no config.yaml\n"
+
+
+def test_a_rank_that_writes_rarely_is_not_late() -> None:
+    """With 16,384 ranks each writes every 164 s, and nobody sees it move in between."""
+    beat = replace(BEAT, every_s=163.84, time=NOW, beat_time=NOW - 1.0)
+    assert life_of(beat, now=NOW + 160.0) is Life.fresh
+    assert life_of(beat, now=NOW + 320.0) is Life.fresh
+    assert life_of(beat, now=NOW + 340.0) is Life.late
+    assert life_of(replace(beat, every_s=1.0), now=NOW + 29.0) is Life.fresh
+    assert life_of(replace(beat, every_s=1.0, time=NOW + 29.9), now=NOW + 29.9) is Life.late
+
+
+def test_excluded_nodes_are_shown_until_they_expire(run: RunDir) -> None:
+    told(run, *three())
+    assert status_of(run, now=NOW).excluded == []
+    sick = Exclusion(node="n7", reason="has 7 GPUs, 8 are wanted", num_failures=2, until=NOW + 60.0)
+    gone = replace(sick, node="n8", until=NOW - 60.0)
+    earlier = replace(sick, node="n9")
+    for excluded in ((earlier,), (sick, gone)):
+        end = End(time=NOW, job="7", start=1, exit_code=69, good=None, requeued=True, reason="", excluded=excluded)
+        append_line(requeue.book(run), json.dumps(asdict(end)))
+    found = status_of(run, now=NOW)
+    assert found.excluded == [sick]
+    assert found.verdict() == 0
+    last = render(found).splitlines()[-1]
+    assert last.startswith("node n7 is excluded until 20")
+    assert last.endswith(": failed 2 health checks, last: has 7 GPUs, 8 are wanted")
+    assert json.loads(json.dumps(asdict(found)))["excluded"][0]["node"] == "n7"
