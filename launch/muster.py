@@ -5,7 +5,9 @@ at the wrong one; and a name that nobody knows or a machine that never comes mus
 silence.
 How: machine 0 listens where it is told, on the loopback for a run on one machine; the others connect to it and say who
 they are. When all are there it sends the name of this start and the port of torch's store. The connections stay
-(`launch.machines`). A stranger is turned away.
+(`launch.machines`). A stranger is turned away. Many systems resolve their own name to the loopback. Machine 0 then
+listens on its other address, or on all of them while the machines gather if it has several. The store, which lives as
+long as the run, listens on the one address by which the others came.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -45,14 +47,59 @@ def gather(
     if place.node > 0:
         hello = {"run": run, "node": place.node, "nodes": place.nodes, "nproc": nproc, "host": socket.gethostname()}
         return join(place, address, hello, within_s=within_s, silent_s=silent_s, leaving=leaving)
-    bound = address if place.nodes == 1 or is_reachable(place.host, address) else ""
-    store = listen(bound, 0, place)
-    store_port: int = store.getsockname()[1]
-    machines = Machines(place, address, time.strftime("%Y%m%d-%H%M%S"), store_port, store, silent_s)
-    if place.nodes > 1:
-        with hung_up_on_failure(machines), listen(bound, place.port, place) as listener:
-            receive(machines, listener, {"run": run, "nproc": nproc, "nodes": place.nodes}, within_s, leaving)
+    machines = Machines(place, address, time.strftime("%Y%m%d-%H%M%S"), 0, None, silent_s)
+    if place.nodes == 1:
+        open_store(machines)
+        return machines
+    bound = address if is_reachable(place.host, address) else meeting_address(place, own_addresses())
+    with hung_up_on_failure(machines), listen(bound, place.port, place) as listener:
+        receive(machines, listener, {"run": run, "nproc": nproc, "nodes": place.nodes}, within_s, leaving)
+        machines.address = bound or reached_at(machines)
+        open_store(machines)
+        for link in machines.links.values():
+            link.heard_s = time.monotonic()
+            link.send(go=True, start=machines.start, store_port=machines.store_port)
     return machines
+
+
+def open_store(machines: Machines) -> None:
+    """Where torch's store of this run will listen: on the address of machine 0, and no other."""
+    machines.store_socket = listen(machines.address, 0, machines.place)
+    machines.store_port = machines.store_socket.getsockname()[1]
+
+
+def reached_at(machines: Machines) -> str:
+    """The address of this machine by which the others came; they must agree, since all of them use its store."""
+    found = sorted({str(link.connection.getsockname()[0]) for link in machines.links.values()})
+    if len(found) > 1:
+        message = f"the other machines reach machine 0 at {' and '.join(found)}; give --rendezvous one of them"
+        for link in machines.links.values():
+            link.send(refused=f"rendezvous: {message}")
+        raise ConfigError("rendezvous", message)
+    return found[0]
+
+
+def meeting_address(place: Place, addresses: Sequence[str]) -> str:
+    """Where a machine listens whose name resolves to its loopback: its one other address, or all if it has several."""
+    if not addresses:
+        raise Absent(f"rendezvous: {place.host} is the loopback here, and this machine has no other address")
+    return addresses[0] if len(addresses) == 1 else ""
+
+
+def own_addresses() -> list[str]:
+    """The addresses of this machine, without the loopback's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = {address_of(name, probe) for _, name in socket.if_nameindex()}
+    return sorted(address for address in found if address and not address.startswith("127."))
+
+
+def address_of(interface: str, probe: socket.socket) -> str:
+    """The first address of a network interface; empty where it has none."""
+    try:
+        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))
+    except OSError:
+        return ""
+    return socket.inet_ntoa(answer[20:24])
 
 
 @contextmanager
@@ -87,12 +134,8 @@ def interface_towards(address: str) -> str | None:
     """The network interface of this machine by which an address is reached; None where it cannot be told."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect((address, DISCARD_PORT))  # sends nothing, but chooses the way
-        own = socket.inet_aton(probe.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if answer[20:24] == own:
-                    return name
+        own = probe.getsockname()[0]
+        return next((name for _, name in socket.if_nameindex() if address_of(name, probe) == own), None)
     return None
 
 
@@ -111,7 +154,7 @@ def listen(address: str, port: int, place: Place) -> socket.socket:
 def receive(
     machines: Machines, listener: socket.socket, expected: dict[str, Any], within_s: float, leaving: Callable[[], bool]
 ) -> None:
-    """Machine 0: take in the others, then give the word to all of them at once."""
+    """Machine 0: take in the others."""
     deadline_s, remind_s = time.monotonic() + within_s, time.monotonic() + REMIND_EVERY_S
     listener.settimeout(POLL_S)
     while missing := sorted(set(range(1, machines.place.nodes)) - set(machines.links)):
@@ -125,9 +168,6 @@ def receive(
             print(f"harness: waiting for {listed}", file=sys.stderr, flush=True)
         with suppress(TimeoutError):
             admit(machines, listener.accept()[0], expected)
-    for link in machines.links.values():
-        link.heard_s = time.monotonic()
-        link.send(go=True, start=machines.start, store_port=machines.store_port)
 
 
 def admit(machines: Machines, connection: socket.socket, expected: dict[str, Any]) -> None:
