@@ -25,6 +25,8 @@ from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import MOVING, Beat
 
 LOOK_EVERY_S = 1.0
+WRITES_TO_WAIT_FOR = 3
+"""With very many ranks each writes rarely; a healthy one seems to stand still from one write to the next."""
 VICTIMS_LATER_S = 5.0
 """How much longer a rank may stand still whose process is alive."""
 
@@ -49,7 +51,8 @@ class Watched:
         self.beat = beat
 
     def is_hung(self, cfg: LaunchConfig) -> bool:
-        patience_s = cfg.hang_after_s if self.beat.phase in MOVING else max(cfg.start_within_s, cfg.hang_after_s)
+        hang_after_s = max(cfg.hang_after_s, WRITES_TO_WAIT_FOR * self.beat.every_s)
+        patience_s = hang_after_s if self.beat.phase in MOVING else max(cfg.start_within_s, hang_after_s)
         if self.beat.exit_code is not None:  # it leaves, and writes no more
             return self.still_s > patience_s and is_alive(self.beat.pid)
         is_mute = self.mute_s > max(patience_s / 2, 2 * self.beat.every_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ from harness.config import LaunchConfig
 from harness.rundir import RunDir
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Beat, Phase
-from launch.supervisor import VICTIMS_LATER_S, Supervisor
+from launch.supervisor import VICTIMS_LATER_S, Supervisor, Watched
 
 HANG_AFTER_S, START_WITHIN_S = 30.0, 100.0
 
 
+@cache
 def config() -> LaunchConfig:
     words = [f"launch.hang_after_s={HANG_AFTER_S}", f"launch.start_within_s={START_WITHIN_S}"]
     return compose.load(words).launch
@@ -96,6 +98,23 @@ def test_one_long_call_may_take_as_long_as_a_start(scene: Scene, phase: Phase) -
     scene.ranks = [replace(beat, phase=phase) for beat in scene.ranks]
     assert scene.after(START_WITHIN_S, writing=(0, 1)) is None
     assert scene.after(20, writing=(0, 1)) is not None
+
+
+@pytest.mark.parametrize("num_ranks", [4_096, 16_384])
+def test_ranks_that_write_rarely_are_given_the_time_to_write(scene: Scene, num_ranks: int) -> None:
+    """With 16,384 ranks each writes every 164 s: a healthy one seems to stand still for longer than `hang_after_s`."""
+    every_s = num_ranks / heartbeat.WRITES_PER_S
+    assert every_s > HANG_AFTER_S
+    beat = replace(scene.ranks[0], every_s=every_s)
+    watched = Watched(beat)
+    for number in range(1, 4):
+        watched.see(replace(beat, beats=beat.beats + number, writes=beat.writes + number), 1.0)
+        watched.see(watched.beat, 2 * every_s)  # one write was lost
+        assert not watched.is_hung(config())
+    watched.see(watched.beat, every_s - 1.0)
+    assert not watched.is_hung(config())
+    watched.see(watched.beat, 2.0)
+    assert watched.is_hung(config()), "a rank that hangs is found all the same"
 
 
 def test_a_rank_that_has_ended_is_not_hung(scene: Scene) -> None:
