@@ -276,7 +276,7 @@ def test_a_sick_node_is_named_before_anything_starts(cluster: Cluster) -> None:
     job = slurm.submit(cfg)
     assert cluster.wait(job) == ("FAILED", 69)
     run = locate(cfg)
-    assert ends(run) == [(69, False, "begun again 0 times already, launch.slurm.max_requeues=0")]
+    assert ends(run) == [(69, False, "launch.slurm.max_requeues=0 allows no requeue")]
     log = (run.logs / f"slurm-{job}.log").read_text()
     assert re.search(r"^harness: health: node n\d: has 0 GPUs, 1 are wanted$", log, re.MULTILINE), log
     assert not run.events.exists()

@@ -19,9 +19,8 @@ from harness.rundir import RunDir
 from launch import layout, requeue
 from launch.exclusion import Exclusion
 from launch.requeue import Age, Decision, End, Ended, decide, is_stall, last_progress, update_of
-from tests.distributed.cases import TINY
 
-COMPOSED = compose.load([*TINY, "launch=slurm"])
+COMPOSED = compose.load(["model=tiny", "launch=slurm"])
 LIMITS = replace(COMPOSED.launch.slurm, max_requeues=5, max_stalled=3)
 
 

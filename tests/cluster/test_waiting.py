@@ -1,0 +1,131 @@
+"""A real Slurm that hands out nodes one by one: who waits reads what it was submitted with, and who is sick stays out.
+
+Nothing is trained on most nodes here: a stand-in for Python says what it was asked for, and lets the launcher's own
+commands do their part.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import compose, events
+from harness.config import Config
+from harness.events import RunStarted
+from harness.rundir import RunDir, locate
+from launch import requeue, slurm, status
+from tests.cluster import lab as labs
+from tests.cluster.lab import Lab, until
+from tests.distributed import cases
+
+pytestmark = pytest.mark.skipif(bool(labs.why_not()), reason=labs.why_not())
+
+PATIENCE_S = 150.0
+PYTHON = """\
+#!/bin/bash
+echo "$SLURMD_NODENAME $*" >> {calls}
+case "$2" in
+    launch.node) case "$3" in
+        */a) exit 2 ;;
+        */b) while [[ ! -e {go} ]]; do sleep 0.1; done ;;
+    esac ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+NVIDIA_SMI = """\
+#!/bin/bash
+[[ $SLURMD_NODENAME != n1 ]] || echo "0, 81000, 81559, 2"
+"""
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    lab = Lab()
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "HARNESS_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_CONF", str(lab.configuration))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    try:
+        lab.start()
+        yield lab
+    finally:
+        lab.stop()
+
+
+def config(directory: Path, name: str, *words: str) -> Config:
+    fixed = ["launch=slurm", "launch.nproc=1", "launch.threads=1", f"run.dir={directory}", f"run.name={name}"]
+    return compose.load([*cases.TINY, *fixed, *words])
+
+
+def wait(lab: Lab, *jobs: str) -> list[slurm.Finished]:
+    def logs() -> str:
+        paths = [*Path.cwd().rglob("slurm-*.log"), *Path.cwd().rglob("rank-*")]
+        return "\n".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in paths)
+
+    queue = lambda: f"{lab.command('squeue')}\n{logs()}"  # noqa: E731
+    until(lambda: not any(slurm.queue_state(job) for job in jobs), queue, within_s=PATIENCE_S)
+    return [slurm.wait(job, poll_s=0.1) for job in jobs]
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def test_a_waiting_task_reads_the_line_it_was_submitted_with(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, go = tmp_path / "calls", tmp_path / "go"
+    python = executable(tmp_path / "bin" / "python", PYTHON.format(calls=calls, go=go, python=sys.executable))
+    monkeypatch.setattr(sys, "executable", str(python))
+    sweep = tmp_path / "sweep"
+    words = ("launch.at_once=1", "launch.slurm.health=false")
+    cfgs = {name: config(sweep, name, *words) for name in "abc"}
+
+    first = slurm.submit_array(list(cfgs.values()), sweep)
+    until(
+        lambda: calls.exists() and f"launch.node {sweep}/b" in calls.read_text(),
+        lambda: lab.command("squeue"),
+        within_s=PATIENCE_S,
+    )
+    assert [slurm.queue_state(f"{first}_{task}") for task in range(3)] == ["", "running", "pending"]
+    second = slurm.submit_array([cfgs["a"]], sweep)
+    go.touch()
+    assert wait(lab, first, second) == [("FAILED", 2), ("FAILED", 2)]
+
+    begun = [line.split()[-2:] for line in calls.read_text().splitlines() if "launch.requeue begin" in line]
+    tasks = {task: Path(run).name for run, task in begun}
+    assert tasks == {f"{first}_0": "a", f"{first}_1": "b", f"{first}_2": "c", f"{second}_0": "a"}
+    ends = {name: [(end.job, end.requeued) for end in requeue.read(RunDir(sweep / name))] for name in "abc"}
+    assert ends["a"] == [(f"{first}_0", False), (f"{second}_0", False)], "2 is not requeued"
+    assert ends["c"] == [(f"{first}_2", False)]
+
+
+def test_a_node_that_failed_twice_is_left_out(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    executable(tmp_path / "bin" / "nvidia-smi", NVIDIA_SMI)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    cfg = config(tmp_path, "run", "train.num_steps=2", "checkpoint.every_steps=0", "launch.slurm.max_stalled=1")
+    job = slurm.submit(cfg)
+    assert wait(lab, job) == [("COMPLETED", 0)]
+    run = locate(cfg)
+    ends = requeue.read(run)
+    assert [(end.exit_code, end.requeued) for end in ends] == [(69, True), (69, True), (0, False)]
+    fault = {"n1": "GPU 0 has 2 uncorrected ECC errors"}
+    assert [dict(end.unhealthy) for end in ends] == [fault, fault, {}]
+    assert [[exclusion.node for exclusion in end.excluded] for end in ends] == [[], ["n1"], ["n1"]]
+    (start,) = (event for event in events.read(run.events) if isinstance(event, RunStarted))
+    assert start.world_size == 1
+    shown = lab.command("scontrol", "show", "job", "-o", job).split()
+    assert {"ExcNodeList=n1", "Restarts=2"} <= set(shown)
+    assert "NodeList=n1" not in shown
+    assert status.main([str(run.path)]) == 0
+    assert "node n1 is excluded until " in capsys.readouterr().out
