@@ -1,10 +1,11 @@
 """`harness status`: who is alive, how far the run is, and which ranks hold it up.
 
 Why: before anybody logs in on a machine, one command must say whether there is a reason to; a script asks the same.
-How: the run directory is all that is read: status.json, the heartbeat of every rank, and the end of the event log. A
-rank is *fresh* while its loop moves, *late* when its process writes but its loop stands still, *silent* when nothing
-was heard of it for a while, *ended* once it has said so. Exit code 0: everybody is alive, or the run ended in order; 1:
-somebody is silent, nobody has begun, or the run ended badly; 2: a complaint.
+How: the run directory is all that is read: status.json, the heartbeat of every rank, the end of the event log, and
+the nodes that requeues.jsonl excludes. A rank is *fresh* while its loop moves, *late* when its process writes but its
+loop stands still, *silent* when nothing was heard of it for a while, *ended* once it has said so. Exit code 0:
+everybody is alive, or the run ended in order; 1: somebody is silent, nobody has begun, or the run ended badly; 2: a
+complaint.
 Left out: clocks of other machines are taken to agree with this one's to within seconds.
 """
 

@@ -187,6 +187,12 @@ def test_a_start_by_slurm_itself_is_written_down_and_counts(run: RunDir) -> None
     ]
 
 
+def test_a_first_start_that_nobody_saw_the_end_of(run: RunDir) -> None:
+    assert requeue.begin(run, "7", 1) == Decision(True, "")
+    assert requeue.begin(run, "7", 2) == Decision(True, requeue.BY_SLURM)
+    assert [(end.start, end.exit_code) for end in requeue.read(run)] == [(1, None)]
+
+
 def test_the_checkpoint_that_a_start_resumes_from_is_progress(run: RunDir) -> None:
     """A run that is told to leave more often than a checkpoint needs to become good advances all the same."""
     for number in range(1, 6):
