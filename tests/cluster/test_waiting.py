@@ -65,10 +65,10 @@ def config(directory: Path, name: str, *words: str) -> Config:
 def wait(lab: Lab, *jobs: str) -> list[slurm.Finished]:
     def logs() -> str:
         paths = [*Path.cwd().rglob("slurm-*.log"), *Path.cwd().rglob("rank-*")]
-        return "\n".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in paths)
+        texts = [f"--- {path}\n{path.read_text()[-3000:]}" for path in paths]
+        return "\n".join([lab.command("squeue"), *texts])
 
-    queue = lambda: f"{lab.command('squeue')}\n{logs()}"  # noqa: E731
-    until(lambda: not any(slurm.queue_state(job) for job in jobs), queue, within_s=PATIENCE_S)
+    until(lambda: not any(slurm.queue_state(job) for job in jobs), logs, within_s=PATIENCE_S)
     return [slurm.wait(job, poll_s=0.1) for job in jobs]
 
 

@@ -168,7 +168,12 @@ def test_a_machine_whose_name_is_its_loopback(
     monkeypatch.setattr(muster, "own_addresses", lambda: [address, "192.0.2.99"][: 1 + has_several])
     listened: list[str] = []
     listen = muster.listen
-    monkeypatch.setattr(muster, "listen", lambda *words: (listened.append(words[0]), listen(*words))[1])
+
+    def noted(bound: str, port: int, place: Place) -> socket.socket:
+        listened.append(bound)
+        return listen(bound, port, place)
+
+    monkeypatch.setattr(muster, "listen", noted)
     gathering = Gathering(stack, 3)
     calls = [gathering.call(node, host="node0") for node in range(3)]
     first, *others = (stack.enter_context(call.result(10)) for call in calls)
