@@ -34,6 +34,14 @@ class ConfigError(Exception):
         return ConfigError, ("", str(self))
 
 
+class StorageError(OSError):
+    """Storage did not answer, or answered with an error. This says nothing about the data: the same command may succeed
+    later, so the exit code of a run is 75. Built like `OSError`: errno, problem, path."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
 def require(condition: bool, key: str, message: str) -> None:
     """Refuse the configuration unless `condition` holds."""
     if not condition:
@@ -666,6 +674,10 @@ class CheckpointConfig:
     """The first checkpoint in every so many steps stays for ever; 0: none."""
     good_after_steps: int
     """Clean steps in a row that must follow before a checkpoint counts as good."""
+    retry_s: float = 300.0
+    """Seconds for which reading a checkpoint is retried, with growing pauses, after an I/O error on any rank; 0: not at
+    all. Then a start exits with 75, and a rollback tries an older checkpoint. Must be below launch.start_within_s to be
+    of use: the launcher takes a longer start or restore for a hang."""
     ring: RingConfig
 
     def __post_init__(self) -> None:
@@ -675,6 +687,8 @@ class CheckpointConfig:
             require(getattr(self, name) >= 1, f"checkpoint.{name}", f"must be at least 1, got {getattr(self, name)}")
         valid = self.every_minutes is None or 0 < self.every_minutes < math.inf
         require(valid, "checkpoint.every_minutes", f"must be positive or null, got {self.every_minutes}")
+        valid = 0 <= self.retry_s < math.inf
+        require(valid, "checkpoint.retry_s", f"must be 0 or more seconds, and finite, got {self.retry_s}")
 
 
 @dataclass(slots=True, kw_only=True)

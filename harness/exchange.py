@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -83,10 +84,10 @@ def export(
     try:
         integrity.verify(checkpoint.path)
         expected = {f"model.{name}": shape for name, shape in huggingface.shapes(cfg.model).items()}
-        store.check_shapes(checkpoint.path, expected)
+        read = partial(store.read_tensors, checkpoint.path, found=store.read_description(checkpoint.path, expected))
         with arriving(output) as scratch:
             has_tokenizer = describe(scratch, cfg, dtype=DTYPES[dtype])
-            files = write_weights(checkpoint.path, scratch, cfg=cfg.model, dtype=DTYPES[dtype], file_bytes=file_bytes)
+            files = write_weights(read, scratch, cfg=cfg.model, dtype=DTYPES[dtype], file_bytes=file_bytes)
     except Damaged as error:
         raise ConfigError("", str(error)) from None
     return Exported(files=files, has_tokenizer=has_tokenizer)
@@ -121,15 +122,19 @@ def arriving(output: Path) -> Iterator[Path]:
         raise
 
 
+Read = Callable[[Iterable[str]], dict[str, Tensor]]
+"""Whole tensors of the checkpoint, by name."""
+
+
 def write_weights(
-    checkpoint: Path, directory: Path, *, cfg: ModelConfig, dtype: torch.dtype, file_bytes: int
+    read: Read, directory: Path, *, cfg: ModelConfig, dtype: torch.dtype, file_bytes: int
 ) -> dict[str, int]:
     """Read, fold, cast and write the tensors of one file after another; returns the bytes in each."""
     layout, shapes = huggingface.layout(cfg), huggingface.shapes(cfg)
     sizes = {name: shapes[origin.parameter].numel() * dtype.itemsize for name, origin in layout.items()}
     files = huggingface.share_out(sizes, file_bytes)
     for file, names in files.items():
-        tensors = read_folded(checkpoint, {name: layout[name] for name in names}, cfg=cfg, dtype=dtype)
+        tensors = read_folded(read, {name: layout[name] for name in names}, cfg=cfg, dtype=dtype)
         save_file(tensors, directory / file, metadata={"format": "pt"})
         to_disk(directory / file)
         del tensors
@@ -140,11 +145,11 @@ def write_weights(
 
 
 def read_folded(
-    checkpoint: Path, origins: Mapping[str, Origin], *, cfg: ModelConfig, dtype: torch.dtype
+    read: Read, origins: Mapping[str, Origin], *, cfg: ModelConfig, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Tensors of the exported model, from those of a verified checkpoint."""
     keys = dict.fromkeys(f"model.{parameter}" for origin in origins.values() for parameter in origin.parameters)
-    parameters = {key.removeprefix("model."): tensor for key, tensor in store.read_tensors(checkpoint, keys).items()}
+    parameters = {key.removeprefix("model."): tensor for key, tensor in read(keys).items()}
     return {name: cast(name, huggingface.fold(origin, parameters, cfg=cfg), dtype) for name, origin in origins.items()}
 
 

@@ -48,7 +48,9 @@ def open_run(cfg: Config) -> Opened:
 
 def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Event]]:
     """Continue from the newest checkpoint that is whole, or begin; what there is to tell comes with it."""
-    found = store.load_newest(opened.run.checkpoints, parts.tensors(), world=parts.world)
+    found = store.load_newest(
+        opened.run.checkpoints, parts.tensors(), world=parts.world, retry_s=cfg.checkpoint.retry_s
+    )
     state, directory = found.loaded or (RunState(), None)
     recall(parts, state, opened)
     state.iteration = max(state.iteration, opened.last_iteration)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from harness.build import Parts
 from harness.checkpoint import store
+from harness.checkpoint.patience import Patience
 from harness.events import Action, ActionKind, Outcome
 from harness.parallel import from_first, together
 from harness.sentinel.chart import RESTORES
@@ -98,7 +99,7 @@ def rewind(action: Action, parts: Parts) -> Restored | None:
 
 
 def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
-    """To the newest good checkpoint from before the onset that is whole."""
+    """To the newest good checkpoint from before the onset that is whole and can be read."""
     taken = dict(from_first(lambda: targets(action, parts)))
     begun: list[str] = []
 
@@ -107,21 +108,29 @@ def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
         begun.append(name)
 
     try:
-        found = store.load_first(root, taken, parts.tensors(), world=parts.world, prepare=begin)
+        found = store.load_first(
+            root,
+            taken,
+            parts.tensors(),
+            world=parts.world,
+            patience=Patience(parts.keeper.retry_s),
+            prepare=begin,
+            passes_over=True,
+        )
     except OSError as error:
         if begun:
             raise TornError(f"rollback to {begun[-1]} failed halfway: {error}") from None
         raise
     if found.loaded is None and begun:
-        problem = "; ".join(map(str, found.damage))
+        problem = "; ".join(map(str, [*found.damage, *found.unread]))
         raise TornError(f"rollback to {begun[-1]} failed halfway, and no other checkpoint could be restored: {problem}")
     if found.loaded is None:
         return None
-    return Restored(found.loaded.state, "; ".join([found.loaded.name, *map(str, found.damage)]))
+    return Restored(found.loaded.state, "; ".join([found.loaded.name, *map(str, [*found.damage, *found.unread])]))
 
 
 def targets(action: Action, parts: Parts) -> list[tuple[str, int]]:
-    """Where a rollback may go, newest first; a person's may go to what has not proved good yet."""
+    """Where a rollback may go, newest first; on rank 0. A person's may go to what has not proved good yet."""
     if action.incident:
         return parts.keeper.targets(before=action.onset)
     return [(name, taken) for name, taken in parts.keeper.targets(until_step=action.step) if taken < action.onset]

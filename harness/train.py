@@ -25,6 +25,7 @@ from harness.config import (
     EXIT_INTERRUPTED,
     Config,
     ConfigError,
+    StorageError,
     check_world,
 )
 from harness.data.batch import Batch
@@ -365,10 +366,10 @@ def main() -> int:
     """The plain door: `torchrun --nproc-per-node N -m harness.train key=value ...`."""
     try:
         return run_worker(compose.load(sys.argv[1:]))
-    except ConfigError as error:
+    except (ConfigError, StorageError) as error:
         if rank_from_environment()[0] == 0:
             print(f"harness: {error}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+        return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()

@@ -23,10 +23,10 @@ from typing import Any
 import yaml
 
 from harness.checkpoint import catalog, integrity
-from harness.checkpoint.catalog import Checkpoint
-from harness.checkpoint.integrity import Damaged
+from harness.checkpoint.catalog import Checkpoint, Health
+from harness.checkpoint.integrity import Damaged, OtherVersion
 from harness.checkpoint.listing import SET_ASIDE, bytes_of, render, rows_of, size_text
-from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
+from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.rundir import RunDir
 from launch.parser import Parser
 from launch.progress import Bar
@@ -58,7 +58,8 @@ wrong), damaged (set aside).
 
 VERIFY = """\
 Read every byte of all checkpoints, or of those named, and compare with what was saved. Changes nothing. One line each:
-ok, or the file and what is wrong with it. Exit code 0: all are whole; 1: one or more are damaged.
+ok, or the file and what is wrong with it. Exit code 0: all are whole; 1: one or more are damaged; 75: none was found
+damaged, but one or more could not be read, so try again later; 2: likewise, but another version wrote them.
 """
 
 PRUNE = """\
@@ -126,15 +127,15 @@ def verify_command(arguments: Sequence[str]) -> int:
     paths = named(run, words.name) if words.name else [each.path for each in catalog.saved(run.checkpoints)]
     if not paths:
         print(f"{run.path} has no checkpoints")
-    num_damaged = 0
+    codes = {EXIT_DONE}
     for path in paths:
-        problem = problem_of(path)
+        problem, code = problem_of(path)
         if problem is not None and not path.exists():
             print(f"{path.name}  gone meanwhile")
             continue
         print(f"{path.name}  {problem or 'ok'}", flush=True)
-        num_damaged += problem is not None
-    return EXIT_DAMAGED if num_damaged else EXIT_DONE
+        codes.add(code)
+    return next(code for code in (EXIT_DAMAGED, EXIT_INTERRUPTED, EXIT_BAD_CONFIG, EXIT_DONE) if code in codes)
 
 
 def prune_command(arguments: Sequence[str]) -> int:
@@ -142,6 +143,9 @@ def prune_command(arguments: Sequence[str]) -> int:
     words = prune_parser().parse_args(arguments)
     run = run_at(words.run)
     keep, keep_every_steps = retention(run, words)
+    for checkpoint in catalog.saved(run.checkpoints):
+        if checkpoint.health is Health.unread:
+            catalog.read_health(checkpoint.path)  # raises, and says why nothing is deleted
 
     def expendable() -> list[Checkpoint]:
         return catalog.expendable(catalog.saved(run.checkpoints), keep=keep, keep_every_steps=keep_every_steps)
@@ -218,14 +222,18 @@ def stated_retention(run: RunDir) -> dict[str, Any]:
     return dict(section)
 
 
-def problem_of(path: Path) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None when it is whole."""
+def problem_of(path: Path) -> tuple[str | None, int]:
+    """What is wrong with a checkpoint, naming the file, and the exit code for it; None and 0 when it is whole."""
     try:
         with Bar() as bar:
             integrity.verify(path, progress=counter(bar, path.name, integrity.read_manifest(path).bytes))
     except Damaged as damage:
-        return f"{damage.path.name}: {damage.problem}"
-    return None
+        return f"{damage.path.name}: {damage.problem}", EXIT_DAMAGED
+    except StorageError as error:
+        return str(error), EXIT_INTERRUPTED
+    except OtherVersion as error:
+        return str(error), EXIT_BAD_CONFIG
+    return None, EXIT_DONE
 
 
 def counter(bar: Bar, stage: str, total: int) -> Callable[[int], None]:

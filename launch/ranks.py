@@ -37,6 +37,7 @@ class Failure:
     message: str = ""
     """Text of the exception; empty where there was none."""
     is_user_error: bool = False
+    """The message says all there is to say, in one line."""
     traceback: str = ""
 
     def how(self) -> str:
@@ -113,4 +114,4 @@ class RankLogs:
             return Failure(rank=rank, exit_code=process.exitcode, log=self.stream(rank, "stderr"))
         first = min(fallen, key=lambda each: self.fall_file(each).stat().st_mtime_ns)
         fall = json.loads(self.fall_file(first).read_text(encoding="utf-8"))
-        return Failure(rank=first, exit_code=EXIT_CRASHED, log=self.stream(first, "stderr"), **fall)
+        return Failure(rank=first, log=self.stream(first, "stderr"), **({"exit_code": EXIT_CRASHED} | fall))

@@ -35,7 +35,7 @@ from typing import Any, NoReturn, final
 
 import torch
 
-from harness.config import EXIT_CRASHED, EXIT_INTERRUPTED, Config, ConfigError
+from harness.config import EXIT_CRASHED, EXIT_INTERRUPTED, Config, ConfigError, StorageError
 from harness.loading import loading
 from harness.requests import STOP_SIGNALS
 from harness.rundir import write_atomically
@@ -209,8 +209,7 @@ def enter_worker(worker: Worker, cfg: Config) -> int:
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        fall = {"message": str(error), "is_user_error": isinstance(error, ConfigError), "traceback": format_exc()}
-        write_atomically(Path(os.environ[FALL_FILE]), json.dumps(fall))
+        write_atomically(Path(os.environ[FALL_FILE]), json.dumps(fall_of(error)))
         time.sleep(LAST_WORD_S)
         leave_at_once(EXIT_CRASHED)
     finally:
@@ -223,6 +222,13 @@ def leave_at_once(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def fall_of(error: Exception) -> dict[str, Any]:
+    """How a rank ended that raised, inside the `except`; see `launch.ranks.Failure`."""
+    fall = {"message": str(error), "is_user_error": isinstance(error, (ConfigError, StorageError))}
+    code = {"exit_code": EXIT_INTERRUPTED} if isinstance(error, StorageError) else {}
+    return fall | code | {"traceback": format_exc()}
 
 
 @contextmanager

@@ -52,6 +52,7 @@ DOORS = {
         "harness/alone.py",
         "harness/joining.py",
         "harness/sharding.py",
+        "harness/checkpoint/description.py",
         "harness/checkpoint/store.py",
         "launch/agent.py",
         "launch/local.py",

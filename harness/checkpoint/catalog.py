@@ -4,7 +4,8 @@ Why: a run that trains on NaN must never delete the last state that was healthy,
 directory must never be taken for a checkpoint.
 How: one directory per (step, generation). It comes into being and goes by a rename; on its way in or out it has a
 hidden name. Health lies in a small file of its own, because it is known only later: a checkpoint is a *candidate* until
-enough clean steps have followed it, then *good*; one taken after the onset of an incident is *tainted*.
+enough clean steps have followed it, then *good*; one taken after the onset of an incident is *tainted*. Health that
+cannot be read is *unread*, which is never written down; while there is any, nothing is deleted.
 `expendable` is the whole rule of retention, as a pure function.
 """
 
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import final
 
 from harness import run_lease
+from harness.checkpoint.integrity import OtherVersion, unreadable
+from harness.config import StorageError
 from harness.rundir import write_atomically
 
 HEALTH = "health.json"
@@ -39,6 +42,11 @@ class Health(StrEnum):
     """Enough have, and its weights and moments are finite."""
     tainted = "tainted"
     """Taken after something went wrong."""
+    unread = "unread"
+    """Not known: storage did not answer, or a newer version wrote it."""
+
+
+_WRITTEN = [health.value for health in Health if health is not Health.unread]
 
 
 @final
@@ -71,26 +79,59 @@ def numbers_in(name: str) -> tuple[int, int]:
 
 
 def saved(root: Path) -> list[Checkpoint]:
-    """Checkpoints that exist, oldest first."""
+    """Checkpoints that exist, oldest first; `StorageError` where that cannot be found out."""
     found = [
         Checkpoint(path=path, step=int(match[1]), generation=int(match[2]), health=health_of(path))
-        for path in root.glob("step-*-gen-*")
-        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
+        for path in _directories(root)
+        if (match := _NAME.fullmatch(path.name))
     ]
     return sorted(found, key=lambda checkpoint: checkpoint.age)
 
 
 def damaged(root: Path) -> list[Path]:
     """Checkpoints that were found to be damaged and set aside."""
-    return sorted(path for path in root.glob("step-*-gen-*") if _DAMAGED.fullmatch(path.name))
+    return sorted(path for path in _directories(root) if _DAMAGED.fullmatch(path.name))
+
+
+def _directories(root: Path) -> list[Path]:
+    """What lies there; nothing where nothing was ever saved. A link that leads nowhere is a mount that is gone."""
+    try:
+        with os.scandir(root) as entries:
+            return [root / entry.name for entry in entries if entry.is_dir()]
+    except FileNotFoundError as error:
+        if root.is_symlink():
+            raise unreadable(root, error) from None
+        return []
+    except OSError as error:
+        raise unreadable(root, error) from None
 
 
 def health_of(path: Path) -> Health:
-    """What was written beside a checkpoint; a candidate where nothing readable was."""
+    """What was written beside a checkpoint; a candidate where nothing was, or what is no health at all."""
     try:
-        return Health(json.loads((path / HEALTH).read_text(encoding="utf-8"))["health"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return read_health(path)
+    except (StorageError, OtherVersion):
+        return Health.unread
+
+
+def read_health(path: Path) -> Health:
+    """The same, but `StorageError` or `OtherVersion` for what cannot be read."""
+    file = path / HEALTH
+    try:
+        stated = json.loads(file.read_text(encoding="utf-8"))["health"]
+    except FileNotFoundError as error:
+        if not os.path.isdir(path):  # noqa: PTH112 -- the mount is gone, or the checkpoint; `Path.is_dir` may raise
+            raise unreadable(file, error) from None
         return Health.candidate
+    except OSError as error:
+        raise unreadable(file, error) from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return Health.candidate
+    if not isinstance(stated, str):
+        return Health.candidate
+    if stated not in _WRITTEN:
+        raise OtherVersion(file, f"health {stated[:20]!r}, known are {', '.join(_WRITTEN)}")
+    return Health(stated)
 
 
 def mark(path: Path, health: Health, reason: str) -> None:
@@ -103,7 +144,10 @@ def expendable(checkpoints: Sequence[Checkpoint], *, keep: int, keep_every_steps
 
     The newest `keep` stay, and the first in every `keep_every_steps` steps (0: none); whatever else holds, so do the
     newest good one and its heir, the first candidate after it, which must live until it has proved good itself.
+    None may go while the health of any is unread: that one may be the good one that makes another expendable.
     """
+    if any(checkpoint.health is Health.unread for checkpoint in checkpoints):
+        return []
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.age)
     sound = [checkpoint for checkpoint in ordered if checkpoint.health is not Health.tainted]
     kept = {checkpoint.path for checkpoint in sound[-keep:]}

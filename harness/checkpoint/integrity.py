@@ -3,24 +3,36 @@
 Why: torch.distributed.checkpoint has no checksums. A flipped bit, a hole of zeros or a file cut short loads without a
 word, and its `.metadata` is a pickle, which runs what it holds.
 How: SHA-256 of each file as `sha256sum` prints it, and one more over the manifest itself. A name in a manifest is the
-plain name of a file beside it; a path or a link that leads elsewhere is damage like any other, and so is a manifest
-whose hash fits but whose values have other types than were written: whoever reads one may rely on them.
+plain name of a file beside it; a path that leads elsewhere is refused. A manifest that was read has values of the types
+that were written.
+Three things can go wrong, and they are kept apart:
+- `Damaged`: a size or hash that does not fit, a file that is missing beside others, or a link in its place. It is said
+  only after a second look, past this machine's page cache. Only this condemns a checkpoint.
+- `StorageError`: the storage answered with an error, or the whole directory is gone. The checkpoint may be whole.
+- `OtherVersion`: the hash fits, but this version does not understand the content. Later versions must keep the rule of
+  the manifest's own hash, so that this one can tell their manifests from damaged ones.
 Left out: signatures. A manifest tells damage, not malice: whoever can write the directory can write a manifest.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
+import socket
 import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
+from harness.config import ConfigError, StorageError
 from harness.rundir import write_atomically
+
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -51,6 +63,25 @@ class Damaged(Exception):  # noqa: N818 -- says what the checkpoint is
 
 
 @final
+class OtherVersion(ConfigError):  # noqa: N818 -- says what the checkpoint is
+    """A whole checkpoint that this version cannot read; it is refused and left as it is."""
+
+    def __init__(self, path: Path, problem: str) -> None:
+        message = f"was written by another version, or is no checkpoint of this program: {problem}; nothing was changed"
+        super().__init__(str(path), message)
+        self.path, self.problem = path, problem
+
+    def __reduce__(self) -> tuple[type[OtherVersion], tuple[Path, str]]:
+        return OtherVersion, (self.path, self.problem)
+
+
+def unreadable(path: Path, error: OSError) -> StorageError:
+    """An I/O error, with the file and the machine that got it."""
+    problem = f"cannot be read on {socket.gethostname()}: {error.strerror or error}"
+    return StorageError(error.errno or errno.EIO, problem, str(path))
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class Entry:
     bytes: int
@@ -77,6 +108,11 @@ class Manifest:
         return sum(entry.bytes for entry in self.files.values())
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether a name can only stand for a file beside the manifest."""
+    return _PLAIN_NAME.fullmatch(name) is not None
+
+
 def measure(path: Path, progress: Callable[[int], object] | None = None) -> Entry:
     """Size and hash of a file as it lies on disk; `progress` is told the bytes of each chunk."""
     digest, num_bytes, chunk = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
@@ -100,40 +136,67 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """The last file of a checkpoint; ValueError, and no file, for what could not be read back."""
     content = {"version": VERSION} | asdict(manifest)
     text = json.dumps(content | {"sha256": _digest(content)}, indent=1)
-    _parse(json.loads(text))
+    _parse(_signed(json.loads(text)))
     write_atomically(directory / MANIFEST, text)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest, whole and leading nowhere else, or `Damaged`."""
-    path = directory / MANIFEST
+    """The manifest, whole and leading nowhere else; `Damaged`, `StorageError` or `OtherVersion` if not."""
+    return _looked_at_twice(lambda again: _read_manifest(directory / MANIFEST, again=again))
+
+
+def _read_manifest(path: Path, *, again: bool) -> Manifest:
     _size_of(path)
     try:
-        return _parse(json.loads(path.read_text(encoding="utf-8")))
+        if again:
+            forget_cached(path)
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise Damaged(path, f"cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
+    except ValueError as error:
+        raise Damaged(path, f"is not a manifest: {error}") from None
+    try:
+        content = _signed(json.loads(text))
     except RecursionError:
         raise Damaged(path, "is not a manifest: it is nested too deeply") from None
     except ValueError as error:
         raise Damaged(path, f"is not a manifest: {error}") from None
+    try:
+        return _parse(content)
+    except ValueError as error:
+        raise OtherVersion(path, str(error)) from None
 
 
 def verify(
-    directory: Path, *, part: int = 0, parts: int = 1, progress: Callable[[int], object] | None = None
+    directory: Path,
+    *,
+    part: int = 0,
+    parts: int = 1,
+    progress: Callable[[int], object] | None = None,
+    manifest: Manifest | None = None,
 ) -> Manifest:
     """The manifest, once this part of the files was found to be what it says; or `Damaged`, naming the first that is
-    not.
+    not. `StorageError` where that could not be found out.
 
-    Ranks share the work: each checks every `parts`-th file, and every rank reads the manifest. `progress` is told the
-    bytes that were hashed since it was last called, from several threads.
+    Ranks share the work: each checks every `parts`-th file. Every caller reads the manifest, unless it has it already.
+    `progress` is told the bytes that were hashed since it was last called, from several threads.
     """
-    manifest = read_manifest(directory)
+    manifest = manifest or read_manifest(directory)
     mine = sorted(manifest.files)[part::parts]
     for name in mine:
-        _check_size(directory / name, manifest.files[name])
+        _looked_at_twice(lambda _, name=name: _check_size(directory / name, manifest.files[name]))
     with ThreadPoolExecutor(max_workers=READERS) as pool:
         list(pool.map(lambda name: _check_content(directory / name, manifest.files[name], progress), mine))
     return manifest
+
+
+def _looked_at_twice(look: Callable[[bool], T]) -> T:
+    """What a look at a file came to; what seems damaged is looked at again, and `look` is told that it is the second
+    time."""
+    try:
+        return look(False)
+    except Damaged:
+        return look(True)
 
 
 def _check_size(path: Path, entry: Entry) -> None:
@@ -146,10 +209,10 @@ def _size_of(path: Path) -> int:
     """Bytes of a plain file."""
     try:
         status = path.lstat()
-    except FileNotFoundError:
-        raise Damaged(path, "is missing") from None
+    except FileNotFoundError as error:
+        raise _missing(path, error) from None
     except OSError as error:
-        raise Damaged(path, f"cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
     if stat.S_ISLNK(status.st_mode):
         raise Damaged(path, "is a link, and a checkpoint holds files only")
     if not stat.S_ISREG(status.st_mode):
@@ -157,25 +220,56 @@ def _size_of(path: Path) -> int:
     return status.st_size
 
 
-def _check_content(path: Path, entry: Entry, progress: Callable[[int], object] | None) -> None:
+def _missing(path: Path, error: OSError) -> Damaged | StorageError:
+    """A file is lost if its directory can be listed and holds other files without it; else the mount may be gone."""
     try:
-        found = measure(path, progress)
-    except OSError as error:
-        raise Damaged(path, f"cannot be read: {error.strerror}") from None
-    if found != entry:
-        raise Damaged(path, "its content is not what was saved (sha256 differs)")
+        names = [each.name for each in path.parent.iterdir()]
+    except OSError as worse:
+        return unreadable(path.parent, worse)
+    if not names or path.name in names:
+        return unreadable(path, error)
+    return Damaged(path, "is missing")
 
 
-def _parse(content: Any) -> Manifest:
-    """What JSON says, or ValueError."""
+def _check_content(path: Path, entry: Entry, progress: Callable[[int], object] | None) -> None:
+    def look(again: bool) -> None:
+        try:
+            if again:
+                forget_cached(path)
+            found = measure(path, None if again else progress)
+        except FileNotFoundError as error:
+            raise _missing(path, error) from None
+        except OSError as error:
+            raise unreadable(path, error) from None
+        if found != entry:
+            raise Damaged(path, "its content is not what was saved (sha256 differs)")
+
+    _looked_at_twice(look)
+
+
+def forget_cached(path: Path) -> None:
+    """Drop what this machine's page cache holds of a file, so that the next read asks the storage."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _signed(content: Any) -> dict[str, Any]:
+    """What JSON says, if its own hash fits; or ValueError."""
     if not isinstance(content, dict) or "sha256" not in content:
         raise ValueError("it has no sha256")
-    stated = content.pop("sha256")
-    if stated != _digest(content):
+    if content.pop("sha256") != _digest(content):
         raise ValueError("its own sha256 differs")
+    return content
+
+
+def _parse(content: dict[str, Any]) -> Manifest:
+    """What a manifest says whose hash fits, or ValueError where this version does not understand it."""
     version = content.pop("version", None)
     if type(version) is not int or version != VERSION:
-        raise ValueError(f"it has version {version!r}, allowed is {VERSION}")
+        raise ValueError(f"it has version {str(version)[:20]!r}, this one reads {VERSION}")
     if differing := content.keys() ^ {each.name for each in fields(Manifest)}:
         raise ValueError(f"missing or unknown {sorted(differing)}")
     for key in _COUNTS:
@@ -185,7 +279,7 @@ def _parse(content: Any) -> Manifest:
     _require(_is_table(content["files"], _is_entry), "files", content["files"])
     files = {name: Entry(**entry) for name, entry in content.pop("files").items()}
     for name in files:
-        if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
+        if not is_plain_name(name) or name == MANIFEST:
             raise ValueError(f"{name!r} is not the name of a file beside it")
     return Manifest(files=files, **content)
 

@@ -5,6 +5,7 @@ a snapshot that the clerk writes once its report has come back; the loop never w
 before it is done. Rank 0 alone judges and deletes: a checkpoint is good once `good_after_steps` clean steps in a row
 have followed it, and what is not finite is not written at all.
 A disk that refuses costs that checkpoint and an event; training goes on and the next one tries again.
+What cannot be read is neither tainted nor deleted, and nothing else is because of it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from harness.checkpoint import catalog, integrity, store
 from harness.checkpoint.cadence import rollback_cost
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.clerk import Clerk
-from harness.checkpoint.integrity import Damaged
+from harness.checkpoint.integrity import Damaged, OtherVersion
+from harness.checkpoint.patience import Patience
 from harness.checkpoint.ring import Ring, Slot
-from harness.config import Config
+from harness.config import Config, StorageError
 from harness.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, ReducedRecord
 from harness.parallel import World, from_first, together
 from harness.state import RunState
@@ -33,6 +35,12 @@ from harness.state import RunState
 class Keeper:
     def __init__(self, cfg: Config, root: Path, *, ring: Ring, world: World) -> None:
         self._cfg = cfg.checkpoint
+        self.retry_s = cfg.checkpoint.retry_s
+        self._retry_alone_s = min(self.retry_s, cfg.parallel.timeout_s / 2)
+        """For how long rank 0 may retry while the others wait for it in a collective."""
+        self._planned = store.Planned()
+        self._taken: dict[str, int] = {}
+        """Directory -> the iteration it was taken after, of those that were saved or read in this process."""
         self._rollback = rollback_cost(cfg).as_dict()
         self._root = root
         self._ring = ring
@@ -57,7 +65,7 @@ class Keeper:
         """The run goes on from this checkpoint, which its next clean steps may prove good."""
         self._on_disk.add(name)
         self._last_unclean = state.iteration
-        if from_first(lambda: catalog.health_of(self._root / name)) is Health.candidate:
+        if from_first(lambda: catalog.health_of(self._root / name)) in (Health.candidate, Health.unread):
             self._candidates[name] = state.iteration
 
     def is_due_by_clock(self) -> bool:
@@ -113,12 +121,23 @@ class Keeper:
 
     def targets(self, *, before: float = math.inf, until_step: float = math.inf) -> list[tuple[str, int]]:
         """Checkpoints to go back to and the iteration each was taken after, newest first; on rank 0. Those from before
-        an iteration must be good; a person who names a step may have any that is not tainted."""
+        an iteration must be good; a person who names a step may have candidates too, but nothing tainted.
+
+        What storage does not tell of within `checkpoint.retry_s` is left out.
+        """
         self._finish_writing()
-        bad = (Health.tainted,) if until_step < math.inf else (Health.tainted, Health.candidate)
-        saved = [each for each in reversed(catalog.saved(self._root)) if each.health not in bad]
-        found = [(each, _iteration_of(each)) for each in saved if each.step <= until_step]
-        return [(each.name, int(taken)) for each, taken in found if taken < before]
+        allowed = {Health.good} if until_step == math.inf else {Health.good, Health.candidate}
+
+        def find(*, strict: bool) -> list[tuple[str, int]]:
+            saved = reversed(catalog.saved(self._root))
+            near = [each for each in saved if each.step <= until_step and _is_allowed(each, allowed, strict=strict)]
+            found = [(each.name, self._iteration_of(each, strict=strict)) for each in near]
+            return [(name, taken) for name, taken in found if taken is not None and taken < before]
+
+        try:
+            return Patience(self._retry_alone_s).through(lambda: find(strict=True))
+        except StorageError:
+            return find(strict=False)
 
     def taint_since(self, iteration: int, reason: str) -> None:
         """The run is about to go on from the state after this iteration: what was saved since is tainted.
@@ -137,9 +156,29 @@ class Keeper:
         self._candidates = {name: taken for name, taken in self._candidates.items() if taken <= iteration}
 
     def _taint(self, iteration: int, reason: str) -> None:
-        for checkpoint in catalog.saved(self._root):
-            if _iteration_of(checkpoint) > iteration:
-                catalog.mark(checkpoint.path, Health.tainted, reason)
+        """On rank 0. Nothing is tainted before it is known of every checkpoint when it was taken; `StorageError` where
+        that cannot be read."""
+
+        def find() -> list[Checkpoint]:
+            known = [(each, self._iteration_of(each, strict=True)) for each in catalog.saved(self._root)]
+            return [each for each, taken in known if taken is not None and taken > iteration]
+
+        for checkpoint in Patience(self._retry_alone_s).through(find):
+            catalog.mark(checkpoint.path, Health.tainted, reason)
+
+    def _iteration_of(self, checkpoint: Checkpoint, *, strict: bool) -> int | None:
+        """After which iteration it was taken. None for one that a resume refuses by itself: its manifest is damaged, or
+        another version wrote it; and, unless `strict`, for one that storage does not tell of."""
+        if checkpoint.name not in self._taken:
+            try:
+                self._taken[checkpoint.name] = integrity.read_manifest(checkpoint.path).iteration
+            except (Damaged, OtherVersion):
+                return None
+            except StorageError:
+                if strict:
+                    raise
+                return None
+        return self._taken[checkpoint.name]
 
     def news(self) -> Iterator[Event]:
         """What has become of earlier saves."""
@@ -195,6 +234,7 @@ class Keeper:
             if isinstance(event, CheckpointSaved):
                 self._on_disk.add(event.directory)
                 self._candidates[event.directory] = event.iteration
+                self._taken[event.directory] = event.iteration
 
     def _write(self, slot: Slot) -> None:
         if catalog.name_of(slot.state.step, slot.state.generation) in self._on_disk:
@@ -209,7 +249,9 @@ class Keeper:
         try:
             if not all(together(lambda: slot.is_finite, self._world.aside)):
                 return _failed(state, "weights or moments are not finite")
-            written = store.write(self._root, slot.whole, state, world=self._world, rollback=self._rollback)
+            written = store.write(
+                self._root, slot.whole, state, world=self._world, rollback=self._rollback, planned=self._planned
+            )
         except OSError as error:
             return _failed(state, " ".join(str(error).split()))
         finally:
@@ -252,21 +294,22 @@ class Keeper:
         ]
 
     def _prune(self) -> None:
-        """In the clerk's thread; what cannot be deleted today may be tomorrow."""
+        """In the clerk's thread; what cannot be read or deleted today may be tomorrow."""
         if not self._world.is_first:
             return
         keep, every = self._cfg.keep, self._cfg.keep_every_steps
-        for checkpoint in catalog.expendable(catalog.saved(self._root), keep=keep, keep_every_steps=every):
-            with suppress(OSError):
-                catalog.drop(checkpoint.path)
+        with suppress(StorageError):
+            for checkpoint in catalog.expendable(catalog.saved(self._root), keep=keep, keep_every_steps=every):
+                with suppress(OSError):
+                    catalog.drop(checkpoint.path)
 
 
-def _iteration_of(checkpoint: Checkpoint) -> float:
-    """After which iteration it was taken; what does not even say so is from no time that anyone would go back to."""
-    try:
-        return integrity.read_manifest(checkpoint.path).iteration
-    except Damaged:
-        return math.inf
+def _is_allowed(checkpoint: Checkpoint, allowed: set[Health], *, strict: bool) -> bool:
+    """Whether its health is one of these; `StorageError` where that is not known, if `strict`."""
+    if checkpoint.health is Health.unread and strict:
+        with suppress(OtherVersion):
+            return catalog.read_health(checkpoint.path) in allowed
+    return checkpoint.health in allowed
 
 
 def _failed(state: RunState, reason: str) -> CheckpointFailed:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import final
 
 from harness.checkpoint import catalog, integrity
-from harness.checkpoint.integrity import Damaged
+from harness.checkpoint.integrity import Damaged, OtherVersion
+from harness.config import StorageError
 
 SET_ASIDE = "damaged"
 """What stands in the place of health for a checkpoint that was set aside."""
@@ -53,10 +54,14 @@ def row_of(path: Path, health: str) -> Row | None:
         manifest = integrity.read_manifest(path)
     except Damaged as damage:
         problem = f"{damage.path.name}: {damage.problem}"
+    except (StorageError, OtherVersion) as error:
+        problem = str(error)
     try:
         changed_s = path.stat().st_mtime
     except FileNotFoundError:
         return None
+    except OSError:
+        changed_s = 0.0
     return Row(
         name=path.name,
         step=step,
@@ -72,7 +77,7 @@ def row_of(path: Path, health: str) -> Row | None:
 def bytes_of(directory: Path) -> int:
     """What the files of a directory take, as far as it is still there."""
     total = 0
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         for path in directory.iterdir():
             total += path.lstat().st_size
     return total

@@ -5,7 +5,12 @@ what lies there; rank 0 adds the numbers of the host and the manifest, and renam
 exists. `write` needs nothing but host memory and a process group of its own, so it runs in a thread beside training.
 Loading checks the manifest first, all ranks sharing the files, then fills tensors in place that already have their
 final sharding, so the number of ranks may change between runs. A damaged checkpoint is set aside, and the next older
-one taken.
+one taken. An I/O error is retried, and never condemns a checkpoint. Whatever can fail on one rank is done inside
+`together` or `from_first`, so that all ranks take the same next step.
+Planning: DCP plans anew for every save, in Python on rank 0 and with all ranks' plans gathered there. `Planned` keeps
+what the first save planned, and later saves of the same tensors write without a plan. DCP's own cache
+(`enable_plan_caching`) is not used: it is one for the whole process, whatever the group; it does not see that a dtype
+has changed; and rank 0 still gathers every write and pickles the description anew.
 Left out: random state, because nothing draws from one: weights and data are pure functions of the seed.
 """
 
@@ -14,48 +19,41 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
-from harness.checkpoint import catalog, integrity
-from harness.checkpoint.catalog import Health
-from harness.checkpoint.integrity import Damaged, Entry, Manifest
-from harness.config import ConfigError
-from harness.parallel import World, broadcast, together
+from harness.checkpoint import catalog, description, integrity
+from harness.checkpoint.catalog import Checkpoint, Health
+from harness.checkpoint.description import METADATA_FILE, Description
+from harness.checkpoint.integrity import Damaged, Entry, Manifest, OtherVersion, unreadable
+from harness.checkpoint.patience import Patience
+from harness.config import ConfigError, StorageError
+from harness.parallel import World, from_first, local, together
 from harness.rundir import write_atomically
 from harness.state import RunState
 
-METADATA_FILE = ".metadata"
 STATE_FILE = "state.json"
 LEAST_FREE_BYTES = 1 << 20
 """Of a disk that is full for all purposes."""
-_DESCRIPTION = "torch.distributed.checkpoint.metadata"
-_MAY_BE_UNPICKLED = frozenset(
-    {
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),
-        ("torch", "Size"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        *((_DESCRIPTION, name) for name in ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")),
-        *((_DESCRIPTION, name) for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
-    }
-)
-"""What the description of sharded tensors is made of, name by name; dtypes come besides."""
 
 
 class Written(NamedTuple):
@@ -63,16 +61,40 @@ class Written(NamedTuple):
     bytes: int
 
 
+@final
+@dataclass(slots=True)
+class Planned:
+    """What the last save of a run planned and wrote, for the next one; belongs to one process group."""
+
+    signature: list[Any] = field(default_factory=list)
+    """What the plan depends on: name, type, shape and sharding of every tensor."""
+    plan: SavePlan | None = None
+    """What this rank writes."""
+    results: list[WriteResult] = field(default_factory=list)
+    """Where each part came to lie in this rank's file."""
+    metadata: bytes = b""
+    """The description, which says the same for every save; on rank 0."""
+
+    def fits(self, signature: list[Any]) -> bool:
+        return self.plan is not None and self.signature == signature
+
+
 def write(
-    root: Path, tensors: Mapping[str, Tensor], state: RunState, *, world: World, rollback: Mapping[str, float]
+    root: Path,
+    tensors: Mapping[str, Tensor],
+    state: RunState,
+    *,
+    world: World,
+    rollback: Mapping[str, float],
+    planned: Planned | None = None,
 ) -> Written:
     """Write one checkpoint from host memory; returns when it is safe on disk, or raises `OSError` on every rank."""
     target = root / catalog.name_of(state.step, state.generation)
     scratch = catalog.scratch(root, target.name)
+    planned = Planned() if planned is None else planned
     try:
         together(lambda: _make_room(scratch) if world.is_first else None, world.aside)
-        writer = FileSystemWriter(scratch, thread_count=1, per_thread_copy_ahead=0, overwrite=False)
-        save_shards(dict(tensors), storage_writer=writer, process_group=world.aside)
+        _write_shards(scratch, dict(tensors), planned, world)
         measured = together(lambda: _measure_own(scratch, world.rank), world.aside)
         files = {name: entry for each in measured for name, entry in each.items()}
         finished = together(
@@ -84,6 +106,68 @@ def write(
     finally:
         if world.is_first:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_shards(scratch: Path, tensors: dict[str, Tensor], planned: Planned, world: World) -> None:
+    """As planned for the last save where every rank's tensors are laid out as they were then; else planned anew."""
+    signature = signature_of(tensors)
+    if all(together(lambda: planned.fits(signature), world.aside)):
+        if all(together(lambda: _write_as_planned(scratch, tensors, planned, world), world.aside)):
+            return
+        together(lambda: _make_room(scratch) if world.is_first else None, world.aside)
+    planned.plan = None
+    writer = _Writer(scratch)
+    save_shards(tensors, storage_writer=writer, process_group=world.aside)
+    planned.signature, planned.plan, planned.results = signature, writer.plan, writer.results
+
+    def keep_description() -> None:
+        if world.is_first:
+            planned.metadata = (scratch / METADATA_FILE).read_bytes()
+
+    together(keep_description, world.aside)
+
+
+def _write_as_planned(scratch: Path, tensors: dict[str, Tensor], planned: Planned, world: World) -> bool:
+    """Write this rank's file, and on rank 0 the description; False if the parts did not come to lie as before."""
+    assert planned.plan is not None
+    writer, planner = _Writer(scratch), DefaultSavePlanner()
+    planner.set_up_planner(tensors, is_coordinator=world.is_first)
+    writer.set_up_storage_writer(world.is_first, rank=world.rank, use_collectives=True)
+    try:
+        writer.write_data(planned.plan, planner)
+        if world.is_first:
+            (scratch / METADATA_FILE).write_bytes(planned.metadata)
+            catalog.sync(scratch / METADATA_FILE)
+    except (OSError, RuntimeError) as error:
+        raise OSError(_on_disk(f"rank {world.rank}: {error}", scratch.parent)) from None
+    return writer.results == planned.results
+
+
+def signature_of(tensors: Mapping[str, Tensor]) -> list[Any]:
+    """What a plan to save these tensors on this rank depends on."""
+    return [
+        (name, tensor.dtype, tensor.shape, local(tensor).shape)
+        + ((tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else ())
+        for name, tensor in tensors.items()
+    ]
+
+
+class _Writer(FileSystemWriter):
+    """Writes one file a rank, and keeps the plan and where each part came to lie. The description that it writes says
+    nothing of the directory or the time, so that it is the same for every save."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, thread_count=1, per_thread_copy_ahead=0, overwrite=False)
+        self.plan: SavePlan | None = None
+        self.results: list[WriteResult] = []
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        self.plan, self.results = plan, written.value()
+        return written
 
 
 def _make_room(scratch: Path) -> None:
@@ -145,19 +229,28 @@ class Loaded(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a look for the newest checkpoint came to."""
+    """What a look for a checkpoint came to."""
 
     loaded: Loaded | None
     damage: list[Damaged]
-    """What was wrong with each that had to be passed over, newest first."""
+    """What was wrong with each damaged one, newest first."""
+    unread: list[StorageError | OtherVersion] = []  # noqa: RUF012 -- never changed
+    """Why others were passed over that may be whole; they were left as they are."""
 
 
-def load_newest(root: Path, tensors: Mapping[str, Tensor], *, world: World) -> Found:
-    """Fill `tensors` in place from the newest checkpoint that is whole; nothing is filled where none was ever saved."""
-    found = load_first(root, broadcast(_newest_first(root) if world.is_first else []), tensors, world=world)
+def load_newest(root: Path, tensors: Mapping[str, Tensor], *, world: World, retry_s: float = 0.0) -> Found:
+    """Fill `tensors` in place from the newest whole checkpoint that is not tainted; nothing is filled where none was
+    ever saved.
+
+    It need not have proved good: a run that goes on loses no step that nobody has doubted. Damaged ones are set aside.
+    One that cannot be read, or that another version wrote, is an error: an older one would lose work.
+    """
+    patience = Patience(retry_s)
+    names = patience.through(lambda: from_first(lambda: _newest_first(root)))
+    found = load_first(root, names, tensors, world=world, patience=patience)
     if found.loaded is not None:
         return found
-    if lost := broadcast([str(path) for path in catalog.damaged(root)] if world.is_first else []):
+    if lost := patience.through(lambda: from_first(lambda: [str(path) for path in catalog.damaged(root)])):
         problem = "; ".join(map(str, found.damage)) or f"{len(lost)} were found damaged before"
         raise ConfigError("run.name", f"no checkpoint in {root} is whole ({problem}); remove {lost[-1]} to begin again")
     return found
@@ -169,100 +262,151 @@ def load_first(
     tensors: Mapping[str, Tensor],
     *,
     world: World,
+    patience: Patience | None = None,
     prepare: Callable[[str], None] = lambda _: None,
+    renames: bool = True,
+    passes_over: bool = False,
 ) -> Found:
-    """Fill `tensors` in place from the first of these checkpoints that is whole; damaged ones are set aside.
+    """Fill `tensors` in place from the first of these checkpoints that is whole.
 
+    A damaged one is set aside if `renames`, and the next one is tried. One that cannot be read, or that another version
+    wrote, is an error; if `passes_over`, the next one is tried. Then `StorageError` is raised only if none could be
+    loaded: tensors may be half filled.
     `prepare` is called with the name of a checkpoint that has proved whole, before anything is filled.
+    All ranks must call this alike, and see the same outcome.
     """
+    patience = patience or Patience(0.0)
     damage: list[Damaged] = []
+    unread: list[StorageError | OtherVersion] = []
     for name in names:
         try:
-            _verify(root / name, tensors, world=world)
+            opened = _open(root / name, tensors, world=world, patience=patience)
             prepare(name)
-            return Found(Loaded(_load(root / name, tensors), name), damage)
+            _fill(root / name, tensors, opened.description, patience=patience)
+            return Found(Loaded(opened.state, name), damage, unread)
         except Damaged as error:
             damage.append(error)
-            if world.is_first:
-                catalog.set_aside(root / name)
-    return Found(None, damage)
+            if renames and world.is_first:
+                with suppress(OSError):  # it is only in the way
+                    catalog.set_aside(root / name)
+        except (StorageError, OtherVersion) as error:
+            if not passes_over:
+                raise
+            unread.append(error)
+    for error in unread:
+        if isinstance(error, StorageError):
+            raise error
+    return Found(None, damage, unread)
 
 
 def _newest_first(root: Path) -> list[str]:
+    """Names of all that are not tainted; on rank 0. Health that cannot be read is an error: it may say tainted."""
     catalog.sweep(root)
-    return [each.name for each in reversed(catalog.saved(root)) if each.health is not Health.tainted]
+    saved = reversed(catalog.saved(root))
+    return [each.name for each in saved if _known_health(each) is not Health.tainted]
 
 
-def _verify(path: Path, tensors: Mapping[str, Tensor], *, world: World) -> None:
-    """`Damaged` on every rank alike, with nothing unpickled, unless every file is what was saved."""
-    together(lambda: integrity.verify(path, part=world.rank, parts=world.size) and None)
-    check_shapes(path, {name: tensor.shape for name, tensor in tensors.items()})
+def _known_health(checkpoint: Checkpoint) -> Health:
+    is_unread = checkpoint.health is Health.unread
+    return catalog.read_health(checkpoint.path) if is_unread else checkpoint.health
 
 
-def _load(path: Path, tensors: Mapping[str, Tensor]) -> RunState:
+class _Opened(NamedTuple):
+    description: Description
+    state: RunState
+
+
+def _open(path: Path, tensors: Mapping[str, Tensor], *, world: World, patience: Patience) -> _Opened:
+    """What a checkpoint holds, on every rank, once every file is what was saved and fits these tensors.
+
+    Every rank hashes its share of the files; all else is read by rank 0 alone. On all ranks alike: `Damaged`, with
+    nothing unpickled, `StorageError`, `OtherVersion`, or ConfigError for another model.
+    """
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    manifest = patience.through(lambda: from_first(lambda: integrity.read_manifest(path)))
+    whole: list[Manifest] = []
+
+    def check() -> None:
+        if not whole:  # not again when another rank has to
+            whole.append(integrity.verify(path, part=world.rank, parts=world.size, manifest=manifest))
+
+    patience.through(lambda: together(check))
+    state = patience.through(lambda: from_first(lambda: read_state(path)))
+    return _Opened(patience.through(lambda: from_first(lambda: read_description(path, shapes))), state)
+
+
+def read_state(path: Path) -> RunState:
+    """The numbers of the host in a verified checkpoint."""
+    file = path / STATE_FILE
     try:
-        load_shards(dict(tensors), storage_reader=Reader(path))
-        return RunState(**json.loads((path / STATE_FILE).read_text(encoding="utf-8")))
-    except CheckpointException as error:
-        raise Damaged(path, _first_failure(error)) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise Damaged(path / STATE_FILE, f"cannot be read: {error}") from None
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise unreadable(file, error) from None
+    try:
+        return RunState(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise OtherVersion(file, str(error)) from None
 
 
-def check_shapes(path: Path, shapes: Mapping[str, torch.Size]) -> None:
-    """Refuse, by name, what does not fit the model: that is no damage, but another configuration."""
-    saved = read_shapes(path)
+def read_description(path: Path, shapes: Mapping[str, torch.Size]) -> Description:
+    """The description of a verified checkpoint. Refuses, by name, what does not fit the model: that is no damage, but
+    another configuration."""
+    found = description.read(path)
+    saved = found.shapes
     for name, shape in shapes.items():
         if saved.get(name) != shape:
             there = f"holds {name} as {list(saved[name])}" if name in saved else f"does not hold {name}"
             raise ConfigError("run.name", f"{path} {there}, and this configuration needs {list(shape)}")
+    return found
 
 
-class Reader(FileSystemReader):
-    """Reads a verified checkpoint: unpickles its metadata from an allow-list, and follows no path out of it."""
+def _fill(path: Path, tensors: Mapping[str, Tensor], found: Description, *, patience: Patience) -> None:
+    """Read this rank's part of every tensor; ranks read independently and learn of each other's failures."""
+    filled: list[bool] = []
 
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        path = Path(self.path) / METADATA_FILE
+    def fill() -> None:
+        if not filled:
+            read_into(path, tensors, found)
+            filled.append(True)
+
+    patience.through(lambda: together(fill))
+
+
+def read_into(path: Path, tensors: Mapping[str, Tensor], found: Description) -> None:
+    """Fill this process's part of tensors from a verified checkpoint; needs no process group."""
+    reader = _Reader(path, description.metadata_for(found, tensors))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is the point
         try:
-            with path.open("rb") as file:
-                metadata: Metadata = _Unpickler(file).load()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
-            raise Damaged(path, f"cannot be read: {error}") from None
-        for info in metadata.storage_data.values():
-            if not (Path(self.path) / info.relative_path).resolve().parent == Path(self.path).resolve():
-                raise Damaged(path, f"names {info.relative_path!r}, which is outside the checkpoint")
-        for name, described in metadata.state_dict_metadata.items():
-            if not isinstance(described, TensorStorageMetadata):
-                raise Damaged(path, f"{name} is not a tensor")
-        return metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _MAY_BE_UNPICKLED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
+            load_shards(dict(tensors), storage_reader=reader, no_dist=True)
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            if isinstance(cause, OSError):
+                raise unreadable(path, cause) from None
+            raise RuntimeError(f"{path} could not be loaded: {cause}") from cause
 
 
 def read_shapes(path: Path) -> dict[str, torch.Size]:
     """Name and shape of every tensor in a verified checkpoint; needs no process group."""
-    described = Reader(path).read_metadata().state_dict_metadata
-    return {name: tensor.size for name, tensor in described.items() if isinstance(tensor, TensorStorageMetadata)}
+    return description.read(path).shapes
 
 
-def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Whole tensors of a verified checkpoint, by name; needs no process group."""
-    described = Reader(path).read_metadata().state_dict_metadata
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        tensor = described[name]
-        assert isinstance(tensor, TensorStorageMetadata)
-        tensors[name] = torch.empty(tensor.size, dtype=tensor.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is the point
-        try:
-            load_shards(tensors, storage_reader=Reader(path), no_dist=True)
-        except CheckpointException as error:
-            raise Damaged(path, _first_failure(error)) from None
+def read_tensors(path: Path, names: Iterable[str], found: Description | None = None) -> dict[str, Tensor]:
+    """Whole tensors of a verified checkpoint, by name; needs no process group. Reads the description if it is not
+    given."""
+    found = found or description.read(path)
+    saved = found.tensors
+    tensors = {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in names}
+    read_into(path, tensors, found)
     return tensors
+
+
+class _Reader(FileSystemReader):
+    """Reads the shards of a checkpoint whose description is known."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        return self._metadata

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from harness.build import Parts, build, held
 from harness.checkpoint import store
+from harness.checkpoint.patience import Patience
 from harness.config import EXIT_DONE, Config, ConfigError
 from harness.events import StepRecord, encode
 from harness.parallel import World, all_reduce_sum, connected, local, together
@@ -152,7 +153,8 @@ def restore(name: str | None, root: Path, parts: Parts, world: World) -> None:
     """The state of a checkpoint, with the learning rate that was scaled then; nothing to do for the beginning."""
     if name is None:
         return
-    found = store.load_first(root, [name], parts.tensors(), world=world)
+    patience = Patience(parts.keeper.retry_s)
+    found = store.load_first(root, [name], parts.tensors(), world=world, patience=patience, renames=False)
     if found.loaded is None:
         raise ConfigError("", f"{root / name} is damaged: {found.damage[0]}")
     state: RunState = found.loaded.state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Sequence
@@ -15,9 +16,12 @@ from hypothesis import strategies as st
 
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Checkpoint, Health, expendable, name_of
+from harness.checkpoint.integrity import OtherVersion
+from harness.config import StorageError
 
 AGES = st.tuples(st.integers(0, 3), st.integers(0, 60))
-HISTORIES = st.dictionaries(AGES, st.sampled_from(Health), max_size=25).map(
+KNOWN = [health for health in Health if health is not Health.unread]
+HISTORIES = st.dictionaries(AGES, st.sampled_from(KNOWN), max_size=25).map(
     lambda ages: [checkpoint(step, generation, health) for (generation, step), health in ages.items()]
 )
 KEEP = st.integers(1, 6)
@@ -54,6 +58,14 @@ def test_the_newest_stay_and_the_tainted_go(history: list[Checkpoint], keep: int
     assert set(sound[-keep:]) <= set(kept)
     if not keep_every_steps:
         assert len(kept) <= keep + 2
+
+
+@given(HISTORIES, KEEP, KEEP_EVERY_STEPS, AGES)
+def test_nothing_goes_while_the_health_of_one_is_unread(
+    history: list[Checkpoint], keep: int, keep_every_steps: int, age: tuple[int, int]
+) -> None:
+    unread = checkpoint(age[1], age[0], Health.unread)
+    assert expendable([*history, unread], keep=keep, keep_every_steps=keep_every_steps) == []
 
 
 @given(HISTORIES, KEEP, KEEP_EVERY_STEPS)
@@ -184,11 +196,40 @@ def test_health_comes_back(tmp_path: Path) -> None:
     assert sorted(each.name for each in path.iterdir()) == ["__0_0.distcp", catalog.HEALTH]
 
 
+@pytest.mark.parametrize("stated", ["archived", "unread"])
+def test_a_health_of_a_newer_version_is_refused_and_protects(tmp_path: Path, stated: str) -> None:
+    path = make(tmp_path, name_of(10, 0))
+    (path / catalog.HEALTH).write_text(json.dumps({"health": stated}))
+    assert catalog.health_of(path) is Health.unread
+    with pytest.raises(OtherVersion, match="known are candidate, good, tainted"):
+        catalog.read_health(path)
+
+
+def test_health_that_cannot_be_read_is_unread_and_none_a_candidate(tmp_path: Path) -> None:
+    path = make(tmp_path, name_of(10, 0))
+    assert catalog.health_of(path) is Health.candidate
+    (path / catalog.HEALTH).mkdir()
+    assert [each.health for each in catalog.saved(tmp_path)] == [Health.unread]
+    with pytest.raises(StorageError, match=r"health\.json: cannot be read on .*: Is a directory"):
+        catalog.read_health(path)
+    assert catalog.health_of(tmp_path / "gone") is Health.unread, "the mount may be gone"
+
+
+def test_a_list_that_cannot_be_read_is_not_empty(tmp_path: Path) -> None:
+    assert catalog.saved(tmp_path / "nowhere") == catalog.damaged(tmp_path / "nowhere") == []
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    for root in (tmp_path / "file", tmp_path / "link"):
+        for look in (catalog.saved, catalog.damaged):
+            with pytest.raises(StorageError):
+                look(root)
+
+
 def test_a_torn_health_file_makes_a_candidate(tmp_path: Path) -> None:
     path = make(tmp_path, name_of(10, 0))
     catalog.mark(path, Health.good, "a test")
     content = (path / catalog.HEALTH).read_bytes()
-    odd = [b"[]", b"7", b"null", b'"good"', b'{"health": []}', b'{"health": "fine"}', b"\xff", b"[" * 100_000]
+    odd = [b"[]", b"7", b"null", b'"good"', b'{"health": []}', b"\xff", b"[" * 100_000]
     for torn in [*(content[:length] for length in range(len(content))), *odd]:
         (path / catalog.HEALTH).write_bytes(torn)
         assert catalog.health_of(path) is Health.candidate

@@ -1,11 +1,15 @@
-"""A manifest tells every kind of damage, names the file, and never answers with a traceback."""
+"""A manifest tells every kind of damage, names the file, and never answers with a traceback. What cannot be read, or
+comes from another version, is not damage."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import pickle
+import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,18 +21,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.checkpoint import integrity
 from harness.checkpoint.integrity import (
     MANIFEST,
     VERSION,
     Damaged,
     Entry,
     Manifest,
+    OtherVersion,
     measure,
     measure_all,
     read_manifest,
     verify,
     write_manifest,
 )
+from harness.config import ConfigError, StorageError
 
 CONTENTS = {
     ".metadata": b"not really a pickle",
@@ -91,6 +98,16 @@ def damage_of(directory: Path) -> Damaged:
     assert str(caught.value) == f"{caught.value.path}: {caught.value.problem}"
     assert "\n" not in str(caught.value)
     assert caught.value.path.parent == directory
+    return caught.value
+
+
+def refusal_of(directory: Path) -> OtherVersion:
+    """Of a checkpoint whose hash fits: it is refused in one line, and is not damage."""
+    with pytest.raises(OtherVersion) as caught:
+        verify(directory)
+    assert "\n" not in str(caught.value)
+    assert "nothing was changed" in str(caught.value)
+    assert caught.value.path == directory / MANIFEST
     return caught.value
 
 
@@ -173,38 +190,92 @@ def test_a_pipe_does_not_keep_anybody_waiting(whole: Path, name: str) -> None:
     assert damage_of(whole).path == whole / name
 
 
-def test_a_file_that_cannot_be_read_is_named(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failing disk answers a read with an error that knows no name."""
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT])
+def test_an_io_error_is_not_damage_and_names_file_and_machine(
+    whole: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> Entry:
+        raise OSError(code, os.strerror(code))
+
     monkeypatch.chdir(whole.parent)
-    monkeypatch.setattr("harness.checkpoint.integrity.measure", broken_read)
-    with pytest.raises(Damaged) as caught:
+    monkeypatch.setattr(integrity, "measure", broken)
+    with pytest.raises(StorageError) as caught:
         verify(Path(whole.name))
-    assert str(caught.value) == f"{whole.name}/.metadata: cannot be read: Input/output error"
+    assert str(caught.value) == (
+        f"{whole.name}/.metadata: cannot be read on {socket.gethostname()}: {os.strerror(code)}"
+    )
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copy), copy.errno, str(copy)) == (StorageError, code, str(caught.value))
 
 
 def broken_read(*_: object) -> Entry:
     raise OSError(5, os.strerror(5))
 
 
-def test_a_file_that_may_not_be_opened_is_named_once(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path, *_: object, **__: object) -> object:
-        raise PermissionError(13, os.strerror(13), str(self))
+@pytest.mark.parametrize("name", [MANIFEST, DATA])
+def test_a_file_that_may_not_be_opened_is_not_damage(whole: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
 
-    monkeypatch.chdir(whole.parent)
-    manifest = read_manifest(whole)
-    monkeypatch.setattr("harness.checkpoint.integrity.read_manifest", lambda _: manifest)
+    def refuse(self: Path, *arguments: Any, **options: Any) -> Any:
+        if self.name == name:
+            raise PermissionError(13, os.strerror(13), str(self))
+        return opened(self, *arguments, **options)
+
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(Damaged) as caught:
-        verify(Path(whole.name))
-    assert str(caught.value) == f"{whole.name}/.metadata: cannot be read: Permission denied"
+    with pytest.raises(StorageError, match=rf"{name}: cannot be read on .*: Permission denied"):
+        verify(whole)
 
 
-def test_a_missing_manifest_or_directory_is_damage(whole: Path) -> None:
+def test_a_hash_that_fits_the_second_time_is_not_damage(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit that flipped on the way from the disk is not on the disk."""
+    looks: list[Path] = []
+
+    def garbled_once(path: Path, _progress: object = None) -> Entry:
+        looks.append(path)
+        return replace(measure(path), sha256="0" * 64) if looks.count(path) == 1 else measure(path)
+
+    monkeypatch.setattr(integrity, "measure", garbled_once)
+    verify(whole)
+    assert sorted(looks) == sorted([whole / name for name in CONTENTS] * 2)
+
+
+def test_a_manifest_that_is_whole_the_second_time_is_not_damage(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, texts = Path.read_text, ["{", None]
+
+    def garbled_once(self: Path, *arguments: Any, **options: Any) -> str:
+        return texts.pop(0) or read(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", garbled_once)
+    assert read_manifest(whole).step == 7
+    assert not texts
+
+
+def test_the_second_look_asks_the_storage_not_the_page_cache(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _fd, _offset, _length, advice: advised.append(advice))
+    verify(whole)
+    assert not advised
+    (whole / DATA).write_bytes(bytes(len(CONTENTS[DATA])))
+    assert damage_of(whole).path == whole / DATA
+    assert advised == [os.POSIX_FADV_DONTNEED]
+
+
+def test_a_missing_manifest_is_damage(whole: Path) -> None:
     (whole / MANIFEST).unlink()
     assert str(damage_of(whole)) == f"{whole / MANIFEST}: is missing"
-    assert damage_of(whole / "nowhere").problem == "is missing"
     (whole / MANIFEST).mkdir()
     assert damage_of(whole).path == whole / MANIFEST
+
+
+def test_a_directory_that_is_gone_or_empty_is_a_mount_that_is_gone(whole: Path) -> None:
+    manifest = read_manifest(whole)
+    whole.rename(whole.with_name("elsewhere"))
+    for _ in range(2):
+        for known in (None, manifest):
+            with pytest.raises(StorageError):
+                verify(whole, manifest=known)
+        whole.mkdir(exist_ok=True)
+    shutil.rmtree(whole)
 
 
 def test_every_flipped_byte_of_a_manifest_is_found_or_changes_nothing(tmp_path: Path) -> None:
@@ -247,17 +318,28 @@ def test_every_flipped_byte_of_a_manifest_is_found_or_changes_nothing(tmp_path: 
         "x" * 300,
     ],
 )
-def test_a_name_that_leads_elsewhere_is_damage(whole: Path, name: str) -> None:
+def test_a_name_that_leads_elsewhere_is_refused(whole: Path, name: str) -> None:
     outside = whole.parent / "x"
     outside.write_bytes(b"outside")
     forge(whole, lambda content: content["files"].update({name: {"bytes": 7, "sha256": measure(outside).sha256}}))
-    assert damage_of(whole).path in (whole / MANIFEST, whole / name[:300])
+    with pytest.raises((OtherVersion, StorageError, Damaged)) as caught:  # a name may be too long for the file system
+        verify(whole)
+    assert name == "x" * 300 or caught.type is OtherVersion
 
 
 @pytest.mark.parametrize("version", [0, 2, None, "1", True, 1.0, [1], {"1": 1}, 10**400])
-def test_another_version_is_not_read(whole: Path, version: Any) -> None:
+def test_another_version_is_refused_and_is_not_damage(whole: Path, version: Any) -> None:
     forge(whole, lambda content: content.update(version=version))
-    assert damage_of(whole).path == whole / MANIFEST
+    assert f"it has version {str(version)[:20]!r}, this one reads 1" in str(refusal_of(whole))
+
+
+def test_a_field_of_a_newer_version_is_refused_by_name(whole: Path) -> None:
+    forge(whole, lambda content: content.update(compression="zstd"))
+    refusal = refusal_of(whole)
+    assert "compression" in str(refusal)
+    assert isinstance(refusal, ConfigError), "which a command answers with one line and exit code 2"
+    copy = pickle.loads(pickle.dumps(refusal))
+    assert (type(copy), str(copy)) == (OtherVersion, str(refusal))
 
 
 @pytest.mark.parametrize(
@@ -296,13 +378,13 @@ ODD: list[Any] = [None, True, "7", -1, 7.5, [], {}, 10**30, "x\ny"]
 
 @pytest.mark.parametrize("key", ["step", "generation", "iteration", "tokens", "world_size"])
 @pytest.mark.parametrize("value", [value for value in ODD if value != 10**30], ids=repr)
-def test_odd_numbers_in_a_manifest_are_damage(whole: Path, key: str, value: Any) -> None:
+def test_odd_numbers_in_a_manifest_are_refused(whole: Path, key: str, value: Any) -> None:
     forge(whole, lambda content: content.update({key: value}))
-    assert damage_of(whole).path == whole / MANIFEST
+    refusal_of(whole)
 
 
 @pytest.mark.parametrize("value", ODD, ids=repr)
-def test_an_odd_table_of_files_is_damage(whole: Path, value: Any) -> None:
+def test_an_odd_table_of_files_is_refused(whole: Path, value: Any) -> None:
     for change in (
         {"files": {"a": value}},
         {"files": {"a": {"bytes": value, "sha256": "0" * 64}}},
@@ -312,19 +394,21 @@ def test_an_odd_table_of_files_is_damage(whole: Path, value: Any) -> None:
     ):
         (whole / "a").write_bytes(b"1234567")
         forge(whole, methodcaller("update", change))
-        assert damage_of(whole).path in (whole / MANIFEST, whole / "a")
+        with pytest.raises((OtherVersion, Damaged)) as caught:
+            verify(whole)
+        assert caught.value.path == (whole / MANIFEST if caught.type is OtherVersion else whole / "a")
     if value != {}:
         forge(whole, lambda content: content.update(files=value, **{"x\ny": 0}))
-        assert damage_of(whole).path == whole / MANIFEST
+        refusal_of(whole)
 
 
 @pytest.mark.parametrize("value", ["soon", True, [], {}, "1"], ids=repr)
-def test_an_odd_time_or_cost_is_damage(whole: Path, value: Any) -> None:
+def test_an_odd_time_or_cost_is_refused(whole: Path, value: Any) -> None:
     content = (whole / MANIFEST).read_text()
     for change in ({"time": value}, {"rollback": {"steps": value}}, {"rollback": [value]}):
         (whole / MANIFEST).write_text(content)
         forge(whole, methodcaller("update", change))
-        assert damage_of(whole).path == whole / MANIFEST
+        refusal_of(whole)
 
 
 @settings(deadline=None, max_examples=100)
@@ -337,17 +421,22 @@ def test_whatever_a_signed_manifest_holds_there_is_no_traceback(
     del content["sha256"]
     key = data.draw(st.sampled_from([*content, "other"]))
     sign(directory, content | {key: data.draw(JSON)})
-    if damage := damage_in(partial(verify, directory)):
-        assert damage.path.parent == directory
-    else:
+    problem, manifest = None, None
+    try:
         manifest = verify(directory)
+    except (Damaged, OtherVersion) as error:
+        problem = error.path
+    except StorageError as error:  # of a name that the file system does not take
+        problem = Path(error.filename)
+    assert problem is None or problem.parent == directory
+    if manifest is not None:
         assert isinstance(manifest.bytes, int)
         assert all(isinstance(number, int | float | None) for number in manifest.rollback.values())
 
 
 def test_a_manifest_without_a_key_says_which(whole: Path) -> None:
     forge(whole, lambda content: content.pop("tokens"))
-    assert "tokens" in damage_of(whole).problem
+    assert "tokens" in str(refusal_of(whole))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 8])

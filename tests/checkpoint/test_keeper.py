@@ -7,17 +7,25 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness import events, train
-from harness.checkpoint import catalog, integrity
+from harness.checkpoint import catalog, integrity, store
 from harness.checkpoint.catalog import Health
+from harness.checkpoint.keeper import Keeper
+from harness.checkpoint.ring import Ring
 from harness.compose import load
+from harness.config import StorageError
 from harness.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, RunEnded, StepRecord
 from harness.faults.site import watched
+from harness.parallel import connect, disconnect
 from harness.run import Run
+from harness.state import RunState
+from tests.checkpoint.storage import failing
 from tests.distributed import cases, trouble
 from tests.distributed.pool import Pool
 from tests.distributed.trouble import Fault
@@ -185,3 +193,48 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(ranks: Pool, small_disk
     )[0]
     assert code == 0, "with room on the disk the run is done again to its end"
     assert records[-1].step == 12
+
+
+def going_back(directory: str, file: str, iteration: int) -> str:
+    """A keeper goes back to an iteration, and prunes, while rank 0 cannot open these files; what came of it."""
+    cfg = load([*cases.TINY, "checkpoint.retry_s=0.02", "checkpoint.keep=1"])
+    world, tensors = connect(cfg.parallel), {"model.weight": torch.zeros(3)}
+    keeper = Keeper(cfg, Path(directory), ring=Ring(tensors, cfg=cfg.checkpoint.ring, world=world), world=world)
+    outcome = "tainted"
+    with failing(file) if world.is_first else nullcontext():
+        try:
+            keeper.go_back(iteration, "a test")
+        except StorageError as error:
+            outcome = str(error)
+        keeper._prune()
+    keeper.close()
+    disconnect()
+    return outcome
+
+
+def three_good(directory: str) -> None:
+    world = connect(load(["parallel.device=cpu"]).parallel)
+    for step in (10, 20, 30):
+        state = RunState(step=step, iteration=step)
+        path = store.write(Path(directory), {"model.weight": torch.zeros(3)}, state, world=world, rollback={}).path
+        catalog.mark(path, Health.good, "a test") if world.is_first else None
+    disconnect()
+
+
+@pytest.mark.parametrize("file", [integrity.MANIFEST, catalog.HEALTH])
+def test_what_cannot_be_read_is_neither_tainted_nor_pruned_nor_is_anything_for_its_sake(
+    ranks: Pool, tmp_path: Path, file: str
+) -> None:
+    ranks.run(2, three_good, str(tmp_path))
+    for outcome in ranks.run(2, going_back, str(tmp_path), f"step-00000030-gen-0/{file}", 45):
+        assert ("cannot be read" in outcome) is (file == integrity.MANIFEST)
+    left = {each.step: each.health for each in catalog.saved(tmp_path)}
+    assert left == dict.fromkeys([10, 20, 30] if file == catalog.HEALTH else [30], Health.good)
+
+
+def test_what_was_taken_since_is_tainted_though_another_health_is_unread(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(2, three_good, str(tmp_path))
+    file = f"step-00000010-gen-0/{catalog.HEALTH}"
+    assert ranks.run(2, going_back, str(tmp_path), file, 15) == ["tainted"] * 2
+    left = {each.step: each.health for each in catalog.saved(tmp_path)}
+    assert left == {10: Health.good, 20: Health.tainted, 30: Health.tainted}

@@ -1,12 +1,16 @@
-"""A checkpoint is there whole or not at all, and nothing that is not what was saved is ever loaded."""
+"""A checkpoint is there whole or not at all, and nothing that is not what was saved is ever loaded. An error of the
+storage, or another version, condemns nothing."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +20,17 @@ from torch import Tensor
 
 from harness import events
 from harness.checkpoint import catalog, integrity, store
+from harness.checkpoint.integrity import OtherVersion
+from harness.checkpoint.patience import Patience, pauses
 from harness.compose import load
-from harness.config import ConfigError
+from harness.config import ConfigError, StorageError
 from harness.events import CheckpointJudged, RunStarted
 from harness.parallel import World, connect, disconnect
 from harness.state import RunState
+from tests.checkpoint.storage import failing, tree
 from tests.distributed import cases
 from tests.distributed.pool import Pool
+from tests.forks import Launched
 
 ROLLBACK = {"steps_at_most": 7.0}
 
@@ -257,9 +265,9 @@ def test_no_path_leads_out_of_a_checkpoint(ranks: Pool, tmp_path: Path) -> None:
         info.relative_path = "../step-00000005-gen-0/__0_0.distcp"
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     _forge(directory)
-    (found,) = ranks.run(1, load_newest, str(tmp_path))
-    assert found[1] == "step-00000005-gen-0"
-    assert "which is outside the checkpoint" in found[3][0]
+    (complaint,) = ranks.run(1, complaint_of_loading, str(tmp_path))
+    assert "which is outside the checkpoint" in complaint
+    assert directory.is_dir()
 
 
 def _forge(directory: Path) -> None:
@@ -281,3 +289,190 @@ def test_tensors_are_read_whole_without_a_process_group(trained: Path) -> None:
     assert read.shape == shapes[name] == (48, 32)
     assert json.loads((directory / store.STATE_FILE).read_text())["step"] == 15
     assert int(store.read_tensors(directory, ["device.step"])["device.step"]) == 15
+
+
+RETRY_S = 0.05
+Failing = tuple[int, str, float]
+"""On which rank, the end of the path of a file, how often."""
+
+
+def load_through(root: str, where: Failing, **options: Any) -> tuple[str, str | None, float, int]:
+    """Load the newest while a rank's storage fails; what came of it, from where, a weight, and the failures here."""
+    here, into = world(), tensors(-1.0)
+    rank, file, times = where
+    storage = failing(file, times=times, code=errno.ESTALE) if here.rank == rank else nullcontext([])
+    outcome, name = "loaded", None
+    with storage as failed:
+        try:
+            if options:
+                names = [each.name for each in reversed(catalog.saved(Path(root)))]
+                patience = Patience(RETRY_S)
+                found = store.load_first(Path(root), names, into, world=here, patience=patience, **options)
+                outcome = "; ".join(map(str, [*found.damage, *found.unread])) or outcome
+            else:
+                found = store.load_newest(Path(root), into, world=here, retry_s=RETRY_S)
+            name = found.loaded and found.loaded.name
+        except (StorageError, ConfigError) as error:
+            outcome = f"{type(error).__name__}: {error}"
+        finally:
+            disconnect()
+    return outcome, name, float(into["model.weight"][2, 1]), len(failed)
+
+
+NEWEST = "step-00000010-gen-0"
+READ_BY = [
+    (0, f"{NEWEST}/{integrity.MANIFEST}"),
+    (0, f"{NEWEST}/{catalog.HEALTH}"),
+    (0, f"{NEWEST}/.metadata"),
+    (0, f"{NEWEST}/state.json"),
+    (1, f"{NEWEST}/state.json"),
+    (1, f"{NEWEST}/__0_0.distcp"),
+    (0, f"{NEWEST}/__1_0.distcp"),
+]
+"""Every file of a checkpoint, with a rank that reads it."""
+
+
+@pytest.mark.parametrize("where", READ_BY, ids=str)
+def test_an_io_error_on_one_rank_is_retried_by_all(ranks: Pool, tmp_path: Path, where: tuple[int, str]) -> None:
+    ranks.run(2, write_many, str(tmp_path), [5, 10])
+    catalog.mark(tmp_path / NEWEST, catalog.Health.good, "a test")
+    before = tree(tmp_path)
+    loaded = ranks.run(2, load_through, str(tmp_path), (*where, 1))
+    assert [each[:3] for each in loaded] == [("loaded", NEWEST, 10.0)] * 2
+    assert loaded[where[0]][3] == 1, "it did fail"
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("where", READ_BY, ids=str)
+def test_an_io_error_that_lasts_ends_the_start_on_all_ranks_and_condemns_nothing(
+    ranks: Pool, tmp_path: Path, where: tuple[int, str]
+) -> None:
+    ranks.run(2, write_many, str(tmp_path), [5, 10])
+    catalog.mark(tmp_path / NEWEST, catalog.Health.good, "a test")
+    before = tree(tmp_path)
+    ended = ranks.run(2, load_through, str(tmp_path), (*where, float("inf")))
+    assert ended[0][:2] == ended[1][:2]
+    outcome, name = ended[0][:2]
+    assert outcome.startswith(f"StorageError: {tmp_path}/{NEWEST}")
+    assert "Stale file handle" in outcome
+    assert name is None, "an older one would lose work"
+    assert tree(tmp_path) == before
+    assert ranks.run(2, load_through, str(tmp_path), (*where, 0))[0][1] == NEWEST, "and later it is there"
+
+
+def test_the_list_of_checkpoints_that_cannot_be_read_is_no_new_run(ranks: Pool, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "unmounted")
+    for outcome, *_ in ranks.run(2, load_through, str(tmp_path / "checkpoints"), (0, "", 0)):
+        assert outcome.startswith(f"StorageError: {tmp_path}/checkpoints: cannot be read on ")
+
+
+def test_a_rollback_passes_over_what_cannot_be_read_and_says_so(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(2, write_many, str(tmp_path), [5, 10])
+    before = tree(tmp_path)
+    for file in (f"{NEWEST}/__0_0.distcp", f"{NEWEST}/state.json"):
+        for outcome, name, weight, _ in ranks.run(2, load_passing_over, str(tmp_path), (1, file, float("inf"))):
+            assert "cannot be read on" in outcome
+            assert (name, weight) == ("step-00000005-gen-0", 5.0)
+    for outcome, name, *_ in ranks.run(2, load_passing_over, str(tmp_path), (1, "", float("inf"))):
+        assert outcome.startswith("StorageError: ")
+        assert name is None
+    assert tree(tmp_path) == before
+
+
+def load_passing_over(root: str, where: Failing) -> tuple[str, str | None, float, int]:
+    return load_through(root, where, passes_over=True)
+
+
+def load_as_a_reader(root: str) -> tuple[str, str | None, float, int]:
+    return load_through(root, (0, "", 0), renames=False)
+
+
+def test_a_reader_renames_nothing(ranks: Pool, tmp_path: Path) -> None:
+    ranks.run(2, write_many, str(tmp_path), [5, 10])
+    shutil.copytree(tmp_path / NEWEST, tmp_path / ".step-00000015-gen-0.part")
+    truncate(tmp_path / NEWEST)
+    before = tree(tmp_path)
+    for outcome, name, *_ in ranks.run(2, load_as_a_reader, str(tmp_path)):
+        assert "bytes" in outcome
+        assert name == "step-00000005-gen-0"
+    assert tree(tmp_path) == before
+
+
+def newer_state(directory: Path) -> str:
+    path = directory / store.STATE_FILE
+    path.write_text(json.dumps(asdict(RunState(step=10)) | {"new_field": 1}))
+    return "new_field"
+
+
+def newer_metadata(directory: Path) -> str:
+    path = directory / store.METADATA_FILE
+    content = path.read_bytes()
+    assert b"ChunkStorageMetadata" in content
+    path.write_bytes(content.replace(b"ChunkStorageMetadata", b"ChunkStorageMetadatb"))
+    return "ChunkStorageMetadatb"
+
+
+def newer_health(directory: Path) -> str:
+    (directory / catalog.HEALTH).write_text(json.dumps({"health": "archived"}))
+    return "archived"
+
+
+@pytest.mark.parametrize("change", [newer_state, newer_metadata, newer_health], ids=lambda change: change.__name__)
+def test_a_checkpoint_of_a_newer_version_is_refused_in_one_line_and_stays(
+    ranks: Pool, tmp_path: Path, change: Callable[[Path], str]
+) -> None:
+    ranks.run(2, write_many, str(tmp_path), [5, 10])
+    named = change(tmp_path / NEWEST)
+    _forge(tmp_path / NEWEST)
+    before = tree(tmp_path)
+    for outcome, name, weight, _ in ranks.run(2, load_through, str(tmp_path), (0, "", 0)):
+        assert outcome.startswith(f"{OtherVersion.__name__}: {tmp_path}/{NEWEST}")
+        assert named in outcome
+        assert "\n" not in outcome
+        assert (name, weight) == (None, -1.0)
+    assert tree(tmp_path) == before
+
+
+FOR_GOOD = ExitStack()
+
+
+def unmounted() -> None:
+    """From here on, shards cannot be read in this process and those that it forks."""
+    FOR_GOOD.enter_context(failing("__0_0.distcp", code=errno.ESTALE))
+
+
+def test_a_start_that_cannot_read_its_checkpoint_exits_75_and_goes_on_later(
+    ranks: Pool, trained: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    before = tree(tmp_path / "a" / "checkpoints")
+    words = [*cases.TINY, *LONGER, f"run.dir={tmp_path}", "launch.nproc=2", f"checkpoint.retry_s={RETRY_S}"]
+    with Launched("launch.train", *words, output=tmp_path / "output", first=unmounted) as process:
+        assert process.wait(timeout=60) == 75
+        assert "Traceback" not in process.stderr
+        complaints = [line for line in process.stderr.splitlines() if line.startswith("harness: ")]
+    (complaint,) = complaints
+    assert "step-00000015-gen-0/__0_0.distcp: cannot be read on " in complaint
+    assert tree(tmp_path / "a" / "checkpoints") == before
+    assert ranks.run(2, cases.run, str(tmp_path), *LONGER)[0][0] == 0
+
+
+def test_pauses_grow_and_take_the_time_that_was_given() -> None:
+    assert list(pauses(0)) == []
+    assert list(pauses(5)) == [1, 2, 2]
+    assert list(pauses(120)) == [1, 2, 4, 8, 16, 30, 30, 29]
+    assert sum(pauses(0.3)) == 0.3
+
+
+def test_patience_is_shared_by_all_attempts(capsys: pytest.CaptureFixture[str]) -> None:
+    patience, failures = Patience(0.02), [True, False, True]
+
+    def attempt() -> str:
+        if failures.pop(0):
+            raise StorageError(errno.EIO, "cannot be read", "file")
+        return "read"
+
+    assert patience.through(attempt) == "read"
+    with pytest.raises(StorageError, match="file: cannot be read"):
+        patience.through(attempt)
+    assert capsys.readouterr().err == "warning: file: cannot be read; trying again in 0.02 s\n"

@@ -1,0 +1,171 @@
+"""The description of a checkpoint: the tensors it holds, and the file, offset and size of each of their parts.
+
+Why: torch.distributed.checkpoint keeps it as a pickle with several Python objects a part: 2.2 million parts for 70B on
+1,024 ranks. A pickle runs what it holds, and that many objects on every rank cost memory and minutes.
+How: one process reads it. It unpickles from an allow-list, refuses every name that is not a plain file name, and packs
+the parts of each tensor into one table of integers. A table is small enough to broadcast, and a rank makes torch's
+objects again only for the parts that overlap its own shards.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.tensor import DTensor
+
+from harness.checkpoint.integrity import OtherVersion, is_plain_name, unreadable
+
+METADATA_FILE = ".metadata"
+_DESCRIPTION = "torch.distributed.checkpoint.metadata"
+_MAY_BE_UNPICKLED = frozenset(
+    {
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+        ("torch", "Size"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        *((_DESCRIPTION, name) for name in ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")),
+        *((_DESCRIPTION, name) for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
+    }
+)
+"""What the description of sharded tensors is made of, name by name; dtypes come besides."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One tensor."""
+
+    size: torch.Size
+    dtype: torch.dtype
+    parts: NDArray[np.int64]
+    """One row a part: its offsets and sizes in each dim, number of its file, offset and bytes in that file."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Description:
+    files: list[str]
+    tensors: dict[str, Described]
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: tensor.size for name, tensor in self.tensors.items()}
+
+
+def read(checkpoint: Path) -> Description:
+    """The description of a verified checkpoint; `OtherVersion` for what this version does not understand."""
+    path = checkpoint / METADATA_FILE
+    with _no_collection():
+        try:
+            with path.open("rb") as file:
+                metadata = _Unpickler(file).load()
+        except OSError as error:
+            raise unreadable(path, error) from None
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError, ValueError) as error:
+            raise OtherVersion(path, str(error)) from None
+        try:
+            return _pack(metadata)
+        except (ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
+            raise OtherVersion(path, str(error)) from None
+
+
+def _pack(metadata: Metadata) -> Description:
+    """The tables, or ValueError where something is not a tensor or lies elsewhere."""
+    described = metadata.state_dict_metadata
+    for name, tensor in described.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            raise ValueError(f"{name} is not a tensor")
+    numbers: dict[str, int] = {}
+    rows = {name: array("q") for name in described}
+    for index, info in metadata.storage_data.items():
+        chunk = described[index.fqn].chunks[index.index]
+        if chunk.offsets != index.offset or info.transform_descriptors:
+            raise ValueError(f"{index.fqn} is not stored as this version stores tensors")
+        number = numbers.setdefault(info.relative_path, len(numbers))
+        rows[index.fqn].extend((*chunk.offsets, *chunk.sizes, number, info.offset, info.length))
+    for file in numbers:
+        if not is_plain_name(file):
+            raise ValueError(f"it names {file!r}, which is outside the checkpoint")
+    tensors = {
+        name: Described(tensor.size, tensor.properties.dtype, _table(rows[name], 2 * len(tensor.size) + 3))
+        for name, tensor in described.items()
+    }
+    return Description(list(numbers), tensors)
+
+
+def _table(row: array[int], num_columns: int) -> NDArray[np.int64]:
+    return np.frombuffer(row, dtype=np.int64).reshape(-1, num_columns)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _MAY_BE_UNPICKLED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
+
+
+def metadata_for(description: Description, tensors: Mapping[str, Tensor]) -> Metadata:
+    """What torch needs to fill these tensors on this rank: of each, the parts that overlap its local shard."""
+    described: dict[str, Any] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    for name, tensor in tensors.items():
+        saved = description.tensors[name]
+        rank, chunks = len(saved.size), []
+        for row in _overlapping(saved.parts, _local_boxes(tensor)).tolist():
+            offsets, sizes, (file, offset, length) = row[:rank], row[rank : 2 * rank], row[2 * rank :]
+            stored[MetadataIndex(name, offsets, len(chunks))] = _StorageInfo(description.files[file], offset, length)
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        described[name] = TensorStorageMetadata(TensorProperties(dtype=saved.dtype), saved.size, chunks)
+    return Metadata(described, storage_data=stored)
+
+
+def _local_boxes(tensor: Tensor) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
+    """Offsets and sizes of what this rank holds of a tensor."""
+    if isinstance(tensor, DTensor):
+        return [(chunk.offsets, chunk.sizes) for chunk in tensor.__create_chunk_list__()]  # type: ignore[no-untyped-call]
+    return [((0,) * tensor.dim(), tensor.shape)]
+
+
+def _overlapping(parts: NDArray[np.int64], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> NDArray[np.int64]:
+    """The rows of parts that share an element with any of the boxes."""
+    rank = (parts.shape[1] - 3) // 2
+    begin, end = parts[:, :rank], parts[:, :rank] + parts[:, rank : 2 * rank]
+    is_needed = np.zeros(len(parts), dtype=bool)
+    for offsets, sizes in boxes:
+        first = np.array(offsets, dtype=np.int64)
+        last = first + np.array(sizes, dtype=np.int64)
+        is_needed |= (np.maximum(begin, first) < np.minimum(end, last)).all(axis=1)
+    return parts[is_needed]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Millions of new objects that stay would be walked by Python's garbage collector again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
