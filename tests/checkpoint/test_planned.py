@@ -1,0 +1,117 @@
+"""A save that is not planned anew writes what a planned one writes, and is planned anew when the tensors change."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from harness.checkpoint import integrity, store
+from harness.compose import load
+from harness.parallel import World, connect, disconnect
+from harness.state import RunState
+from tests.distributed.pool import Pool
+
+
+def tensors(world: World, seed: int, *, dtype: torch.dtype = torch.float32, rows: int = 5) -> dict[str, Tensor]:
+    """Sharded, replicated and plain ones; 5 rows on 2 or 4 ranks leave uneven and empty shards."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(rows, 3, generator=generator).to(dtype)
+    each = -(-rows // world.size)
+    own = whole[world.rank * each : (world.rank + 1) * each].clone()
+    sharded = DTensor.from_local(
+        own, world.host_mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    copied = DTensor.from_local(whole + 1, world.host_mesh, [Replicate()], run_check=False)
+    return {"model.sharded": sharded, "model.copied": copied, "device.step": torch.tensor(seed)}
+
+
+def files_of(directory: Path) -> dict[str, str]:
+    """What a checkpoint's shards and description hold."""
+    manifest = integrity.verify(directory)
+    return {name: entry.sha256 for name, entry in manifest.files.items() if name != store.STATE_FILE}
+
+
+def save_in_turn(root: str, series: list[dict[str, Any]]) -> tuple[int, list[dict[str, str]], list[dict[str, str]]]:
+    """Save tensors of several kinds with one plan kept, and with none; how often the first were planned, and what lies
+    there of each."""
+    world = connect(load(["parallel.device=cpu"]).parallel)
+    planned, num_planned, genuine = store.Planned(), 0, store.save_shards
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_planned
+        num_planned += 1
+        return genuine(*arguments, **options)
+
+    store.save_shards = counted  # type: ignore[assignment]
+    try:
+        kept = save_all(Path(root) / "kept", series, world, planned)
+    finally:
+        store.save_shards = genuine
+    anew = save_all(Path(root) / "anew", series, world, None)
+    disconnect()
+    return num_planned, kept, anew
+
+
+def save_all(
+    root: Path, series: list[dict[str, Any]], world: World, planned: store.Planned | None
+) -> list[dict[str, str]]:
+    found = []
+    for step, options in enumerate(series):
+        now = tensors(world, step, **options)
+        path = store.write(root, now, RunState(step=step), world=world, rollback={}, planned=planned).path
+        found.append(files_of(path))
+        back = {name: torch.zeros_like(tensor) for name, tensor in now.items()}
+        store.load_first(root, [path.name], back, world=world)
+        for name, tensor in now.items():
+            mine, its = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, back[name]))
+            assert torch.equal(mine, its), name
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_kept_plan_writes_the_same_bits_as_a_new_one(ranks: Pool, tmp_path: Path, size: int) -> None:
+    for num_planned, kept, anew in ranks.run(size, save_in_turn, str(tmp_path / str(size)), [{}, {}, {}]):
+        assert num_planned == 1
+        assert kept == anew
+        assert {f"__{rank}_0.distcp" for rank in range(size)} <= set(kept[2])
+        assert kept[0]["__0_0.distcp"] != kept[1]["__0_0.distcp"], "other numbers"
+        assert kept[0][".metadata"] == kept[1][".metadata"]
+
+
+def test_tensors_of_another_type_or_shape_are_planned_anew(ranks: Pool, tmp_path: Path) -> None:
+    series: list[dict[str, Any]] = [{}, {"dtype": torch.float16}, {}, {"rows": 6}, {"rows": 6}]
+    for num_planned, kept, anew in ranks.run(2, save_in_turn, str(tmp_path), series):
+        assert num_planned == 4
+        assert kept == anew
+
+
+def save_odd_one(root: str) -> tuple[int, str]:
+    """Rank 1 alone has other tensors than the plan was made for; and a plan that does not say where things lie."""
+    world = connect(load(["parallel.device=cpu"]).parallel)
+    planned = store.Planned()
+    write = lambda step: store.write(  # noqa: E731
+        Path(root), tensors(world, step), RunState(step=step), world=world, rollback={}, planned=planned
+    )
+    write(0)
+    if world.rank == 1:
+        planned.signature = []
+    write(1)
+    if world.rank == 1:
+        planned.results = planned.results[:-1]
+    path = write(2).path
+    integrity.verify(path)
+    content = hashlib.sha256((path / "__1_0.distcp").read_bytes()).hexdigest()
+    disconnect()
+    return len(planned.results), content
+
+
+def test_what_one_rank_finds_changed_all_ranks_plan_anew(ranks: Pool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, save_odd_one, str(tmp_path))
+    assert first[1] == second[1]
+    assert first[0] + second[0] == 4, "two shards, one copy and one number"
