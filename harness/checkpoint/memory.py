@@ -17,34 +17,47 @@ from weakref import finalize
 import torch
 
 ALIGNMENT_BYTES = 64
-_CGROUPS = Path("/sys/fs/cgroup")
+_UNLIMITED_BYTES = 1 << 60
+"""What version 1 says where there is no limit is more than this."""
 
 
-def free_bytes() -> int:
-    """Memory this machine, or the job on it, can still give."""
-    return min([_available_bytes(), *_allowed_bytes()])
+def free_bytes(root: Path = Path("/")) -> int:
+    """Memory this machine, or the job on it, can still give; `root` is where /proc and /sys are."""
+    return min([_available_bytes(root), *_allowed_bytes(root)])
 
 
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def _available_bytes(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             return int(rest.split()[0]) * 1024
     raise OSError("/proc/meminfo does not tell MemAvailable")
 
 
-def _allowed_bytes() -> Iterator[int]:
-    """What each control group (version 2) from this process's up to the root has left; file cache can be given back."""
-    with suppress(OSError, ValueError, IndexError):
-        own = _CGROUPS / Path("/proc/self/cgroup").read_text().split("::")[1].strip().lstrip("/")
-        for group in [own, *own.parents]:
-            if not group.is_relative_to(_CGROUPS):
-                return
-            limit = group / "memory.max"
-            if limit.exists() and (text := limit.read_text().strip()) != "max":
-                used = int((group / "memory.current").read_text())
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                yield int(text) - used + int(stat["inactive_file"])
+def _allowed_bytes(root: Path) -> Iterator[int]:
+    """What each control group from this process's up to the top has left, in version 2 and in version 1."""
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers:
+                yield from _left(root / "sys/fs/cgroup", group, "memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                top, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+                yield from _left(top, group, *names, "total_inactive_file")
+
+
+def _left(top: Path, group: str, limit: str, usage: str, cache: str) -> Iterator[int]:
+    """What a group and each one above it allow; file cache can be given back. A container may not see its own group
+    below the top, which then is its own."""
+    own = top / group.lstrip("/")
+    for path in [own, *own.parents]:
+        if not path.is_relative_to(top):
+            return
+        with suppress(OSError, ValueError):
+            text = (path / limit).read_text().strip()
+            if text != "max" and int(text) < _UNLIMITED_BYTES:
+                stat = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
+                yield int(text) - int((path / usage).read_text()) + int(stat.get(cache, 0))
 
 
 def aligned(num_bytes: int) -> int:
