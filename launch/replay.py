@@ -2,7 +2,8 @@
 
 How: the run directory says everything: which step it was, which checkpoint lies before it, and which way leads from
 there. The ranks are started as for a run, as many as made the step where this machine can, and the result goes into the
-folder of the incident. The run itself may go on meanwhile; nothing of it is changed.
+folder of the incident once there is one. The run itself may go on meanwhile; nothing else of it is changed: a damaged
+checkpoint is an error and keeps its name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, Config, ConfigError, requ
 from harness.replay import history
 from harness.replay.history import History
 from harness.replay.words import render
-from harness.rundir import RunDir
+from harness.rundir import RunDir, write_atomically
 from launch.parser import Parser
 
 if TYPE_CHECKING:
@@ -76,18 +77,16 @@ def replay(run: RunDir, cfg: Config, words: Namespace) -> Path:
     iteration = iteration_of(log, words)
     ranks = words.ranks or log.world_size(iteration)
     require(ranks >= 1, "--ranks", f"must be at least 1, got {ranks}")
-    good = [each.name for each in catalog.saved(run.checkpoints) if each.health is not Health.tainted]
+    good = [each.name for each in catalog.saved(run.checkpoints) if each.health in (Health.good, Health.candidate)]
     way = history.way(log, iteration, good)
-    folder = run.incidents / (f"{words.incident:03d}" if words.incident else f"iteration-{iteration}")
-    folder.mkdir(parents=True, exist_ok=True)
-    report = folder / "replay.json"
+    report = run.incidents / (f"{words.incident:03d}" if words.incident else f"iteration-{iteration}") / "replay.json"
 
     from harness.replay.rerun import Order, run_worker, uncompiled
     from launch import local
 
     order = Order(
         run=run.path.resolve(),
-        report=report.resolve(),
+        report=Path(),
         checkpoint=way.checkpoint,
         way=way.records,
         older=history.older(log, iteration, good, way.checkpoint),
@@ -99,8 +98,11 @@ def replay(run: RunDir, cfg: Config, words: Namespace) -> Path:
         launched = replace(cfg.launch, nproc=ranks, hang_after_s=LONG_S, start_within_s=LONG_S)
         placed = replace(cfg.run, dir=scratch, name="replay")
         started = replace(uncompiled(cfg), launch=launched, run=placed)
-        code = local.launch(started, partial(run_worker, order))
-    require(code == EXIT_DONE, str(run.path), f"the replay ended with exit code {code}")
+        made = Path(scratch) / report.name
+        code = local.launch(started, partial(run_worker, replace(order, report=made)))
+        require(code == EXIT_DONE, str(run.path), f"the replay ended with exit code {code}")
+        report.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(report, made.read_text(encoding="utf-8"))
     return report
 
 

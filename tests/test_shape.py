@@ -153,6 +153,10 @@ DECIDING = ("build", "opening", "operator", "recovery", "step", "train")
 
 FILE_LINES, FUNCTION_LINES, NUM_ARGUMENTS = 300, 60, 7
 LONG_FILES = {
+    "harness/checkpoint/integrity.py": "what is damage, and what is not, is told in one place",
+    "harness/checkpoint/keeper.py": "what is saved, tainted and deleted when",
+    "harness/checkpoint/store.py": "a checkpoint is written and read in one file",
+    "harness/exchange.py": "export and import",
     "harness/config.py": "one tree, one file: every option with its unit and limits",
     "harness/compose.py": "the door to Hydra",
     "harness/telemetry/console.py": "everything that is printed",
