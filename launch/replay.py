@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from harness import compose, events
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
-from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, Config, ConfigError, require
+from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, Config, ConfigError, StorageError, require
 from harness.replay import history
 from harness.replay.history import History
 from harness.replay.words import render
@@ -52,9 +52,9 @@ def main(argv: Sequence[str]) -> int:
         text = report.read_text(encoding="utf-8")
         if words.incident is not None:
             rewrite(run, words.incident)
-    except ConfigError as error:
+    except (ConfigError, StorageError) as error:
         print(f"harness: {error}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+        return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
     print(text if words.json else render(json.loads(text)), end="")
     return EXIT_DONE
 

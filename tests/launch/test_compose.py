@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 import pytest
+import yaml
 
 from harness import compose
 from harness.config import Config, ConfigError
@@ -53,6 +55,7 @@ def test_overrides_arrive() -> None:
         ("model.dimm=1", "model.dimm: no such key; model has "),
         ("+model.dimm=1", "model.dimm: no such key; model has "),
         ("++optim.q=1", "optim.q: no such key; optim has lr, "),
+        ("checkpoint.retry_s=-1", "checkpoint.retry_s: must be 0 or more seconds, and finite, got -1"),
         ("foo=1", "foo: no such key; the configuration has run, train, "),
         ("+foo=1", "foo: no such key; the configuration has run, train, "),
         ("~model.dim", "model.dim: cannot be left out"),
@@ -149,3 +152,10 @@ def test_a_close_key_is_suggested() -> None:
 def test_what_is_no_complaint_about_an_override_stays_as_it_is() -> None:
     error = AttributeError("a mistake of ours")
     assert compose.explain(error, ["optim.lr=1", "model=tiny"]) is error
+
+
+def test_a_run_directory_from_before_a_key_existed_still_opens(tmp_path: Path) -> None:
+    tree = compose.plain(compose.load())
+    del tree["checkpoint"]["retry_s"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert compose.read(tmp_path / "config.yaml").checkpoint.retry_s == compose.load().checkpoint.retry_s
