@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from harness.checkpoint.integrity import MANIFEST, Manifest
 from harness.checkpoint.listing import Row, age_text, render, size_text
 from harness.rundir import RunDir
 from launch import checkpoint
+from tests.checkpoint.storage import failing
 
 ROOT = Path(__file__).parents[2]
 SHARD = "__0_0.distcp"
@@ -425,3 +427,34 @@ def test_a_disk_that_refuses_is_one_line(
         save(run, step)
     monkeypatch.setattr(catalog, "drop", refuse)
     assert complain(capsys, "prune", "runs/first") == f"runs/first/checkpoints/{name_of(20, 0)}: Permission denied"
+
+
+def test_what_cannot_be_read_is_told_apart_from_damage_by_the_exit_code(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, other = save(run, 10), save(run, 20)
+    with failing(f"{other.name}/{SHARD}"):
+        assert checkpoint.main(["verify", str(run.path)]) == 75
+        assert checkpoint.main(["verify", str(run.path), whole.name]) == 0
+    told = capsys.readouterr().out
+    assert f"{other.name}  {other / SHARD}: cannot be read on " in told
+    content = json.loads((other / integrity.MANIFEST).read_text())
+    del content["sha256"]
+    content["version"] = 2
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (other / integrity.MANIFEST).write_text(json.dumps(content | {"sha256": digest}))
+    assert checkpoint.main(["verify", str(run.path)]) == 2
+    assert "it has version '2', this one reads 1" in capsys.readouterr().out
+    assert checkpoint.main(["list", str(run.path)]) == 0
+    assert "was written by another version" in capsys.readouterr().out
+    (whole / SHARD).unlink()
+    assert checkpoint.main(["verify", str(run.path)]) == 1, "damage comes first"
+
+
+def test_nothing_is_pruned_while_a_health_is_unread(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [save(run, step) for step in (10, 20, 30)]
+    (paths[1] / catalog.HEALTH).unlink(missing_ok=True)
+    (paths[1] / catalog.HEALTH).mkdir()
+    assert checkpoint.main(["prune", str(run.path), "--keep", "1"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert all(path.is_dir() for path in paths)
