@@ -203,7 +203,7 @@ def going_back(directory: str, file: str, iteration: int) -> str:
     outcome = "tainted"
     with failing(file) if world.is_first else nullcontext():
         try:
-            keeper.go_back(iteration, "a test")
+            keeper.taint_since(iteration, "a test")
         except StorageError as error:
             outcome = str(error)
         keeper._prune()
