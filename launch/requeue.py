@@ -31,6 +31,7 @@ from harness.config import (
     EXIT_INTERRUPTED,
     ConfigError,
     SlurmConfig,
+    StorageError,
 )
 from harness.rundir import RunDir, append_line
 from launch import layout
@@ -169,7 +170,11 @@ def end_in(words: Mapping[str, Any]) -> End:
 
 
 def newest(run: RunDir, *healths: Health) -> Age | None:
-    found = [each for each in catalog.saved(run.checkpoints) if each.health in healths]
+    """None where there is none, and where storage does not tell: that start counts as one without progress."""
+    try:
+        found = [each for each in catalog.saved(run.checkpoints) if each.health in healths]
+    except StorageError:
+        return None
     return found[-1].age if found else None
 
 
