@@ -5,7 +5,8 @@ cancelled or stopped by a person must not, and one that crashes at the same plac
 How: `decide` is a pure function of how the job ended and of what is in the book, RUN/requeues.jsonl. The job's script
 asks it at every end, and at every beginning, because Slurm itself begins a job again whose node died. Progress is a
 newer checkpoint that a start would resume from; it resets every limit. Nodes that failed the health check twice are
-excluded (`launch.exclusion`). A start also makes sure that no other job that is alive has the same run.
+excluded (`launch.exclusion`). A start also makes sure that no other job that is alive has the same run, and no other
+process its lease: it exits with 2 before it could ask the run to stop.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from harness.config import (
     SlurmConfig,
     StorageError,
 )
+from harness.run_lease import require_free
 from harness.rundir import RunDir, append_line
 from launch import layout
 from launch.controller import can_start, hostnames
@@ -279,6 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1
     try:
         if verb == "begin":
+            require_free(run.path, wait=True)
             layout.claim(run, job)
             decision = begin(run, job, start)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import compose, requests
+from harness import compose, holder, lease, requests
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
 from harness.config import Config, ConfigError
+from harness.run_lease import FOLDER
 from harness.rundir import RunDir
 from launch import layout, requeue
 from launch.exclusion import Exclusion
@@ -299,6 +301,28 @@ def test_a_run_belongs_to_one_job(run: RunDir, stand_ins: Path, capsys: pytest.C
     (stand_ins / "squeue").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2; exit 1\n")
     assert requeue.main(["begin", str(run.path), "9_1"]) == 2, "who knows whether the other one is gone"
     assert "cannot tell whether job 8_1 is alive: squeue: Unable to contact" in capsys.readouterr().err
+
+
+def test_a_job_leaves_a_run_alone_that_a_living_process_writes(
+    run: RunDir, stand_ins: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was started by hand, and belongs to no job: a signal to this job must not become a STOP for that run."""
+    assert stand_ins
+    with subprocess.Popen(["sleep", "60"]) as other:
+        start = holder.start_of(other.pid)
+        assert start is not None
+        me = replace(holder.this_process(), pid=other.pid, started=start)
+        held = lease.acquire(run.path / FOLDER, me, on_lost=lambda _: None)
+        try:
+            assert requeue.main(["begin", str(run.path), "7"]) == 2
+        finally:
+            other.kill()
+    line = capsys.readouterr().err
+    assert line.startswith(f"harness: run.name: {run.path} is in use by pid {other.pid} on ")
+    assert line.count("\n") == 1
+    assert layout.recall(run) is None, "the run is not this job's"
+    held.release()
+    assert requeue.main(["begin", str(run.path), "7"]) == 0
 
 
 def test_a_person_who_stops_a_run_means_it_and_a_job_that_leaves_does_not(run: RunDir) -> None:
