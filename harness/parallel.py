@@ -28,6 +28,10 @@ T = TypeVar("T")
 ASIDE_TIMEOUT_S = 3600.0
 """How long a thread beside training waits for another rank: as long as a slow disk may take."""
 
+LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
+"""Environment variable that torch reads when it creates a gloo group. With 1, a rank connects to a peer at its first
+message to it; otherwise every rank connects to all others at once, in each group."""
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -65,7 +69,11 @@ def num_local_ranks() -> int:
 
 
 def connect(cfg: ParallelConfig) -> World:
-    """Join the process group and lay out the mesh."""
+    """Join the process group and lay out the mesh.
+
+    gloo's rings and trees talk to O(log world) peers. Connecting lazily opens those sockets and no others.
+    """
+    os.environ.setdefault(LAZY_GLOO, "1")
     rank, size, local_rank = rank_from_environment()
     device = _device(cfg.device, local_rank)
     store = None if "MASTER_ADDR" in os.environ else dist.HashStore()  # type: ignore[attr-defined]

@@ -1,0 +1,64 @@
+"""Ranks open few sockets, and give up a peer that does not come."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from harness.parallel import all_reduce_sum, broadcast, connect, together
+from tests.distributed import cases
+from tests.distributed.pool import Pool
+
+
+def num_sockets() -> int:
+    return sum(path.is_socket() for path in Path("/proc/self/fd").iterdir())
+
+
+def opened_sockets() -> tuple[int, int]:
+    """How many this rank opens to connect, and for the collectives of a step and a save."""
+    before = num_sockets()
+    world = connect(cases.tiny().parallel)
+    idle = num_sockets()
+    all_reduce_sum(torch.ones(1000))
+    broadcast(world.rank)
+    together(lambda: world.rank)
+    together(lambda: world.rank, world.aside)
+    busy = num_sockets()
+    together(lambda: 0)  # nobody leaves before all have counted
+    return idle - before, busy - before
+
+
+def test_sockets_of_a_rank_do_not_grow_with_the_world(ranks: Pool) -> None:
+    """The first rank is left out: it serves the store, to which every rank has one connection."""
+    four, eight = (ranks.run(size, opened_sockets)[1:] for size in (4, 8))
+    idle = [max(each for each, _ in counts) for counts in (four, eight)]
+    busy = [max(each for _, each in counts) for counts in (four, eight)]
+    assert idle[1] <= idle[0] + 1, "no peer is connected to before it is talked to"
+    assert busy[1] <= busy[0] + 2, "rings and trees: of four more peers in two groups, one or two"
+
+
+def gives_up(flag: str) -> tuple[str, float]:
+    """What a rank gets from a collective in which its only peer takes no part, and after how long."""
+    cfg = cases.tiny().parallel
+    cfg.timeout_s = 2.0
+    world = connect(cfg)
+    path, began_s = Path(flag), time.monotonic()
+    if world.rank == 1:
+        while not path.exists() and time.monotonic() < began_s + 60:
+            time.sleep(0.05)
+        return "", 0.0
+    try:
+        together(lambda: world.rank)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began_s
+    finally:
+        path.touch()
+    return "", 0.0
+
+
+def test_a_peer_that_does_not_come_is_given_up_after_the_timeout(ranks: Pool, tmp_path: Path) -> None:
+    (message, took_s), _ = ranks.run(2, gives_up, str(tmp_path / "flag"))
+    assert "imed out" in message
+    assert took_s < 20
