@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from harness.shares import Sharing
+
 EXIT_DONE = 0
 EXIT_CRASHED = 1
 EXIT_BAD_CONFIG = 2
@@ -158,7 +160,8 @@ class TrainConfig:
     batch_tokens: int | None
     """Tokens in one global batch; when set, it decides batch_size."""
     micro_batch_size: int | None
-    """Sequences in one forward pass of one rank; null: the rank's whole share of the batch."""
+    """The most sequences in one forward pass of one rank; null: the rank's whole share of the batch. Passes are of
+    equal size: where this does not divide the share, they are smaller, and filled up with rows that count nothing."""
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "batch_size", "sequence_length"):
@@ -771,7 +774,9 @@ class LaunchConfig:
     nodes: int
     """Machines."""
     min_nodes: int | None
-    """With how few the run may go on where others are gone; null: all. The global batch stays what it is."""
+    """With how few the run may go on where others are gone; null: all. The global batch stays what it is: its sequences
+    are shared out again, unevenly where they do not divide. Must leave no more ranks than train.batch_size, and a
+    multiple of parallel.replicate."""
     dry_run: bool
     """Print what would be submitted, and submit nothing."""
     hang_after_s: float
@@ -881,18 +886,24 @@ def check_fp8(cfg: Config) -> None:
 
 
 def check_world(cfg: Config, world_size: int) -> None:
-    """Refuse what cannot be divided among `world_size` ranks."""
-    replicate, batch, micro = cfg.parallel.replicate, cfg.train.batch_size, cfg.train.micro_batch_size
+    """Refuse what `world_size` ranks cannot share."""
+    replicate, batch = cfg.parallel.replicate, cfg.train.batch_size
     require(
         world_size % replicate == 0,
         "parallel.replicate",
         f"must divide the number of ranks ({world_size}), got {replicate}",
     )
-    require(
-        batch % world_size == 0,
-        "train.batch_size",
-        f"must be a multiple of the number of ranks ({world_size}), got {batch}",
-    )
-    share = batch // world_size
-    message = f"must divide the {share} sequences of each of the {world_size} ranks, got {micro}"
-    require(micro is None or share % micro == 0, "train.micro_batch_size", message)
+    message = f"must be at least the number of ranks ({world_size}): each takes one sequence or more, got {batch}"
+    require(batch >= world_size, "train.batch_size", message)
+    if cfg.precision.kind is PrecisionKind.fp8:
+        rows = sharing(cfg, world_size).micro_batch_slots
+        tokens = rows * cfg.train.sequence_length
+        message = f"gives micro-batches of {rows} sequences on {world_size} ranks, which is {tokens} tokens; "
+        message += f"must be a multiple of {FP8_SIDE} for precision=fp8"
+        require(tokens % FP8_SIDE == 0, "train.micro_batch_size", message)
+
+
+def sharing(cfg: Config, world_size: int) -> Sharing:
+    """How `world_size` ranks share the global batch."""
+    train = cfg.train
+    return Sharing(batch_size=train.batch_size, world_size=world_size, micro_batch_size=train.micro_batch_size)

@@ -23,8 +23,8 @@ from harness.state import RunState
 def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) -> None:
     """Gradients of the mean loss over the global batch, one micro-batch at a time."""
     seed = parts.scale.scale / (cfg.train.batch_size * cfg.train.sequence_length)
-    for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
-        with parts.products.probing(probe):
+    for rows in batch.micro_batches(cfg.train.micro_batch_size):
+        with parts.products.probing(probe and not rows.is_padding):
             output = parts.model(rows.inputs, rows.targets, seed=seed, probe=probe, mask=mask_of(rows))
             parts.compute_clock.end()
             output.objective.backward()
@@ -69,7 +69,7 @@ def loss_sums(parts: Parts, batch: Batch, *, cfg: Config) -> torch.Tensor:
     """This rank's summed loss and its tokens [2]; nothing is learned from it."""
     sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
     with parts.products.probing(False):
-        for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
+        for rows in batch.micro_batches(cfg.train.micro_batch_size):
             output = parts.model(rows.inputs, rows.targets, mask=mask_of(rows))
             sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])
     return sums

@@ -185,9 +185,20 @@ def check(cfg: Config) -> None:
     require(not set(":\\\n") & set(path), "run.dir", message)
     for num_nodes in range(cfg.launch.min_nodes or cfg.launch.nodes, cfg.launch.nodes + 1):
         if nproc := ranks_of_a_node(cfg):
-            check_world(cfg, num_nodes * nproc)
-            if line := refusal(cfg, world_size=num_nodes * nproc):
-                raise ConfigError("", line)
+            check_nodes(cfg, num_nodes, nproc)
+
+
+def check_nodes(cfg: Config, num_nodes: int, nproc: int) -> None:
+    """Refuse what cannot run on so many nodes; names `launch.min_nodes` where they are fewer than asked for."""
+    try:
+        check_world(cfg, num_nodes * nproc)
+        if line := refusal(cfg, world_size=num_nodes * nproc):
+            raise ConfigError("", line)
+    except ConfigError as error:
+        if num_nodes == cfg.launch.nodes:
+            raise
+        message = f"allows {num_nodes} of {cfg.launch.nodes} nodes, which cannot run this: {error}"
+        raise ConfigError("launch.min_nodes", message) from error
 
 
 def ranks_of_a_node(cfg: Config) -> int | None:

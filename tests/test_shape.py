@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    {"children", "config", "compose", "events", "garbage", "loading", "state", "rundir"}
+    {"children", "config", "compose", "events", "garbage", "loading", "shares", "state", "rundir"}
     | {"credentials", "holder", "lease", "locks", "run_lease"},
     {"alone", "compute_clock", "fp8", "heads", "joining", "parallel", "precision", "sharding", "kernels"},
     {"model", "data", "optim", "sentinel", "checkpoint", "telemetry"},
@@ -72,6 +72,7 @@ LIGHT = (
     "harness.compose",
     "harness.events",
     "harness.loading",
+    "harness.shares",
     "harness.state",
     "harness.rundir",
     "harness.run_lease",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from harness.data.facts import BatchFacts
 
 IGNORED = -100
-"""The target of a token whose successor belongs to another document, with `data.document_mask`."""
+"""The target of a token that is not predicted: its successor belongs to another document (`data.document_mask`), or
+the row is padding, which another rank or micro-batch counts."""
 
 
 class Batch(NamedTuple):
@@ -23,10 +26,19 @@ class Batch(NamedTuple):
     """int32, rows x sequence_length: which of its row's documents an input belongs to; None: all see each other."""
     facts: BatchFacts | None
     """About this rank's share, also in a micro-batch; None for held-out data."""
+    is_own: NDArray[np.bool_] | None = None
+    """Which rows count, where the others are padding; None: all count."""
 
-    def micro_batches(self, size: int) -> list[Batch]:
-        """The rows in their order, `size` at a time."""
-        parts = [slice(start, start + size) for start in range(0, len(self.inputs), size)]
+    @property
+    def is_padding(self) -> bool:
+        """Whether no row counts."""
+        return self.is_own is not None and not self.is_own.any()
+
+    def micro_batches(self, most: int | None) -> list[Batch]:
+        """The rows in their order, in as few parts of equal size as `most` rows in one allow; None: one part."""
+        num_rows = len(self.inputs)
+        size = -(-num_rows // -(-num_rows // (most or num_rows)))
+        parts = [slice(start, start + size) for start in range(0, num_rows, size)]
         return [
             Batch(
                 self.inputs[part],
@@ -34,6 +46,7 @@ class Batch(NamedTuple):
                 self.sources[part],
                 None if self.documents is None else self.documents[part],
                 self.facts,
+                None if self.is_own is None else self.is_own[part],
             )
             for part in parts
         ]

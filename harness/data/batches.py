@@ -2,11 +2,12 @@
 
 Why: the loop asks for `batches[cursor]` and may ask for any index again; the answer must not depend on what was asked
 before or on how many ranks there are, and making it must not delay the step.
-How: the mixture gives source and turn of each row of the global batch, the order of that source the sample, and rank r
-of W takes the r-th of W equal parts of the rows. One thread makes the `NUM_AHEAD` indices that the ledger lets through
-next while the step runs, and the facts about them; it only fills memory that the asking thread has allocated, so that
-everything CUDA happens in one thread. A wrong guess costs time, never a different token. Nothing is made ahead for a
-caller that jumps, or that does nothing in between: the two threads would only fight over the interpreter.
+How: the mixture gives source and turn of each row of the global batch, the order of that source the sample, and
+`harness.shares` the rows of each rank, with padding where shares are uneven. One thread makes the `NUM_AHEAD` indices
+that the ledger lets through next while the step runs, and the facts about them; it only fills memory that the asking
+thread has allocated, so that everything CUDA happens in one thread. A wrong guess costs time, never a different token.
+Nothing is made ahead for a caller that jumps, or that does nothing in between: the two threads would only fight over
+the interpreter.
 A rank reads its own rows alone, and in every `compare_every`-th batch one row of another rank.
 """
 
@@ -32,6 +33,7 @@ from harness.data.ledger import Ledger
 from harness.data.mixture import Change, Mixture, Recipe
 from harness.data.order import samples_at
 from harness.data.stratify import Stratified
+from harness.shares import Sharing
 
 Ints = NDArray[np.int64]
 
@@ -56,6 +58,8 @@ class Share(NamedTuple):
     rank: int
     world_size: int
     device: torch.device
+    micro_batch_size: int | None = None
+    """The most rows of one forward pass; None: no limit."""
 
 
 class _Buffers(NamedTuple):
@@ -103,9 +107,16 @@ class Batches:
         """`compare_every`: in every so many batches each rank reads one row of another rank too; 0: never."""
         assert list(recipe.weights) == [source.name for source in sources]
         assert all(source.samples.step == 1 for source in sources), "a corpus is split into contiguous parts"
-        assert recipe.batch_size % share.world_size == 0, "check_world comes first"
+        assert recipe.batch_size >= share.world_size, "check_world comes first"
         assert stratified is None or len(sources) == 1
-        num_rows = recipe.batch_size // share.world_size
+        self._sharing = Sharing(
+            batch_size=recipe.batch_size, world_size=share.world_size, micro_batch_size=share.micro_batch_size
+        )
+        slots = self._sharing.slots_of(share.rank)
+        self._slots = np.array(slots.rows)
+        """Row of the global batch in each row of this rank's batches."""
+        self._is_own = ~np.array(slots.is_padding) if any(slots.is_padding) else None
+        """Which of those count, where the others are padding."""
         self.sources = tuple(sources)
         self.source_names = tuple(recipe.weights)
         self._recipe = recipe
@@ -120,7 +131,7 @@ class Batches:
         self._num_tokens = len(sources[0].corpus.sample(sources[0].samples.start))
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: dict[int, Future[_Made]] = {}
-        self._only_source = torch.zeros(num_rows, dtype=torch.int64, device=share.device)
+        self._only_source = torch.zeros(len(slots.rows), dtype=torch.int64, device=share.device)
         self._last = -1
         self._returned_s = -math.inf
         self._corpus_digest, self._num_digested, self._plan_digest = "", -1, 0
@@ -148,10 +159,12 @@ class Batches:
         device, buffers = self._share.device, made.buffers
         tokens = buffers.tokens.to(device, non_blocking=True)
         sources = self._only_source if buffers.sources is None else buffers.sources.to(device, non_blocking=True)
-        if buffers.targets is None or buffers.documents is None:
-            return Batch(tokens[:, :-1], tokens[:, 1:], sources, None, made.facts)
-        targets, documents = (each.to(device, non_blocking=True) for each in (buffers.targets, buffers.documents))
-        return Batch(tokens[:, :-1], targets, sources, documents, made.facts)
+        targets, documents = tokens[:, 1:], None
+        if buffers.targets is not None:
+            targets = buffers.targets.to(device, non_blocking=True)
+        if buffers.documents is not None:
+            documents = buffers.documents.to(device, non_blocking=True)
+        return Batch(tokens[:, :-1], targets, sources, documents, made.facts, self._is_own)
 
     def __len__(self) -> int:
         """Whole batches before any source begins its second pass; an index may go beyond."""
@@ -222,12 +235,12 @@ class Batches:
                 self._ahead[guess] = self._worker.submit(self._make, guess, self.mixture, self._allocate())
 
     def _allocate(self) -> _Buffers:
-        num_rows, length = self._own_rows.stop - self._own_rows.start, self._num_tokens - 1
-        pinned = self._share.device.type == "cuda"
+        num_rows, length = len(self._slots), self._num_tokens - 1
+        pinned, ignores = self._share.device.type == "cuda", self._document_mask or self._is_own is not None
         return _Buffers(
             torch.empty((num_rows, length + 1), dtype=torch.int64, pin_memory=pinned),
             torch.empty(num_rows, dtype=torch.int64, pin_memory=pinned) if len(self.sources) > 1 else None,
-            torch.empty((num_rows, length), dtype=torch.int64, pin_memory=pinned) if self._document_mask else None,
+            torch.empty((num_rows, length), dtype=torch.int64, pin_memory=pinned) if ignores else None,
             torch.empty((num_rows, length), dtype=torch.int32, pin_memory=pinned) if self._document_mask else None,
         )
 
@@ -238,18 +251,24 @@ class Batches:
         return made
 
     def _fill(self, index: int, mixture: Mixture, buffers: _Buffers) -> _Made:
-        own = self._own_rows
+        own = self._slots
         sources, samples = self._samples(index, mixture)
         tokens = self._read(sources[own], samples[own], into=buffers.tokens.numpy())
         if buffers.sources is not None:
             buffers.sources.numpy()[:] = sources[own]
-        if buffers.targets is not None and buffers.documents is not None:
-            documents = self._documents(sources[own], samples[own])
-            buffers.targets.numpy()[:] = np.where(documents[:, 1:] != documents[:, :-1], IGNORED, tokens[:, 1:])
-            buffers.documents.numpy()[:] = documents[:, :-1]
+        if buffers.targets is not None:
+            targets = buffers.targets.numpy()
+            targets[:] = tokens[:, 1:]
+            if buffers.documents is not None:
+                documents = self._documents(sources[own], samples[own])
+                targets[documents[:, 1:] != documents[:, :-1]] = IGNORED
+                buffers.documents.numpy()[:] = documents[:, :-1]
+            if self._is_own is not None:
+                targets[~self._is_own] = IGNORED
+                tokens = tokens[self._is_own]
         if not self._with_facts:
             return _Made(buffers, None)
-        facts = self._facts(tokens, sources[own]) if self._share.rank == 0 else None
+        facts = self._facts(tokens, sources[self._own_rows]) if self._share.rank == 0 else None
         return _Made(
             buffers,
             BatchFacts(
@@ -262,8 +281,7 @@ class Batches:
 
     def _rows_of(self, rank: int) -> slice:
         """Which rows of the global batch are a rank's."""
-        num_rows = self._recipe.batch_size // self._share.world_size
-        return slice(rank * num_rows, (rank + 1) * num_rows)
+        return self._sharing.rows_of(rank)
 
     def compared_stride(self, index: int) -> int | None:
         """How far ahead the rank lies whose row each rank reads too in this batch; None: no rows are compared."""

@@ -31,7 +31,7 @@ def open_data(
 ) -> tuple[Batches, Batches]:
     """What this rank trains on and what it is judged by."""
     train_sources, held_out_sources = open_sources(cfg)
-    share = Share(rank, world_size, device)
+    share = Share(rank, world_size, device, cfg.train.micro_batch_size)
     mask, size = cfg.data.document_mask, cfg.train.batch_size
     train = Batches(
         train_sources,

@@ -24,6 +24,7 @@ from harness.data.corpus import Corpus, Origin, Tokens
 from harness.faults.plan import OF_THE_DATA, Fault, FaultKind, read_plan
 from harness.faults.site import Site
 from harness.rundir import RunDir
+from harness.shares import Sharing
 
 NUM_RAREST = 16
 """Tokens that a poisoned row consists of."""
@@ -86,10 +87,9 @@ def spoil(batches: Batches, fault: Fault, *, seed: int, world_size: int) -> None
 def tampered(batches: Batches, fault: Fault, index: int, *, seed: int, world_size: int) -> list[tuple[int, int, Row]]:
     """Source, sample and what is given in its place, for each row of a batch that is spoiled."""
     sources, samples = batches.samples(index)
-    num_rows = len(samples) // world_size
     own = range(len(samples))
     if fault.rank is not None:
-        own = own[fault.rank_of(world_size) * num_rows :][:num_rows]
+        own = own[Sharing(batch_size=len(samples), world_size=world_size).rows_of(fault.rank_of(world_size))]
     if fault.kind in (FaultKind.duplicate_batch, FaultKind.repeated_batch):
         require(fault.at > 0, "drill.fault.at", "must be at least 1: there is no batch before the first")
         before = list(zip(*batches.samples(fault.at - 1), strict=True))

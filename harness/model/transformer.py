@@ -41,7 +41,8 @@ class Output(NamedTuple):
     z_sum: Tensor
     """Squared log-partition, summed, times its coefficient."""
     activation_square_sums: Tensor | None
-    """Sum of squares of the residual stream after each of `sampled_layers`, when probed."""
+    """Sum of squares of the residual stream after each of `sampled_layers`, when probed; without sequences that have
+    no target, which are padding."""
     token_loss_counts: Tensor | None
     """How many of the counted tokens fell between neighbouring `TOKEN_LOSS_EDGES`, when probed."""
 
@@ -216,7 +217,7 @@ class Transformer(nn.Module):
 
         `seed` is what the summed loss is multiplied with before it is differentiated: loss scale / expected tokens.
         """
-        hidden, square_sums = self._hidden(tokens, mask=mask, probe=probe)
+        hidden, square_sums = self._hidden(tokens, mask=mask, probed=(targets != IGNORED).any(dim=1) if probe else None)
         if not isinstance(seed, Tensor):
             seed = torch.full((), seed, dtype=torch.float32, device=hidden.device)
         sums = chunked_cross_entropy(
@@ -233,20 +234,21 @@ class Transformer(nn.Module):
 
     def logits(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         """All logits [B, S, V] in fp32, for tests and export; the model must not be sharded."""
-        hidden, _ = self._hidden(tokens, mask=mask, probe=False)
+        hidden, _ = self._hidden(tokens, mask=mask, probed=None)
         return F.linear(hidden, self._head_weight()).float() * self.loss_options.output_multiplier
 
-    def _hidden(self, tokens: Tensor, *, mask: Tensor | None, probe: bool) -> tuple[Tensor, list[Tensor]]:
-        """What the head reads, and the square sums of the sampled layers."""
+    def _hidden(self, tokens: Tensor, *, mask: Tensor | None, probed: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """What the head reads, and the square sums of the sampled layers over the `probed` sequences [B]."""
         hidden: Tensor = self.embedding_norm(self.embedding(tokens))
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         change: Tensor = _Nothing.apply(hidden)  # type: ignore[no-untyped-call]
         square_sums = []
         for index, block in enumerate(self.blocks):
             hidden, change = block(hidden, change, cos, sin, mask)
-            if probe and index in self.sampled_layers:
+            if probed is not None and index in self.sampled_layers:
                 stream = hidden.detach() + change.detach()
-                square_sums.append(torch.linalg.vector_norm(stream, dtype=torch.float32).square())
+                squares = torch.linalg.vector_norm(stream, dim=(1, 2), dtype=torch.float32).square()
+                square_sums.append(torch.where(probed, squares, 0.0).sum())
         return self.norm(hidden + change), square_sums
 
     def _head_weight(self) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from functools import reduce
 from itertools import combinations, product
 
-from harness.config import ActivationCheckpointing, Config, ConfigError, check_world
+from harness.config import ActivationCheckpointing, Config, ConfigError, check_world, sharing
 from harness.plan.gathered import BYTES_PER_GB, resharded
 from harness.plan.memory import Memory, memory
 
@@ -94,8 +94,7 @@ def _with(cfg: Config, word: str) -> Config:
 
 def _smaller(cfg: Config, world_size: int) -> list[int]:
     """Sizes of a micro-batch below the present one, the largest first."""
-    share = cfg.train.batch_size // world_size
-    now = cfg.train.micro_batch_size or share
+    share, now = sharing(cfg, world_size).largest_share, sharing(cfg, world_size).micro_batch_slots
     return [size for size in range(now - 1, 0, -1) if share % size == 0]
 
 

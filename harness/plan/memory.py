@@ -26,7 +26,7 @@ from itertools import accumulate
 from math import prod
 from typing import final
 
-from harness.config import Config, check_world
+from harness.config import Config, check_world, sharing
 from harness.model.size import Shape, block_shapes, num_parameters, root_shapes
 from harness.plan.activations import (
     FP32_BYTES,
@@ -171,8 +171,7 @@ def _of_interest(cfg: Config) -> set[int]:
 
 def _sizes(cfg: Config, world_size: int) -> Sizes:
     model, num_shards = cfg.model, world_size // cfg.parallel.replicate
-    share = cfg.train.batch_size // world_size
-    micro = cfg.train.micro_batch_size or share
+    shared = sharing(cfg, world_size)
     block, root = padded(block_shapes(model), num_shards), padded(root_shapes(model), num_shards)
     shard = FP32_BYTES * (model.num_layers * block + root) // num_shards
     state = Parts(
@@ -183,13 +182,13 @@ def _sizes(cfg: Config, world_size: int) -> Sizes:
         in_flight=0,
         activations=0,
         logits=0,
-        other=WORKSPACE_BYTES + workspace_bytes(cfg) + 2 * TOKEN_BYTES * share * cfg.train.sequence_length,
+        other=WORKSPACE_BYTES + workspace_bytes(cfg) + 2 * TOKEN_BYTES * shared.num_slots * cfg.train.sequence_length,
     )
     return Sizes(
         num_blocks=model.num_layers,
         num_shards=num_shards,
-        num_micro_batches=share // micro,
-        tokens=micro * cfg.train.sequence_length,
+        num_micro_batches=shared.num_micro_batches,
+        tokens=shared.micro_batch_slots * cfg.train.sequence_length,
         element=element_bytes(cfg),
         kept=tuple(accumulate((kept_bytes(cfg, maps_of(cfg, block)) for block in range(model.num_layers)), initial=0)),
         block=block,

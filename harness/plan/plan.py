@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from harness.checkpoint.cadence import RollbackCost, num_buffers, rewind_cost, rollback_cost
-from harness.config import Config, LaunchKind, check_world
+from harness.config import Config, LaunchKind, check_world, sharing
 from harness.model.size import flops_per_token, num_parameters
 from harness.plan.fp8 import RATE, blocks_in_fp8, flops_share
 from harness.plan.memory import Memory, checkpoint_bytes, memory
@@ -71,6 +71,10 @@ class Plan:
     num_steps: int
     num_ranks: int
     num_per_node: int
+    num_sequences: int
+    """That all ranks compute in a step, padding included."""
+    num_padding: int
+    """Of them repeated to give every rank as many, and not counted."""
     replicate: int
     """Copies of the model that the ranks hold together."""
     weights_bytes: int
@@ -123,6 +127,7 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
     rewind = rewind_cost(cfg)
     rollback = rollback_cost(cfg, step_time_s=None if moving is None else moving.step_time_s)
     weights = held.parts.weights
+    num_sequences = world_size * sharing(cfg, world_size).num_slots
     return Plan(
         model=cfg.model.name,
         num_parameters=num_parameters(cfg.model),
@@ -132,6 +137,8 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
         num_steps=cfg.train.num_steps,
         num_ranks=world_size,
         num_per_node=here,
+        num_sequences=num_sequences,
+        num_padding=num_sequences - cfg.train.batch_size,
         replicate=cfg.parallel.replicate,
         weights_bytes=weights,
         gradients_bytes=weights,

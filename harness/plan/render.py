@@ -43,6 +43,7 @@ def render(plan: Plan) -> str:
             "parameters": f"{plan.num_parameters:,}",
             "a token": _si(plan.flops_per_token, "FLOP"),
             "a step": f"{plan.tokens_per_step:,} tokens, {_si(plan.flops_per_step, 'FLOP')}",
+            **_padding(plan),
         },
         f"device memory ({ranks}, {copies} of the model), fullest {MOMENTS[plan.memory.moment]}": _memory(plan),
         "traffic of a rank in a step": _traffic(plan),
@@ -86,6 +87,14 @@ def _row(plan: Plan) -> tuple[str, ...]:
     traffic = plan.traffic
     sizes = [_gb(value) for value in (plan.memory.needed_bytes, traffic.sent_bytes, traffic.sent_far_bytes)]
     return (f"{plan.num_ranks:,}", sizes[0], fits, sizes[1], sizes[2], *timing)
+
+
+def _padding(plan: Plan) -> dict[str, str]:
+    if not plan.num_padding:
+        return {}
+    share = _percent(plan.num_padding / plan.num_sequences)
+    what = f"{plan.num_padding:,} of {plan.num_sequences:,} sequences ({share}): ranks share the batch unevenly"
+    return {"padding": what}
 
 
 def _memory(plan: Plan) -> dict[str, str]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from harness.config import ActivationCheckpointing, ClusterConfig, Config, PrecisionKind
+from harness.config import ActivationCheckpointing, ClusterConfig, Config, PrecisionKind, sharing
 from harness.model.size import flops_per_token
 from harness.plan.fp8 import saved_s
 from harness.plan.gathered import resharded
@@ -66,8 +66,7 @@ def default_mfu(cfg: Config, *, world_size: int) -> float:
     share *= DOCUMENTS_APART if cfg.data.document_mask else 1.0
     if cfg.precision.kind is PrecisionKind.fp32:
         return share * FP32_RATE
-    rows = cfg.train.micro_batch_size or cfg.train.batch_size // world_size
-    tokens = rows * cfg.train.sequence_length
+    tokens = sharing(cfg, world_size).micro_batch_slots * cfg.train.sequence_length
     flops = tokens * flops_per_token(cfg.model, cfg.train.sequence_length)
     bf16_s = flops / (share * H200_FLOPS)
     return share * bf16_s / (bf16_s - saved_s(cfg, tokens=tokens, bf16_flops_per_s=H200_FLOPS))
@@ -80,7 +79,8 @@ def pace(cfg: Config, *, world_size: int, mfu: float) -> Pace | None:
     tokens = cfg.train.batch_size * cfg.train.sequence_length
     flops = tokens * flops_per_token(cfg.model, cfg.train.sequence_length)
     peak = world_size * cfg.cluster.peak_tflops * 1e12
-    work_s = flops / (peak * mfu)
+    num_slots = world_size * sharing(cfg, world_size).num_slots
+    work_s = flops / (peak * mfu) * (num_slots / cfg.train.batch_size)
     calls = collectives(cfg, world_size=world_size)
     costs = [(call, seconds(call, cfg.cluster)) for call in calls]
     known = [(call, cost) for call, cost in costs if cost is not None]
@@ -99,8 +99,7 @@ def pace(cfg: Config, *, world_size: int, mfu: float) -> Pace | None:
 
 def _waiting_s(cfg: Config, calls: list[Collective], *, work_s: float, world_size: int) -> float:
     """Seconds of a step in which devices wait for links."""
-    share = cfg.train.batch_size // world_size
-    num_micro_batches = share // (cfg.train.micro_batch_size or share)
+    num_micro_batches = sharing(cfg, world_size).num_micro_batches
     head = 6 * cfg.model.vocab_size * cfg.model.dim
     of_blocks = 1 - head / flops_per_token(cfg.model, cfg.train.sequence_length)
     block_s = work_s * of_blocks / num_micro_batches / cfg.model.num_layers

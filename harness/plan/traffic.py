@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import final
 
-from harness.config import ClusterConfig, Config
+from harness.config import ClusterConfig, Config, sharing
 from harness.model.size import block_shapes, root_shapes
 from harness.plan.activations import FP32_BYTES, element_bytes
 from harness.plan.gathered import BYTES_PER_GB, resharded
@@ -93,8 +93,7 @@ def groups(cfg: Config, world_size: int) -> tuple[Group, Group]:
 def collectives(cfg: Config, *, world_size: int) -> list[Collective]:
     """Every collective of a step that moves weights or gradients."""
     shards, replicas = groups(cfg, world_size)
-    share = cfg.train.batch_size // world_size
-    num_micro_batches = share // (cfg.train.micro_batch_size or share)
+    num_micro_batches = sharing(cfg, world_size).num_micro_batches
     num_gathers = 2 if resharded(cfg) else 1
     sizes = {"block": padded(block_shapes(cfg.model), shards.num_ranks)}
     sizes["root"] = padded(root_shapes(cfg.model), shards.num_ranks)

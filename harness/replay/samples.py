@@ -58,7 +58,7 @@ def weigh(parts: Parts, index: int) -> list[Sample]:
 
 
 def _weigh_own(parts: Parts, batch: Batch) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each row of this rank; all ranks have as many."""
+    """Loss and gradient norm of each row of this rank. Padding is computed with the others' rows, and not told."""
     pairs = []
     for row in batch.micro_batches(1):
         parts.update.adamw.zero_grad(set_to_none=True)
@@ -67,7 +67,8 @@ def _weigh_own(parts: Parts, batch: Batch) -> list[tuple[float, float]]:
         output = parts.model(row.inputs, row.targets, seed=1.0 / tokens.to(torch.float32), mask=mask_of(row))
         output.objective.backward()
         square = parts.collectives.take() if parts.collectives.sees_gradients else _own_square(parts)
-        pairs.append((float(output.row_losses.sum() / tokens), float(square.sqrt())))
+        if not row.is_padding:
+            pairs.append((float(output.row_losses.sum() / tokens), float(square.sqrt())))
     parts.update.adamw.zero_grad(set_to_none=True)
     return pairs
 

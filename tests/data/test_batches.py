@@ -77,11 +77,12 @@ def _batches(
     batch_size: int = 4,
     ledger: Ledger | None = None,
     document_mask: bool = False,
+    micro_batch_size: int | None = None,
 ) -> Iterator[Batches]:
     batches = Batches(
         [Source("main", corpus, range(corpus.num_samples), 5)],
         recipe=Recipe(weights={"main": 1.0}, changes=(), batch_size=batch_size, seed=5),
-        share=Share(rank, world_size, CPU),
+        share=Share(rank, world_size, CPU, micro_batch_size),
         ledger=Ledger() if ledger is None else ledger,
         document_mask=document_mask,
         with_facts=True,
@@ -447,3 +448,34 @@ def test_on_a_gpu_the_tokens_are_the_same_and_nothing_waits() -> None:
         for index, batch in enumerate(handed_out):
             assert all(part.device == device for part in _token_by_token(batch))
             np.testing.assert_array_equal(batch.inputs.cpu().numpy(), batches.rows(index)[:, :-1])
+
+
+@pytest.mark.parametrize(("micro", "document_mask"), [(None, False), (2, True), (1, False)])
+def test_uneven_shares_are_the_same_rows_and_padding_counts_nothing(micro: int | None, document_mask: bool) -> None:
+    shared: list[Batch] = []
+    for rank in range(3):
+        with _batches(
+            CountingCorpus(),
+            rank=rank,
+            world_size=3,
+            batch_size=8,
+            document_mask=document_mask,
+            micro_batch_size=micro,
+        ) as batches:
+            shared.append(batches[3])
+    with _batches(CountingCorpus(), batch_size=8, document_mask=document_mask) as alone:
+        whole, rows = alone[3], alone.rows(3)
+    assert len({batch.inputs.shape for batch in shared}) == 1, "the same shape on every rank"
+    own = [np.ones(len(batch.inputs), dtype=bool) if batch.is_own is None else batch.is_own for batch in shared]
+    assert [int(each.sum()) for each in own] == [2, 3, 3]
+    for name in ("inputs", "targets", "sources", *(["documents"] if document_mask else [])):
+        parts = [getattr(batch, name)[torch.from_numpy(each)] for batch, each in zip(shared, own, strict=True)]
+        assert torch.equal(torch.cat(parts), getattr(whole, name)), name
+    for batch, each in zip(shared, own, strict=True):
+        assert (batch.targets[torch.from_numpy(~each)] == IGNORED).all()
+        assert batch.facts is not None
+    total = sum(batch.facts.fingerprint for batch in shared if batch.facts is not None)
+    assert total % 2**64 == fingerprint(rows), "fingerprints of the ranks add up, without padding"
+    passes = [batch.micro_batches(micro) for batch in shared]
+    assert len({len(each) for each in passes}) == 1, "as many micro-batches on every rank"
+    assert [part.is_padding for part in passes[0]] == ([True, False, False] if micro == 1 else [False] * len(passes[0]))

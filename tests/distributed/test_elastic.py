@@ -1,15 +1,35 @@
-"""Ranks open few sockets, and give up a peer that does not come."""
+"""A run goes on with any number of ranks that can share its batch, and its ranks open few sockets."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from harness.parallel import all_reduce_sum, broadcast, connect, together
 from tests.distributed import cases
 from tests.distributed.pool import Pool
+
+WORDS = ("model.num_layers=1", "train.batch_size=64", "train.micro_batch_size=8", "checkpoint.every_steps=5")
+CONSTANT = ("optim.warmup_steps=2", "optim.schedule=constant", "run.resume=changed")
+
+
+def test_four_then_three_then_two_ranks_make_one_run(ranks: Pool, tmp_path: Path) -> None:
+    for size, until in ((4, 5), (3, 10), (2, 15)):
+        overrides = (*WORDS, *CONSTANT, f"train.num_steps={until}")
+        code, records = ranks.run(size, cases.run, str(tmp_path), "run.name=shrinking", *overrides)[0]
+        assert code == 0
+    overrides = (*WORDS, *CONSTANT, "train.num_steps=15")
+    code, expected = ranks.run(4, cases.run, str(tmp_path), "run.name=whole", *overrides)[0]
+    assert code == 0
+    assert [record.cursor for record in records] == [record.cursor for record in expected] == list(range(15))
+    assert [record.batch["fingerprint"] for record in records] == [each.batch["fingerprint"] for each in expected]
+    assert [record.tokens for record in records] == [record.tokens for record in expected]
+    assert [record.loss for record in records] == pytest.approx([record.loss for record in expected], rel=2e-5)
+    assert [record.grad_norm for record in records] == pytest.approx([each.grad_norm for each in expected], rel=1e-3)
+    assert records[-1].loss < records[0].loss
 
 
 def num_sockets() -> int:

@@ -73,8 +73,8 @@ def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
         (["train", "model=9b"], "harness: model: no '9b'; choose one of "),
         (["train", "model.num_heads=3"], "harness: model.num_heads: must divide model.dim=128, got 3"),
         (
-            ["train", "train.batch_size=3", "launch.nproc=2"],
-            "harness: train.batch_size: must be a multiple of the number",
+            ["train", "train.batch_size=1", "launch.nproc=2"],
+            "harness: train.batch_size: must be at least the number of ranks",
         ),
     ],
 )

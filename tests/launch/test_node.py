@@ -65,8 +65,7 @@ def test_a_job_that_does_not_say_how_many() -> None:
     ("overrides", "complaint"),
     [
         (["launch.nodes=3", "launch.nproc=1"], "launch.min_nodes: 2 of 3 machines are there"),
-        (["launch.nodes=2", "launch.nproc=3"], "train.batch_size: must be a multiple of the number of ranks (6)"),
-        (["launch.nodes=2", "launch.nproc=1", "train.micro_batch_size=3"], "train.micro_batch_size: must divide"),
+        (["launch.nodes=2", "launch.nproc=5"], "train.batch_size: must be at least the number of ranks (10)"),
     ],
 )
 def test_what_cannot_be_is_one_line_before_anything_starts(

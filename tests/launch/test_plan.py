@@ -153,16 +153,21 @@ def test_seconds_need_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+def test_padding_of_uneven_shares_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "  padding           1 of 9 sequences (11.1 %): ranks share" in printed("launch.nproc=3", capsys=capsys)
+    assert "  padding" not in printed("launch.nproc=4", capsys=capsys)
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
         (["optim.lrr=1"], "optim.lrr: no such key; optim has "),
         (["train.num_steps=0"], "train.num_steps: must be at least 1, got 0"),
-        (["launch.nproc=3"], "train.batch_size: must be a multiple of the number of ranks (3), got 8"),
+        (["launch.nproc=9"], "train.batch_size: must be at least the number of ranks (9)"),
         (["--mfu", "0"], "--mfu: must be above 0 and at most 1, got 0.0"),
         (["--mfu", "nan"], "--mfu: must be above 0 and at most 1, got nan"),
         (["--ranks", "8,many"], "--ranks: must be numbers of ranks like 8,64,1024, got '8,many'"),
-        (["--ranks", "8,3"], "train.batch_size: must be a multiple of the number of ranks (3), got 8"),
+        (["--ranks", "8,9"], "train.batch_size: must be at least the number of ranks (9)"),
         (["--fast"], "plan: unrecognized arguments: --fast; --help says more"),
     ],
 )

@@ -231,8 +231,10 @@ def test_refusals_are_one_line_and_leave_nothing(
     monkeypatch.setenv("PATH", "/nowhere")
     cases = {
         ("launch.nproc=1",): "launch: sbatch is not on this machine; submit from a login node",
-        ("launch.nproc=3",): r"train\.batch_size: must be a multiple of the number of ranks \(3\)",
-        ("launch.nproc=1", "launch.nodes=4", "launch.min_nodes=2"): r"train\.batch_size: .* ranks \(3\)",
+        ("launch.nproc=9",): r"^train\.batch_size: must be at least the number of ranks \(9\)",
+        ("launch.nproc=2", "launch.nodes=4", "launch.min_nodes=2", "parallel.replicate=4"): (
+            r"^launch\.min_nodes: allows 3 of 4 nodes, .* parallel\.replicate: must divide the number of ranks \(6\)"
+        ),
         ("launch.nproc=1", "cluster.memory_gb=0.001"): r"cluster\.memory_gb: the one rank needs",
         ("run.name=a:b",): r"run\.dir: a job finds its code there and cannot do with a colon",
     }
@@ -245,6 +247,12 @@ def test_refusals_are_one_line_and_leave_nothing(
     assert f"\nrun={tmp_path}/runs/first\n" in shown
     assert shown == slurm.script_of(cfg)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("nodes", "fewest", "batch"), [(4, 2, 64), (16, 15, 1024), (16, 8, 1024), (16, 1, 130)])
+def test_fewer_nodes_need_not_divide_the_batch(tmp_path: Path, nodes: int, fewest: int, batch: int) -> None:
+    words = [f"launch.nodes={nodes}", f"launch.min_nodes={fewest}", f"train.batch_size={batch}"]
+    slurm.check(config("launch.nproc=8", f"run.dir={tmp_path}", "run.name=first", *words))
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_jobs_get_names_of_their_own(tmp_path: Path) -> None:
         composed(config(), data__path="a/b"),
         composed(config(), data__path=long),
         composed(None, "no good", data__path="c"),
-        composed(config("train.batch_size=3", "launch.nproc=2"), data__path="d"),
+        composed(config("train.batch_size=1", "launch.nproc=2"), data__path="d"),
     ]
     named = jobs.named(tmp_path, given)
     names = [job.name for job, _ in named]
@@ -193,7 +193,7 @@ def test_jobs_get_names_of_their_own(tmp_path: Path) -> None:
     assert [job.problem for job, _ in named[:3]] == ["", "", ""]
     assert [(job.problem, cfg) for job, cfg in named[3:]] == [
         ("no good", None),
-        ("train.batch_size: must be a multiple of the number of ranks (2), got 3", None),
+        ("train.batch_size: must be at least the number of ranks (2): each takes one sequence or more, got 1", None),
     ]
     first = named[0][1]
     assert first is not None
