@@ -5,13 +5,13 @@ How: activations are checkpointed, blocks compiled, then FSDP2 shards each block
 axis, so a step gathers one block at a time. Gradients are summed, never averaged: the loss is already divided by the
 tokens of the global batch. FSDP2's collectives are torch's own, watched: what a rank puts into a reduction names the
 guilty one, after it nobody does; and a rank that never waits is the one the others wait for.
-Left out: gradients of replicas that shard nothing are reduced out of sight.
+With replicas, each micro-batch is reduce-scattered and the sum over micro-batches is all-reduced between replicas once.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -40,7 +40,9 @@ class Collectives:
     squares: Tensor
     """Sum of squares of what this rank gave to be reduced, since it was last taken; on the device."""
     sees_gradients: bool
-    """Whether gradients pass through here before they are reduced: where there is more than one shard."""
+    """Whether gradients pass through here before they are reduced: where there is more than one rank."""
+    is_sharded: bool = True
+    """Whether the shard axis is longer than 1: only then does FSDP2 call the reduce-scatter."""
     waited_s: float = 0.0
     """The host's seconds in collectives, ever. Over gloo it waits there for the others; on CUDA it only launches.
     The all-reduce between replicas is FSDP's own and not counted."""
@@ -75,15 +77,38 @@ class _WatchedGather(DefaultAllGather):
 
 @final
 class WatchedScatter(DefaultReduceScatter):
-    def __init__(self, collectives: Collectives) -> None:
+    """Measures what this rank gives to each reduction.
+
+    FSDP2 calls `allocate` twice in a reduction: for the input, then, once that is filled and on the stream of
+    reductions, for the output. It calls the object itself only where there are several shards. Where the shard axis has
+    size 1, the second `allocate` is the last place to see a gradient before the all-reduce between replicas.
+    """
+
+    def __init__(self, collectives: Collectives, *, first: Sequence[Callable[[Tensor], None]] = ()) -> None:
+        """`first`: what is done to each gradient before it is measured; nothing, but for a drill."""
         self._collectives = collectives
+        self._first = first
+        self._filled: Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        allocated = super().allocate(size, dtype=dtype, device=device)
+        if not self._collectives.is_sharded:
+            filled, self._filled = self._filled, allocated if self._filled is None else None
+            if filled is not None:
+                self._see(filled)
+        return allocated
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *inputs: Any, **options: Any) -> dist.Work:
-        """On the stream of reductions, which runs one after the other: additions have an order."""
-        norm = torch.linalg.vector_norm(input_tensor, dtype=torch.float32)
-        self._collectives.squares.addcmul_(norm, norm)
+        self._see(input_tensor)
         with self._collectives.waiting():
             return super().__call__(output_tensor, input_tensor, *inputs, **options)
+
+    def _see(self, gradient: Tensor) -> None:
+        """On the stream of reductions, which runs one after the other: additions have an order."""
+        for act in self._first:
+            act(gradient)
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        self._collectives.squares.addcmul_(norm, norm)
 
 
 def shard(
@@ -99,7 +124,7 @@ def shard(
         fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=cfg.reshard_after_forward)
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     squares = torch.zeros((), dtype=torch.float32, device=world.device)
-    collectives = Collectives(squares, sees_gradients=world.size > world.replicate)
+    collectives = Collectives(squares, sees_gradients=world.size > 1, is_sharded=world.size > world.replicate)
     gather = _WatchedGather(collectives)
     scatter = WatchedScatter(collectives) if world.size > 1 else Unscattered()
     for module in model.modules():
@@ -112,6 +137,12 @@ def shard(
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
     return collectives
+
+
+def reduce_replicas(model: nn.Module, *, now: bool) -> None:
+    """Whether the next backward pass all-reduces gradients between replicas, or adds to this replica's own sum."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_all_reduce(now)
 
 
 ADVANCE = "advance"

@@ -17,13 +17,17 @@ from harness.events import EvalRecord
 from harness.model.transformer import document_mask
 from harness.parallel import all_reduce_sum
 from harness.sentinel.report import pack, totals
+from harness.sharding import reduce_replicas
 from harness.state import RunState
 
 
 def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) -> None:
     """Gradients of the mean loss over the global batch, one micro-batch at a time."""
     seed = parts.scale.scale / (cfg.train.batch_size * cfg.train.sequence_length)
-    for rows in batch.micro_batches(cfg.train.micro_batch_size):
+    micro_batches = batch.micro_batches(cfg.train.micro_batch_size)
+    for number, rows in enumerate(micro_batches, start=1):
+        if parts.world.replicate > 1:
+            reduce_replicas(parts.model, now=number == len(micro_batches))
         with parts.products.probing(probe and not rows.is_padding):
             output = parts.model(rows.inputs, rows.targets, seed=seed, probe=probe, mask=mask_of(rows))
             parts.compute_clock.end()

@@ -2,10 +2,10 @@
 
 Why: a cluster learns of a broken GPU, a bad link or a bad kernel from a gradient that is wrong on one rank; after the
 reduction it is wrong on all, so the fault must be there before.
-How: with more than one shard, each sharded module hands its flat, unreduced gradient to its reduce-scatter. The one
-that owns the layer is wrapped: it spoils the gradient, then measures and reduces it as ever, so that the signals see
-what the collective sees. It works on whatever backward gave, compiled or not. Where nothing is sharded there is no
-such collective, and the stored gradient is spoiled before anybody looks at it; that of a replica is reduced by then.
+How: with more than one rank, each sharded module hands its flat, unreduced gradient to its reduction. The one that
+owns the layer is wrapped: it spoils the gradient, then measures and reduces it as ever, so that the signals see what
+the collective sees. It works on whatever backward gave, compiled or not. One rank reduces nothing: its stored gradient
+is spoiled before anybody looks at it.
 A layer is spoiled with its block, or with all that is in no block: they travel together.
 One number is spoiled where the fault is one number: the largest. It is a pure function of the gradient, found without a
 wait for the device, never padding, and never one of the zeros that fill the rows of tokens that did not occur, in which
@@ -25,7 +25,7 @@ from harness.faults.plan import FaultKind
 from harness.faults.site import Site, watched
 from harness.parallel import local
 from harness.sentinel.signals import group_of
-from harness.sharding import WatchedScatter
+from harness.sharding import Collectives, WatchedScatter
 
 SIGN_BIT = 31
 
@@ -49,7 +49,7 @@ class SpoiledGradient:
         self._group = group_of(site.fault.layer) if site.layer in in_blocks else ""
         if parts.collectives.sees_gradients:
             owner = parts.model.get_submodule(self._group)
-            _put_before_reduction(owner, WatchedScatter(parts.collectives), self._spoil)
+            _put_before_reduction(owner, parts.collectives, self._spoil)
         else:
             parts.signals = watched(parts.signals, "add_gradients", self._spoil_stored, first=True)
 
@@ -100,27 +100,12 @@ class SpoiledGradient:
         self._armed = False
 
 
-_SCATTERS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""What a module reduces with, where faults were put there: a plan may hold several of one layer."""
+_ACTS: WeakKeyDictionary[nn.Module, list[Callable[[Tensor], None]]] = WeakKeyDictionary()
+"""Faults that a module's gradient meets before its reduction: a plan may hold several of one layer."""
 
 
-def _put_before_reduction(owner: Any, scatter: Any, act: Callable[[Tensor], None]) -> None:
+def _put_before_reduction(owner: Any, collectives: Collectives, act: Callable[[Tensor], None]) -> None:
     """Let `act` have a module's own flat gradient before it is measured and reduced."""
-    _SCATTERS[owner] = _Tampered(_SCATTERS.get(owner, scatter), act)
-    owner.set_custom_reduce_scatter(_SCATTERS[owner])
-
-
-@final
-class _Tampered:
-    """A reduce-scatter that does something to its input first."""
-
-    def __init__(self, scatter: Any, act: Callable[[Tensor], None]) -> None:
-        self._scatter, self._act = scatter, act
-
-    def allocate(self, *inputs: Any, **options: Any) -> Tensor:
-        memory: Tensor = self._scatter.allocate(*inputs, **options)
-        return memory
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *inputs: Any, **options: Any) -> Any:
-        self._act(input_tensor)
-        return self._scatter(output_tensor, input_tensor, *inputs, **options)
+    acts = _ACTS.setdefault(owner, [])
+    acts.append(act)
+    owner.set_custom_reduce_scatter(WatchedScatter(collectives, first=acts))

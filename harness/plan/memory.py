@@ -12,9 +12,9 @@ of a step can be the fullest, and the plan takes the worst of them:
 
 What FSDP2 has in flight is read from its code. A gather needs a flat buffer beside the weights it becomes; in backward
 the next block's is under way while this one computes, and the last block's gradients, in fp32, wait until this one's
-are done. Replicas hold what they have summed until the end; those that shard nothing divide it in a copy. One rank
-gathers nothing, but casts. Shards are padded to equal rows. In fp8, a step that is probed counts numbers where they are
-rounded, which takes more than other steps do: that is told by itself.
+are done. Replicas add up micro-batches before they sum among each other; those that shard nothing divide gradients in
+a copy. One rank gathers nothing, but casts. Shards are padded to equal rows. In fp8, a step that is probed counts
+numbers where they are rounded, which takes more than other steps do: that is told by itself.
 Left out: host memory (ring and saves: `harness.plan.plan`). What torch's allocator does not know (context, NCCL) and
 what it cannot use again is `OUTSIDE_BYTES` and `FRAGMENTED`.
 """
@@ -250,7 +250,6 @@ def _in_block(cfg: Config, sizes: Sizes, block: int, *, is_done: bool) -> Parts:
     if resharded(cfg):
         gathered, prefetched = sizes.block, (sizes.block if is_sharded and block > 0 else 0)
     waiting = FP32_BYTES * sizes.block if num_done else 0
-    summed = sizes.shard(num_done * sizes.block) if _keeps_sums(cfg, sizes) else 0
     maps = maps_of(cfg, block)
     passing = cfg.model.dim * size if is_done else passing_bytes(cfg, maps)
     own = size * sizes.block if is_done else passing_weight_bytes(cfg, maps)
@@ -259,14 +258,9 @@ def _in_block(cfg: Config, sizes: Sizes, block: int, *, is_done: bool) -> Parts:
         sizes.state,
         gradients=_accumulated(sizes) or sizes.shard(num_done * sizes.block),
         gathered=size * (sizes.root + gathered),
-        in_flight=size * (sizes.head + prefetched) + own + waiting + summed,
+        in_flight=size * (sizes.head + prefetched) + own + waiting,
         activations=sizes.tokens * (sizes.kept[num_kept] + passing),
     )
-
-
-def _keeps_sums(cfg: Config, sizes: Sizes) -> bool:
-    """Whether what replicas have summed lies beside the gradients that it was added to."""
-    return cfg.parallel.replicate > 1 and sizes.num_micro_batches > 1
 
 
 def _reduction(cfg: Config, sizes: Sizes) -> Parts:
@@ -274,10 +268,9 @@ def _reduction(cfg: Config, sizes: Sizes) -> Parts:
     where copies shard nothing, another one to divide."""
     gradients = sizes.shard(sizes.num_blocks * sizes.block + sizes.root)
     reduced = sizes.shard(sizes.root) if sizes.num_micro_batches > 1 else 0
-    summed = sizes.shard(sizes.num_blocks * sizes.block) if _keeps_sums(cfg, sizes) else 0
     divided = FP32_BYTES * sizes.root if sizes.num_shards == 1 and cfg.parallel.replicate > 1 else 0
     beside = max(sizes.element * sizes.root, reduced + divided)
-    return _plus(sizes.state, gradients=gradients, in_flight=FP32_BYTES * sizes.root + beside + summed)
+    return _plus(sizes.state, gradients=gradients, in_flight=FP32_BYTES * sizes.root + beside)
 
 
 def _update(sizes: Sizes) -> Parts:

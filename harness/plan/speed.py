@@ -8,8 +8,9 @@ still one of the bf16 rate, as every MFU here.
 Traffic runs beside it, block by block: while a block computes, FSDP2 gathers the next one and, in backward, scatters
 the gradients of the last one. What takes longer of the two is waited for. In the open lie, of each micro-batch, the
 first gathers, where blocks are gathered again those of the last block, and the reduction of the first block and of
-embedding and head. Gathers and scatters share the links; the all-reduce of replicas has its own where shards stay on
-one machine.
+embedding and head. Gathers and scatters share the links; the all-reduce of replicas, in the last micro-batch alone, has
+its own where shards stay on one machine. Where ranks have uneven shares, all take as long as the largest: the others
+compute padding.
 Left out: slower or failing machines, evaluation, saves, and that kernels are slower on smaller tensors: models below 1B
 and small micro-batches take 10 to 15 % longer than this says.
 """
@@ -110,12 +111,18 @@ def _waiting_s(cfg: Config, calls: list[Collective], *, work_s: float, world_siz
     regather = gather if resharded(cfg) else 0.0
     far = [call for call in calls if call.group.num_nodes > 1]
     share_links = len({call.kind is CollectiveKind.all_reduce for call in far}) == 2
-    behind = regather + scatter + replicas if share_links else max(regather + scatter, replicas)
+    with_replicas = regather + scatter + replicas if share_links else max(regather + scatter, replicas)
     hidden = cfg.model.num_layers - 1
-    late = hidden * (max(0.0, gather - forward_s) + max(0.0, behind - backward_s))
-    in_the_open = gather + regather + scatter + replicas
-    in_the_open += sum(_cost(calls, kind, "root", cfg.cluster) for kind in CollectiveKind)
-    return num_micro_batches * (late + in_the_open)
+    root = {kind: _cost(calls, kind, "root", cfg.cluster) for kind in CollectiveKind}
+
+    def pass_s(behind: float, reduced: float) -> float:
+        """What is waited for in one micro-batch: `behind` of a block hides in its backward pass, `reduced` does not."""
+        late = hidden * (max(0.0, gather - forward_s) + max(0.0, behind - backward_s))
+        return late + gather + regather + scatter + reduced
+
+    gathers = root[CollectiveKind.all_gather] + root[CollectiveKind.reduce_scatter]
+    last = pass_s(with_replicas, gathers + replicas + root[CollectiveKind.all_reduce])
+    return (num_micro_batches - 1) * pass_s(regather + scatter, gathers) + last
 
 
 def _cost(calls: list[Collective], kind: CollectiveKind, of: str, cluster: ClusterConfig) -> float:

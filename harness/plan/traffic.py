@@ -3,10 +3,10 @@
 Why: on many machines the links decide how fast a step can be, and a wrong mesh is cheaper to see here than to train on.
 How: every collective of a step is listed with how often it comes, how large it is and who takes part. Blocks are
 gathered once a micro-batch, twice where they are resharded after forward; gradients are scattered in fp32 at every
-micro-batch; copies of the model sum their shards. Neighbouring ranks share a machine, and shards are neighbours:
-replicas are what lies on different machines first. Volumes and times are those of a ring, as NCCL's own cost model has
-it: each rank sends (n - 1) / n of a gather, twice that of an all-reduce; where a ring leaves its machine, every device
-of it there lends its port. Latency grows with the number of ranks.
+micro-batch; copies of the model sum their shards once a step. Neighbouring ranks share a machine, and shards are
+neighbours: replicas are what lies on different machines first. Volumes and times are those of a ring, as NCCL's own
+cost model has it: each rank sends (n - 1) / n of a gather, twice that of an all-reduce; where a ring leaves its
+machine, every device of it there lends its port. Latency grows with the number of ranks.
 Left out: the one small all-reduce of signals; other jobs on the same network; trees and in-network reduction.
 """
 
@@ -97,7 +97,8 @@ def collectives(cfg: Config, *, world_size: int) -> list[Collective]:
     num_gathers = 2 if resharded(cfg) else 1
     sizes = {"block": padded(block_shapes(cfg.model), shards.num_ranks)}
     sizes["root"] = padded(root_shapes(cfg.model), shards.num_ranks)
-    calls = {"block": cfg.model.num_layers * num_micro_batches, "root": num_micro_batches}
+    modules = {"block": cfg.model.num_layers, "root": 1}
+    calls = {of: count * num_micro_batches for of, count in modules.items()}
     listed = []
     for of, size in sizes.items():
         often = calls[of] * (num_gathers if of == "block" else 1)
@@ -108,7 +109,7 @@ def collectives(cfg: Config, *, world_size: int) -> list[Collective]:
             Collective(
                 kind=CollectiveKind.all_reduce,
                 of=of,
-                num_calls=calls[of],
+                num_calls=modules[of],
                 num_bytes=reduced // shards.num_ranks,
                 group=replicas,
             ),

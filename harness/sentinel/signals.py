@@ -160,7 +160,7 @@ class Signals:
     def add_gradients(self) -> None:
         """Squared norm of each layer group's gradient, and of this rank's own before it was reduced.
 
-        A lone rank's gradient is its own. Where replicas shard nothing, nobody sees it in time: it travels as zero.
+        With one rank, the gradient is its own.
         """
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         assert len(gradients) == len(self._parameters), "every parameter takes part in every step"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import events, rundir, train
 from harness.build import Parts, build
@@ -27,6 +29,7 @@ from harness.faults.site import watched
 from harness.parallel import World, connect, local
 from harness.run import Run
 from harness.rundir import RunDir
+from harness.sharding import WatchedScatter
 from harness.state import RunState
 from harness.step import forward_backward, judge_and_update
 
@@ -185,14 +188,25 @@ def refusal(value: float, guilty: int, *overrides: str) -> dict[str, Any]:
 
 def count_collectives(*overrides: str) -> dict[str, int]:
     """How often each collective is called in one step."""
-    from torch.distributed.tensor.debug import CommDebugMode
-
     cfg = tiny(*overrides)
     parts = _build(cfg)
     step(parts, cfg, 0)
-    with CommDebugMode() as counted:  # type: ignore[no-untyped-call]
+    with _Counting() as counting:
         step(parts, cfg, 1)
-    return {str(operator).replace("_", ""): count for operator, count in counted.get_comm_counts().items()}
+    return counting.calls
+
+
+class _Counting(TorchDispatchMode):
+    """Counts collectives by name; torch's own `CommDebugMode` takes one forward pass only."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.calls[function.__name__.replace("_", "")] += 1
+        return function(*args, **(kwargs or {}))
 
 
 def dtypes(*overrides: str) -> dict[str, str]:
@@ -225,6 +239,39 @@ def gradient_digests(*overrides: str) -> dict[str, Tensor]:
     parts = _build(cfg)
     forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
     return {name: full(p.grad).clone() for name, p in parts.update.parameters.items() if p.grad is not None}
+
+
+Pairs = dict[str, tuple[Tensor, Tensor]]
+
+
+def replica_gradients(*overrides: str) -> tuple[Pairs, Pairs]:
+    """Gradients of the first batch with an all-reduce between replicas in each micro-batch and with one of their sum:
+    first of gradients rounded to multiples of 2 ** -20, which fp32 adds exactly in any order, then as they are."""
+    cfg = tiny(*overrides)
+    world = connect(cfg.parallel)
+
+    def gradients(*, rounded: bool, once: bool) -> dict[str, Tensor]:
+        parts = _build(cfg, world)
+        if rounded:
+            scatter = WatchedScatter(parts.collectives, first=[lambda g: g.mul_(2.0**20).round_().mul_(2.0**-20)])
+            for module in parts.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_reduce_scatter(scatter)
+        if once:
+            forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
+        else:
+            seed = 1.0 / (cfg.train.batch_size * cfg.train.sequence_length)
+            for rows in parts.batches[0].micro_batches(cfg.train.micro_batch_size):
+                parts.model(rows.inputs, rows.targets, seed=seed).objective.backward()
+        return {name: full(p.grad).clone() for name, p in parts.update.parameters.items() if p.grad is not None}
+
+    def pairs(*, rounded: bool) -> Pairs:
+        each, once = gradients(rounded=rounded, once=False), gradients(rounded=rounded, once=True)
+        assert each.keys() == once.keys()
+        assert any(gradient.any() for gradient in once.values())
+        return {name: (each[name], once[name]) for name in once}
+
+    return pairs(rounded=True), pairs(rounded=False)
 
 
 def gathered(*overrides: str) -> dict[str, bool]:

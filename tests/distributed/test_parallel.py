@@ -19,7 +19,7 @@ def test_every_world_starts_with_the_same_bits(ranks: Pool) -> None:
     assert ranks.run(2, cases.first_weights) == [alone] * 2
     assert ranks.run(4, cases.first_weights) == [alone] * 4
     assert ranks.run(4, cases.first_weights, "parallel=hsdp") == [alone] * 4
-    assert ranks.run(3, cases.first_weights, "train.batch_size=9") == [alone] * 3, "uneven shards"
+    assert ranks.run(3, cases.first_weights) == [alone] * 3, "uneven shards"
     assert ranks.run(1, cases.first_weights, "run.seed=1") != [alone]
 
 
@@ -38,6 +38,9 @@ def test_every_world_starts_with_the_same_bits(ranks: Pool) -> None:
         (2, ("parallel.activation_checkpointing=selective",)),
         (2, ("model.tied_head=true",)),
         (2, ("model.loss_chunk_tokens=10",)),
+        (3, ()),
+        (3, ("train.micro_batch_size=2",)),
+        (3, ("train.micro_batch_size=1", "parallel.replicate=3")),
     ],
 )
 def test_gradients_equal_those_of_one_rank(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
@@ -115,6 +118,24 @@ def test_signals_cost_one_collective_a_step(ranks: Pool) -> None:
         assert scattered == blocks_and_root
         assert gathered >= blocks_and_root
         assert reduced == 1
+
+
+def test_replicas_all_reduce_once_a_step(ranks: Pool) -> None:
+    """2 x 2 ranks and 3 micro-batches: two blocks and the root are scattered in each, and summed between replicas in
+    the last one; the other all-reduce is that of the signals."""
+    overrides = ("parallel=hsdp", "train.batch_size=12", "train.micro_batch_size=1")
+    for counts in ranks.run(4, cases.count_collectives, *overrides):
+        assert sum(count for name, count in counts.items() if "reducescatter" in name) == 3 * 3
+        assert sum(count for name, count in counts.items() if "allreduce" in name) == 3 + 1
+
+
+def test_one_all_reduce_of_all_micro_batches_changes_only_the_order_of_sums(ranks: Pool) -> None:
+    overrides = ("parallel=hsdp", "train.batch_size=12", "train.micro_batch_size=1")
+    for exact, rounded in ranks.run(4, cases.replica_gradients, *overrides):
+        for each, once in exact.values():
+            assert torch.equal(each, once), "where sums are exact, every bit is the same"
+        for name, (each, once) in rounded.items():
+            torch.testing.assert_close(once, each, rtol=1e-5, atol=1e-8, msg=name)
 
 
 def test_bf16_computes_low_and_remembers_high(ranks: Pool) -> None:

@@ -67,7 +67,13 @@ def spoiled(module: str, value: float, guilty: int, *overrides: str) -> list[Ste
 
 @pytest.mark.parametrize(
     ("size", "overrides"),
-    [(1, ()), (2, ()), (2, ("precision=bf16", "train.micro_batch_size=2")), (4, ("parallel=hsdp",))],
+    [
+        (1, ()),
+        (2, ()),
+        (2, ("precision=bf16", "train.micro_batch_size=2")),
+        (4, ("parallel=hsdp",)),
+        (2, ("parallel.replicate=2", "train.micro_batch_size=2")),
+    ],
 )
 @pytest.mark.parametrize(
     ("module", "value", "groups"),
@@ -115,7 +121,15 @@ def said_and_true(*overrides: str) -> tuple[StepRecord, float, float]:
 
 @pytest.mark.parametrize(
     ("size", "overrides"),
-    [(2, ()), (3, ("train.batch_size=9",)), (4, ()), (4, ("parallel=hsdp",)), (2, ("train.micro_batch_size=1",))],
+    [
+        (2, ()),
+        (3, ()),
+        (3, ("train.micro_batch_size=1",)),
+        (4, ()),
+        (4, ("parallel=hsdp",)),
+        (2, ("parallel.replicate=2",)),
+        (2, ("train.micro_batch_size=1",)),
+    ],
 )
 def test_ranks_are_told_apart_by_their_own_numbers(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
     outcomes = ranks.run(size, said_and_true, *overrides)
@@ -138,7 +152,10 @@ def probes(*overrides: str) -> list[StepRecord]:
     return [step(parts, cfg, index) for index in range(3)]
 
 
-@pytest.mark.parametrize(("size", "overrides"), [(4, ()), (4, ("parallel=hsdp",)), (2, ("parallel.replicate=2",))])
+@pytest.mark.parametrize(
+    ("size", "overrides"),
+    [(4, ()), (4, ("parallel=hsdp",)), (2, ("parallel.replicate=2",)), (3, ()), (3, ("train.micro_batch_size=1",))],
+)
 def test_probes_do_not_depend_on_how_the_model_is_spread(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
     alone = ranks.run(1, probes)[0]
     assert alone[0].square_ratio is None

@@ -22,10 +22,13 @@ def test_one_bit_of_one_weight_of_one_rank_is_turned_over_once(ranks: Pool, tmp_
     assert again["told"] == [(2, 0)]
 
 
-@pytest.mark.parametrize("kind", ["nan_grad", "inf_grad", "bit_flip_grad"])
-def test_a_gradient_is_spoiled_before_it_is_measured(ranks: Pool, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "replicate"), [("nan_grad", 1), ("inf_grad", 1), ("bit_flip_grad", 1), ("nan_grad", 2)]
+)
+def test_a_gradient_is_spoiled_before_it_is_measured(ranks: Pool, tmp_path: Path, kind: str, replicate: int) -> None:
     """The last slot is the struck rank's own: all ranks read the same one after the reduction."""
-    before, struck, after = ranks.run(2, drilling.ready, str(tmp_path), drilling.own_squares, [kind])[0]
+    words = [f"parallel.replicate={replicate}"]
+    before, struck, after = ranks.run(2, drilling.ready_with, str(tmp_path), words, drilling.own_squares, [kind])[0]
     assert before == after > 0
     assert not struck < math.inf
 

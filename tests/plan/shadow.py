@@ -35,7 +35,7 @@ from harness.model.transformer import Transformer
 from harness.parallel import World, local
 from harness.plan.gathered import resharded
 from harness.precision import linear, policy
-from harness.sharding import shard
+from harness.sharding import reduce_replicas, shard
 
 COLLECTIVES = {
     "_allgather_base_": "all_gather",
@@ -189,7 +189,9 @@ def shadow(cfg: Config, *, world_size: int) -> Shadow:
             for parameter in model.parameters():
                 counting.see(local(parameter.detach()))
             weights = counting.total - besides
-            for _ in range(2):
+            for is_last in (False, True):
+                if cfg.parallel.replicate > 1:
+                    reduce_replicas(model, now=is_last)
                 counting.calls.clear()
                 before = counting.total
                 tokens = torch.zeros(micro, cfg.train.sequence_length, dtype=torch.int64)

@@ -77,6 +77,21 @@ def test_replicas_lie_on_different_machines() -> None:
     assert [group.per_node for group in crowded] == [2, 4], "four copies on each machine"
 
 
+def test_replicas_sum_once_a_step_whatever_the_number_of_micro_batches() -> None:
+    once, thrice = ["parallel.replicate=4"], ["parallel.replicate=4", "train.batch_size=96", "train.micro_batch_size=1"]
+    assert sent(thrice, 32)["all_reduce"] == sent(once, 32)["all_reduce"]
+    assert sent(thrice, 32)["reduce_scatter"] == (3 * sent(once, 32)["reduce_scatter"][0], 0)
+
+
+def test_padding_takes_as_long_as_what_counts() -> None:
+    cfg = config("train.batch_size=64")
+    even, uneven = (pace(cfg, world_size=ranks, mfu=0.5) for ranks in (32, 33))
+    assert even is not None
+    assert uneven is not None
+    assert uneven.work_s == pytest.approx(even.work_s), "the largest share is two sequences on both"
+    assert uneven.mfu < even.mfu
+
+
 def test_seconds_of_a_ring() -> None:
     cluster = config().cluster
     group = Group(num_ranks=16, num_nodes=2, per_node=8)
