@@ -41,7 +41,8 @@ def build_corpus(
             return SyntheticCorpus(synthetic, vocab_size=vocab_size, sequence_length=length, seed=seed)
         case DataKind.files:
             key = f"data.sources.{name}.paths"
-            files = [open_tokens(path, dtype=source.dtype, key=key) for path in expand(source.paths, key=key)]
+            paths = expand(source.paths, key=key)
+            files = [open_tokens(path, dtype=source.dtype, key=key, num_files=len(paths)) for path in paths]
             return FilesCorpus(files, shape=shape, key=key)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from harness.config import ConfigError, require
 from harness.data.corpus import MIN_SAMPLES, Origin, SampleShape, Tokens, digest
-from harness.data.index import TokenFile
+from harness.data.index import NUM_PROBES, TokenFile, probes_per_file
 
 
 @final
@@ -85,7 +85,8 @@ class FilesCorpus:
         return total
 
     def fingerprint(self) -> str:
-        return digest("".join(file.fingerprint() for file in self._files).encode(), self._length)
+        num_probes = probes_per_file(NUM_PROBES, len(self._files))
+        return digest("".join(file.fingerprint(num_probes) for file in self._files).encode(), self._length)
 
     def _rows_of(self, number: int, windows: NDArray[np.int64]) -> Tokens:
         """Windows of one file, checked; one lookup in the map serves them all."""

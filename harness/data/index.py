@@ -10,7 +10,6 @@ Left out: object stores, and a check of token ids, which would need a scan.
 
 from __future__ import annotations
 
-import mmap
 import os
 from array import array
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from harness.config import ConfigError, TokenDtype, require
 from harness.data.layout import flat_layout
+from harness.data.mapped import map_file
 from harness.data.megatron import WRITABLE, MegatronIndex, write_index
 
 Tokens = NDArray[np.integer[Any]]
@@ -37,6 +37,9 @@ NO_TOKENS = ".counts.npy"
 LONGEST_DOCUMENT = 2**31 - 1
 PROBE_BYTES = 4096
 NUM_PROBES = 16
+INDEX_PROBES = 64
+MAX_PROBES = 4096
+"""Most probes of one kind when a source is opened, over all its files; each file gets at least two."""
 
 
 def expand(paths: Sequence[str], *, key: str) -> list[Path]:
@@ -55,20 +58,33 @@ def expand(paths: Sequence[str], *, key: str) -> list[Path]:
     return sorted(found)
 
 
-def open_tokens(path: str | Path, *, dtype: TokenDtype, key: str) -> TokenFile:
+def probes_per_file(most: int, num_files: int) -> int:
+    """How many probes each of `num_files` files gets: `most` for a few files, fewer for many."""
+    return max(2, min(most, MAX_PROBES // num_files))
+
+
+def open_tokens(path: str | Path, *, dtype: TokenDtype, key: str, num_files: int = 1) -> TokenFile:
     """Map a file of tokens: Megatron's pair (by either name or their prefix), flat, llm.c, or NumPy.
 
-    `dtype` says what a file without a header holds; where there is a header, the two must agree.
+    `dtype` says what a file without a header holds; where there is a header, the two must agree. `num_files` is how many
+    files the source has: the more there are, the fewer places of each are looked at.
     """
     data_path = _data_file(Path(path).expanduser(), key=key)
     mapped = _map(data_path, key=key)
     index_path = data_path.with_suffix(".idx")
     if data_path.suffix == ".bin" and index_path.exists():
-        num_bytes, index_map = len(mapped), _map(index_path, key=key)
-        index = MegatronIndex(index_path, index_map, bin_path=data_path, num_bytes=num_bytes, key=key)
+        index = MegatronIndex(
+            index_path,
+            memoryview(_map(index_path, key=key)),
+            bin_path=data_path,
+            num_bytes=len(mapped),
+            key=key,
+            num_probes=probes_per_file(INDEX_PROBES, num_files),
+        )
         file = TokenFile(data_path, np.frombuffer(mapped, dtype=index.dtype), key=key, index=index)
     else:
-        stored, offset, count = flat_layout(data_path, memoryview(mapped), dtype=dtype, key=key)
+        num_probes = probes_per_file(NUM_PROBES, num_files)
+        stored, offset, count = flat_layout(data_path, memoryview(mapped), dtype=dtype, key=key, num_probes=num_probes)
         file = TokenFile(data_path, np.frombuffer(mapped, dtype=stored, count=count, offset=offset), key=key)
     agrees = dtype is TokenDtype.auto or file.dtype == np.dtype(dtype.value)
     require(agrees, key, f"{data_path}: holds {file.dtype}, but the source's dtype is {dtype.value}")
@@ -84,6 +100,8 @@ class TokenFile:
         self.dtype: np.dtype[Any] = tokens.dtype
         self.num_tokens = len(tokens)
         self.num_documents = 1 if index is None else index.num_documents
+        self.has_documents = index is not None
+        """Whether it is known where documents begin; without an index the whole file counts as one."""
         self._tokens = tokens
         self._index = index
         self._key = key
@@ -112,14 +130,14 @@ class TokenFile:
         assert 0 <= number < self.num_documents
         return (0, self.num_tokens) if self._index is None else self._index.document(number)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, num_probes: int = NUM_PROBES) -> str:
         """Equal for equal files wherever they lie, as short hexadecimal text: of sizes and of a few blocks."""
         facts = (self.dtype.str, self.num_tokens, self.num_documents)
         digest = blake2b(repr(facts).encode(), digest_size=8)
         count = min(self.num_tokens, PROBE_BYTES // self.dtype.itemsize)
-        for probe in range(NUM_PROBES):
-            digest.update(self.read((self.num_tokens - count) * probe // (NUM_PROBES - 1), count).data)
-            digest.update(repr(self.document((self.num_documents - 1) * probe // (NUM_PROBES - 1))).encode())
+        for probe in range(num_probes):
+            digest.update(self.read((self.num_tokens - count) * probe // (num_probes - 1), count).data)
+            digest.update(repr(self.document((self.num_documents - 1) * probe // (num_probes - 1))).encode())
         return digest.hexdigest()
 
     def check_presence(self) -> None:
@@ -221,11 +239,11 @@ def _data_file(path: Path, *, key: str) -> Path:
     raise ConfigError(key, f"{path}: no such file, nor {beside['.bin'].name} with {beside['.idx'].name}")
 
 
-def _map(path: Path, *, key: str) -> mmap.mmap:
+def _map(path: Path, *, key: str) -> NDArray[np.uint8]:
     """The file's bytes; pages are read when they are touched."""
     try:
-        with path.open("rb") as file:
-            require(os.fstat(file.fileno()).st_size > 0, key, f"{path}: is empty")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = map_file(path)
     except OSError as error:
         raise ConfigError(key, f"{path}: cannot be read ({error.strerror})") from None
+    require(len(mapped) > 0, key, f"{path}: is empty")
+    return mapped

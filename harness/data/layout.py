@@ -29,7 +29,6 @@ HEAD_BYTES = 4096
 """Read to find out the format; no header of ours is longer."""
 
 PROBE_TOKENS = 1024
-NUM_PROBES = 16
 LARGEST_HIGH_HALF = 3
 """Ids below 2 ** 18: the vocabularies for which uint32 is written."""
 
@@ -40,7 +39,7 @@ class Layout(NamedTuple):
     num_tokens: int
 
 
-def flat_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str) -> Layout:
+def flat_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str, num_probes: int) -> Layout:
     """The layout of a file without an index, or the reason why it cannot be tokens."""
     head = bytes(mapped[:HEAD_BYTES])
     if head.startswith(NUMPY_MAGIC):
@@ -51,7 +50,7 @@ def flat_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str) 
         require((magic, version) != (LLMC_EVALUATION, 1), key, message)
         if magic in LLMC_TOKENS:
             return _llmc_layout(path, (magic, version, num_tokens), len(mapped), key=key)
-    return _raw_layout(path, mapped, dtype=dtype, key=key)
+    return _raw_layout(path, mapped, dtype=dtype, key=key, num_probes=num_probes)
 
 
 def check_size(path: Path, layout: Layout, num_bytes: int, *, key: str) -> None:
@@ -89,7 +88,7 @@ def _llmc_layout(path: Path, header: tuple[int, int, int], num_bytes: int, *, ke
     return layout
 
 
-def _raw_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str) -> Layout:
+def _raw_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str, num_probes: int) -> Layout:
     stored = np.dtype("<u2" if dtype is TokenDtype.auto else dtype.value)
     num_tokens, odd_bytes = divmod(len(mapped), stored.itemsize)
     message = f"{path}: has {len(mapped)} bytes, which is no multiple of the {stored.itemsize} of {stored}"
@@ -97,13 +96,13 @@ def _raw_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str) 
     layout = Layout(stored, 0, num_tokens)
     if dtype is TokenDtype.auto:
         message = f"{path}: looks like uint32 and says nothing of it; set the source's dtype (uint16 where it is that)"
-        require(not _looks_like_uint32(np.frombuffer(mapped, dtype=stored)), key, message)
+        require(not _looks_like_uint32(np.frombuffer(mapped, dtype=stored), num_probes), key, message)
     return layout
 
 
-def _looks_like_uint32(tokens: np.ndarray[Any, np.dtype[Any]]) -> bool:
+def _looks_like_uint32(tokens: np.ndarray[Any, np.dtype[Any]], num_probes: int) -> bool:
     """Whether every second word, and only those, is as small as the high half of a token id."""
-    starts = np.linspace(0, max(0, len(tokens) - PROBE_TOKENS), NUM_PROBES).astype(np.int64) // 2 * 2
+    starts = np.linspace(0, max(0, len(tokens) - PROBE_TOKENS), num_probes).astype(np.int64) // 2 * 2
     words = np.concatenate([tokens[start : start + PROBE_TOKENS] for start in starts])
     low, high = words[::2], words[1::2]
     return len(high) >= PROBE_TOKENS // 2 and high.max() <= LARGEST_HIGH_HALF and low.max() > 255

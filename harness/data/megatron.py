@@ -11,7 +11,6 @@ Left out: a check of every entry (a lookup that meets a broken one says so), and
 
 from __future__ import annotations
 
-import mmap
 import struct
 from array import array
 from bisect import bisect_right
@@ -44,7 +43,6 @@ DTYPES: dict[int, np.dtype[Any]] = {
 WRITABLE: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPES.items() if code <= 8 and dtype.kind in "iu"}
 """What tokens can be written as, so that Megatron's own reader takes them."""
 
-NUM_PROBES = 64
 CHUNK_ENTRIES = 1 << 20
 
 
@@ -67,10 +65,11 @@ def write_index(file: BinaryIO, dtype: np.dtype[Any], lengths: array[int]) -> No
 class MegatronIndex:
     """The documents of one `.bin` file, looked up in the mapped `.idx` file."""
 
-    def __init__(self, path: Path, mapped: mmap.mmap, *, bin_path: Path, num_bytes: int, key: str) -> None:
+    def __init__(
+        self, path: Path, view: memoryview, *, bin_path: Path, num_bytes: int, key: str, num_probes: int
+    ) -> None:
         self.path = path
         self._key = key
-        view = memoryview(mapped)
         self._require(len(view) >= HEADER.size, f"is cut off within its header of {HEADER.size} bytes")
         magic, version, code, num_sequences, num_marks = HEADER.unpack_from(view)
         self._require(magic == MAGIC, f"is no Megatron index, begins with {bytes(view[:9])!r} and not {MAGIC!r}")
@@ -88,7 +87,7 @@ class MegatronIndex:
         self._marks, _ = _cut(rest, "q", num_marks)
         self._num_bytes = num_bytes
         self.num_documents = num_marks - 1
-        self._check_cover(bin_path)
+        self._check_cover(bin_path, num_probes)
 
     def document(self, number: int) -> tuple[int, int]:
         """First token and end of a document."""
@@ -112,7 +111,7 @@ class MegatronIndex:
         self._require(sequence == len(self._pointers), f"is broken: a document begins at sequence {sequence}")
         return self._num_bytes // self.dtype.itemsize
 
-    def _check_cover(self, bin_path: Path) -> None:
+    def _check_cover(self, bin_path: Path, num_probes: int) -> None:
         """The documents lie one behind the other from the first byte to the last; checked at the ends and at probes."""
         last = len(self._pointers) - 1
         end = self._pointers[last] + self._lengths[last] * self.dtype.itemsize
@@ -125,13 +124,13 @@ class MegatronIndex:
         ends = (self._marks[0], self._marks[self.num_documents])
         message = f"must mark documents from sequence 0 to {last + 1}, but marks {ends[0]} to {ends[1]}"
         self._require(ends == (0, last + 1), message)
-        for probe in range(NUM_PROBES):
-            sequence = last * probe // NUM_PROBES
+        for probe in range(num_probes):
+            sequence = last * probe // num_probes
             if sequence < last:
                 following = self._pointers[sequence] + self._lengths[sequence] * self.dtype.itemsize
                 fits = self._lengths[sequence] >= 0 and following == self._pointers[sequence + 1]
                 self._require(fits, f"is broken: sequence {sequence} does not end where the next one begins")
-            mark = (self.num_documents - 1) * probe // NUM_PROBES
+            mark = (self.num_documents - 1) * probe // num_probes
             fits = 0 <= self._marks[mark] <= self._marks[mark + 1] <= last + 1
             self._require(fits, f"is broken: document {mark} ends before it begins")
 
