@@ -315,7 +315,7 @@ class DataConfig:
     eval_fraction: float
     """Share of each source's samples held out; disjoint from training by construction."""
     document_mask: bool
-    """No attention and no target across documents, where a source knows its documents."""
+    """No attention and no target across documents; refused for files without document boundaries (flat .bin, .npy)."""
     sources: dict[str, SourceConfig]
     """Name -> where tokens come from."""
     phases: list[PhaseConfig]

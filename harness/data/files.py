@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from itertools import accumulate
+from pathlib import Path
 from typing import final
 
 import numpy as np
@@ -73,6 +74,11 @@ class FilesCorpus:
         file = self._files[number]
         documents = (file.document_at(position)[0] for position in (first, first + self._length))
         return Origin(str(file.path), first, *documents)
+
+    @property
+    def without_documents(self) -> Path | None:
+        """The first file that does not say where its documents begin."""
+        return next((file.path for file in self._files if not file.has_documents), None)
 
     def token_counts(self) -> NDArray[np.int64] | None:
         total = np.zeros(self.vocab_size, dtype=np.int64)

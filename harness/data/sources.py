@@ -15,6 +15,7 @@ from harness.config import Config, require
 from harness.data.batches import Batches, Share, Source
 from harness.data.corpora import build_corpus, split
 from harness.data.corpus import Corpus, SampleShape
+from harness.data.files import FilesCorpus
 from harness.data.ledger import Ledger
 from harness.data.mixture import Change, Recipe
 from harness.data.stratify import Stratified, find_rare
@@ -57,6 +58,8 @@ def open_sources(cfg: Config) -> tuple[list[Source], list[Source]]:
     for name in cfg.data.sources:
         seed = source_seed(cfg, name)
         corpus = open_corpus(cfg, name, seed=seed)
+        if cfg.data.document_mask:
+            require_documents(corpus)
         train_samples, held_out_samples = split(corpus.num_samples, cfg.data.eval_fraction, source=name)
         train.append(Source(name, corpus, train_samples, seed))
         held_out.append(Source(name, corpus, held_out_samples, HELD_OUT_SEED))
@@ -66,6 +69,15 @@ def open_sources(cfg: Config) -> tuple[list[Source], list[Source]]:
 def open_corpus(cfg: Config, name: str, *, seed: int) -> Corpus:
     shape = SampleShape(cfg.train.sequence_length, cfg.model.vocab_size)
     return build_corpus(name, cfg.data.sources[name], shape=shape, synthetic=cfg.data.synthetic, seed=seed)
+
+
+def require_documents(corpus: Corpus) -> None:
+    """Refuse a document mask for files without document boundaries: it would mask nothing."""
+    flat = corpus.without_documents if isinstance(corpus, FilesCorpus) else None
+    message = (
+        f"{flat} has no document boundaries; only a .bin with its .idx has them (harness data prepare writes both)"
+    )
+    require(flat is None, "data.document_mask", f"{message}; prepare the data again, or set it to false")
 
 
 def source_seed(cfg: Config, name: str) -> int:

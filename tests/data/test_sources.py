@@ -18,6 +18,7 @@ from harness.data.ledger import Ledger
 from harness.data.sources import HELD_OUT_SEED, open_data, source_seed
 
 CPU = torch.device("cpu")
+MASKED = "data.document_mask=true"
 SMALL = ["train.sequence_length=64", "data.synthetic.num_samples=2000"]
 
 
@@ -138,6 +139,20 @@ def test_data_that_does_not_fit_names_the_key(overrides: list[str], line: str) -
     with pytest.raises(ConfigError, match=f"^{line}") as caught, _opened(load(overrides)):
         pass
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ending", ["bin", "npy"])
+def test_a_document_mask_needs_files_that_know_their_documents(ending: str, prefix: Path) -> None:
+    flat = prefix.with_name(f"flat.{ending}")
+    tokens = np.zeros(20_000, dtype=np.uint16)
+    np.save(flat, tokens) if ending == "npy" else tokens.tofile(flat)
+    paths = f"data.sources.main.paths=[{prefix},{flat}]"
+    line = rf"^data\.document_mask: {flat} has no document boundaries.*\.idx.*set it to false"
+    with pytest.raises(ConfigError, match=line) as caught, _opened(load(["data=files", *SMALL, paths, MASKED])):
+        pass
+    assert "\n" not in str(caught.value)
+    with _opened(load(["data=files", *SMALL, paths])):
+        pass
 
 
 def test_without_evaluation_little_held_out_data_is_no_reason_to_stop() -> None:
