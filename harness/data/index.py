@@ -66,8 +66,8 @@ def probes_per_file(most: int, num_files: int) -> int:
 def open_tokens(path: str | Path, *, dtype: TokenDtype, key: str, num_files: int = 1) -> TokenFile:
     """Map a file of tokens: Megatron's pair (by either name or their prefix), flat, llm.c, or NumPy.
 
-    `dtype` says what a file without a header holds; where there is a header, the two must agree. `num_files` is how many
-    files the source has: the more there are, the fewer places of each are looked at.
+    `dtype` says what a file without a header holds; where there is a header, the two must agree.
+    `num_files` is how many files the source has: the more there are, the fewer places of each are looked at.
     """
     data_path = _data_file(Path(path).expanduser(), key=key)
     mapped = _map(data_path, key=key)

@@ -11,8 +11,9 @@ Left out: strength against an adversary; the hash only has to look random to a m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,16 +40,74 @@ FEW = 12
 Word = TypeVar("Word", int, NDArray[Any])
 
 
-def samples_at(turns: NDArray[np.int64], *, num_samples: int, seed: int) -> NDArray[np.int64]:
+EPOCHS_PER_STRETCH = 2**40
+"""Epochs of a later stretch are counted from a multiple of it, so that no two stretches share a permutation."""
+
+
+class Stretch(NamedTuple):
+    """Passes over the same samples, from a turn of their source on until the next stretch begins.
+
+    A source has one stretch; each time files are added to it during a run, it gets further ones.
+    """
+
+    from_turn: int
+    number: int
+    """Decides the permutations; 0 for the first."""
+    parts: tuple[range, ...]
+    """The samples, in ranges that do not overlap."""
+
+    @property
+    def num_samples(self) -> int:
+        return sum(map(len, self.parts))
+
+
+def samples_in(turns: NDArray[np.int64], stretches: Sequence[Stretch], *, seed: int) -> NDArray[np.int64]:
+    """The samples of a source at its turns, stretch after stretch."""
+    if len(stretches) == 1:
+        return _in_stretch(turns, stretches[0], seed=seed)
+    numbers = np.searchsorted([stretch.from_turn for stretch in stretches], turns, side="right") - 1
+    samples = np.empty_like(turns)
+    for number in np.unique(numbers).tolist():
+        now = numbers == number
+        samples[now] = _in_stretch(turns[now], stretches[number], seed=seed)
+    return samples
+
+
+def num_unrepeated(stretches: Sequence[Stretch]) -> int:
+    """The first turn at which a sample comes a second time."""
+    seen: set[range] = set()
+    for stretch, following in zip(stretches, [*stretches[1:], None], strict=True):
+        if seen.intersection(stretch.parts):
+            return stretch.from_turn
+        end = stretch.from_turn + stretch.num_samples
+        if following is None or following.from_turn > end:
+            return end
+        seen.update(stretch.parts)
+    raise AssertionError("the last stretch has no end")
+
+
+def _in_stretch(turns: NDArray[np.int64], stretch: Stretch, *, seed: int) -> NDArray[np.int64]:
+    first_epoch = stretch.number * EPOCHS_PER_STRETCH
+    places = samples_at(turns - stretch.from_turn, num_samples=stretch.num_samples, seed=seed, first_epoch=first_epoch)
+    if len(stretch.parts) == 1:
+        return stretch.parts[0].start + places
+    ends = np.cumsum([len(part) for part in stretch.parts])
+    numbers = np.searchsorted(ends, places, side="right")
+    shifts = np.array([part.stop for part in stretch.parts]) - ends
+    samples: NDArray[np.int64] = places + shifts[numbers]
+    return samples
+
+
+def samples_at(turns: NDArray[np.int64], *, num_samples: int, seed: int, first_epoch: int = 0) -> NDArray[np.int64]:
     """The samples of a source at its turns: pass after pass, each in an order of its own."""
     epochs, offsets = np.divmod(turns, num_samples)
     first, last = (int(epochs.min()), int(epochs.max())) if len(epochs) else (0, 0)
     if first == last:
-        return permute_many(offsets, num_samples, (seed, first))
+        return permute_many(offsets, num_samples, (seed, first_epoch + first))
     samples = np.empty_like(offsets)
     for epoch in np.unique(epochs):
         now = epochs == epoch
-        samples[now] = permute_many(offsets[now], num_samples, (seed, int(epoch)))
+        samples[now] = permute_many(offsets[now], num_samples, (seed, first_epoch + int(epoch)))
     return samples
 
 

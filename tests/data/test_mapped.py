@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +24,8 @@ import numpy as np
 from harness.config import DataKind, SourceConfig, SyntheticConfig
 from harness.data.corpora import build_corpus
 from harness.data.corpus import SampleShape
-synthetic = SyntheticConfig(num_samples=9, zipf_exponent=1.0, repeat_probability=0.5, rare_tokens=0, rare_probability=0.0)
+settings = {"num_samples": 9, "zipf_exponent": 1.0, "repeat_probability": 0.5, "rare_tokens": 0}
+synthetic = SyntheticConfig(**settings, rare_probability=0.0)
 source = SourceConfig(kind=DataKind.files, paths=[sys.argv[1]])
 corpus = build_corpus("main", source, shape=SampleShape(16, 256), synthetic=synthetic, seed=0)
 rows = corpus.rows(np.arange(corpus.num_samples))
@@ -35,6 +35,10 @@ print(corpus.num_samples, int(rows[:, 0].sum()), int(corpus.documents(1)[-1]), l
 
 def maps_of(path: Path) -> int:
     return sum(line.rstrip().endswith(str(path)) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_five_thousand_pairs_are_open_under_a_limit_of_1024_descriptors(tmp_path: Path) -> None:
@@ -56,9 +60,9 @@ def test_five_thousand_pairs_are_open_under_a_limit_of_1024_descriptors(tmp_path
 def test_a_map_needs_no_descriptor_and_goes_with_its_last_view(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(200)))
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_descriptors()
     content = map_file(path)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_descriptors() == before
     view = content[10:20]
     del content
     gc.collect()
