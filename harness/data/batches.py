@@ -26,12 +26,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from harness.config import require
 from harness.data.batch import IGNORED, Batch
 from harness.data.corpus import Corpus, Origin, Tokens, digest
 from harness.data.facts import BatchFacts, Compared, GlobalFacts, fingerprint, global_facts, row_digest, stride_of
 from harness.data.ledger import Ledger
-from harness.data.mixture import Change, Mixture, Recipe
-from harness.data.order import samples_at
+from harness.data.mixture import Change, Mixture, Recipe, Size, Sizes
+from harness.data.order import Stretch, num_unrepeated, samples_in
 from harness.data.stratify import Stratified
 from harness.shares import Sharing
 
@@ -50,6 +51,12 @@ class Source(NamedTuple):
     """Which samples of the corpus are read."""
     seed: int
     """Of their order."""
+    later: tuple[Stretch, ...] = ()
+    """What is read once files were added during the run."""
+
+    @property
+    def stretches(self) -> tuple[Stretch, ...]:
+        return (Stretch(0, 0, (self.samples,)), *self.later)
 
 
 class Share(NamedTuple):
@@ -77,6 +84,18 @@ class _Buffers(NamedTuple):
 class _Made(NamedTuple):
     buffers: _Buffers
     facts: BatchFacts | None
+    is_own: NDArray[np.bool_] | None
+    """Which rows count, where the others are padding."""
+
+
+class _Part(NamedTuple):
+    """How the ranks share the rows of a global batch of one size, and what of it this rank computes on."""
+
+    sharing: Sharing
+    slots: Ints
+    """Row of the global batch in each row of this rank's batches."""
+    is_own: NDArray[np.bool_] | None
+    """Which of those count, where the others are padding."""
 
 
 class _Plan(NamedTuple):
@@ -109,20 +128,13 @@ class Batches:
         assert all(source.samples.step == 1 for source in sources), "a corpus is split into contiguous parts"
         assert recipe.batch_size >= share.world_size, "check_world comes first"
         assert stratified is None or len(sources) == 1
-        self._sharing = Sharing(
-            batch_size=recipe.batch_size, world_size=share.world_size, micro_batch_size=share.micro_batch_size
-        )
-        slots = self._sharing.slots_of(share.rank)
-        self._slots = np.array(slots.rows)
-        """Row of the global batch in each row of this rank's batches."""
-        self._is_own = ~np.array(slots.is_padding) if any(slots.is_padding) else None
-        """Which of those count, where the others are padding."""
+        self._sizes = Sizes(recipe.sizes or [Size(0, recipe.batch_size)])
+        self._parts: dict[int, _Part] = {}
         self.sources = tuple(sources)
         self.source_names = tuple(recipe.weights)
         self._recipe = recipe
         self._ledger = ledger
         self._share = share
-        self._own_rows = self._rows_of(share.rank)
         self._document_mask = document_mask
         self._stratified = stratified
         self._with_facts = with_facts
@@ -131,7 +143,7 @@ class Batches:
         self._num_tokens = len(sources[0].corpus.sample(sources[0].samples.start))
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: dict[int, Future[_Made]] = {}
-        self._only_source = torch.zeros(len(slots.rows), dtype=torch.int64, device=share.device)
+        self._only_source = torch.zeros(self._sizes.largest, dtype=torch.int64, device=share.device)
         self._last = -1
         self._returned_s = -math.inf
         self._corpus_digest, self._num_digested, self._plan_digest = "", -1, 0
@@ -148,7 +160,7 @@ class Batches:
             self._heed_ledger()
         ahead = self._ahead.pop(index, None)
         begun = ahead is not None and not ahead.cancel()
-        made = ahead.result() if ahead and begun else self._make(index, self.mixture, self._allocate())
+        made = ahead.result() if ahead and begun else self._make(index, self.mixture, self._allocate(index))
         batch = self._brought(made)
         if in_order and idle_s > self._make_s:
             self._look_ahead(index)
@@ -158,13 +170,15 @@ class Batches:
     def _brought(self, made: _Made) -> Batch:
         device, buffers = self._share.device, made.buffers
         tokens = buffers.tokens.to(device, non_blocking=True)
-        sources = self._only_source if buffers.sources is None else buffers.sources.to(device, non_blocking=True)
+        sources = self._only_source[: len(tokens)]
+        if buffers.sources is not None:
+            sources = buffers.sources.to(device, non_blocking=True)
         targets, documents = tokens[:, 1:], None
         if buffers.targets is not None:
             targets = buffers.targets.to(device, non_blocking=True)
         if buffers.documents is not None:
             documents = buffers.documents.to(device, non_blocking=True)
-        return Batch(tokens[:, :-1], targets, sources, documents, made.facts, self._is_own)
+        return Batch(tokens[:, :-1], targets, sources, documents, made.facts, made.is_own)
 
     def __len__(self) -> int:
         """Whole batches before any source begins its second pass; an index may go beyond."""
@@ -172,9 +186,15 @@ class Batches:
 
     def first_repeat(self) -> tuple[int, Source]:
         """The first batch that holds a sample of a second pass, and the source that begins it."""
-        ends = [self.mixture.find(number, len(source.samples)) for number, source in enumerate(self.sources)]
+        ends = [
+            self.mixture.find(number, num_unrepeated(source.stretches)) for number, source in enumerate(self.sources)
+        ]
         index, _, number = min((*end, number) for number, end in enumerate(ends) if end is not None)
         return index, self.sources[number]
+
+    def size(self, index: int) -> int:
+        """Rows of the global batch with that index; a run may have changed its batch size since."""
+        return self._sizes.at(index)
 
     def samples(self, index: int) -> tuple[Ints, Ints]:
         """Number of the source and sample of its corpus, for each row of the global batch."""
@@ -232,11 +252,24 @@ class Batches:
             self._ahead.pop(stale).cancel()
         for guess in guesses[1:]:
             if guess not in self._ahead:
-                self._ahead[guess] = self._worker.submit(self._make, guess, self.mixture, self._allocate())
+                self._ahead[guess] = self._worker.submit(self._make, guess, self.mixture, self._allocate(guess))
 
-    def _allocate(self) -> _Buffers:
-        num_rows, length = len(self._slots), self._num_tokens - 1
-        pinned, ignores = self._share.device.type == "cuda", self._document_mask or self._is_own is not None
+    def _part(self, index: int) -> _Part:
+        """How the ranks share a global batch; looked up by its size."""
+        size, share = self._sizes.at(index), self._share
+        if size not in self._parts:
+            message = f"batch {index} has the {size} rows of an earlier start, too few for {share.world_size} ranks"
+            require(size >= share.world_size, "train.batch_size", message)
+            sharing = Sharing(batch_size=size, world_size=share.world_size, micro_batch_size=share.micro_batch_size)
+            slots = sharing.slots_of(share.rank)
+            is_own = ~np.array(slots.is_padding) if any(slots.is_padding) else None
+            self._parts[size] = _Part(sharing, np.array(slots.rows), is_own)
+        return self._parts[size]
+
+    def _allocate(self, index: int) -> _Buffers:
+        part, length = self._part(index), self._num_tokens - 1
+        num_rows = len(part.slots)
+        pinned, ignores = self._share.device.type == "cuda", self._document_mask or part.is_own is not None
         return _Buffers(
             torch.empty((num_rows, length + 1), dtype=torch.int64, pin_memory=pinned),
             torch.empty(num_rows, dtype=torch.int64, pin_memory=pinned) if len(self.sources) > 1 else None,
@@ -251,7 +284,8 @@ class Batches:
         return made
 
     def _fill(self, index: int, mixture: Mixture, buffers: _Buffers) -> _Made:
-        own = self._slots
+        part = self._part(index)
+        own = part.slots
         sources, samples = self._samples(index, mixture)
         tokens = self._read(sources[own], samples[own], into=buffers.tokens.numpy())
         if buffers.sources is not None:
@@ -263,12 +297,13 @@ class Batches:
                 documents = self._documents(sources[own], samples[own])
                 targets[documents[:, 1:] != documents[:, :-1]] = IGNORED
                 buffers.documents.numpy()[:] = documents[:, :-1]
-            if self._is_own is not None:
-                targets[~self._is_own] = IGNORED
-                tokens = tokens[self._is_own]
+            if part.is_own is not None:
+                targets[~part.is_own] = IGNORED
+                tokens = tokens[part.is_own]
         if not self._with_facts:
-            return _Made(buffers, None)
-        facts = self._facts(tokens, sources[self._own_rows]) if self._share.rank == 0 else None
+            return _Made(buffers, None, part.is_own)
+        own_rows = part.sharing.rows_of(self._share.rank)
+        facts = self._facts(tokens, sources[own_rows]) if self._share.rank == 0 else None
         return _Made(
             buffers,
             BatchFacts(
@@ -277,11 +312,8 @@ class Batches:
                 own=facts,
                 compared=self._compare(index, tokens, sources, samples),
             ),
+            part.is_own,
         )
-
-    def _rows_of(self, rank: int) -> slice:
-        """Which rows of the global batch are a rank's."""
-        return self._sharing.rows_of(rank)
 
     def compared_stride(self, index: int) -> int | None:
         """How far ahead the rank lies whose row each rank reads too in this batch; None: no rows are compared."""
@@ -293,7 +325,8 @@ class Batches:
         stride = self.compared_stride(index)
         if stride is None:
             return None
-        turn, other = index // self._compare_every, self._rows_of((self._share.rank + stride) % self._share.world_size)
+        turn = index // self._compare_every
+        other = self._part(index).sharing.rows_of((self._share.rank + stride) % self._share.world_size)
         at = other.start + turn % (other.stop - other.start)
         (row,) = self._read(sources[at : at + 1], samples[at : at + 1])
         return Compared(own=row_digest(tokens[turn % len(tokens)]), other=row_digest(row))
@@ -307,7 +340,8 @@ class Batches:
         return plan.sources[index - plan.first], plan.samples[index - plan.first]
 
     def _plan_from(self, first: int, count: int, mixture: Mixture) -> _Plan:
-        sources, turns = mixture.batches(first, count)
+        num_alike = mixture.sizes.num_alike(first)
+        sources, turns = mixture.batches(first, count if num_alike is None else min(count, num_alike))
         if len(self.sources) == 1:
             return _Plan(mixture, first, sources, self._at_turns(0, turns.ravel()).reshape(turns.shape))
         samples = np.empty_like(turns)
@@ -320,8 +354,7 @@ class Batches:
         """The samples that a source gives at its turns."""
         if self._stratified is not None:
             turns = self._stratified.turns(turns)
-        _, _, own, seed = self.sources[number]
-        return own.start + samples_at(turns, num_samples=len(own), seed=seed)
+        return samples_in(turns, self.sources[number].stretches, seed=self.sources[number].seed)
 
     def _read(self, sources: Ints, samples: Ints, into: Ints | None = None) -> Ints:
         rows = np.empty((len(samples), self._num_tokens), dtype=np.int64) if into is None else into

@@ -67,6 +67,54 @@ def phases_of(base: Mapping[str, float], changes: Sequence[Change], amendments: 
     return phases
 
 
+class Size(NamedTuple):
+    """Rows of the global batch from a batch on."""
+
+    from_batch: int
+    batch_size: int
+
+
+@final
+class Sizes:
+    """Batch index and row to position in the stream of samples, and back.
+
+    A run that changes its batch size keeps the numbers of its batches: a batch has as many rows as were asked for when
+    its turn came, and the stream of samples goes on without a gap.
+    """
+
+    def __init__(self, sizes: Sequence[Size]) -> None:
+        assert sizes[0].from_batch == 0
+        self._starts = [size.from_batch for size in sizes]
+        self._sizes = [size.batch_size for size in sizes]
+        self._positions = [0]
+        for (start, size), following in zip(sizes, self._starts[1:], strict=False):
+            self._positions.append(self._positions[-1] + (following - start) * size)
+
+    @property
+    def largest(self) -> int:
+        return max(self._sizes)
+
+    def at(self, index: int) -> int:
+        """Rows of a batch."""
+        return self._sizes[bisect_right(self._starts, index) - 1]
+
+    def num_alike(self, index: int) -> int | None:
+        """How many batches from this one on have as many rows; None: all."""
+        place = bisect_right(self._starts, index)
+        return self._starts[place] - index if place < len(self._starts) else None
+
+    def position(self, index: int) -> int:
+        """The position of a batch's first row."""
+        place = bisect_right(self._starts, index) - 1
+        return self._positions[place] + (index - self._starts[place]) * self._sizes[place]
+
+    def find(self, position: int) -> tuple[int, int]:
+        """Batch index and place in the batch of a position."""
+        place = bisect_right(self._positions, position) - 1
+        batches, offset = divmod(position - self._positions[place], self._sizes[place])
+        return self._starts[place] + batches, offset
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
@@ -76,20 +124,22 @@ class Recipe:
     changes: Sequence[Change]
     batch_size: int
     seed: int
+    sizes: Sequence[Size] = ()
+    """The batch sizes of the run so far, the present one last; empty: it always had this one."""
 
     def mixture(self, amendments: Sequence[Change] = ()) -> Mixture:
         phases = phases_of(self.weights, self.changes, amendments)
-        return Mixture(phases, batch_size=self.batch_size, seed=self.seed)
+        return Mixture(phases, batch_size=self.batch_size, seed=self.seed, sizes=self.sizes)
 
 
 @final
 class Mixture:
     """Pure and immutable: safe to use from several threads."""
 
-    def __init__(self, phases: Sequence[Phase], *, batch_size: int, seed: int) -> None:
+    def __init__(self, phases: Sequence[Phase], *, batch_size: int, seed: int, sizes: Sequence[Size] = ()) -> None:
         assert phases[0].from_batch == 0
         self.phases = tuple(phases)
-        self.batch_size = batch_size
+        self.sizes = Sizes(sizes or [Size(0, batch_size)])
         self.num_sources = len(phases[0].weights)
         self._seed = seed
         self._starts = [phase.from_batch for phase in phases]
@@ -97,25 +147,25 @@ class Mixture:
         self._taken = [[0] * self.num_sources]
         """For each phase, the turns of each source before it."""
         for tree, (start, end) in zip(self._trees, zip(self._starts, self._starts[1:], strict=False), strict=False):
-            given = _counts(tree, (end - start) * batch_size)
+            given = _counts(tree, self.sizes.position(end) - self.sizes.position(start))
             self._taken.append([before + given.get(source, 0) for source, before in enumerate(self._taken[-1])])
 
     def batch(self, index: int) -> tuple[Ints, Ints]:
         """Source and turn of each row of the global batch."""
-        phase = bisect_right(self._starts, index) - 1
-        first = (index - self._starts[phase]) * self.batch_size
-        sources, turns = _deal(self._trees[phase], np.arange(first, first + self.batch_size, dtype=np.int64))
+        phase, size = bisect_right(self._starts, index) - 1, self.sizes.at(index)
+        first = self.sizes.position(index) - self.sizes.position(self._starts[phase])
+        sources, turns = _deal(self._trees[phase], np.arange(first, first + size, dtype=np.int64))
         turns = turns + np.array(self._taken[phase], dtype=np.int64)[sources]
         if self.num_sources > 1:
-            rows = shuffled(self.batch_size, (self._seed, index))
+            rows = shuffled(size, (self._seed, index))
             sources, turns = sources[rows], turns[rows]
         return sources, turns
 
     def batches(self, first: int, count: int) -> tuple[Ints, Ints]:
-        """`batch` of `count` indices, one row each; the turns of an only source are its positions."""
+        """`batch` of `count` indices of the same size, one row each; the turns of an only source are its positions."""
         if self.num_sources == 1:
-            turns = np.arange(first * self.batch_size, (first + count) * self.batch_size)
-            return np.zeros((count, self.batch_size), dtype=np.int64), turns.reshape(count, self.batch_size)
+            turns = np.arange(self.sizes.position(first), self.sizes.position(first + count)).reshape(count, -1)
+            return np.zeros_like(turns), turns
         dealt = [self.batch(index) for index in range(first, first + count)]
         return np.stack([sources for sources, _ in dealt]), np.stack([turns for _, turns in dealt])
 
@@ -125,11 +175,17 @@ class Mixture:
         if self.phases[phase].weights[source] == 0:
             return None
         place = _find(self._trees[phase], source, turn - self._taken[phase][source])
-        batches, place = divmod(place, self.batch_size)
-        index = self._starts[phase] + batches
+        index, place = self.sizes.find(self.sizes.position(self._starts[phase]) + place)
         if self.num_sources > 1:
-            place = int(np.flatnonzero(shuffled(self.batch_size, (self._seed, index)) == place)[0])
+            place = int(np.flatnonzero(shuffled(self.sizes.at(index), (self._seed, index)) == place)[0])
         return index, place
+
+    def turns_before(self, index: int) -> list[int]:
+        """How many turns each source has in the batches before one."""
+        phase = bisect_right(self._starts, index) - 1
+        num_places = self.sizes.position(index) - self.sizes.position(self._starts[phase])
+        given = _counts(self._trees[phase], num_places)
+        return [before + given.get(source, 0) for source, before in enumerate(self._taken[phase])]
 
 
 @final
