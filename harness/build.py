@@ -22,7 +22,7 @@ from harness.compute_clock import ComputeClock
 from harness.config import Config, ConfigError, ParallelConfig, PrecisionKind
 from harness.data.batches import Batches
 from harness.data.ledger import Ledger
-from harness.data.sources import open_data
+from harness.data.sources import Known, make_rare_index, open_data
 from harness.fp8.engine import require_engine
 from harness.fp8.products import Products, lower
 from harness.model.init import initialize
@@ -30,8 +30,9 @@ from harness.model.mup import parameter_table, role_of
 from harness.model.size import flops_per_token, num_parameters, reshards
 from harness.model.transformer import Transformer, sampled_layers
 from harness.optim.update import Group, Update, build_update
-from harness.parallel import World, device_memory_bytes, from_first, jointly, minimum
+from harness.parallel import World, device_memory_bytes, from_first, jointly, minimum, together
 from harness.precision import DTYPES, LossScale, linear, loss_scale, policy
+from harness.run_data import recorded_data
 from harness.rundir import RunDir
 from harness.sentinel.gate import Gate
 from harness.sentinel.mailbox import Mailbox
@@ -102,7 +103,7 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
 
     entries = from_first(lambda: Ledger.load(run.ledger, writer=False).entries)
     ledger = Ledger.of(entries, path=run.ledger if world.is_first else None)
-    batches, held_out = jointly(lambda: open_for(cfg, world, ledger))
+    batches, held_out = open_together(cfg, world, run, ledger)
     parameters = dict(model.named_parameters())
     layout = Layout(
         groups=tuple(dict.fromkeys(group_of(name) for name in parameters)),
@@ -145,9 +146,16 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
     )
 
 
-def open_for(cfg: Config, world: World, ledger: Ledger) -> tuple[Batches, Batches]:
+def open_together(cfg: Config, world: World, run: RunDir, ledger: Ledger) -> tuple[Batches, Batches]:
+    """This rank's data. All ranks read the files that rank 0 names; if one rank fails, all of them do."""
+    known = Known(from_first(lambda: recorded_data(cfg, run)), run.rare_tokens)
+    together(lambda: make_rare_index(cfg, known) if world.is_first else None, world.aside)
+    return jointly(lambda: open_for(cfg, world, ledger, known))
+
+
+def open_for(cfg: Config, world: World, ledger: Ledger, known: Known) -> tuple[Batches, Batches]:
     """This rank's data. The corpus is read once for its digest, so that a disk that fails does so here."""
-    opened = open_data(cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger)
+    opened = open_data(cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger, known=known)
     opened[0].plan_digest()
     return opened
 

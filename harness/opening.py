@@ -10,10 +10,12 @@ from harness import requests, run_lease, rundir
 from harness.build import Parts
 from harness.checkpoint import store
 from harness.config import Config, ConfigError
+from harness.data.record import render_record
 from harness.events import CheckpointJudged, Event, RunStarted
 from harness.operator import ordered_factor
 from harness.parallel import from_first, jointly
 from harness.recovery import set_rate
+from harness.run_data import RunData
 from harness.rundir import RunDir
 from harness.state import RunState
 from harness.telemetry.sinks import events_since, last_iteration
@@ -30,7 +32,7 @@ class Opened:
     problem: str = ""
 
 
-def open_run(cfg: Config) -> Opened:
+def open_run(cfg: Config, data: RunData) -> Opened:
     """Name and create the run directory and take its lease, or say why not."""
     rundir.name_run(cfg)
     run = rundir.locate(cfg)
@@ -39,7 +41,8 @@ def open_run(cfg: Config) -> Opened:
         rundir.check_resume(cfg, run)
         run_lease.hold(run.path, cfg.run.lease_s)
         seen = max(last_iteration(run.events), 0)
-        changes = rundir.prepare(cfg, run, iteration=seen)
+        corpus = render_record(data.record)
+        changes = rundir.prepare(cfg, run, iteration=seen, corpus=corpus, data_changes=data.changes)
         requests.clear(run)
         return Opened(run, seen, changes)
     except ConfigError as error:

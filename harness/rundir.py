@@ -1,6 +1,6 @@
 """The run directory: self-describing, and the only interface between a run and every tool.
 
-    runs/<name>/  config.yaml  manifest.json  events.jsonl  ledger.jsonl  interventions.jsonl  mlflow.json
+    runs/<name>/  config.yaml  corpus.json  manifest.json  events.jsonl  ledger.jsonl  interventions.jsonl  mlflow.json
                   checkpoints/step-*-gen-*/   incidents/NNN/   control/   lease/   logs/   loss.png   STOP
 
 A directory that exists is a run to resume. One whose configuration disagrees is refused with the differing keys, unless
@@ -52,6 +52,16 @@ class RunDir:
     @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
+
+    @property
+    def corpus(self) -> Path:
+        """The data of the run: files, sizes, probes, and every batch size it has had."""
+        return self.path / "corpus.json"
+
+    @property
+    def rare_tokens(self) -> Path:
+        """Which samples hold rare tokens; only with `data.stratify`."""
+        return self.path / "rare-tokens.npz"
 
     @property
     def ledger(self) -> Path:
@@ -142,10 +152,15 @@ def locate(cfg: Config) -> RunDir:
     return RunDir(Path(cfg.run.dir) / cfg.run.name)
 
 
+def has_begun(run: RunDir) -> bool:
+    """Whether there is a run to resume; one that failed before its first event was never started."""
+    return run.config.exists() and run.events.exists()
+
+
 def differences(cfg: Config, run: RunDir) -> dict[str, tuple[Any, Any]]:
     """Keys whose value differs from the one the run was started with: key -> (then, now); a run that failed before its
     first event was never started."""
-    if not (run.config.exists() and run.events.exists()):
+    if not has_begun(run):
         return {}
     then, now = flat(yaml.safe_load(run.config.read_text()) or {}), flat(plain(cfg))
     keys = [key for key in now | then if not key.startswith(MAY_DIFFER)]
@@ -161,8 +176,13 @@ def check_resume(cfg: Config, run: RunDir) -> None:
         raise ConfigError("run.name", message)
 
 
-def prepare(cfg: Config, run: RunDir, *, iteration: int = 0) -> dict[str, Any]:
-    """Create the directory, or admit a change at `iteration`; returns the admitted changes, key -> [then, now]."""
+def prepare(
+    cfg: Config, run: RunDir, *, iteration: int = 0, corpus: str = "", data_changes: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Create the directory, or admit a change at `iteration`; returns the admitted changes, key -> [then, now].
+
+    `corpus` is the record of the data; `data_changes` is what changed in it, which the configuration does not show.
+    """
     check_resume(cfg, run)
     require_no_credentials(cfg.telemetry.tracking_uri)
     run_lease.require_free(run.path, wait=False)
@@ -170,9 +190,11 @@ def prepare(cfg: Config, run: RunDir, *, iteration: int = 0) -> dict[str, Any]:
         run.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("run.dir", f"cannot create {run.path}: {error.strerror}") from None
-    changes = {key: list(values) for key, values in differences(cfg, run).items()}
+    changes = {key: list(values) for key, values in differences(cfg, run).items()} | (data_changes or {})
     if changes:
         append_line(run.interventions, to_json(intervention(changes, iteration=iteration)))
+    if corpus:
+        write_atomically(run.corpus, corpus)
     write_atomically(run.config, to_yaml(cfg))
     return changes
 

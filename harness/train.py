@@ -50,6 +50,7 @@ from harness.precision import able_products, fast_attention
 from harness.recovery import recover
 from harness.requests import StopRequest, signals_to
 from harness.run import Ending, Run
+from harness.run_data import settle_data
 from harness.rundir import append_line
 from harness.sentinel.chart import RESTORES
 from harness.sentinel.report import HostFacts
@@ -237,7 +238,6 @@ def host_facts(parts: Parts, state: RunState, batch: Batch, branches: Branches) 
 def train(run: Run) -> Ending:
     """The loop: until all steps are done, somebody asks for a stop, or the sentinel gives up."""
     cfg, parts, state = run.cfg, run.parts, run.state
-    batch_tokens = cfg.train.batch_size * cfg.train.sequence_length
     ending: Ending | None = None
     while state.step < cfg.train.num_steps and (ending is None or state.iteration < ending.after):
         run.heart.beat(state)
@@ -262,7 +262,7 @@ def train(run: Run) -> Ending:
         parts.ring.finish_copy()
         report = judge_and_update(parts, cfg=cfg, probe=branches.probe)
 
-        state.advance(next_cursor=cursor + 1, tokens=batch_tokens)
+        state.advance(next_cursor=cursor + 1, tokens=parts.batches.size(cursor) * cfg.train.sequence_length)
         parts.mailbox.post(host_facts(parts, state, batch, branches), report)
         with run.heart.during(Phase.save):
             parts.keeper.take_if_due(state)
@@ -314,7 +314,8 @@ def run_worker(cfg: Config, outfit: Outfit = as_built) -> int:
     check_world(cfg, world_size)
     with signals_to(stop), fast_attention(), run_lease.holding(), connected(cfg.parallel) as world:
         jointly(lambda: require_engine(cfg.precision, world.device))
-        opened = from_first(lambda: open_run(cfg))
+        data = settle_data(cfg, world=world)
+        opened = from_first(lambda: open_run(cfg, data))
         if opened.problem:
             raise ConfigError("", opened.problem)
         return run_opened(cfg, opened, world, stop, outfit)

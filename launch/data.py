@@ -121,10 +121,11 @@ def inspect(arguments: Sequence[str]) -> int:
 
     from harness.data.inspect import look, render
     from harness.data.ledger import Ledger
-    from harness.data.sources import open_data
+    from harness.data.sources import known_data, open_data
 
     ledger = Ledger() if cfg.run.name is None else Ledger.load(locate(cfg).ledger, writer=False)
-    batches, held_out = open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=ledger)
+    known = None if cfg.run.name is None else known_data(locate(cfg))
+    batches, held_out = open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=ledger, known=known)
     try:
         chosen = held_out if words.held_out else batches
         excluded = not words.held_out and ledger.is_excluded(words.batch)

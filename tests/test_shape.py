@@ -21,7 +21,20 @@ LAYERS = (
     | {"credentials", "holder", "lease", "locks", "run_lease"},
     {"alone", "compute_clock", "fp8", "heads", "joining", "parallel", "precision", "sharding", "kernels"},
     {"model", "data", "optim", "sentinel", "checkpoint", "telemetry"},
-    {"build", "commands", "exchange", "opening", "operator", "orders", "recovery", "requests", "run", "step", "train"},
+    {
+        "build",
+        "commands",
+        "exchange",
+        "opening",
+        "operator",
+        "orders",
+        "recovery",
+        "requests",
+        "run",
+        "run_data",
+        "step",
+        "train",
+    },
     {"plan", "replay", "faults", "drills", "sweeps", "dashboard", "evidence"},
 )
 """Rooms of harness/ from the vocabulary up: a room imports its own layer and lower ones; leaves never each other."""

@@ -10,6 +10,8 @@ successor a table lookup and the whole sample vector arithmetic. Files: see `har
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import final
 
 import numpy as np
@@ -20,6 +22,7 @@ from harness.data.corpus import MIN_SAMPLES, Corpus, Origin, SampleShape, Tokens
 from harness.data.files import FilesCorpus
 from harness.data.index import expand, open_tokens
 from harness.data.order import permute_many
+from harness.data.record import FileRecord
 
 DRAW_BITS = 32
 DRAW_RANGE = 1 << DRAW_BITS
@@ -30,9 +33,18 @@ CYCLE_EPOCH = 2**63
 
 
 def build_corpus(
-    name: str, source: SourceConfig, *, shape: SampleShape, synthetic: SyntheticConfig, seed: int
+    name: str,
+    source: SourceConfig,
+    *,
+    shape: SampleShape,
+    synthetic: SyntheticConfig,
+    seed: int,
+    files: Sequence[FileRecord] | None = None,
 ) -> Corpus:
-    """The corpus that the configuration names, of token ids below the vocabulary's size."""
+    """The corpus that the configuration names, of token ids below the vocabulary's size.
+
+    `files` are those that the run has recorded, which must have the sizes they had; None: those that are there now.
+    """
     length, vocab_size = shape
     match source.kind:
         case DataKind.embedded:
@@ -41,9 +53,12 @@ def build_corpus(
             return SyntheticCorpus(synthetic, vocab_size=vocab_size, sequence_length=length, seed=seed)
         case DataKind.files:
             key = f"data.sources.{name}.paths"
-            paths = expand(source.paths, key=key)
-            files = [open_tokens(path, dtype=source.dtype, key=key, num_files=len(paths)) for path in paths]
-            return FilesCorpus(files, shape=shape, key=key)
+            paths = expand(source.paths, key=key) if files is None else [Path(file.path) for file in files]
+            opened = [open_tokens(path, dtype=source.dtype, key=key, num_files=len(paths)) for path in paths]
+            for file, record in zip(opened, files or [], strict=False):
+                message = f"{file.path}: had {record.num_bytes} bytes when the run recorded it, has {file.num_bytes}"
+                require(file.num_bytes == record.num_bytes, key, message)
+            return FilesCorpus(opened, shape=shape, key=key)
 
 
 def split(num_samples: int, eval_fraction: float, *, source: str) -> tuple[range, range]:

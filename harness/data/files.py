@@ -75,6 +75,10 @@ class FilesCorpus:
         documents = (file.document_at(position)[0] for position in (first, first + self._length))
         return Origin(str(file.path), first, *documents)
 
+    def num_windows(self, num_files: int) -> int:
+        """Samples of the first `num_files` files."""
+        return self._ends[num_files - 1] if num_files else 0
+
     @property
     def without_documents(self) -> Path | None:
         """The first file that does not say where its documents begin."""

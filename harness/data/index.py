@@ -105,7 +105,7 @@ class TokenFile:
         self._tokens = tokens
         self._index = index
         self._key = key
-        self._num_bytes = path.stat().st_size
+        self.num_bytes = path.stat().st_size
 
     def read(self, first: int, count: int) -> Tokens:
         """Tokens by their position in the stream, as a view that cannot be written to."""
@@ -146,8 +146,8 @@ class TokenFile:
             num_bytes = os.stat(self.path).st_size  # noqa: PTH116 -- half the time of Path.stat, in the path of a batch
         except OSError as error:
             raise ConfigError(self._key, f"{self.path}: vanished while it was read ({error.strerror})") from None
-        if num_bytes != self._num_bytes:
-            message = f"{self.path}: changed while it was read, from {self._num_bytes} to {num_bytes} bytes"
+        if num_bytes != self.num_bytes:
+            message = f"{self.path}: changed while it was read, from {self.num_bytes} to {num_bytes} bytes"
             raise ConfigError(self._key, message)
 
 

@@ -8,6 +8,8 @@ them; evaluation always mixes by the weights of the sources, in one order for al
 from __future__ import annotations
 
 from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +20,9 @@ from harness.data.corpus import Corpus, SampleShape
 from harness.data.files import FilesCorpus
 from harness.data.ledger import Ledger
 from harness.data.mixture import Change, Recipe
-from harness.data.stratify import Stratified, find_rare
+from harness.data.record import DataRecord, SourceRecord, later_stretches, read_record
+from harness.data.stratify import Stratified, make_index, rare_tokens
+from harness.rundir import RunDir
 
 HELD_OUT_SEED = 2**63
 """The order of held-out data: one above every `run.seed`, and the same for all, so that runs are judged alike."""
@@ -27,20 +31,40 @@ NUM_PASSES_CHECKED = 64
 """Passes over the data for which the limit on rare tokens is tried out; few runs take more."""
 
 
+class Known(NamedTuple):
+    """What the directory of a run says of its data."""
+
+    record: DataRecord | None
+    rare_index: Path | None
+    """The counts that `data.stratify` needs; where there is no such file the data is scanned."""
+
+
+def known_data(run: RunDir) -> Known:
+    """What a run has written down, for tools that only read it."""
+    return Known(read_record(run.corpus), run.rare_tokens)
+
+
 def open_data(
-    cfg: Config, *, rank: int, world_size: int, device: torch.device, ledger: Ledger
+    cfg: Config,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    ledger: Ledger,
+    known: Known | None = None,
 ) -> tuple[Batches, Batches]:
-    """What this rank trains on and what it is judged by."""
-    train_sources, held_out_sources = open_sources(cfg)
+    """What this rank trains on and what it is judged by; without `known`, from the corpus as it is now."""
+    record, rare_index = (None, None) if known is None else known
+    train_sources, held_out_sources = open_sources(cfg, record)
     share = Share(rank, world_size, device, cfg.train.micro_batch_size)
     mask, size = cfg.data.document_mask, cfg.train.batch_size
     train = Batches(
         train_sources,
-        recipe=recipe(cfg),
+        recipe=recipe(cfg, record),
         share=share,
         ledger=ledger,
         document_mask=mask,
-        stratified=stratify(cfg, train_sources),
+        stratified=stratify(cfg, train_sources, rare_index),
         with_facts=True,
         compare_every=cfg.sentinel.probe_every,
     )
@@ -52,23 +76,46 @@ def open_data(
     return train, held_out
 
 
-def open_sources(cfg: Config) -> tuple[list[Source], list[Source]]:
-    """Each source's samples to train on, and those held out."""
+def open_sources(cfg: Config, record: DataRecord | None = None) -> tuple[list[Source], list[Source]]:
+    """Each source's samples to train on, and those held out: a tail of the files that the run began with."""
     train, held_out = [], []
     for name in cfg.data.sources:
         seed = source_seed(cfg, name)
-        corpus = open_corpus(cfg, name, seed=seed)
+        recorded = None if record is None else record.sources.get(name)
+        corpus = open_corpus(cfg, name, seed=seed, recorded=recorded)
         if cfg.data.document_mask:
             require_documents(corpus)
-        train_samples, held_out_samples = split(corpus.num_samples, cfg.data.eval_fraction, source=name)
-        train.append(Source(name, corpus, train_samples, seed))
+        windows = split_windows(corpus, recorded)
+        train_samples, held_out_samples = split(windows.num_first, cfg.data.eval_fraction, source=name)
+        train.append(Source(name, corpus, train_samples, seed, later_stretches(train_samples, windows.added)))
         held_out.append(Source(name, corpus, held_out_samples, HELD_OUT_SEED))
     return train, held_out
 
 
-def open_corpus(cfg: Config, name: str, *, seed: int) -> Corpus:
+class Windows(NamedTuple):
+    num_first: int
+    """Windows of the files that the run began with."""
+    added: list[tuple[int, range]]
+    """Those of each addition, with the turn from which they are read."""
+
+
+def split_windows(corpus: Corpus, recorded: SourceRecord | None) -> Windows:
+    """Which windows were there when the run began, and which were added."""
+    if recorded is None or not isinstance(corpus, FilesCorpus):
+        return Windows(corpus.num_samples, [])
+    added, num_files = [], recorded.num_first
+    for addition in recorded.additions:
+        ends = [corpus.num_windows(count) for count in (num_files, num_files + addition.num_files)]
+        added.append((addition.from_turn, range(*ends)))
+        num_files += addition.num_files
+    return Windows(corpus.num_windows(recorded.num_first), added)
+
+
+def open_corpus(cfg: Config, name: str, *, seed: int, recorded: SourceRecord | None = None) -> Corpus:
     shape = SampleShape(cfg.train.sequence_length, cfg.model.vocab_size)
-    return build_corpus(name, cfg.data.sources[name], shape=shape, synthetic=cfg.data.synthetic, seed=seed)
+    files = None if recorded is None or not recorded.files else recorded.files
+    source = cfg.data.sources[name]
+    return build_corpus(name, source, shape=shape, synthetic=cfg.data.synthetic, seed=seed, files=files)
 
 
 def require_documents(corpus: Corpus) -> None:
@@ -89,10 +136,13 @@ def source_seed(cfg: Config, name: str) -> int:
     return int.from_bytes(word, "little") >> 1
 
 
-def recipe(cfg: Config) -> Recipe:
+def recipe(cfg: Config, record: DataRecord | None = None) -> Recipe:
     """What the run is to train on, batch by batch."""
     changes = [Change(phase.from_batch, phase.weights) for phase in cfg.data.phases]
-    return Recipe(weights=weights(cfg), changes=changes, batch_size=cfg.train.batch_size, seed=cfg.run.seed)
+    sizes = () if record is None else record.sizes
+    return Recipe(
+        weights=weights(cfg), changes=changes, batch_size=cfg.train.batch_size, seed=cfg.run.seed, sizes=sizes
+    )
 
 
 def held_out_recipe(cfg: Config) -> Recipe:
@@ -103,14 +153,21 @@ def weights(cfg: Config) -> dict[str, float]:
     return {name: source.weight for name, source in cfg.data.sources.items()}
 
 
-def stratify(cfg: Config, sources: list[Source]) -> Stratified | None:
+def make_rare_index(cfg: Config, known: Known) -> None:
+    """Scan the data for rare tokens where that is needed and was not done before."""
+    if cfg.data.stratify.rare_below and known.rare_index is not None and known.rare_index.parent.is_dir():
+        (source,), _ = open_sources(cfg, known.record)
+        make_index(known.rare_index, source.corpus, source.samples, below=cfg.data.stratify.rare_below)
+
+
+def stratify(cfg: Config, sources: list[Source], rare_index: Path | None = None) -> Stratified | None:
     """The limit on rare tokens, where it is asked for; that it can be kept is tried out before the first step."""
     limits = cfg.data.stratify
     if limits.rare_below == 0:
         return None
     (source,) = sources
     stratified = Stratified(
-        find_rare(source.corpus, source.samples, below=limits.rare_below),
+        rare_tokens(source.corpus, source.samples, below=limits.rare_below, index=rare_index),
         num_samples=len(source.samples),
         batch_size=cfg.train.batch_size,
         seed=source.seed,

@@ -1,7 +1,8 @@
 """Rare tokens spread out: no batch holds more than so many occurrences of any of them.
 
 Why: a token that the model has hardly seen, many times in one batch, is one of the known beginnings of a loss spike.
-How: one scan of the data finds the rare tokens and the samples that hold them. Each pass then repairs the plain order:
+How: one scan of the data finds the rare tokens and the samples that hold them; a run keeps what it found in an index
+file, so that it is scanned once and not by every rank at every start. Each pass then repairs the plain order:
 batch after batch, a sample that would exceed the limit changes places with the next one that holds no rare token, in a
 batch that has room; where none follows, with the nearest before. What remains is a small table of exchanged turns. All
 other turns stay as they are, each sample is still visited exactly once, and the order is the same on any number of
@@ -13,10 +14,13 @@ Left out: mixtures, whose batches have samples of several passes at once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain
+from pathlib import Path
 from typing import NamedTuple, final
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +56,42 @@ def find_rare(corpus: Corpus, samples: range, *, below: int) -> RareTokens:
         for found, part in zip((pairs, counts), np.unique(held, return_counts=True), strict=True):
             found.append(part)
     return RareTokens(*np.divmod(np.concatenate(pairs), corpus.vocab_size), np.concatenate(counts))
+
+
+def rare_tokens(corpus: Corpus, samples: range, *, below: int, index: Path | None = None) -> RareTokens:
+    """What `find_rare` finds, read from the index file where that was made for the same data."""
+    found = None if index is None else read_index(index, index_key(corpus, samples, below=below))
+    return find_rare(corpus, samples, below=below) if found is None else found
+
+
+def index_key(corpus: Corpus, samples: range, *, below: int) -> str:
+    """What the rare tokens depend on."""
+    return f"{corpus.fingerprint()} {corpus.vocab_size} {samples.start}..{samples.stop} below {below}"
+
+
+def read_index(path: Path, key: str) -> RareTokens | None:
+    """The rare tokens that a file holds; None where it does not exist, is broken, or was made for other data."""
+    try:
+        with path.open("rb") as content, np.load(content, allow_pickle=False) as file:
+            if str(file["key"]) != key:
+                return None
+            return RareTokens(*(file[name] for name in RareTokens._fields))
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        return None
+
+
+def make_index(path: Path, corpus: Corpus, samples: range, *, below: int) -> None:
+    """Scan the data and write what was found, unless the file holds it already."""
+    key = index_key(corpus, samples, below=below)
+    if read_index(path, key) is not None:
+        return
+    rare = find_rare(corpus, samples, below=below)
+    scratch = path.with_name(f".{path.name}.tmp")
+    with scratch.open("wb") as file:
+        np.savez(file, key=np.array(key), **rare._asdict())
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
 
 
 @final

@@ -41,10 +41,12 @@ def _open(run: RunDir) -> Any:
     import torch
 
     from harness.data.ledger import Ledger
-    from harness.data.sources import open_data
+    from harness.data.sources import known_data, open_data
 
     ledger = Ledger.load(run.ledger, writer=False) if run.ledger.exists() else Ledger()
-    train, held_out = open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=ledger)
+    train, held_out = open_data(
+        cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=ledger, known=known_data(run)
+    )
     held_out.close()
     return train
 

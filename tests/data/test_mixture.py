@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config import ConfigError
-from harness.data.mixture import Change, Mixture, Phase, Recipe, phases_of
+from harness.data.mixture import Change, Mixture, Phase, Recipe, Size, Sizes, phases_of
 
 WEIGHTS = st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=7)
 CHANGES = st.lists(
@@ -161,3 +161,53 @@ def test_many_batches_at_once_are_those_one_by_one(weights: dict[str, float]) ->
         one_source, one_turn = mixture.batch(index)
         np.testing.assert_array_equal(sources[row], one_source)
         np.testing.assert_array_equal(turns[row], one_turn)
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, max_size=5)
+"""Batches that pass at a size, and that size."""
+
+
+def _sizes(lengths: list[tuple[int, int]]) -> list[Size]:
+    starts = np.cumsum([0, *(length for length, _ in lengths[:-1])]).tolist()
+    return [Size(start, size) for start, (_, size) in zip(starts, lengths, strict=True)]
+
+
+@settings(deadline=None)
+@given(
+    lengths=SIZES,
+    weights=st.lists(st.integers(0, 5), min_size=1, max_size=3).filter(any),
+    changes=st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(0, 5), min_size=3, max_size=3)), max_size=2),
+    seed=st.integers(0, 99),
+)
+def test_another_batch_size_repeats_no_turn_and_skips_none(
+    lengths: list[tuple[int, int]], weights: list[int], changes: list[tuple[int, list[int]]], seed: int
+) -> None:
+    """Whatever the sizes, weights and phases: each source's turns come once each, without a gap."""
+    phases = [Phase(0, tuple(weights))]
+    for batch, others in sorted(dict(changes).items()):
+        if batch > 0 and any(others[: len(weights)]):
+            phases.append(Phase(batch, tuple(others[: len(weights)])))
+    mixture = Mixture(phases, batch_size=99, seed=seed, sizes=_sizes(lengths))
+    num_batches = sum(length for length, _ in lengths) + 5
+    turns: list[list[int]] = [[] for _ in weights]
+    for index in range(num_batches):
+        assert mixture.turns_before(index) == [len(seen) for seen in turns]
+        sources, own = mixture.batch(index)
+        assert len(sources) == mixture.sizes.at(index)
+        for row, (source, turn) in enumerate(zip(sources.tolist(), own.tolist(), strict=True)):
+            turns[source].append(turn)
+            assert mixture.find(source, turn) == (index, row)
+    assert all(sorted(seen) == list(range(len(seen))) for seen in turns)
+
+
+@given(lengths=SIZES)
+def test_positions_go_on_where_the_size_changes(lengths: list[tuple[int, int]]) -> None:
+    sizes = Sizes(_sizes(lengths))
+    position = 0
+    for index in range(sum(length for length, _ in lengths) + 3):
+        assert sizes.position(index) == position
+        assert all(sizes.find(position + row) == (index, row) for row in range(sizes.at(index)))
+        alike = sizes.num_alike(index)
+        assert alike is None or sizes.at(index + alike - 1) == sizes.at(index)
+        position += sizes.at(index)
+    assert sizes.largest == max(size for _, size in lengths)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from harness.config import ConfigError
+from harness.compose import load
+from harness.config import Config, ConfigError
 from harness.data.corpus import Origin, Tokens
+from harness.data.files import FilesCorpus
+from harness.data.ledger import Ledger
 from harness.data.order import samples_at
+from harness.data.sources import Known, known_data, make_rare_index, open_data
 from harness.data.stratify import Stratified, find_rare
+from harness.rundir import locate
 
 
 class TableCorpus:
@@ -162,3 +170,76 @@ def test_no_room_anywhere_is_said() -> None:
         ConfigError, match=r"^data\.stratify\.max_per_batch: must be above 2: no batch has room .* token 30"
     ):
         stratified.turns(np.arange(4))
+
+
+LIMITED = ["data=files", "train.sequence_length=16", "data.stratify.rare_below=5", "data.stratify.max_per_batch=9"]
+
+
+def _limited(directory: Path) -> Config:
+    """A run on 200 windows with some rare tokens, whose directory exists."""
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, 20, 3201, dtype=np.uint16)
+    tokens[draw.integers(0, 3200, 30)] = draw.integers(100, 140, 30)
+    tokens.tofile(directory / "tokens.bin")
+    return load([f"run.dir={directory}", "run.name=a", f"data.sources.main.paths=[{directory}/tokens.bin]", *LIMITED])
+
+
+def _known(cfg: Config) -> Known:
+    run = locate(cfg)
+    run.path.mkdir(exist_ok=True)
+    return known_data(run)
+
+
+def test_the_data_is_scanned_once_and_later_starts_read_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = _limited(tmp_path)
+    known = _known(cfg)
+    rows_read: list[int] = []
+    read = FilesCorpus.rows
+    monkeypatch.setattr(FilesCorpus, "rows", lambda self, which: rows_read.append(len(which)) or read(self, which))
+
+    def opened(known: Known | None) -> tuple[int, list[list[int]]]:
+        """Rows that opening reads, and the order of the samples."""
+        rows_read.clear()
+        train, held_out = open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=Ledger(), known=known)
+        num_read = sum(rows_read)
+        train.close()
+        held_out.close()
+        return num_read, [train.samples(index)[1].tolist() for index in range(40)]
+
+    scanned, expected = opened(None)
+    assert scanned > 2 * 189, "the windows to train on, twice"
+    make_rare_index(cfg, known)
+    num_read, order = opened(known)
+    assert order == expected
+    assert num_read <= 2, "the length of a row is found out from one of each stream"
+    rows_read.clear()
+    make_rare_index(cfg, known)
+    assert sum(rows_read) == 0, "the index is made once"
+
+
+def test_an_index_of_other_data_or_another_limit_is_made_again(tmp_path: Path) -> None:
+    cfg = _limited(tmp_path)
+    index = _known(cfg).rare_index
+    assert index is not None
+    make_rare_index(cfg, _known(cfg))
+    first = index.read_bytes()
+    cfg.data.stratify.rare_below = 3
+    make_rare_index(cfg, _known(cfg))
+    second = index.read_bytes()
+    assert second != first
+    index.write_bytes(first[:100])
+    make_rare_index(cfg, _known(cfg))
+    assert index.read_bytes() == second, "a broken one too"
+    tokens = np.fromfile(tmp_path / "tokens.bin", dtype=np.uint16)
+    tokens[0] = 149
+    tokens.tofile(tmp_path / "tokens.bin")
+    make_rare_index(cfg, _known(cfg))
+    assert index.read_bytes() != second
+
+
+def test_without_a_directory_no_index_is_written(tmp_path: Path) -> None:
+    cfg = _limited(tmp_path)
+    make_rare_index(cfg, known_data(locate(cfg)))
+    assert not locate(cfg).path.exists()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import chdir
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ from harness import events, rundir, train
 from harness.build import Parts, build
 from harness.checkpoint import store
 from harness.compose import load
-from harness.config import Config
+from harness.config import Config, ConfigError
 from harness.events import StepRecord
 from harness.faults.site import watched
 from harness.parallel import World, connect, local
@@ -300,3 +303,56 @@ def _sharded(parts: Parts) -> list[FSDPParam]:
     modules = [module for module in parts.model.modules() if isinstance(module, FSDPModule)]
     groups = [module._get_fsdp_state()._fsdp_param_group for module in modules]
     return [parameter for group in groups if group is not None for parameter in group.fsdp_params]
+
+
+@dataclass
+class Started:
+    """What one start of a run came to, on one rank."""
+
+    code: int
+    problem: str
+    """Why it was refused; empty: it was not."""
+    cursors: list[int]
+    """Of all steps in the log."""
+    tokens: list[int]
+    windows: list[tuple[str, int]]
+    """File and first token of each row that this start has read, in turn."""
+    held_out: list[tuple[str, int]]
+
+
+def start_run(directory: str, *overrides: str) -> Started:
+    """Start or resume a run through the worker's own door."""
+    windows: list[tuple[str, int]] = []
+    held_out: list[tuple[str, int]] = []
+
+    def outfit(run: Run) -> Run:
+        batches = run.parts.batches
+        source = run.parts.held_out.sources[0]
+        held_out.extend(source.corpus.origin(sample)[:2] for sample in source.samples)
+        note = lambda: windows.extend(origin[:2] for origin in batches.origins(run.state.cursor - 1))  # noqa: E731
+        run.parts.mailbox = watched(run.parts.mailbox, "post", note, first=True)
+        return run
+
+    cfg = tiny(*overrides, directory=directory)
+    code, problem = 2, ""
+    try:
+        code = train.run_worker(cfg, outfit)
+    except ConfigError as error:
+        problem = str(error)
+    path = rundir.locate(cfg).events
+    records = [event for event in events.read(path) if isinstance(event, StepRecord)] if path.exists() else []
+    return Started(
+        code=code,
+        problem=problem,
+        cursors=[record.cursor for record in records],
+        tokens=[record.tokens for record in records],
+        windows=windows,
+        held_out=held_out,
+    )
+
+
+def start_elsewhere(directory: str, places: list[tuple[str, str]], *overrides: str) -> Started:
+    """The same with a working directory and a host name for each rank, as on machines with disks of their own."""
+    place, host = places[int(os.environ["RANK"])]
+    with chdir(place), patch("socket.gethostname", lambda: host):
+        return start_run(directory, *overrides)

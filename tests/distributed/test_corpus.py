@@ -1,0 +1,121 @@
+"""The corpus is part of the run: a changed one is refused before any training, or admitted without moving a window."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.distributed import cases
+from tests.distributed.pool import Pool
+
+SHARDS = ("model.num_layers=1", "train.sequence_length=32", "train.batch_size=4", "data=files", "run.name=a")
+STEPS = (*SHARDS, "checkpoint.every_steps=5", "optim.schedule=constant")
+
+
+def write_shard(path: Path, seed: int, num_tokens: int = 3201) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.random.default_rng(seed).integers(0, 250, num_tokens, dtype=np.uint16).tofile(path)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    for number in (1, 2):
+        write_shard(tmp_path / "corpus" / f"shard-{number}.bin", number)
+    return tmp_path / "corpus"
+
+
+def start(ranks: Pool, corpus: Path, *overrides: str, size: int = 1) -> list[cases.Started]:
+    """Start or resume the run; what each rank came to."""
+    paths = f"data.sources.main.paths=[{corpus}/*.bin]"
+    return ranks.run(size, cases.start_run, str(corpus.parent), *STEPS, paths, *overrides)
+
+
+def test_a_shard_more_is_refused_before_any_training_and_changes_nothing(ranks: Pool, corpus: Path) -> None:
+    (first,) = start(ranks, corpus, "train.num_steps=10")
+    assert (first.code, len(first.cursors)) == (0, 10)
+    run = corpus.parent / "a"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    write_shard(corpus / "shard-0.bin", 0)
+    (second,) = start(ranks, corpus, "train.num_steps=10")
+    line = f"data.sources.main.paths: the corpus of the run changed: {corpus}/shard-0.bin was added"
+    assert second.problem.startswith(line)
+    assert "run.resume=changed" in second.problem
+    assert "\n" not in second.problem
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_node_with_another_file_is_named_with_its_rank_and_host(ranks: Pool, tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for root in (here, there):
+        write_shard(root / "corpus" / "shard-1.bin", 1)
+        write_shard(root / "corpus" / "shard-2.bin", 2)
+    overrides = (*STEPS, "data.sources.main.paths=[corpus/*.bin]", "train.num_steps=2")
+
+    def problems() -> set[str]:
+        places = [(str(here), "node-a"), (str(there), "node-b")]
+        return {started.problem for started in ranks.run(2, cases.start_elsewhere, str(tmp_path), places, *overrides)}
+
+    write_shard(there / "corpus" / "shard-2.bin", 3)
+    path = "corpus/shard-2.bin"
+    key = "data.sources.main.paths"
+    assert problems() == {f"{key}: rank 1 (node-b): {path} has other content than on rank 0 (node-a)"}
+    write_shard(there / "corpus" / "shard-2.bin", 2, num_tokens=3200)
+    assert problems() == {f"{key}: rank 1 (node-b): {path} has 6400 bytes, rank 0 found 6402 bytes"}
+    (there / "corpus" / "shard-2.bin").unlink()
+    assert problems() == {f"{key}: rank 1 (node-b): {path}: cannot be read (No such file or directory)"}
+    assert not (tmp_path / "a").exists()
+    write_shard(there / "corpus" / "shard-2.bin", 2)
+    assert problems() == {""}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [("remove", "was removed"), ("grow", "grew from 6402 to 6404 bytes"), ("rewrite", "the content of")],
+)
+def test_what_moves_or_changes_windows_is_refused_also_where_a_change_was_asked_for(
+    ranks: Pool, corpus: Path, spoil: str, said: str
+) -> None:
+    start(ranks, corpus, "train.num_steps=5")
+    shard = corpus / "shard-1.bin"
+    if spoil == "remove":
+        shard.unlink()
+    else:
+        write_shard(shard, 9, num_tokens=3202 if spoil == "grow" else 3201)
+    config = (corpus.parent / "a" / "config.yaml").read_bytes()
+    for policy in ("same", "changed"):
+        (refused,) = start(ranks, corpus, "train.num_steps=5", f"run.resume={policy}")
+        assert refused.problem.startswith("data.sources.main.paths: the corpus of the run changed: ")
+        assert said in refused.problem
+        assert str(shard) in refused.problem
+        assert "choose another run.name" in refused.problem
+        assert refused.cursors == list(range(5))
+    assert (corpus.parent / "a" / "config.yaml").read_bytes() == config
+
+
+def test_added_files_and_another_batch_size_repeat_nothing_and_skip_nothing(ranks: Pool, corpus: Path) -> None:
+    """190 windows in the first pass, then the 100 of an added shard, at batch sizes 4, 4, 6 and 8."""
+    starts = [("train.num_steps=10", "train.batch_size=4"), ("train.num_steps=15", "train.batch_size=4")]
+    starts += [("train.num_steps=20", "train.batch_size=6"), ("train.num_steps=45", "train.batch_size=8")]
+    seen: list[tuple[str, int]] = []
+    for number, overrides in enumerate(starts):
+        if number == 1:
+            write_shard(corpus / "shard-0.bin", 0)
+        (started,) = start(ranks, corpus, *overrides, "run.resume=changed")
+        assert started.problem == ""
+        seen += started.windows
+        assert started.tokens[-1] == 32 * len(seen)
+    assert started.cursors == list(range(45)), "batches keep their numbers"
+    num_windows = 10 * 4 + 5 * 4 + 5 * 6 + 25 * 8
+    assert len(seen) == num_windows == 290
+    assert len(set(seen)) == 189 + 100, "one window of 290 begins the second pass"
+    held_out = set(started.held_out)
+    assert len(held_out) == 10
+    assert not held_out.intersection(seen)
+    log = (corpus.parent / "a" / "interventions.jsonl").read_text()
+    changes = [json.loads(line)["changes"] for line in log.splitlines()]
+    added = f"3 files: {corpus}/shard-0.bin was added"
+    assert changes[0]["data.sources.main.files"] == ["2 files", added]
+    assert changes[1]["train.batch_size"] == [4, 6]
