@@ -300,7 +300,7 @@ class PhaseConfig:
 @dataclass(slots=True, kw_only=True)
 class StratifyConfig:
     rare_below: int
-    """A token with fewer occurrences in the training data is rare; 0: off. Costs one scan of the data at start."""
+    """A token with fewer occurrences in the training data is rare; 0: off. Rank 0 scans the data at the first start."""
     max_per_batch: int
     """Most occurrences of any one rare token in one global batch."""
 
