@@ -2,8 +2,8 @@
 
 Why: who may change a run is who may write in its directory; nobody needs a port, a password or a process number. And
 what a person changed must be on paper like a drug in a trial: who, when, why, what came of it.
-How: one JSON file a command, put there whole by a rename, in the order of their names, which begin with the time. Rank
-0 looks at most once a second; the loop carries the word through the step's all-reduce, takes what waits, and applies
+How: one JSON file a command, put there whole by a rename, in the order of their names, which begin with the time. A
+thread of rank 0 looks once a second (`harness.watching`); the loop carries the word through the step's all-reduce, takes what waits, and applies
 it on all ranks at the same iteration. The answer is an intervention: it is written down first and then the file goes,
 so that a run that is killed in between does not do the same thing twice. A command belongs to the run and not to its
 processes: what nobody took waits for the next start. What cannot be read is set aside as *.refused with one line on
@@ -13,7 +13,6 @@ Left out: whether `who` is true. Whoever may write the file may write any name.
 
 from __future__ import annotations
 
-import math
 import reprlib
 import secrets
 import stat
@@ -51,7 +50,6 @@ from harness.orders import (
 from harness.rundir import RunDir, append_line
 from harness.telemetry.sinks import tail
 
-LOOK_EVERY_S = 1.0
 POLL_S = 0.2
 LONGEST_BYTES = 65536
 REFUSED = "refused"
@@ -204,34 +202,16 @@ def last_record(run: RunDir) -> StepRecord | None:
 
 @final
 class Inbox:
-    """Rank 0's eye on the commands of a run; none of its methods raises because of a disk or a file."""
+    """The commands of a run on disk; none of its methods raises because of a disk or a file, all of them may wait for
+    one."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._next_look_s = -math.inf
         self._ignored: set[str] = set()
         """Files that are done with and cannot be removed."""
         with suppress(OSError):
             make_control(run)
         self._answered = {event.changes.get("id") for event in interventions(run)}
-
-    def waits(self) -> bool:
-        """True, at most once a second, as long as something waits; every time, because a rewind may forget the word."""
-        now_s = time.monotonic()
-        if now_s < self._next_look_s:
-            return False
-        self._next_look_s = now_s + LOOK_EVERY_S
-        return self._sees()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until something waits, for a run that is paused; False: nothing came in time."""
-        deadline_s = time.monotonic() + timeout_s
-        while not self._sees():
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                return False
-            time.sleep(min(POLL_S, left_s))
-        return True
 
     def take(self) -> list[Command]:
         """All that waits, in order; until it is done with, a command is taken again. What is none is set aside."""
@@ -264,9 +244,6 @@ class Inbox:
         except OSError as error:
             self._ignored.add(path.name)
             _warn(f"{path} was applied and cannot be removed: {error.strerror}")
-
-    def _sees(self) -> bool:
-        return any(path.name not in self._ignored for path in _listed(self._run))
 
     def _set_aside(self, path: Path, why: str) -> None:
         _warn(f"{self._run.control}: {reprlib.repr(path.name)} was refused: {why}")

@@ -2,8 +2,8 @@
 
 Why: a scheduler sends a signal, an operator writes a file, Ctrl-C is pressed; the loop must hear one word, at a moment
 when every rank can save the same step.
-How: signal handlers only write a number down. Rank 0 also looks for the file STOP in the run directory, at most once a
-second. The loop asks `if stop` in every step and puts the answer into the step's all-reduce, which every rank reads
+How: signal handlers only write a number down. On rank 0 a thread also looks for the file STOP in the run directory
+(`harness.watching`); the loop itself never waits for the file system. The loop asks `if stop` in every step and puts the answer into the step's all-reduce, which every rank reads
 `sentinel.lag` steps later: after a signal at most lag + 1 further steps begin, one of them because it came just after
 the loop had asked.
 STOP stays as long as the run is stopped, as a sign that this was wanted; the next start clears it away.
@@ -14,7 +14,6 @@ holds for this start of the run.
 from __future__ import annotations
 
 import json
-import math
 import signal
 import time
 from collections.abc import Iterator
@@ -30,7 +29,6 @@ from harness.rundir import RunDir, write_atomically
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """SIGUSR1 is what Slurm is told to send some time before a job's time is up."""
-LOOK_EVERY_S = 1.0
 LONGEST_STOP_BYTES = 65536
 ELSEWHERE = "a signal to another rank"
 
@@ -41,9 +39,8 @@ class StopRequest:
     """True once this rank was asked to stop; made before the process group, so that no signal is lost."""
 
     received: list[int] = field(default_factory=list)
-    _run: RunDir | None = None
-    _next_look_s: float = -math.inf
-    _file_seen: bool = False
+    _file_says: str = ""
+    """Who asked by the file STOP, once it was seen; empty before."""
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         """The signal handler; who presses Ctrl-C twice will not wait."""
@@ -51,34 +48,26 @@ class StopRequest:
             raise KeyboardInterrupt
         self.received.append(number)
 
-    def watch(self, run: RunDir) -> None:
-        """From now on the file STOP counts too; for rank 0 alone, because a thousand ranks would ask one disk."""
-        self._run = run
-
-    def __bool__(self) -> bool:
-        self._look()
-        return bool(self.received) or self._file_seen
-
-    def _look(self) -> None:
-        now_s = time.monotonic()
-        if self._run is None or self._file_seen or now_s < self._next_look_s:
+    def look(self, run: RunDir) -> None:
+        """See whether the file STOP is there; for rank 0 alone, because a thousand ranks would ask one disk."""
+        if self._file_says:
             return
-        self._next_look_s = now_s + LOOK_EVERY_S
         try:
-            self._run.stop.stat()
+            run.stop.stat()
         except OSError:
             return
-        self._file_seen = True
+        asked = read(run)
+        self._file_says = "STOP file" if asked is None else asked.in_words()
+
+    def __bool__(self) -> bool:
+        return bool(self.received) or bool(self._file_says)
 
     @property
     def reason(self) -> str:
         """Who or what asked, in a few words, for a run that is stopping."""
         if self.received:
             return signal.Signals(self.received[0]).name
-        if not self._file_seen or self._run is None:
-            return ELSEWHERE
-        asked = read(self._run)
-        return "STOP file" if asked is None else asked.in_words()
+        return self._file_says or ELSEWHERE
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from harness.build import Parts
-from harness.commands import Inbox
 from harness.config import EXIT_HALTED, Config
 from harness.events import StepRecord
 from harness.garbage import Collector
@@ -18,6 +17,7 @@ from harness.sentinel.report import HostFacts, unpack
 from harness.state import RunState
 from harness.telemetry.heartbeat import Heartbeat
 from harness.telemetry.narrator import Narrator
+from harness.watching import Watcher
 
 
 class Ending(NamedTuple):
@@ -44,7 +44,7 @@ class Run:
     state: RunState
     narrator: Narrator
     stop: StopRequest
-    inbox: Inbox | None
+    inbox: Watcher | None
     """On rank 0 alone."""
     heart: Heartbeat
     collector: Collector

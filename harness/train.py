@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from harness import compose, requests, run_lease, rundir
 from harness.build import Parts, build, describe, held, meter
-from harness.commands import REFUSED, Inbox, intervention
+from harness.commands import REFUSED, intervention
 from harness.config import (
     EXIT_BAD_CONFIG,
     EXIT_CRASHED,
@@ -60,6 +60,7 @@ from harness.telemetry.heartbeat import Heartbeat, Phase
 from harness.telemetry.manifest import write_manifest
 from harness.telemetry.meters import memory_bytes
 from harness.telemetry.narrator import Narrator
+from harness.watching import watching
 
 PAUSED_LOOK_S = 1.0
 
@@ -328,13 +329,11 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
         Heartbeat(directory, rank=world.rank, world_size=world.size, num_steps=cfg.train.num_steps) as heart,
         held(build(cfg, world, directory)) as parts,
         entered(Narrator(cfg, directory, world=world, meter=meter(cfg, world))) as narrator,
+        entered(watching(directory, stop, is_first=world.is_first)) as inbox,
         Collector() as collector,
         able_products(cfg.precision.kind, world.device),
     ):
-        inbox = jointly(lambda: Inbox(directory) if world.is_first else None)
         from_first(lambda: write_manifest(directory, describe(cfg, parts)))
-        if world.is_first:
-            stop.watch(directory)
         state, told = resume(cfg, parts, opened)
         for event in told:
             narrator.emit(event)

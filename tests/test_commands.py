@@ -53,16 +53,6 @@ GIVEN = {"who": "ada", "time": 1e9, "reason": "why not"}
 SKIP = {"command": "skip", "num_batches": 3} | GIVEN
 
 
-class Clock:
-    now_s = 100.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "first")
@@ -196,26 +186,8 @@ def test_what_is_not_whole_yet_is_nobodys(run: RunDir) -> None:
     inbox = Inbox(run)
     for name in (".a.json.tmp", ".a.json", "a.json.tmp", "a.json.refused", "notes.txt"):
         write(run, name, SKIP)
-    assert not inbox.waits()
     assert inbox.take() == commands.waiting(run) == []
     assert len(names(run)) == 5
-
-
-def test_the_disk_is_asked_once_a_second(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(time, "monotonic", clock.monotonic)
-    inbox = Inbox(run)
-    assert not inbox.waits()
-    commands.send(run, Pause(), who="ada", reason="lunch")
-    clock.now_s += 0.9
-    assert not inbox.waits()
-    clock.now_s += 0.2
-    assert [inbox.waits() for _ in range(3)] == [True, False, False]
-    clock.now_s += 1.1
-    assert inbox.waits(), "it is said again until it is done"
-    inbox.done(inbox.take()[0], commands.intervention(inbox.take()[0], 7, {}))
-    clock.now_s += 1.1
-    assert not inbox.waits()
 
 
 def test_a_disk_that_fails_is_no_command_and_no_crash(
@@ -228,7 +200,6 @@ def test_a_disk_that_fails_is_no_command_and_no_crash(
     sent = commands.send(run, Pause(), who="ada", reason="lunch")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "iterdir", fail)
-        assert not inbox.wait(0)
         assert inbox.take() == []
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", fail)
@@ -239,14 +210,12 @@ def test_a_disk_that_fails_is_no_command_and_no_crash(
         patch.setattr(commands, "append_line", fail)
         inbox.done(sent, commands.intervention(sent, 7, {}))
     assert "the event log alone has the intervention" in capsys.readouterr().err
-    assert inbox.take() == []
-    assert not inbox.wait(0), "what cannot be removed is done all the same"
+    assert inbox.take() == [], "what cannot be removed is done all the same"
 
 
 def test_a_directory_that_is_gone_is_empty(run: RunDir) -> None:
     inbox = Inbox(run)
     run.control.rmdir()
-    assert not inbox.waits()
     assert inbox.take() == commands.waiting(run) == []
 
 
@@ -334,7 +303,6 @@ def test_a_file_that_may_not_be_read_is_set_aside(
         patch.setattr(Path, "rename", forbid)
         assert inbox.take() == inbox.take() == []
     assert capsys.readouterr().err.count("'a.json' was refused: cannot be read: Permission denied\n") == 1
-    assert not inbox.waits(), "nor may it be moved; it is told once"
 
 
 def test_a_send_that_fails_leaves_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,24 +313,6 @@ def test_a_send_that_fails_leaves_nothing(run: RunDir, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="No space left"):
         commands.send(run, Pause(), who="ada", reason="lunch")
     assert names(run) == []
-
-
-def test_a_paused_run_hears_at_once(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox = Inbox(run)
-    begin_s = time.monotonic()
-    assert not inbox.wait(0.05)
-    assert time.monotonic() - begin_s >= 0.05
-    clock = Clock()
-    monkeypatch.setattr(time, "monotonic", clock.monotonic)
-
-    def sleep(seconds: float) -> None:
-        clock.sleep(seconds)
-        if clock.now_s > 102:
-            commands.send(run, Resume(), who="ada", reason="fed")
-
-    monkeypatch.setattr(time, "sleep", sleep)
-    assert inbox.wait(600)
-    assert clock.now_s < 103
 
 
 def test_a_rollback_goes_to_what_is_sound(run: RunDir) -> None:

@@ -15,11 +15,6 @@ from harness.rundir import RunDir
 
 
 class Clock:
-    now_s = 100.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
     def time(self) -> float:
         return 1e9
 
@@ -61,12 +56,13 @@ def test_only_a_second_sigint_insists() -> None:
 def test_an_empty_stop_file_is_a_request(run: RunDir) -> None:
     stop = StopRequest()
     run.stop.touch()
-    assert not stop, "nobody said where to look"
-    stop.watch(run)
+    assert not stop, "nobody looked"
+    stop.look(run)
     assert stop
     assert stop.reason == "STOP file"
     assert requests.intervention(run, 7) is None
     run.stop.unlink()
+    stop.look(run)
     assert stop, "what was seen holds"
     assert stop.reason == "STOP file"
 
@@ -82,8 +78,8 @@ def test_an_empty_stop_file_is_a_request(run: RunDir) -> None:
 )
 def test_who_asked_is_told(run: RunDir, clock: Clock, reason: str, in_words: str) -> None:
     stop = StopRequest()
-    stop.watch(run)
     requests.ask(run, who="ada", reason=reason)
+    stop.look(run)
     assert stop
     assert stop.reason == in_words
     event = requests.intervention(run, 7)
@@ -107,47 +103,23 @@ def test_who_asked_is_told(run: RunDir, clock: Clock, reason: str, in_words: str
 )
 def test_a_file_that_says_something_else_is_a_request_all_the_same(run: RunDir, content: str) -> None:
     stop = StopRequest()
-    stop.watch(run)
     run.stop.write_text(content)
+    stop.look(run)
     assert stop
     assert stop.reason == "STOP file"
 
 
-def test_the_disk_is_asked_once_a_second(run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[Path] = []
-    stat = Path.stat
-
-    def counted(path: Path) -> os.stat_result:
-        looks.append(path)
-        return stat(path)
-
-    monkeypatch.setattr(Path, "stat", counted)
-    stop = StopRequest()
-    stop.watch(run)
-    for _ in range(10):
-        assert not stop
-    assert looks == [run.stop]
-    run.stop.open("w").close()
-    clock.now_s += 0.9
-    assert not stop
-    clock.now_s += 0.2
-    assert stop
-    clock.now_s += 10
-    assert stop
-    assert looks == [run.stop] * 2, "nothing more to learn"
-
-
-def test_a_disk_that_fails_is_no_stop(run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_is_no_stop(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_path: Path) -> os.stat_result:
         raise OSError(5, "Input/output error")
 
     stop = StopRequest()
-    stop.watch(run)
     requests.ask(run, who="ada", reason="")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", fail)
+        stop.look(run)
         assert not stop
-    clock.now_s += 2
+    stop.look(run)
     assert stop, "it is asked again"
 
 

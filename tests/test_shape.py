@@ -34,6 +34,7 @@ LAYERS = (
         "run_data",
         "step",
         "train",
+        "watching",
     },
     {"plan", "replay", "faults", "drills", "sweeps", "dashboard", "evidence"},
 )
@@ -109,6 +110,7 @@ LIGHT = (
     "harness.telemetry.heartbeat",
     "harness.commands",
     "harness.requests",
+    "harness.watching",
     "harness.plan.fit",
     "harness.plan.plan",
     "harness.plan.render",

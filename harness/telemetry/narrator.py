@@ -1,16 +1,22 @@
 """Rank 0's voice: what happens goes into the event log first, and from there to the console, MLflow and a picture.
 
+Nothing here waits for the file system while the run trains, but for one bounded wait: actions and interventions are in
+the log before they are carried out (`harness.telemetry.sinks`). The thread that writes the log also starts the
+post-mortems, which read what it wrote.
+Leaving is bounded: the picture is drawn from at most `picture.BUDGET_BYTES` of ordinary steps however long the log is,
+and not at all when the run was interrupted (exit code 75), because the machine may be taken away; the next end draws it.
 Other ranks have a narrator too and say nothing, so that the loop needs no `if rank == 0`.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import replace
 from typing import Self, final
 
 from harness.config import EXIT_INTERRUPTED, Config
-from harness.events import Event, RunEnded, StepRecord
+from harness.events import Action, ActionKind, Event, Intervention, RunEnded, StepRecord
 from harness.parallel import World
 from harness.rundir import RunDir
 from harness.telemetry.console import Console, closing
@@ -34,10 +40,10 @@ class Narrator:
 
     def __enter__(self) -> Self:
         if self._speaks:
-            self._log = EventLog(self._run.events)
+            self._scribe = Scribe(self._run) if self._cfg.telemetry.postmortem else None
+            self._log = EventLog(self._run.events, after=None if self._scribe is None else self._scribe.hear)
             self._console = Console(self._cfg.train.num_steps)
             self._shipper = Shipper.start(self._run) if self._cfg.telemetry.mlflow else None
-            self._scribe = Scribe(self._run) if self._cfg.telemetry.postmortem else None
         return self
 
     def emit(self, event: Event) -> None:
@@ -66,19 +72,27 @@ class Narrator:
 
     def end(self, event: RunEnded) -> None:
         """The last event of a run; pictures and reports come before it, because MLflow takes its leave with it."""
-        if self._speaks and self._cfg.telemetry.picture:
-            draw(self._run.events, self._run.picture)
-        if self._speaks and self._scribe is not None:
+        if self._speaks:
+            is_written = self._log.flush()
             is_hurried = event.exit_code == EXIT_INTERRUPTED  # whoever takes the machine away does not wait
-            self._scribe.finish(HURRIED_WAIT_S if is_hurried else EXIT_WAIT_S)
+            if is_written and self._cfg.telemetry.picture and not is_hurried:
+                self._draw()
+            if is_written and self._scribe is not None:
+                self._scribe.finish(HURRIED_WAIT_S if is_hurried else EXIT_WAIT_S)
         self._tell(event)
+
+    def _draw(self) -> None:
+        try:
+            draw(self._run.events, self._run.picture)
+        except OSError as error:
+            print(f"warning: cannot write {self._run.picture}: {error.strerror}", file=sys.stderr, flush=True)
 
     def _tell(self, event: Event) -> None:
         if self._speaks:
             self._log.write(event)
             self._console.show(event)
-            if self._scribe is not None:
-                self._scribe.hear(event)
+            if isinstance(event, Intervention) or (isinstance(event, Action) and event.kind is not ActionKind.watch):
+                self._log.flush()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close the log, give MLflow its time, and say where everything lies; after a crash, leave at once."""

@@ -97,7 +97,7 @@ WRITER = "torch.distributed.checkpoint.filesystem:FileSystemWriter"
 FORWARD = Place("forward", "harness.train:forward_backward")
 PHASES = (
     Drawn(Place("configuration", "harness.rundir:write_atomically", half_a_file), ALL),
-    Drawn(Place("log", "harness.telemetry.sinks:EventLog.write", half_a_line), ALL, (0,), range(1, 7), range(1, 7)),
+    Drawn(Place("log", "harness.telemetry.sinks:EventLog._append", half_a_line), ALL, (0,), range(1, 7), range(1, 7)),
     Drawn(FORWARD, AROUND, BOTH, range(1, 9), range(1, 9)),
     Drawn(Place("update", "harness.optim.update:Update.apply"), AROUND, BOTH, range(1, 9), range(1, 9)),
     Drawn(Place("snapshot", "harness.checkpoint.ring:Ring.take", half_a_copy), ALL, BOTH, range(1, 4), range(1, 4)),

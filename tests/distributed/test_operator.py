@@ -7,16 +7,17 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from harness import commands, events, requests, train
+from harness import commands, events, train, watching
 from harness.build import Parts
 from harness.checkpoint import catalog, store
 from harness.checkpoint.catalog import Health
-from harness.commands import REFUSED, Inbox
+from harness.commands import REFUSED
 from harness.data.ledger import Exclusion, Ledger
 from harness.events import (
     Action,
@@ -45,6 +46,7 @@ from harness.orders import (
     in_words,
 )
 from harness.rundir import RunDir, locate
+from harness.watching import Watcher
 from tests.distributed import trouble
 from tests.distributed.cases import digest, state_on_disk, tiny
 from tests.distributed.pool import Pool
@@ -122,7 +124,8 @@ def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: s
     cfg = tiny(*overrides, directory=directory)
     run, num_begun, begun_in_pause, state = locate(cfg), 0, 0, ""
     compute: Callable[..., None] = getattr(train, "forward_backward")  # noqa: B009  (which train only imports)
-    genuine_leave, genuine_wait = train.leave, Inbox.wait
+    genuine_leave, genuine_wait, genuine_waits, genuine_look = train.leave, Watcher.wait, Watcher.waits, Watcher.look
+    looking = Lock()
 
     def forward_backward(parts: Parts, *arguments: Any, **options: Any) -> None:
         nonlocal num_begun
@@ -131,7 +134,16 @@ def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: s
             send(run, *orders.get(num_begun, ()))
         compute(parts, *arguments, **options)
 
-    def wait(inbox: Inbox, timeout_s: float) -> bool:
+    def look(inbox: Watcher) -> None:
+        with looking:
+            genuine_look(inbox)
+
+    def waits(inbox: Watcher) -> bool:
+        """Hears what is on disk now, not what the thread found last."""
+        inbox.look()
+        return genuine_waits(inbox)
+
+    def wait(inbox: Watcher, timeout_s: float) -> bool:
         nonlocal begun_in_pause
         heard = genuine_wait(inbox, timeout_s)
         if not begun_in_pause and in_pause is not None:
@@ -146,9 +158,8 @@ def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: s
 
     with (
         patch.multiple(train, forward_backward=forward_backward, leave=leave, PAUSED_LOOK_S=0.05),
-        patch.object(Inbox, "wait", wait),
-        patch.object(commands, "LOOK_EVERY_S", 0.0),
-        patch.object(requests, "LOOK_EVERY_S", 0.0),
+        patch.multiple(Watcher, look=look, waits=waits, wait=wait),
+        patch.multiple(watching, LOOK_EVERY_S=0.05, WORD_EVERY_S=0.0),
     ):
         code = train.run_worker(cfg)
     return Ended(code, state, num_begun, begun_in_pause)

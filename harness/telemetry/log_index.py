@@ -1,0 +1,297 @@
+"""An index of the event log, so that readers of a log of gigabytes read the part they need.
+
+Why: a run of a million steps has a log of several GB. The page, the terminal view, a post-mortem and a resume must not
+read all of it, and must not hold all of it in memory.
+How: the log is divided into blocks of about 1 MiB of whole lines. For each block the index holds the byte range, the
+range of iterations, the position of every line that is not an ordinary step (findings, actions, refused steps, ...,
+and the step before each of them), and the positions of the extreme values of loss and gradient norm. The run appends
+one line a block to `events.index` beside the log. The index is a help and never required: what it does not cover, or
+covers wrongly, is scanned, which costs one pass over the raw lines and no parsing. Readers write nothing.
+`between` and `rare_lines` are exact. `sampled` is exact for a log of up to its budget in bytes; of a longer one it has
+all lines that are not ordinary steps, the extremes of each block, and evenly chosen stretches of ordinary steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Self, final
+
+BLOCK_BYTES = 1 << 20
+LARGEST_BLOCK_BYTES = 8 << 20
+"""A block ends before an ordinary step, or at this size if none comes."""
+SCAN_BYTES = 4 << 20
+BUDGET_BYTES = 64 << 20
+"""What `sampled` reads of the ordinary steps of a log, at most about."""
+MOST_BLOCKS = 4096
+"""More blocks than this are merged by `sampled`, so that the number of extremes does not grow with the log."""
+
+NUMBER = rb"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
+PLAIN = re.compile(
+    rb'\{"event":"step","time":[^,]*,"iteration":(\d+),"step":(\d+),"cursor":\d+,"tokens":\d+,'
+    rb'"loss":(' + NUMBER + rb'),"grad_norm":(' + NUMBER + rb'),"lr":(' + NUMBER + rb"),"
+    rb'"tokens_per_s":(' + NUMBER + rb'),"refused":false,'
+)
+"""The beginning of an ordinary step: applied, with finite loss and gradient norm. Groups: iteration, step, loss,
+gradient norm, learning rate, tokens/s."""
+STEP = re.compile(rb'\{"event":"step","time":[^,]*,"iteration":(\d+),')
+
+Extreme = tuple[float, int]
+"""A value and the position of its line."""
+
+
+def index_path(log: Path) -> Path:
+    return log.with_suffix(".index")
+
+
+@final
+@dataclass(slots=True)
+class Block:
+    """Some whole lines of the log, from byte `start` to byte `end`."""
+
+    start: int
+    end: int
+    first: int | None = None
+    """Lowest and highest iteration of a step; None: the block has no step."""
+    last: int | None = None
+    rare: list[int] = field(default_factory=list)
+    """Positions of the lines that are not ordinary steps, and of the ordinary step before each of them."""
+    low: Extreme | None = None
+    """Lowest loss, highest loss and highest gradient norm of the ordinary steps."""
+    high: Extreme | None = None
+    norm: Extreme | None = None
+    previous: int | None = None
+    """Position of the last line if that is an ordinary step."""
+
+    def add(self, line: bytes) -> None:
+        """Take the next whole line."""
+        place, self.end = self.end, self.end + len(line)
+        if plain := PLAIN.match(line):
+            loss, norm = float(plain[3]), float(plain[4])
+            self.low = (loss, place) if self.low is None else min(self.low, (loss, place))
+            self.high = (loss, place) if self.high is None else max(self.high, (loss, place))
+            self.norm = (norm, place) if self.norm is None else max(self.norm, (norm, place))
+            self._see(int(plain[1]))
+            self.previous = place
+            return
+        if step := STEP.match(line):
+            self._see(int(step[1]))
+        if self.previous is not None:
+            self.rare.append(self.previous)
+        self.rare.append(place)
+        self.previous = None
+
+    def _see(self, iteration: int) -> None:
+        self.first = iteration if self.first is None else min(self.first, iteration)
+        self.last = iteration if self.last is None else max(self.last, iteration)
+
+    def is_full(self, line: bytes) -> bool:
+        """Whether the next line begins another block. A finding stays in the block of its step."""
+        size_bytes = self.end - self.start
+        return size_bytes >= LARGEST_BLOCK_BYTES or (size_bytes >= BLOCK_BYTES and PLAIN.match(line) is not None)
+
+    def merged(self, later: Block) -> Block:
+        """This block and the next one as one."""
+        firsts = [each.first for each in (self, later) if each.first is not None]
+        lasts = [each.last for each in (self, later) if each.last is not None]
+        return Block(
+            start=self.start,
+            end=later.end,
+            first=min(firsts, default=None),
+            last=max(lasts, default=None),
+            rare=[*self.rare, *later.rare],
+            low=min((each for each in (self.low, later.low) if each is not None), default=None),
+            high=max((each for each in (self.high, later.high) if each is not None), default=None),
+            norm=max((each for each in (self.norm, later.norm) if each is not None), default=None),
+        )
+
+    @property
+    def kept(self) -> list[int]:
+        """Positions of the lines that no sample leaves out, in order."""
+        extremes = (self.low, self.high, self.norm)
+        return sorted({*self.rare, *(extreme[1] for extreme in extremes if extreme is not None)})
+
+    def to_json(self) -> str:
+        words = asdict(self)
+        del words["previous"]
+        return json.dumps(words, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        words: dict[str, Any] = json.loads(line)
+        for name in ("low", "high", "norm"):
+            words[name] = None if words[name] is None else (float(words[name][0]), int(words[name][1]))
+        return cls(**words)
+
+
+def blocks_of(lines: Iterable[bytes], start: int) -> Iterator[Block]:
+    """Divide whole lines, of which the first is at byte `start`, into blocks."""
+    block = Block(start, start)
+    for line in lines:
+        if block.is_full(line):
+            yield block
+            block = Block(block.end, block.end)
+        block.add(line)
+    if block.end > block.start:
+        yield block
+
+
+def read_blocks(log: Path) -> list[Block]:
+    """All whole lines of the log in blocks: from the index, and by a scan of what it does not cover."""
+    if not log.is_file():
+        return []
+    found: list[Block] = []
+    with log.open("rb") as file:
+        end = 0
+        for block in _indexed(log, file):
+            if block.start < end:
+                continue
+            found += blocks_of(whole_lines(file, end, block.start), end)
+            found.append(block)
+            end = block.end
+        found += blocks_of(whole_lines(file, end), end)
+    return found
+
+
+def covered_until(log: Path) -> int:
+    """Where in the log the last block of a usable index ends; 0 without one."""
+    if not log.is_file():
+        return 0
+    with log.open("rb") as file:
+        return max((block.end for block in _indexed(log, file)), default=0)
+
+
+def _indexed(log: Path, file: BinaryIO) -> list[Block]:
+    """What `events.index` holds; nothing if it does not fit the log. A line cut short by a crash is passed over."""
+    blocks = []
+    try:
+        with index_path(log).open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    blocks.append(Block.from_json(line))
+                except (ValueError, KeyError, TypeError, IndexError):
+                    continue
+    except OSError:
+        return []
+    size_bytes = os.fstat(file.fileno()).st_size
+    fits = all(block.end <= size_bytes and _is_line_start(file, block.end) for block in blocks[-1:])
+    return sorted(blocks, key=lambda block: block.start) if fits else []
+
+
+def _is_line_start(file: BinaryIO, place: int) -> bool:
+    return place == 0 or os.pread(file.fileno(), 1, place - 1) == b"\n"
+
+
+def whole_lines(file: BinaryIO, start: int, end: int | None = None) -> Iterator[bytes]:
+    """The whole lines from byte `start` to byte `end`, or to the end of the log."""
+    file.seek(start)
+    place = start
+    while end is None or place < end:
+        chunk = file.readlines(SCAN_BYTES if end is None else min(SCAN_BYTES, end - place))
+        if not chunk:
+            return
+        for line in chunk:
+            if not line.endswith(b"\n") or (end is not None and place >= end):
+                return
+            place += len(line)
+            yield line
+
+
+def rare_lines(log: Path) -> Iterator[bytes]:
+    """Every line that is not an ordinary step, in order, and some that are."""
+    blocks = read_blocks(log)
+    if not blocks:
+        return
+    with log.open("rb") as file:
+        for block in blocks:
+            for place in block.rare:
+                file.seek(place)
+                yield file.readline()
+
+
+def between(log: Path, first: int, last: int) -> Iterator[bytes]:
+    """The lines of all blocks that hold a step of these iterations, both included; others too."""
+    chosen = [
+        block
+        for block in read_blocks(log)
+        if block.first is not None and block.last is not None and block.first <= last and block.last >= first
+    ]
+    if not chosen:
+        return
+    with log.open("rb") as file:
+        for block in chosen:
+            yield from whole_lines(file, block.start, block.end)
+
+
+class Sample(NamedTuple):
+    lines: Iterator[bytes]
+    end: int
+    """How far the log was read, in bytes."""
+    is_whole: bool
+    """Whether no line was left out."""
+
+
+def sampled(log: Path, *, start: int = 0, budget_bytes: int = BUDGET_BYTES) -> Sample:
+    """The whole lines from byte `start` on, or an even sample of them where they are more than the budget."""
+    size_bytes = log.stat().st_size if log.is_file() else 0
+    if size_bytes - start <= budget_bytes:
+        lines, end = _whole(log, start)
+        return Sample(iter(lines), end, is_whole=True)
+    blocks = [block for block in read_blocks(log) if block.start >= start]
+    end = blocks[-1].end if blocks else start
+    while len(blocks) > MOST_BLOCKS:
+        pairs = [blocks[place : place + 2] for place in range(0, len(blocks), 2)]
+        blocks = [pair[0].merged(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
+    return Sample(_sample(log, blocks, budget_bytes // max(1, len(blocks))), end, is_whole=False)
+
+
+def _whole(log: Path, start: int) -> tuple[list[bytes], int]:
+    if not log.is_file():
+        return [], start
+    with log.open("rb") as file:
+        lines = list(whole_lines(file, start))
+    return lines, start + sum(map(len, lines))
+
+
+def _sample(log: Path, blocks: list[Block], bytes_each: int) -> Iterator[bytes]:
+    """Of each block the first `bytes_each` bytes, and the lines that must be kept of the rest."""
+    with log.open("rb") as file:
+        for number, block in enumerate(blocks):
+            is_last = number == len(blocks) - 1
+            head = block.end if is_last else min(block.end, block.start + bytes_each)
+            read = block.start
+            for line in whole_lines(file, block.start, head):
+                read += len(line)
+                yield line
+            for place in block.kept:
+                if place >= read:
+                    file.seek(place)
+                    yield file.readline()
+
+
+@final
+class IndexWriter:
+    """Appends the blocks of a growing log to its index. An error costs the index and nothing else."""
+
+    def __init__(self, log: Path, start: int) -> None:
+        self._log = log
+        self.block = Block(start, start)
+
+    def add(self, line: bytes) -> bool:
+        """Take the line that was just appended to the log. False: the positions are not known any more, because
+        somebody else wrote to the log, or the index cannot be written."""
+        if self.block.is_full(line):
+            try:
+                if self._log.stat().st_size != self.block.end + len(line):
+                    return False
+                with index_path(self._log).open("a", encoding="utf-8") as file:
+                    file.write(self.block.to_json() + "\n")
+            except OSError:
+                return False
+            self.block = Block(self.block.end, self.block.end)
+        self.block.add(line)
+        return True
