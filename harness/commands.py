@@ -3,11 +3,11 @@
 Why: who may change a run is who may write in its directory; nobody needs a port, a password or a process number. And
 what a person changed must be on paper like a drug in a trial: who, when, why, what came of it.
 How: one JSON file a command, put there whole by a rename, in the order of their names, which begin with the time. A
-thread of rank 0 looks once a second (`harness.watching`); the loop carries the word through the step's all-reduce, takes what waits, and applies
-it on all ranks at the same iteration. The answer is an intervention: it is written down first and then the file goes,
-so that a run that is killed in between does not do the same thing twice. A command belongs to the run and not to its
-processes: what nobody took waits for the next start. What cannot be read is set aside as *.refused with one line on
-stderr; nothing in that directory can stop a run.
+thread of rank 0 looks once a second (`harness.watching`); the loop carries the word through the step's all-reduce,
+takes what waits, and applies it on all ranks at the same iteration. The answer is an intervention: it is written down
+first and then the file goes, so that a run that is killed in between does not do the same thing twice. A command
+belongs to the run and not to its processes: what nobody took waits for the next start. What cannot be read is set aside
+as *.refused with one line on stderr; nothing in that directory can stop a run.
 Left out: whether `who` is true. Whoever may write the file may write any name.
 """
 

@@ -3,9 +3,9 @@
 Why: a scheduler sends a signal, an operator writes a file, Ctrl-C is pressed; the loop must hear one word, at a moment
 when every rank can save the same step.
 How: signal handlers only write a number down. On rank 0 a thread also looks for the file STOP in the run directory
-(`harness.watching`); the loop itself never waits for the file system. The loop asks `if stop` in every step and puts the answer into the step's all-reduce, which every rank reads
-`sentinel.lag` steps later: after a signal at most lag + 1 further steps begin, one of them because it came just after
-the loop had asked.
+(`harness.watching`); the loop itself never waits for the file system. The loop asks `if stop` in every step and puts
+the answer into the step's all-reduce, which every rank reads `sentinel.lag` steps later: after a signal at most lag + 1
+further steps begin, one of them because it came just after the loop had asked.
 STOP stays as long as the run is stopped, as a sign that this was wanted; the next start clears it away.
 Left out: what is asked of a run that goes on, which is `harness.commands`; and taking a request back. Once seen, it
 holds for this start of the run.

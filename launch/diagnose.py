@@ -1,7 +1,8 @@
 """`harness diagnose`: why a run misbehaves, question by question, over its directory or over any log.
 
 How: the records of a run directory, finished or going on, or the rows of a CSV or JSON lines file that anyone wrote, go
-through the tree of `harness.evidence.diagnose`. The exit code says what was found, so that a script can ask.
+through the tree of `harness.evidence.diagnose`. Of a log above 32 MiB the newest records are taken, and a line on
+stderr says so. The exit code says what was found, so that a script can ask.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from harness.config import EXIT_BAD_CONFIG, ConfigError, PrecisionKind, require
 from harness.events import StepRecord
 from harness.evidence.diagnose import Diagnosis, Finds, render, walk
-from harness.evidence.gather import settings_of, steps
+from harness.evidence.gather import RECENT_BYTES, recent_steps, settings_of
 from harness.rundir import RunDir
 from harness.sentinel.foreign import NAMES, records
 from launch.judge import detect_config, named_columns
@@ -51,7 +52,10 @@ def diagnose(path: Path, columns: dict[str, str], *, precision: str | None) -> D
         run = RunDir(path)
         require(run.events.exists(), str(path), f"is no run: it has no {run.events.name}")
         settings = settings_of(run)
-        rows = steps(run.events, 0, sys.maxsize)
+        rows = recent_steps(run.events)
+        if run.events.stat().st_size > RECENT_BYTES and rows:
+            since = f"the newest {len(rows):,} steps, from iteration {rows[0].iteration}"
+            print(f"harness: the log of {path} is long: diagnosed {since}", file=sys.stderr)
     else:
         rows = [_own(record) for record in records(path, columns)]
         require(bool(rows), str(path), "has no row with a loss")

@@ -105,9 +105,16 @@ def run_facts(run: RunDir, story: Story, goodput: Goodput, *, now_s: float) -> d
         "started": story.first_time or 0.0,
         "num_starts": story.num_starts,
         "world_size": world_size,
-        "unread": f"{counted(story.num_lines_lost, 'line')} of the log not understood" if story.num_lines_lost else "",
+        "unread": unread(story),
         "cost": price * world_size * goodput.wall_s / 3600 if isinstance(price, float | int) else None,
     }
+
+
+def unread(story: Story) -> str:
+    """What of the log is not in the page, in words; empty where nothing is missing."""
+    lost = f"{counted(story.num_lines_lost, 'line')} of the log not understood" if story.num_lines_lost else ""
+    shown = f"{len(story.steps):,} of {len(story.steps) + story.num_left_out:,} steps shown, with all extremes"
+    return "; ".join(part for part in (shown if story.num_left_out else "", lost) if part)
 
 
 def step_of(story: Story) -> int:

@@ -109,6 +109,8 @@ class Accounts:
     """Kept updates, in order: their number, what they took and what they read."""
     _step_s: array[float] = field(default_factory=lambda: array("d"))
     _step_tokens: array[int] = field(default_factory=lambda: array("q"))
+    _step_counts: array[int] = field(default_factory=lambda: array("q"))
+    """How many updates an entry stands for: itself, and those before it that a sample of the log left out."""
     _refused_s: float = 0.0
     _undone_s: float = 0.0
     _num_refused: int = 0
@@ -118,8 +120,8 @@ class Accounts:
     _last_tokens: int | None = 0
     """Read up to the last step; None where the count went back since."""
 
-    def add_step(self, record: Mapping[str, Any]) -> None:
-        """A step record, as the log has it."""
+    def add_step(self, record: Mapping[str, Any], *, num_left_out: int = 0) -> None:
+        """A step record, as the log has it; `num_left_out` steps before it were applied and are not shown."""
         step, tokens, took_s = int(record["step"]), int(record["tokens"]), float(record["step_time_s"])
         passed_s = self._pass(float(record["time"]))
         self._account(Account.starting if self._is_starting else None, passed_s)
@@ -129,16 +131,18 @@ class Accounts:
         self._blocked_s += self._open_blocked_s
         self._open_s = self._open_blocked_s = 0.0
         if self._last_tokens is not None and tokens > self._last_tokens:
-            self._batch_tokens = tokens - self._last_tokens
+            self._batch_tokens = (tokens - self._last_tokens) // (1 + num_left_out)
         self._last_tokens = tokens
-        self._tokens_consumed += self._batch_tokens
+        self._tokens_consumed += self._batch_tokens * (1 + num_left_out)
         if record["refused"]:
             self._refused_s += took_s
             self._num_refused += 1
-        else:
+        num_kept = num_left_out + (not record["refused"])
+        if num_kept:
             self._steps.append(step)
-            self._step_s.append(took_s)
-            self._step_tokens.append(self._batch_tokens)
+            self._step_s.append(took_s * num_kept)
+            self._step_tokens.append(self._batch_tokens * num_kept)
+            self._step_counts.append(num_kept)
 
     def add(self, event: Event) -> None:
         """Anything but a step."""
@@ -197,7 +201,7 @@ class Accounts:
         return Goodput(
             seconds=seconds,
             wall_s=sum(seconds.values()),
-            num_kept=len(self._steps),
+            num_kept=sum(self._step_counts),
             num_refused=self._num_refused,
             num_undone=self._num_undone,
             tokens_kept=sum(self._step_tokens),
@@ -221,7 +225,16 @@ class Accounts:
     def _undo(self, step: int) -> None:
         """Steps after `step` did not stay."""
         while self._steps and self._steps[-1] > step:
-            self._steps.pop()
-            self._undone_s += self._step_s.pop()
-            self._step_tokens.pop()
-            self._num_undone += 1
+            last, took_s, tokens, count = (each.pop() for each in self._columns)
+            num_undone = min(count, last - step)
+            self._undone_s += took_s * num_undone / count
+            self._num_undone += num_undone
+            if num_undone < count:
+                left = count - num_undone
+                values = (step, took_s * left / count, tokens * left // count, left)
+                for column, value in zip(self._columns, values, strict=True):
+                    column.append(value)
+
+    @property
+    def _columns(self) -> tuple[array[Any], ...]:
+        return self._steps, self._step_s, self._step_tokens, self._step_counts

@@ -4,6 +4,9 @@ Why: the page, the live server, the terminal and the index all show the same run
 How: `Story.read_more` takes the whole lines that were added since it was last called. A step's line is read as plain
 JSON, because a hundred thousand of them must not take minutes; everything rarer becomes its event. A line that is torn
 or not understood is passed over and counted.
+The first reading of a long log is bounded: of more than 64 MiB of ordinary steps it takes an even sample, with the
+extremes of each stretch and with everything that is not an ordinary step (`harness.telemetry.log_index`). Steps that
+were left out count in the accounts.
 Left out: anything that is not in the log or in `faults.jsonl`; `harness.dashboard.facts` looks up incident folders.
 """
 
@@ -37,6 +40,7 @@ from harness.events import (
 )
 from harness.rundir import RunDir
 from harness.telemetry.console import notice
+from harness.telemetry.log_index import sampled
 
 STEP_MARK = b'{"event":"step",'
 CHUNK_BYTES = 1 << 22
@@ -119,18 +123,34 @@ class Story:
     num_starts: int = 0
     num_lines: int = 0
     num_lines_lost: int = 0
+    num_left_out: int = 0
+    """Ordinary steps that a sample of a long log did not show."""
+    _is_sample: bool = False
+    """Whether the lines being read are a sample."""
     _recent: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     _offsets: dict[Path, int] = field(default_factory=dict)
 
     def read_more(self, run: RunDir) -> bool:
         """Take what was added to the log since the last time; says whether anything was."""
-        grew = False
+        num_lines = self.num_lines
+        if run.events not in self._offsets:
+            self._read_first(run.events)
         for path in (run.events, run.faults):
             for line in self._new_lines(path):
-                grew = True
                 self.num_lines += 1
                 self._take(line)
-        return grew
+        return self.num_lines > num_lines
+
+    def _read_first(self, path: Path) -> None:
+        """All of a log, or a sample of a long one."""
+        lines, end, is_whole = sampled(path)
+        self._is_sample = not is_whole
+        for line in lines:
+            self.num_lines += 1
+            self._take(line)
+        self._is_sample = False
+        if end:
+            self._offsets[path] = end
 
     def _new_lines(self, path: Path) -> Iterator[bytes]:
         """Whole lines only: what is being written now is read the next time."""
@@ -160,7 +180,9 @@ class Story:
         get = record.get
         iteration, time = int(record["iteration"]), float(record["time"])
         bounds, ranks, loss = get("bounds", {}), get("ranks", {}), record["loss"]
-        self.accounts.add_step(record)
+        left_out = max(0, iteration - self.steps.iterations[-1] - 1) if self._is_sample and self.steps.iterations else 0
+        self.num_left_out += left_out
+        self.accounts.add_step(record, num_left_out=left_out)
         values = (
             *(loss, bounds.get("loss", NAN), record["grad_norm"], bounds.get("grad_norm", NAN), record["lr"]),
             *(record["tokens_per_s"], get("mfu") or NAN, get("loss_scale") or NAN, get("memory_bytes") or NAN),

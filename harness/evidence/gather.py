@@ -1,9 +1,9 @@
 """From a run directory to the evidence of one incident.
 
-How: the log is read twice. First everything but the steps, which says where the incident lies; then only the steps
-around it: a line of a step is looked at no further than its iteration, so a log of a million steps takes seconds. It
-works on a run that goes on, and on one that was killed: an incident that nobody told the end of is put together from
-its actions and findings.
+How: the log is read twice. First everything but the ordinary steps, which says where the incident lies; then only the
+steps around it. The index of the log says where both are (`harness.telemetry.log_index`); without one, both readings
+pass over the raw lines. It works on a run that goes on, and on one that was killed: an incident that nobody told the
+end of is put together from its actions and findings.
 A remark is a stretch of duplicate batches that no incident accounts for: only rank 0 knows of them, so no decision may
 rest on them, and yet somebody has to repair the loader.
 Left out: the tokens of the guilty batches, which `harness.evidence.tokens` reads again, and the words that give the
@@ -13,8 +13,7 @@ configuration, which `harness.evidence.overrides` finds; both take seconds.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,8 @@ from harness.evidence.costs import cost_of
 from harness.evidence.facts import entropy, rarest
 from harness.evidence.schema import OTHERS, Evidence, GuiltyBatch, RunFacts, Token
 from harness.rundir import RunDir
+from harness.telemetry.log_index import between, rare_lines
+from harness.telemetry.sinks import tail
 
 BEFORE, AFTER = 200, 50
 """Iterations around an incident that belong to its evidence."""
@@ -48,31 +49,30 @@ MOST_BATCHES = 8
 REMARK_GAP = 50
 """Iterations between duplicate batches that still make one remark."""
 OPEN, REMARK = "open", "remark"
-STEP_LINE = re.compile(r'\{"event":"step","time":[^,]*,"iteration":(\d+),')
+RECENT_BYTES = 32 << 20
 
 
 def told(path: Path) -> list[Event]:
     """All events of a log but its steps."""
-    return [event for event in _events(path, lambda _: False) if not isinstance(event, StepRecord)]
+    return [event for event in _events(rare_lines(path)) if not isinstance(event, StepRecord)]
 
 
 def steps(path: Path, first: int, last: int) -> list[StepRecord]:
     """The steps of a log from one iteration to another, both included."""
-    inside = (event for event in _events(path, lambda iteration: first <= iteration <= last))
+    inside = _events(between(path, first, last))
     return [event for event in inside if isinstance(event, StepRecord) and first <= event.iteration <= last]
 
 
-def _events(path: Path, wanted: Callable[[int], bool]) -> Iterator[Event]:
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            is_step = STEP_LINE.match(line)
-            if not line.endswith("\n") or (is_step and not wanted(int(is_step[1]))):
-                continue
-            for event in events.parse(line):
-                if type(event.iteration) is int:
-                    yield event
+def recent_steps(path: Path, num_bytes: int = RECENT_BYTES) -> list[StepRecord]:
+    """The newest steps of a log: those in its last `num_bytes`, all of a shorter log."""
+    return [event for event in tail(path, num_bytes) if isinstance(event, StepRecord)]
+
+
+def _events(lines: Iterable[bytes]) -> Iterator[Event]:
+    for line in lines:
+        for event in events.parse(line.decode(errors="replace")):
+            if type(event.iteration) is int:
+                yield event
 
 
 def incidents(log: Sequence[Event]) -> list[Incident]:
@@ -162,7 +162,7 @@ def gather(run: RunDir, incident: Incident) -> Evidence:
     require(run.events.exists(), str(run.path), f"is no run: it has no {run.events.name}")
     log = told(run.events)
     first, last = incident.onset - BEFORE, incident.last + AFTER
-    faults = [event for event in _events(run.faults, lambda _: True) if isinstance(event, FaultInjected)]
+    faults = [event for event in _events(rare_lines(run.faults)) if isinstance(event, FaultInjected)]
     within = [event for event in log if first <= event.iteration <= last]
     is_remark = incident.verdict == REMARK
     actions = [] if is_remark else [e for e in log if isinstance(e, Action) and e.incident == incident.number]

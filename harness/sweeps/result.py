@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import statistics
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.config import EXIT_BAD_CONFIG, EXIT_DONE
-from harness.events import Action, ActionKind, EvalRecord, Outcome, RunEnded, RunStarted, StepRecord, read
+from harness.events import (
+    Action,
+    ActionKind,
+    EvalRecord,
+    Event,
+    Outcome,
+    RunEnded,
+    RunStarted,
+    StepRecord,
+    parse,
+)
 from harness.rundir import RunDir
 from harness.sweeps.record import Job
 from harness.sweeps.spikes import SpikeScore, spike_score
+from harness.telemetry.log_index import PLAIN, whole_lines
 
 ANSWERS = (ActionKind.skip, ActionKind.rewind, ActionKind.rollback)
 STEPS_OF_A_RATE = 10_000
@@ -26,8 +38,8 @@ class Result:
     """Updates applied."""
     num_steps: int = 0
     """Updates asked for; 0: not started."""
-    iterations: list[int] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    iterations: array[int] = field(default_factory=lambda: array("q"))
+    losses: array[float] = field(default_factory=lambda: array("d"))
     """Training loss of each iteration."""
     evaluated_at: list[int] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
@@ -53,28 +65,47 @@ def result_of(sweep: Path, job: Job) -> Result:
     """Read a job's log; one that was refused, or has not begun, has an empty result."""
     result = Result(job=job, exit_code=EXIT_BAD_CONFIG if job.problem else None)
     events = RunDir(sweep / job.name).events
-    rates = []
-    for event in read(events) if events.exists() else ():
-        match event:
-            case StepRecord():
-                result.iterations.append(event.iteration)
-                result.losses.append(event.loss)
-                result.num_refused += event.refused
-                result.step = event.step
-                rates.append(event.tokens_per_s)
-            case EvalRecord():
-                result.evaluated_at.append(event.iteration)
-                result.evaluations.append(event.loss)
-            case RunStarted():
-                result.exit_code, result.num_steps, result.step = None, event.num_steps, event.step
-            case RunEnded():
-                result.exit_code, result.step = event.exit_code, event.step
-            case Action(incident=number) if number > 0:
-                result.incidents.add(number)
-            case Outcome(succeeded=True, kind=kind) if kind in ANSWERS:
-                result.done[kind] += 1
-            case _:
-                pass
+    rates = array("d")
+    if events.is_file():
+        with events.open("rb") as file:
+            for line in whole_lines(file, 0):
+                _add_line(result, rates, line)
     result.spikes = spike_score(result.losses)
     result.tokens_per_s = statistics.median(rates) if rates else None
     return result
+
+
+def _add_line(result: Result, rates: array[float], line: bytes) -> None:
+    if plain := PLAIN.match(line):  # ten times quicker than to parse all of it
+        result.iterations.append(int(plain[1]))
+        result.step = int(plain[2])
+        result.losses.append(float(plain[3]))
+        rates.append(float(plain[6]))
+        return
+    for event in parse(line.decode(errors="replace")):
+        if isinstance(event, StepRecord):
+            result.iterations.append(event.iteration)
+            result.losses.append(event.loss)
+            result.num_refused += event.refused
+            result.step = event.step
+            rates.append(event.tokens_per_s)
+        else:
+            _add(result, event)
+
+
+def _add(result: Result, event: Event) -> None:
+    """Anything but a step."""
+    match event:
+        case EvalRecord():
+            result.evaluated_at.append(event.iteration)
+            result.evaluations.append(event.loss)
+        case RunStarted():
+            result.exit_code, result.num_steps, result.step = None, event.num_steps, event.step
+        case RunEnded():
+            result.exit_code, result.step = event.exit_code, event.step
+        case Action(incident=number) if number > 0:
+            result.incidents.add(number)
+        case Outcome(succeeded=True, kind=kind) if kind in ANSWERS:
+            result.done[kind] += 1
+        case _:
+            pass

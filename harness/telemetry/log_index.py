@@ -244,8 +244,9 @@ def sampled(log: Path, *, start: int = 0, budget_bytes: int = BUDGET_BYTES) -> S
     blocks = [block for block in read_blocks(log) if block.start >= start]
     end = blocks[-1].end if blocks else start
     while len(blocks) > MOST_BLOCKS:
-        pairs = [blocks[place : place + 2] for place in range(0, len(blocks), 2)]
-        blocks = [pair[0].merged(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
+        *older, newest = blocks
+        pairs = [older[place : place + 2] for place in range(0, len(older), 2)]
+        blocks = [*(pair[0].merged(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs), newest]
     return Sample(_sample(log, blocks, budget_bytes // max(1, len(blocks))), end, is_whole=False)
 
 
@@ -258,7 +259,7 @@ def _whole(log: Path, start: int) -> tuple[list[bytes], int]:
 
 
 def _sample(log: Path, blocks: list[Block], bytes_each: int) -> Iterator[bytes]:
-    """Of each block the first `bytes_each` bytes, and the lines that must be kept of the rest."""
+    """Of each block the first `bytes_each` bytes, and the lines that must be kept of the rest; all of the last one."""
     with log.open("rb") as file:
         for number, block in enumerate(blocks):
             is_last = number == len(blocks) - 1

@@ -4,7 +4,8 @@ Nothing here waits for the file system while the run trains, but for one bounded
 the log before they are carried out (`harness.telemetry.sinks`). The thread that writes the log also starts the
 post-mortems, which read what it wrote.
 Leaving is bounded: the picture is drawn from at most `picture.BUDGET_BYTES` of ordinary steps however long the log is,
-and not at all when the run was interrupted (exit code 75), because the machine may be taken away; the next end draws it.
+and not at all when the run was interrupted (exit code 75), because the machine may be taken away. The next end
+draws it.
 Other ranks have a narrator too and say nothing, so that the loop needs no `if rank == 0`.
 """
 

@@ -1,0 +1,253 @@
+"""The index of the event log: readers find what a reading of the whole log finds, and read little of a long one."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from harness import events
+from harness.config import EXIT_DONE, EXIT_INTERRUPTED
+from harness.dashboard.story import Story
+from harness.events import Event, RunEnded, StepRecord, read, to_json
+from harness.evidence import gather
+from harness.rundir import RunDir, append_line
+from harness.telemetry import log_index, sinks
+from harness.telemetry.log_index import PLAIN, blocks_of, index_path, read_blocks, sampled
+from harness.telemetry.narrator import Narrator
+from harness.telemetry.picture import collect
+from harness.telemetry.sinks import EventLog, events_since
+from tests.dashboard.logs import long_run
+from tests.telemetry.conftest import MakeRun
+
+MakeStep = Callable[..., StepRecord]
+NUM_STEPS = 1200
+LONG = 1_000_000
+MIB = 1 << 20
+
+
+@pytest.fixture
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_index, "BLOCK_BYTES", 16 * 1024)
+    monkeypatch.setattr(log_index, "LARGEST_BLOCK_BYTES", 128 * 1024)
+
+
+@pytest.fixture
+def run(tmp_path: Path, _small_blocks: None) -> RunDir:
+    """A run with three incidents, written by a real log; its index is there."""
+    source = long_run(tmp_path / "source", NUM_STEPS) / "events.jsonl"
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    log = EventLog(run.events)
+    for event in read(source):
+        log.write(event)
+    log.close()
+    return run
+
+
+def parsed(lines: Iterator[bytes]) -> list[Event]:
+    return [event for line in lines for event in events.parse(line.decode())]
+
+
+@cache
+def everything(content: bytes) -> list[Event]:
+    return parsed(iter(line for line in content.splitlines(keepends=True) if line.endswith(b"\n")))
+
+
+def told(run: RunDir) -> list[Event]:
+    return [event for event in everything(run.events.read_bytes()) if not isinstance(event, StepRecord)]
+
+
+def steps(run: RunDir, first: int, last: int) -> list[StepRecord]:
+    records = [event for event in everything(run.events.read_bytes()) if isinstance(event, StepRecord)]
+    return [record for record in records if first <= record.iteration <= last]
+
+
+def check(run: RunDir) -> None:
+    """Every exact reader agrees with a reading of the whole log, and nothing in the directory changes."""
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.path.iterdir()}
+    assert gather.told(run.events) == told(run)
+    for first, last in ((0, 3), (299, 302), (590, 610), (NUM_STEPS - 1, 2 * NUM_STEPS)):
+        assert gather.steps(run.events, first, last) == steps(run, first, last)
+    blocks = read_blocks(run.events)
+    assert [block.start for block in blocks] == [0, *(block.end for block in blocks[:-1])]
+    assert blocks[-1].end == run.events.stat().st_size
+    assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.path.iterdir()} == before
+
+
+def test_the_run_writes_the_index_that_a_scan_finds(run: RunDir) -> None:
+    written = read_blocks(run.events)
+    assert index_path(run.events).read_text().count("\n") > 20
+    with run.events.open("rb") as file:
+        scanned = list(blocks_of(file, 0))
+    for block in scanned:
+        block.previous = None
+    for block in written:
+        block.previous = None
+    assert written == scanned
+    check(run)
+
+
+def test_an_index_that_is_missing_torn_or_of_another_log_costs_nothing(run: RunDir) -> None:
+    index = index_path(run.events)
+    lines = index.read_text().splitlines(keepends=True)
+    for content in ("", "".join(lines[:9])[:-20], "".join([*lines[:4], "{}\n", "7\n", "\n", *lines[6:]])):
+        index.write_text(content)
+        check(run)
+    index.unlink()
+    check(run)
+    index.write_text("".join(lines))
+    short = run.events.read_bytes()[:200_000]
+    run.events.write_bytes(short[: short.rindex(b"\n") + 1])
+    assert gather.told(run.events) == told(run)
+    run.events.write_bytes(b"x" * 5 + b"\n" + run.events.read_bytes())
+    assert gather.told(run.events) == told(run)
+
+
+def test_the_index_goes_on_after_a_torn_line_and_a_line_of_another_process(run: RunDir, make_step: MakeStep) -> None:
+    num_indexed = index_path(run.events).read_text().count("\n")
+    with run.events.open("ab") as file:
+        file.write(to_json(make_step(1)).encode()[:100])
+    log = EventLog(run.events)
+    for iteration in range(NUM_STEPS, NUM_STEPS + 400):
+        log.write(make_step(iteration))
+        if iteration == NUM_STEPS + 200:
+            assert log.flush()
+            append_line(run.events, to_json(RunEnded(time=0.0, iteration=9, step=9, exit_code=0, reason="other")))
+    log.close()
+    assert index_path(run.events).read_text().count("\n") > num_indexed
+    check(run)
+
+
+def test_a_sample_keeps_all_that_is_not_ordinary_and_the_extremes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    size_bytes = run.events.stat().st_size
+    sample = sampled(run.events, budget_bytes=size_bytes // 20)
+    lines = list(sample.lines)
+    assert not sample.is_whole
+    assert sample.end == size_bytes
+    assert sum(map(len, lines)) < size_bytes // 3
+    shown = parsed(iter(lines))
+    assert [event for event in shown if not isinstance(event, StepRecord)] == told(run)
+    whole = steps(run, 0, NUM_STEPS)
+    records = [event for event in shown if isinstance(event, StepRecord)]
+    assert [event.iteration for event in records] == sorted({event.iteration for event in records})
+    assert [event for event in records if event.refused] == [event for event in whole if event.refused]
+    for value in (lambda event: event.loss, lambda event: -event.loss, lambda event: event.grad_norm):
+        assert max(map(value, records)) == max(map(value, whole))
+    monkeypatch.setattr(log_index, "MOST_BLOCKS", 8)
+    fewer = list(sampled(run.events, budget_bytes=size_bytes // 20).lines)
+    assert len(fewer) < len(lines)
+    assert [event for event in parsed(iter(fewer)) if not isinstance(event, StepRecord)] == told(run)
+
+
+def test_a_story_of_a_sample_has_the_accounts_of_the_whole(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Story()
+    whole.read_more(run)
+    monkeypatch.setattr("harness.dashboard.story.sampled", lambda path: sampled(path, budget_bytes=100_000))
+    story = Story()
+    assert story.read_more(run)
+    assert not story.read_more(run)
+    assert story.num_left_out > NUM_STEPS // 2
+    assert len(story.steps) + story.num_left_out == len(whole.steps)
+    assert story.all_marks() == whole.all_marks()
+    assert story.incidents == whole.incidents
+    assert (story.last, story.ended, story.num_starts) == (whole.last, whole.ended, whole.num_starts)
+    assert story.steps.column("loss").max() == whole.steps.column("loss").max()
+    part, total = story.accounts.total(), whole.accounts.total()
+    assert (part.num_kept, part.num_refused, part.num_undone) == (total.num_kept, total.num_refused, total.num_undone)
+    assert (part.tokens_kept, part.tokens_consumed) == (total.tokens_kept, total.tokens_consumed)
+    assert part.seconds == pytest.approx(total.seconds)
+
+
+def test_a_resume_from_far_back_forgets_no_decision(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {iteration: events_since(run.events, iteration) for iteration in (0, 280, 599, NUM_STEPS - 5)}
+    monkeypatch.setattr(sinks, "RECALL_BYTES", sinks.TAIL_BYTES)
+    for iteration, expected in whole.items():
+        since = events_since(run.events, iteration)
+        assert [each for each in since if not isinstance(each, StepRecord)] == [
+            each for each in expected if not isinstance(each, StepRecord)
+        ]
+        for place, event in enumerate(since):
+            if isinstance(event, events.Finding):
+                assert since[place - 1].iteration == event.iteration, "the step that it is about is there"
+        assert since[-5:] == expected[-5:]
+    assert len(events_since(run.events, 0)) < len(whole[0])
+
+
+@pytest.fixture(scope="module")
+def long_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A million steps, a refused one and an evaluation now and then, with their index."""
+    path = tmp_path_factory.mktemp("long") / "events.jsonl"
+    other = {"stop_requested": False, "step_time_s": 0.5, "flops_per_s": 1e12, "time": 0.0, "iteration": 0, "step": 0}
+    zero = StepRecord(
+        cursor=0, tokens=0, loss=0.0, grad_norm=0.0, lr=0.0, tokens_per_s=1.0, refused=False, **cast(Any, other)
+    )
+    rest = to_json(zero)[to_json(zero).index('"tokens_per_s"') :] + "\n"
+    refused = rest.replace('"refused":false', '"refused":true')
+    assert PLAIN.match(to_json(zero).encode())
+    with path.open("w") as file:
+        for first in range(1, LONG + 1, 10_000):
+            file.write(
+                "".join(
+                    f'{{"event":"step","time":{n / 2},"iteration":{n},"step":{n},"cursor":{n},"tokens":{n}00,'
+                    f'"loss":{2 + 9 / math.sqrt(n):.6f},"grad_norm":0.5,"lr":0.001,'
+                    f"{refused if n % 90_001 == 0 else rest}"
+                    for n in range(first, first + 10_000)
+                )
+            )
+            file.write(to_json(events.EvalRecord(time=0.0, iteration=first, step=first, loss=3.0, tokens=1)) + "\n")
+    with path.open("rb") as lines:
+        index_path(path).write_text("".join(block.to_json() + "\n" for block in list(blocks_of(lines, 0))[:-1]))
+    return path
+
+
+def bytes_read(act: Callable[[], object]) -> int:
+    def count() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = count()
+    act()
+    return count() - before
+
+
+def test_readers_of_a_long_log_read_little(long_log: Path) -> None:
+    run = RunDir(long_log.parent)
+    assert long_log.stat().st_size > 400 * MIB
+    assert bytes_read(lambda: gather.told(long_log)) < 8 * MIB
+    assert bytes_read(lambda: gather.steps(long_log, LONG // 2, LONG // 2 + 250)) < 8 * MIB
+    assert bytes_read(lambda: events_since(long_log, LONG - 1000)) < 8 * MIB
+    assert bytes_read(lambda: collect(long_log)) < 64 * MIB
+    assert bytes_read(lambda: Story().read_more(run)) < 128 * MIB
+
+
+@pytest.mark.parametrize(("code", "most_bytes"), [(EXIT_INTERRUPTED, 16 * MIB), (EXIT_DONE, 80 * MIB)])
+def test_leaving_does_not_depend_on_the_length_of_the_log(
+    code: int, most_bytes: int, long_log: Path, make_run: MakeRun
+) -> None:
+    """Measured in bytes, and generously in seconds: a whole reading takes minutes."""
+    run, cfg = make_run(mlflow="false", picture="true", postmortem="false")
+    os.link(long_log, run.events)
+    shutil.copy(index_path(long_log), index_path(run.events))
+    world = cast(Any, SimpleNamespace(is_first=True))
+    ended = RunEnded(time=time.time(), iteration=LONG, step=LONG, exit_code=code, reason="stopped")
+
+    def leave() -> None:
+        with Narrator(cfg, run, world=world, meter=cast(Any, None)) as narrator:
+            narrator.end(ended)
+
+    size_bytes = long_log.stat().st_size
+    begin_s = time.monotonic()
+    try:
+        assert bytes_read(leave) < most_bytes
+    finally:
+        os.truncate(long_log, size_bytes)
+    assert time.monotonic() - begin_s < 60
+    assert run.picture.exists() == (code == EXIT_DONE)
