@@ -3,10 +3,11 @@
 Why: a rank that hangs keeps all others waiting in a collective, where nobody complains before `parallel.timeout_s`, and
 a stopped process complains never.
 How: the heartbeat files of the ranks are read once a second, and time is counted from the last change that was seen, by
-this machine's own clock and only while it could look: neither a clock that jumps nor a file system that stands still
-for a while condemns anybody. A process that does not even write is named a little before those that write and do not
-move, which are mostly its victims. Within `launch.hang_after_s` and ten seconds the run is taken down;
-`launch.start_within_s` holds for a start, a restore and a save, which are one long call.
+this machine's own clock and only while it could look and a small file of its own could be written: neither a clock that
+jumps nor a file system that stalls, for reading or for writing, condemns anybody. A process that does not even write is
+named a little before those that write and do not move, which are mostly its victims. Within `launch.hang_after_s` and
+ten seconds the run is taken down; `launch.start_within_s` holds for a start, a restore and a save, which are one long
+call.
 Left out: ranks that have never written, because they have not opened the run yet: there `parallel.timeout_s` holds.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import final
 
 from harness.config import LaunchConfig
@@ -27,6 +29,8 @@ from harness.telemetry.heartbeat import MOVING, Beat
 LOOK_EVERY_S = 1.0
 WRITES_TO_WAIT_FOR = 3
 """With very many ranks each writes rarely; a healthy one seems to stand still from one write to the next."""
+WRITE_WITHIN_S = 2.0
+"""A file system that takes longer to write a few bytes stalls; the time until it is done does not count."""
 VICTIMS_LATER_S = 5.0
 """How much longer a rank may stand still whose process is alive."""
 
@@ -83,6 +87,7 @@ class Supervisor:
         self._run, self._ranks, self._cfg = run, ranks, cfg
         self._watched: dict[int, Watched] = {}
         self._looked_s = -math.inf
+        self._writing: Thread | None = None
         for rank in ranks:  # of an earlier start
             with suppress(OSError):
                 heartbeat.file_of(run, rank).unlink(missing_ok=True)
@@ -91,12 +96,25 @@ class Supervisor:
         """Once a second, by the clock of the caller: a line about the rank that hangs, if one does."""
         if now_s - self._looked_s < LOOK_EVERY_S:
             return None
-        elapsed_s = min(now_s - self._looked_s, 2 * LOOK_EVERY_S)
+        elapsed_s = min(now_s - self._looked_s, 2 * LOOK_EVERY_S) if self._can_write() else 0.0
         hung = [watched for watched in self._seen(elapsed_s) if watched.is_hung(self._cfg)]
         self._looked_s = now_s
         if not hung:
             return None
         return max(hung, key=lambda each: (each.mute_s, -each.beat.iteration, -each.beat.rank)).render()
+
+    def _can_write(self) -> bool:
+        """Whether the file system takes a write. While a write stalls, no other is begun and nobody waits for it."""
+        if self._writing is not None and self._writing.is_alive():
+            return False
+        self._writing = Thread(target=self._write, name="probe", daemon=True)
+        self._writing.start()
+        self._writing.join(timeout=WRITE_WITHIN_S)
+        return not self._writing.is_alive()
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            probe_of(self._run, self._ranks).write_text("\n")
 
     def _seen(self, elapsed_s: float) -> Iterator[Watched]:
         for rank in self._ranks:
@@ -106,3 +124,8 @@ class Supervisor:
                 watched.see(beat, elapsed_s)
             if rank in self._watched:
                 yield self._watched[rank]
+
+
+def probe_of(run: RunDir, ranks: range) -> Path:
+    """What the supervisor of these ranks writes, to see whether it can."""
+    return run.heartbeat / f".supervisor-{ranks.start:05d}"

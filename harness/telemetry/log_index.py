@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self, final
 
@@ -235,7 +235,7 @@ class Sample(NamedTuple):
     """Whether no line was left out."""
 
 
-def sampled(log: Path, *, start: int = 0, budget_bytes: int = BUDGET_BYTES) -> Sample:
+def sampled(log: Path, *, start: int = 0, budget_bytes: int = BUDGET_BYTES, with_extremes: bool = True) -> Sample:
     """The whole lines from byte `start` on, or an even sample of them where they are more than the budget."""
     size_bytes = log.stat().st_size if log.is_file() else 0
     if size_bytes - start <= budget_bytes:
@@ -247,6 +247,8 @@ def sampled(log: Path, *, start: int = 0, budget_bytes: int = BUDGET_BYTES) -> S
         *older, newest = blocks
         pairs = [older[place : place + 2] for place in range(0, len(older), 2)]
         blocks = [*(pair[0].merged(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs), newest]
+    if not with_extremes:
+        blocks = [replace(block, low=None, high=None, norm=None) for block in blocks]
     return Sample(_sample(log, blocks, budget_bytes // max(1, len(blocks))), end, is_whole=False)
 
 

@@ -35,7 +35,7 @@ from harness.telemetry.log_index import IndexWriter, covered_until, read_blocks,
 
 TAIL_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
-RECALL_BYTES = 32 << 20
+RECALL_BYTES = 16 << 20
 """What a resume reads of the ordinary steps since its checkpoint, at most about."""
 QUEUE_BYTES = 64 << 20
 """Lines that wait for a file system: 17,000 steps of a model of 80 layers."""
@@ -102,7 +102,7 @@ def events_since(path: Path, iteration: int) -> list[Event]:
         num_bytes = min(4 * num_bytes, RECALL_BYTES)
     blocks = read_blocks(path)
     start = max((block.start for block in blocks if block.first is not None and block.first <= iteration), default=0)
-    events = _parse_all(sampled(path, start=start, budget_bytes=RECALL_BYTES).lines)
+    events = _parse_all(sampled(path, start=start, budget_bytes=RECALL_BYTES, with_extremes=False).lines)
     seen = [place for place, event in enumerate(events) if _is_record_until(event, iteration)]
     return events[seen[-1] + 1 :] if seen else events
 

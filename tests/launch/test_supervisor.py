@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,8 @@ from harness.config import LaunchConfig
 from harness.rundir import RunDir
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Beat, Phase
-from launch.supervisor import VICTIMS_LATER_S, Supervisor, Watched
+from launch import supervisor
+from launch.supervisor import VICTIMS_LATER_S, Supervisor, Watched, probe_of
 
 HANG_AFTER_S, START_WITHIN_S = 30.0, 100.0
 
@@ -134,3 +136,18 @@ def test_ranks_that_never_wrote_are_not_judged(scene: Scene) -> None:
     for _ in range(300):
         scene.now_s += 1.0
         assert scene.supervisor.look(scene.now_s) is None
+
+
+def test_a_file_system_that_takes_no_writes_condemns_nobody(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a pipe for writing waits for a reader, as a write waits for a file system that stalls."""
+    monkeypatch.setattr(supervisor, "WRITE_WITHIN_S", 0.2)
+    assert scene.after(10, moving=(0, 1)) is None
+    pipe = probe_of(scene.run, range(2))
+    pipe.unlink()
+    os.mkfifo(pipe)
+    assert scene.after(20 * HANG_AFTER_S) is None, "no rank can write, and neither can the supervisor"
+    with pipe.open("rb"):
+        pipe.unlink()
+    monkeypatch.undo()
+    assert scene.after(2) is None
+    assert scene.after(2 * HANG_AFTER_S, writing=(0, 1)) is not None, "a real hang is still found"
