@@ -705,7 +705,7 @@ class TelemetryConfig:
     exit_wait_s: float
     """How long a finished run waits for MLflow to take the rest; what is left can be sent later."""
     picture: bool
-    """Write loss.png when the run ends."""
+    """Write loss.png when the run ends, unless it was interrupted (exit code 75)."""
     postmortem: bool
     """Write incidents/NNN/ when an incident ends, in a process beside the run."""
 
