@@ -179,6 +179,7 @@ LONG_FILES = {
     "harness/events.py": "one vocabulary, one file: everything that can happen in a run",
     "harness/train.py": "the loop, and everything that it decides",
     "harness/data/batches.py": "which rows a rank reads, and what it says of them",
+    "harness/dashboard/story.py": "one fold of the log: every kind of event that the page shows",
 }
 TRAIN_LOOP_LINES = 60
 
