@@ -8,7 +8,7 @@ that the ledger lets through next while the step runs, and the facts about them;
 thread has allocated, so that everything CUDA happens in one thread. A wrong guess costs time, never a different token.
 Nothing is made ahead for a caller that jumps, or that does nothing in between: the two threads would only fight over
 the interpreter.
-A rank reads its own rows alone, and in every `compare_every`-th batch one row of another rank.
+A rank reads its own rows alone, and in every `Share.compare_every`-th batch one row of another rank.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class Share(NamedTuple):
     device: torch.device
     micro_batch_size: int | None = None
     """The most rows of one forward pass; None: no limit."""
+    compare_every: int = 0
+    """In every so many batches each rank reads one row of another rank too; 0: never."""
 
 
 class _Buffers(NamedTuple):
@@ -121,9 +123,7 @@ class Batches:
         document_mask: bool = False,
         stratified: Stratified | None = None,
         with_facts: bool = False,
-        compare_every: int = 0,
     ) -> None:
-        """`compare_every`: in every so many batches each rank reads one row of another rank too; 0: never."""
         assert list(recipe.weights) == [source.name for source in sources]
         assert all(source.samples.step == 1 for source in sources), "a corpus is split into contiguous parts"
         assert recipe.batch_size >= share.world_size, "check_world comes first"
@@ -138,7 +138,7 @@ class Batches:
         self._document_mask = document_mask
         self._stratified = stratified
         self._with_facts = with_facts
-        self._compare_every = compare_every if share.world_size > 1 else 0
+        self._compare_every = share.compare_every if share.world_size > 1 and with_facts else 0
         self._frequencies = _frequencies(sources) if with_facts and share.rank == 0 else None
         self._num_tokens = len(sources[0].corpus.sample(sources[0].samples.start))
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")

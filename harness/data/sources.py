@@ -56,7 +56,7 @@ def open_data(
     """What this rank trains on and what it is judged by; without `known`, from the corpus as it is now."""
     record, rare_index = (None, None) if known is None else known
     train_sources, held_out_sources = open_sources(cfg, record)
-    share = Share(rank, world_size, device, cfg.train.micro_batch_size)
+    share = Share(rank, world_size, device, cfg.train.micro_batch_size, compare_every=cfg.sentinel.probe_every)
     mask, size = cfg.data.document_mask, cfg.train.batch_size
     train = Batches(
         train_sources,
@@ -66,7 +66,6 @@ def open_data(
         document_mask=mask,
         stratified=stratify(cfg, train_sources, rare_index),
         with_facts=True,
-        compare_every=cfg.sentinel.probe_every,
     )
     message = f"must be at most the {room(train)} there are to train on, got {size}"
     require(len(train) > 0, "train.batch_size", message)

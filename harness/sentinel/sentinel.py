@@ -111,4 +111,4 @@ class Sentinel:
 
 
 def _digest_of(said: object, before: int) -> int:
-    return zlib.crc32(repr(said).encode(), before) & (2**DIGEST_BITS - 1)
+    return zlib.crc32(repr(said).encode(), before) % (1 << DIGEST_BITS)

@@ -288,10 +288,9 @@ def _rank_of(world_size: int, rank: int, corpus: CountingCorpus, *, ledger: Ledg
     return Batches(
         [Source("main", corpus, range(corpus.num_samples), 5)],
         recipe=Recipe(weights={"main": 1.0}, changes=(), batch_size=2 * world_size, seed=5),
-        share=Share(rank, world_size, CPU),
+        share=Share(rank, world_size, CPU, compare_every=10),
         ledger=Ledger() if ledger is None else ledger,
         with_facts=True,
-        compare_every=10,
     )
 
 

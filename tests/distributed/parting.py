@@ -16,7 +16,6 @@ import numpy as np
 
 from harness import build as building
 from harness import opening, train
-from harness.checkpoint import keeper as keeping
 from harness.config import Config
 from harness.data.ledger import Ledger
 from harness.faults.site import watched
@@ -128,7 +127,6 @@ def open_with_failure(directory: str, what: str, rank: int, *overrides: str) -> 
         "data": lambda: patch.object(building, "open_data", _fails),
         "ledger": lambda: patch.object(Ledger, "load", _fails),
         "log": lambda: patch.object(opening, "events_since", _fails),
-        "health": lambda: patch.object(keeping.catalog, "health_of", _fails),
         "manifest": lambda: patch.object(train, "write_manifest", _fails),
         "directory": lambda: patch.object(train, "open_run", _fails),
         "engine": lambda: patch.object(train, "require_engine", _fails),
