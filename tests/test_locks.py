@@ -34,7 +34,7 @@ def use_flock(answer: str) -> None:
         raise OSError(number, os.strerror(number))
 
     if answer != "works":
-        fcntl.flock = refuse  # type: ignore[assignment]
+        fcntl.flock = refuse
 
 
 @pytest.fixture(params=ANSWERS)
