@@ -7,6 +7,7 @@ one that was not released counts as stale. Commands that only read, and `harness
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from harness import lease
-from harness.config import EXIT_BAD_CONFIG, ConfigError
+from harness.config import EXIT_BAD_CONFIG, ConfigError, StorageError
 from harness.holder import this_process
 from harness.lease import InUseError, Lease, Seen
 
 FOLDER = "lease"
+OF_STORAGE = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN)
+"""Errors after which the same command may succeed."""
 
 _held: Lease | None = None
 """Of the run that this process writes."""
@@ -38,7 +41,7 @@ def hold(run: Path, lease_s: float) -> None:
     except InUseError as error:
         raise in_use(run, error) from None
     except OSError as error:
-        raise ConfigError("run.dir", f"cannot create {run}: {error.strerror}") from None
+        raise unusable(run, "cannot create", error) from None
 
 
 @contextmanager
@@ -112,7 +115,7 @@ def require_free(run: Path, *, wait: bool) -> None:
     except InUseError as error:
         raise in_use(run, error) from None
     except OSError as error:
-        raise ConfigError("run.dir", f"cannot read {directory}: {error.strerror}") from None
+        raise unusable(directory, "cannot read", error) from None
 
 
 def dead_holder(run: Path) -> str:
@@ -135,6 +138,13 @@ def clear(directory: Path, stale: Seen) -> None:
     descriptor = lease.create(directory, stale.number + 1, this_process(), released=True)
     if descriptor is not None:
         os.close(descriptor)
+
+
+def unusable(path: Path, problem: str, error: OSError) -> Exception:
+    """What to raise for an I/O error: one of the storage, or of the user who named the place."""
+    if error.errno in OF_STORAGE:
+        return StorageError(error.errno, f"{problem} it: {error.strerror}", str(path))
+    return ConfigError("run.dir", f"{problem} {path}: {error.strerror}")
 
 
 def in_use(run: Path, error: InUseError) -> ConfigError:

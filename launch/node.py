@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness import compose
-from harness.config import EXIT_BAD_CONFIG, Config, ConfigError, check_world, require
+from harness.config import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, Config, ConfigError, StorageError, check_world, require
 from harness.loading import loading
 from harness.run_lease import require_free
 from harness.rundir import RunDir, check_resume
@@ -51,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             worker = worker_of(run)
         check_world(cfg, place.nodes * local.num_ranks(cfg))
         return local.launch(cfg, worker, place)
-    except ConfigError as error:
+    except (ConfigError, StorageError) as error:
         print(f"harness: {error}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+        return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
 
 
 def parser() -> ArgumentParser:

@@ -26,6 +26,7 @@ from harness.config import (
     Config,
     ConfigError,
     LaunchKind,
+    StorageError,
     check_world,
     require,
 )
@@ -84,6 +85,9 @@ def run_job(tree: Any, settings: Any, arguments: Sequence[str]) -> int:
         left = ", ".join(swept_keys(settings, arguments))
         require(not left, "sweep", f"is for many runs: add --multirun, or give a value to {left}")
         return start(cfg)
+    except StorageError as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except Exception as error:
         print(f"harness: {complaint(error, settings)}", file=sys.stderr)
         return EXIT_BAD_CONFIG

@@ -20,7 +20,7 @@ import pytest
 
 from harness import holder, lease, run_lease
 from harness.checkpoint import catalog
-from harness.config import EXIT_BAD_CONFIG, ConfigError
+from harness.config import EXIT_BAD_CONFIG, ConfigError, StorageError
 from harness.holder import Holder, this_process
 from harness.lease import InUseError, Lease, Seen
 from harness.rundir import append_line, write_atomically
@@ -360,6 +360,19 @@ def test_a_second_start_is_told_who_holds_the_run(tmp_path: Path) -> None:
     held.release()
     run_lease.require_free(run, wait=True)
     assert names(run / run_lease.FOLDER) == ["000001.json"], "nothing changed"
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EIO, StorageError), (errno.EACCES, ConfigError)])
+def test_storage_that_does_not_answer_is_no_bad_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
+) -> None:
+    def fail(_: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(lease, "newest", fail)
+    for ask in (lambda: run_lease.hold(tmp_path, 1.0), lambda: run_lease.require_free(tmp_path, wait=True)):
+        with pytest.raises(kind, match=os.strerror(number)):
+            ask()
 
 
 def test_a_launcher_that_has_waited_clears_the_way_for_rank_0(
