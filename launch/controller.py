@@ -5,8 +5,10 @@ Only `sbatch`, `squeue` and `scontrol` are asked: they are on every cluster, the
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 
 from harness.config import ConfigError, require
@@ -23,6 +25,8 @@ WAITING = (
     "STOPPED",
 )
 UNKNOWN_JOB = "Invalid job id"
+ASK_AGAIN_S = (1.0, 5.0, 20.0)
+"""Pauses between questions to a controller that does not answer."""
 
 
 def queue_state(job: str) -> str:
@@ -34,6 +38,17 @@ def queue_state(job: str) -> str:
     if done.returncode and done.stderr.strip() and UNKNOWN_JOB not in done.stderr:
         raise ConfigError("launch.slurm", f"cannot tell whether job {job} is alive: {complaint(done)}; try again")
     return next((word.lower() for word in done.stdout.split() if word in WAITING), "")
+
+
+def show(job: str) -> dict[str, str]:
+    """What Slurm says about a job; nothing where it does not answer for a while."""
+    command = ["scontrol", "show", "job", "--oneliner", job]
+    for pause_s in (0.0, *ASK_AGAIN_S):
+        time.sleep(pause_s)
+        shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        if words := dict(re.findall(r"(JobState|Reason|ExcNodeList)=(\S+)", shown)):
+            return words
+    return {}
 
 
 def hostnames(expression: str) -> list[str]:

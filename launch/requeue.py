@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,15 +35,13 @@ from harness.config import (
 from harness.run_lease import require_free
 from harness.rundir import RunDir, append_line
 from launch import layout
-from launch.controller import can_start, hostnames
+from launch.controller import can_start, hostnames, show
 from launch.exclusion import Exclusion, Failure, bearable, blamed, excluded, from_json
 
 EXIT_UNHEALTHY = 69
 """What the script says where the health check, not the run, failed."""
 SLURM = "slurm"
 """Who a stop is asked by where the script asks for it."""
-ASK_AGAIN_S = (1.0, 5.0, 20.0)
-"""Pauses between questions to a controller that does not answer."""
 BY_SLURM = "begun again by Slurm: a node died, or the job made room for another"
 FINAL = {
     EXIT_DONE: "all steps done",
@@ -235,17 +231,6 @@ def begin(run: RunDir, job: str, start: int) -> Decision:
         end = settle(run, Ended(None, "RUNNING", "", stopped_by(run)), job=job, start=missed)
         decision = Decision(end.requeued, end.reason)
     return decision
-
-
-def show(job: str) -> dict[str, str]:
-    """What Slurm says about a job; nothing where it does not answer for a while."""
-    command = ["scontrol", "show", "job", "--oneliner", job]
-    for pause_s in (0.0, *ASK_AGAIN_S):
-        time.sleep(pause_s)
-        shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-        if words := dict(re.findall(r"(JobState|Reason|ExcNodeList)=(\S+)", shown)):
-            return words
-    return {}
 
 
 def update_of(present: Sequence[str], ends: Iterable[End], wanted: Iterable[Exclusion]) -> str:

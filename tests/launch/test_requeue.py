@@ -18,7 +18,7 @@ from harness.checkpoint.catalog import Health
 from harness.config import Config, ConfigError
 from harness.run_lease import FOLDER
 from harness.rundir import RunDir
-from launch import layout, requeue
+from launch import controller, layout, requeue
 from launch.exclusion import Exclusion
 from launch.requeue import Age, Decision, End, Ended, decide, is_stall, last_progress, update_of
 
@@ -278,7 +278,7 @@ def test_a_silent_controller_ends_the_job(
     run: RunDir, stand_ins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert stand_ins
-    monkeypatch.setattr(requeue, "ASK_AGAIN_S", (0.0,))
+    monkeypatch.setattr(controller, "ASK_AGAIN_S", (0.0,))
     assert requeue.main(["end", str(run.path), "7", "75", ""]) == 1
     assert capsys.readouterr().err == "harness: job 7 ends here: Slurm does not say how the job stands\n"
 
