@@ -30,6 +30,7 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import final
 
+from harness import run_lease
 from harness.events import Event, StepRecord, parse, to_json
 from harness.telemetry.log_index import IndexWriter, covered_until, read_blocks, sampled, whole_lines
 
@@ -214,6 +215,7 @@ class EventLog:
     def _append(self, line: bytes) -> None:
         pending = b"\n" + line if self._torn else line
         try:
+            run_lease.guard()  # after a stall, another process may own the run
             num_written = os.write(self._descriptor, pending)
         except OSError as error:
             self._lose(error.strerror or str(error))
