@@ -54,7 +54,7 @@ class Shadow:
     backward_peak: int
     gradients: int
     calls: dict[str, int]
-    """'kind bytes' -> how often in one micro-batch; of a gather the whole, of a reduction what goes in."""
+    """'kind bytes' -> how often in the last micro-batch; of a gather the whole, of a reduction what goes in."""
 
 
 class FusedNorm(torch.autograd.Function):
