@@ -14,6 +14,8 @@ class RunState:
     """Attempts, replays included; never goes back."""
     cursor: int = 0
     """The next batch index to consume."""
+    given_back: int = 0
+    """How many of the batches that the ledger gives back at this cursor have been consumed."""
     tokens: int = 0
     """Tokens consumed."""
     generation: int = 0
@@ -26,11 +28,11 @@ class RunState:
     sentinel: dict[str, Any] = field(default_factory=dict)
     """What the detectors and the policy remember of the records up to here, in a snapshot or on disk; plain data."""
 
-    def advance(self, *, next_cursor: int, tokens: int) -> None:
+    def advance(self, *, next_cursor: int, given_back: int = 0, tokens: int) -> None:
         """One iteration was issued; until its record says otherwise, its update counts as applied."""
         self.step += 1
         self.iteration += 1
-        self.cursor = next_cursor
+        self.cursor, self.given_back = next_cursor, given_back
         self.tokens += tokens
 
     def learn(self, *, refused: bool) -> None:
@@ -41,5 +43,5 @@ class RunState:
     def return_to(self, earlier: RunState) -> None:
         """The weights are those of an earlier state again. Attempts go on counting, and the operator's word stands."""
         self.step, self.cursor, self.tokens = earlier.step, earlier.cursor, earlier.tokens
-        self.refused_in_row = earlier.refused_in_row
+        self.given_back, self.refused_in_row = earlier.given_back, earlier.refused_in_row
         self.generation += 1

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import NamedTuple, final
@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harness.config import require
+from harness.config import ConfigError, require
 from harness.data.batch import IGNORED, Batch
 from harness.data.corpus import Corpus, Origin, Tokens, digest
 from harness.data.facts import BatchFacts, Compared, GlobalFacts, fingerprint, global_facts, row_digest, stride_of
@@ -183,6 +183,15 @@ class Batches:
     def __len__(self) -> int:
         """Whole batches before any source begins its second pass; an index may go beyond."""
         return self.first_repeat()[0]
+
+    def can_reweight(self, from_batch: int, weights: Mapping[str, float]) -> bool:
+        """Whether every batch would still have a source, were the ledger to set these weights from a batch on."""
+        amendments = [Change(entry.from_batch, entry.weights) for entry in self._ledger.reweightings]
+        try:
+            self._recipe.mixture([*amendments, Change(from_batch, weights)])
+        except ConfigError:
+            return False
+        return True
 
     def first_repeat(self) -> tuple[int, Source]:
         """The first batch that holds a sample of a second pass, and the source that begins it."""

@@ -3,9 +3,13 @@
 Why: with the data a pure function of its index, a skipped batch is one number; a run that restarts from this file meets
 the same batches as one that knew it from the start.
 How: one JSON line an entry, on disk before the entry counts; a line with `kind` weights changes the mixture from some
-batch on, any other excludes a range. In memory overlapping ranges are merged into sorted, disjoint ones, so that a
-lookup is one bisection; the entries stay as they were written.
-Left out: taking an entry back. The file is append-only; a later entry for the same sources wins.
+batch on, one with `kind` revoke gives batches back, any other excludes a range. In memory overlapping ranges are merged
+into sorted, disjoint ones, so that a lookup is one bisection; the entries stay as they were written.
+A batch that is given back is still not seen at its own place: it is seen when the run reaches batch `from_batch`,
+before that one. So the order of the batches is a function of the file alone: a run that starts with the final ledger
+sees the same batches in the same order as the run that wrote it.
+The file is append-only; a later entry for the same sources or the same batches wins. Lines of kind revoke have version
+2: a version of the harness that does not know them stops with one line instead of leaving batches out.
 """
 
 from __future__ import annotations
@@ -18,12 +22,14 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Self, final
+from typing import NamedTuple, Self, final
 
 from harness.config import ConfigError
 from harness.rundir import append_line
 
 VERSION = 1
+REVOKE_VERSION = 2
+"""Of lines of kind revoke."""
 
 
 @final
@@ -46,7 +52,32 @@ class Reweighting:
     time: float
 
 
-Entry = Exclusion | Reweighting
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revocation:
+    batches: list[list[int]]
+    """First and last batch (inclusive) of each range that is given back."""
+    from_batch: int
+    """They are seen when the run reaches this batch, before it."""
+    reason: str
+    time: float
+
+
+Entry = Exclusion | Reweighting | Revocation
+
+
+class Place(NamedTuple):
+    """The next batch, and where the run stands once it is consumed."""
+
+    index: int
+    cursor: int
+    given_back: int
+    """How many of the batches that are given back at `cursor` have been consumed."""
+
+    @property
+    def position(self) -> int:
+        """How far the run has got: the batch itself, or the one before which it is given back."""
+        return self.cursor if self.given_back else self.index
 
 
 @final
@@ -60,6 +91,9 @@ class Ledger:
     _lasts: list[int] = field(default_factory=list)
     _seen: list[int] = field(default_factory=list)
     """For each excluded range, how many batches before it may be seen."""
+    _given: dict[int, list[int | None]] = field(default_factory=dict)
+    """Batch -> the batches that are given back there, in order; None: excluded or given back elsewhere since then. A
+    place in a list never changes, because a snapshot may count in it."""
 
     @classmethod
     def load(cls, path: Path, *, writer: bool = True) -> Self:
@@ -87,16 +121,44 @@ class Ledger:
         named = {name: float(weight) for name, weight in weights.items()}
         self._write(Reweighting(from_batch=from_batch, weights=named, reason=reason, time=time.time()))
 
+    def give_back(self, batches: list[list[int]], from_batch: int, reason: str) -> None:
+        """See these batches after all, before batch `from_batch`, whether they were excluded or only passed by."""
+        if not _are_ranges(batches, from_batch):
+            raise ValueError(f"batches before {from_batch} are given back, as ranges [first, last], got {batches}")
+        self._write(Revocation(batches=batches, from_batch=from_batch, reason=reason, time=time.time()))
+
+    @property
+    def revocations(self) -> tuple[Revocation, ...]:
+        """In the order in which they were written."""
+        return tuple(entry for entry in self.entries if isinstance(entry, Revocation))
+
     @property
     def reweightings(self) -> tuple[Reweighting, ...]:
         """In the order in which they were written."""
         return tuple(entry for entry in self.entries if isinstance(entry, Reweighting))
 
     def is_excluded(self, index: int) -> bool:
-        return self.next_index(index) != index
+        """Whether a batch is never seen; one that is given back is seen."""
+        return self.next_index(index) != index and not any(index in batches for batches in self._given.values())
+
+    @property
+    def num_excluded(self) -> int:
+        """How many batches are never seen."""
+        hidden = sum(last - first + 1 for first, last in zip(self._firsts, self._lasts, strict=True))
+        return hidden - sum(batch is not None for batches in self._given.values() for batch in batches)
+
+    def following(self, cursor: int, given_back: int = 0) -> Place:
+        """What a run at `cursor` consumes next, `given_back` of what is given back there being consumed already."""
+        index = self.next_index(cursor)
+        for point in sorted(point for point in self._given if cursor <= point <= index):
+            start = given_back if point == cursor else 0
+            for place, batch in enumerate(self._given[point][start:], start=start):
+                if batch is not None:
+                    return Place(batch, point, place + 1)
+        return Place(index, index + 1, 0)
 
     def next_index(self, cursor: int) -> int:
-        """The first batch index from `cursor` on that may be seen."""
+        """The first batch index from `cursor` on that is seen at its own place."""
         place = bisect_right(self._firsts, cursor) - 1
         return max(cursor, self._lasts[place] + 1) if place >= 0 else cursor
 
@@ -119,14 +181,26 @@ class Ledger:
         self._add(entry)
 
     def _add(self, entry: Entry) -> None:
-        """Merge a range with all it overlaps or touches, so that what follows a merged range may be seen."""
+        """Fold an entry into the order of the batches."""
         self.entries.append(entry)
-        if isinstance(entry, Reweighting):
-            return
-        start = bisect_left(self._lasts, entry.first - 1)
-        end = bisect_right(self._firsts, entry.last + 1)
-        first = min([entry.first, *self._firsts[start:end]])
-        last = max([entry.last, *self._lasts[start:end]])
+        match entry:
+            case Exclusion(first=first, last=last):
+                self._hide(first, last)
+            case Revocation(batches=batches, from_batch=from_batch):
+                for first, last in batches:
+                    self._hide(first, last)
+                given = [batch for first, last in batches for batch in range(first, last + 1)]
+                self._given[from_batch] = [*self._given.get(from_batch, []), *given]
+
+    def _hide(self, first: int, last: int) -> None:
+        """These batches are not seen at their own place, nor where they were given back before. The range is merged
+        with all it overlaps or touches, so that what follows a merged range is seen."""
+        for point, batches in self._given.items():
+            self._given[point] = [None if batch is not None and first <= batch <= last else batch for batch in batches]
+        start = bisect_left(self._lasts, first - 1)
+        end = bisect_right(self._firsts, last + 1)
+        first = min([first, *self._firsts[start:end]])
+        last = max([last, *self._lasts[start:end]])
         self._firsts[start:end], self._lasts[start:end] = [first], [last]
         del self._seen[start:]
         for place in range(start, len(self._firsts)):
@@ -135,8 +209,23 @@ class Ledger:
 
 
 def _line(entry: Entry) -> str:
-    kind = {"kind": "weights"} if isinstance(entry, Reweighting) else {}
-    return json.dumps({"version": VERSION} | kind | asdict(entry))
+    match entry:
+        case Reweighting():
+            head = {"version": VERSION, "kind": "weights"}
+        case Revocation():
+            head = {"version": REVOKE_VERSION, "kind": "revoke"}
+        case _:
+            head = {"version": VERSION}
+    return json.dumps(head | asdict(entry))
+
+
+def _are_ranges(batches: object, from_batch: int) -> bool:
+    """Whether these are ranges of batches before `from_batch`."""
+    if not isinstance(batches, list) or not batches:
+        return False
+    pairs = [each for each in batches if isinstance(each, list | tuple) and len(each) == 2]
+    whole = all(isinstance(number, int) and not isinstance(number, bool) for pair in pairs for number in pair)
+    return len(pairs) == len(batches) and whole and all(0 <= first <= last < from_batch for first, last in pairs)
 
 
 def _are_weights(weights: Mapping[str, object]) -> bool:
@@ -161,8 +250,22 @@ def _read(path: Path) -> Iterator[Entry]:
 
 def _parse(line: bytes) -> Entry:
     match json.loads(line):
+        case {
+            "version": 2,
+            "kind": "revoke",
+            "batches": list(batches),
+            "from_batch": int(from_batch),
+            "reason": str(reason),
+            "time": int() | float() as when,
+        }:
+            if _are_ranges(batches, from_batch):
+                return Revocation(batches=batches, from_batch=from_batch, reason=reason, time=when)
+            raise ValueError("it needs ranges [first, last] of batches before from_batch")
+        case {"kind": "revoke"}:
+            raise ValueError("kind 'revoke' needs version 2, batches, from_batch, reason and time")
         case {"version": int(version)} if version != VERSION:
-            raise ValueError(f"it has version {version}, allowed is {VERSION}")
+            allowed = f"allowed is {VERSION}, or {REVOKE_VERSION} with kind revoke"
+            raise ValueError(f"it has version {version}, {allowed}")
         case {
             "version": 1,
             "kind": "weights",
@@ -174,7 +277,8 @@ def _parse(line: bytes) -> Entry:
             if from_batch >= 0 and weights and _are_weights(weights):
                 return Reweighting(from_batch=from_batch, weights=weights, reason=reason, time=when)
         case {"kind": kind}:
-            raise ValueError(f"kind {kind!r} needs to be weights, with version, from_batch, weights, reason and time")
+            needed = "weights has version, from_batch, weights, reason and time"
+            raise ValueError(f"kind {kind!r} needs to be weights or revoke; {needed}")
         case {
             "version": 1,
             "first": int(first),

@@ -144,8 +144,9 @@ def recipe(cfg: Config, record: DataRecord | None = None) -> Recipe:
     )
 
 
-def held_out_recipe(cfg: Config) -> Recipe:
-    return Recipe(weights=weights(cfg), changes=(), batch_size=cfg.train.batch_size, seed=HELD_OUT_SEED)
+def held_out_recipe(cfg: Config, *, batch_size: int | None = None) -> Recipe:
+    size = cfg.train.batch_size if batch_size is None else batch_size
+    return Recipe(weights=weights(cfg), changes=(), batch_size=size, seed=HELD_OUT_SEED)
 
 
 def weights(cfg: Config) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -217,3 +218,64 @@ def test_many_exclusions_stay_fast_to_ask() -> None:
         seen_before = number * (10**9 - 10**8 - 1)
         assert ledger.nth(seen_before) == number * 10**9 + 10**8 + 1
         assert number == 0 or ledger.nth(seen_before - 1) == number * 10**9 - 1
+
+
+def walk(ledger: Ledger, num: int, cursor: int = 0, given_back: int = 0) -> list[int]:
+    """The next batches of a run that stands there."""
+    seen = []
+    for _ in range(num):
+        place = ledger.following(cursor, given_back)
+        seen.append(place.index)
+        cursor, given_back = place.cursor, place.given_back
+    return seen
+
+
+class TestGivingBack:
+    def test_what_is_given_back_is_seen_before_the_batch_the_run_has_reached(self) -> None:
+        ledger = Ledger()
+        ledger.exclude(3, 3, "rejected")
+        ledger.exclude(5, 5, "rejected")
+        ledger.give_back([[3, 3], [5, 6]], 7, "the data changed")
+        assert walk(ledger, 9) == [0, 1, 2, 4, 3, 5, 6, 7, 8], "one that starts with the final ledger"
+        assert walk(ledger, 4, cursor=7) == [3, 5, 6, 7], "the run that wrote it goes on"
+        assert walk(ledger, 2, cursor=7, given_back=3) == [7, 8], "and from a snapshot behind them"
+        assert ledger.num_excluded == 0
+        assert not any(ledger.is_excluded(batch) for batch in range(10))
+
+    def test_a_later_entry_wins_and_no_place_moves(self) -> None:
+        ledger = Ledger()
+        ledger.give_back([[3, 5]], 6, "the data changed")
+        assert walk(ledger, 1, cursor=6, given_back=1) == [4]
+        ledger.exclude(4, 4, "rejected again")
+        assert walk(ledger, 2, cursor=6, given_back=1) == [5, 6], "a snapshot after the first of them counts as before"
+        assert ledger.is_excluded(4)
+        ledger.give_back([[4, 5]], 6, "the data changed again")
+        assert walk(ledger, 8) == [0, 1, 2, 3, 4, 5, 6, 7]
+        assert ledger.num_excluded == 0
+
+    def test_it_is_read_back_and_old_ledgers_still_are(self, tmp_path: Path) -> None:
+        path = tmp_path / "ledger.jsonl"
+        path.write_text('{"version": 1, "first": 2, "last": 4, "reason": "before", "time": 1.0}\n')
+        ledger = Ledger.load(path)
+        ledger.give_back([[2, 3]], 6, "the data changed")
+        assert walk(Ledger.load(path), 7) == walk(ledger, 7) == [0, 1, 5, 2, 3, 6, 7]
+        line = json.loads(path.read_text().splitlines()[1])
+        assert (line["version"], line["kind"]) == (2, "revoke"), "an older version stops at it: version 2, allowed is 1"
+
+    @pytest.mark.parametrize("batches", [[], [[3, 2]], [[5, 6]], [[-1, 2]], [3]])
+    def test_only_ranges_of_the_past_are_given_back(self, batches: Any) -> None:
+        with pytest.raises(ValueError, match="batches before 6"):
+            Ledger().give_back(batches, 6, "")
+
+    @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 3)), max_size=8))
+    def test_every_batch_is_seen_once_or_excluded(self, entries: list[tuple[bool, int, int]]) -> None:
+        ledger = Ledger()
+        for is_exclusion, first, length in entries:
+            if is_exclusion:
+                ledger.exclude(first, first + length, "")
+            else:
+                ledger.give_back([[first, first + length]], first + length + 1 + length, "")
+        seen = [batch for batch in walk(ledger, 100) if batch < 50]
+        assert len(seen) == len(set(seen))
+        assert sorted(seen) == [batch for batch in range(50) if not ledger.is_excluded(batch)]
+        assert ledger.num_excluded == 50 - len(seen)
