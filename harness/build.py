@@ -25,12 +25,14 @@ from harness.data.ledger import Ledger
 from harness.data.sources import Known, make_rare_index, open_data
 from harness.fp8.engine import require_engine
 from harness.fp8.products import Products, lower
+from harness.held_out import HeldOut, open_held_out
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
 from harness.model.size import flops_per_token, num_parameters, reshards
 from harness.model.transformer import Transformer, sampled_layers
 from harness.optim.update import Group, Update, build_update
 from harness.parallel import World, device_memory_bytes, from_first, jointly, minimum, together
+from harness.planned import Planned
 from harness.precision import DTYPES, LossScale, linear, loss_scale, policy
 from harness.run_data import recorded_data
 from harness.rundir import RunDir
@@ -59,6 +61,9 @@ class Parts:
     mailbox: Mailbox[HostFacts]
     batches: Batches
     held_out: Batches
+    check: HeldOut
+    """The fixed held-out rows that tell a damaged state from different data."""
+    planned: Planned
     ledger: Ledger
     ring: Ring
     keeper: Keeper
@@ -138,6 +143,8 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         mailbox=Mailbox(size=layout.size + DECIDED, lag=cfg.sentinel.lag, device=world.device),
         batches=batches,
         held_out=held_out,
+        check=open_held_out(cfg, held_out, world=world),
+        planned=Planned(cfg, ledger),
         ledger=ledger,
         ring=ring,
         keeper=Keeper(cfg, run.checkpoints, ring=ring, world=world),

@@ -523,6 +523,9 @@ class DetectConfig:
     """Rows, twice over, after which an incident whose loss has not come back is closed."""
     divergence_rows: int
     """Rows over which a rising trend is a divergence."""
+    planned_widening: float = 2.0
+    """The gate's bounds on loss and gradient norm are this many times as high within the window of a planned change;
+    at least 1. The caps stay."""
     fp8_underflow: float
     """Share of the numbers of a layer group that fp8 makes zero from which its range does not do."""
     fp8_saturated: float
@@ -535,6 +538,7 @@ class DetectConfig:
             "spread_rows": 2,
             "warmup_rows": 1,
             "warmup_widening": 1.0,
+            "planned_widening": 1.0,
             "gate_loss_factor": 1.0,
             "gate_grad_factor": 1.0,
             "joint_grad_factor": 1.0,
@@ -578,6 +582,7 @@ class BudgetsConfig:
     cool: BudgetConfig
     swap: BudgetConfig
     precision: BudgetConfig
+    check: BudgetConfig = field(default_factory=lambda: BudgetConfig(per_window=20, per_run=1000))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -588,8 +593,12 @@ class PolicyConfig:
     """How long a loss spike may take to turn, and how long after a sign of trouble the trouble may follow."""
     accept_rise_nats: float
     """Largest lasting step of the loss that is taken for other data, where it never overshot and has no known cause."""
+    held_out_tolerance: float = 0.05
+    """Share of the expected held-out loss. At an incident a held-out loss up to this far above it means that the state
+    is healthy and the data changed; above that the state is damaged."""
     refused_in_row: int
-    """Refusals in a row, of as many batches, that show that the state is broken and not a batch."""
+    """Rejected updates in a row, of as many batches, that show that the state is broken and not a batch. So many in one
+    incident, in a row or not, also lead to a check of the held-out loss."""
     neighbours: int
     """Batches on either side of the guilty ones that are excluded too where their exclusion alone did not help."""
     rollback_margin_steps: int
@@ -623,7 +632,8 @@ class PolicyConfig:
         for name in (*positive, "window_steps", "recur_after", "swap_after", "cool_steps", "precision_iterations"):
             value = getattr(self, name)
             require(value >= 1, f"sentinel.policy.{name}", f"must be at least 1, got {value}")
-        for name in ("neighbours", "rollback_margin_steps", "rollback_window_batches", "accept_rise_nats"):
+        not_negative = ("neighbours", "rollback_margin_steps", "rollback_window_batches", "accept_rise_nats")
+        for name in (*not_negative, "held_out_tolerance"):
             value = getattr(self, name)
             require(value >= 0, f"sentinel.policy.{name}", f"must be 0 or more, got {value}")
         factor, least = self.cool_factor, self.min_lr_scale
@@ -639,11 +649,19 @@ class SentinelConfig:
     """Steps between the costlier signals: norms of weights, moments and activations."""
     halt_after_refused: int
     """Updates refused in a row after which the run halts (exit code 3): what is broken will not mend itself."""
+    held_out_rows: int = 16
+    """Held-out sequences that the check at an incident measures the loss of, always the same ones; rounded up to whole
+    micro-batches on every rank. 0: no check, an incident goes straight to the restore."""
+    planned_batches: int = 50
+    """Batches (steps, for the schedule) after a planned change within which the gate's bounds are wider and the first
+    rejected update leads to a check; 0: planned changes are treated like any other."""
     policy: PolicyConfig
     detect: DetectConfig
 
     def __post_init__(self) -> None:
         require(self.lag >= 0, "sentinel.lag", f"must be 0 or more, got {self.lag}")
+        for name in ("held_out_rows", "planned_batches"):
+            require(getattr(self, name) >= 0, f"sentinel.{name}", f"must be 0 or more, got {getattr(self, name)}")
         for name in ("probe_every", "halt_after_refused"):
             require(getattr(self, name) >= 1, f"sentinel.{name}", f"must be at least 1, got {getattr(self, name)}")
 

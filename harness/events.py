@@ -111,6 +111,8 @@ class ReducedRecord(Event):
     other_data: dict[str, list[int]] = field(default_factory=dict)
     """What differs -> ranks that read other data than the rest. `plan`: corpus, order or ledger; `rows`: the tokens of
     a row that two ranks read."""
+    in_planned_change: bool = False
+    """The batch lies within the window that follows a planned change of the data or of the schedule."""
     in_fp8: bool | None = None
     """Whether this step was computed in fp8; None in a run that never is."""
     fp8: dict[str, Fp8Health] = field(default_factory=dict)
@@ -148,6 +150,28 @@ class EvalRecord(Event):
     loss: float
     tokens: int
     """Held-out tokens the loss is the mean of."""
+
+
+@dataclass(slots=True, kw_only=True)
+class HeldOutMeasured(Event):
+    """Loss on the fixed held-out rows, measured as the run starts and when a checkpoint is taken; the level that a
+    check at an incident is compared with."""
+
+    name: ClassVar[str] = "held_out"
+    step: int
+    loss: float
+
+
+@dataclass(slots=True, kw_only=True)
+class ChangePlanned(Event):
+    """A planned change of the data or of the schedule begins: the gate's bounds are wider until it ends."""
+
+    name: ClassVar[str] = "planned_change"
+    step: int
+    cursor: int
+    until: int
+    """The window ends before this batch, or before this step where the schedule changes."""
+    reason: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -237,6 +261,10 @@ class ActionKind(StrEnum):
 
     watch = "watch"
     skip = "skip"
+    check = "check"
+    """Measure the held-out loss of the current weights: is the state damaged, or is the data different?"""
+    accept = "accept"
+    """The state is healthy and the data changed: take its loss as the new level and give skipped batches back."""
     rewind = "rewind"
     rollback = "rollback"
     cool = "cool"
@@ -267,6 +295,12 @@ class Action(Event):
     """Precision: whether products are taken in fp8 from now on, or in bf16."""
     until: int | None = None
     """Cool and precision: the iteration at which it ends; where precision has none, it lasts to the end of the run."""
+    level: float | None = None
+    """Check: the held-out loss that a healthy state has. Accept: the loss that the gate takes as its new level."""
+    grad_level: float | None = None
+    """Accept: the gradient norm that the gate takes as its new level."""
+    give_back: list[list[int]] = field(default_factory=list)
+    """Accept: first and last batch of each range that was skipped or rejected and is consumed next."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -289,6 +323,8 @@ class Outcome(Event):
     """Why it failed, where that is known."""
     is_torn: bool = False
     """A restore failed halfway: the weights are neither the old nor the restored ones, and the run must halt."""
+    held_out_loss: float | None = None
+    """Check: the loss of the current weights on the fixed held-out rows."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -366,6 +402,8 @@ EVENTS: dict[str, type[Event]] = {
         RunStarted,
         StepRecord,
         EvalRecord,
+        HeldOutMeasured,
+        ChangePlanned,
         CheckpointSaved,
         CheckpointFailed,
         CheckpointJudged,

@@ -26,6 +26,7 @@ from harness.events import Action, ActionKind, Outcome
 from harness.parallel import from_first, together
 from harness.sentinel.chart import RESTORES
 from harness.state import RunState
+from harness.step import held_out_sums
 
 
 class Restored(NamedTuple):
@@ -41,8 +42,11 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
     """Carry out an action; `state` is changed in place. All ranks must call it with the same action."""
     begun_s, before = time.monotonic(), replace(state)
     restored: Restored | None = None
+    held_out_loss: float | None = None
     failure: OSError | TornError | None = None
     try:
+        if action.kind is ActionKind.check:
+            held_out_loss = held_out_mean(parts)
         restored = carry_out(action, parts, state, root=root)
     except (OSError, TornError) as error:
         failure = error
@@ -50,6 +54,7 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
         state.return_to(restored.state)
         parts.sentinel.rewind(restored.state.sentinel)
         parts.products.forget()
+        parts.check.forget()
     set_rate(parts, state, is_restored=restored is not None)
     is_done = action.kind is not ActionKind.precision or parts.products.can_fall_back
     if action.kind in RESTORES:
@@ -68,6 +73,7 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
         seconds=time.monotonic() - begun_s,
         reason="" if failure is None else " ".join(str(failure).split()),
         is_torn=isinstance(failure, TornError),
+        held_out_loss=held_out_loss,
     )
 
 
@@ -81,12 +87,38 @@ def carry_out(action: Action, parts: Parts, state: RunState, *, root: Path) -> R
         case ActionKind.skip:
             exclude(action, parts)
         case ActionKind.swap:
-            assert action.source is not None
-            off = {action.source: 0.0}
-            write_down(parts, lambda: parts.ledger.reweight(state.cursor, off, reason_of(action)))
-        case ActionKind.cool | ActionKind.watch | ActionKind.halt | ActionKind.precision:
+            swap(action, parts, state)
+        case ActionKind.accept:
+            accept(action, parts, state)
+        case ActionKind.check | ActionKind.cool | ActionKind.watch | ActionKind.halt | ActionKind.precision:
             pass
     return None
+
+
+def swap(action: Action, parts: Parts, state: RunState) -> None:
+    """Turn a source off from here on; `OSError` where some later batch would have no source left, which no run could
+    open."""
+    assert action.source is not None
+    off = {action.source: 0.0}
+    if not parts.batches.can_reweight(state.cursor, off):
+        raise OSError(f"without {action.source} no source would have a weight above 0")
+    write_down(parts, lambda: parts.ledger.reweight(state.cursor, off, reason_of(action)))
+
+
+def held_out_mean(parts: Parts) -> float | None:
+    """The loss of the current weights on the fixed held-out rows; None where there are none."""
+    if not parts.check.rows:
+        return None
+    loss_sum, tokens = held_out_sums(parts).tolist()  # sync: an incident waits for the answer
+    return float(loss_sum / tokens)
+
+
+def accept(action: Action, parts: Parts, state: RunState) -> None:
+    """Take the loss of the new data as the gate's level, and consume next what was skipped for it."""
+    if action.give_back:
+        batches, cursor = action.give_back, state.cursor
+        write_down(parts, lambda: parts.ledger.give_back(batches, cursor, reason_of(action)))
+    parts.gate.reopen(loss=action.level, grad_norm=action.grad_level)
 
 
 def rewind(action: Action, parts: Parts) -> Restored | None:

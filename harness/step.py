@@ -48,8 +48,9 @@ def mask_of(rows: Batch) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def judge_and_update(parts: Parts, *, cfg: Config, probe: bool) -> torch.Tensor:
-    """Reduce the signals, refuse or apply the update, and report; all on the device."""
+def judge_and_update(parts: Parts, *, cfg: Config, probe: bool, planned: bool = False) -> torch.Tensor:
+    """Reduce the signals, refuse or apply the update, and report; all on the device. `planned`: a planned change of the
+    data or of the schedule has just begun."""
     parts.signals.add_gradients()
     if probe:
         betas = (cfg.optim.beta1, cfg.optim.beta2)
@@ -61,7 +62,9 @@ def judge_and_update(parts: Parts, *, cfg: Config, probe: bool) -> torch.Tensor:
     scale = parts.scale.scale.clone()
     expected = cfg.train.batch_size * cfg.train.sequence_length
     total = totals(parts.signals.layout, reduced, scale=scale, expected_tokens=expected)
-    judgement = parts.gate.judge(loss=total.loss, grad_norm=total.grad_norm, warming=parts.update.warming)
+    judgement = parts.gate.judge(
+        loss=total.loss, grad_norm=total.grad_norm, warming=parts.update.warming, planned=planned
+    )
     parts.products.learn(judgement.refuse)
     lr = parts.update.apply(refuse=judgement.refuse, grad_norm=total.grad_norm, divisor=total.divisor)
     parts.scale.update(overflow=judgement.overflow, refused=judgement.refuse)
@@ -77,6 +80,23 @@ def loss_sums(parts: Parts, batch: Batch, *, cfg: Config) -> torch.Tensor:
             output = parts.model(rows.inputs, rows.targets, mask=mask_of(rows))
             sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])
     return sums
+
+
+@torch.no_grad()
+def held_out_sums(parts: Parts) -> torch.Tensor:
+    """Summed loss and tokens [2] of the fixed held-out rows, over all ranks; on the device and not waited for."""
+    sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
+    with parts.products.probing(False):
+        for rows in parts.check.rows:
+            output = parts.model(rows.inputs, rows.targets, mask=mask_of(rows))
+            sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])
+    return all_reduce_sum(sums)
+
+
+def measure_held_out(parts: Parts, state: RunState) -> None:
+    """Refresh the clean level of the held-out check; the loss is read when a later report is."""
+    if parts.check.rows:
+        parts.check.send(held_out_sums(parts), state)
 
 
 def evaluate(parts: Parts, state: RunState, *, cfg: Config, beat: Callable[[], None] = lambda: None) -> EvalRecord:

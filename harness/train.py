@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from harness import compose, requests, run_lease, rundir
 from harness.build import Parts, build, describe, held, meter
 from harness.commands import REFUSED, intervention
@@ -55,7 +57,7 @@ from harness.rundir import append_line
 from harness.sentinel.chart import RESTORES
 from harness.sentinel.report import HostFacts
 from harness.state import RunState
-from harness.step import evaluate, forward_backward, judge_and_update
+from harness.step import evaluate, forward_backward, judge_and_update, measure_held_out
 from harness.telemetry.heartbeat import Heartbeat, Phase
 from harness.telemetry.manifest import write_manifest
 from harness.telemetry.meters import memory_bytes
@@ -80,9 +82,11 @@ class Branches(NamedTuple):
     saves: bool
     """After the step, unless an earlier update turns out to be refused."""
     evaluates: bool
+    planned: bool
+    """Within the window of a planned change."""
 
 
-def branches_of(run: Run, cursor: int) -> Branches:
+def branches_of(run: Run, cursor: int, *, planned: bool) -> Branches:
     """The branches of the step that is about to begin."""
     cfg, parts, state = run.cfg, run.parts, run.state
     parts.products.use_fp8(not parts.sentinel.policy.in_fallback)
@@ -95,6 +99,7 @@ def branches_of(run: Run, cursor: int) -> Branches:
         in_fp8=parts.products.in_fp8,
         saves=parts.keeper.is_due(state.step + 1),
         evaluates=due(cfg.eval.every_steps, state.step + 1, cfg),
+        planned=planned,
     )
 
 
@@ -103,22 +108,16 @@ def hear(run: Run, *, everything: bool = False, ending: Ending | None = None) ->
 
     `ending` is what was known before. A halt stands: what comes after it is told and decides nothing.
     """
-    parts, state = run.parts, run.state
+    parts = run.parts
     for facts, values in parts.mailbox.take(everything=everything):
-        record = run.tell(facts, values)
-        state.learn(refused=record.refused)
-        if ending is not None and ending.is_halt:
+        is_halted = ending is not None and ending.is_halt
+        record, action = hear_one(run, facts, values, is_halted=is_halted)
+        if is_halted:
             continue
         if record.digests:
             reason = f"ranks decided differently: {record.digests}"
             ending = Ending(EXIT_HALTED, reason, after=record.iteration + run.cfg.sentinel.lag)
             continue
-        findings, action = parts.sentinel.judge(record)
-        for finding in findings:
-            run.narrator.note(finding)
-        parts.keeper.learn(
-            record, state, doubtful_since=parts.sentinel.policy.doubtful_since, remembered=parts.sentinel.memory
-        )
         further = act(run, action) or must_end(run, record)
         ending = further if ending is None or (further is not None and further.is_halt) else ending
         if record.command_waits and ending is None:
@@ -126,6 +125,28 @@ def hear(run: Run, *, everything: bool = False, ending: Ending | None = None) ->
     for event in [*parts.keeper.news(), *parts.sentinel.news()]:
         run.narrator.note(event)
     return ending
+
+
+def hear_one(
+    run: Run, facts: HostFacts, values: Tensor, *, is_halted: bool = False
+) -> tuple[ReducedRecord, Action | None]:
+    """Tell one report, correct the host's count by it, and say what it calls for; nothing once the run is halted, or
+    where ranks decided differently."""
+    parts, state = run.parts, run.state
+    if measured := parts.check.receive(facts.iteration):
+        run.narrator.note(measured)
+        parts.sentinel.measure(measured)
+    record = run.tell(facts, values)
+    state.learn(refused=record.refused)
+    if is_halted or record.digests:
+        return record, None
+    findings, action = parts.sentinel.judge(record)
+    for finding in findings:
+        run.narrator.note(finding)
+    parts.keeper.learn(
+        record, state, doubtful_since=parts.sentinel.policy.doubtful_since, remembered=parts.sentinel.memory
+    )
+    return record, action
 
 
 def act(run: Run, action: Action | None) -> Ending | None:
@@ -147,6 +168,9 @@ def carry_out(run: Run, action: Action) -> Outcome:
     to be heard like all others: what waits for them, and the count of updates, stay right.
     """
     run.narrator.note(action)
+    if action.kind is ActionKind.check:
+        for facts, values in run.parts.mailbox.take(everything=True):  # of steps that stay; the policy waits meanwhile
+            hear_one(run, facts, values)
     with run.heart.during(Phase.restore):
         outcome = recover(action, run.parts, run.state, root=run.directory.checkpoints)
     if action.kind in RESTORES and outcome.succeeded:
@@ -232,6 +256,7 @@ def host_facts(parts: Parts, state: RunState, batch: Batch, branches: Branches) 
         memory_bytes=memory_bytes(parts.world.device),
         batch=as_record(batch.facts, parts.batches.source_names),
         in_fp8=branches.in_fp8,
+        in_planned_change=branches.planned,
         stride=parts.batches.compared_stride(branches.cursor) or 1,
     )
 
@@ -240,12 +265,16 @@ def train(run: Run) -> Ending:
     """The loop: until all steps are done, somebody asks for a stop, or the sentinel gives up."""
     cfg, parts, state = run.cfg, run.parts, run.state
     ending: Ending | None = None
+    measure_held_out(parts, state)
     while state.step < cfg.train.num_steps and (ending is None or state.iteration < ending.after):
         run.heart.beat(state)
         begun_s = time.perf_counter() - parts.collectives.waited_s
-        cursor = parts.ledger.next_index(state.cursor)
+        place = parts.ledger.following(state.cursor, state.given_back)
+        cursor, window = place.index, parts.planned.at(place.position, state)
+        if begins := parts.planned.announce(window, cursor, state):
+            run.narrator.note(begins)
         batch = parts.batches[cursor]
-        branches = branches_of(run, cursor)
+        branches = branches_of(run, cursor, planned=window is not None)
         forward_backward(parts, batch, cfg=cfg, probe=branches.probe)
         parts.signals.add_requests(
             stop=bool(run.stop),
@@ -261,12 +290,14 @@ def train(run: Run) -> Ending:
         )
         parts.signals.add_data(**data_facts(parts, batch))
         parts.ring.finish_copy()
-        report = judge_and_update(parts, cfg=cfg, probe=branches.probe)
+        report = judge_and_update(parts, cfg=cfg, probe=branches.probe, planned=branches.planned)
 
-        state.advance(next_cursor=cursor + 1, tokens=parts.batches.size(cursor) * cfg.train.sequence_length)
+        batch_tokens = parts.batches.size(cursor) * cfg.train.sequence_length
+        state.advance(next_cursor=place.cursor, given_back=place.given_back, tokens=batch_tokens)
         parts.mailbox.post(host_facts(parts, state, batch, branches), report)
         with run.heart.during(Phase.save):
-            parts.keeper.take_if_due(state)
+            if parts.keeper.take_if_due(state):
+                measure_held_out(parts, state)
         ending = hear(run, ending=ending)
 
         look = due(cfg.eval.every_steps, state.step, cfg)
@@ -337,6 +368,8 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
         state, told = resume(cfg, parts, opened)
         for event in told:
             narrator.emit(event)
+        if any(key.startswith("data.") for key in opened.changes):
+            parts.planned.resume_with_other_data(state.cursor)
         if opened.changes:
             narrator.emit(rundir.intervention(opened.changes, iteration=state.iteration))
         run = outfit(

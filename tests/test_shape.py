@@ -25,9 +25,11 @@ LAYERS = (
         "build",
         "commands",
         "exchange",
+        "held_out",
         "opening",
         "operator",
         "orders",
+        "planned",
         "recovery",
         "requests",
         "run",
@@ -167,7 +169,7 @@ LIGHT = (
 DECIDING = ("build", "opening", "operator", "recovery", "step", "train")
 """Modules in which a rank takes a branch, beside the sentinel and the checkpoints."""
 
-FILE_LINES, FUNCTION_LINES, NUM_ARGUMENTS = 300, 60, 7
+FILE_LINES, FUNCTION_LINES, NUM_ARGUMENTS = 300, 80, 8
 LONG_FILES = {
     "harness/checkpoint/integrity.py": "what is damage, and what is not, is told in one place",
     "harness/checkpoint/keeper.py": "what is saved, tainted and deleted when",
@@ -180,6 +182,9 @@ LONG_FILES = {
     "harness/train.py": "the loop, and everything that it decides",
     "harness/data/batches.py": "which rows a rank reads, and what it says of them",
     "harness/dashboard/story.py": "one fold of the log: every kind of event that the page shows",
+    "harness/data/ledger.py": "the file, its entries, and the order of the batches that follows from them",
+    "harness/sentinel/chart.py": "one fold: every event that the policy knows of",
+    "harness/sentinel/policy.py": "one ladder: every answer and when it is given",
 }
 TRAIN_LOOP_LINES = 60
 

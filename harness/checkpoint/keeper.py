@@ -79,14 +79,17 @@ class Keeper:
         """Whether the state after this update is to be saved: by the count of steps, or because somebody asked."""
         return self._is_asked or (self._cfg.every_steps > 0 and step % self._cfg.every_steps == 0)
 
-    def take_if_due(self, state: RunState) -> None:
-        """Snapshot the state that the last update left, for the ring, for the disk, or for both."""
+    def take_if_due(self, state: RunState) -> bool:
+        """Snapshot the state that the last update left, for the ring, for the disk, or for both; True where it goes to
+        disk, on all ranks alike."""
         is_due = self.is_due(state.step)
         self._is_asked = is_due and self._queued is not None
         if is_due and self._queued is None:
             self._queued = self._take_to_save(state)
-        elif self._cfg.ring.slots and state.iteration % self._cfg.ring.every_steps == 0:
+            return True
+        if self._cfg.ring.slots and state.iteration % self._cfg.ring.every_steps == 0:
             self._ring.take(state)
+        return False
 
     def learn(
         self,

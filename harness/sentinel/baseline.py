@@ -146,22 +146,30 @@ def bound(
     factor: float,
     cap: float = math.inf,
     warming: Number = 0.0,
+    planned: Number = 0.0,
 ) -> Number:
     """The value beyond which a row is `sigmas` spreads and also `factor` times above what is expected; once a few rows
-    were seen, `cap` times is enough, whatever the noise."""
+    were seen, `cap` times is enough, whatever the noise. `planned`: 1 within the window of a planned change."""
     level, spread = expected(state, cfg, ops)
     reach = ops.maximum(spread * sigmas * tolerance(state, cfg, ops, warming=warming), math.log(factor))
+    reach = reach + planned * math.log(cfg.planned_widening)
     capped = ops.where(state[0] < CAPPED_FROM_COUNT, reach, ops.minimum(reach, math.log(cap)))
     return ops.exp(level + capped)
 
 
 def gate_bounds(
-    loss_state: Sequence[Number], grad_state: Sequence[Number], cfg: DetectConfig, ops: Ops, *, warming: Number = 0.0
+    loss_state: Sequence[Number],
+    grad_state: Sequence[Number],
+    cfg: DetectConfig,
+    ops: Ops,
+    *,
+    warming: Number = 0.0,
+    planned: Number = 0.0,
 ) -> tuple[Number, Number, Number, Number]:
     """What the gate refuses beyond: loss alone, gradient norm alone, and the lower two that must be passed together."""
 
     def of(state: Sequence[Number], sigmas: float, factor: float, cap: float = math.inf) -> Number:
-        return bound(state, cfg, ops, sigmas=sigmas, factor=factor, cap=cap, warming=warming)
+        return bound(state, cfg, ops, sigmas=sigmas, factor=factor, cap=cap, warming=warming, planned=planned)
 
     return (
         of(loss_state, cfg.gate_sigmas, cfg.gate_loss_factor, cfg.gate_loss_cap),
@@ -218,12 +226,13 @@ def advance(state: Sequence[Number], value: Number, accept: Any, cfg: DetectConf
     return ops.choose(accept, following, tuple(state))
 
 
-def reopen(state: Sequence[Number], value: Number, accept: Any, ops: Ops) -> State:
-    """The state where `value` is accepted as the new level: the noise is the old one, the bounds are wide at first."""
+def reopen(state: Sequence[Number], value: Number, accept: Any, ops: Ops, *, num_seen: float = REOPENED_COUNT) -> State:
+    """The state where `value` is accepted as the new level: the noise is the old one, the bounds are wide at first.
+    `num_seen`: rows that it is taken to have seen at most; from `CAPPED_FROM_COUNT` on the caps hold at once."""
     row = ops.log(ops.maximum(value, SMALLEST))
     count, _, _, _, _, spread, miss, tail, *_ = state
     zero = 0.0 * count
-    anew = (ops.minimum(count, REOPENED_COUNT), row, row, row, zero, spread, miss, tail, zero, zero, row)
+    anew = (ops.minimum(count, num_seen), row, row, row, zero, spread, miss, tail, zero, zero, row)
     return ops.choose(accept, anew, tuple(state))
 
 

@@ -77,6 +77,17 @@ class Branch:
         level = median(losses)
         return Normal(level, MAD_TO_SIGMA * median(abs(loss - level) for loss in losses))
 
+    def level_before(self, iteration: int, num: int) -> float | None:
+        """Median of the last `num` losses before an iteration, or of fewer; None where there is none."""
+        before = (seen.loss for seen in reversed(self.seen) if seen.loss is not None and seen.iteration < iteration)
+        losses = list(islice(before, num))
+        return median(losses) if losses else None
+
+    def level_since(self, iteration: int, num: int) -> float | None:
+        """Median of the last `num` losses from an iteration on, or of fewer; None where there is none."""
+        losses = [seen.loss for seen in self.seen if seen.loss is not None and seen.iteration >= iteration]
+        return median(losses[-num:]) if losses else None
+
     def recent_loss(self, num: int, *, since: int) -> float | None:
         """Median of the last `num` losses, where there are so many from iteration `since` on."""
         since_then = takewhile(lambda seen: seen.iteration >= since, reversed(self.seen))

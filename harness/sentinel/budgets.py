@@ -49,6 +49,13 @@ class Budgets:
             num = 0 if kind in last else num + (kind in kinds)
         return num
 
+    def refund(self, kind: ActionKind, *, num: int, progress: int) -> None:
+        """The last `num` actions of a kind, as far as there were so many, were for nothing and do not count."""
+        recent = self._within(progress)
+        spent = [place for place, (each, _) in enumerate(recent) if each == kind][-num:] if num else []
+        self.recent = [entry for place, entry in enumerate(recent) if place not in spent]
+        self.num_spent[kind] = self.num_spent.get(kind, 0) - len(spent)
+
     def forgive(self) -> None:
         """A person started the run again after a halt: the stretch begins anew, the counts of the run stay."""
         self.recent = []

@@ -24,6 +24,8 @@ NUM_RECENT = 9
 RECOVERED_SIGMAS = 0.5
 TURNED, TURNED_SIGMAS = 0.25, 2.0
 """A spike is coming down by itself once it fell by this share of its height, and by more than noise does."""
+MOST_REFUSED = 64
+"""Rejected batches of one incident that are remembered."""
 HALVED = 0.5
 """What must be left at most of a spike's height for its watch to be prolonged."""
 
@@ -85,6 +87,8 @@ INNOCENT_DATA = frozenset(
     {FindingKind.lr_jump, FindingKind.optimizer_reset, FindingKind.scale_collapse, FindingKind.fp8_range}
 )
 """What no batch is to blame for."""
+OF_THE_STATE = INNOCENT_DATA | {FindingKind.nonfinite, FindingKind.replica_mismatch, "nonfinite weights"}
+"""What is known of the state itself; a held-out loss says nothing more about it."""
 
 
 @final
@@ -120,6 +124,20 @@ class Case:
     watched_since: int | None = None
     """Iteration."""
     watched_until: int = 0
+    refused: list[list[float]] = field(default_factory=list)
+    """Batch, loss and gradient norm of each rejected update that was finite, since the last restore; newest last."""
+    num_excessive: int = 0
+    """How many of them had a gradient norm beyond its own bound."""
+    is_finite: bool = True
+    """Every rejected update of it had a finite loss and gradient norm."""
+    is_checked: bool = False
+    """The held-out loss was measured for it."""
+    is_healthy: bool = False
+    """And was at its level: the state is not damaged."""
+    expected: float | None = None
+    """The held-out loss of a healthy state, when the check was decided."""
+    pending: list[int] = field(default_factory=list)
+    """Batches whose updates were rejected, and which nothing was decided about before the check was done."""
     peak: float | None = None
     """Highest median of recent losses while watched."""
     last_height: float | None = None
@@ -158,6 +176,32 @@ class Case:
             return 3
         return 2 if self.rung >= Rung.rollback else None
 
+    @property
+    def may_be_checked(self) -> bool:
+        """Whether a held-out loss can tell damage from other data: nothing is known of the state itself yet."""
+        return not self.is_checked and not self.is_treated and self.is_finite and OF_THE_STATE.isdisjoint(self.kinds)
+
+    @property
+    def looks_like_data(self) -> bool:
+        """Where updates were rejected: for their loss, most of them, and not for their gradients."""
+        return 2 * self.num_excessive < max(len(self.refused), 1)
+
+    @property
+    def batches_refused(self) -> list[list[int]]:
+        """Ranges of the batches whose updates were rejected, in the order of the batches."""
+        ranges: list[list[int]] = []
+        for batch in sorted({int(batch) for batch, _, _ in self.refused}):
+            if ranges and ranges[-1][1] == batch - 1:
+                ranges[-1][1] = batch
+            else:
+                ranges.append([batch, batch])
+        return ranges
+
+    def refuse(self, *, cursor: int, loss: float, grad_norm: float, is_excessive: bool) -> None:
+        """A finite update of it was rejected."""
+        self.refused = [*self.refused[1 - MOST_REFUSED :], [cursor, loss, grad_norm]]
+        self.num_excessive += is_excessive
+
     def extend(self, kind: str, *, onset: int, onset_step: int, step: int, cursors: Iterable[int]) -> None:
         """One more finding; the first after a restore starts the place anew, and so does one that comes so many clean
         steps after a refusal: that changed nothing, and the state since is as good as before it."""
@@ -182,6 +226,10 @@ class Case:
                 self.watched_until = action.iteration + cfg.watch_iterations
             case ActionKind.skip:
                 self.rung = max(self.rung, Rung.skip)
+                first, last = action.exclude or (0, -1)
+                self.pending = [cursor for cursor in self.pending if not first <= cursor <= last]
+            case ActionKind.check:
+                self.expected = action.level
             case ActionKind.rewind:
                 self.rung = Rung.wide if self.is_treated else Rung.rewind
             case ActionKind.rollback:

@@ -14,26 +14,40 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self, final
 
 from harness.config import PolicyConfig
-from harness.events import Action, ActionKind, Finding, FindingKind, Outcome, ReducedRecord
+from harness.events import Action, ActionKind, Finding, FindingKind, HeldOutMeasured, Outcome, ReducedRecord
 from harness.sentinel.branch import Branch
 from harness.sentinel.budgets import Budgets
 from harness.sentinel.case import CAUSES, OMENS, Case, Closed, Rung, Verdict
 from harness.sentinel.fallback import Fallback
+from harness.sentinel.health import Health, is_at_level
 from harness.sentinel.suspects import Suspects
-from harness.sentinel.symptoms import FIRST_RUNG, OF_THE_BATCH, Demand, Refusals, has_broken_weights, is_finite
+from harness.sentinel.symptoms import (
+    FIRST_RUNG,
+    OF_THE_BATCH,
+    Demand,
+    Refusals,
+    has_broken_weights,
+    is_finite,
+    is_within_gradient_bound,
+)
 
 RESTORES = (ActionKind.rewind, ActionKind.rollback)
+FREE = (ActionKind.watch, ActionKind.accept, ActionKind.halt)
+"""Actions without a budget."""
+BROKEN_BATCHES = "the held-out loss is at its level and the gradients are out of proportion: the batches are broken"
 
 NUMBERS = (
     "num_incidents",
     "progress",
     "is_awaiting",
+    "checking",
+    "accept_for",
     "is_halted",
     "lr_scale",
     "cooled_at",
     "cooled_for",
 )
-"""Fields of a chart that are plain numbers."""
+"""Fields of a chart that are plain numbers, or None."""
 
 
 @final
@@ -44,6 +58,7 @@ class Chart:
     branch: Branch = field(default_factory=Branch)
     suspects: Suspects = field(default_factory=Suspects)
     fallback: Fallback = field(default_factory=Fallback)
+    health: Health = field(default_factory=Health)
     cases: list[Case] = field(default_factory=list)
     """Open ones, oldest first."""
     num_incidents: int = 0
@@ -55,6 +70,11 @@ class Chart:
     """The incident that the record or outcome just heard may call for a cure of."""
     is_awaiting: bool = False
     """A restore was decided and its outcome is not known; until then records tell of a state that is given up."""
+    checking: int | None = None
+    """The incident whose check of the held-out loss was decided and has no outcome yet. Records that come until then
+    were issued before it; they are kept, and nothing is decided about them."""
+    accept_for: int | None = None
+    """The incident whose data is accepted."""
     is_halted: bool = False
     lr_scale: float = 1.0
     cooled_at: int = 0
@@ -73,6 +93,9 @@ class Chart:
         self.closed = []
         if self.is_halted or self.is_awaiting:
             return
+        if self.checking is not None:
+            self._keep(record)
+            return
         self.demand = self.cure_for = None
         self.branch.add(record)
         self.progress = max(self.progress, record.step)
@@ -88,18 +111,27 @@ class Chart:
         if self.demand is not None and self.demand.rung > Rung.skip:
             self.cure_for = None  # it follows the restore
 
+    def measure(self, event: HeldOutMeasured) -> None:
+        """The held-out loss was measured, at the start or for a checkpoint; under suspicion it is no clean level."""
+        if not self.refusals.num_in_row and not any(case.is_watched for case in self.cases):
+            self.health.add(event, self.branch)
+
     def note(self, action: Action) -> None:
         """An action was decided, by the policy or (incident 0) by a person."""
         case = self.case(action.incident)
         is_free = action.kind is ActionKind.precision and action.until is None
-        if case is not None and not is_free and action.kind not in (ActionKind.watch, ActionKind.halt):
+        if case is not None and not is_free and action.kind not in FREE:
             self.budgets.spend(action.kind, progress=self.progress)
         self.is_awaiting = action.kind in RESTORES
-        if not self.is_awaiting:
+        self.checking = action.incident if action.kind is ActionKind.check else None
+        self.accept_for = None
+        if not self.is_awaiting and self.checking is None:
             self.demand = self.cure_for = None
         match action.kind:
             case ActionKind.halt:
                 self.is_halted = True
+            case ActionKind.check if case is not None:
+                case.pending = [self.branch.seen[-1].cursor] if self.refusals.num_in_row else []
             case ActionKind.cool if action.incident:
                 self.lr_scale = 1.0 if action.lr_scale is None else action.lr_scale
                 self.cooled_at, self.cooled_for = self.progress, action.incident
@@ -115,8 +147,13 @@ class Chart:
     def absorb(self, outcome: Outcome) -> None:
         """What an action came to."""
         self.closed = []
-        self.cure_for = None
         case = self.case(outcome.incident)
+        if outcome.kind is ActionKind.check:
+            self.checking = None
+            if case is not None:
+                self._conclude(case, outcome)
+            return
+        self.cure_for = None
         if outcome.kind is ActionKind.precision and not outcome.succeeded:
             self.fallback.fail()
         if outcome.kind in RESTORES:
@@ -125,6 +162,9 @@ class Chart:
                 self._set_down(outcome, case)
             elif case is not None:
                 self._fail(case, outcome.kind)
+        elif case is not None and outcome.kind is ActionKind.accept:
+            if outcome.succeeded:
+                self._accept(case)
         elif case is not None and not outcome.succeeded:
             case.failed_cures.append(outcome.kind)
             if outcome.kind is ActionKind.cool:
@@ -132,6 +172,8 @@ class Chart:
             self.cure_for = case.number if case.is_treated else None
         elif case is not None and outcome.kind is ActionKind.skip:
             self.cure_for = case.number if self.guilty_source else None
+            if case.pending:
+                self.demand = Demand(Rung.skip, case.number, BROKEN_BATCHES)
 
     def resume(self, iteration: int, step: int) -> None:
         """The run was started again; after a halt only a person does that, and means a new beginning."""
@@ -139,9 +181,12 @@ class Chart:
             self.cases = []
             self.budgets.forgive()
         self.is_halted = self.is_awaiting = False
-        self.demand = self.cure_for = None
+        self.demand = self.cure_for = self.accept_for = self.checking = None
         self.refusals = Refusals()
         self.branch.set_down(iteration, step)
+        self.health.set_down(step)
+        for case in self.cases:
+            case.refused, case.pending, case.num_excessive = [], [], 0
 
     def case(self, number: int) -> Case | None:
         return next((case for case in self.cases if case.number == number), None)
@@ -153,14 +198,58 @@ class Chart:
 
     def _set_down(self, outcome: Outcome, case: Case | None) -> None:
         self.branch.set_down(outcome.iteration, outcome.step)
+        self.health.set_down(outcome.step)
         self.demand = None
         self.refusals = Refusals()
+        for each in self.cases:
+            each.refused, each.pending, each.num_excessive = [], [], 0
         for other in [other for other in self.cases if not other.is_treated and other.onset_step > outcome.step]:
             self._close(other, Verdict.undone)
         if case is not None:
             case.is_restored = True
             case.target_step = outcome.step if case.target_step is None else min(case.target_step, outcome.step)
             self.cure_for = case.number
+
+    def _keep(self, record: ReducedRecord) -> None:
+        """A record of an iteration that was issued before a check: what it says counts for the check's case."""
+        self.branch.add(record)
+        self.progress = max(self.progress, record.step)
+        case = None if self.checking is None else self.case(self.checking)
+        if self.refusals.add(record) and case is not None:
+            self._refuse(case, record)
+            case.pending.append(record.cursor)
+
+    def _refuse(self, case: Case, record: ReducedRecord) -> None:
+        if is_finite(record):
+            is_excessive = not is_within_gradient_bound(record)
+            case.refuse(cursor=record.cursor, loss=record.loss, grad_norm=record.grad_norm, is_excessive=is_excessive)
+        else:
+            case.is_finite = False
+
+    def _conclude(self, case: Case, outcome: Outcome) -> None:
+        """What the held-out loss says: a healthy state is kept, and its data accepted unless it is garbage; a damaged
+        one climbs the ladder."""
+        case.is_checked = True
+        tolerance = self.cfg.held_out_tolerance
+        at_level = is_at_level(outcome.held_out_loss, case.expected, tolerance=tolerance)
+        case.is_healthy = outcome.succeeded and case.is_finite and at_level
+        if case.is_healthy and case.looks_like_data:
+            self.accept_for, case.pending = case.number, []
+            self.demand = self.cure_for = None
+        elif case.is_healthy and self.demand is not None:
+            self.demand = Demand(Rung.skip, case.number, BROKEN_BATCHES) if case.pending else None
+        elif not case.is_healthy:
+            case.pending = []
+            if self.demand is not None:
+                rung = Rung.rewind if self.demand.rung is Rung.skip else self.demand.rung
+                self.demand = self.demand._replace(rung=rung, asks=False)
+
+    def _accept(self, case: Case) -> None:
+        """Its data is the new normal: nothing that was skipped for it counts."""
+        self.budgets.refund(ActionKind.skip, num=len(case.refused), progress=self.progress)
+        self.suspects.acquit()
+        self.refusals = Refusals()
+        self._close(case, Verdict.accepted)
 
     def _fail(self, case: Case, kind: ActionKind) -> None:
         """There was nothing to go back to: the next rung, and from the last one without its margin."""
@@ -189,16 +278,22 @@ class Chart:
             yield Demand(Rung.rollback, case.number, "the weights are not finite")
         elif is_refusal and self.refusals.num_in_row >= self.cfg.refused_in_row:
             case = self._join("refusals", record, onset=before)
+            self._refuse(case, record)
             reason = f"{self.refusals.num_in_row} updates refused in a row: the state is broken, not the batches"
-            if case.is_refused_alone and case.target_step is not None and is_finite(record):
+            if case.is_refused_alone and case.is_healthy and is_finite(record):
+                yield Demand(Rung.skip, case.number, BROKEN_BATCHES)
+            elif case.is_refused_alone and case.target_step is not None and is_finite(record):
                 reason = f"the update of batch {record.cursor} was refused by an older state too: the batch is broken"
                 yield Demand(Rung.skip, case.number, reason)
             else:
                 yield Demand(Rung.rewind, case.number, reason)
         elif is_refusal:
             case = self._join("refusal", record, onset=record.iteration)
+            self._refuse(case, record)
             rung = Rung.skip if case.blames_data else Rung.rewind
-            yield Demand(rung, case.number, f"the update of batch {record.cursor} was refused")
+            is_often = len(case.refused) >= self.cfg.refused_in_row and case.looks_like_data
+            asks = is_finite(record) and (is_often or record.in_planned_change)
+            yield Demand(rung, case.number, f"the update of batch {record.cursor} was refused", asks)
 
     def _of_findings(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Demand]:
         for finding in findings:
@@ -215,7 +310,7 @@ class Chart:
             elif finding.kind is FindingKind.level_shift and not case.is_tolerable(self.branch, cfg=self.cfg):
                 rung = Rung.rollback
             if rung is not Rung.none:
-                yield Demand(rung, case.number, finding.message)
+                yield Demand(rung, case.number, finding.message, asks=finding.kind is FindingKind.loss_spike)
 
     def _of_watch(self, record: ReducedRecord, *, other_than: set[int]) -> Iterator[Demand]:
         for case in [case for case in self.cases if case.is_watched and case.number not in other_than]:
@@ -268,6 +363,7 @@ class Chart:
             "branch": self.branch.state(),
             "suspects": self.suspects.state(),
             "fallback": self.fallback.state(),
+            "health": self.health.state(),
             "refusals": asdict(self.refusals),
             "cases": [case.state() for case in self.cases],
             "demand": None if self.demand is None else list(self.demand),
@@ -283,6 +379,7 @@ class Chart:
             branch=Branch.restore(state["branch"]),
             suspects=Suspects.restore(state["suspects"]),
             fallback=Fallback.restore(state.get("fallback", {})),
+            health=Health.restore(state.get("health", [])),
             refusals=Refusals(**state["refusals"]),
             cases=[Case.restore(case) for case in state["cases"]],
             demand=None if demand is None else Demand(Rung(demand[0]), *demand[1:]),

@@ -111,10 +111,11 @@ class CurveWatch:
             finding.cursors = [record.cursor]
             yield finding
 
-    def accept_level(self) -> None:
-        """Where loss and gradient norm are now is normal from here on."""
-        self.loss = reopen(self.loss, math.exp(self.loss[-1]), bool(self.loss[0]), FLOATS)
-        self.grad = reopen(self.grad, math.exp(self.grad[-1]), bool(self.grad[0]), FLOATS)
+    def accept_level(self, *, loss: float | None = None, grad_norm: float | None = None) -> None:
+        """These levels, or where loss and gradient norm are now, are normal from here on."""
+        loss, grad_norm = loss or math.exp(self.loss[-1]), grad_norm or math.exp(self.grad[-1])
+        self.loss = reopen(self.loss, loss, bool(self.loss[0]), FLOATS)
+        self.grad = reopen(self.grad, grad_norm, bool(self.grad[0]), FLOATS)
         self._forget()
 
     def _watch_gradient(self, record: ReducedRecord, cfg: DetectConfig, warming: float) -> Finding | None:

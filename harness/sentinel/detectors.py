@@ -66,7 +66,7 @@ class Detectors:
         if math.isfinite(record.lr):
             found += self.rate.observe(record)
         if not broken:
-            found += self.curves.observe(record, self.cfg, float(self.rate.rising))
+            found += self.curves.observe(record, self.cfg, float(self.rate.rising or record.in_planned_change))
         if record.param_norm is not None or record.group_param_norms:
             found += self.weights.observe(record)
         if record.v_norm is not None or record.square_ratio is not None:
@@ -81,9 +81,9 @@ class Detectors:
         """The learning rate is about to change on purpose: no jump for the next rows."""
         self.rate.expected = EXPECTED_ROWS
 
-    def accept_level(self) -> None:
-        """The policy takes the present level of the loss for the new normal."""
-        self.curves.accept_level()
+    def accept_level(self, *, loss: float | None = None, grad_norm: float | None = None) -> None:
+        """The policy takes these levels, or the present ones, as the new normal."""
+        self.curves.accept_level(loss=loss, grad_norm=grad_norm)
 
     def state(self) -> dict[str, Any]:
         """Everything remembered, as plain data of its own."""

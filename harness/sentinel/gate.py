@@ -65,23 +65,36 @@ class Gate:
         """`compiled`: as a few kernels, where there would be one for each of some 250 operations on single numbers."""
         self._decide = torch.compile(decide, fullgraph=True) if compiled else decide
         self._cfg = cfg
+        self._planned = torch.tensor([0.0, 1.0], dtype=torch.float64, device=device).unbind()
         self.history = first_history(device)
         """Changed in place."""
 
-    def judge(self, *, loss: Tensor, grad_norm: Tensor, warming: Tensor) -> Judgement:
-        """Refuse or accept one step, and learn from what is accepted. `warming`: 1.0 while the learning rate rises."""
-        judgement, following = self._decide(self.history, loss, grad_norm, warming, self._cfg)
+    def judge(self, *, loss: Tensor, grad_norm: Tensor, warming: Tensor, planned: bool = False) -> Judgement:
+        """Refuse or accept one step, and learn from what is accepted. `warming`: 1.0 while the learning rate rises.
+        `planned`: the batch lies within the window of a planned change."""
+        judgement, following = self._decide(self.history, loss, grad_norm, warming, self._planned[planned], self._cfg)
         self.history.copy_(following)
         return judgement
 
+    @torch.no_grad()
+    def reopen(self, *, loss: float | None, grad_norm: float | None) -> None:
+        """Take these as the new levels, where there are any, alike on all ranks. The noise stays known; the bounds are
+        wide for some rows and never beyond their caps."""
+        known = [0.0 if level is None else level for level in (loss, grad_norm)]
+        values = torch.tensor(known, dtype=torch.float64, device=self.history.device)
+        accept = torch.isfinite(values) & (values > 0)
+        num_seen = baseline.CAPPED_FROM_COUNT
+        reopened = baseline.reopen(self.history.unbind(), values, accept, OPS, num_seen=num_seen)
+        self.history.copy_(torch.stack(reopened))
+
 
 def decide(
-    history: Tensor, loss: Tensor, grad_norm: Tensor, warming: Tensor, cfg: DetectConfig
+    history: Tensor, loss: Tensor, grad_norm: Tensor, warming: Tensor, planned: Tensor, cfg: DetectConfig
 ) -> tuple[Judgement, Tensor]:
     """What is to be done with a step, and the history after it; from numbers alone, so that it can be compiled."""
     values = torch.stack([loss, grad_norm]).to(torch.float64)
     by_loss, by_gradient = history.unbind(dim=1)
-    bounds = baseline.gate_bounds(by_loss.unbind(), by_gradient.unbind(), cfg, OPS, warming=warming)
+    bounds = baseline.gate_bounds(by_loss.unbind(), by_gradient.unbind(), cfg, OPS, warming=warming, planned=planned)
     is_finite = torch.isfinite(values).all()
     is_clean = is_finite & ~baseline.beyond(values[0], values[1], bounds)
     following = baseline.advance(history.unbind(), values, is_clean, cfg, OPS)

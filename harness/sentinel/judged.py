@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from harness.events import Action, Event, Finding, Outcome, RunStarted, StepRecord
+from harness.events import Action, Event, Finding, HeldOutMeasured, Outcome, RunStarted, StepRecord
+
+Heard = Action | Outcome | RunStarted | HeldOutMeasured
 
 
 class Judged(NamedTuple):
@@ -13,7 +15,7 @@ class Judged(NamedTuple):
     findings: list[Finding]
 
 
-def judged(events: Iterable[Event]) -> Iterator[Judged | Action | Outcome | RunStarted]:
+def judged(events: Iterable[Event]) -> Iterator[Judged | Heard]:
     """What the policy heard, in order; other events, which may lie between a record and its findings, are left out."""
     waiting: Judged | None = None
     for event in events:
@@ -22,7 +24,7 @@ def judged(events: Iterable[Event]) -> Iterator[Judged | Action | Outcome | RunS
                 if waiting is not None and event.iteration == waiting.record.iteration:
                     waiting.findings.append(event)
                 continue
-            case StepRecord() | Action() | Outcome() | RunStarted():
+            case StepRecord() | Action() | Outcome() | RunStarted() | HeldOutMeasured():
                 if waiting is not None:
                     yield waiting
                 waiting = Judged(event, []) if isinstance(event, StepRecord) else None

@@ -7,6 +7,8 @@ How: the ladder, from doing nothing to giving up; `harness.sentinel.symptoms` sa
 |---|---|---|
 | A | watch | a spike that may turn by itself; a sign of trouble that may stay harmless; a step up, as of other data |
 | B | skip | the gate refused the update: exclude its batch, nothing else is needed |
+|   | check | a loss spike without a known cause, or before the first restore: is the held-out loss at its level? |
+|   | accept | it is: the data changed; take its loss as the new level, give the skipped batches back |
 |   | rewind | the state is broken (refusals in a row), a spike has a known cause, or does not turn by itself |
 | C | rollback | lingering or divergent loss, weights not finite, frequent refusals, or rewinds that did not help |
 | D | cool | restores recur, or a rollback did not help: lr scaled down, given back step by step after clean stretches |
@@ -27,13 +29,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, NamedTuple, Self, final
 
 from harness.config import PolicyConfig
-from harness.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, ReducedRecord, RunStarted
+from harness.events import (
+    Action,
+    ActionKind,
+    Event,
+    Finding,
+    FindingKind,
+    HeldOutMeasured,
+    Outcome,
+    ReducedRecord,
+    RunStarted,
+)
 from harness.sentinel.case import Case, Closed, Rung
 from harness.sentinel.chart import RESTORES, Chart
 from harness.sentinel.fallback import window
+from harness.sentinel.health import NUM_LEVEL
 from harness.sentinel.judged import Judged, judged
 from harness.sentinel.scope import bound, exclusion
 from harness.sentinel.symptoms import Demand
@@ -71,6 +85,10 @@ class Policy:
         self.chart.absorb(outcome)
         return self._noted(self.choice(Moment(outcome.time, outcome.iteration, outcome.step)))
 
+    def measure(self, event: HeldOutMeasured) -> None:
+        """The held-out loss was measured while nothing was wrong."""
+        self.chart.measure(event)
+
     @property
     def closed(self) -> list[Closed]:
         """Incidents that ended with the last record or outcome."""
@@ -94,12 +112,15 @@ class Policy:
     def choice(self, now: Moment) -> Action | None:
         """What is to be done, without noting it."""
         chart = self.chart
-        if chart.is_halted or chart.is_awaiting:
+        if chart.is_halted or chart.is_awaiting or chart.checking is not None:
             return None
+        if chart.accept_for is not None and (case := chart.case(chart.accept_for)) is not None:
+            return self._accept(case, now)
         if chart.cure_for is not None and (case := chart.case(chart.cure_for)) is not None:
             cure = self._cure(case, now) if self._calls_for_cure(case) else None
             if cure is not None:
-                return cure
+                asks = cure.kind is ActionKind.swap and case.looks_like_data
+                return (self._check(case, cure.reason, now) if asks else None) or cure
         if chart.demand is not None and (case := chart.case(chart.demand.incident)) is not None:
             return self._answer(chart.demand, case, now)
         return self._warm_up(now) or self._return(now)
@@ -138,6 +159,9 @@ class Policy:
                 case Action():
                     self.chart.note(event)
                     continue
+                case HeldOutMeasured():
+                    self.chart.measure(event)
+                    continue
                 case RunStarted():
                     self.chart.resume(event.iteration, event.step)
                     continue
@@ -150,13 +174,16 @@ class Policy:
             case Rung.halt:
                 return self._halt(case, demand.reason, now)
             case Rung.watch if case.watched_since is None:
-                return self._action(ActionKind.watch, case, demand.reason, now)
+                check = self._check(case, demand.reason, now) if demand.asks else None
+                return check or self._action(ActionKind.watch, case, demand.reason, now)
             case Rung.watch:
                 return None
+            case Rung.skip if demand.asks and (check := self._check(case, demand.reason, now)) is not None:
+                return check
             case Rung.skip if budgets.allows(ActionKind.skip, progress=progress):
-                seen = self.chart.branch.seen[-1]
+                first = case.pending[0] if case.pending else self.chart.branch.seen[-1].cursor
                 skip = self._action(ActionKind.skip, case, demand.reason, now)
-                return replace(skip, exclude=[seen.cursor, seen.cursor])
+                return replace(skip, exclude=[first, first])
             case Rung.skip:
                 return self._restore(case, Rung.rollback, f"{demand.reason}; refusals are frequent", now)
             case rung:
@@ -165,6 +192,8 @@ class Policy:
     def _restore(self, case: Case, rung: Rung, reason: str, now: Moment) -> Action:
         """Go back, at least by `rung`, further than before where the place was cured before."""
         chart = self.chart
+        if (check := self._check(case, reason, now)) is not None:
+            return check
         if case.is_hopeless:
             return self._give_up(case, reason, now)
         rung = min(max(rung, Rung(case.rung + 1)), Rung.cure) if case.is_treated else rung
@@ -181,6 +210,29 @@ class Policy:
         onset = bound(case, rung, exclude, branch=chart.branch, cfg=chart.cfg)
         kind = ActionKind.rewind if rung < Rung.rollback else ActionKind.rollback
         return replace(self._action(kind, case, reason, now), exclude=exclude, onset=onset)
+
+    def _check(self, case: Case, reason: str, now: Moment) -> Action | None:
+        """Measure the held-out loss before anything is undone; None where that tells nothing, or cannot be compared."""
+        chart = self.chart
+        expected = chart.health.expected(case.onset, chart.branch) if case.may_be_checked else None
+        if expected is None or not chart.budgets.allows(ActionKind.check, progress=chart.progress):
+            return None
+        at_most = expected * (1 + chart.cfg.held_out_tolerance)
+        words = f"{reason}; a healthy state has a held-out loss of {expected:.4f}, at most {at_most:.4f}"
+        return replace(self._action(ActionKind.check, case, words, now), level=expected)
+
+    def _accept(self, case: Case, now: Moment) -> Action:
+        """The state is healthy: the new level is that of the rejected updates, or else of the last applied ones."""
+        rows = case.refused[-NUM_LEVEL:]
+        level = median(loss for _, loss, _ in rows) if rows else self.chart.branch.level_since(case.onset, NUM_LEVEL)
+        grad_level = median(norm for _, _, norm in rows) if rows else None
+        reason = "the held-out loss is at its level: the state is healthy, the data changed"
+        return replace(
+            self._action(ActionKind.accept, case, reason, now),
+            level=level,
+            grad_level=grad_level,
+            give_back=case.batches_refused,
+        )
 
     def _give_up(self, case: Case, reason: str, now: Moment) -> Action:
         """Moments that are gone come again by training on, and fp8 can be left; anything else needs a person."""

@@ -64,6 +64,8 @@ class HostFacts:
     """Whether it was computed in fp8; None in a run that never is."""
     stride: int = 1
     """How far ahead the rank lay whose row each rank read too, where rows were compared."""
+    in_planned_change: bool = False
+    """Whether the batch lies within the window that follows a planned change; alike on all ranks."""
 
 
 def unpack(
@@ -119,6 +121,7 @@ def unpack(
         other_data=seen.other_data,
         batch={"fingerprint": seen.fingerprint, **facts.batch} if facts.batch else {},
         in_fp8=facts.in_fp8,
+        in_planned_change=facts.in_planned_change,
     )
     if facts.probed:
         excess = 1.0 if clip_norm is None else max(1.0, grad_norm / clip_norm)

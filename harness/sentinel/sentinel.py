@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self, final
 
 from harness.config import SentinelConfig
-from harness.events import Action, Event, Finding, Incident, Outcome, ReducedRecord
+from harness.events import Action, ActionKind, Event, Finding, HeldOutMeasured, Incident, Outcome, ReducedRecord
 from harness.sentinel.case import Verdict
 from harness.sentinel.detectors import Detectors
 from harness.sentinel.policy import Policy
@@ -64,6 +64,10 @@ class Sentinel:
         self.register.close(outcome.time, outcome.iteration, self.policy.chart)
         return self._noted(action)
 
+    def measure(self, event: HeldOutMeasured) -> None:
+        """The held-out loss was measured while nothing was wrong; the policy compares with it later."""
+        self.policy.measure(event)
+
     def news(self, *, last: bool = False) -> list[Incident]:
         """Incidents that ended since this was last asked; with `last`, as a run ends, those still open too."""
         return self.register.take(self.policy.chart.cases if last else ())
@@ -80,6 +84,8 @@ class Sentinel:
             self._digest(said)
             if action.lr_scale is not None:
                 self.detectors.expect_lr_change()
+            if action.kind is ActionKind.accept:
+                self.detectors.accept_level(loss=action.level, grad_norm=action.grad_level)
             if action.in_fp8:
                 self.looks_closer = True
         return action

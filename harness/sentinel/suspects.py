@@ -19,6 +19,8 @@ GAIN = 0.05
 """Weight of a new loss in a source's habit."""
 LEAST_SEEN = 20
 MOST_BLAMED = 64
+MOST_UNSEEN = 50
+"""Healthy steps without a row of a source after which it counts as switched off."""
 FAR = 6.0
 """Mean deviations above its habit at which a source stands out."""
 
@@ -31,9 +33,13 @@ class Suspects:
     blamed: list[tuple[str | None, int]] = field(default_factory=list)
     """For each guilty batch the source that stands out, if one does, and the net progress then; oldest first."""
     removed: list[str] = field(default_factory=list)
+    unseen: dict[str, int] = field(default_factory=dict)
+    """Source -> healthy steps since it was last in a batch."""
 
     def learn(self, record: ReducedRecord) -> None:
         """What a healthy step tells of its sources."""
+        if record.source_losses:
+            self.unseen = {name: num + 1 for name, num in self.unseen.items()} | dict.fromkeys(record.source_losses, 0)
         for name, loss in record.source_losses.items():
             if math.isfinite(loss):
                 num, mean, deviation = self.habits.get(name, (0, loss, 0.0))
@@ -52,7 +58,8 @@ class Suspects:
     def guilty(self, num: int, *, since: int) -> str | None:
         """The source that the last `num` guilty batches share, all since a net progress."""
         last = [source for source, progress in self.blamed[-num:] if progress >= since]
-        return last[0] if len(last) == num and len(set(last)) == 1 else None
+        guilty = last[0] if len(last) == num and len(set(last)) == 1 else None
+        return guilty if guilty is not None and self._others(guilty) else None
 
     def acquit(self) -> None:
         """Whatever was blamed so far is dealt with."""
@@ -61,6 +68,7 @@ class Suspects:
     def remove(self, source: str) -> None:
         self.removed.append(source)
         self.habits.pop(source, None)
+        self.unseen.pop(source, None)
         self.acquit()
 
     def state(self) -> dict[str, Any]:
@@ -68,12 +76,14 @@ class Suspects:
             "habits": {name: list(habit) for name, habit in self.habits.items()},
             "blamed": [list(entry) for entry in self.blamed],
             "removed": list(self.removed),
+            "unseen": dict(self.unseen),
         }
 
     @classmethod
     def restore(cls, state: dict[str, Any]) -> Self:
         habits = {name: (num, mean, deviation) for name, (num, mean, deviation) in state["habits"].items()}
-        return cls(habits, [(source, progress) for source, progress in state["blamed"]], list(state["removed"]))
+        blamed = [(source, progress) for source, progress in state["blamed"]]
+        return cls(habits, blamed, list(state["removed"]), dict(state.get("unseen", {})))
 
     def _stands_out(self, name: str, loss: float) -> bool:
         if not math.isfinite(loss):
@@ -82,4 +92,5 @@ class Suspects:
         return num >= LEAST_SEEN and loss > mean + FAR * deviation
 
     def _others(self, source: str) -> list[str]:
-        return [name for name in self.habits if name != source]
+        """Sources besides this one that the run still sees; one that a phase switched off cannot take over."""
+        return [name for name in self.habits if name != source and self.unseen.get(name, 0) < MOST_UNSEEN]

@@ -16,6 +16,11 @@
 | replica_mismatch, data_mismatch | halt | |
 | slow, speed_recovered, duplicate_batch | nothing: for people | |
 
+The held-out loss is checked (`harness.sentinel.health`) at a loss spike without a known cause, and before the first
+rewind or rollback of an incident whose numbers are finite, once. It decides whether the state is damaged and the answer
+of the table follows, or the data changed. So many rejected updates in one incident lead to the same check, and so does
+the first one after a planned change.
+
 Left out: whatever only one rank knows (its clock, its memory, facts of its rows). A `ReducedRecord` does not have it.
 """
 
@@ -57,6 +62,8 @@ class Demand(NamedTuple):
     rung: Rung
     incident: int
     reason: str
+    asks: bool = False
+    """Whether the held-out loss is checked first, where that is possible."""
 
 
 def is_overflow(record: ReducedRecord) -> bool:
@@ -68,6 +75,11 @@ def is_overflow(record: ReducedRecord) -> bool:
 def is_finite(record: ReducedRecord) -> bool:
     """A batch can be out of all proportion; what is not a number, batch after batch, comes from elsewhere."""
     return math.isfinite(record.loss) and math.isfinite(record.grad_norm)
+
+
+def is_within_gradient_bound(record: ReducedRecord) -> bool:
+    """Whether the gate would let the gradient norm alone through: garbage raises it far more than new data does."""
+    return record.grad_norm <= record.bounds.get("grad_norm", math.inf)
 
 
 def has_broken_weights(record: ReducedRecord) -> bool:

@@ -233,3 +233,15 @@ class TestCures:
         assert action is not None
         assert action.exclude == [], "no batch is to blame"
         assert kind_of(run.go_back(action, steps=120)) is K.cool
+
+    def test_the_last_source_that_a_phase_left_is_never_turned_off(self) -> None:
+        run = Run()
+        for _ in range(60):
+            run.take(sources={"web": 3.0, "code": 1.0})
+        for _ in range(60):
+            run.take(sources={"web": 3.0})  # a phase switched code off
+        for _ in range(5):
+            run.calm(10)
+            skip = run.take(loss=math.nan, refused=True, sources={"web": math.nan})
+            assert skip is not None
+            assert run.policy.hear(outcome(skip, step=run.step)) is None

@@ -15,7 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config import BudgetConfig, BudgetsConfig, PolicyConfig
-from harness.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunStarted, StepRecord, to_json
+from harness.events import (
+    Action,
+    ActionKind,
+    Event,
+    Finding,
+    FindingKind,
+    HeldOutMeasured,
+    Outcome,
+    RunStarted,
+    StepRecord,
+    to_json,
+)
 from harness.sentinel.policy import Policy, replayed
 from tests.sentinel.policy_runs import finding, record
 
@@ -48,6 +59,7 @@ CFG = PolicyConfig(
         cool=BudgetConfig(per_window=1, per_run=3),
         swap=BudgetConfig(per_window=1, per_run=1),
         precision=BudgetConfig(per_window=1, per_run=1),
+        check=BudgetConfig(per_window=3, per_run=20),
     ),
 )
 
@@ -65,6 +77,8 @@ class Malice:
     fail: float
     damage: float
     """That a finding comes with a lasting rise of the loss."""
+    measure: float
+    """That the held-out loss is measured, after an iteration."""
     restart: float
     round_trip: float
     """That the policy is put into JSON and back between two iterations."""
@@ -79,6 +93,7 @@ hostile = st.builds(
     late=st.sampled_from([0.0, 0.5]),
     fail=st.sampled_from([0.0, 0.3, 1.0]),
     damage=st.sampled_from([0.0, 0.5]),
+    measure=st.sampled_from([0.0, 0.1]),
     restart=st.sampled_from([0.0, 0.02]),
     round_trip=st.just(0.0),
 )
@@ -134,6 +149,13 @@ class Cluster:
         self.carry_out(self.policy.decide(now, findings), now)
         if self.iteration % 5 == 0 and not refused:
             self.saved.append(self.now)
+        if self.chance(self.malice.measure):
+            self.measure_held_out()
+
+    def measure_held_out(self) -> None:
+        event = HeldOutMeasured(time=0.0, iteration=self.iteration, step=self.now.step, loss=3.0 + self.now.rise)
+        self.log.append(event)
+        self.policy.measure(event)
 
     def measure(self, cursor: int, refused: bool) -> StepRecord:
         loss = 3.0 + self.now.rise + 0.01 * self.dice.random()
@@ -174,9 +196,13 @@ class Cluster:
         if action.exclude and (succeeded or action.kind is ActionKind.skip):
             self.excluded |= set(range(action.exclude[0], action.exclude[1] + 1))
             assert self.now.learned.isdisjoint(self.excluded), "a batch that was learned was excluded"
+        if action.kind is ActionKind.accept:
+            given = {batch for first, last in action.give_back for batch in range(first, last + 1)}
+            assert self.now.learned.isdisjoint(given), "a batch that was learned was given back"
         return Outcome(
             time=0.0,
             iteration=self.iteration,
+            held_out_loss=self.dice.choice([3.0, 4.0, float("nan")]) if action.kind is ActionKind.check else None,
             kind=action.kind,
             incident=action.incident,
             succeeded=succeeded,
@@ -197,7 +223,11 @@ class Cluster:
         assert not action.exclude or 0 <= action.exclude[0] <= action.exclude[1]
         is_raise = action.kind is ActionKind.cool and self.policy.chart.case(action.incident) is None
         is_for_good = action.kind is ActionKind.precision and action.until is None
-        if action.kind in (ActionKind.watch, ActionKind.halt) or is_raise or is_for_good:
+        free = (ActionKind.watch, ActionKind.halt, ActionKind.accept)
+        if action.kind in free or is_raise or is_for_good:
+            return
+        if action.kind is ActionKind.skip:  # skips of an incident that is accepted do not count
+            assert self.policy.chart.budgets.num_spent["skip"] <= CFG.budgets.skip.per_run
             return
         self.spent.append((action.kind, self.progress))
         limit: BudgetConfig = getattr(CFG.budgets, action.kind)
@@ -266,7 +296,9 @@ def test_state_can_be_put_away_at_any_point(malice: Malice, round_trip: float) -
 @settings(max_examples=40, deadline=None)
 def test_a_place_that_always_fails_ends_the_run(seed: int, step: int) -> None:
     """The dice are loaded: whatever is excluded, the same step diverges."""
-    calm = Malice(seed=seed, lag=1, refuse=0.0, find=0.0, late=0.0, fail=0.0, damage=0.0, restart=0.0, round_trip=0.0)
+    calm = Malice(
+        seed=seed, lag=1, refuse=0.0, find=0.0, late=0.0, fail=0.0, damage=0.0, measure=0.0, restart=0.0, round_trip=0.0
+    )
     cluster = Cluster(calm, Policy.start(CFG, lag=1), random.Random(seed))
     while not cluster.is_halted:
         cluster.train()

@@ -1,0 +1,89 @@
+"""The held-out check: the loss of the current weights on a few fixed held-out rows, forward only, on all ranks.
+
+Why: only these rows can tell damaged weights from different data (`harness.sentinel.health`).
+How: the rows are the first ones of the held-out order, the same in every run of the same data; each rank keeps its
+share on its device. One forward pass and one all-reduce give the loss. As the run starts and when a checkpoint is
+taken, the number travels to the host like a step's report and is read when a later report is; only an incident waits.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from harness.config import Config
+from harness.data.batch import Batch
+from harness.data.batches import Batches, Share
+from harness.data.ledger import Ledger
+from harness.data.sources import held_out_recipe
+from harness.events import HeldOutMeasured
+from harness.parallel import World
+from harness.state import RunState
+
+
+@final
+@dataclass(slots=True)
+class Waiting:
+    """A loss on its way to the host."""
+
+    iteration: int
+    step: int
+    sums: Tensor
+    arrived: torch.cuda.Event | None
+
+
+@final
+@dataclass(slots=True)
+class HeldOut:
+    rows: list[Batch]
+    """This rank's share, in micro-batches of the training's size; empty where no check is wanted."""
+    waiting: Waiting | None = None
+
+    def send(self, sums: Tensor, state: RunState) -> None:
+        """Start to copy reduced sums (loss, tokens) to the host."""
+        on_gpu = sums.device.type == "cuda"
+        here = torch.empty(2, dtype=sums.dtype, pin_memory=on_gpu)
+        here.copy_(sums, non_blocking=True)
+        arrived = None
+        if on_gpu:
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+        self.waiting = Waiting(state.iteration, state.step, here, arrived)
+
+    def receive(self, iteration: int) -> HeldOutMeasured | None:
+        """What was measured before this iteration was issued, once; its report has arrived, and so has the loss."""
+        waiting = self.waiting
+        if waiting is None or waiting.iteration >= iteration:
+            return None
+        self.waiting = None
+        if waiting.arrived is not None:
+            waiting.arrived.synchronize()
+        loss_sum, tokens = waiting.sums.tolist()
+        return HeldOutMeasured(time=time.time(), iteration=waiting.iteration, step=waiting.step, loss=loss_sum / tokens)
+
+    def forget(self) -> None:
+        """The weights it was measured for are given up."""
+        self.waiting = None
+
+
+def open_held_out(cfg: Config, held_out: Batches, *, world: World) -> HeldOut:
+    """The fixed rows, on this rank's device."""
+    if cfg.sentinel.held_out_rows == 0:
+        return HeldOut([])
+    micro = cfg.train.micro_batch_size or max(1, cfg.train.batch_size // world.size)
+    num_rows = -(-cfg.sentinel.held_out_rows // (micro * world.size)) * micro * world.size
+    fixed = Batches(
+        held_out.sources,
+        recipe=held_out_recipe(cfg, batch_size=num_rows),
+        share=Share(world.rank, world.size, world.device),
+        ledger=Ledger(),
+        document_mask=cfg.data.document_mask,
+    )
+    try:
+        return HeldOut(fixed[0].micro_batches(micro))
+    finally:
+        fixed.close()

@@ -1,0 +1,114 @@
+"""Different data is not damage: the same loss curve, answered by what the held-out loss says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from harness import compose
+from harness.config import Config
+from harness.events import Action, ActionKind
+from harness.sentinel.policy import replayed
+from tests.sentinel.plant import Plant
+
+SHIFT, RETURN, NUM_STEPS = 300, 340, 500
+HARMFUL = {ActionKind.rewind, ActionKind.rollback, ActionKind.halt, ActionKind.cool, ActionKind.swap}
+
+
+@cache
+def config(*overrides: str) -> Config:
+    return compose.load(overrides)
+
+
+def planned() -> Config:
+    return config("data=mixture", f"data.phases=[{{from_batch: {SHIFT}, weights: {{text: 2.0}}}}]")
+
+
+def shifted(cfg: Config, factor: float, noise: float, *, lasting: bool) -> Plant:
+    end = 10**9 if lasting else RETURN
+    plant = Plant(cfg, hardness=lambda batch: factor if SHIFT <= batch < end else 1.0, noise=noise)
+    plant.train(NUM_STEPS)
+    return plant
+
+
+@pytest.mark.parametrize("is_planned", [False, True], ids=["unplanned", "planned"])
+@pytest.mark.parametrize("lasting", [True, False], ids=["lasting", "returning"])
+@pytest.mark.parametrize("noise", [0.003, 0.01, 0.03])
+@pytest.mark.parametrize("factor", [1.1, 1.22, 1.25, 1.6, 2.0])
+def test_a_shift_of_the_data_costs_nothing(factor: float, noise: float, lasting: bool, is_planned: bool) -> None:
+    """No halt, no restore, at most 3 batches skipped, and none of them for good."""
+    plant = shifted(planned() if is_planned else config(), factor, noise, lasting=lasting)
+    taken = plant.actions()
+    assert HARMFUL.isdisjoint(taken), taken
+    assert taken[ActionKind.skip] <= 3
+    assert not any(plant.ledger.is_excluded(batch) for batch in range(NUM_STEPS)), "all were given back"
+    assert sorted(plant.consumed) == list(range(NUM_STEPS)), "every batch was learned, once"
+    assert replayed(plant.log, plant.cfg.sentinel.policy, lag=1) == [e for e in plant.log if isinstance(e, Action)]
+
+
+@pytest.mark.parametrize("factor", [1.25, 1.6, 2.0])
+def test_the_same_curve_from_damaged_weights_is_answered_by_a_restore(factor: float) -> None:
+    """The training loss of both runs is the same number for number until something is done about it."""
+    data = shifted(config(), factor, 0.01, lasting=True)
+    damage = Plant(config(), damaged_at=SHIFT, damage_factor=factor, noise=0.01)
+    damage.train(NUM_STEPS)
+    asked = [
+        next(e for e in plant.log if isinstance(e, Action) and e.kind == ActionKind.check) for plant in (data, damage)
+    ]
+    assert replace(asked[0], time=0) == replace(asked[1], time=0), "up to here nobody can tell them apart"
+    answers = [
+        [e.kind for e in plant.log if isinstance(e, Action) and e.iteration >= asked[0].iteration][1]
+        for plant in (data, damage)
+    ]
+    assert answers == [ActionKind.accept, ActionKind.rewind]
+    assert damage.damage == 1.0
+    assert not damage.is_halted
+
+
+def test_damage_early_in_a_run_is_not_hidden_by_the_fast_descent() -> None:
+    """At iteration 90 the last measurement is 40 steps old, and the damaged state is no worse than it was then."""
+    plant = Plant(config(), damaged_at=90, damage_factor=1.3, noise=0.003, save_every=50)
+    plant.train(200)
+    (check,) = [event for event in plant.log if isinstance(event, Action) and event.kind is ActionKind.check]
+    assert check.level is not None
+    assert plant.actions()[ActionKind.rewind] >= 1
+    assert plant.damage == 1.0
+
+
+def test_without_a_clean_level_it_answers_as_it_would_without_the_check() -> None:
+    plant = shifted(config("sentinel.policy.budgets.check.per_run=0"), 1.6, 0.01, lasting=True)
+    assert ActionKind.check not in plant.actions()
+    assert not HARMFUL.isdisjoint(plant.actions())
+
+
+def test_garbage_is_skipped_and_not_accepted() -> None:
+    """A healthy state that rejects batches for their gradients meets broken batches, not other data."""
+    bad = range(SHIFT, SHIFT + 12)
+    plant = Plant(
+        config(),
+        hardness=lambda batch: 2.3 if batch in bad else 1.0,
+        norm_factor=lambda batch: 60.0 if batch in bad else 1.0,
+    )
+    plant.train(NUM_STEPS - len(bad))
+    assert HARMFUL.isdisjoint(plant.actions()), "nothing is wrong with the state"
+    assert ActionKind.accept not in plant.actions()
+    assert [batch for batch in range(NUM_STEPS) if plant.ledger.is_excluded(batch)] == list(bad)
+
+
+def test_a_second_shift_is_accepted_too() -> None:
+    plant = Plant(config(), hardness=lambda batch: 1.0 if batch < 300 else 1.5 if batch < 450 else 2.2)
+    plant.train(600)
+    assert HARMFUL.isdisjoint(plant.actions())
+    assert sorted(plant.consumed) == list(range(600))
+    assert plant.sentinel.policy.chart.budgets.num_spent["skip"] == 0, "what was for nothing is not spent"
+
+
+def test_the_policy_survives_a_restart_in_the_middle_of_a_check() -> None:
+    plant = Plant(config(), hardness=lambda batch: 1.6 if batch >= SHIFT else 1.0)
+    while ActionKind.check not in plant.actions():
+        plant.train(plant.state.step + 1)
+    state = plant.sentinel.policy.state()
+    assert json.loads(json.dumps(state, allow_nan=False)) == state
