@@ -24,6 +24,7 @@ LABELS = {
     "loss_gap": "loss gap to the twin, nats",
     "identical": "identical to the twin",
     "false_alarms": "false alarms in the twin",
+    "excluded": "batches excluded for good",
 }
 
 

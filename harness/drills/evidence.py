@@ -16,6 +16,7 @@ from typing import Any, final
 
 from harness import compose, events
 from harness.config import ConfigError
+from harness.data.ledger import Ledger
 from harness.drills.scenario import Scenario, from_tree
 from harness.events import EvalRecord, Event, FaultInjected, RunEnded, RunStarted, StepRecord
 from harness.faults.plan import Plan, read_plan
@@ -95,6 +96,8 @@ class Evidence:
     notes: list[str] = field(default_factory=list)
     """What the runner found out."""
     batch_tokens: int = 0
+    num_excluded: int = 0
+    """Batches that the ledger excludes for good."""
 
     def of(self, *kinds: type[Event]) -> Iterator[Any]:
         """Events of these kinds, in order."""
@@ -179,4 +182,5 @@ def gather(run: RunDir) -> Evidence:
         starts=_starts(dossier),
         notes=dossier.get("notes", []),
         batch_tokens=cfg.train.batch_size * cfg.train.sequence_length,
+        num_excluded=Ledger.load(run.ledger, writer=False).num_excluded,
     )

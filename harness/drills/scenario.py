@@ -35,8 +35,8 @@ class Expected:
     groups: list[str] = field(default_factory=list)
     """Layer groups that a finding must name, these and no others; empty: none."""
     actions: list[ActionKind] = field(default_factory=list)
-    """Those taken, watching left out, must be among these, and the first of them must be the first; empty: none may be
-    taken."""
+    """Those taken, watching and checking left out, must be among these, and the first of them must be the first; empty:
+    none may be taken."""
     starts: int = 1
     """How often the run is started until it is done."""
     exit_code: int = 0
@@ -65,6 +65,8 @@ class Bounds:
     """The last loss equals the twin's, bit for bit."""
     false_alarms: int = 0
     """Findings in the twin."""
+    excluded: int | None = None
+    """Batches that are excluded for good."""
 
     def __post_init__(self) -> None:
         for name in ("latency_steps", "steps_lost", "seconds", "loss_gap"):

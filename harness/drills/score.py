@@ -67,6 +67,8 @@ class Score:
     survived: bool
     """It ended as it should: with all steps done and a finite loss, or halted where that was the right answer."""
     remarks: list[str] = field(default_factory=list)
+    excluded: int = 0
+    """Batches that are excluded for good."""
 
 
 @final
@@ -132,6 +134,7 @@ def score(scenario: Scenario, victim: Evidence, twin: Evidence | None) -> Score:
         exit_code=victim.exit_code,
         survived=victim.exit_code == expected.exit_code and finished,
         remarks=remarks(expected, victim, twin, since=detection.since),
+        excluded=victim.num_excluded,
     )
 
 
@@ -178,9 +181,9 @@ def strikes(victim: Evidence, number: int) -> list[Any]:
 
 
 def actions_since(victim: Evidence, iteration: int) -> list[ActionKind]:
-    """What was done from an iteration on, watching left out."""
+    """What was done from an iteration on; watching and checking change nothing and are left out."""
     taken = (each for each in victim.of(Action) if each.iteration >= iteration)
-    return [each.kind for each in taken if each.kind is not ActionKind.watch]
+    return [each.kind for each in taken if each.kind not in (ActionKind.watch, ActionKind.check)]
 
 
 def is_right(expected: Sequence[ActionKind], taken: Sequence[ActionKind]) -> bool:
@@ -242,6 +245,7 @@ def judge(scenario: Scenario, score: Score) -> list[Bound]:
         _at_most("loss_gap", score.loss_gap, bounds.loss_gap),
         _exactly("identical", score.identical, True if bounds.identical else None),
         _at_most("false_alarms", score.false_alarms, bounds.false_alarms),
+        *([] if bounds.excluded is None else [_at_most("excluded", score.excluded, bounds.excluded)]),
     ]
 
 

@@ -33,6 +33,7 @@ class Cause(StrEnum):
     long_tail_token = "long-tail token"
     scrambled_data = "scrambled or corrupted data"
     data_duplicate = "data duplicate"
+    other_data = "other data"
     structural = "structural"
     lr_too_high = "LR too high"
 

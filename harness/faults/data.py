@@ -26,11 +26,14 @@ from harness.faults.site import Site
 from harness.rundir import RunDir
 from harness.shares import Sharing
 
+NUM_EXCHANGED = 64
+"""Frequent tokens that other data exchanges for each other."""
 NUM_RAREST = 16
 """Tokens that a poisoned row consists of."""
 MESSAGES = {
     FaultKind.poisoned_batch: "consists of the rarest tokens",
     FaultKind.scrambled_batch: "consists of tokens drawn at random",
+    FaultKind.data_shift: "holds other data",
 }
 
 
@@ -43,7 +46,7 @@ class Row(NamedTuple):
 
 @final
 class TamperedCorpus:
-    """poisoned_batch, scrambled_batch, duplicate_batch, repeated_batch: `duration` batches, from `at` on."""
+    """All faults of the data: `duration` batches, from `at` on."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -53,7 +56,7 @@ class TamperedCorpus:
     def before(self, iteration: int) -> None:
         """The corpus lies in wait; told by the rank whose rows they are, by the first where they are all ranks'."""
         run, fault = self._site.run, self._site.fault
-        cursor = run.parts.ledger.next_index(run.state.cursor)
+        cursor = run.parts.ledger.following(run.state.cursor, run.state.given_back).index
         if fault.strikes_at(cursor) and run.parts.world.rank == fault.rank_of(run.parts.world.size):
             whose = f"batch {cursor}" if fault.rank is None else f"this rank's part of batch {cursor}"
             what = MESSAGES.get(fault.kind, f"holds the tokens of batch {fault.at - 1}")
@@ -87,13 +90,16 @@ def spoil(batches: Batches, fault: Fault, *, seed: int, world_size: int) -> None
 def tampered(batches: Batches, fault: Fault, index: int, *, seed: int, world_size: int) -> list[tuple[int, int, Row]]:
     """Source, sample and what is given in its place, for each row of a batch that is spoiled."""
     sources, samples = batches.samples(index)
-    own = range(len(samples))
+    own = list(range(len(samples)))
     if fault.rank is not None:
         own = own[Sharing(batch_size=len(samples), world_size=world_size).rows_of(fault.rank_of(world_size))]
     if fault.kind in (FaultKind.duplicate_batch, FaultKind.repeated_batch):
         require(fault.at > 0, "drill.fault.at", "must be at least 1: there is no batch before the first")
         before = list(zip(*batches.samples(fault.at - 1), strict=True))
         given = [_read(batches.sources[before[row][0]], int(before[row][1])) for row in own]
+    elif fault.kind is FaultKind.data_shift:
+        own = [row for row in own if fault.dice(seed, index, row).random() < fault.factor]
+        given = [_translated(batches.sources[sources[row]], int(samples[row])) for row in own]
     else:
         given = [_made(batches.sources[sources[row]].corpus, fault, seed, index, row) for row in own]
     return [(int(sources[row]), int(samples[row]), made) for row, made in zip(own, given, strict=True)]
@@ -101,6 +107,15 @@ def tampered(batches: Batches, fault: Fault, index: int, *, seed: int, world_siz
 
 def _read(source: Source, sample: int) -> Row:
     return Row(np.array(source.corpus.sample(sample)), source.corpus.documents(sample))
+
+
+def _translated(source: Source, sample: int) -> Row:
+    """A row in another language: each frequent token stands for another one, always the same."""
+    tokens, documents = _read(source, sample)
+    frequent = _by_frequency(source.corpus)[-NUM_EXCHANGED:]
+    language = np.arange(source.corpus.vocab_size)
+    language[frequent] = np.roll(frequent, NUM_EXCHANGED // 2)
+    return Row(language[tokens], documents)
 
 
 def _made(corpus: Corpus, fault: Fault, seed: int, index: int, row: int) -> Row:
@@ -114,10 +129,14 @@ def _made(corpus: Corpus, fault: Fault, seed: int, index: int, row: int) -> Row:
 def _rarest(corpus: Corpus) -> list[int]:
     """By the corpus' own count; of equally rare ones, and where nobody counted, the highest: tokenizers number frequent
     tokens first."""
+    return [int(token) for token in _by_frequency(corpus)[:NUM_RAREST]]
+
+
+def _by_frequency(corpus: Corpus) -> NDArray[np.int64]:
+    """All tokens, the rarest first."""
     counts = corpus.token_counts()
     ids = np.arange(corpus.vocab_size)
-    order = ids[::-1] if counts is None else np.lexsort((-ids, counts))
-    return [int(token) for token in order[:NUM_RAREST]]
+    return ids[::-1] if counts is None else np.lexsort((-ids, counts))
 
 
 @final

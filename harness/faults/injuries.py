@@ -24,7 +24,11 @@ def injury(site: Site) -> Injury:
         case FaultKind.bit_flip_weight:
             return FlippedWeight(site)
         case (
-            FaultKind.poisoned_batch | FaultKind.scrambled_batch | FaultKind.duplicate_batch | FaultKind.repeated_batch
+            FaultKind.poisoned_batch
+            | FaultKind.scrambled_batch
+            | FaultKind.duplicate_batch
+            | FaultKind.repeated_batch
+            | FaultKind.data_shift
         ):
             return TamperedCorpus(site)
         case FaultKind.lr_spike:

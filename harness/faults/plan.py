@@ -42,6 +42,9 @@ class FaultKind(StrEnum):
     """The batch is the one before it again."""
     repeated_batch = "repeated_batch"
     """So are the `duration` ones that follow."""
+    data_shift = "data_shift"
+    """A share `factor` of the rows of `duration` batches is other data: the same text with its frequent tokens
+    exchanged for each other, which the model has never seen and can learn."""
     lr_spike = "lr_spike"
     """The learning rate is `factor` times what the schedule says, for `duration` iterations."""
     warmup_cut = "warmup_cut"
@@ -85,6 +88,7 @@ OF_THE_DATA = (
     FaultKind.scrambled_batch,
     FaultKind.duplicate_batch,
     FaultKind.repeated_batch,
+    FaultKind.data_shift,
 )
 """These belong to a batch index, whenever it is seen; all others to an iteration."""
 
@@ -108,6 +112,10 @@ class Fault:
     def __post_init__(self) -> None:
         require(self.at >= 0, "drill.fault.at", f"must be 0 or more, got {self.at}")
         require(self.duration >= 1, "drill.fault.duration", f"must be at least 1, got {self.duration}")
+        is_share = self.kind is not FaultKind.data_shift or 0 < self.factor <= 1
+        require(
+            is_share, "drill.fault.factor", f"must be a share of the rows, above 0 and at most 1, got {self.factor}"
+        )
         require(0 <= self.bit < 32, "drill.fault.bit", f"must be in 0 .. 31, got {self.bit}")
 
     def strikes_at(self, moment: int) -> bool:

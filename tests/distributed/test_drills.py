@@ -41,6 +41,8 @@ SCENARIOS = (
     "scrambled_batch",
     "duplicate_batch",
     "repeated_batch",
+    "data_shift",
+    "data_shift_planned",
     "lr_spike",
     "warmup_cut",
     "beta2_stale",

@@ -14,12 +14,17 @@ from torch import Tensor
 from harness import events, train
 from harness.build import Parts
 from harness.events import Event
+from harness.faults.data import spoil
+from harness.faults.plan import Fault as Shift
+from harness.faults.plan import FaultKind
 from harness.parallel import local
 from harness.rundir import RunDir, locate
 from tests.distributed.cases import digest, tiny
 
 GUILTY_LAYER = "blocks.1.mlp.up"
 BROKEN_WEIGHT = "norm.weight"
+SHIFTED = 100
+"""Batches that a fault of the data lasts."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class Fault:
     """What is spoiled, where and when."""
 
     kind: str
-    """gradient: this rank's own, before the reduction; weights: after an update; digest: of the rank's decisions."""
+    """gradient: this rank's own, before the reduction; weights: after an update; digest: of the rank's decisions; data:
+    from a batch on, in a language that the model has never seen."""
     rank: int
     factor: float = 1.0
     """What the tensor is multiplied with; NaN and Inf are factors too."""
@@ -45,6 +51,8 @@ class Ended:
     state: str
     """Digest of all tensors that a checkpoint would hold."""
     log: list[Event]
+    weights: str = ""
+    """Digest of weights and moments alone."""
 
 
 def run(directory: str, fault: Fault | None, *overrides: str) -> Ended:
@@ -54,7 +62,7 @@ def run(directory: str, fault: Fault | None, *overrides: str) -> Ended:
     with installed(fault, held):
         code = train.run_worker(cfg)
     log = list(events.read(locate(cfg).events)) if held[0].world.is_first else []
-    return Ended(code, held[0].final, log)  # type: ignore[attr-defined]
+    return Ended(code, held[0].final, log, held[0].weights)  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -68,6 +76,10 @@ def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
         parts: Parts = genuine["build"](*arguments, **options)
         held.append(_Witness(parts))  # type: ignore[arg-type]
         batches = parts.batches
+        if fault is not None and fault.kind == "data":
+            assert fault.batch is not None
+            shift = Shift(kind=FaultKind.data_shift, at=fault.batch, duration=SHIFTED, factor=fault.factor)
+            spoil(batches, shift, seed=0, world_size=parts.world.size)
         parts.batches = _Seen(batches, note)  # type: ignore[assignment]
         return parts
 
@@ -83,7 +95,7 @@ def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
     def forward_backward(parts: Parts, *arguments: Any, **options: Any) -> None:
         nonlocal calls
         calls += 1
-        assert fault is None or fault.kind in ("gradient", "weights", "digest")
+        assert fault is None or fault.kind in ("gradient", "weights", "digest", "data")
         with (
             spoiled_gradient(parts, fault.factor) if fault and fault.kind == "gradient" and strikes(parts) else _calm()
         ):
@@ -101,6 +113,8 @@ def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
     def leave(run: Any, ending: Any) -> Any:
         left = genuine["leave"](run, ending)
         held[0].final = digest(run.parts.tensors())  # type: ignore[attr-defined]
+        learned = {name: each for name, each in run.parts.tensors().items() if not name.startswith("device.")}
+        held[0].weights = digest(learned)  # type: ignore[attr-defined]
         return left
 
     for name, replacement in (
@@ -122,7 +136,7 @@ class _Witness:
 
     def __init__(self, parts: Parts) -> None:
         self.world = parts.world
-        self.final = ""
+        self.final = self.weights = ""
 
 
 class _Seen:

@@ -10,7 +10,7 @@ from harness.config import ConfigError
 from harness.drills import layout, scenario
 from harness.faults.plan import FaultKind
 
-SHARED = "drill.bounds has latency_steps, steps_lost, seconds, loss_gap, identical, false_alarms"
+SHARED = "drill.bounds has latency_steps, steps_lost, seconds, loss_gap, identical, false_alarms, excluded"
 
 
 @pytest.mark.parametrize("name", scenario.names())

@@ -36,7 +36,13 @@ def spoiled(fault: Fault, *overrides: str, rank: int = 0, seed: int = 0) -> Batc
     return batches
 
 
-KINDS = [FaultKind.poisoned_batch, FaultKind.scrambled_batch, FaultKind.duplicate_batch, FaultKind.repeated_batch]
+KINDS = [
+    FaultKind.poisoned_batch,
+    FaultKind.scrambled_batch,
+    FaultKind.duplicate_batch,
+    FaultKind.repeated_batch,
+    FaultKind.data_shift,
+]
 
 
 @pytest.mark.parametrize("data", ["embedded", "synthetic", "mixture"])

@@ -1,0 +1,108 @@
+"""Different data is not damage, on real ranks: the same rise of the loss, opposite answers, and no batch is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.data.ledger import Ledger, Revocation
+from harness.data.sources import open_data
+from harness.events import Action, ActionKind, Event, Outcome, StepRecord
+from harness.rundir import RunDir
+from harness.sentinel.policy import replayed
+from tests.distributed import trouble
+from tests.distributed.cases import tiny
+from tests.distributed.pool import Pool
+from tests.distributed.trouble import Ended, Fault
+
+STEPS = (
+    "train.num_steps=90",
+    "optim.warmup_steps=5",
+    "checkpoint.every_steps=20",
+    "checkpoint.good_after_steps=3",
+    "checkpoint.ring.every_steps=4",
+)
+SHIFT = 70
+
+
+def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str) -> Ended:
+    results = ranks.run(2, trouble.run, str(directory), fault, f"run.name={name}", *STEPS, *overrides)
+    assert len({(result.code, result.state) for result in results}) == 1
+    first: Ended = results[0]
+    return first
+
+
+def of(kind: Any, log: list[Event]) -> list[Any]:
+    return [event for event in log if isinstance(event, kind)]
+
+
+def taken(log: list[Event]) -> list[ActionKind]:
+    return [action.kind for action in of(Action, log) if action.kind is not ActionKind.watch]
+
+
+def consumed(log: list[Event]) -> list[int]:
+    return [record.cursor for record in of(StepRecord, log) if not record.refused]
+
+
+def check_replay(log: list[Event]) -> None:
+    cfg = tiny(*STEPS).sentinel
+    again = [(action.kind, action.iteration, action.give_back) for action in replayed(log, cfg.policy, lag=cfg.lag)]
+    assert again == [(action.kind, action.iteration, action.give_back) for action in of(Action, log)]
+
+
+def test_new_data_is_accepted_and_a_control_with_the_final_ledger_has_the_same_weights(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    shift = Fault("data", 0, factor=0.8, batch=SHIFT)
+    victim = run(ranks, tmp_path, "victim", shift)
+    assert victim.code == 0
+    assert taken(victim.log) == [ActionKind.skip, ActionKind.skip, ActionKind.check, ActionKind.accept]
+    (check,) = [each for each in of(Outcome, victim.log) if each.kind is ActionKind.check]
+    (asked,) = [each for each in of(Action, victim.log) if each.kind is ActionKind.check]
+    assert check.held_out_loss <= 1.05 * asked.level
+    assert sorted(consumed(victim.log)) == list(range(90)), "every batch was learned, once"
+    ledger = Ledger.load(RunDir(tmp_path / "victim").ledger, writer=False)
+    assert ledger.num_excluded == 0
+    assert isinstance(ledger.entries[-1], Revocation)
+    check_replay(victim.log)
+    trouble.with_ledger_of(tmp_path / "victim", tmp_path / "control")
+    control = run(ranks, tmp_path, "control", shift)
+    assert consumed(control.log) == consumed(victim.log)
+    assert control.weights == victim.weights
+
+
+def test_the_same_rise_from_damaged_weights_is_rewound(ranks: Pool, tmp_path: Path) -> None:
+    victim = run(ranks, tmp_path, "victim", Fault("weights", 0, factor=4.0, iteration=SHIFT))
+    assert victim.code == 0
+    answers = taken(victim.log)
+    assert answers[answers.index(ActionKind.check) + 1] is ActionKind.rewind
+    assert ActionKind.accept not in answers
+    (check,) = [each for each in of(Outcome, victim.log) if each.kind is ActionKind.check]
+    (asked,) = [each for each in of(Action, victim.log) if each.kind is ActionKind.check]
+    assert check.held_out_loss > 1.05 * asked.level
+    check_replay(victim.log)
+
+
+def test_no_swap_leaves_a_run_that_cannot_start(tmp_path: Path) -> None:
+    """A phase switches the other source off: the one that is left cannot be turned off, now or for later."""
+    phases = "data.phases=[{from_batch: 50, weights: {synthetic: 0.0}}]"
+    cfg = tiny("data=mixture", phases, directory=str(tmp_path))
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+
+    def opened() -> Any:
+        cpu = torch.device("cpu")
+        return open_data(cfg, rank=0, world_size=1, device=cpu, ledger=Ledger.load(tmp_path / "ledger.jsonl"))[0]
+
+    batches = open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=ledger)[0]
+    assert not batches.can_reweight(60, {"text": 0.0})
+    assert not batches.can_reweight(10, {"text": 0.0}), "from batch 50 on nothing would be left"
+    assert batches.can_reweight(10, {"synthetic": 0.0})
+    ledger.reweight(10, {"synthetic": 0.0}, "as a swap does")
+    assert not batches.can_reweight(20, {"text": 0.0})
+    again = opened()
+    assert json.dumps(again.mixture.phases[-1].weights) == "[1.0, 0.0]"
+    for each in (batches, again):
+        each.close()
