@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from harness.events import ABOUT_SPEED, FindingKind, StepRecord
+from harness.events import ABOUT_SPEED, ActionKind, FindingKind, StepRecord
 from harness.evidence import measures as m
 from harness.evidence.causes import Cause, Judgement, Panel, Reason, ruled
 from harness.evidence.measures import Measures
@@ -67,6 +67,20 @@ def scrambled_data(evidence: Evidence, measures: Measures) -> Judgement:
         against = Reason(f"entropy {seen:.2f} nats, usually {usual:.2f}: few kinds of tokens, not noise", Panel.tokens)
         return ruled(cause, 0.45, Reason(joined, Panel.tokens), against)
     return ruled(cause, 0.65 + 0.2 * risen + 0.1 * bool(changed), Reason(joined, Panel.tokens))
+
+
+def other_data(evidence: Evidence, measures: Measures) -> Judgement:
+    """The held-out loss was at its level while the training loss was not: the state is healthy, the data changed."""
+    cause = Cause.other_data
+    checked = m.held_out_check(evidence)
+    if checked is None:
+        return ruled(cause, 0.0, None, Reason("the held-out loss was not measured", Panel.loss))
+    loss, expected = checked
+    words = f"held-out loss {loss:.4f}, a healthy state has {expected:.4f}"
+    if any(action.kind is ActionKind.accept for action in evidence.actions):
+        level = "" if measures.level is None else f", while the training loss left its level of {measures.level:.4g}"
+        return ruled(cause, 1.0, Reason(f"{words}{level}", Panel.loss))
+    return ruled(cause, 0.0, None, Reason(words, Panel.loss))
 
 
 def data_duplicate(evidence: Evidence, measures: Measures) -> Judgement:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from harness.evidence.causes import Judgement
-from harness.evidence.data_rules import data_duplicate, long_tail_token, scrambled_data
+from harness.evidence.data_rules import data_duplicate, long_tail_token, other_data, scrambled_data
 from harness.evidence.measures import Measures
 from harness.evidence.rules import (
     beta2_stale,
@@ -42,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     long_tail_token,
     scrambled_data,
     data_duplicate,
+    other_data,
     structural,
     lr_too_high,
 )

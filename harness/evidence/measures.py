@@ -201,9 +201,18 @@ def _sound(name: str, probes: Sequence[dict[str, float]]) -> list[float]:
     return [norm for probe in probes if 0 < (norm := probe.get(name, 0.0)) < math.inf]
 
 
+def held_out_check(evidence: Evidence) -> tuple[float, float] | None:
+    """The held-out loss that was measured during an incident, and that of a healthy state; None: there was no check."""
+    measured = [each.held_out_loss for each in evidence.outcomes if each.kind is ActionKind.check]
+    expected = [each.level for each in evidence.actions if each.kind is ActionKind.check]
+    if not measured or not expected or measured[-1] is None or expected[-1] is None:
+        return None
+    return measured[-1], expected[-1]
+
+
 def skipped_in_vain(evidence: Evidence) -> int:
     """Restores and exclusions that trouble followed again."""
-    others = (ActionKind.watch, ActionKind.precision)
+    others = (ActionKind.watch, ActionKind.check, ActionKind.accept, ActionKind.precision)
     return max(0, sum(action.kind not in others for action in evidence.actions) - 1)
 
 

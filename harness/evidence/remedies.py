@@ -191,6 +191,16 @@ def _data_duplicate(evidence: Evidence) -> Remedy:
     )
 
 
+def _other_data(evidence: Evidence) -> Remedy:
+    batch = next(iter(evidence.batches), None)
+    since = "" if batch is None else f" from about batch {min(each.index for each in evidence.batches)} on"
+    return Remedy(
+        sentence=f"The data changed{since}: the held-out loss is as before, and the new data is harder.",
+        change="nothing is broken; announce such a change as a phase of data.phases, and the gate expects it",
+        lesson="A higher training loss is damage only where the held-out loss rose too.",
+    )
+
+
 def _structural(evidence: Evidence) -> Remedy:
     settings, decay = evidence.run.settings, _setting(evidence, "optim.weight_decay", 0.1)
     if settings.get("model.qk_norm") is False:
@@ -227,6 +237,7 @@ REMEDIES: dict[Cause, Callable[[Evidence], Remedy]] = {
     Cause.long_tail_token: _long_tail_token,
     Cause.scrambled_data: _scrambled_data,
     Cause.data_duplicate: _data_duplicate,
+    Cause.other_data: _other_data,
     Cause.structural: _structural,
     Cause.lr_too_high: _lr_too_high,
 }

@@ -91,6 +91,11 @@ def _action(action: Action, outcome: Outcome | None) -> str:
     if action.in_fp8 is not None:
         until = "" if action.until is None else f" until iteration {action.until}"
         words += ", fp8 again" if action.in_fp8 else f", bf16{until or ' to the end'}"
+    if action.give_back:
+        ranges = [f"{first}" if first == last else f"{first} to {last}" for first, last in action.give_back]
+        words += f", batches {', '.join(ranges)} given back"
+    if outcome is not None and outcome.held_out_loss is not None:
+        words += f", held-out loss {number(outcome.held_out_loss)}; a healthy state has {number(action.level)}"
     if outcome is not None and not outcome.succeeded:
         words += ", failed"
     elif outcome is not None and outcome.target:

@@ -22,6 +22,7 @@ from harness.config import EXIT_DONE
 from harness.credentials import ENVIRONMENT, without_credentials
 from harness.events import (
     Action,
+    ChangePlanned,
     CheckpointFailed,
     CheckpointJudged,
     CheckpointSaved,
@@ -151,10 +152,14 @@ def notice(event: Event) -> str | None:
             return f"iteration {event.iteration}: {event.kind}, {event.message}{suspects}"
         case Action():
             return f"iteration {event.iteration}: {event.kind}, {event.reason}"
+        case ChangePlanned():
+            return f"iteration {event.iteration}: planned change, {event.reason}; wider bounds until {event.until}"
+        case Outcome(held_out_loss=float(loss)):
+            return f"held-out loss {loss:.4f}, measured in {event.seconds:.2f} s"
         case Outcome(target=str(target)) if target:
             return f"back to {target}, step {event.step}: {event.steps_lost} steps lost, {event.seconds:.2f} s"
         case Outcome(succeeded=False):
-            return f"{event.kind} failed: there is nothing to go back to"
+            return f"{event.kind} failed: {event.reason or 'there is nothing to go back to'}"
         case Intervention(changes={"command": str(command), **rest}):
             refusal = f"; refused: {rest['refused']}" if "refused" in rest else ""
             return f"{event.who} ordered: {command} ({event.reason}){refusal}"

@@ -23,6 +23,8 @@ INJECTED = {
     "scrambled_batch": Cause.scrambled_data,
     "duplicate_batch": Cause.data_duplicate,
     "repeated_batch": Cause.data_duplicate,
+    "data_shift": Cause.other_data,
+    "data_shift_planned": Cause.other_data,
     "lr_spike": Cause.lr_discontinuity,
     "warmup_cut": Cause.lr_discontinuity,
     "beta2_stale": Cause.beta2_stale,
