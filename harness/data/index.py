@@ -75,7 +75,7 @@ def open_tokens(path: str | Path, *, dtype: TokenDtype, key: str, num_files: int
     if data_path.suffix == ".bin" and index_path.exists():
         index = MegatronIndex(
             index_path,
-            memoryview(_map(index_path, key=key)),
+            _map(index_path, key=key).data,
             bin_path=data_path,
             num_bytes=len(mapped),
             key=key,
@@ -84,7 +84,7 @@ def open_tokens(path: str | Path, *, dtype: TokenDtype, key: str, num_files: int
         file = TokenFile(data_path, np.frombuffer(mapped, dtype=index.dtype), key=key, index=index)
     else:
         num_probes = probes_per_file(NUM_PROBES, num_files)
-        stored, offset, count = flat_layout(data_path, memoryview(mapped), dtype=dtype, key=key, num_probes=num_probes)
+        stored, offset, count = flat_layout(data_path, mapped.data, dtype=dtype, key=key, num_probes=num_probes)
         file = TokenFile(data_path, np.frombuffer(mapped, dtype=stored, count=count, offset=offset), key=key)
     agrees = dtype is TokenDtype.auto or file.dtype == np.dtype(dtype.value)
     require(agrees, key, f"{data_path}: holds {file.dtype}, but the source's dtype is {dtype.value}")

@@ -35,7 +35,7 @@ def map_file(path: Path) -> NDArray[np.uint8]:
         os.close(descriptor)
     memory = (ctypes.c_ubyte * num_bytes).from_address(address)
     weakref.finalize(memory, _libc.munmap, address, num_bytes).atexit = False
-    content: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
+    content: NDArray[np.uint8] = np.frombuffer(memoryview(memory), dtype=np.uint8)
     content.flags.writeable = False
     return content
 

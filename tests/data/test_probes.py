@@ -36,7 +36,12 @@ def test_the_first_and_the_last_block_and_some_between_are_read() -> None:
 def test_reads_do_not_grow_with_the_file(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda *arguments: reads.append(arguments[1]) or pread(*arguments))
+
+    def counted(descriptor: int, num_bytes: int, position: int) -> bytes:
+        reads.append(num_bytes)
+        return pread(descriptor, num_bytes, position)
+
+    monkeypatch.setattr(os, "pread", counted)
     probe_of(pair)
     assert len(reads) == READS_PER_FILE
     assert sum(reads) == READS_PER_FILE * BLOCK_BYTES

@@ -145,7 +145,10 @@ def test_data_that_does_not_fit_names_the_key(overrides: list[str], line: str) -
 def test_a_document_mask_needs_files_that_know_their_documents(ending: str, prefix: Path) -> None:
     flat = prefix.with_name(f"flat.{ending}")
     tokens = np.zeros(20_000, dtype=np.uint16)
-    np.save(flat, tokens) if ending == "npy" else tokens.tofile(flat)
+    if ending == "npy":
+        np.save(flat, tokens)
+    else:
+        tokens.tofile(flat)
     paths = f"data.sources.main.paths=[{prefix},{flat}]"
     line = rf"^data\.document_mask: {flat} has no document boundaries.*\.idx.*set it to false"
     with pytest.raises(ConfigError, match=line) as caught, _opened(load(["data=files", *SMALL, paths, MASKED])):

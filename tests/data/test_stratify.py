@@ -197,7 +197,12 @@ def test_the_data_is_scanned_once_and_later_starts_read_the_index(
     known = _known(cfg)
     rows_read: list[int] = []
     read = FilesCorpus.rows
-    monkeypatch.setattr(FilesCorpus, "rows", lambda self, which: rows_read.append(len(which)) or read(self, which))
+
+    def counted(corpus: FilesCorpus, indices: NDArray[np.int64]) -> Tokens:
+        rows_read.append(len(indices))
+        return read(corpus, indices)
+
+    monkeypatch.setattr(FilesCorpus, "rows", counted)
 
     def opened(known: Known | None) -> tuple[int, list[list[int]]]:
         """Rows that opening reads, and the order of the samples."""
