@@ -79,7 +79,7 @@ def test_a_map_cannot_be_written_to(tmp_path: Path) -> None:
     content = map_file(path)
     with pytest.raises(ValueError, match="read-only"):
         content[0] = 1
-    assert memoryview(content).readonly
+    assert content.data.readonly
 
 
 def test_a_file_that_cannot_be_mapped_is_an_error_of_the_system(tmp_path: Path) -> None:
