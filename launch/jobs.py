@@ -104,7 +104,7 @@ def need(run: RunDir, cfg: Config) -> Need:
 
 def is_queued(run: RunDir) -> bool:
     """Whether Slurm still has a job for a run."""
-    from launch import layout, slurm
+    from launch import controller, layout
 
     known = layout.recall(run)
-    return known is not None and bool(slurm.queue_state(known.job))
+    return known is not None and bool(controller.queue_state(known.job))

@@ -30,7 +30,7 @@ from harness.config import Config, ConfigError
 from harness.events import RunEnded, RunStarted, StepRecord
 from harness.orders import Pause
 from harness.rundir import RunDir, locate
-from launch import layout, requeue, slurm
+from launch import controller, layout, requeue, slurm
 from tests.cluster import lab as labs
 from tests.cluster.lab import Lab, until
 from tests.distributed import cases
@@ -78,7 +78,7 @@ class Cluster:
         return next(each for each in lines.split() if each.startswith(f"{word}=")).partition("=")[2]
 
     def wait(self, job: str) -> slurm.Finished:
-        self.until(lambda: not slurm.queue_state(job))
+        self.until(lambda: not controller.queue_state(job))
         return slurm.wait(job, poll_s=0.1)
 
 

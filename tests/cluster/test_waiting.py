@@ -17,7 +17,7 @@ from harness import compose, events
 from harness.config import Config
 from harness.events import RunStarted
 from harness.rundir import RunDir, locate
-from launch import requeue, slurm, status
+from launch import controller, requeue, slurm, status
 from tests.cluster import lab as labs
 from tests.cluster.lab import Lab, until
 from tests.distributed import cases
@@ -68,7 +68,7 @@ def wait(lab: Lab, *jobs: str) -> list[slurm.Finished]:
         texts = [f"--- {path}\n{path.read_text()[-3000:]}" for path in paths]
         return "\n".join([lab.command("squeue"), *texts])
 
-    until(lambda: not any(slurm.queue_state(job) for job in jobs), logs, within_s=PATIENCE_S)
+    until(lambda: not any(controller.queue_state(job) for job in jobs), logs, within_s=PATIENCE_S)
     return [slurm.wait(job, poll_s=0.1) for job in jobs]
 
 
@@ -95,7 +95,7 @@ def test_a_waiting_task_reads_the_line_it_was_submitted_with(
         lambda: lab.command("squeue"),
         within_s=PATIENCE_S,
     )
-    assert [slurm.queue_state(f"{first}_{task}") for task in range(3)] == ["", "running", "pending"]
+    assert [controller.queue_state(f"{first}_{task}") for task in range(3)] == ["", "running", "pending"]
     second = slurm.submit_array([cfgs["a"]], sweep)
     go.touch()
     assert wait(lab, first, second) == [("FAILED", 2), ("FAILED", 2)]
