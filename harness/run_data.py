@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from harness import rundir
 from harness.checkpoint import catalog, store
-from harness.config import Config, ConfigError, DataKind, ResumePolicy, require
+from harness.config import Config, DataKind, ResumePolicy, StorageError, require
 from harness.data.agreement import Asked, agree_on_files
 from harness.data.corpora import EmbeddedCorpus
 from harness.data.ledger import Exclusion, Ledger
@@ -238,6 +238,6 @@ def cursor_of(checkpoint: Path) -> int:
     try:
         return int(json.loads(path.read_text(encoding="utf-8"))["cursor"])
     except OSError as error:
-        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+        raise StorageError(error.errno, f"cannot be read: {error.strerror}", str(path)) from None
     except (ValueError, KeyError, TypeError):
         return 0

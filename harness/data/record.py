@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from harness.config import ConfigError
+from harness.config import ConfigError, StorageError
 from harness.data.mixture import Size
 from harness.data.order import Stretch
 from harness.data.probes import Listed
@@ -81,7 +81,9 @@ def read_record(path: Path) -> DataRecord | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise StorageError(error.errno, f"cannot be read: {error.strerror}", str(path)) from None
+    except ValueError as error:
         raise ConfigError(str(path), f"cannot be read: {error}") from None
     version = content.get("version") if isinstance(content, dict) else None
     if version != VERSION:

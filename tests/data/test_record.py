@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config import ConfigError
+from harness.config import ConfigError, StorageError
 from harness.data.corpora import split
 from harness.data.mixture import Size
 from harness.data.order import Stretch, num_unrepeated, samples_in
@@ -149,3 +149,8 @@ def test_sizes_that_held_for_no_batch_are_forgotten() -> None:
     assert resized([Size(0, 8), Size(10, 16)], 4, from_batch=10) == (Size(0, 8), Size(10, 4))
     assert resized([Size(0, 8), Size(10, 16)], 8, from_batch=10) == (Size(0, 8),)
     assert resized([Size(0, 8)], 16, from_batch=0) == (Size(0, 16),)
+
+
+def test_storage_that_does_not_answer_is_not_a_wrong_record(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=rf"^{tmp_path}: cannot be read"):
+        read_record(tmp_path)
