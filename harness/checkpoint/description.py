@@ -91,10 +91,11 @@ def read(checkpoint: Path) -> Description:
 
 def _pack(metadata: Metadata) -> Description:
     """The tables, or ValueError where something is not a tensor or lies elsewhere."""
-    described = metadata.state_dict_metadata
-    for name, tensor in described.items():
+    described: dict[str, TensorStorageMetadata] = {}
+    for name, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
             raise ValueError(f"{name} is not a tensor")
+        described[name] = tensor
     numbers: dict[str, int] = {}
     rows = {name: array("q") for name in described}
     for index, info in metadata.storage_data.items():
@@ -131,7 +132,7 @@ def metadata_for(description: Description, tensors: Mapping[str, Tensor]) -> Met
     stored: dict[MetadataIndex, _StorageInfo] = {}
     for name, tensor in tensors.items():
         saved = description.tensors[name]
-        rank, chunks = len(saved.size), []
+        rank, chunks = len(saved.size), list[ChunkStorageMetadata]()
         for row in _overlapping(saved.parts, _local_boxes(tensor)).tolist():
             offsets, sizes, (file, offset, length) = row[:rank], row[rank : 2 * rank], row[2 * rank :]
             stored[MetadataIndex(name, offsets, len(chunks))] = _StorageInfo(description.files[file], offset, length)

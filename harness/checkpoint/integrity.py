@@ -71,7 +71,7 @@ class OtherVersion(ConfigError):  # noqa: N818 -- says what the checkpoint is
         super().__init__(str(path), message)
         self.path, self.problem = path, problem
 
-    def __reduce__(self) -> tuple[type[OtherVersion], tuple[Path, str]]:
+    def __reduce__(self) -> Any:
         return OtherVersion, (self.path, self.problem)
 
 
@@ -184,7 +184,7 @@ def verify(
     manifest = manifest or read_manifest(directory)
     mine = sorted(manifest.files)[part::parts]
     for name in mine:
-        _looked_at_twice(lambda _, name=name: _check_size(directory / name, manifest.files[name]))
+        _check_size(directory / name, manifest.files[name])
     with ThreadPoolExecutor(max_workers=READERS) as pool:
         list(pool.map(lambda name: _check_content(directory / name, manifest.files[name], progress), mine))
     return manifest
@@ -201,8 +201,12 @@ def _looked_at_twice(look: Callable[[bool], T]) -> T:
 
 def _check_size(path: Path, entry: Entry) -> None:
     """Cheap, and all it takes for most damage."""
-    if (num_bytes := _size_of(path)) != entry.bytes:
-        raise Damaged(path, f"has {num_bytes:,} bytes, {entry.bytes:,} were saved")
+
+    def look(_again: bool) -> None:
+        if (num_bytes := _size_of(path)) != entry.bytes:
+            raise Damaged(path, f"has {num_bytes:,} bytes, {entry.bytes:,} were saved")
+
+    _looked_at_twice(look)
 
 
 def _size_of(path: Path) -> int:

@@ -293,9 +293,9 @@ def load_first(
             if not passes_over:
                 raise
             unread.append(error)
-    for error in unread:
-        if isinstance(error, StorageError):
-            raise error
+    for each in unread:
+        if isinstance(each, StorageError):
+            raise each
     return Found(None, damage, unread)
 
 

@@ -22,7 +22,7 @@ def failing(name: str, *, times: float = float("inf"), code: int = errno.EIO) ->
             raise OSError(code, os.strerror(code), str(file))
         return genuine(file, *arguments, **options)
 
-    io.open = refuse  # type: ignore[assignment]
+    io.open = refuse
     try:
         yield failed
     finally:

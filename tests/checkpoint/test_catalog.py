@@ -216,7 +216,8 @@ def test_health_that_cannot_be_read_is_unread_and_none_a_candidate(tmp_path: Pat
 
 
 def test_a_list_that_cannot_be_read_is_not_empty(tmp_path: Path) -> None:
-    assert catalog.saved(tmp_path / "nowhere") == catalog.damaged(tmp_path / "nowhere") == []
+    assert not catalog.saved(tmp_path / "nowhere")
+    assert not catalog.damaged(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "unmounted")
     for root in (tmp_path / "file", tmp_path / "link"):

@@ -396,7 +396,7 @@ def test_an_odd_table_of_files_is_refused(whole: Path, value: Any) -> None:
         forge(whole, methodcaller("update", change))
         with pytest.raises((OtherVersion, Damaged)) as caught:
             verify(whole)
-        assert caught.value.path == (whole / MANIFEST if caught.type is OtherVersion else whole / "a")
+        assert str(whole / MANIFEST if caught.type is OtherVersion else whole / "a") in str(caught.value)
     if value != {}:
         forge(whole, lambda content: content.update(files=value, **{"x\ny": 0}))
         refusal_of(whole)

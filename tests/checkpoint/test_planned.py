@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from harness.checkpoint import integrity, store
@@ -41,21 +43,11 @@ def save_in_turn(root: str, series: list[dict[str, Any]]) -> tuple[int, list[dic
     """Save tensors of several kinds with one plan kept, and with none; how often the first were planned, and what lies
     there of each."""
     world = connect(load(["parallel.device=cpu"]).parallel)
-    planned, num_planned, genuine = store.Planned(), 0, store.save_shards
-
-    def counted(*arguments: Any, **options: Any) -> Any:
-        nonlocal num_planned
-        num_planned += 1
-        return genuine(*arguments, **options)
-
-    store.save_shards = counted  # type: ignore[assignment]
-    try:
-        kept = save_all(Path(root) / "kept", series, world, planned)
-    finally:
-        store.save_shards = genuine
+    with patch("harness.checkpoint.store.save_shards", wraps=save) as counted:
+        kept = save_all(Path(root) / "kept", series, world, store.Planned())
     anew = save_all(Path(root) / "anew", series, world, None)
     disconnect()
-    return num_planned, kept, anew
+    return counted.call_count, kept, anew
 
 
 def save_all(
@@ -95,9 +87,11 @@ def save_odd_one(root: str) -> tuple[int, str]:
     """Rank 1 alone has other tensors than the plan was made for; and a plan that does not say where things lie."""
     world = connect(load(["parallel.device=cpu"]).parallel)
     planned = store.Planned()
-    write = lambda step: store.write(  # noqa: E731
-        Path(root), tensors(world, step), RunState(step=step), world=world, rollback={}, planned=planned
-    )
+
+    def write(step: int) -> store.Written:
+        now = tensors(world, step)
+        return store.write(Path(root), now, RunState(step=step), world=world, rollback={}, planned=planned)
+
     write(0)
     if world.rank == 1:
         planned.signature = []

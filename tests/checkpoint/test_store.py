@@ -9,7 +9,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from harness import events
 from harness.checkpoint import catalog, integrity, store
+from harness.checkpoint.description import METADATA_FILE
 from harness.checkpoint.integrity import OtherVersion
 from harness.checkpoint.patience import Patience, pauses
 from harness.compose import load
@@ -300,9 +301,8 @@ def load_through(root: str, where: Failing, **options: Any) -> tuple[str, str | 
     """Load the newest while a rank's storage fails; what came of it, from where, a weight, and the failures here."""
     here, into = world(), tensors(-1.0)
     rank, file, times = where
-    storage = failing(file, times=times, code=errno.ESTALE) if here.rank == rank else nullcontext([])
     outcome, name = "loaded", None
-    with storage as failed:
+    with failing(file, times=times if here.rank == rank else 0, code=errno.ESTALE) as failed:
         try:
             if options:
                 names = [each.name for each in reversed(catalog.saved(Path(root)))]
@@ -405,7 +405,7 @@ def newer_state(directory: Path) -> str:
 
 
 def newer_metadata(directory: Path) -> str:
-    path = directory / store.METADATA_FILE
+    path = directory / METADATA_FILE
     content = path.read_bytes()
     assert b"ChunkStorageMetadata" in content
     path.write_bytes(content.replace(b"ChunkStorageMetadata", b"ChunkStorageMetadatb"))
