@@ -143,7 +143,8 @@ class Batches:
         self._num_tokens = len(sources[0].corpus.sample(sources[0].samples.start))
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead: dict[int, Future[_Made]] = {}
-        self._only_source = torch.zeros(self._sizes.largest, dtype=torch.int64, device=share.device)
+        most = self._sharing(self._sizes.largest).num_slots
+        self._only_source = torch.zeros(most, dtype=torch.int64, device=share.device)
         self._last = -1
         self._returned_s = -math.inf
         self._corpus_digest, self._num_digested, self._plan_digest = "", -1, 0
@@ -269,11 +270,16 @@ class Batches:
         if size not in self._parts:
             message = f"batch {index} has the {size} rows of an earlier start, too few for {share.world_size} ranks"
             require(size >= share.world_size, "train.batch_size", message)
-            sharing = Sharing(batch_size=size, world_size=share.world_size, micro_batch_size=share.micro_batch_size)
+            sharing = self._sharing(size)
             slots = sharing.slots_of(share.rank)
             is_own = ~np.array(slots.is_padding) if any(slots.is_padding) else None
             self._parts[size] = _Part(sharing, np.array(slots.rows), is_own)
         return self._parts[size]
+
+    def _sharing(self, size: int) -> Sharing:
+        """How the ranks share a global batch of so many rows; more rows never need fewer slots."""
+        share = self._share
+        return Sharing(batch_size=size, world_size=share.world_size, micro_batch_size=share.micro_batch_size)
 
     def _allocate(self, index: int) -> _Buffers:
         part, length = self._part(index), self._num_tokens - 1

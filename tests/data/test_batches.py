@@ -478,3 +478,11 @@ def test_uneven_shares_are_the_same_rows_and_padding_counts_nothing(micro: int |
     passes = [batch.micro_batches(micro) for batch in shared]
     assert len({len(each) for each in passes}) == 1, "as many micro-batches on every rank"
     assert [part.is_padding for part in passes[0]] == ([True, False, False] if micro == 1 else [False] * len(passes[0]))
+
+
+def test_one_rank_pads_micro_batches_that_do_not_divide_its_batch() -> None:
+    with _batches(CountingCorpus(), batch_size=8, micro_batch_size=3) as batches:
+        parts = batches[0].micro_batches(3)
+    assert [part.inputs.shape for part in parts] == [(3, 4)] * 3
+    assert [part.sources.shape for part in parts] == [(3,)] * 3
+    assert [int((part.targets != IGNORED).any(dim=1).sum()) for part in parts] == [2, 3, 3]
