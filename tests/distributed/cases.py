@@ -194,7 +194,8 @@ def count_collectives(*overrides: str) -> dict[str, int]:
     cfg = tiny(*overrides)
     parts = _build(cfg)
     step(parts, cfg, 0)
-    with _Counting() as counting:
+    counting = _Counting()
+    with counting:
         step(parts, cfg, 1)
     return counting.calls
 
@@ -253,10 +254,13 @@ def replica_gradients(*overrides: str) -> tuple[Pairs, Pairs]:
     cfg = tiny(*overrides)
     world = connect(cfg.parallel)
 
+    def coarsen(gradient: Tensor) -> None:
+        gradient.mul_(2.0**20).round_().mul_(2.0**-20)
+
     def gradients(*, rounded: bool, once: bool) -> dict[str, Tensor]:
         parts = _build(cfg, world)
         if rounded:
-            scatter = WatchedScatter(parts.collectives, first=[lambda g: g.mul_(2.0**20).round_().mul_(2.0**-20)])
+            scatter = WatchedScatter(parts.collectives, first=[coarsen])
             for module in parts.model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_reduce_scatter(scatter)
