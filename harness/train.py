@@ -270,7 +270,7 @@ def train(run: Run) -> Ending:
         run.heart.beat(state)
         begun_s = time.perf_counter() - parts.collectives.waited_s
         place = parts.ledger.following(state.cursor, state.given_back)
-        cursor, window = place.index, parts.planned.at(place.position, state)
+        cursor, window = place.batch, parts.planned.at(place.position, state)
         if begins := parts.planned.announce(window, cursor, state):
             run.narrator.note(begins)
         batch = parts.batches[cursor]

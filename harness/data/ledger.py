@@ -69,7 +69,7 @@ Entry = Exclusion | Reweighting | Revocation
 class Place(NamedTuple):
     """The next batch, and where the run stands once it is consumed."""
 
-    index: int
+    batch: int
     cursor: int
     given_back: int
     """How many of the batches that are given back at `cursor` have been consumed."""
@@ -77,7 +77,7 @@ class Place(NamedTuple):
     @property
     def position(self) -> int:
         """How far the run has got: the batch itself, or the one before which it is given back."""
-        return self.cursor if self.given_back else self.index
+        return self.cursor if self.given_back else self.batch
 
 
 @final

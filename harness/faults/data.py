@@ -56,7 +56,7 @@ class TamperedCorpus:
     def before(self, iteration: int) -> None:
         """The corpus lies in wait; told by the rank whose rows they are, by the first where they are all ranks'."""
         run, fault = self._site.run, self._site.fault
-        cursor = run.parts.ledger.following(run.state.cursor, run.state.given_back).index
+        cursor = run.parts.ledger.following(run.state.cursor, run.state.given_back).batch
         if fault.strikes_at(cursor) and run.parts.world.rank == fault.rank_of(run.parts.world.size):
             whose = f"batch {cursor}" if fault.rank is None else f"this rank's part of batch {cursor}"
             what = MESSAGES.get(fault.kind, f"holds the tokens of batch {fault.at - 1}")

@@ -225,7 +225,7 @@ def walk(ledger: Ledger, num: int, cursor: int = 0, given_back: int = 0) -> list
     seen = []
     for _ in range(num):
         place = ledger.following(cursor, given_back)
-        seen.append(place.index)
+        seen.append(place.batch)
         cursor, given_back = place.cursor, place.given_back
     return seen
 

@@ -87,7 +87,7 @@ class Plant:
         """One iteration, judged by the gate."""
         place = self.ledger.following(self.state.cursor, self.state.given_back)
         planned = self.planned.at(place.position, self.state) is not None
-        batch, detect = place.index, self.cfg.sentinel.detect
+        batch, detect = place.batch, self.cfg.sentinel.detect
         loss = base_loss(len(self.consumed)) * self.hardness(batch) * self.damage * self.noise_of(batch, 0, self.noise)
         norm = GRAD * self.norm_factor(batch) * self.noise_of(batch, 1, 0.1)
         bounds = gate_bounds(*self.gate, detect, FLOATS, planned=float(planned))
@@ -154,7 +154,8 @@ class Plant:
                         for state, level in zip(self.gate, levels, strict=True)
                     )  # type: ignore[assignment]
             case ActionKind.skip:
-                self.ledger.exclude(*action.exclude, action.reason)
+                first, last = action.exclude
+                self.ledger.exclude(first, last, action.reason)
             case ActionKind.rewind | ActionKind.rollback:
                 succeeded = self.set_back(action)
         outcome = Outcome(
@@ -182,5 +183,6 @@ class Plant:
         del self.consumed[self.state.step :]
         self.sentinel.rewind(target.memory)
         if action.exclude:
-            self.ledger.exclude(*action.exclude, action.reason)
+            first, last = action.exclude
+            self.ledger.exclude(first, last, action.reason)
         return True

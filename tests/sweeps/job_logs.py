@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -33,8 +34,8 @@ def finished(each: Job, evaluations: Sequence[float], *, losses: Sequence[float]
         exit_code=0,
         step=len(losses),
         num_steps=len(losses),
-        iterations=list(range(len(losses))),
-        losses=list(losses),
+        iterations=array("q", range(len(losses))),
+        losses=array("d", losses),
         evaluated_at=list(range(len(evaluations))),
         evaluations=list(evaluations),
         tokens_per_s=1234.0,

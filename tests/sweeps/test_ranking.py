@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 
 import pytest
 
@@ -29,7 +30,7 @@ def test_the_mean_of_each_twentieth() -> None:
 
 def test_jobs_are_ranked_by_their_last_held_out_loss() -> None:
     worse, better = finished(job(lr="1"), [2.0, 1.5]), finished(job(lr="2"), [1.9, 1.4])
-    open_job = Result(job=job(lr="3"), num_steps=9, evaluations=[0.1], losses=[0.1])
+    open_job = Result(job=job(lr="3"), num_steps=9, evaluations=[0.1], losses=array("d", [0.1]))
     broken = finished(job(lr="4"), [1.0, math.nan])
     ranking = rank([worse, open_job, broken, better])
     assert ranking.basis is Basis.held_out
