@@ -1,4 +1,4 @@
-"""Whole drills on two NCCL ranks that share one GPU."""
+"""Whole runs and drills on several NCCL ranks that share one GPU."""
 
 from __future__ import annotations
 
@@ -9,30 +9,39 @@ import torch
 
 from harness.drills import layout, scenario
 from harness.drills.evidence import Dossier
-from harness.events import Finding, FindingKind, StepRecord, read
+from harness.events import Action, ActionKind, Finding, FindingKind, StepRecord, read
 from harness.rundir import RunDir
 from tests.gpu.nccl import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-ON_ONE_GPU = ("parallel.device=cuda", "parallel.compile=false", "precision=bf16", "launch.nproc=2")
+ON_ONE_GPU = ("parallel.device=cuda", "parallel.compile=false")
 
 
-def drill(tmp_path: Path, name: str, *overrides: str) -> RunDir:
+def drill(tmp_path: Path, name: str, *overrides: str, num_ranks: int = 2) -> RunDir:
     """A victim of this drill, trained; every rank ended with 0."""
     planned = scenario.load(name, overrides)
-    cfg = layout.configure(planned.train, [*ON_ONE_GPU, *(each for each in overrides if not each.startswith("drill."))])
+    of_training = [each for each in overrides if not each.startswith("drill.")]
+    cfg = layout.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", *of_training])
     run = RunDir(tmp_path / "victim")
     layout.lay_out(cfg, run)
     Dossier(name=name, scenario=planned, plan=planned.plan, twin="").write(run)
-    codes = run_ranks(run.path, num_ranks=2)
-    logs = "\n".join(path.read_text()[-3000:] for path in sorted(run.logs.glob("rank-*.txt")))
-    assert codes == [0, 0], logs
+    check_trained(run, num_ranks=num_ranks)
     return run
 
 
+def check_trained(run: RunDir, *, num_ranks: int) -> None:
+    codes = run_ranks(run.path, num_ranks=num_ranks)
+    logs = "\n".join(path.read_text()[-3000:] for path in sorted(run.logs.glob("rank-*.txt")))
+    assert codes == [0] * num_ranks, logs
+
+
+def found(run: RunDir) -> list[Finding]:
+    return [event for event in read(run.events) if isinstance(event, Finding)]
+
+
 def test_a_busy_device_is_named_by_the_time_of_its_kernels(tmp_path: Path) -> None:
-    run = drill(tmp_path, "slow_device", "drill.fault.factor=0.5", "train.num_steps=100")
+    run = drill(tmp_path, "slow_device", "drill.fault.factor=0.5", "precision=bf16")
     events = list(read(run.events))
     (slow,) = [event for event in events if isinstance(event, Finding) and event.kind is FindingKind.slow]
     assert slow.ranks == [1]
@@ -42,3 +51,33 @@ def test_a_busy_device_is_named_by_the_time_of_its_kernels(tmp_path: Path) -> No
         (first, second) = (dict(map(tuple, record.ranks["device_time_s"]["worst"]))[rank] for rank in (0, 1))
         assert second > 0.4 > first, "only the device that works is slow"
     assert any(event.kind is FindingKind.speed_recovered for event in events if isinstance(event, Finding))
+
+
+def test_a_bad_gradient_is_attributed_under_hsdp_with_accumulation(tmp_path: Path) -> None:
+    replicas = ("parallel.replicate=2", "train.micro_batch_size=2", "train.num_steps=90", "precision=bf16")
+    run = drill(tmp_path, "nan_grad", *replicas, "drill.fault.rank=2", num_ranks=4)
+    (finding,) = [event for event in found(run) if event.kind is FindingKind.nonfinite]
+    assert finding.ranks == [2]
+    assert [event.kind for event in read(run.events) if isinstance(event, Action)] == [ActionKind.skip]
+
+
+def test_uneven_shares_give_the_same_loss(tmp_path: Path) -> None:
+    """16 rows on 2 and on 3 ranks, in fp32: the same batches, and losses that agree to rounding."""
+    planned = scenario.load("nan_grad")
+    losses = []
+    for num_ranks in (2, 3):
+        cfg = layout.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", "train.num_steps=30"])
+        run = RunDir(tmp_path / f"ranks-{num_ranks}")
+        layout.lay_out(cfg, run)
+        check_trained(run, num_ranks=num_ranks)
+        records = [event for event in read(run.events) if isinstance(event, StepRecord)]
+        losses.append([(record.fingerprint, record.loss) for record in records])
+    assert [fingerprint for fingerprint, _ in losses[0]] == [fingerprint for fingerprint, _ in losses[1]]
+    assert [loss for _, loss in losses[0]] == pytest.approx([loss for _, loss in losses[1]], rel=2e-5)
+
+
+def test_different_data_is_accepted_and_nothing_is_rolled_back(tmp_path: Path) -> None:
+    run = drill(tmp_path, "data_shift")
+    kinds = [event.kind for event in read(run.events) if isinstance(event, Action)]
+    assert ActionKind.check in kinds
+    assert not {ActionKind.rewind, ActionKind.rollback, ActionKind.halt} & set(kinds)
