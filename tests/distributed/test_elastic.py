@@ -80,5 +80,5 @@ def gives_up(flag: str) -> tuple[str, float]:
 
 def test_a_peer_that_does_not_come_is_given_up_after_the_timeout(ranks: Pool, tmp_path: Path) -> None:
     (message, took_s), _ = ranks.run(2, gives_up, str(tmp_path / "flag"))
-    assert "imed out" in message
+    assert "timed out" in message.lower() or "timeout" in message.lower()
     assert took_s < 20
