@@ -86,7 +86,7 @@ class Branches(NamedTuple):
     """Within the window of a planned change."""
 
 
-def branches_of(run: Run, cursor: int, *, planned: bool) -> Branches:
+def branches_of(run: Run, cursor: int, *, planned: bool = False) -> Branches:
     """The branches of the step that is about to begin."""
     cfg, parts, state = run.cfg, run.parts, run.state
     parts.products.use_fp8(not parts.sentinel.policy.in_fallback)

@@ -131,7 +131,7 @@ class Case:
     is_finite: bool = True
     """Every rejected update of it had a finite loss and gradient norm."""
     is_checked: bool = False
-    """The held-out loss was measured for it."""
+    """The held-out loss was measured for it, and not only as a spike began."""
     is_healthy: bool = False
     """And was at its level: the state is not damaged."""
     expected: float | None = None

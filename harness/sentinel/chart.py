@@ -228,8 +228,9 @@ class Chart:
 
     def _conclude(self, case: Case, outcome: Outcome) -> None:
         """What the held-out loss says: a healthy state is kept, and its data accepted unless it is garbage; a damaged
-        one climbs the ladder."""
-        case.is_checked = True
+        one climbs the ladder. One that is watched first may recover by itself, as the first updates on new data do harm
+        that the next ones mend; it is checked again before it is restored."""
+        case.is_checked = self.demand is None or self.demand.rung is not Rung.watch
         tolerance = self.cfg.held_out_tolerance
         at_level = is_at_level(outcome.held_out_loss, case.expected, tolerance=tolerance)
         case.is_healthy = outcome.succeeded and case.is_finite and at_level

@@ -20,7 +20,10 @@ from harness.events import HeldOutMeasured
 from harness.sentinel.branch import Branch
 
 NUM_LEVEL = 9
-"""Training losses whose median is compared between a measurement and an onset."""
+"""Training losses whose median is the level."""
+WINDOWS = (9, 25, 50)
+"""Numbers of training losses whose medians are compared between a measurement and an onset. The least fall counts: few
+losses are noisy, many lag behind a steep descent."""
 MOST_MEASURED = 64
 
 
@@ -28,8 +31,8 @@ class Measured(NamedTuple):
     iteration: int
     step: int
     loss: float
-    train_loss: float
-    """Level of the training loss then; the held-out loss itself before there is one."""
+    train_losses: list[float]
+    """Medians of the last training losses then, of each of `WINDOWS`; the held-out loss itself before there are any."""
 
 
 @final
@@ -41,8 +44,9 @@ class Health:
     def add(self, event: HeldOutMeasured, branch: Branch) -> None:
         """The held-out loss was measured; what is not finite is no level."""
         if math.isfinite(event.loss):
-            train_loss = branch.level_before(event.iteration + 1, NUM_LEVEL)
-            now = Measured(event.iteration, event.step, event.loss, event.loss if train_loss is None else train_loss)
+            levels = [branch.level_before(event.iteration + 1, num) for num in WINDOWS]
+            known = [event.loss if level is None else level for level in levels]
+            now = Measured(event.iteration, event.step, event.loss, known)
             self.measured = [*self.measured[1 - MOST_MEASURED :], now]
 
     def set_down(self, step: int) -> None:
@@ -55,9 +59,9 @@ class Health:
         clean = next((each for each in reversed(self.measured) if each.iteration < onset - 1 or each.step == 0), None)
         if clean is None:
             return None
-        now = branch.level_before(onset, NUM_LEVEL)
-        fallen = 0.0 if now is None else min(0.0, now - clean.train_loss)
-        return clean.loss + fallen
+        levels = [branch.level_before(onset, num) for num in WINDOWS]
+        falls = [now - then for now, then in zip(levels, clean.train_losses, strict=True) if now is not None]
+        return clean.loss + min(0.0, max(falls, default=0.0))
 
     def state(self) -> list[Any]:
         return [list(each) for each in self.measured]

@@ -17,7 +17,7 @@
 | slow, speed_recovered, duplicate_batch | nothing: for people | |
 
 The held-out loss is checked (`harness.sentinel.health`) at a loss spike without a known cause, and before the first
-rewind or rollback of an incident whose numbers are finite, once. It decides whether the state is damaged and the answer
+rewind or rollback of an incident whose numbers are finite. It decides whether the state is damaged and the answer
 of the table follows, or the data changed. So many rejected updates in one incident lead to the same check, and so does
 the first one after a planned change.
 
