@@ -75,7 +75,7 @@ def test_new_data_is_accepted_and_a_control_with_the_final_ledger_has_the_same_w
 
 
 def test_the_same_rise_from_damaged_weights_is_rewound(ranks: Pool, tmp_path: Path) -> None:
-    victim = run(ranks, tmp_path, "victim", Fault("weights", 0, factor=4.0, iteration=SHIFT))
+    victim = run(ranks, tmp_path, "victim", Fault("weights", 0, factor=30.0, iteration=SHIFT))
     assert victim.code == 0
     answers = taken(victim.log)
     assert answers[answers.index(ActionKind.check) + 1] is ActionKind.rewind
