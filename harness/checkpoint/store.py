@@ -136,11 +136,18 @@ def _write_as_planned(scratch: Path, tensors: dict[str, Tensor], planned: Planne
     try:
         writer.write_data(planned.plan, planner)
         if world.is_first:
-            (scratch / METADATA_FILE).write_bytes(planned.metadata)
-            catalog.sync(scratch / METADATA_FILE)
+            write_description(scratch, planned.metadata)
     except (OSError, RuntimeError) as error:
         raise OSError(_on_disk(f"rank {world.rank}: {error}", scratch.parent)) from None
     return writer.results == planned.results
+
+
+def write_description(scratch: Path, metadata: bytes) -> None:
+    """The description of an earlier save, which is also that of this one."""
+    with (scratch / METADATA_FILE).open("wb") as file:
+        file.write(metadata)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def signature_of(tensors: Mapping[str, Tensor]) -> list[Any]:
