@@ -74,7 +74,7 @@ def other_data(evidence: Evidence, measures: Measures) -> Judgement:
     cause = Cause.other_data
     checked = m.held_out_check(evidence)
     if checked is None:
-        return ruled(cause, 0.0, None, Reason("the held-out loss was not measured", Panel.loss))
+        return ruled(cause, 0.0, None, Reason("nothing called for a held-out check", Panel.loss))
     loss, expected = checked
     words = f"held-out loss {loss:.4f}, a healthy state has {expected:.4f}"
     if any(action.kind is ActionKind.accept for action in evidence.actions):

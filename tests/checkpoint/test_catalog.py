@@ -236,7 +236,7 @@ def test_a_torn_health_file_makes_a_candidate(tmp_path: Path) -> None:
         assert catalog.health_of(path) is Health.candidate
     (path / catalog.HEALTH).unlink()
     (path / catalog.HEALTH).mkdir()
-    assert catalog.health_of(path) is Health.candidate
+    assert catalog.health_of(path) is Health.unread, "what cannot be read is not judged"
 
 
 def test_sweep_removes_what_is_half_there_and_nothing_else(tmp_path: Path) -> None:

@@ -83,14 +83,6 @@ def test_a_rank_that_reads_other_bytes_is_named(ranks: Pool, tmp_path: Path) -> 
     assert finding.iteration == 1
 
 
-def test_a_rank_with_another_file_is_named(ranks: Pool, tmp_path: Path) -> None:
-    parting.write_files(tmp_path)
-    left = ranks.run(4, parting.other_file, str(tmp_path), "train.num_steps=20")
-    assert [(each.code, each.error) for each in left] == [(3, "")] * 4
-    findings = [event for event in log_of(tmp_path) if isinstance(event, Finding)]
-    assert {(finding.kind, tuple(finding.ranks)) for finding in findings} == {(FindingKind.data_mismatch, (2,))}
-
-
 @pytest.mark.parametrize(
     ("what", "rank"),
     [("data", 1), ("ledger", 0), ("log", 0), ("manifest", 0), ("directory", 0), ("engine", 1)],

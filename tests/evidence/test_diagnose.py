@@ -131,7 +131,7 @@ def test_what_does_not_fit_into_fp8_is_asked_and_found() -> None:
 def test_what_the_tree_does_not_ask_is_told_all_the_same() -> None:
     log = rows()
     for row in log:
-        row.batch = {"fingerprint": f"{row.cursor - (row.cursor == 300)}"}
+        row.fingerprint = f"{row.cursor - (row.cursor == 300)}"
     twice = diagnosed(log)
     assert twice.finds is Finds.other
     assert "batch 300 holds the same tokens as batch 299" in twice.conclusion
