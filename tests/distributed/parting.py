@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -102,19 +101,6 @@ class _Shifted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._corpus, name)
-
-
-def other_file(directory: str, *overrides: str) -> Left:
-    """Rank 2 finds another file under the same key."""
-    name = "other" if os.environ["RANK"] == "2" else "same"
-    files = (f"data.sources.main.paths=[{directory}/{name}.bin]", "data.sources.main.dtype=uint16")
-    return begin(tiny("run.name=victim", "data=files", *files, *overrides, directory=directory))
-
-
-def write_files(directory: Path) -> None:
-    for name, seed in (("same", 1), ("other", 2)):
-        tokens = np.random.default_rng(seed).integers(0, 256, 40_000).astype(np.uint16)
-        tokens.tofile(directory / f"{name}.bin")
 
 
 def _fails(*_arguments: Any, **_options: Any) -> Any:
