@@ -7,6 +7,7 @@ with that rank's traceback, and ranks that would wait for it for ever are replac
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -31,10 +32,12 @@ def free_port() -> int:
 
 def _serve(orders: Connection) -> None:
     import torch
+    from torch.distributed.tensor import debug
 
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (the console of a run, which nobody reads)
     os.chdir(ROOT)  # not where the test that began it stood: others follow
     torch.set_num_threads(1)
+    gc.freeze = lambda: None  # a run freezes what it built; this process outlives the run and must free it
     while True:
         order = orders.recv()
         if order is None:
@@ -48,6 +51,9 @@ def _serve(orders: Connection) -> None:
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+            # DTensor's cache of operators holds the mesh, and the mesh holds the group with its threads and sockets.
+            debug._clear_sharding_prop_cache()
+            gc.collect()
 
 
 class Pool:
