@@ -52,7 +52,7 @@ def _serve(orders: Connection) -> None:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             # DTensor's cache of operators holds the mesh, and the mesh holds the group with its threads and sockets.
-            debug._clear_sharding_prop_cache()
+            debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
             gc.collect()
 
 
