@@ -8,11 +8,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -202,14 +200,18 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Full names a file imports, wherever in it."""
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Full names that a file imports, at any depth."""
+    return frozenset(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(tree(path)):
         match node:
             case ast.Import():
                 yield from (alias.name for alias in node.names)
-            case ast.ImportFrom(module=str(module), level=level):
-                assert level == 0, f"{name_of(path)}: relative import"
+            case ast.ImportFrom(module=str(module)):
                 yield module
                 yield from (f"{module}.{alias.name}" for alias in node.names)
 
@@ -223,12 +225,24 @@ def test_every_room_has_a_layer() -> None:
     assert rooms == set().union(*LAYERS)
 
 
-@pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_imports_point_down(path: Path) -> None:
-    imported = {name.split(".")[1] for name in imports(path) if name.startswith("harness.")}
-    if name_of(path).startswith("launch/"):
-        return
-    assert not any(name.split(".")[0] in ("launch", "tests") for name in imports(path))
+def assert_none(violations: Iterable[str]) -> None:
+    """Report all violations of a rule at once."""
+    found = list(violations)
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_imports_are_absolute() -> None:
+    assert_none(
+        f"{name_of(path)}:{node.lineno}: relative import"
+        for path in sources()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ImportFrom) and node.level
+    )
+
+
+def upward_imports(path: Path) -> Iterator[str]:
+    """Packages that a file of harness/ imports from a higher layer or from another leaf."""
+    yield from {name.split(".")[0] for name in imports(path)} & {"launch", "tests"}
     here = room(path)
     if here == "__init__":
         return
@@ -236,43 +250,71 @@ def test_imports_point_down(path: Path) -> None:
     allowed = set().union(*LAYERS[: level + 1])
     if here in LEAVES:
         allowed -= LEAVES - {here}
-    assert imported <= allowed
+    yield from {name.split(".")[1] for name in imports(path) if name.startswith("harness.")} - allowed
 
 
-@pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_each_library_has_one_door(path: Path) -> None:
-    for library, doors in DOORS.items():
-        used = any(name == library or name.startswith(f"{library}.") for name in imports(path))
-        assert not used or name_of(path) in doors, f"{library} enters through {', '.join(sorted(doors))} only"
+def test_imports_point_down() -> None:
+    assert_none(
+        f"{name_of(path)} imports {upward}"
+        for path in sorted(ROOT.glob("harness/**/*.py"))
+        for upward in upward_imports(path)
+    )
 
 
-@pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_python_is_started_by_one_door(path: Path) -> None:
-    """It keeps the working directory out of what the process imports."""
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.List) and name_of(path) != "harness/children.py":
-            assert "sys.executable" not in map(ast.unparse, node.elts), "harness.children says how"
+def test_each_library_has_one_door() -> None:
+    assert_none(
+        f"{name_of(path)} imports {name}; {library} enters through {', '.join(sorted(doors))} only"
+        for path in sources()
+        for name in imports(path)
+        for library, doors in DOORS.items()
+        if (name == library or name.startswith(f"{library}.")) and name_of(path) not in doors
+    )
 
 
-@pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_rooms_stay_small(path: Path) -> None:
-    name = name_of(path)
-    num_lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert num_lines <= FILE_LINES or name in LONG_FILES, f"{num_lines} lines"
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+def test_python_is_started_by_one_door() -> None:
+    """`harness.children` keeps the working directory out of what a child process imports."""
+    assert_none(
+        f"{name_of(path)}:{node.lineno}: starts Python; harness.children does that"
+        for path in sources()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.List)
+        and name_of(path) != "harness/children.py"
+        and "sys.executable" in map(ast.unparse, node.elts)
+    )
+
+
+def num_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_files_stay_small() -> None:
+    assert_none(
+        f"{name_of(path)} has {num_lines(path)} lines"
+        for path in sources()
+        if num_lines(path) > FILE_LINES and name_of(path) not in LONG_FILES
+    )
+
+
+def test_functions_stay_small() -> None:
+    def complaints(path: Path) -> Iterator[str]:
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
             assert node.end_lineno is not None
             length = node.end_lineno - node.lineno + 1
-            assert length <= FUNCTION_LINES, f"{node.name} has {length} lines"
+            if length > FUNCTION_LINES:
+                yield f"{name_of(path)}: {node.name} has {length} lines"
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             count = len([argument for argument in arguments if argument.arg not in ("self", "cls")])
             is_kernel = any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list)
-            assert count <= NUM_ARGUMENTS or is_kernel, f"{node.name} takes {count} arguments"
+            if count > NUM_ARGUMENTS and not is_kernel:
+                yield f"{name_of(path)}: {node.name} takes {count} arguments"
+
+    assert_none(complaint for path in sources() for complaint in complaints(path))
 
 
 def test_exceptions_are_needed() -> None:
-    for name in LONG_FILES:
-        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) > FILE_LINES
+    assert_none(f"{name} is short again" for name in LONG_FILES if num_lines(ROOT / name) <= FILE_LINES)
 
 
 def test_the_loop_reads_aloud() -> None:
@@ -285,25 +327,30 @@ def test_the_loop_reads_aloud() -> None:
     assert train.end_lineno - train.lineno < TRAIN_LOOP_LINES
 
 
-@pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_modules_say_what_they_are_for(path: Path) -> None:
-    docstring = ast.get_docstring(tree(path))
-    assert docstring
-    if path.name == "__init__.py":
-        assert len(tree(path).body) == 1, "an __init__.py is one docstring line"
-        assert "\n" not in docstring
+def test_modules_have_docstrings() -> None:
+    """An `__init__.py` is one line of docstring and nothing else."""
+
+    def complaints(path: Path) -> Iterator[str]:
+        docstring = ast.get_docstring(tree(path))
+        if not docstring:
+            yield f"{name_of(path)} has no docstring"
+        elif path.name == "__init__.py" and (len(tree(path).body) > 1 or "\n" in docstring):
+            yield f"{name_of(path)} is more than one docstring line"
+
+    assert_none(complaint for path in sources() for complaint in complaints(path))
 
 
-@pytest.mark.parametrize("path", sources(), ids=name_of)
-def test_host_copies_are_marked(path: Path) -> None:
-    """A device-to-host copy in the step path says why on its line."""
+def test_host_copies_are_marked() -> None:
+    """A device-to-host copy in the step path gives its reason on its line."""
     rooms = ("train.py", "sentinel/", "optim/", "model/", "precision.py", "parallel.py")
-    if not name_of(path).removeprefix("harness/").startswith(rooms):
-        return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        copies = (".item()", ".tolist()", ".cpu()", ".synchronize()", ".numpy()")
-        if any(copy in line for copy in copies):
-            assert "# sync:" in line, f"{name_of(path)}:{number}"
+    copies = (".item()", ".tolist()", ".cpu()", ".synchronize()", ".numpy()")
+    assert_none(
+        f"{name_of(path)}:{number}: {line.strip()}"
+        for path in sources()
+        if name_of(path).removeprefix("harness/").startswith(rooms)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if any(copy in line for copy in copies) and "# sync:" not in line
+    )
 
 
 def test_what_decides_does_not_see_what_one_rank_alone_knows() -> None:
@@ -311,9 +358,12 @@ def test_what_decides_does_not_see_what_one_rank_alone_knows() -> None:
     the memory and the rows of one rank."""
     logged = {"harness/sentinel/report.py", "harness/sentinel/judged.py", "harness/sentinel/foreign.py"}
     rooms = ("harness/sentinel/", "harness/checkpoint/", *(f"harness/{name}.py" for name in DECIDING))
-    for path in sources():
-        if name_of(path).startswith(rooms) and name_of(path) not in logged:
-            assert "harness.events.StepRecord" not in set(imports(path)), name_of(path)
+    assert_none(
+        f"{name_of(path)} imports StepRecord"
+        for path in sources()
+        if name_of(path).startswith(rooms) and name_of(path) not in logged
+        if "harness.events.StepRecord" in imports(path)
+    )
 
 
 def test_light_modules_do_without_torch() -> None:
