@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -31,6 +30,7 @@ from harness.faults.plan import FaultKind
 from harness.rundir import RunDir
 from harness.telemetry.shipper import SINK_MODULE
 from harness.telemetry.store import tracking_uri
+from launch.ports import reserved_port
 
 CHECKPOINTS_ON_DISK = 3
 """Room on the small disk beyond what a run keeps: one that is written, one that is deleted, one to spare."""
@@ -146,14 +146,14 @@ class SmallDisk:
 @contextmanager
 def tracking_server(cfg: Config, victim: RunDir) -> Iterator[Stage]:
     """A server for this drill alone; the victim reports to it."""
-    port = free_port()
-    telemetry = replace(cfg.telemetry, mlflow=True, tracking_uri=f"http://127.0.0.1:{port}")
-    told = replace(cfg, telemetry=telemetry)
-    stage = Tracked(cfg=told, victim=victim, port=port, store=tracking_uri(cfg))
-    try:
-        yield stage
-    finally:
-        stage.stop()
+    with reserved_port() as port:
+        telemetry = replace(cfg.telemetry, mlflow=True, tracking_uri=f"http://127.0.0.1:{port}")
+        told = replace(cfg, telemetry=telemetry)
+        stage = Tracked(cfg=told, victim=victim, port=port, store=tracking_uri(cfg))
+        try:
+            yield stage
+        finally:
+            stage.stop()
 
 
 @final
@@ -218,12 +218,6 @@ class Tracked:
                 os.killpg(self.server.pid, signal.SIGKILL)
             self.server.wait()
             self.victim.tracking_pid.unlink(missing_ok=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def answers(url: str) -> bool:

@@ -134,6 +134,7 @@ LIGHT = (
     "launch.cli",
     "launch.train",
     "launch.jobs",
+    "launch.ports",
     "launch.multirun",
     "launch.crew",
     "launch.sweep",

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,8 +46,8 @@ from harness.precision import linear
 from harness.run import Run
 from harness.step import mask_of
 from harness.train import run_worker
+from launch.ports import reserved_port
 from tests.bench.clock import WARMUP_STEPS
-from tests.distributed.pool import free_port
 
 NOT_MEASURED = ("parallel.device=cpu", "telemetry=plain", "eval.every_steps=0", "checkpoint.every_steps=0")
 PRECISIONS = (PrecisionKind.fp32, PrecisionKind.bf16)
@@ -139,7 +139,9 @@ class Side:
     blocks: list[Block] = field(default_factory=list)
 
     def start(self) -> None:
-        context, port = multiprocessing.get_context("spawn"), free_port()
+        context = multiprocessing.get_context("spawn")
+        self._resources = ExitStack()
+        port = self._resources.enter_context(reserved_port())
         self._processes, self._lines = [], []
         for rank in range(self.num_ranks):
             ours, theirs = context.Pipe()
@@ -173,6 +175,7 @@ class Side:
             line.send(0)
         for process in self._processes:
             process.join()
+        self._resources.close()
 
 
 @contextmanager

@@ -19,10 +19,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
+
+from launch.ports import reserved_port
 
 NUM_NODES = 4
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")
@@ -76,18 +78,6 @@ def why_not() -> str:
     )
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on, held together so that they differ."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
-
-
 def until(ready: Callable[[], bool], what: Callable[[], str], *, within_s: float) -> None:
     """Wait, but not for ever, and say what was waited for."""
     deadline_s = time.monotonic() + within_s
@@ -103,6 +93,7 @@ class Lab:
 
     path: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="lab-")))
     daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    resources: ExitStack = field(default_factory=ExitStack)
 
     @property
     def configuration(self) -> Path:
@@ -160,6 +151,7 @@ class Lab:
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self.resources.close()
         shutil.rmtree(self.path, ignore_errors=True)
 
     def processes(self) -> list[int]:
@@ -175,7 +167,7 @@ class Lab:
 
     def _configure(self) -> None:
         host = socket.gethostname().split(".")[0]
-        controller_port, *ports = free_ports(NUM_NODES + 1)
+        controller_port, *ports = (self.resources.enter_context(reserved_port()) for _ in range(NUM_NODES + 1))
         nodes = (
             f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=4000"
             for number, port in enumerate(ports, start=1)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.loading import loading
-from tests.distributed.pool import free_port
+from launch.ports import reserved_port
 from tests.forks import ROOT, forks
 
 ATTEMPT_TIMEOUT_S = 60.0
@@ -169,12 +169,12 @@ def _serve(orders: Connection, modules: tuple[str, ...]) -> None:
 
 def _attempt(size: int, case: Callable[..., Any], arguments: tuple[Any, ...], death: Death | None) -> Outcome | str:
     """Give birth, wait for the end of all, and say what was; as text where a rank failed by itself."""
-    port = str(free_port())
-    born = {rank: _bear(rank, size, port, (case, arguments, death)) for rank in range(size)}
-    reports, complaint = _watch(born, death)
-    for child, results in born.values():
-        child.join()
-        results.close()
+    with reserved_port() as port:
+        born = {rank: _bear(rank, size, str(port), (case, arguments, death)) for rank in range(size)}
+        reports, complaint = _watch(born, death)
+        for child, results in born.values():
+            child.join()
+            results.close()
     exit_codes = [child.exitcode or 0 for child, _ in born.values()]
     killed = death is not None and exit_codes[death.rank] == KILLED and not complaint
     failures = [str(report.value) for report in reports.values() if report and not report.ended]

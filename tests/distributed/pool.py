@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,16 +17,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from launch.ports import reserved_port
 from tests.forks import ROOT, forks
 
 CASE_TIMEOUT_S = 120
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _serve(orders: Connection) -> None:
@@ -66,18 +59,18 @@ class Pool:
         """Run the case on `size` ranks; results in rank order."""
         while len(self._workers) < size:
             self._start()
-        port = str(free_port())
-        for rank, (_, orders) in enumerate(self._workers[:size]):
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            orders.send((case, arguments, environment))
-        return self._collect(size)
+        with reserved_port() as port:
+            for rank, (_, orders) in enumerate(self._workers[:size]):
+                environment = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(size),
+                    "LOCAL_WORLD_SIZE": str(size),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                }
+                orders.send((case, arguments, environment))
+            return self._collect(size)
 
     def _collect(self, size: int) -> list[Any]:
         results: list[Any] = []

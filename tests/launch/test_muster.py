@@ -14,7 +14,7 @@ from harness.config import ConfigError
 from launch import muster
 from launch.machines import LOOPBACK, Fall, Machines, Place
 from launch.muster import Absent, Leaving, gather, interface_towards
-from tests.distributed.pool import free_port
+from launch.ports import reserved_port
 
 FALL = Fall(node=1, host="b", exit_code=1, line="rank 1 on b was killed by SIGKILL")
 
@@ -23,7 +23,7 @@ class Gathering:
     """Several machines in one process."""
 
     def __init__(self, stack: ExitStack, nodes: int) -> None:
-        self.nodes, self.port, self.stack = nodes, free_port(), stack
+        self.nodes, self.port, self.stack = nodes, stack.enter_context(reserved_port()), stack
         self.pool = stack.enter_context(ThreadPoolExecutor())
         self.is_leaving = False
 
@@ -133,8 +133,8 @@ def test_who_never_comes_is_named(stack: ExitStack) -> None:
         gather(place, run="r", nproc=1, within_s=0.3, silent_s=1.0, leaving=lambda: False)
 
 
-def test_nobody_at_the_rendezvous_is_one_line() -> None:
-    place = Place(nodes=2, node=1, host=LOOPBACK, port=free_port())
+def test_nobody_at_the_rendezvous_is_one_line(stack: ExitStack) -> None:
+    place = Place(nodes=2, node=1, host=LOOPBACK, port=stack.enter_context(reserved_port()))
     with pytest.raises(
         Absent, match=r"^rendezvous: machine 0 does not answer at 127\.0\.0\.1:\d+: Connection refused$"
     ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from harness.telemetry.shipper import Shipper, last_line
 from harness.telemetry.sinks import EventLog
 from harness.telemetry.store import tracking_uri
 from harness.telemetry.ticket import load_ticket
+from launch.ports import reserved_port
 from launch.stage import SERVER_ENVIRONMENT
 
 MakeRun = Callable[..., tuple[RunDir, Config]]
@@ -71,10 +71,8 @@ def process_of(shipper: Shipper) -> subprocess.Popen[bytes]:
 class Server:
     """`mlflow server` on loopback, over a database that outlives it."""
 
-    def __init__(self, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+    def __init__(self, directory: Path, port: int) -> None:
+        self.port = port
         self.uri = f"http://127.0.0.1:{self.port}"
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
@@ -110,9 +108,10 @@ def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Itera
     """Not running yet: it takes seconds to start, and each test says when."""
     directory = tmp_path_factory.mktemp("server")
     shutil.copy(empty_store, directory / "server.db")
-    server = Server(directory)
-    yield server
-    server.kill()
+    with reserved_port() as port:
+        server = Server(directory, port)
+        yield server
+        server.kill()
 
 
 def test_what_a_dead_server_did_not_take_is_sent_later(
