@@ -3,17 +3,30 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-.PHONY: train test bench-gpu clean
+# Hundreds of test processes import the package: they share its bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: train test test-all test-gpu bench-gpu clean
 
 train: .venv/.installed
 	$(BIN)/harness train $(ARGS)
 
+# Lint, types, and one test of everything that one machine can show.
 test: .venv/.installed-test
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) -m 'not full' $(ARGS)
+
+# The same, then the full matrix: every drill, every place to die in, a real Slurm.
+test-all: test
+	$(PYTEST) -m full $(ARGS)
+
+# All that needs CUDA, with a summary for docs.
+test-gpu: .venv/.installed-test
+	$(BIN)/python -m tests.gpu $(ARGS)
 
 bench-gpu: .venv/.installed-test
 	$(BIN)/python -m tests.bench.gpu $(ARGS)

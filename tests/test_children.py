@@ -65,6 +65,7 @@ def test_a_post_mortem_is_written_from_among_strays(trapped: Path, tmp_path: Pat
 def test_a_run_and_its_sender_start_from_among_strays(trapped: Path, tmp_path: Path) -> None:
     """The launcher of a sweep's job, its rank, and the process in which that has its events sent."""
     words = [*TINY, f"run.dir={tmp_path / 'runs'}", "run.name=job", "telemetry.mlflow=true"]
+    words.append("telemetry.exit_wait_s=200")
     cfg = compose.load(words)
     run = locate(cfg)
     prepare(cfg, run)

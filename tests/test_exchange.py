@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness import compose, exchange
 from harness.checkpoint import catalog, integrity, store
@@ -101,6 +100,8 @@ def stream(vocab_size: int) -> Tensor:
 
 
 def logits_of(directory: Path, tokens: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
     found: Any = AutoModelForCausalLM.from_pretrained(
         directory, local_files_only=True, attn_implementation="eager", output_loading_info=True
     )
@@ -202,6 +203,8 @@ def test_weights_are_rounded_once(tmp_path: Path, dtype: PrecisionKind) -> None:
     wide, narrow = content(export(run, tmp_path / "wide")), content(export(run, tmp_path / "narrow", dtype=dtype))
     torch_dtype = {PrecisionKind.bf16: torch.bfloat16, PrecisionKind.fp16: torch.float16}[dtype]
     assert same({name: tensor.to(torch_dtype) for name, tensor in wide.items()}, narrow)
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "narrow", local_files_only=True)
     assert model.dtype == torch_dtype
 
@@ -302,6 +305,8 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     run, _, _ = make_run(tmp_path / "run", *data)
     directory = export(run, tmp_path / "exported")
     ours = open_tokenizer(tmp_path / "corpus.tokenizer.json")
+    from transformers import AutoTokenizer
+
     theirs = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     assert theirs(text)["input_ids"] == ours.encode([text])[0].tolist()
     assert theirs.eos_token_id == ours.eod(EOD_TOKEN)

@@ -23,7 +23,7 @@ from harness.events import (
 from harness.rundir import RunDir
 from harness.sweeps.record import Job
 from harness.sweeps.spikes import SpikeScore, spike_score
-from harness.telemetry.log_index import PLAIN, whole_lines
+from harness.telemetry.log_index import PLAIN, TOKENS_PER_S, whole_lines
 
 ANSWERS = (ActionKind.skip, ActionKind.rewind, ActionKind.rollback)
 STEPS_OF_A_RATE = 10_000
@@ -76,11 +76,12 @@ def result_of(sweep: Path, job: Job) -> Result:
 
 
 def _add_line(result: Result, rates: array[float], line: bytes) -> None:
-    if plain := PLAIN.match(line):  # ten times quicker than to parse all of it
+    plain, rate = PLAIN.match(line), TOKENS_PER_S.search(line)
+    if plain and rate:  # ten times quicker than to parse all of it
         result.iterations.append(int(plain[1]))
         result.step = int(plain[2])
         result.losses.append(float(plain[3]))
-        rates.append(float(plain[6]))
+        rates.append(float(rate[1]))
         return
     for event in parse(line.decode(errors="replace")):
         if isinstance(event, StepRecord):

@@ -34,10 +34,11 @@ NUMBER = rb"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 PLAIN = re.compile(
     rb'\{"event":"step","time":[^,]*,"iteration":(\d+),"step":(\d+),"cursor":\d+,"tokens":\d+,'
     rb'"loss":(' + NUMBER + rb'),"grad_norm":(' + NUMBER + rb'),"lr":(' + NUMBER + rb"),"
-    rb'"tokens_per_s":(' + NUMBER + rb'),"refused":false,'
+    rb'(?:"tokens_per_s":' + NUMBER + rb',)?"refused":false,'
 )
 """The beginning of an ordinary step: applied, with finite loss and gradient norm. Groups: iteration, step, loss,
-gradient norm, learning rate, tokens/s."""
+gradient norm, learning rate. Older logs have tokens/s before `refused`."""
+TOKENS_PER_S = re.compile(rb'"tokens_per_s":(' + NUMBER + rb")[,}]")
 STEP = re.compile(rb'\{"event":"step","time":[^,]*,"iteration":(\d+),')
 
 Extreme = tuple[float, int]

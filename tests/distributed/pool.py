@@ -20,7 +20,7 @@ from typing import Any
 from launch.ports import reserved_port
 from tests.forks import ROOT, forks
 
-CASE_TIMEOUT_S = 120
+CASE_TIMEOUT_S = 280
 
 
 def _serve(orders: Connection) -> None:

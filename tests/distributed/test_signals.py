@@ -251,5 +251,4 @@ def late(guilty: int, late_s: float) -> float:
 
 def test_the_rank_that_others_wait_for_waits_least(ranks: Pool) -> None:
     waited_s = ranks.run(2, late, 1, 1.0)
-    assert waited_s[0] > 0.8
-    assert waited_s[1] < 0.5
+    assert waited_s[0] > waited_s[1] + 0.5

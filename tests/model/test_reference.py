@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.config import AttentionKind, ModelConfig
 from harness.model.huggingface import name_of
@@ -38,6 +37,8 @@ def llama_options(cfg: ModelConfig) -> dict[str, Any]:
 
 def build_pair(cfg: ModelConfig) -> tuple[Transformer, Any]:
     """Our model with weights far from their first values, so that no term is small, and Llama with the same."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     model = Transformer(cfg, sequence_length=SEQUENCE_LENGTH, linear=linear)
     initialize(model, cfg, seed=3)
     generator = torch.Generator().manual_seed(4)

@@ -93,12 +93,11 @@ def test_a_directory_that_cannot_be_written_costs_nothing(run: RunDir) -> None:
     assert heartbeat.read_all(run) == []
 
 
-def test_a_beat_is_cheap(run: RunDir) -> None:
-    mine, state = heart(run), RunState()
-    begun_s = time.perf_counter()
-    for _ in range(10_000):
-        mine.beat(state)
-    assert (time.perf_counter() - begun_s) / 10_000 < 20e-6
+def test_a_beat_touches_no_file(run: RunDir) -> None:
+    """The step path only stores the state; a thread writes it."""
+    mine = heart(run)
+    mine.beat(RunState(iteration=7))
+    assert not run.heartbeat.exists()
 
 
 def test_many_ranks_write_less_often(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -21,7 +22,7 @@ from harness.events import Event, RunEnded, StepRecord, read, to_json
 from harness.evidence import gather
 from harness.rundir import RunDir, append_line
 from harness.telemetry import log_index, sinks
-from harness.telemetry.log_index import PLAIN, blocks_of, index_path, read_blocks, sampled
+from harness.telemetry.log_index import PLAIN, TOKENS_PER_S, blocks_of, index_path, read_blocks, sampled
 from harness.telemetry.narrator import Narrator
 from harness.telemetry.picture import collect
 from harness.telemetry.sinks import EventLog, events_since
@@ -182,6 +183,28 @@ def test_a_resume_from_far_back_forgets_no_decision(run: RunDir, monkeypatch: py
     assert len(events_since(run.events, 0)) < len(whole[0])
 
 
+@pytest.mark.parametrize("is_old", [False, True])
+def test_an_ordinary_step_is_recognized_in_logs_of_both_layouts(is_old: bool) -> None:
+    other = {"stop_requested": False, "step_time_s": 0.5, "flops_per_s": 1e12, "time": 0.0}
+    record = StepRecord(
+        iteration=7, step=6, cursor=5, tokens=4, loss=3.5, grad_norm=0.25, lr=1e-5, tokens_per_s=1.5e6, refused=False,
+        **cast(Any, other),
+    )  # fmt: skip
+    fields = json.loads(to_json(record))
+    if is_old:
+        names = list(fields)
+        names.insert(names.index("refused"), names.pop(names.index("tokens_per_s")))
+        fields = {name: fields[name] for name in names}
+    line = json.dumps(fields, separators=(",", ":")).encode()
+    plain, rate = PLAIN.match(line), TOKENS_PER_S.search(line)
+    assert plain
+    assert [float(each) for each in plain.groups()] == [7, 6, 3.5, 0.25, 1e-5]
+    assert rate
+    assert float(rate[1]) == 1.5e6
+    fields["refused"] = True
+    assert not PLAIN.match(json.dumps(fields, separators=(",", ":")).encode())
+
+
 @pytest.fixture(scope="module")
 def long_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A million steps, a refused one and an evaluation now and then, with their index."""
@@ -190,7 +213,7 @@ def long_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     zero = StepRecord(
         cursor=0, tokens=0, loss=0.0, grad_norm=0.0, lr=0.0, tokens_per_s=1.0, refused=False, **cast(Any, other)
     )
-    rest = to_json(zero)[to_json(zero).index('"tokens_per_s"') :] + "\n"
+    rest = to_json(zero)[to_json(zero).index('"refused"') :] + "\n"
     refused = rest.replace('"refused":false', '"refused":true')
     assert PLAIN.match(to_json(zero).encode())
     with path.open("w") as file:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import yaml
-from mlflow.tracking import MlflowClient
 
 from harness.config import EXIT_INTERRUPTED, Config
 from harness.events import DrillScored, EvalRecord, Event, Incident, RunEnded, RunStarted, StepRecord
@@ -42,6 +41,8 @@ def append(run: RunDir, *events: Event) -> None:
 
 def stored(cfg: Config, run: RunDir) -> tuple[Any, Any]:
     """MLflow's client and its view of the run."""
+    from mlflow.tracking import MlflowClient
+
     client = MlflowClient(tracking_uri=tracking_uri(cfg))
     run_id = load_ticket(run, None).run_id
     assert run_id is not None
@@ -214,6 +215,8 @@ def test_a_run_deleted_from_the_store_or_sent_to_another_starts_over(
 def test_a_store_that_takes_half_a_batch_loses_nothing(
     make_run: MakeRun, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from mlflow.tracking import MlflowClient
+
     run, cfg = make_run()
     append(run, *(make_step(iteration) for iteration in range(150)))
     real, calls = MlflowClient.log_batch, []

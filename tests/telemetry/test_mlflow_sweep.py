@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow.tracking import MlflowClient
 
 from harness import compose, rundir
 from harness.config import EXIT_INTERRUPTED, Config
@@ -60,6 +59,8 @@ def write(directory: Path, jobs: list[Job]) -> None:
 
 def seen(directory: Path) -> dict[str, Any]:
     """All runs of the store by name."""
+    from mlflow.tracking import MlflowClient
+
     client = MlflowClient(tracking_uri=store(directory))
     known = client.get_experiment_by_name("pretraining")
     assert known is not None

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import final
 
 import pytest
-from mlflow.tracking import MlflowClient
 
 from harness.config import Config
 from harness.events import RunEnded, RunStarted, StepRecord
@@ -46,11 +45,15 @@ def iterations(cfg: Config, run: RunDir) -> list[int]:
     run_id = load_ticket(run, None).run_id if run.mlflow.exists() else None
     if run_id is None:
         return []
+    from mlflow.tracking import MlflowClient
+
     client = MlflowClient(tracking_uri=tracking_uri(cfg))
     return [row.step for row in client.get_metric_history(run_id, "loss")]
 
 
 def status(cfg: Config, run: RunDir) -> str:
+    from mlflow.tracking import MlflowClient
+
     client = MlflowClient(tracking_uri=tracking_uri(cfg))
     return str(client.get_run(run_id_of(run)).info.status)
 
@@ -138,6 +141,8 @@ def test_what_a_dead_server_did_not_take_is_sent_later(
 def test_a_server_that_dies_and_comes_back_has_everything_once(
     server: Server, make_run: MakeRun, make_step: MakeStep, started: RunStarted, ended: RunEnded
 ) -> None:
+    from mlflow.tracking import MlflowClient
+
     server.start()
     run, cfg = make_run(tracking_uri=server.uri)
     run.picture.write_bytes(b"png")
