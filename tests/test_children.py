@@ -20,6 +20,8 @@ from launch.crew import Room
 from tests.evidence import stories
 from tests.launch.test_cli import ROOT, TINY
 
+pytestmark = pytest.mark.full
+
 STRAY = ("harness/__init__.py", "launch/__init__.py", "json.py")
 TRAP = """\
 import sys

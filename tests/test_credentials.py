@@ -143,6 +143,7 @@ def server() -> Iterator[tuple[str, list[str]]]:
         thread.join()
 
 
+@pytest.mark.full
 def test_a_run_writes_no_secret_and_its_sender_has_it(
     tmp_path: Path, server: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +183,7 @@ def main(words: tuple[str, ...]) -> int:
     return cli.main(["train", *overrides])
 
 
+@pytest.mark.full
 def test_a_refused_sweep_leaves_no_secret(tmp_path: Path) -> None:
     secret = f"telemetry.tracking_uri=https://ann:{SECRET}@mlflow.example"
     words = ("train", "--multirun", *cases.TINY, secret, f"run.dir={tmp_path / 'runs'}", "optim.lr=0.1,0.2")

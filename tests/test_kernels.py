@@ -15,7 +15,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = Path(sys.prefix) / "triton"
-pytestmark = pytest.mark.skipif(not BESIDE.exists(), reason="needs Triton, which `make test` installs beside torch")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not BESIDE.exists(), reason="needs Triton, which `make test` installs beside torch"),
+]
 
 COMPILED = """
 import triton

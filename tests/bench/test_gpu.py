@@ -27,6 +27,8 @@ from tests.bench.gpu.reference import READY_STEPS
 from tests.bench.gpu.setting import Setting
 from tests.bench.gpu.table import Row, Table, render, values_of
 
+pytestmark = pytest.mark.full
+
 TINY = ["--models", "tiny", "--sequence", "64", "--batch", "2", "--steps", "2", "--rounds", "2", "--no-compile"]
 GIB = 2**30
 

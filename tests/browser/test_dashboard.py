@@ -75,6 +75,7 @@ def middle_of(page: Page, selector: str) -> tuple[float, float]:
     return x + width / 2, y + height / 2
 
 
+@pytest.mark.full
 def test_a_hundred_thousand_steps_are_drawn(long_page: Page) -> None:
     assert long_page.evaluate("document.querySelectorAll('.panel .js-plotly-plot').length") == 11
     num_points = long_page.evaluate("Math.max(...element('draw-loss').data.map((trace) => trace.x.length))")
@@ -85,6 +86,7 @@ def test_a_hundred_thousand_steps_are_drawn(long_page: Page) -> None:
     assert long_page.complaints() == []
 
 
+@pytest.mark.full
 def test_zooming_one_panel_zooms_all_and_shows_every_step(long_page: Page) -> None:
     page = long_page
     x, y = middle_of(page, "#draw-grad .nsewdrag")
@@ -151,6 +153,7 @@ def test_it_is_readable_at_both_widths_in_both_lights(short_page: Page, width: i
     assert page.complaints() == []
 
 
+@pytest.mark.full
 def test_the_button_turns_the_light_and_the_axis_the_clock(short_page: Page) -> None:
     page = short_page
     page.show_at(1280, dark=False)
@@ -164,6 +167,7 @@ def test_the_button_turns_the_light_and_the_axis_the_clock(short_page: Page) -> 
     assert page.complaints() == []
 
 
+@pytest.mark.full
 def test_a_live_page_follows_its_run(browser: Browser, tmp_path: Path) -> None:
     run = RunDir(long_run(tmp_path / "live", 60))
     with open_server(run, host="127.0.0.1", port=0) as server:

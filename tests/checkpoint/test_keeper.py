@@ -90,6 +90,7 @@ def test_before_anything_is_good_the_first_candidate_lives(ranks: Pool, tmp_path
     assert health(tmp_path) == {2: Health.candidate, 12: Health.candidate}, "the heir, and the newest"
 
 
+@pytest.mark.full
 def test_a_run_that_goes_nan_cannot_delete_its_last_good_checkpoint(ranks: Pool, tmp_path: Path) -> None:
     """It tries: a save is due at every step and by the clock, only one is kept, nothing but NaN follows, and the policy
     is told to let it happen."""
@@ -126,6 +127,7 @@ def test_a_run_that_goes_nan_cannot_delete_its_last_good_checkpoint(ranks: Pool,
     assert records[-1].step == 40
 
 
+@pytest.mark.full
 def test_the_clock_asks_for_checkpoints_too(ranks: Pool, tmp_path: Path) -> None:
     overrides = ("train.num_steps=60", "checkpoint.every_minutes=0.003", "sentinel.lag=2")
     ranks.run(2, cases.run, str(tmp_path), "run.name=a", *overrides)
@@ -142,6 +144,7 @@ def test_the_clock_asks_for_checkpoints_too(ranks: Pool, tmp_path: Path) -> None
     assert len(saves) <= len(asked) + 1, "one for each request, and the last"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lag", [0, 3])
 @pytest.mark.parametrize("slots", [0, 2])
 def test_a_save_at_every_step_is_the_state_of_that_step(ranks: Pool, tmp_path: Path, lag: int, slots: int) -> None:
@@ -173,6 +176,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(root)], check=True)
 
 
+@pytest.mark.full
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(ranks: Pool, small_disk: Path) -> None:
     directory = small_disk.parents[1]
     overrides = ("run.name=a", "train.num_steps=12", "checkpoint.every_steps=5")

@@ -66,6 +66,7 @@ def save_all(
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_kept_plan_writes_the_same_bits_as_a_new_one(ranks: Pool, tmp_path: Path, size: int) -> None:
     for num_planned, kept, anew in ranks.run(size, save_in_turn, str(tmp_path / str(size)), [{}, {}, {}]):

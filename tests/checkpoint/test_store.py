@@ -332,6 +332,7 @@ READ_BY = [
 """Every file of a checkpoint, with a rank that reads it."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", READ_BY, ids=str)
 def test_an_io_error_on_one_rank_is_retried_by_all(ranks: Pool, tmp_path: Path, where: tuple[int, str]) -> None:
     ranks.run(2, write_many, str(tmp_path), [5, 10])
@@ -343,6 +344,7 @@ def test_an_io_error_on_one_rank_is_retried_by_all(ranks: Pool, tmp_path: Path, 
     assert tree(tmp_path) == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", READ_BY, ids=str)
 def test_an_io_error_that_lasts_ends_the_start_on_all_ranks_and_condemns_nothing(
     ranks: Pool, tmp_path: Path, where: tuple[int, str]
@@ -441,6 +443,7 @@ def unmounted() -> None:
     FOR_GOOD.enter_context(failing("__0_0.distcp", code=errno.ESTALE))
 
 
+@pytest.mark.full
 def test_a_start_that_cannot_read_its_checkpoint_exits_75_and_goes_on_later(
     ranks: Pool, trained: Path, tmp_path: Path
 ) -> None:

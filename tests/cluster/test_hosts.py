@@ -22,7 +22,7 @@ from tests.distributed.cases import TINY
 from tests.distributed.pool import Pool
 from tests.forks import Launched
 
-pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(600)]
 
 HANG_AFTER_S = 10.0
 NOTICED_WITHIN_S = HANG_AFTER_S + 30.0

@@ -36,7 +36,7 @@ from tests.cluster.lab import Lab, until
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.skipif(bool(labs.why_not()), reason=labs.why_not())
+pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(labs.why_not()), reason=labs.why_not())]
 
 ROOT = Path(__file__).parents[2]
 WORDS = (

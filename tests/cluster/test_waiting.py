@@ -22,7 +22,7 @@ from tests.cluster import lab as labs
 from tests.cluster.lab import Lab, until
 from tests.distributed import cases
 
-pytestmark = pytest.mark.skipif(bool(labs.why_not()), reason=labs.why_not())
+pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(labs.why_not()), reason=labs.why_not())]
 
 PATIENCE_S = 150.0
 PYTHON = """\

@@ -153,6 +153,7 @@ def test_a_large_vocabulary_needs_wider_tokens(tmp_path: Path) -> None:
     assert documents(tmp_path / "out") == [[70_000]]
 
 
+@pytest.mark.full
 def test_output_depends_on_nothing_but_input_and_options(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", list(topics.values()))
     (tmp_path / "more.txt").write_text("more")
@@ -211,6 +212,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for orphans in /proc")
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", list(topics.values()) * 4)
@@ -235,6 +237,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> No
     assert contents(output) == contents(tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_parts_are_used_only_for_what_they_were_made_from(tokenizer_file: Path, tmp_path: Path) -> None:
     texts = [*topics.values()][:20]
     source = write_jsonl(tmp_path / "in.jsonl", [*texts, "last"])
@@ -277,6 +280,7 @@ def broken(path: Path) -> None:
     path.write_bytes(source[:-9])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "write", "message"),
     [

@@ -11,6 +11,8 @@ import pytest
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.full
+
 SHARDS = ("model.num_layers=1", "train.sequence_length=32", "train.batch_size=4", "data=files", "run.name=a")
 STEPS = (*SHARDS, "checkpoint.every_steps=5", "optim.schedule=constant")
 

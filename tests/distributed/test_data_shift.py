@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from harness.data.ledger import Ledger, Revocation
@@ -17,6 +18,8 @@ from tests.distributed import trouble
 from tests.distributed.cases import tiny
 from tests.distributed.pool import Pool
 from tests.distributed.trouble import Ended, Fault
+
+pytestmark = pytest.mark.full
 
 STEPS = (
     "train.num_steps=90",

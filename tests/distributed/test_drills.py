@@ -86,7 +86,9 @@ def drilled(ranks: Pool, runs: Path, name: str) -> Card:
     return score_run(victim)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "nan_grad" else pytest.mark.full) for name in SCENARIOS]
+)
 def test_a_drill_holds_all_its_bounds(ranks: Pool, runs: Path, name: str) -> None:
     card = drilled(ranks, runs, name)
     broken = {bound.name: bound for bound in card.bounds if bound.verdict not in (Verdict.held, Verdict.free)}

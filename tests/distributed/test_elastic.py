@@ -12,6 +12,8 @@ from harness.parallel import all_reduce_sum, broadcast, connect, together
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.full
+
 WORDS = ("model.num_layers=1", "train.batch_size=64", "train.micro_batch_size=8", "checkpoint.every_steps=5")
 CONSTANT = ("optim.warmup_steps=2", "optim.schedule=constant", "run.resume=changed")
 

@@ -245,7 +245,13 @@ def check_end(mortals: Mortals, cfg: Config, control: Control) -> None:
     assert not catalog.damaged(run.checkpoints)
 
 
-@pytest.mark.parametrize("drawn", PHASES, ids=lambda drawn: drawn.place.phase)
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        pytest.param(drawn, id=drawn.place.phase, marks=() if drawn.place.phase == "publish" else pytest.mark.full)
+        for drawn in PHASES
+    ],
+)
 def test_a_run_killed_in_any_phase_goes_on_bit_identically(
     mortals: Mortals, control: Control, begun: Path, tmp_path: Path, drawn: Drawn
 ) -> None:
@@ -259,6 +265,7 @@ def test_a_run_killed_in_any_phase_goes_on_bit_identically(
     check_end(mortals, cfg, control)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(NUM_RANDOM_STORIES))
 def test_a_run_killed_at_random_goes_on_bit_identically(
     mortals: Mortals, control: Control, tmp_path: Path, seed: int

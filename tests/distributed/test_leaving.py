@@ -23,6 +23,8 @@ from tests.distributed import cases
 from tests.distributed.pool import Pool
 from tests.forks import Launched
 
+pytestmark = pytest.mark.full
+
 LAG = 1
 ENDLESS = ("train.num_steps=100000", "optim.schedule=constant", f"sentinel.lag={LAG}")
 FURTHER = 5

@@ -52,6 +52,8 @@ from tests.distributed.cases import digest, state_on_disk, tiny
 from tests.distributed.pool import Pool
 from tests.distributed.test_sentinel import STEPS, check_replay, of
 
+pytestmark = pytest.mark.full
+
 LAG = 1
 NUM_STEPS = 34
 SHORT = (

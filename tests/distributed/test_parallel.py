@@ -14,6 +14,7 @@ from tests.distributed import cases
 from tests.distributed.pool import Pool
 
 
+@pytest.mark.full
 def test_every_world_starts_with_the_same_bits(ranks: Pool) -> None:
     alone = ranks.run(1, cases.first_weights)[0]
     assert ranks.run(2, cases.first_weights) == [alone] * 2
@@ -23,6 +24,7 @@ def test_every_world_starts_with_the_same_bits(ranks: Pool) -> None:
     assert ranks.run(1, cases.first_weights, "run.seed=1") != [alone]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [
@@ -68,6 +70,7 @@ def test_training_equals_one_rank_to_rounding(ranks: Pool, tmp_path: Path) -> No
     assert losses(2, "accumulated", "train.micro_batch_size=2") == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.full
 def test_same_seed_same_bits_twice(ranks: Pool, tmp_path: Path) -> None:
     def numbers(name: str, *overrides: str) -> list[tuple[float, float]]:
         (_, records), *_ = ranks.run(2, cases.run, str(tmp_path), f"run.name={name}", *overrides)
@@ -144,6 +147,7 @@ def test_bf16_computes_low_and_remembers_high(ranks: Pool) -> None:
         assert seen == {"activation": bf16, "gathered": bf16, "master": fp32, "gradient": fp32, "moment": fp32}
 
 
+@pytest.mark.full
 def test_bf16_learns_like_fp32(ranks: Pool, tmp_path: Path) -> None:
     (_, exact), *_ = ranks.run(2, cases.run, str(tmp_path), "run.name=fp32")
     (_, rounded), *_ = ranks.run(2, cases.run, str(tmp_path), "run.name=bf16", "precision=bf16")

@@ -61,6 +61,7 @@ def finish(ranks: Pool, directory: Path, size: int) -> tuple[int, list[StepRecor
     return code, records
 
 
+@pytest.mark.full
 def test_killed_run_resumes_bit_identically(ranks: Pool, control: Numbers, tmp_path: Path) -> None:
     with launched(tmp_path) as process:
         wait_for_step(tmp_path, 15)
@@ -90,6 +91,7 @@ def test_stopped_run_saves_exits_75_and_resumes_bit_identically(ranks: Pool, con
     assert len(records) == len(control), "nothing was done twice"
 
 
+@pytest.mark.full
 def test_another_number_of_ranks_resumes_to_rounding(ranks: Pool, tmp_path: Path) -> None:
     for size, until in ((1, 10), (2, 20), (4, 30), (1, 40)):
         overrides = [*EVERY_TEN, f"train.num_steps={until}", "run.resume=changed", "optim.schedule=constant"]

@@ -86,6 +86,7 @@ def check_twin(ranks: Pool, directory: Path, victim: Ended, *overrides: str, siz
     return twin
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("factor", [math.nan, math.inf, 1e6], ids=["nan", "inf", "large"])
 def test_a_spoiled_gradient_of_one_rank_is_refused_named_and_excluded(
@@ -121,6 +122,7 @@ def test_damaged_weights_are_rewound_as_if_nothing_had_been(ranks: Pool, tmp_pat
     check_twin(ranks, tmp_path, victim)
 
 
+@pytest.mark.full
 def test_without_snapshots_it_is_rolled_back_to_a_good_checkpoint(ranks: Pool, tmp_path: Path) -> None:
     overrides = ("checkpoint.ring.slots=0",)
     victim = run(ranks, tmp_path, "victim", Fault("weights", 0, factor=30.0, iteration=40), *overrides)
@@ -138,6 +140,7 @@ def test_without_snapshots_it_is_rolled_back_to_a_good_checkpoint(ranks: Pool, t
     check_twin(ranks, tmp_path, victim, *overrides)
 
 
+@pytest.mark.full
 def test_a_weight_that_is_nan_is_undone(ranks: Pool, tmp_path: Path) -> None:
     """OLMo-core and levanter multiply by zero, and NaN times zero is NaN."""
     victim = run(ranks, tmp_path, "victim", Fault("weights", 1, factor=math.nan, iteration=33))
@@ -148,6 +151,7 @@ def test_a_weight_that_is_nan_is_undone(ranks: Pool, tmp_path: Path) -> None:
     check_twin(ranks, tmp_path, victim)
 
 
+@pytest.mark.full
 def test_a_run_is_guarded_from_the_first_step_after_a_restart(ranks: Pool, tmp_path: Path) -> None:
     """OLMo-core's history is not saved: 63 steps after each restart are unguarded."""
     run(ranks, tmp_path, "victim", None, "train.num_steps=30", "optim.schedule=constant")

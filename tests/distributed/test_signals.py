@@ -65,6 +65,7 @@ def spoiled(module: str, value: float, guilty: int, *overrides: str) -> list[Ste
     return [*records, step(parts, cfg, 2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [
@@ -119,6 +120,7 @@ def said_and_true(*overrides: str) -> tuple[StepRecord, float, float]:
     return record, float(loss / num_tokens), float(squares.sqrt())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [
@@ -152,6 +154,7 @@ def probes(*overrides: str) -> list[StepRecord]:
     return [step(parts, cfg, index) for index in range(3)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [(4, ()), (4, ("parallel=hsdp",)), (2, ("parallel.replicate=2",)), (3, ()), (3, ("train.micro_batch_size=1",))],
@@ -191,6 +194,7 @@ def flipped(guilty: int, *overrides: str) -> list[list[int]]:
     return [record.mismatched_ranks for record in (before, unseen, step(parts, cfg, 4))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("replicate", "guilty", "expected"), [(2, 3, [1, 3]), (2, 0, [0, 2]), (4, 2, [2]), (1, 2, [])])
 def test_weights_that_differ_between_replicas_are_found(
     ranks: Pool, replicate: int, guilty: int, expected: list[int]
@@ -212,6 +216,7 @@ def bits(is_watched: bool, probe: bool, *overrides: str) -> tuple[list[float], s
     return [record.loss for record in records], cases.digest(parts.update.parameters)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [(2, ()), (2, ("precision=bf16", "train.micro_batch_size=1")), (4, ("parallel=hsdp",))],

@@ -18,6 +18,8 @@ from tests.distributed.cases import tiny
 from tests.distributed.pool import Pool
 from tests.stalled import Stalled, can_stall
 
+pytestmark = pytest.mark.full
+
 NUM_STEPS, STALLS_IN = 150, 3
 PIPE_BYTES = 65536
 

@@ -23,7 +23,10 @@ from harness.rundir import RunDir
 from tests.distributed import drilling
 from tests.distributed.mortal import AtTime, Mortals
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a process that imported torch")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a process that imported torch"),
+]
 
 SIZE = 2
 NUM_STEPS = 34

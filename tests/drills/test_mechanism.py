@@ -13,6 +13,8 @@ from harness.faults.plan import FaultKind
 from launch import mechanism
 from tests.distributed.pool import Pool
 
+pytestmark = pytest.mark.full
+
 NUM_STEPS = BURST_AT + 80
 
 

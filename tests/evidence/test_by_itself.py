@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+import pytest
+
 from harness.evidence import schema
 from harness.evidence.hypotheses import judge
 from harness.evidence.measures import measure
@@ -14,6 +16,8 @@ from launch.cli import main
 from tests.distributed import cases, trouble
 from tests.distributed.pool import Pool
 from tests.distributed.trouble import Fault
+
+pytestmark = pytest.mark.full
 
 WORDS = (
     "run.name=victim",

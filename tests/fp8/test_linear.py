@@ -194,6 +194,7 @@ def make_model(*overrides: str) -> tuple[Transformer, Products]:
     return model, products
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own compiler
 def test_a_compiled_block_makes_the_same_bits_with_one_graph_for_each_precision() -> None:
     (plain, products), (compiled, others) = (make_model("precision.fp8.recipe=delayed") for _ in range(2))

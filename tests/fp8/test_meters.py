@@ -23,6 +23,7 @@ def test_a_few_rows_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.tolist() == [0.0, 1.0, 4 * 2 * 3.0, 4 * 2 * 7.0, 0.0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
 def test_what_vanishes_shows_before_it_is_rounded(dtype: torch.dtype) -> None:
     """Of all numbers of bf16, by scales of all sizes, and of those of fp32 that are next to the border."""

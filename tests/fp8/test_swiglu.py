@@ -59,6 +59,7 @@ def test_it_is_what_the_parts_make(kind: str, counts: bool, primes: bool) -> Non
     assert meters[..., Column.largest].count_nonzero(dim=0).tolist() == noted, "gate reads for up"
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own affairs
 @pytest.mark.parametrize("kind", ["current", "delayed"])
 def test_compiled_it_is_one_graph_and_the_same(kind: str) -> None:

@@ -47,6 +47,7 @@ def loaded(directory: str, *overrides: str) -> Loaded:
     return Loaded(sorted(tensors), cases.digest(tensors), cases.digest(parts.update.parameters) == before)
 
 
+@pytest.mark.full
 def test_a_checkpoint_moves_between_precisions_and_numbers_of_ranks(ranks: Pool, tmp_path: Path) -> None:
     common = ("run.name=a", "checkpoint.every_steps=2", "run.resume=changed", "sentinel.probe_every=2")
     starts = ((2, "fp8_emulated", 2), (1, "bf16", 4), (2, "fp8_emulated", 6), (1, "fp32", 8))
@@ -74,6 +75,7 @@ def test_a_checkpoint_moves_between_precisions_and_numbers_of_ranks(ranks: Pool,
         assert all(0 <= share < 0.2 for share in record.fp8_underflow.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_a_refused_update_leaves_no_trace_in_fp8_either(ranks: Pool, recipe: str) -> None:
     """Not so `delayed`, which remembers how large the numbers of the refused step were."""
@@ -93,6 +95,7 @@ def started(directory: Path, *overrides: str) -> tuple[Config, Parts]:
     return cfg, build(cfg, connect(cfg.parallel), RunDir(directory))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_activations_that_are_computed_again_give_the_same_gradients(recipe: str, tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_same_words_resume_and_other_words_are_refused(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "again" / "config.yaml").read_text() == config
 
 
+@pytest.mark.full
 def test_the_wheel_carries_the_values(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True, text=True)

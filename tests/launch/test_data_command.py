@@ -152,6 +152,7 @@ def test_a_broken_line_is_named_with_exit_code_2(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_run_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
     """An interrupt from the terminal, which reaches all processes, and the death of a worker."""
@@ -196,6 +197,7 @@ def test_one_output_has_one_writer(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == f"harness: --output: {tmp_path / 'out'} is being written by another process\n"
 
 
+@pytest.mark.full
 def test_inspect_shows_the_text_of_a_prepared_corpus(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["data=files", f"data.sources.main.paths=[{corpus}]", "model.vocab_size=500"]
     view = look([*overrides, "--batch", "7"], capsys)

@@ -23,7 +23,7 @@ PATIENCE_S = 500
 SMALL = ("train.num_steps=40", "parallel.device=cpu", "launch.nproc=2", "launch.threads=1")
 
 
-pytestmark = pytest.mark.timeout(2 * PATIENCE_S)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(2 * PATIENCE_S)]
 
 
 def harness(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -111,6 +111,7 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.Capture
     assert error.count("\n") == 1
 
 
+@pytest.mark.full
 def test_a_run_begins_from_what_was_imported(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

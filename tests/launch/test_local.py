@@ -82,6 +82,7 @@ def test_worst_code_of_the_ranks_and_where_their_words_go(launch: Launch, tmp_pa
     assert session_of(launcher.pid) == [], "nothing is left behind"
 
 
+@pytest.mark.full
 def test_a_launcher_that_must_not_fork_starts_its_ranks_anew(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

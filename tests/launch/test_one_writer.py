@@ -28,6 +28,8 @@ from launch import train
 from tests.distributed import cases
 from tests.forks import ROOT, Launched
 
+pytestmark = pytest.mark.full
+
 ENDLESS = ("train.num_steps=100000", "optim.schedule=constant")
 IN_USE = r"harness: run\.name: {run} is in use by pid {pid} on \S+, held for \d+ s, last heartbeat \d+ s ago; [^\n]*\n"
 

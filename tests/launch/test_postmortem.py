@@ -17,6 +17,7 @@ def test_one_incident_is_printed_and_written(tmp_path: Path, capsys: pytest.Capt
     assert "- Why: long-tail token (0.85)" in shown
 
 
+@pytest.mark.full
 def test_several_are_listed_each_with_its_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = [*stories.duplicated(), stories.ended(last=20, onset=20, kinds=["loss_spike"])]
     run = stories.write(tmp_path / "run", log)

@@ -114,6 +114,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", WRITERS)
 def test_a_command_that_writes_a_page_writes_nothing_else(run: RunDir, command: str) -> None:
     words, written = WRITERS[command]
@@ -130,6 +131,7 @@ def replayed(run: RunDir, output: Path) -> tuple[int, str]:
         return process.wait(timeout=120), process.stderr
 
 
+@pytest.mark.full
 def test_a_replay_writes_its_result_and_nothing_else(whole: RunDir, tmp_path: Path) -> None:
     shutil.copytree(catalog.saved(whole.checkpoints)[0].path, whole.checkpoints / ".step-00000050-gen-0.part")
     before = tree(whole.path)
@@ -141,6 +143,7 @@ def test_a_replay_writes_its_result_and_nothing_else(whole: RunDir, tmp_path: Pa
     assert before.items() - {("incidents", before.get("incidents"))} <= after.items()
 
 
+@pytest.mark.full
 def test_a_replay_from_a_damaged_checkpoint_is_refused_and_changes_nothing(run: RunDir, tmp_path: Path) -> None:
     before = tree(run.path)
     code, complaint = replayed(run, tmp_path / "output")

@@ -74,6 +74,7 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 
+@pytest.mark.full
 def test_a_run_that_moves_is_left_alone(scene: Scene) -> None:
     assert scene.after(500, moving=(0, 1)) is None
 
@@ -119,6 +120,7 @@ def test_ranks_that_write_rarely_are_given_the_time_to_write(scene: Scene, num_r
     assert watched.is_hung(config()), "a rank that hangs is found all the same"
 
 
+@pytest.mark.full
 def test_a_rank_that_has_ended_is_not_hung(scene: Scene) -> None:
     scene.ranks = [replace(beat, phase=Phase.end, exit_code=0) for beat in scene.ranks]
     assert scene.after(1000) is None

@@ -25,6 +25,8 @@ from launch.crew import Room, rooms
 from launch.jobs import Composed, Need
 from tests.launch.test_cli import ROOT, TINY, harness
 
+pytestmark = pytest.mark.full
+
 PATIENCE_S = 240.0
 GPUS = [str(number) for number in range(8)]
 

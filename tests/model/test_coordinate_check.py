@@ -21,6 +21,8 @@ from harness.model.mup import parameter_table, role_of
 from harness.model.transformer import Transformer
 from harness.precision import linear
 
+pytestmark = pytest.mark.full
+
 MakeConfig = Callable[..., ModelConfig]
 WIDTHS = (64, 128, 256, 512, 1024)
 SEQUENCE_LENGTH = 16

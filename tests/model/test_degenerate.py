@@ -106,6 +106,7 @@ def test_huge_logits_of_the_whole_model(make_config: MakeConfig, options: dict[s
     step(model, tokens, tokens)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("attention", list(AttentionKind))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fully_masked_row(make_config: MakeConfig, attention: AttentionKind, dtype: torch.dtype) -> None:

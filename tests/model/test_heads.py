@@ -81,6 +81,7 @@ def gradients(block: Block, cfg: ModelConfig) -> tuple[Tensor, ...]:
     return (*made, *torch.autograd.grad(made, (*given, *block.parameters()), slopes))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler gives two
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which the compiler looks at, of any tensor
 @pytest.mark.usefixtures("joined")
@@ -99,6 +100,7 @@ def test_a_compiled_block_joins_its_heads(make_config: MakeConfig, kind: str, nu
     assert names.count("harness::project_rotated_backward") == 1
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize("changes", [{"qk_norm": True}, {"dim": 24, "num_heads": 4}], ids=str)
 def test_other_heads_go_by_themselves(make_config: MakeConfig, changes: dict[str, int]) -> None:

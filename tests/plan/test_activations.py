@@ -90,6 +90,7 @@ def test_every_byte_that_autograd_keeps(words: list[str]) -> None:
     assert kept == kept_bytes(cfg, maps_of(cfg, 0)) * NUM_ROWS * cfg.train.sequence_length
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler gives two
 def test_a_compiled_block_in_fp8_keeps_as_much_with_selective_checkpointing() -> None:
     cfg = load([*IN_FP8, "parallel.compile=true", "parallel.activation_checkpointing=selective"])
@@ -102,6 +103,7 @@ def test_a_compiled_block_in_fp8_keeps_as_much_with_selective_checkpointing() ->
     assert kept_bytes(without, maps) - kept_bytes(cfg, maps) == 2 * 4, "but for two statistics of norms"
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which the compiler looks at, of any tensor
 @pytest.mark.parametrize("precision", ["bf16", "fp8_emulated"])
@@ -116,6 +118,7 @@ def test_a_compiled_block_that_is_computed_again_keeps_its_input_alone(precision
     assert 1 <= kept / (NUM_ROWS * cfg.train.sequence_length * wide) < 1.2, "and a table or two"
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("kind", list(ActivationCheckpointing))

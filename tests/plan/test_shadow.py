@@ -14,6 +14,8 @@ from harness.config import Config, PrecisionKind
 from harness.plan.memory import WORKSPACE_BYTES, memory
 from harness.plan.traffic import CollectiveKind, collectives
 
+pytestmark = pytest.mark.full
+
 FEW_TOKENS = ["parallel.compile=false", "train.micro_batch_size=1", "train.sequence_length=64", "precision=bf16"]
 IN_FP8 = ["parallel.compile=false", "train.micro_batch_size=2", "train.sequence_length=2048", "precision=fp8_emulated"]
 CASES: dict[str, tuple[int, list[str]]] = {

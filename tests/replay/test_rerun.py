@@ -75,6 +75,7 @@ def victim(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return RunDir(directory / "victim")
 
 
+@pytest.mark.full
 def test_what_struck_once_is_transient_and_the_way_there_is_the_logs_bit_for_bit(ranks: Pool, victim: RunDir) -> None:
     before = victim.events.read_bytes(), victim.ledger.read_bytes(), sorted(victim.checkpoints.iterdir())
     found = replayed(ranks, victim, samples=True)
@@ -103,6 +104,7 @@ def drilled(directory: str) -> int:
     return worker.run_worker(load([*TINY, *RUN, f"run.dir={directory}", "run.name=poisoned"]))
 
 
+@pytest.mark.full
 def test_bad_data_is_bad_again_and_on_an_older_state_too(ranks: Pool, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "poisoned")
     run.path.mkdir()

@@ -34,6 +34,7 @@ def shifted(cfg: Config, factor: float, noise: float, *, lasting: bool) -> Plant
     return plant
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_planned", [False, True], ids=["unplanned", "planned"])
 @pytest.mark.parametrize("lasting", [True, False], ids=["lasting", "returning"])
 @pytest.mark.parametrize("noise", [0.003, 0.01, 0.03])

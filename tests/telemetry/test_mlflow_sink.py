@@ -53,6 +53,7 @@ def history(client: Any, run: Any, name: str) -> list[tuple[int, float, int]]:
     return [(row.step, row.value, row.timestamp) for row in client.get_metric_history(run.info.run_id, name)]
 
 
+@pytest.mark.full
 def test_a_whole_run(make_run: MakeRun, make_step: MakeStep, started: RunStarted, ended: RunEnded) -> None:
     run, cfg = make_run("whole", experiment="tests")
     run.picture.write_bytes(b"png")
@@ -236,6 +237,7 @@ def test_a_store_that_takes_half_a_batch_loses_nothing(
     assert max(calls) == 1000
 
 
+@pytest.mark.full
 def test_runs_that_start_at_once_share_one_fresh_database(
     ready_store: Path, make_run: MakeRun, make_step: MakeStep, ended: RunEnded
 ) -> None:

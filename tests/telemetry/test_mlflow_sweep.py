@@ -119,6 +119,7 @@ def test_a_run_beside_a_sweep_is_none_of_its_jobs(
     assert {name: PARENT_TAG in run.data.tags for name, run in seen(directory).items()} == {"stranger": False}
 
 
+@pytest.mark.full
 def test_a_silent_server_costs_a_line_and_no_more(
     sweep: tuple[Path, dict[str, RunDir]], capfd: pytest.CaptureFixture[str]
 ) -> None:

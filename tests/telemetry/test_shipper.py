@@ -30,7 +30,11 @@ MakeRun = Callable[..., tuple[RunDir, Config]]
 MakeStep = Callable[..., StepRecord]
 
 # MLflow's own use of its libraries is not ours to mend.
-pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("ready_store")]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("ready_store"),
+]
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
