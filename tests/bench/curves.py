@@ -1,33 +1,30 @@
-"""How good the detectors are: real training logs with labels, our rules beside published ones.
+"""How good the detectors are: public training logs, our rules beside those of other trainers.
 
-    python -m tests.bench.curves [--curves DIR] [--perturb] [--each]
+    python -m tests.bench.curves --clones DIR [--each] [--perturb]
 
-Reads public logs that are not part of this repository: `../shared/curves` beside the checkout, or DIR. Labels name
-loss spikes (onset, end) and the class of a run. A spike counts as found when an alarm falls between ten rows before its
-onset and ten rows after its end; rows farther than that (fifty after the end) from any spike are clean. Alarms closer
-than twelve rows are one. Published rules are written again from their descriptions:
-- OLMo-core: six standard deviations above the mean of the last 128, loss or gradient norm, from 64 values on.
-- llm.c: z-score of seven within a window of 128 that holds the value itself.
-- llm-foundry: twice the mean of the last 100, five times in a row.
-- Megatron-LM: ten times the largest of the first 100.
-- ZClip: gradient norm 2.5 standard deviations above its exponential mean; a clip counts as an alarm.
+DIR holds git clones as `owner/name`; `tests.bench.training_logs` names repositories, commits and paths. Events come
+from `tests.bench.loss_events`, one rule for every log; peers' rules from `tests.bench.peer_detectors`. Three tables:
+- tuning logs: thresholds of `conf/sentinel` were chosen on them, so our row is fitted to them;
+- held-out logs: no threshold was chosen on them;
+- planted events: held-out logs without an event of their own, with a spike of stated height and shape, or NaN.
+
+An event is found when an alarm falls between ten rows before its onset and ten rows after its end; the delay is from
+its onset to the first such alarm, in steps. An alarm more than ten rows before an event, or more than fifty rows after
+it, is false unless it is on an outlier. Alarms at most twelve rows apart are one. A row of a log is a step for every
+rule, also where rows are five steps apart.
 """
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import statistics
 from argparse import ArgumentParser
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
+
+import numpy as np
 
 from harness.config import DetectConfig
 from harness.events import FindingKind
@@ -35,190 +32,167 @@ from harness.sentinel.baseline import FLOATS, advance, begin, beyond, gate_bound
 from harness.sentinel.detectors import Detectors
 from harness.sentinel.foreign import empty_record
 from launch.judge import detect_config
+from tests.bench.loss_events import Labels, centred_median, label
+from tests.bench.peer_detectors import PEERS, MissingGradNormsError, Rule
+from tests.bench.training_logs import HELD_OUT, TUNING, TrainingLog, load_logs
 
-CURVES = Path(__file__).resolve().parents[3] / "shared" / "curves"
-GROUPS = {"noisy-benign": "single rank", "datashift": "data shift", "nan": "nan"}
-"""Class of a run -> where its false alarms are counted."""
-BEFORE_ROWS, AFTER_ROWS, CLEAN_AFTER_ROWS, SAME_ROWS, LEAST_ROWS = 10, 10, 50, 12, 100
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    name: str
-    steps: tuple[int, ...]
-    losses: tuple[float, ...]
-    grad_norms: tuple[float, ...]
-    """Empty where the log has none."""
-    spikes: tuple[tuple[int, int], ...]
-    """Onset and end, in steps."""
-    kind: str
+BEFORE_ROWS, AFTER_ROWS, CLEAN_AFTER_ROWS, SAME_ROWS, OUTLIER_ROWS = 10, 10, 50, 12, 2
+PLANT_EVERY, PLANT_ROWS, PLANT_SEED = 1000, 6000, 0
+WATCHED = "ours, and what is only watched"
+NORM_GAIN = 20.0
+"""A loss that is 10 % higher is planted with a gradient norm that is three times as high."""
 
 
 @dataclass(slots=True)
 class Score:
-    spikes: int = 0
-    latencies: list[int] = field(default_factory=list)
-    """Steps from onset to alarm, of the spikes that were found."""
-    false_alarms: Counter[str] = field(default_factory=Counter)
-    clean_rows: Counter[str] = field(default_factory=Counter)
+    num_logs: int = 0
+    num_events: int = 0
+    delays: list[int] = field(default_factory=list)
+    """Steps from onset to alarm, of the events that were found."""
+    num_on_outliers: int = 0
+    num_false: int = 0
+    num_clean_rows: int = 0
 
 
-Rule = Callable[[Curve], Iterator[int]]
-"""Places of the rows that raise an alarm."""
+@dataclass(frozen=True, slots=True)
+class LabelledLog:
+    log: TrainingLog
+    labels: Labels
 
 
-def load(folder: Path) -> list[Curve]:
-    """All labelled logs that are long enough to learn from."""
-    labels = json.loads((folder / "labels.json").read_text())
-    return [curve for name, label in labels.items() if len((curve := read(folder, name, label)).steps) >= LEAST_ROWS]
-
-
-def read(folder: Path, name: str, label: dict[str, Any]) -> Curve:
-    with (folder / f"{name}.csv").open() as lines:
-        rows = list(csv.DictReader(lines))
-    spikes = tuple((spike["onset"], spike.get("end", spike["onset"])) for spike in label.get("loss_spikes", []))
-    return Curve(
-        name,
-        tuple(int(float(row["step"])) for row in rows),
-        tuple(float(row["loss"]) for row in rows),
-        tuple(float(row["grad_norm"]) for row in rows) if "grad_norm" in rows[0] else (),
-        spikes,
-        GROUPS.get(label["class"], "clean"),
-    )
-
-
-def ours(curve: Curve, cfg: DetectConfig) -> Iterator[int]:
+def findings(log: TrainingLog, cfg: DetectConfig, *, watched: bool) -> Iterator[int]:
+    """Rows with a finding; `watched`: also those of the gradient norm alone, which the policy only watches."""
     record, detectors = empty_record(), Detectors(cfg)
-    for place, (step, loss) in enumerate(zip(curve.steps, curve.losses, strict=True)):
+    for row, (step, loss) in enumerate(zip(log.steps, log.losses, strict=True)):
         record.step = record.iteration = step
-        record.loss, record.grad_norm = loss, curve.grad_norms[place] if curve.grad_norms else 0.0
-        if any(finding.kind is not FindingKind.grad_spike for finding in detectors.observe(record)):
-            yield place
+        record.loss, record.grad_norm = loss, log.grad_norms[row] if log.grad_norms else 0.0
+        if any(watched or finding.kind is not FindingKind.grad_spike for finding in detectors.observe(record)):
+            yield row
 
 
-def gate(curve: Curve, cfg: DetectConfig) -> Iterator[int]:
-    """Rows whose update the gate would refuse; what it refuses it does not learn from."""
+def gate(log: TrainingLog, cfg: DetectConfig) -> Iterator[int]:
+    """Rows whose update the gate rejects; rejected values do not enter its baseline."""
     loss_state, grad_state = begin(), begin()
-    for place, loss in enumerate(curve.losses):
-        grad_norm = curve.grad_norms[place] if curve.grad_norms else 1.0
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        refused = not finite or beyond(loss, grad_norm, gate_bounds(loss_state, grad_state, cfg, FLOATS))
-        loss_state = advance(loss_state, loss, not refused, cfg, FLOATS)
-        grad_state = advance(grad_state, grad_norm, not refused, cfg, FLOATS)
-        if refused:
-            yield place
+    for row, loss in enumerate(log.losses):
+        grad_norm = log.grad_norms[row] if log.grad_norms else 1.0
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        rejected = not is_finite or beyond(loss, grad_norm, gate_bounds(loss_state, grad_state, cfg, FLOATS))
+        loss_state = advance(loss_state, loss, not rejected, cfg, FLOATS)
+        grad_state = advance(grad_state, grad_norm, not rejected, cfg, FLOATS)
+        if rejected:
+            yield row
 
 
-def olmo(curve: Curve) -> Iterator[int]:
-    losses: deque[float] = deque(maxlen=128)
-    norms: deque[float] = deque(maxlen=128)
-    for place, loss in enumerate(curve.losses):
-        pairs = [(losses, loss)] + ([(norms, curve.grad_norms[place])] if curve.grad_norms else [])
-        if any(len(past) >= 64 and value > _mean(past) + 6 * _deviation(past) for past, value in pairs):
-            yield place
-        for past, value in pairs:
-            past.append(value)
+def our_rules(cfg: DetectConfig) -> dict[str, Rule]:
+    return {
+        "ours": lambda log: findings(log, cfg, watched=False),
+        WATCHED: lambda log: findings(log, cfg, watched=True),
+        "our gate alone": lambda log: gate(log, cfg),
+    }
 
 
-def llmc(curve: Curve) -> Iterator[int]:
-    losses: deque[float] = deque(maxlen=128)
-    for place, loss in enumerate(curve.losses):
-        losses.append(loss)
-        if len(losses) == 128 and loss - _mean(losses) > 7 * _deviation(losses) > 0:
-            yield place
-
-
-def foundry(curve: Curve) -> Iterator[int]:
-    past: deque[float] = deque(maxlen=100)
-    in_row = 0
-    for place, loss in enumerate(curve.losses):
-        in_row = in_row + 1 if len(past) == 100 and loss > 2 * _mean(past) else 0
-        past.append(loss)
-        if in_row >= 5:
-            yield place
-
-
-def megatron(curve: Curve) -> Iterator[int]:
-    limit = 10 * max(curve.losses[:100])
-    yield from (place for place, loss in enumerate(curve.losses) if place >= 100 and loss > limit)
-
-
-def zclip(curve: Curve) -> Iterator[int]:
-    mean = variance = 0.0
-    for place, norm in enumerate(curve.grad_norms):
-        if place < 25:
-            mean += (norm - mean) / (place + 1)
-            variance += ((norm - mean) ** 2 - variance) / (place + 1)
-            continue
-        z = (norm - mean) / (math.sqrt(variance) + 1e-6)
-        if z > 2.5:
-            yield place
-            norm = mean + 2.5 * 2.5 / z * math.sqrt(variance)
-        mean, variance = 0.97 * mean + 0.03 * norm, 0.97 * variance + 0.03 * (norm - mean) ** 2
-
-
-def _mean(values: Sequence[float] | deque[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _deviation(values: Sequence[float] | deque[float]) -> float:
-    mean = _mean(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
-
-
-def score(curves: Sequence[Curve], rule: Rule, *, each: bool = False) -> Score:
+def score(logs: Sequence[LabelledLog], rule: Rule, *, report: Callable[[str], None] | None = None) -> Score:
+    """A rule on all logs that it can run on."""
     total = Score()
-    for curve in curves:
-        steps = [curve.steps[place] for place in alarms(rule(curve))]
-        interval = statistics.median(later - earlier for earlier, later in pairwise(curve.steps))
-        before, after, clean_after = (rows * interval for rows in (BEFORE_ROWS, AFTER_ROWS, CLEAN_AFTER_ROWS))
-        first = [next((at for at in steps if onset - before <= at <= end + after), None) for onset, end in curve.spikes]
-        total.spikes += len(first)
-        total.latencies += [at - onset for at, (onset, _) in zip(first, curve.spikes, strict=True) if at is not None]
-        clean = {
-            step
-            for step in curve.steps
-            if not any(onset - before <= step <= end + clean_after for onset, end in curve.spikes)
-        }
-        false = [at for at in steps if at in clean]
-        total.false_alarms[curve.kind] += len(false)
-        total.clean_rows[curve.kind] += len(clean)
-        if each:
-            print(f"  {curve.name}: found {first} of {[onset for onset, _ in curve.spikes]}, false {false}")
+    for labelled in logs:
+        log, labels = labelled.log, labelled.labels
+        try:
+            alarms = list(rule(log))
+        except MissingGradNormsError:
+            continue
+        first = [first_within(alarms, onset - BEFORE_ROWS, end + AFTER_ROWS) for onset, end in labels.events]
+        false, on_outliers = split_alarms(episodes(alarms), labels, len(log.losses))
+        total.num_logs += 1
+        total.num_events += len(first)
+        found = zip(first, labels.events, strict=True)
+        total.delays += [log.steps[row] - log.steps[onset] for row, (onset, _) in found if row is not None]
+        total.num_false += len(false)
+        total.num_on_outliers += on_outliers
+        total.num_clean_rows += int(clean_rows(labels, len(log.losses)).sum())
+        if report is not None and (first or false):
+            hits = [None if row is None else log.steps[row] for row in first]
+            onsets = [log.steps[onset] for onset, _ in labels.events]
+            report(f"    {log.name}: events {onsets}, alarms {hits}, false {[log.steps[row] for row in false]}")
     return total
 
 
-def alarms(places: Iterator[int]) -> list[int]:
-    """First rows of episodes."""
-    out: list[int] = []
-    last = -SAME_ROWS - 1
-    for place in places:
-        if place - last > SAME_ROWS:
-            out.append(place)
-        last = place
-    return out
+def first_within(rows: Sequence[int], first: int, last: int) -> int | None:
+    return next((row for row in rows if first <= row <= last), None)
 
 
-def perturbed(curve: Curve, how: str) -> Curve:
-    """The same log, otherwise noisy, logged or begun."""
-    random = Random(curve.name)
-    levels = smooth(curve.losses)
+def episodes(rows: Sequence[int]) -> list[int]:
+    """First rows of alarms; rows close to the one before belong to the same alarm."""
+    return [row for row, before in zip(rows, [-math.inf, *rows], strict=False) if row - before > SAME_ROWS]
+
+
+def clean_rows(labels: Labels, num: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Rows on which an alarm is false, unless they are outliers."""
+    is_clean = np.full(num, True)
+    for onset, end in (*labels.events, *labels.startup):
+        is_clean[max(0, onset - BEFORE_ROWS) : end + CLEAN_AFTER_ROWS + 1] = False
+    return is_clean
+
+
+def split_alarms(alarms: Sequence[int], labels: Labels, num: int) -> tuple[list[int], int]:
+    """Alarms on clean rows, and how many were raised on an outlier or up to two rows after it."""
+    is_clean = clean_rows(labels, num)
+    near = {row + later for row in labels.outliers for later in range(OUTLIER_ROWS + 1)}
+    on_clean = [row for row in alarms if is_clean[row]]
+    false = [row for row in on_clean if row not in near]
+    return false, len(on_clean) - len(false)
+
+
+def plant(log: TrainingLog, height: float, *, ramp_rows: int, decay_rows: int) -> LabelledLog:
+    """A log with spikes: the loss rises to `height` above its own in `ramp_rows` and falls back exponentially.
+
+    Gradient norms, where there are any, rise by `NORM_GAIN` times as much. Spikes are a thousand rows apart, each
+    shifted by up to 250 rows by a seed; the first is at least 500 rows from the start. A height of NaN makes every row
+    NaN from the first onset on.
+    """
+    random = Random(f"{PLANT_SEED} {log.name}")
+    losses, norms = list(log.losses), list(log.grad_norms)
+    events = []
+    starts = range(PLANT_EVERY - 250, len(losses) - PLANT_EVERY // 2, PLANT_EVERY)
+    for onset in (start + random.randint(-250, 250) for start in starts):
+        if math.isnan(height):
+            losses[onset:] = [math.nan] * (len(losses) - onset)
+            norms[onset:] = [math.nan] * (len(norms) - onset)
+            events.append((onset, len(losses) - 1))
+            break
+        num_rows = ramp_rows + 3 * decay_rows
+        for later in range(num_rows):
+            shape = min(1.0, (later + 1) / ramp_rows) * math.exp(-max(0, later + 1 - ramp_rows) / decay_rows)
+            losses[onset + later] *= 1 + height * shape
+            if norms:
+                norms[onset + later] *= 1 + NORM_GAIN * height * shape
+        events.append((onset, onset + num_rows - 1))
+    planted = replace(log, losses=tuple(losses), grad_norms=tuple(norms))
+    return LabelledLog(planted, Labels(tuple(events), (), ()))
+
+
+SHAPES = {"sudden": {"ramp_rows": 1, "decay_rows": 20}, "slow": {"ramp_rows": 12, "decay_rows": 30}}
+HEIGHTS = (0.05, 0.1, 0.2, 0.5)
+
+
+def perturbed(log: TrainingLog, how: str) -> TrainingLog:
+    """The same log with other noise, other intervals or another start."""
+    random = Random(log.name)
     match how.split():
         case ["noise", factor]:
-            scaled = zip(curve.losses, levels, strict=True)
-            return replace(curve, losses=tuple(level * (loss / level) ** float(factor) for loss, level in scaled))
+            levels = np.exp(centred_median(np.log(log.losses), 15))
+            scaled = levels * (np.asarray(log.losses) / levels) ** float(factor)
+            return replace(log, losses=tuple(scaled.tolist()))
         case ["extra", sigma]:
-            return replace(curve, losses=tuple(loss * math.exp(random.gauss(0, float(sigma))) for loss in curve.losses))
+            return replace(log, losses=tuple(loss * math.exp(random.gauss(0, float(sigma))) for loss in log.losses))
         case ["every", num]:
-            return _picked(curve, slice(0, None, int(num)))
+            return pick_rows(log, slice(0, None, int(num)))
         case ["cut", num]:
-            kept = _picked(curve, slice(int(num) if len(curve.steps) > 1000 else 0, None))
-            return replace(kept, spikes=tuple(spike for spike in kept.spikes if spike[0] > kept.steps[20]))
+            return pick_rows(log, slice(int(num) if len(log.steps) > 1000 else 0, None))
         case ["drift", slope]:
-            grown = enumerate(curve.losses)
-            return replace(curve, losses=tuple(loss * math.exp(float(slope) * place) for place, loss in grown))
+            grown = enumerate(log.losses)
+            return replace(log, losses=tuple(loss * math.exp(float(slope) * row) for row, loss in grown))
         case _:
-            return curve
+            return log
 
 
 PERTURBATIONS = (
@@ -227,55 +201,89 @@ PERTURBATIONS = (
 )
 
 
-@cache
-def smooth(losses: tuple[float, ...]) -> tuple[float, ...]:
-    """Running median over 31 rows."""
-    return tuple(statistics.median(losses[max(0, place - 15) : place + 16]) for place in range(len(losses)))
+def pick_rows(log: TrainingLog, rows: slice) -> TrainingLog:
+    return replace(log, steps=log.steps[rows], losses=log.losses[rows], grad_norms=log.grad_norms[rows])
 
 
-def _picked(curve: Curve, rows: slice) -> Curve:
-    return replace(curve, steps=curve.steps[rows], losses=curve.losses[rows], grad_norms=curve.grad_norms[rows])
+def render_row(name: str, total: Score) -> str:
+    delay = f"{statistics.median(total.delays):g}" if total.delays else "-"
+    rate = f"{1e5 * total.num_false / total.num_clean_rows:.1f}" if total.num_clean_rows else "-"
+    found = f"{len(total.delays)} / {total.num_events}" if total.num_logs else "n/a"
+    cells = (name, str(total.num_logs), found, delay, f"{total.num_false} ({rate})", str(total.num_on_outliers))
+    return f"| {' | '.join(cells)} |"
 
 
-def line(name: str, total: Score) -> str:
-    kinds = ("clean", "single rank", "data shift")
-    rates = [f"{1e4 * total.false_alarms[kind] / max(1, total.clean_rows[kind]):.2f}" for kind in kinds]
-    latency = f"{statistics.median(total.latencies):.1f}" if total.latencies else "-"
-    nan = "yes" if total.false_alarms["nan"] else "no"
-    return HEAD.format(name, f"{len(total.latencies)} / {total.spikes}", latency, *rates, nan)
+HEAD = """\
+| rule | logs | events found | median delay, steps | false alarms (per 100,000 rows) | alarms on outliers |
+|---|---:|---:|---:|---:|---:|"""
 
 
-HEAD = "{:16s} {:>9s} {:>8s} {:>8s} {:>12s} {:>11s} {:>5s}"
+def print_table(title: str, logs: Sequence[LabelledLog], rules: dict[str, Rule], *, each: bool) -> None:
+    num_rows = sum(len(labelled.log.losses) for labelled in logs)
+    num_events = sum(len(labelled.labels.events) for labelled in logs)
+    with_norms = [labelled for labelled in logs if labelled.log.grad_norms]
+    num_with_norms = sum(len(labelled.labels.events) for labelled in with_norms)
+    num_outliers = sum(len(labelled.labels.outliers) for labelled in logs)
+    print(f"\n{title}: {len(logs)} logs, {num_rows:,} rows, {num_events} events, {num_outliers} outliers;")
+    print(f"{len(with_norms)} of the logs, with {num_with_norms} of the events, have gradient norms\n\n{HEAD}")
+    for name, rule in rules.items():
+        print(render_row(name, score(logs, rule, report=print if each else None)))
+
+
+def print_plants(logs: Sequence[LabelledLog], rules: dict[str, Rule]) -> None:
+    clean = [pick_rows(labelled.log, slice(0, PLANT_ROWS)) for labelled in logs if not labelled.labels.events]
+    for title, chosen in (
+        ("with gradient norms", [log for log in clean if log.grad_norms]),
+        ("without gradient norms", [log for log in clean if not log.grad_norms]),
+    ):
+        planted = {
+            **{
+                f"{shape} {height:.0%}": [plant(log, height, **rows) for log in chosen]
+                for shape, rows in SHAPES.items()
+                for height in HEIGHTS
+            },
+            "NaN for good": [plant(log, math.nan, ramp_rows=1, decay_rows=1) for log in chosen],
+        }
+        numbers = [sum(len(labelled.labels.events) for labelled in of) for of in planted.values()]
+        print(f"\nPlanted on held-out logs {title}: {len(chosen)} logs; found, and median delay in rows\n")
+        heads = [f"{name} ({num})" for name, num in zip(planted, numbers, strict=True)]
+        print(f"| rule | {' | '.join(heads)} |\n|---{'|---:' * len(heads)}|")
+        for name, rule in rules.items():
+            cells = [render_plant(score(of, rule)) for of in planted.values()]
+            print(f"| {name} | {' | '.join(cells)} |")
+
+
+def render_plant(total: Score) -> str:
+    if not total.num_logs:
+        return "n/a"
+    return f"{len(total.delays)}, {statistics.median(total.delays):g}" if total.delays else "0"
 
 
 def main() -> None:
     parser = ArgumentParser()
-    parser.add_argument("--curves", type=Path, default=CURVES)
-    parser.add_argument("--perturb", action="store_true", help="our rule on noisier, sparser, shorter logs")
-    parser.add_argument("--each", action="store_true", help="every log by itself")
-    words = parser.parse_args()
-    if not (words.curves / "labels.json").is_file():
-        print(f"no curves: {words.curves} does not exist; nothing measured")
-        return
-    curves, cfg = load(words.curves), detect_config([])
-    print("alarms in 10,000 clean rows of: all batches | one rank's loss | data that shifts; latency in steps")
-    print(HEAD.format("rule", "spikes", "latency", "clean", "single rank", "data shift", "NaN"))
-    rules: dict[str, Rule] = {
-        "ours": lambda curve: ours(curve, cfg),
-        "our gate": lambda curve: gate(curve, cfg),
-        "OLMo-core": olmo,
-        "OLMo-core, loss": lambda curve: olmo(replace(curve, grad_norms=())),
-        "llm.c": llmc,
-        "llm-foundry": foundry,
-        "Megatron-LM": megatron,
-        "ZClip": zclip,
+    parser.add_argument("--clones", type=Path, required=True, metavar="DIR", help="git clones, as DIR/owner/name")
+    parser.add_argument("--perturb", action="store_true", help="our rule on noisier, sparser, shorter tuning logs")
+    parser.add_argument("--each", action="store_true", help="also every log by itself")
+    arguments = parser.parse_args()
+    tables = {
+        title: [LabelledLog(log, label(log.losses, log.grad_norms)) for log in load_logs(sources, arguments.clones)]
+        for title, sources in (("Tuning logs", TUNING), ("Held-out logs", HELD_OUT))
     }
-    for name, rule in rules.items():
-        print(line(name, score(curves, rule, each=words.each and name == "ours")))
-    if words.perturb:
+    ours = our_rules(detect_config([]))
+    rules = {**ours, **PEERS}
+    for title, logs in tables.items():
+        print_table(title, logs, rules, each=arguments.each)
+    print_plants(tables["Held-out logs"], {name: rule for name, rule in rules.items() if name != WATCHED})
+    if arguments.perturb:
+        finite = [labelled.log for labelled in tables["Tuning logs"] if np.isfinite(labelled.log.losses).all()]
+        print(f"\nOurs on changed tuning logs\n\n{HEAD}")
         for how in PERTURBATIONS:
-            finite = [perturbed(curve, how) for curve in curves if curve.kind != "nan"]
-            print(line(how, score(finite, rules["ours"])))
+            changed = [perturbed(log, how) for log in finite]
+            print(
+                render_row(
+                    how, score([LabelledLog(log, label(log.losses, log.grad_norms)) for log in changed], ours["ours"])
+                )
+            )
 
 
 if __name__ == "__main__":
