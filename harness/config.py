@@ -831,6 +831,8 @@ class ClusterConfig:
     """Dense bf16 rate of one device, the 100 % of MFU; null: known from the device's name, or no MFU."""
     memory_gb: float | None
     """Memory of one device, in GB (1e9 bytes); null: not known, and nothing is refused for it."""
+    memory_gb_s: float | None = None
+    """Bandwidth of that memory, in GB/s; null: in proportion to peak_tflops, as on an H200."""
     gpus_per_node: int | None
     """Devices of one machine; null: launch.nproc."""
     intra_node_gb_s: float | None
@@ -841,7 +843,7 @@ class ClusterConfig:
     """Any currency; null: costs are told in time alone."""
 
     def __post_init__(self) -> None:
-        names = ("peak_tflops", "memory_gb", "gpus_per_node", "intra_node_gb_s", "inter_node_gb_s")
+        names = ("peak_tflops", "memory_gb", "memory_gb_s", "gpus_per_node", "intra_node_gb_s", "inter_node_gb_s")
         for name in (*names, "price_per_gpu_hour"):
             value = getattr(self, name)
             require(value is None or value > 0, f"cluster.{name}", f"must be positive or null, got {value}")
