@@ -17,14 +17,14 @@ from harness.config import EXIT_BAD_CONFIG, EXIT_DONE, Config, ConfigError, requ
 from harness.plan.fit import refusal
 from harness.plan.plan import num_ranks, plan
 from harness.plan.render import as_dict, render, render_table
-from harness.plan.speed import COMPILED
 from launch.parser import Parser
 
 DESCRIPTION = """\
-Say what a run will take: parameters, FLOPs, memory of a device by part, traffic, time and price of a step, checkpoints
-on disk and in host memory, and what going back costs at this cadence. Nothing is started. The overrides are those of
-`harness train`; the number of ranks is launch.nodes times launch.nproc. Seconds need cluster.peak_tflops, waiting the
-rates of its links, and a refusal its memory_gb: cluster=h100 and cluster=h200 know all of them.
+Print what a run needs: parameters, FLOPs, memory of a device by part, communication, time and price of a step,
+checkpoints on disk and in host memory, and what a restore costs at this cadence. Nothing is started. The overrides are
+those of `harness train`; the number of ranks is launch.nodes times launch.nproc. Times need cluster.peak_tflops,
+waiting for communication needs the rates of the links, and a check of memory needs cluster.memory_gb: cluster=h100
+and cluster=h200 set all of them. A time that no measurement supports is marked as an estimate, with the reason.
 """
 EPILOG = """\
 for instance:
@@ -75,10 +75,8 @@ def parser() -> ArgumentParser:
         prog="harness plan", description=DESCRIPTION, epilog=EPILOG, formatter_class=RawDescriptionHelpFormatter
     )
     parser.add_argument("override", nargs="*", metavar="OVERRIDE", help="group=option or key=value")
-    reached = f"default: as measured, {100 * max(COMPILED.values()):g} %% where blocks are compiled and all is kept"
-    parser.add_argument(
-        "--mfu", metavar="SHARE", type=float, help=f"of its bf16 rate that one device reaches; {reached}"
-    )
+    mfu_help = "share of its bf16 rate that one device reaches, measured by you; default: from measured kernel rates"
+    parser.add_argument("--mfu", metavar="SHARE", type=float, help=mfu_help)
     parser.add_argument("--ranks", metavar="N,N,...", help="one row for each of several numbers of ranks")
     parser.add_argument("--json", action="store_true", help="all numbers, as one line of JSON")
     return parser

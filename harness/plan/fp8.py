@@ -1,13 +1,11 @@
-"""Which products of a run are taken in fp8, how many numbers are rounded for them, and what that saves of a step.
+"""Which GEMMs run in fp8, how many numbers are quantized for them, and the bytes that this moves.
 
-Why: memory and pace ask the same two things: which maps of which blocks, and how wide they are.
-How: maps are chosen as `harness.fp8.products` chooses them, and numbers rounded as `harness.fp8.operators` does it: an
-input once for all maps that read it, both ways; a gradient both ways; a weight one way in forward, both ways in
-backward, after a look for its largest number in the recipe `current`. Products gain what the fp8 rate is above the bf16
-rate. Rounding goes by the rate of memory, but for SwiGLU's product and its gradients: written in fp8 both ways they are
-as many bytes as in bf16, unless the recipe is `block`. With full checkpointing the forward pass is done twice, and all
-of it: what bf16 need not do again, the product of the last map, comes of the operator that rounds its input.
-Left out: the emulated engine, which is a rehearsal and slower than bf16; whether products are slower in blocks.
+Why: memory and step time ask the same two things: which projections of which blocks, and how wide they are.
+How: projections are chosen as in `harness.fp8.products`, and numbers are quantized as in `harness.fp8.operators`: an
+input once for all projections that read it, in both layouts; a gradient in both layouts; a weight in one layout in
+forward and in both in backward, after its amax was found in the recipe `current`. Full checkpointing quantizes inputs
+and weights twice.
+Left out: the emulated engine, which quantizes in plain torch.
 """
 
 from __future__ import annotations
@@ -23,17 +21,10 @@ BLOCK = 128
 SCALE_BYTES = 4
 WORKSPACE_BYTES = 32 * 2**20
 """Transformer Engine's own, for cuBLASLt."""
-RATE = 1979 / 989
-"""A Hopper's fp8 rate over its bf16 rate; datasheet."""
-REACHED_BF16, REACHED = 0.69, 0.655
-"""Share of the one rate and of the other that products reach; measured on one H200 at 1.26B parameters: 687 and 1,297
-TFLOP/s."""
-ROUNDING_BYTES_PER_S = 3.3e12
-"""What the kernel that rounds and transposes reads and writes; measured on one H200."""
 ONE_WAY_BYTES, BOTH_WAYS_BYTES = 3, 4
 """Read and written for one number of bf16."""
-LOOK_BYTES, EAGER_LOOK_BYTES = 2, 6
-"""To find the largest number of a weight; not compiled, absolute values are written and read besides."""
+AMAX_BYTES, EAGER_AMAX_BYTES = 2, 6
+"""To find the amax of a weight; not compiled, absolute values are written and read besides."""
 
 
 @final
@@ -102,27 +93,17 @@ def flops_share(cfg: Config) -> float:
     return 6 * weights / flops_per_token(cfg.model, cfg.train.sequence_length)
 
 
-def saved_s(cfg: Config, *, tokens: int, bf16_flops_per_s: float) -> float:
-    """What a micro-batch of so many tokens takes less than in bf16, on a device of that rate with an H200's memory."""
-    if cfg.precision.fp8.engine is Fp8Engine.emulated:
-        return 0.0
-    blocks = blocks_in_fp8(cfg)
-    return sum(_saved_s(cfg, maps_of(cfg, block), tokens, bf16_flops_per_s) for block in blocks)
+def quantized_bytes(cfg: Config, maps: Maps, tokens: int) -> int:
+    """What quantizing for one block reads and writes in a micro-batch of so many tokens.
 
-
-def _saved_s(cfg: Config, maps: Maps, tokens: int, bf16_flops_per_s: float) -> float:
-    """Of one block."""
-    numbers, num_again = numbers_of(cfg.model, maps), 0
-    not_again = 0
-    if cfg.parallel.activation_checkpointing is ActivationCheckpointing.full:
-        num_again, not_again = 1, cfg.model.dim * cfg.model.ffn_dim if maps.mlp else 0
-    num_products = (3 + num_again) * numbers.weights
-    plain_s = 2 * tokens * (num_products - not_again) / (REACHED_BF16 * bf16_flops_per_s)
-    fp8_s = 2 * tokens * num_products / (REACHED * RATE * bf16_flops_per_s)
+    SwiGLU's product and its gradients are not counted: their kernels write them in fp8 in both layouts, which is as
+    many bytes as in bf16. Recipe `block` quantizes them in a pass of its own.
+    """
+    numbers = numbers_of(cfg.model, maps)
+    num_forward = 2 if cfg.parallel.activation_checkpointing is ActivationCheckpointing.full else 1
     wide = cfg.model.ffn_dim if maps.mlp and cfg.precision.fp8.recipe is not Fp8Recipe.block else 0
-    of_tokens = tokens * ((1 + num_again) * (numbers.inputs - wide) + numbers.gradients - 2 * wide)
-    of_weights = (1 + num_again) * numbers.weights
-    rounding = BOTH_WAYS_BYTES * (of_tokens + numbers.weights) + ONE_WAY_BYTES * of_weights
-    look = LOOK_BYTES if cfg.parallel.compile else EAGER_LOOK_BYTES
-    looking = look * of_weights if cfg.precision.fp8.recipe is Fp8Recipe.current else 0
-    return plain_s - fp8_s - (rounding + looking) / ROUNDING_BYTES_PER_S
+    of_tokens = tokens * (num_forward * (numbers.inputs - wide) + numbers.gradients - 2 * wide)
+    of_weights = num_forward * numbers.weights
+    amax = AMAX_BYTES if cfg.parallel.compile else EAGER_AMAX_BYTES
+    amax_bytes = amax * of_weights if cfg.precision.fp8.recipe is Fp8Recipe.current else 0
+    return BOTH_WAYS_BYTES * (of_tokens + numbers.weights) + ONE_WAY_BYTES * of_weights + amax_bytes

@@ -14,10 +14,12 @@ from typing import final
 from harness.checkpoint.cadence import RollbackCost, num_buffers, rewind_cost, rollback_cost
 from harness.config import Config, LaunchKind, check_world, sharing
 from harness.model.size import flops_per_token, num_parameters
-from harness.plan.fp8 import RATE, blocks_in_fp8, flops_share
+from harness.plan.calibration import unmeasured
+from harness.plan.fp8 import blocks_in_fp8, flops_share
 from harness.plan.memory import Memory, checkpoint_bytes, memory
-from harness.plan.speed import Pace, default_mfu, pace
+from harness.plan.speed import Pace, pace
 from harness.plan.traffic import Collective, collectives, num_per_node
+from harness.plan.work import FP8_SPEEDUP
 
 HOUR_S = 3600
 
@@ -87,10 +89,14 @@ class Plan:
     memory_allowed_bytes: int | None
     """None: nobody said what a device has."""
     traffic: Traffic
-    mfu: float
-    """Share of its bf16 rate that a device alone reaches."""
+    mfu: float | None
+    """Share of its bf16 rate that a device reaches while it does not wait; None if that rate is not known."""
+    is_mfu_given: bool
+    """Whether the user gave it."""
     pace: Pace | None
-    """None where the rate of a device is not known."""
+    """None if the rate of a device is not known."""
+    unmeasured: list[str]
+    """Why the time of a step is an estimate without measurement; empty if it is not."""
     price: Price | None
     checkpoint_bytes: int
     """One checkpoint on disk."""
@@ -116,9 +122,8 @@ def num_ranks(cfg: Config) -> int:
 
 
 def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
-    """The numbers of a run on `world_size` ranks; `mfu` is what a device alone reaches, measured elsewhere if None."""
+    """The numbers of a run on `world_size` ranks; `mfu` replaces the planned kernel time of a device."""
     check_world(cfg, world_size)
-    mfu = default_mfu(cfg, world_size=world_size) if mfu is None else mfu
     token_flops = flops_per_token(cfg.model, cfg.train.sequence_length)
     tokens = cfg.train.batch_size * cfg.train.sequence_length
     held, moving = memory(cfg, world_size=world_size), pace(cfg, world_size=world_size, mfu=mfu)
@@ -151,8 +156,10 @@ def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
             sent_far_bytes=sum(call.num_calls * call.sent_far_bytes for call in calls),
             calls=calls,
         ),
-        mfu=mfu,
+        mfu=None if moving is None else moving.device_mfu,
+        is_mfu_given=mfu is not None,
         pace=moving,
+        unmeasured=unmeasured(cfg, world_size=world_size, is_mfu_given=mfu is not None),
         price=None if moving is None else _price(cfg, moving, rewind, rollback, world_size),
         checkpoint_bytes=checkpoint_bytes(cfg),
         ring_slots=ring.slots,
@@ -172,7 +179,7 @@ def _fp8(cfg: Config) -> Fp8 | None:
         engine=cfg.precision.fp8.engine,
         num_blocks=len(blocks),
         flops_share=flops_share(cfg),
-        peak_tflops=None if peak_tflops is None else RATE * peak_tflops,
+        peak_tflops=None if peak_tflops is None else FP8_SPEEDUP * peak_tflops,
     )
 
 

@@ -1,4 +1,4 @@
-"""A plan for people: one run in sections, or several numbers of ranks in a table; pure, data in and text out."""
+"""Renders a plan as text: one run in sections, or several numbers of ranks in a table."""
 
 from __future__ import annotations
 
@@ -8,31 +8,40 @@ from typing import Any
 
 from harness.checkpoint.cadence import RollbackCost
 from harness.config import Fp8Engine
-from harness.plan.fp8 import REACHED, ROUNDING_BYTES_PER_S
+from harness.plan.calibration import NUM_STEPS, TOLERANCE
 from harness.plan.memory import FRAGMENTED, OUTSIDE_BYTES
 from harness.plan.plan import Fp8, Plan
-from harness.plan.speed import COMPILED
 from harness.plan.traffic import LINK_EFFICIENCY, CollectiveKind
+from harness.plan.work import RATES
 
 WIDTH = 18
 MOMENTS = {
-    "loss": "at the loss",
+    "loss": "in the loss",
     "turn": "between forward and backward",
-    "backward": "in the backward pass",
-    "reduction": "where the last gradients are reduced",
-    "update": "at the update",
+    "backward": "in backward",
+    "reduction": "in the last gradient reduction",
+    "update": "in the optimizer step",
 }
 PARTS = {
     "weights": "fp32, this rank's shard",
-    "moments": "fp32, both of AdamW's",
-    "gradients": "fp32, shards",
-    "gathered": "whole weights of the blocks at work, of embedding and head",
-    "in_flight": "buffers of collectives, whole gradients on their way",
-    "activations": "kept for the backward pass, and passing",
-    "logits": "the loss of one chunk, the head's gradient",
-    "other": "batch, workspaces",
+    "moments": "fp32, both of AdamW's, this rank's shard",
+    "gradients": "fp32, this rank's shard",
+    "gathered": "unsharded weights of the blocks in use, of embedding and head",
+    "in_flight": "collective buffers and unsharded gradients",
+    "activations": "kept for backward, and temporary",
+    "logits": "one chunk of the loss, and the head's gradient",
+    "other": "batch and workspaces",
 }
-COLUMNS = ("ranks", "memory", "fits", "sent", "far", "work", "waits", "step", "MFU", "tokens/s")
+KERNELS = {
+    "gemm_s": "GEMM in blocks",
+    "attention_s": "attention",
+    "elementwise_s": "elementwise",
+    "quantize_s": "fp8 quantization",
+    "head_s": "head and loss",
+    "weights_s": "casts of weights",
+    "optimizer_s": "optimizer",
+}
+COLUMNS = ("ranks", "memory", "fits", "sent", "inter-node", "compute", "waiting", "step", "MFU", "tokens/s")
 
 
 def render(plan: Plan) -> str:
@@ -41,20 +50,21 @@ def render(plan: Plan) -> str:
     sections = {
         f"model {plan.model}": {
             "parameters": f"{plan.num_parameters:,}",
-            "a token": _si(plan.flops_per_token, "FLOP"),
-            "a step": f"{plan.tokens_per_step:,} tokens, {_si(plan.flops_per_step, 'FLOP')}",
+            "per token": _si(plan.flops_per_token, "FLOP"),
+            "per step": f"{plan.tokens_per_step:,} tokens, {_si(plan.flops_per_step, 'FLOP')}",
             **_padding(plan),
         },
-        f"device memory ({ranks}, {copies} of the model), fullest {MOMENTS[plan.memory.moment]}": _memory(plan),
-        "traffic of a rank in a step": _traffic(plan),
-        "pace": _pace(plan),
+        f"memory of a device ({ranks}, {copies} of the model), peak {MOMENTS[plan.memory.moment]}": _memory(plan),
+        "data sent by a rank in a step": _traffic(plan),
+        "compute of a device in a step": _compute(plan),
+        "time": _pace(plan),
         "price": _price(plan),
         "checkpoints": {"on disk": f"{_si(plan.checkpoint_bytes, 'B')} each", **_ring(plan)},
-        "going back loses at most": {
+        "a restore loses at most": {
             "rewind": "no snapshots are kept" if plan.rewind is None else _loss(plan.rewind, plan.step_time_s),
             "rollback": _loss(plan.rollback, plan.step_time_s),
         },
-        "assumed": _assumed(plan),
+        "assumptions": _assumed(plan),
     }
     return _text({title: rows for title, rows in sections.items() if rows})
 
@@ -64,8 +74,10 @@ def render_table(plans: Sequence[Plan]) -> str:
     rows = [COLUMNS, *(_row(plan) for plan in plans)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    notes = "memory of a rank in GB; sent by a rank in a step, and of it far to other machines, in GB"
-    return "\n".join([*lines, "", notes, *_assumed(plans[0]).values()]) + "\n"
+    notes = "memory: GB of a device; sent: GB that a rank sends in a step; inter-node: GB of it to other machines"
+    times = [f"time: {_basis(*plans)}"] if plans[0].pace is not None else []
+    assumed = [f"{name}: {value}" for name, value in _assumed(plans[0]).items()]
+    return "\n".join([*lines, "", notes, *times, *assumed]) + "\n"
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -93,19 +105,19 @@ def _padding(plan: Plan) -> dict[str, str]:
     if not plan.num_padding:
         return {}
     share = _percent(plan.num_padding / plan.num_sequences)
-    what = f"{plan.num_padding:,} of {plan.num_sequences:,} sequences ({share}): ranks share the batch unevenly"
+    what = f"{plan.num_padding:,} of {plan.num_sequences:,} sequences ({share}): ranks have uneven shares of the batch"
     return {"padding": what}
 
 
 def _memory(plan: Plan) -> dict[str, str]:
     parts = asdict(plan.memory.parts)
     rows = {name.replace("_", " "): f"{_gb(parts[name]):>7} GB  {what}" for name, what in PARTS.items()}
-    rows["outside"] = f"{_gb(plan.memory.outside_bytes):>7} GB  CUDA's context, NCCL, what torch cannot use again"
+    rows["outside"] = f"{_gb(plan.memory.outside_bytes):>7} GB  CUDA context, NCCL, fragmentation"
     allowed = plan.memory_allowed_bytes
     there = "" if allowed is None else f"  of {_gb(allowed)} GB (cluster.memory_gb)"
-    rows["together"] = f"{_gb(plan.memory.needed_bytes):>7} GB{there}"
+    rows["total"] = f"{_gb(plan.memory.needed_bytes):>7} GB{there}"
     if allowed is not None and plan.memory.needed_bytes > allowed:
-        rows["together"] += "; DOES NOT FIT"
+        rows["total"] += "; DOES NOT FIT"
     return rows
 
 
@@ -120,7 +132,7 @@ def _traffic(plan: Plan) -> dict[str, str]:
             group, num_calls = calls[0].group, sum(call.num_calls for call in calls)
             where = f"{group.num_ranks:,} ranks on {_counted(group.num_nodes, 'machine', 'machines')}"
             rows[kind.replace("_", "-")] = f"{_gb(sent):>7} GB  {num_calls:,} calls among {where}"
-    rows["between machines"] = f"{_gb(plan.traffic.sent_far_bytes):>7} GB  through the port of one device"
+    rows["inter-node"] = f"{_gb(plan.traffic.sent_far_bytes):>7} GB  of it, through the port of one device"
     return rows
 
 
@@ -128,24 +140,46 @@ def _pace(plan: Plan) -> dict[str, str]:
     pace = plan.pace
     if pace is None:
         return {}
-    links = "their rates are not known (cluster.intra_node_gb_s, cluster.inter_node_gb_s): nothing is waited for"
+    links = "rates of the links are not known (cluster.intra_node_gb_s, cluster.inter_node_gb_s): no waiting is planned"
     if pace.traffic_s is not None:
-        links = f"{_duration(pace.traffic_s)} of traffic, of which {_duration(pace.waiting_s)} are waited for"
-    rate = "rate" if plan.fp8 is None else "bf16 rate"
-    rows = {"work": f"{_duration(pace.work_s)} at {_percent(plan.mfu)} of the device's {rate}"}
+        links = f"{_duration(pace.traffic_s)}, of which {_duration(pace.waiting_s)} do not overlap with compute"
+    rows = {"compute": f"{_duration(pace.work_s)}, {_percent(pace.device_mfu)} of the device's bf16 rate"}
     if plan.traffic.calls:
-        rows["links"] = links
-    rows["a step"] = f"{_duration(pace.step_time_s)}, {pace.tokens_per_s:,.0f} tokens/s, {_percent(pace.mfu)} MFU"
-    rows["the run"] = f"{_duration(plan.num_steps * pace.step_time_s)} for {plan.num_steps:,} steps"
+        rows["communication"] = links
+    rows["step"] = f"{_duration(pace.step_time_s)}, {pace.tokens_per_s:,.0f} tokens/s, {_percent(pace.mfu)} MFU"
+    rows["run"] = f"{_duration(plan.num_steps * pace.step_time_s)} for {plan.num_steps:,} steps"
+    rows["basis"] = _basis(plan)
     return rows
+
+
+def _compute(plan: Plan) -> dict[str, str]:
+    """Every part that takes time; nothing if the user gave the MFU, which says nothing of parts."""
+    if plan.pace is None or plan.is_mfu_given:
+        return {}
+    parts, total_s = asdict(plan.pace.parts), plan.pace.work_s
+    return {
+        what: f"{_duration(parts[name]):>8}  {_percent(parts[name] / total_s):>6}"
+        for name, what in KERNELS.items()
+        if parts[name]
+    }
+
+
+def _basis(*plans: Plan) -> str:
+    """What the time of a step rests on; of several plans, whatever one of them lacks."""
+    reasons = dict.fromkeys(reason for plan in plans for reason in plan.unmeasured)
+    if reasons:
+        return f"estimate without measurement: {'; '.join(reasons)}"
+    if plans[0].is_mfu_given:
+        return "--mfu"
+    return f"{NUM_STEPS} steps measured on one H200, each planned within {100 * TOLERANCE:g} %"
 
 
 def _price(plan: Plan) -> dict[str, str]:
     price = plan.price
     if price is None:
         return {}
-    rows = {"the run": f"{price.run:,.2f}", "1,000 steps": f"{price.thousand_steps:,.2f}"}
-    for name, lost in (("a rewind", price.rewind_at_most), ("a rollback", price.rollback_at_most)):
+    rows = {"run": f"{price.run:,.2f}", "1,000 steps": f"{price.thousand_steps:,.2f}"}
+    for name, lost in (("rewind", price.rewind_at_most), ("rollback", price.rollback_at_most)):
         if lost is not None:
             rows[name] = f"at most {lost:,.2f}"
     return rows
@@ -153,10 +187,10 @@ def _price(plan: Plan) -> dict[str, str]:
 
 def _ring(plan: Plan) -> dict[str, str]:
     snapshots = _counted(plan.ring_slots, "snapshot", "snapshots")
-    rows = {"in host memory": f"{_si(plan.ring_bytes, 'B')} a machine: {snapshots} and the one being saved"}
+    rows = {"in host memory": f"{_si(plan.ring_bytes, 'B')} per machine: {snapshots} and the one being saved"}
     if plan.ring_allowed_bytes is not None:
         fits = plan.ring_bytes <= plan.ring_allowed_bytes
-        refused = "" if fits else "; TOO LITTLE, the run will be refused"
+        refused = "" if fits else "; TOO LITTLE, the run will not start"
         rows["allowed"] = f"{_si(plan.ring_allowed_bytes, 'B')} (checkpoint.ring.memory_gb){refused}"
     return rows
 
@@ -174,26 +208,29 @@ def _loss(cost: RollbackCost, step_time_s: float | None) -> str:
 
 
 def _assumed(plan: Plan) -> dict[str, str]:
-    """What no measurement of this cluster stands behind."""
-    rows = {"memory": f"{_gb(OUTSIDE_BYTES)} GB outside torch, and {100 * FRAGMENTED:g} % in fragments"}
+    """Constants behind the numbers."""
+    rows = {"memory": f"{_gb(OUTSIDE_BYTES)} GB outside torch, and {100 * FRAGMENTED:g} % fragmentation"}
     if plan.pace is not None:
-        best = _percent(max(COMPILED.values())) + (" at best" if plan.fp8 is None else " at best in bf16")
-        rows["work"] = f"as measured on one H200 at 1.26B parameters ({best}), or as --mfu says"
+        if not plan.is_mfu_given:
+            rows["compute"] = (
+                f"GEMM at {_percent(RATES.gemm)} and attention at {_percent(RATES.attention)} of the bf16 rate at most,"
+                f" {_percent(RATES.bandwidth)} of the memory's bandwidth"
+            )
         if plan.fp8 is not None:
             rows["fp8"] = _fp8(plan.fp8)
-        rows["links"] = (
-            f"{100 * LINK_EFFICIENCY:g} % of their rate, NCCL's latencies of a ring, hidden behind work by the block"
+        rows["communication"] = (
+            f"rings at {100 * LINK_EFFICIENCY:g} % of the links' rates with NCCL's latencies, overlapped block by block"
         )
     return rows
 
 
 def _fp8(fp8: Fp8) -> str:
     if fp8.engine == Fp8Engine.emulated:
-        return "the emulated engine is slower than bf16, by how much is not said: work is that of bf16"
-    assert fp8.peak_tflops is not None, "a pace without a rate"
+        return "the emulated engine is slower than bf16; how much is not known, and compute is that of bf16"
+    assert fp8.peak_tflops is not None, "time without a rate"
     return (
-        f"{_percent(fp8.flops_share)} of the FLOPs at {100 * REACHED:g} % of {fp8.peak_tflops:,.0f} TFLOP/s, "
-        f"rounding at {ROUNDING_BYTES_PER_S / 1e12:g} TB/s; MFU is of the bf16 rate"
+        f"{_percent(fp8.flops_share)} of the FLOPs, at most at {_percent(RATES.fp8_gemm)} of {fp8.peak_tflops:,.0f} "
+        "TFLOP/s; MFU is a share of the bf16 rate"
     )
 
 

@@ -1,18 +1,14 @@
-"""How long a step takes: the devices' work, and what of the traffic they must wait for.
+"""How long a step takes: the kernels of the devices, and what of the communication they wait for.
 
 Why: whether a cluster of this size is worth its price shows before it is booked.
-How: work is model FLOPs over the devices' rate times the share of it that one of them alone reaches. That share was
-measured in bf16 (one H200, 1.26B parameters; README, `tests.bench.plan`) with each way to keep activations, compiled
-and not. In fp8 what products gain is taken off, and what rounding costs is added (`harness.plan.fp8`); the share is
-still one of the bf16 rate, as every MFU here.
-Traffic runs beside it, block by block: while a block computes, FSDP2 gathers the next one and, in backward, scatters
-the gradients of the last one. What takes longer of the two is waited for. In the open lie, of each micro-batch, the
-first gathers, where blocks are gathered again those of the last block, and the reduction of the first block and of
-embedding and head. Gathers and scatters share the links; the all-reduce of replicas, in the last micro-batch alone, has
-its own where shards stay on one machine. Where ranks have uneven shares, all take as long as the largest: the others
-compute padding.
-Left out: slower or failing machines, evaluation, saves, and that kernels are slower on smaller tensors: models below 1B
-and small micro-batches take 10 to 15 % longer than this says.
+How: kernel time comes from `harness.plan.work`, or from an MFU that was measured on one device.
+Communication overlaps with it, block by block: while a block computes, FSDP2 gathers the next one and, in backward,
+reduce-scatters the gradients of the last one. What takes longer of the two is waited for. Exposed in each micro-batch
+are the first gathers, those of the last block if blocks are gathered again, and the reductions of the first block and
+of embedding and head. Gathers and reduce-scatters share the links; the all-reduce between replicas, in the last
+micro-batch alone, has its own if shards stay on one machine. If ranks have uneven shares, all take as long as the
+largest: the others compute padding.
+Left out: slower or failing machines, evaluation, saves.
 """
 
 from __future__ import annotations
@@ -20,29 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from harness.config import ActivationCheckpointing, ClusterConfig, Config, PrecisionKind, sharing
+from harness.config import ClusterConfig, Config, sharing
 from harness.model.size import flops_per_token
-from harness.plan.fp8 import saved_s
 from harness.plan.gathered import resharded
 from harness.plan.traffic import Collective, CollectiveKind, collectives, seconds
-
-COMPILED = {
-    ActivationCheckpointing.none: 0.598,
-    ActivationCheckpointing.selective: 0.586,
-    ActivationCheckpointing.full: 0.493,
-}
-NOT_COMPILED = {
-    ActivationCheckpointing.none: 0.497,
-    ActivationCheckpointing.selective: 0.452,
-    ActivationCheckpointing.full: 0.391,
-}
-"""Share of its bf16 rate that one H200 reached, measured."""
-H200_FLOPS = 989e12
-"""The bf16 rate that they are shares of; datasheet."""
-DOCUMENTS_APART = 0.72
-"""What keeping documents apart leaves of it, measured."""
-FP32_RATE = 67 / 989
-"""An H100's fp32 rate as a share of its bf16 rate; datasheet, not measured."""
+from harness.plan.work import Work, work
 
 
 @final
@@ -51,45 +29,42 @@ class Pace:
     """A step of all ranks."""
 
     work_s: float
-    """The devices' own."""
+    """Kernels of one device."""
+    parts: Work
+    """The same by part."""
+    device_mfu: float
+    """What a device would reach if it never waited; padding counts as work."""
     traffic_s: float | None
-    """All collectives one after the other; None where the links' rates are not known, and nothing is waited for."""
+    """All collectives one after the other; None if the links' rates are not known: then nothing is waited for."""
     waiting_s: float
-    """What of the traffic does not hide behind the work."""
+    """Communication that does not overlap with kernels."""
     step_time_s: float
     tokens_per_s: float
     mfu: float
 
 
-def default_mfu(cfg: Config, *, world_size: int) -> float:
-    """Share of its bf16 rate that one device alone reaches at this configuration."""
-    share = (COMPILED if cfg.parallel.compile else NOT_COMPILED)[cfg.parallel.activation_checkpointing]
-    share *= DOCUMENTS_APART if cfg.data.document_mask else 1.0
-    if cfg.precision.kind is PrecisionKind.fp32:
-        return share * FP32_RATE
-    tokens = sharing(cfg, world_size).micro_batch_slots * cfg.train.sequence_length
-    flops = tokens * flops_per_token(cfg.model, cfg.train.sequence_length)
-    bf16_s = flops / (share * H200_FLOPS)
-    return share * bf16_s / (bf16_s - saved_s(cfg, tokens=tokens, bf16_flops_per_s=H200_FLOPS))
-
-
-def pace(cfg: Config, *, world_size: int, mfu: float) -> Pace | None:
-    """The pace at `mfu` of a device's own work; None where nobody said how fast a device is."""
-    if cfg.cluster.peak_tflops is None:
+def pace(cfg: Config, *, world_size: int, mfu: float | None = None) -> Pace | None:
+    """The time of a step, with `mfu` for the kernels of one device if given; None if the device's rate is not known."""
+    kernels = work(cfg, world_size=world_size)
+    if kernels is None:
         return None
+    assert cfg.cluster.peak_tflops is not None
     tokens = cfg.train.batch_size * cfg.train.sequence_length
     flops = tokens * flops_per_token(cfg.model, cfg.train.sequence_length)
     peak = world_size * cfg.cluster.peak_tflops * 1e12
-    num_slots = world_size * sharing(cfg, world_size).num_slots
-    work_s = flops / (peak * mfu) * (num_slots / cfg.train.batch_size)
+    computed_flops = flops * world_size * sharing(cfg, world_size).num_slots / cfg.train.batch_size
+    if mfu is not None:
+        kernels = kernels.scaled(computed_flops / (peak * mfu))
     calls = collectives(cfg, world_size=world_size)
     costs = [(call, seconds(call, cfg.cluster)) for call in calls]
     known = [(call, cost) for call, cost in costs if cost is not None]
     traffic_s = sum(call.num_calls * cost for call, cost in known) if len(known) == len(costs) else None
-    waiting_s = 0.0 if traffic_s is None else _waiting_s(cfg, calls, work_s=work_s, world_size=world_size)
-    step_time_s = work_s + waiting_s
+    waiting_s = 0.0 if traffic_s is None else _waiting_s(cfg, calls, kernels=kernels, world_size=world_size)
+    step_time_s = kernels.total_s + waiting_s
     return Pace(
-        work_s=work_s,
+        work_s=kernels.total_s,
+        parts=kernels,
+        device_mfu=computed_flops / (peak * kernels.total_s),
         traffic_s=traffic_s,
         waiting_s=waiting_s,
         step_time_s=step_time_s,
@@ -98,12 +73,10 @@ def pace(cfg: Config, *, world_size: int, mfu: float) -> Pace | None:
     )
 
 
-def _waiting_s(cfg: Config, calls: list[Collective], *, work_s: float, world_size: int) -> float:
+def _waiting_s(cfg: Config, calls: list[Collective], *, kernels: Work, world_size: int) -> float:
     """Seconds of a step in which devices wait for links."""
     num_micro_batches = sharing(cfg, world_size).num_micro_batches
-    head = 6 * cfg.model.vocab_size * cfg.model.dim
-    of_blocks = 1 - head / flops_per_token(cfg.model, cfg.train.sequence_length)
-    block_s = work_s * of_blocks / num_micro_batches / cfg.model.num_layers
+    block_s = kernels.blocks_s / num_micro_batches / cfg.model.num_layers
     forward_s, backward_s = block_s / 3, 2 * block_s / 3
     gather = _cost(calls, CollectiveKind.all_gather, "block", cfg.cluster)
     scatter = _cost(calls, CollectiveKind.reduce_scatter, "block", cfg.cluster)

@@ -15,60 +15,69 @@ from launch import plan
 ONE_BILLION = """\
 model 1b
   parameters        1,263,634,432
-  a token           9.604 GFLOP
-  a step            65,536 tokens, 629.4 TFLOP
-device memory (16 ranks, 1 copy of the model), fullest at the loss
+  per token         9.604 GFLOP
+  per step          65,536 tokens, 629.4 TFLOP
+memory of a device (16 ranks, 1 copy of the model), peak in the loss
   weights              0.32 GB  fp32, this rank's shard
-  moments              0.63 GB  fp32, both of AdamW's
-  gradients            0.00 GB  fp32, shards
-  gathered             2.53 GB  whole weights of the blocks at work, of embedding and head
-  in flight            0.09 GB  buffers of collectives, whole gradients on their way
-  activations          6.18 GB  kept for the backward pass, and passing
-  logits               0.67 GB  the loss of one chunk, the head's gradient
-  other                0.07 GB  batch, workspaces
-  outside              1.21 GB  CUDA's context, NCCL, what torch cannot use again
-  together             11.7 GB  of 85.0 GB (cluster.memory_gb)
-traffic of a rank in a step
+  moments              0.63 GB  fp32, both of AdamW's, this rank's shard
+  gradients            0.00 GB  fp32, this rank's shard
+  gathered             2.53 GB  unsharded weights of the blocks in use, of embedding and head
+  in flight            0.09 GB  collective buffers and unsharded gradients
+  activations          6.18 GB  kept for backward, and temporary
+  logits               0.67 GB  one chunk of the loss, and the head's gradient
+  other                0.07 GB  batch and workspaces
+  outside              1.21 GB  CUDA context, NCCL, fragmentation
+  total                11.7 GB  of 85.0 GB (cluster.memory_gb)
+data sent by a rank in a step
   all-gather           2.37 GB  25 calls among 16 ranks on 2 machines
   reduce-scatter       4.74 GB  25 calls among 16 ranks on 2 machines
-  between machines     0.89 GB  through the port of one device
-pace
-  work              66.5 ms at 59.8 % of the device's rate
-  links             25.7 ms of traffic, of which 3.41 ms are waited for
-  a step            69.9 ms, 937,204 tokens/s, 56.9 % MFU
-  the run           117 min for 100,000 steps
+  inter-node           0.89 GB  of it, through the port of one device
+compute of a device in a step
+  GEMM in blocks     46.4 ms  63.3 %
+  attention          11.6 ms  15.8 %
+  elementwise        7.17 ms   9.8 %
+  head and loss      2.88 ms   3.9 %
+  casts of weights   4.35 ms   5.9 %
+  optimizer          0.87 ms   1.2 %
+time
+  compute           73.3 ms, 54.2 % of the device's bf16 rate
+  communication     25.7 ms, of which 3.41 ms do not overlap with compute
+  step              76.7 ms, 854,007 tokens/s, 51.8 % MFU
+  run               2.1 h for 100,000 steps
+  basis             estimate without measurement: several ranks; not an H200
 price
-  the run           77.70
-  1,000 steps       0.78
-  a rewind          at most 0.01
-  a rollback        at most 0.79
+  run               85.27
+  1,000 steps       0.85
+  rewind            at most 0.01
+  rollback          at most 0.87
 checkpoints
   on disk           15.16 GB each
-  in host memory    30.33 GB a machine: 3 snapshots and the one being saved
-  allowed           20 GB (checkpoint.ring.memory_gb); TOO LITTLE, the run will be refused
-going back loses at most
-  rewind            12 steps (on average 7.5), 786,432 tokens, 0.839 s
-  rollback          1,021 steps (on average 521.5), 66,912,256 tokens, 71.4 s
-assumed
-  memory            1.00 GB outside torch, and 2 % in fragments
-  work              as measured on one H200 at 1.26B parameters (59.8 % at best), or as --mfu says
-  links             80 % of their rate, NCCL's latencies of a ring, hidden behind work by the block
+  in host memory    30.33 GB per machine: 3 snapshots and the one being saved
+  allowed           20 GB (checkpoint.ring.memory_gb); TOO LITTLE, the run will not start
+a restore loses at most
+  rewind            12 steps (on average 7.5), 786,432 tokens, 0.921 s
+  rollback          1,021 steps (on average 521.5), 66,912,256 tokens, 78.4 s
+assumptions
+  memory            1.00 GB outside torch, and 2 % fragmentation
+  compute           GEMM at 70.4 % and attention at 53.9 % of the bf16 rate at most, 86.7 % of the memory's bandwidth
+  communication     rings at 80 % of the links' rates with NCCL's latencies, overlapped block by block
 """
 
 SEVERAL = """\
-ranks  memory  fits  sent   far     work    waits     step     MFU    tokens/s
-    8   411.2    no  6.63  0.00   4.26 s  2.73 ms   4.26 s  59.8 %     492,336
-   64    55.4   yes  7.46  0.93  0.532 s  4.48 ms  0.537 s  59.3 %   3,908,323
-  512    10.8   yes  7.57  0.95  66.5 ms  83.2 ms   0.15 s  26.6 %  14,006,439
+ranks  memory  fits  sent  inter-node  compute  waiting     step     MFU    tokens/s
+    8   411.2    no  6.63        0.00   4.25 s  2.73 ms   4.26 s  59.8 %     492,639
+   64    55.4   yes  7.46        0.93  0.537 s  4.48 ms  0.542 s  58.8 %   3,872,135
+  512    10.8   yes  7.57        0.95  72.5 ms  81.8 ms  0.154 s  25.8 %  13,589,083
 
-memory of a rank in GB; sent by a rank in a step, and of it far to other machines, in GB
-1.00 GB outside torch, and 2 % in fragments
-as measured on one H200 at 1.26B parameters (59.8 % at best), or as --mfu says
-80 % of their rate, NCCL's latencies of a ring, hidden behind work by the block
+memory: GB of a device; sent: GB that a rank sends in a step; inter-node: GB of it to other machines
+time: estimate without measurement: several ranks; not an H200; 262,144 tokens per micro-batch (measured up to 131,072)
+memory: 1.00 GB outside torch, and 2 % fragmentation
+compute: GEMM at 70.4 % and attention at 53.9 % of the bf16 rate at most, 86.7 % of the memory's bandwidth
+communication: rings at 80 % of the links' rates with NCCL's latencies, overlapped block by block
 """
 
 CLOCKS = """\
-going back loses at most
+a restore loses at most
   rewind            no snapshots are kept
   rollback          121 steps (on average 71.5), 247,808 tokens; or 10 minutes and 22 steps, whichever is less
 """
@@ -154,7 +163,9 @@ def test_seconds_need_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_padding_of_uneven_shares_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "  padding           1 of 9 sequences (11.1 %): ranks share" in printed("launch.nproc=3", capsys=capsys)
+    assert "  padding           1 of 9 sequences (11.1 %): ranks have uneven shares" in printed(
+        "launch.nproc=3", capsys=capsys
+    )
     assert "  padding" not in printed("launch.nproc=4", capsys=capsys)
 
 

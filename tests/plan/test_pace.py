@@ -1,4 +1,4 @@
-"""Traffic and pace by hand: who talks to whom, how much, and what is waited for."""
+"""Communication and step time by hand: which ranks talk, how much they send, and what is waited for."""
 
 from __future__ import annotations
 
@@ -101,13 +101,21 @@ def test_seconds_of_a_ring() -> None:
     assert seconds(call, replace(cluster, inter_node_gb_s=None)) is None
 
 
-def test_work_alone_where_one_rank_is_alone() -> None:
+def test_one_rank_does_not_communicate() -> None:
     cfg = load(["+experiment=1b_bf16"])
-    alone = pace(cfg, world_size=1, mfu=0.598)
+    alone = pace(cfg, world_size=1)
     assert alone is not None
     assert (alone.traffic_s, alone.waiting_s) == (0.0, 0.0)
-    assert alone.mfu == pytest.approx(0.598)
-    assert alone.tokens_per_s == pytest.approx(61_534, rel=0.001), "as measured"
+    assert alone.step_time_s == alone.work_s == alone.parts.total_s
+    assert alone.mfu == alone.device_mfu
+
+
+def test_a_given_mfu_replaces_the_kernel_time() -> None:
+    cfg = load(["+experiment=1b_bf16"])
+    given = pace(cfg, world_size=1, mfu=0.4)
+    assert given is not None
+    assert given.mfu == pytest.approx(0.4)
+    assert given.tokens_per_s == pytest.approx(0.4 * 989e12 / 9.604e9, rel=1e-3)
 
 
 def test_slow_links_are_waited_for_and_fast_ones_hide() -> None:
