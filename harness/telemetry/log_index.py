@@ -36,8 +36,7 @@ PLAIN = re.compile(
     rb'"loss":(' + NUMBER + rb'),"grad_norm":(' + NUMBER + rb'),"lr":(' + NUMBER + rb"),"
     rb'(?:"tokens_per_s":' + NUMBER + rb',)?"refused":false,'
 )
-"""The beginning of an ordinary step: applied, with finite loss and gradient norm. Groups: iteration, step, loss,
-gradient norm, learning rate. Older logs have tokens/s before `refused`."""
+"""An applied step with finite loss and gradient norm. Groups: iteration, step, loss, gradient norm, learning rate."""
 TOKENS_PER_S = re.compile(rb'"tokens_per_s":(' + NUMBER + rb")[,}]")
 STEP = re.compile(rb'\{"event":"step","time":[^,]*,"iteration":(\d+),')
 
