@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,12 +92,17 @@ def fast_attention() -> Iterator[None]:
 def able_products(kind: PrecisionKind, device: torch.device) -> Iterator[None]:
     """Where a CPU has no products in half precision, take them in fp32 and round what comes out, as the hardware would:
     torch goes number by number there, up to hundreds of times slower."""
-    dtype = DTYPES[kind]
-    if device.type == "cpu" and dtype is not torch.float32 and not has_products(dtype):
-        with _Widened(dtype):
-            yield
-    else:
+    with widened(DTYPES[kind], device) or nullcontext():
         yield
+
+
+def widened(dtype: torch.dtype, device: torch.device) -> TorchFunctionMode | None:
+    """The mode that takes products of `dtype` in fp32, if the device needs it.
+
+    No function mode is on inside a backward pass. What is computed again there has to enter the mode itself.
+    """
+    is_needed = device.type == "cpu" and dtype is not torch.float32 and not has_products(dtype)
+    return _Widened(dtype) if is_needed else None
 
 
 def has_products(dtype: torch.dtype) -> bool:

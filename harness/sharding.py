@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -30,6 +31,7 @@ from harness.alone import Unscattered, gather_in_one_pass
 from harness.config import ActivationCheckpointing, ParallelConfig
 from harness.fp8.linear import Fp8Linear
 from harness.parallel import World
+from harness.precision import widened
 
 
 @final
@@ -120,7 +122,7 @@ def shard(
     layers = list(blocks)
     assert cfg.reshard_after_forward is not None, "left to the memory of the devices, and not settled"
     for block in layers:
-        wrap(block, cfg)
+        wrap(block, cfg, recomputing=widened(precision.param_dtype or torch.float32, world.device))
         fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=cfg.reshard_after_forward)
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     squares = torch.zeros((), dtype=torch.float32, device=world.device)
@@ -171,18 +173,31 @@ def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_keep_products)  # type: ignore[no-untyped-call]
 
 
-def wrap(block: nn.Module, cfg: ParallelConfig) -> None:
+def _with_recomputation(contexts: Callable[[], Any] | None, recomputing: AbstractContextManager[Any]) -> Any:
+    """What the forward pass and the recomputation run in, with one more context for the latter."""
+    forward, again = (nullcontext(), nullcontext()) if contexts is None else contexts()
+    return forward, _both(again, recomputing)
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def wrap(block: nn.Module, cfg: ParallelConfig, *, recomputing: AbstractContextManager[Any] | None = None) -> None:
     """Checkpoint the block's activations and compile it, both where they are wanted.
 
     What is computed again is left to the compiler, which then leaves out what nobody needs. But for fp8: torch 2.11
     keeps all that an autograd function made in a compiled block, so there the compiled part is called a second time.
+    `recomputing` is entered where activations are computed again, unless the block is compiled.
     """
     kind = cfg.activation_checkpointing
     in_fp8 = any(isinstance(each, Fp8Linear) for each in block.modules())
     is_called_again = cfg.compile and in_fp8 and kind is ActivationCheckpointing.full
     if is_called_again:
         setattr(block, ADVANCE, torch.compile(getattr(block, ADVANCE), fullgraph=True))
-    _checkpoint_activations(block, kind)
+    _checkpoint_activations(block, kind, recomputing=None if cfg.compile else recomputing)
     if cfg.compile and not is_called_again:
         block.compile(fullgraph=True)
 
@@ -193,7 +208,9 @@ def unwrap(block: nn.Module) -> None:
     vars(block).pop(ADVANCE, None)
 
 
-def _checkpoint_activations(block: nn.Module, kind: ActivationCheckpointing) -> None:
+def _checkpoint_activations(
+    block: nn.Module, kind: ActivationCheckpointing, *, recomputing: AbstractContextManager[Any] | None
+) -> None:
     """Wrap what the block computes in place, so that parameter names stay what they are and it still compiles.
 
     What it is given and what was to be added to that are one tensor by then: there is one to keep, not two.
@@ -202,6 +219,8 @@ def _checkpoint_activations(block: nn.Module, kind: ActivationCheckpointing) -> 
         return
     advance = getattr(block, ADVANCE)
     contexts: dict[str, Any] = {"context_fn": _selective_contexts} if kind is ActivationCheckpointing.selective else {}
+    if recomputing is not None:
+        contexts["context_fn"] = partial(_with_recomputation, contexts.get("context_fn"), recomputing)
 
     def checkpointed(*inputs: Any) -> Any:
         return checkpoint(advance, *inputs, use_reentrant=False, preserve_rng_state=False, **contexts)

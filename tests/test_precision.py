@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from harness import precision
-from harness.config import PrecisionKind
-from harness.precision import DTYPES, able_products, has_products
+from harness.compose import load
+from harness.config import ActivationCheckpointing, PrecisionKind
+from harness.model.transformer import Block, rotary_tables
+from harness.precision import DTYPES, able_products, has_products, linear, widened
+from harness.sharding import wrap
 
 CPU = torch.device("cpu")
 
@@ -79,6 +83,21 @@ def test_other_numbers_are_left_alone(dtype: torch.dtype) -> None:
     assert F.linear(left, right).dtype is torch.float32
     half = numbers(4, dtype=dtype)
     assert (half + half).dtype is dtype
+
+
+@pytest.mark.parametrize("kind", [ActivationCheckpointing.full, ActivationCheckpointing.selective])
+def test_what_is_computed_again_in_backward_is_the_same(dtype: torch.dtype, kind: ActivationCheckpointing) -> None:
+    cfg = load(["model.dim=32", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=48"])
+    plain, checkpointed = Block(cfg.model, linear=linear).to(dtype), Block(cfg.model, linear=linear).to(dtype)
+    checkpointed.load_state_dict(plain.state_dict())
+    wrap(checkpointed, replace(cfg.parallel, activation_checkpointing=kind), recomputing=widened(dtype, CPU))
+    hidden = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    cos, sin = (table.float() for table in rotary_tables(cfg.model, 6))
+    found = []
+    for block in (plain, checkpointed):
+        kept, change = block(hidden.requires_grad_(), torch.zeros_like(hidden), cos, sin)
+        found.append(torch.autograd.grad((kept + change).float().square().sum(), [hidden, *block.parameters()]))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
 @pytest.mark.usefixtures("unable")
