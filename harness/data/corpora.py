@@ -10,6 +10,8 @@ successor a table lookup and the whole sample vector arithmetic. Files: see `har
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import final
@@ -17,12 +19,15 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.config import ConfigError, DataKind, SourceConfig, SyntheticConfig, require
+from harness.config import DataKind, SourceConfig, SyntheticConfig, require
 from harness.data.corpus import MIN_SAMPLES, Corpus, Origin, SampleShape, Tokens, digest
 from harness.data.files import FilesCorpus
 from harness.data.index import expand, open_tokens
 from harness.data.order import permute_many
 from harness.data.record import FileRecord
+
+EMBEDDED = Path(__file__).with_name("embedded.json.gz")
+"""A JSON list of texts; embedded.NOTICE beside it has its origin and licence."""
 
 DRAW_BITS = 32
 DRAW_RANGE = 1 << DRAW_BITS
@@ -72,12 +77,12 @@ def split(num_samples: int, eval_fraction: float, *, source: str) -> tuple[range
 
 @final
 class EmbeddedCorpus:
-    """The reference texts that `help()` shows (pydoc topics), one token a byte, in windows of `sequence_length`."""
+    """Python's reference topics, which ship with the package, one token a byte, in windows of `sequence_length`."""
 
     vocab_size = 256
 
     def __init__(self, sequence_length: int) -> None:
-        topics = _pydoc_topics()
+        topics = [f"{document}\n\n".encode() for document in embedded_documents()]
         self._text = b"".join(topics)
         self._starts = np.cumsum([0, *map(len, topics[:-1])])
         self._sequence_length = sequence_length
@@ -172,15 +177,13 @@ class SyntheticCorpus:
         return first >> shift, first & mask, second >> shift, second & mask
 
 
-def _pydoc_topics() -> list[bytes]:
-    """All topics, ordered by a hash of their names: in the order of the alphabet the tail would be all of a kind."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        message = "embedded needs the module pydoc_data, which this Python was built without; choose data=synthetic"
-        raise ConfigError("data.sources", message) from None
-    shuffled = sorted(topics, key=lambda name: digest(name.encode()))
-    return [f"{topics[name]}\n\n".encode() for name in shuffled]
+def embedded_documents() -> list[str]:
+    """The documents of the embedded text: Python 3.11's reference topics, the same under every version of Python.
+
+    They are ordered by a hash of their names: the tail of an alphabetical order would be all of a kind.
+    """
+    documents: list[str] = json.loads(gzip.decompress(EMBEDDED.read_bytes()))
+    return documents
 
 
 def _zipf_bounds(num_tokens: int, exponent: float) -> NDArray[np.uint64]:

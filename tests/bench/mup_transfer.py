@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from harness.compose import load
 from harness.config import ModelConfig
+from harness.data.corpora import embedded_documents
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
 from harness.model.transformer import Transformer
@@ -55,7 +55,7 @@ def model_config(parametrization: str, *, width: int, base_width: int) -> ModelC
 
 def batches(split: str, num_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Random windows of the text, the same ones every time; the last tenth is held out."""
-    text = np.frombuffer("\n".join(topics.values()).encode(), dtype=np.uint8)
+    text = np.frombuffer("\n".join(embedded_documents()).encode(), dtype=np.uint8)
     boundary = len(text) * 9 // 10
     part = text[:boundary] if split == "train" else text[boundary:]
     random = np.random.default_rng(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import hashlib
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config import ConfigError, DataKind, SourceConfig, SyntheticConfig
-from harness.data.corpora import EmbeddedCorpus, SyntheticCorpus, build_corpus, split
+from harness.data.corpora import EmbeddedCorpus, SyntheticCorpus, build_corpus, embedded_documents, split
 from harness.data.corpus import SampleShape, Tokens
 
 PLAIN = SyntheticConfig(
@@ -47,11 +47,12 @@ def test_embedded_windows_share_one_token_and_cover_the_text() -> None:
     assert len(corpus.sample(corpus.num_samples - 1)) == 101
 
 
-def test_embedded_without_pydoc_names_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pydoc_data", None)
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(ConfigError, match=r"^data\.sources: .*choose data=synthetic$"):
-        EmbeddedCorpus(256)
+def test_embedded_text_never_changes() -> None:
+    """The order of a run's data, and the corpus that its manifest names, follow from these bytes."""
+    text = "".join(f"{document}\n\n" for document in embedded_documents()).encode()
+    assert len(text) == 466_275
+    assert hashlib.sha256(text).hexdigest() == "8a86af5ff945d882e88601ed87c8b51caf1ac2cbd9ab6d857dbdf0b9d90d44f7"
+    assert EmbeddedCorpus(256).fingerprint() == "abcb5e2e2b7f535d"
 
 
 def test_embedded_refuses_a_sequence_that_does_not_fit_three_times() -> None:

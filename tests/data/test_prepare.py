@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from harness.config import ConfigError, TokenDtype
+from harness.data.corpora import embedded_documents
 from harness.data.index import open_tokens
 from harness.data.parts import part_path, part_paths
 from harness.data.prepare import prepare
@@ -74,7 +74,7 @@ def contents(prefix: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    path.write_text(train_bpe(topics.values(), vocab_size=400, eod_token=EOD_TOKEN))
+    path.write_text(train_bpe(embedded_documents(), vocab_size=400, eod_token=EOD_TOKEN))
     return path
 
 
@@ -155,7 +155,7 @@ def test_a_large_vocabulary_needs_wider_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_output_depends_on_nothing_but_input_and_options(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", list(topics.values()))
+    source = write_jsonl(tmp_path / "in.jsonl", embedded_documents())
     (tmp_path / "more.txt").write_text("more")
     inputs = [source, tmp_path / "more.txt"]
     first = make(inputs, tmp_path / "a", bpe_size=500, append_eod=True, workers=1, shard=1 << 20)
@@ -215,7 +215,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for orphans in /proc")
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", list(topics.values()) * 4)
+    source = write_jsonl(tmp_path / "in.jsonl", embedded_documents() * 4)
     words = [str(source), "--train-bpe", "500", "--append-eod", "--workers", "2", "--shard-bytes", "10000"]
     make([source], tmp_path / "whole", bpe_size=500, append_eod=True, workers=2, shard=1 << 20)
     output = tmp_path / "out"
@@ -239,7 +239,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_parts_are_used_only_for_what_they_were_made_from(tokenizer_file: Path, tmp_path: Path) -> None:
-    texts = [*topics.values()][:20]
+    texts = embedded_documents()[:20]
     source = write_jsonl(tmp_path / "in.jsonl", [*texts, "last"])
     with source.open("a") as file:
         file.write("not JSON\n")

@@ -114,7 +114,7 @@ def test_same_words_resume_and_other_words_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_wheel_carries_the_values(tmp_path: Path) -> None:
-    build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
+    build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True, text=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -129,3 +129,4 @@ def test_the_wheel_carries_the_values(tmp_path: Path) -> None:
     assert result.stdout.strip() == str(tmp_path / "site" / "harness" / "conf")
     assert (tmp_path / "site" / "harness" / "slurm" / "train.sbatch").exists(), "and the scripts of a job beside them"
     assert (tmp_path / "site" / "harness" / "dashboard" / "page.js").exists(), "and what a page is made of"
+    assert (tmp_path / "site" / "harness" / "data" / "embedded.json.gz").exists(), "and the embedded text"

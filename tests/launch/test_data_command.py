@@ -9,13 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
 import pytest
 
 from harness.compose import load
+from harness.data.corpora import embedded_documents
 from harness.data.ledger import Ledger
 from harness.data.parts import part_path
 from harness.data.prepared import CorpusFiles
@@ -52,7 +52,7 @@ def look(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, 
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prefix, of one document a topic."""
     directory = tmp_path_factory.mktemp("corpus")
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in topics.values())
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in embedded_documents())
     (directory / "in.jsonl").write_text(lines)
     arguments = ["in.jsonl", "--output", "made/topics", "--train-bpe", "500", "--append-eod", "--workers", "2"]
     result = harness("prepare", *arguments, cwd=directory)
@@ -156,7 +156,7 @@ def test_a_broken_line_is_named_with_exit_code_2(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_run_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
     """An interrupt from the terminal, which reaches all processes, and the death of a worker."""
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in list(topics.values()) * 8)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in embedded_documents() * 8)
     (tmp_path / "in.jsonl").write_text(lines)
     arguments = ["in.jsonl", "--output", "out", "--train-bpe", "400", "--workers", "1", "--shard-bytes", "9000"]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
@@ -182,7 +182,7 @@ def test_a_stopped_run_says_how_to_go_on(number: signal.Signals, tmp_path: Path)
     _, complaint = process.communicate(timeout=60)
     assert process.returncode == 75, complaint
     assert "the same words go on from here" in complaint
-    assert complaint.count("\n") == 1
+    assert complaint.count("harness: ") == 1, "on a slow machine there is a line of progress too"
     second = harness("prepare", *arguments, cwd=tmp_path)
     assert second.returncode == 0, second.stderr
     meta = CorpusFiles(tmp_path / "out").read_meta()
@@ -207,7 +207,7 @@ def test_inspect_shows_the_text_of_a_prepared_corpus(corpus: Path, capsys: pytes
     assert not view["excluded"]
     total = sum(int(row["fingerprint"], 16) for row in view["rows"]) % 2**64
     assert view["fingerprint"] == f"{total:016x}"
-    texts = list(topics.values())
+    texts = embedded_documents()
     counts = np.load(CorpusFiles(corpus).counts)
     tokenizer = open_tokenizer(CorpusFiles(corpus).tokenizer)
     for row in view["rows"]:
@@ -227,7 +227,7 @@ def test_inspect_shows_the_text_of_a_prepared_corpus(corpus: Path, capsys: pytes
 
 def test_inspect_shows_bytes_ids_and_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (row, *_) = look(["--batch", "0"], capsys)["rows"]
-    assert all(any(text.strip("\n") in topic for topic in topics.values()) for text in row["texts"])
+    assert all(any(text.strip("\n") in topic for topic in embedded_documents()) for text in row["texts"])
     (row, *_) = look(["data=synthetic", "--batch", "0"], capsys)["rows"]
     assert [token.isdigit() for token in row["texts"][0].split()] == [True] * 33
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "flat.bin")
