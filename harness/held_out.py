@@ -61,8 +61,8 @@ class HeldOut:
             return None
         self.waiting = None
         if waiting.arrived is not None:
-            waiting.arrived.synchronize()
-        loss_sum, tokens = waiting.sums.tolist()
+            waiting.arrived.synchronize()  # sync: older than a report that has arrived
+        loss_sum, tokens = waiting.sums.tolist()  # sync: none, the copy is in host memory
         return HeldOutMeasured(time=time.time(), iteration=waiting.iteration, step=waiting.step, loss=loss_sum / tokens)
 
     def forget(self) -> None:

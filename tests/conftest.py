@@ -23,6 +23,7 @@ LONGEST_FIRST = (
     "test_sweep",
     "test_shipper",
     "test_signals",
+    "test_no_sync",
     "test_operator",
     "test_one_writer",
     "test_mechanism",

@@ -78,10 +78,31 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
 
 def test_interpreted_they_do_what_torch_does() -> None:
     files = [f"tests/gpu/{name}.py" for name in ("test_kernels", "test_lists", "test_rotation")]
-    told = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1")
+    options = ("-q", "-p", "no:cacheprovider", "-p", "tests.guarded_kernels")
+    told = run("-m", "pytest", *options, *files, TRITON_INTERPRET="1")
     assert " passed" in told
     assert "skipped" not in told
     assert "failed" not in told
+
+
+READING = """
+import torch
+from harness.kernels import gradients, lists
+from tests import guarded_kernels
+
+tensors = [torch.ones(5), torch.ones(7)]
+guarded_kernels.guard(gradients)
+assert gradients.sum_squares(tensors).flatten().tolist() == [5, 7]
+gradients.table_of = lambda *given: lists.table_of(*given) if given[0][0].sum() > 0 else None
+gradients.sum_squares(tensors)
+"""
+
+
+def test_a_launcher_that_reads_the_device_is_found() -> None:
+    with pytest.raises(
+        AssertionError, match=r"would wait for the device:\s+harness/kernels/gradients\.py:\d+: bool\(\)"
+    ):
+        run("-c", READING, TRITON_INTERPRET="1")
 
 
 def test_triton_has_nothing_to_complain_of_at_the_exit() -> None:

@@ -165,6 +165,13 @@ LIGHT = (
 )
 """Modules that must not import torch: the command line and offline tools answer at once."""
 
+STEP_PATH = (
+    *("alone.py", "compute_clock.py", "heads.py", "held_out.py", "joining.py", "parallel.py", "precision.py"),
+    *("recovery.py", "sharding.py", "step.py", "train.py", "checkpoint/ring.py"),
+    *("fp8/", "kernels/", "model/", "optim/", "sentinel/"),
+)
+"""Files and packages of harness/ whose code runs in a step: a copy from the device to the host is marked there."""
+
 DECIDING = ("build", "opening", "operator", "recovery", "step", "train")
 """Modules in which a rank takes a branch, beside the sentinel and the checkpoints."""
 
@@ -341,16 +348,32 @@ def test_modules_have_docstrings() -> None:
     assert_none(complaint for path in sources() for complaint in complaints(path))
 
 
+def numbered(path: Path) -> Iterator[tuple[str, str]]:
+    """Each line with its file and number."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        yield f"{name_of(path)}:{number}", line
+
+
 def test_host_copies_are_marked() -> None:
     """A device-to-host copy in the step path gives its reason on its line."""
-    rooms = ("train.py", "sentinel/", "optim/", "model/", "precision.py", "parallel.py")
     copies = (".item()", ".tolist()", ".cpu()", ".synchronize()", ".numpy()")
     assert_none(
-        f"{name_of(path)}:{number}: {line.strip()}"
+        f"{place}: {line.strip()}"
         for path in sources()
-        if name_of(path).removeprefix("harness/").startswith(rooms)
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if name_of(path).removeprefix("harness/").startswith(STEP_PATH)
+        for place, line in numbered(path)
         if any(copy in line for copy in copies) and "# sync:" not in line
+    )
+
+
+def test_a_mark_stands_where_something_is_copied() -> None:
+    """The mark allows a copy (`tests/no_sync.py`). No other line has it."""
+    copies = (".item()", ".tolist()", ".synchronize(", ".numpy()", "int(", "bool(")
+    assert_none(
+        f"{place}: {line.strip()}"
+        for path in sources()
+        for place, line in numbered(path)
+        if "# sync:" in line and not any(copy in line for copy in copies)
     )
 
 

@@ -65,7 +65,8 @@ class Slot:
         if self._is_finite is None:
             self.wait()
             floats = [part for part in self.tensors.values() if part.is_floating_point() and part.numel()]
-            self._is_finite = all(bool(torch.stack(torch.aminmax(part)).isfinite().all()) for part in floats)
+            extremes = (torch.stack(torch.aminmax(part)) for part in floats)
+            self._is_finite = all(bool(each.isfinite().all()) for each in extremes)  # sync: none, in host memory
         return self._is_finite
 
     def begin(self, state: RunState) -> None:

@@ -302,16 +302,17 @@ class Batches:
         part = self._part(index)
         own = part.slots
         sources, samples = self._samples(index, mixture)
-        tokens = self._read(sources[own], samples[own], into=buffers.tokens.numpy())
+        rows = buffers.tokens.numpy()  # sync: none, buffers are in host memory
+        tokens = self._read(sources[own], samples[own], into=rows)
         if buffers.sources is not None:
-            buffers.sources.numpy()[:] = sources[own]
+            buffers.sources.numpy()[:] = sources[own]  # sync: none
         if buffers.targets is not None:
-            targets = buffers.targets.numpy()
+            targets = buffers.targets.numpy()  # sync: none
             targets[:] = tokens[:, 1:]
             if buffers.documents is not None:
                 documents = self._documents(sources[own], samples[own])
                 targets[documents[:, 1:] != documents[:, :-1]] = IGNORED
-                buffers.documents.numpy()[:] = documents[:, :-1]
+                buffers.documents.numpy()[:] = documents[:, :-1]  # sync: none
             if part.is_own is not None:
                 targets[~part.is_own] = IGNORED
                 tokens = tokens[part.is_own]

@@ -1,0 +1,206 @@
+"""A guard that finds host reads of device data on the CPU, where they are silent: on CUDA each of them is a sync.
+
+Why: `torch.cuda.set_sync_debug_mode` needs a GPU. On a CPU `.item()` costs nothing and no test would fail.
+How: inside `no_sync` every tensor counts as a device tensor. A function mode sees calls that never reach the dispatcher
+(`.tolist()`, `.numpy()`, `.cpu()`), a dispatch mode sees operators: those that torch tags as data-dependent, indexing
+with a boolean mask, and copies to another type of device. A call may read if its line in the sources is marked with
+`# sync:`; its line is that of the innermost frame in this repository. Everything else is collected and raised together
+at the end of the block: an exception in the middle of a backward pass would leave other ranks waiting.
+Left out: `copy_` to host memory, which a CPU cannot tell from a copy on the device; other threads, because modes belong
+to a thread; blocks that are compiled, which modes cannot look into. The tests in tests/gpu cover these.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness import heads
+from harness.fp8 import operators, swiglu
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "# sync:"
+
+HOST_READS: dict[Any, str] = {
+    Tensor.item: ".item()",
+    Tensor.tolist: ".tolist()",
+    Tensor.numpy: ".numpy()",
+    Tensor.__array__: "numpy.asarray()",
+    Tensor.cpu: ".cpu()",
+    Tensor.__bool__: "bool()",
+    Tensor.__float__: "float()",
+    Tensor.__int__: "int()",
+    Tensor.__index__: "an index",
+    Tensor.__complex__: "complex()",
+    torch.is_nonzero: "torch.is_nonzero()",
+    Tensor.is_nonzero: ".is_nonzero()",
+}
+"""Functions that give the host a number of a tensor, with the name that the error message uses."""
+
+FROM_HOST = frozenset({torch.tensor, torch.as_tensor, Tensor.new_tensor})
+"""Copy numbers of the host to the device that they are given, and wait until the copy is done."""
+
+DATA_DEPENDENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+INDEXING = frozenset(
+    overload
+    for packet in (
+        torch.ops.aten.index,
+        torch.ops.aten.index_put,
+        torch.ops.aten.index_put_,
+        torch.ops.aten._unsafe_index,
+        torch.ops.aten._unsafe_index_put,
+        torch.ops.aten._index_put_impl_,
+    )
+    for overload in (getattr(packet, name) for name in packet.overloads())
+)
+"""Read the device only if an index is a boolean mask, whose number of elements becomes a shape."""
+
+KERNELS = {
+    torch.ops.harness.fp8_forward.default: operators.forward,
+    torch.ops.harness.fp8_backward.default: operators.backward,
+    torch.ops.harness.swiglu_forward.default: swiglu.forward,
+    torch.ops.harness.swiglu_backward.default: swiglu.backward,
+    torch.ops.harness.project_rotated.default: heads.forward,
+    torch.ops.harness.project_rotated_backward.default: heads.backward,
+}
+"""Operators of this repository and the functions that compute them. The dispatcher would run a kernel without the modes
+that saw its operator, so the guard calls the function itself."""
+
+INTERPRETER = "triton/runtime/interpreter.py"
+"""Runs a Triton kernel on the host. On CUDA a launch takes its place, which reads nothing."""
+
+
+class SyncError(AssertionError):
+    """Calls in the guarded block that would wait for the device."""
+
+
+@contextmanager
+def no_sync() -> Iterator[set[str]]:
+    """Raise a `SyncError` at the end of the block if anything in it reads device data on a line without a mark.
+
+    Yields the marked places that were reached, as `path:function`.
+    """
+    reads = _Reads()
+    functions = _Functions(reads)
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def backward(*args: Any, **options: Any) -> Any:
+        """`Tensor.backward` is a torch function: without this, no function mode would be on inside of it."""
+        with functions:
+            return run_backward(*args, **options)
+
+    with _Operators(reads, functions), functions, patch.object(torch.autograd, "_engine_run_backward", backward):
+        yield reads.marked
+    if reads.unmarked:
+        raise SyncError("would wait for the device:\n" + "\n".join(dict.fromkeys(reads.unmarked)))
+
+
+@final
+class _Reads:
+    """What was called, and from where."""
+
+    def __init__(self) -> None:
+        self.marked: set[str] = set()
+        self.unmarked: list[str] = []
+
+    def note(self, call: str) -> None:
+        """Blame the innermost frame of this repository for a call."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if path.endswith(INTERPRETER):
+                return
+            if path != __file__ and path.startswith((f"{ROOT}/harness/", f"{ROOT}/tests/")):
+                break
+            frame = frame.f_back
+        assert frame is not None, "called from outside of this repository"
+        name = Path(path).relative_to(ROOT).as_posix()
+        line = linecache.getline(path, frame.f_lineno)
+        if MARK in line:
+            self.marked.add(f"{name}:{frame.f_code.co_name}")
+        else:
+            self.unmarked.append(f"{name}:{frame.f_lineno}: {call}: {line.strip()}")
+
+
+@final
+class _Functions(TorchFunctionMode):
+    """Sees calls of Python before torch takes them apart."""
+
+    def __init__(self, reads: _Reads) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if call := HOST_READS.get(func) or _copy(func, args, options):
+            self._reads.note(call)
+            with torch._C._DisableTorchDispatch():  # noted once, not again as an operator
+                return func(*args, **options)
+        if func is F.one_hot:  # with a number of classes, only the CPU looks at what it is given
+            if options.get("num_classes", args[1] if len(args) > 1 else -1) < 0:
+                self._reads.note("one_hot() without a number of classes")
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **options)
+        return func(*args, **options)
+
+
+def _copy(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> str | None:
+    """What a blocking copy between host and device is called, if it is one."""
+    if func in FROM_HOST:
+        return f"torch.{func.__name__}(device=...)" if options.get("device") is not None else None
+    if func is not Tensor.to or options.get("non_blocking") is True:
+        return None
+    given = [each for each in (*args[1:2], options.get("device")) if isinstance(each, str | torch.device)]
+    return f".to({str(given[0])!r})" if given else None
+
+
+@final
+class _Operators(TorchDispatchMode):
+    """Sees operators, wherever they are called from: below autograd, DTensor and other subclasses."""
+
+    def __init__(self, reads: _Reads, functions: _Functions) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._reads = reads
+        self._functions = functions
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(each is not Tensor and issubclass(each, Tensor) for each in types):
+            return NotImplemented  # the subclass first, with this mode on: what it calls comes here
+        options = dict(kwargs or {})
+        if self._is_read(func, args):
+            self._reads.note(str(func))
+        elif func._can_decompose():  # in a kernel, where autograd does not take composite operators apart
+            with self:
+                return func.decompose(*args, **options)
+        if func.namespace == "harness":
+            with self, self._functions:
+                return KERNELS[func](*args, **options)
+        made = func(*args, **options)
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            source = args[0] if func is torch.ops.aten._to_copy.default else args[1]
+            if source.device.type != made.device.type:
+                self._reads.note(f"a copy from {source.device.type} to {made.device.type}")
+        return made
+
+    @staticmethod
+    def _is_read(func: Any, args: Sequence[Any]) -> bool:
+        if func in INDEXING:
+            return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        return not DATA_DEPENDENT.isdisjoint(func.tags)

@@ -1,0 +1,256 @@
+"""No step of the training loop waits for the device, shown without one; and the guard finds every way to wait.
+
+The loop runs without torch.compile: modes do not see into compiled blocks. tests/gpu has the same test on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+
+from harness import events, train
+from harness.events import StepRecord
+from harness.faults.site import watched
+from harness.fp8.emulated import Emulated
+from harness.parallel import rank_from_environment
+from harness.run import Ending, Run
+from harness.rundir import RunDir
+from harness.sharding import WatchedScatter
+from tests.distributed import cases
+from tests.distributed.cases import tiny
+from tests.distributed.pool import Pool
+from tests.no_sync import SyncError, no_sync
+
+LOOP = (
+    "run.name=guarded",
+    "train.num_steps=3",
+    "sentinel.probe_every=2",
+    "checkpoint.ring.slots=2",
+    "checkpoint.ring.every_steps=2",
+    "eval.every_steps=3",
+    "eval.num_batches=1",
+)
+"""Probed steps and others, a snapshot and an evaluation."""
+
+WAITS = {
+    "harness/data/batches.py:_fill",
+    "harness/held_out.py:receive",
+    "harness/sentinel/report.py:unpack",
+    "harness/step.py:evaluate",
+}
+"""Where the loop may read a tensor on the host; on CUDA all but the evaluation read host memory."""
+
+Plant = Callable[[Tensor], Any]
+"""A call that is put into the loop; it is given four positive numbers."""
+
+READS: dict[str, Plant] = {
+    ".item()": lambda numbers: numbers[0].item(),
+    ".tolist()": lambda numbers: numbers.tolist(),
+    ".numpy()": lambda numbers: numbers.numpy(),
+    "numpy.asarray()": lambda numbers: np.asarray(numbers),
+    ".cpu()": lambda numbers: numbers.cpu(),
+    ".to(text)": lambda numbers: numbers.to("cpu"),
+    ".to(device)": lambda numbers: numbers.to(numbers.device),
+    ".to(device=)": lambda numbers: numbers.to(dtype=torch.float64, device="cpu"),
+    "bool()": lambda numbers: bool(numbers[0]),
+    "a branch": lambda numbers: 1 if numbers[0] > 0 else 2,
+    "float()": lambda numbers: float(numbers[0]),
+    "int()": lambda numbers: int(numbers[0]),
+    "format()": lambda numbers: f"{numbers[0]:.3f}",
+    "in": lambda numbers: 3.0 in numbers,
+    "a range": lambda numbers: range(numbers.argmax()),  # type: ignore[call-overload]
+    "an element": lambda numbers: numbers[numbers.argmax()],
+    "a slice": lambda numbers: numbers[: numbers.argmax()],
+    "nonzero()": lambda numbers: numbers.nonzero(),
+    "where(condition)": lambda numbers: torch.where(numbers > 0),
+    "a mask": lambda numbers: numbers[numbers > 0],
+    "an assignment by mask": lambda numbers: numbers.clone().__setitem__(numbers > 0, numbers),
+    "masked_select()": lambda numbers: numbers.masked_select(numbers > 0),
+    "unique()": lambda numbers: numbers.unique(),
+    "bincount()": lambda numbers: numbers.long().bincount(),
+    "repeat_interleave()": lambda numbers: numbers.repeat_interleave(torch.ones_like(numbers).long()),
+    "one_hot()": lambda numbers: F.one_hot(numbers.long()),
+    "equal()": lambda numbers: torch.equal(numbers, numbers + 1),
+    "allclose()": lambda numbers: torch.allclose(numbers, numbers + 1),
+    "is_nonzero()": lambda numbers: torch.is_nonzero(numbers[0]),
+    "tensor(device=)": lambda numbers: torch.tensor([1.0], device=numbers.device),
+    "new_tensor(device=)": lambda numbers: numbers.new_tensor([1.0], device=numbers.device),
+    "another type of device": lambda numbers: torch.empty(4, device="meta").copy_(numbers),
+}
+"""Every way to wait, each on a line of its own."""
+
+HARMLESS: dict[str, Plant] = {
+    "a marked line": lambda numbers: numbers.tolist(),  # sync: the test wants it
+    "another dtype": lambda numbers: numbers.to(torch.float64),
+    "a copy behind the step": lambda numbers: numbers.to(numbers.device, non_blocking=True),
+    "a number of the host": lambda numbers: torch.tensor(1.0) * numbers,
+    "where()": lambda numbers: torch.where(numbers > 0, numbers, 0.0),
+    "elements": lambda numbers: numbers[numbers.argsort()],
+    "an assignment to elements": lambda numbers: numbers.clone().index_put_((numbers.argsort(),), numbers),
+    "one_hot(classes)": lambda numbers: F.one_hot(numbers.argsort(), 4),
+    "a fixed number of repeats": lambda numbers: numbers.repeat_interleave(2),
+}
+
+
+def plant_all(tensor: Tensor) -> None:
+    """Call everything, allowed or not."""
+    numbers = 1 + torch.zeros_like(tensor.detach(), dtype=torch.float32).flatten()[:4]
+    for plant in (*READS.values(), *HARMLESS.values()):
+        plant(numbers)
+
+
+def in_forward(run: Run) -> None:
+    run.parts.model.get_submodule("blocks.1.mlp").register_forward_hook(lambda _module, _inputs, made: plant_all(made))
+
+
+def in_backward(run: Run) -> None:
+    def hook(_module: Any, _inputs: Any, made: Tensor) -> None:
+        if made.requires_grad:  # not in an evaluation
+            made.register_hook(plant_all)
+
+    run.parts.model.get_submodule("blocks.1.mlp").register_forward_hook(hook)
+
+
+def in_recomputation(run: Run) -> None:
+    """Needs activation checkpointing: the hook is called again inside the backward pass, and acts there.
+
+    Not at the end of the block, because the recomputation stops once nothing more is needed.
+    """
+
+    def hook(_module: Any, _inputs: Any, made: Tensor) -> None:
+        if torch._C._current_graph_task_id() >= 0:
+            plant_all(made)
+
+    run.parts.model.get_submodule("blocks.1.attention").register_forward_hook(hook)
+
+
+def in_fp8_kernel(_run: Run) -> None:
+    """Needs fp8: inside the operators, which the dispatcher calls without modes."""
+    multiply = Emulated.multiply
+
+    def planted(engine: Emulated, left: Any, right: Any, **options: Any) -> Tensor:
+        plant_all(left.inverse)
+        return multiply(engine, left, right, **options)
+
+    Emulated.multiply = planted  # type: ignore[method-assign]
+
+
+def in_reduce_scatter(run: Run) -> None:
+    """Needs several ranks."""
+    for module in run.parts.model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(WatchedScatter(run.parts.collectives, first=[plant_all]))
+
+
+def in_gate(run: Run) -> None:
+    run.parts.gate = watched(run.parts.gate, "judge", lambda: plant_all(torch.ones(4)), first=True)
+
+
+def in_update(run: Run) -> None:
+    run.parts.update = watched(run.parts.update, "apply", lambda: plant_all(torch.ones(4)), first=True)
+
+
+def in_mailbox(run: Run) -> None:
+    run.parts.mailbox = watched(run.parts.mailbox, "post", lambda: plant_all(torch.ones(4)), first=True)
+
+
+def in_snapshot(run: Run) -> None:
+    copy = run.parts.ring._copy
+
+    def planted(slot: Any) -> None:
+        plant_all(torch.ones(4))
+        copy(slot)
+
+    run.parts.ring._copy = planted  # type: ignore[method-assign]
+
+
+def guarded_run(directory: str, site: Callable[[Run], None] | None, *overrides: str) -> tuple[list[str], str]:
+    """A run on one rank whose loop is guarded: marked places that it reached, and the error message of the guard."""
+    loop, reached, message = train.train, set[str](), ""
+    micro_batch_size = 8 // rank_from_environment()[1] // 2  # gradients of two micro-batches add up
+    cfg = tiny(*LOOP, f"train.micro_batch_size={micro_batch_size}", *overrides, directory=directory)
+
+    def guarded(run: Run) -> Ending:
+        nonlocal reached, message
+        if site is not None:
+            site(run)
+        try:
+            with no_sync() as reached:
+                ending = loop(run)
+        except SyncError as error:
+            message = str(error)
+        return ending
+
+    with patch.object(train, "train", guarded), patch.object(Emulated, "multiply", Emulated.multiply):
+        assert train.run_worker(cfg) == 0
+    return sorted(reached), message
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides"),
+    [
+        (1, ("precision=fp32",)),
+        (1, ("precision=bf16", "parallel.activation_checkpointing=full")),
+        (1, ("precision=fp16", "precision.loss_scale_growth_interval=2")),
+        (1, ("precision=fp8_emulated", "parallel.activation_checkpointing=selective")),
+        (1, ("precision=fp8_emulated", "precision.fp8.recipe=delayed")),
+        (1, ("precision=fp8_emulated", "precision.fp8.recipe=block")),
+        (2, ("precision=fp32", "optim.clip_value=1.0")),
+        (2, ("precision=bf16", "parallel.activation_checkpointing=selective")),
+        (2, ("precision=fp16", "parallel.activation_checkpointing=full")),
+        (2, ("precision=fp8_emulated",)),
+        (2, ("precision=fp8_emulated", "precision.fp8.recipe=delayed", "parallel.activation_checkpointing=full")),
+    ],
+    ids=lambda value: value if isinstance(value, int) else " ".join(value),
+)
+def test_the_loop_never_waits_for_the_device(
+    ranks: Pool, tmp_path: Path, size: int, overrides: tuple[str, ...]
+) -> None:
+    assert ranks.run(size, guarded_run, str(tmp_path), None, *overrides) == [(sorted(WAITS), "")] * size
+
+
+FULL = "parallel.activation_checkpointing=full"
+
+
+@pytest.mark.parametrize(
+    ("site", "size", "overrides"),
+    [
+        (in_forward, 1, ()),
+        (in_backward, 1, ()),
+        (in_recomputation, 1, (FULL,)),
+        (in_recomputation, 1, (FULL, "precision=bf16")),
+        (in_fp8_kernel, 1, ("precision=fp8_emulated",)),
+        (in_reduce_scatter, 2, ()),
+        (in_gate, 1, ()),
+        (in_update, 1, ()),
+        (in_mailbox, 1, ()),
+        (in_snapshot, 1, ()),
+    ],
+)
+def test_every_way_to_wait_is_found_and_named(
+    ranks: Pool, tmp_path: Path, site: Callable[[Run], None], size: int, overrides: tuple[str, ...]
+) -> None:
+    here = Path(__file__).name
+    expected = {f"tests/{here}:{plant.__code__.co_firstlineno}": name for name, plant in READS.items()}
+    for _, message in ranks.run(size, guarded_run, str(tmp_path), site, "train.num_steps=2", *overrides):
+        places = {":".join(line.split(":")[:2]) for line in message.splitlines()[1:]}
+        assert {expected.get(place, place) for place in places} == set(READS)
+
+
+def test_the_guard_does_not_change_what_is_computed(ranks: Pool, tmp_path: Path) -> None:
+    overrides = (*LOOP, "train.micro_batch_size=4", "precision=fp8_emulated", FULL)
+    ((_, plain),) = ranks.run(1, cases.run, str(tmp_path / "plain"), *overrides)
+    ranks.run(1, guarded_run, str(tmp_path / "guarded"), None, *overrides)
+    records = events.read(RunDir(tmp_path / "guarded" / "guarded").events)
+    guarded = [record.loss for record in records if isinstance(record, StepRecord)]
+    assert guarded == [record.loss for record in plain]
+    assert len(guarded) == 3
