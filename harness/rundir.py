@@ -202,8 +202,16 @@ def prepare(
 def intervention(changes: dict[str, Any], *, iteration: int) -> Intervention:
     """A change of the configuration, with who made it and when."""
     return Intervention(
-        time=time.time(), iteration=iteration, who=getpass.getuser(), reason="run.resume=changed", changes=changes
+        time=time.time(), iteration=iteration, who=user_name(), reason="run.resume=changed", changes=changes
     )
+
+
+def user_name() -> str:
+    """The name of the user who runs this process, or their number where the machine knows no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # KeyError before Python 3.13
+        return f"user {os.getuid()}"
 
 
 def write_atomically(path: Path, text: str) -> None:

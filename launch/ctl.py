@@ -11,8 +11,6 @@ what it was asked waits for its next start (a stop is then forgotten), and `--wa
 
 from __future__ import annotations
 
-import getpass
-import os
 import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -32,7 +30,7 @@ from harness.orders import (
     one_line,
     order_of,
 )
-from harness.rundir import RunDir
+from harness.rundir import RunDir, user_name
 from harness.telemetry.sinks import read_chunk, tail
 from launch.parser import Parser
 
@@ -115,7 +113,7 @@ def ask(run: RunDir, word: str, words: Namespace) -> int:
     check_running(run)
     commands.check(run, order, before=[command.order for command in commands.waiting(run)])
     try:
-        command = commands.send(run, order, who=operator(), reason=reason)
+        command = commands.send(run, order, who=user_name(), reason=reason)
     except OSError as error:
         raise ConfigError(str(run.control), f"cannot be written: {error.strerror}") from None
     print(f"asked {run.path} to {in_words(order)}{target_of(run, order)}", flush=True)
@@ -128,7 +126,7 @@ def stop(run: RunDir, words: Namespace) -> int:
     log_bytes = num_bytes_of_log(run)
     check_running(run)
     try:
-        requests.ask(run, who=operator(), reason=reason)
+        requests.ask(run, who=user_name(), reason=reason)
     except OSError as error:
         raise ConfigError(str(run.stop), f"cannot be written: {error.strerror}") from None
     print(f"asked {run.path} to stop", flush=True)
@@ -208,14 +206,6 @@ def check_running(run: RunDir) -> None:
 
 def num_bytes_of_log(run: RunDir) -> int:
     return run.events.stat().st_size if run.events.exists() else 0
-
-
-def operator() -> str:
-    """Whoever types this, by name where the machine knows one."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"user {os.getuid()}"
 
 
 def wait(run: RunDir, asked: str, wait_for: Callable[[], int]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 
 from harness import events, train
 from harness.events import Event, Intervention, RunEnded, RunStarted, StepRecord
-from harness.rundir import RunDir
+from harness.rundir import RunDir, user_name
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 from tests.forks import Launched
@@ -106,7 +105,7 @@ def ask_by_command(run: RunDir, _launcher: Launched) -> None:
 WAYS = {
     "signal": (ask_by_signal, "SIGTERM"),
     "file": (ask_by_file, "STOP file"),
-    "command": (ask_by_command, f"asked by {getpass.getuser()}: new nodes"),
+    "command": (ask_by_command, f"asked by {user_name()}: new nodes"),
 }
 """How a run is asked -> what its last event must say."""
 
@@ -172,7 +171,7 @@ def test_run_saves_tells_why_and_goes_on_bit_identically(
 def test_an_operator_is_written_down(stopped: dict[str, Stopped]) -> None:
     run, log = stopped["command"].run, stopped["command"].log
     (asked,) = [event for event in log if isinstance(event, Intervention)]
-    assert (asked.who, asked.reason) == (getpass.getuser(), "new nodes")
+    assert (asked.who, asked.reason) == (user_name(), "new nodes")
     assert list(events.read(run.interventions)) == [asked]
     for way in ("signal", "file"):
         assert not [event for event in stopped[way].log if isinstance(event, Intervention)]

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from harness import commands, requests
+from harness import commands, requests, rundir
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
 from harness.commands import Inbox
 from harness.events import CheckpointSaved, Event, Intervention, RunEnded, RunStarted, to_json
 from harness.orders import Command, ExcludeSource, Order, Pause, Precision, Rate, Resume, Rollback, SaveCheckpoint, Skip
-from harness.rundir import RunDir, append_line
+from harness.rundir import RunDir, append_line, user_name
 from launch import ctl
 
 STARTED = RunStarted(time=1.0, iteration=0, world_size=2, num_steps=9, step=0)
@@ -93,7 +93,7 @@ def test_every_command_is_a_file_with_a_name_and_a_reason(
     assert ctl.main([str(run.path), *words, *WHY]) == 0
     assert capsys.readouterr().out == f"asked {run.path} to {told}\n"
     (command,) = Inbox(run).take()
-    assert (command.order, command.who, command.reason) == (order, getpass.getuser(), "new nodes")
+    assert (command.order, command.who, command.reason) == (order, user_name(), "new nodes")
     assert not run.stop.exists()
 
 
@@ -170,7 +170,7 @@ def test_wait_tells_what_came_of_it(run: RunDir, capsys: pytest.CaptureFixture[s
     answer = f"{run.path} did at iteration 7: skip 3 batches, excluded: [10, 12]\n"
     assert capsys.readouterr().out == f"asked {run.path} to skip 3 batches\n{answer}"
     (event,) = commands.interventions(run)
-    assert (event.who, event.reason) == (getpass.getuser(), "new nodes")
+    assert (event.who, event.reason) == (user_name(), "new nodes")
 
 
 def test_wait_tells_that_the_run_refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,11 +252,11 @@ def test_a_run_is_asked_by_name(run: RunDir, events: tuple[Event, ...], capsys: 
     assert capsys.readouterr().out == f"asked {run.path} to stop\n"
     words = json.loads(run.stop.read_text())
     assert abs(words.pop("time") - time.time()) < 60
-    assert words == {"who": getpass.getuser(), "reason": "new nodes"}
+    assert words == {"who": user_name(), "reason": "new nodes"}
     assert not list(run.path.glob(".STOP*")), "nothing half written is left"
     asked = requests.read(run)
     assert asked is not None
-    assert asked.in_words() == f"asked by {getpass.getuser()}: new nodes"
+    assert asked.in_words() == f"asked by {user_name()}: new nodes"
 
 
 @pytest.mark.parametrize("events", [(STARTED, ENDED), (STARTED, ENDED, SAVED)])
@@ -339,9 +339,12 @@ def test_who_will_not_wait_leaves_the_request(
     assert asked_of(run) == [Pause()]
 
 
-def test_a_user_without_a_name_has_a_number(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyError, OSError], ids=["before Python 3.13", "since"])
+def test_a_user_without_a_name_has_a_number(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
     def nobody() -> str:
-        raise KeyError("getpwuid(): uid not found: 12345")
+        raise error("getpwuid(): uid not found: 12345")
 
     monkeypatch.setattr(getpass, "getuser", nobody)
     monkeypatch.setattr("os.getuid", lambda: 12345)
@@ -349,3 +352,4 @@ def test_a_user_without_a_name_has_a_number(run: RunDir, monkeypatch: pytest.Mon
     asked = requests.read(run)
     assert asked is not None
     assert asked.who == "user 12345"
+    assert rundir.intervention({}, iteration=1).who == "user 12345"
