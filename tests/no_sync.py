@@ -55,20 +55,18 @@ FROM_HOST = frozenset({torch.tensor, torch.as_tensor, Tensor.new_tensor})
 DATA_DEPENDENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 INDEXING = frozenset(
-    overload
-    for packet in (
-        torch.ops.aten.index,
-        torch.ops.aten.index_put,
-        torch.ops.aten.index_put_,
-        torch.ops.aten._unsafe_index,
-        torch.ops.aten._unsafe_index_put,
-        torch.ops.aten._index_put_impl_,
-    )
-    for overload in (getattr(packet, name) for name in packet.overloads())
+    {
+        torch.ops.aten.index.Tensor,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.index_put_.default,
+        torch.ops.aten._unsafe_index.Tensor,
+        torch.ops.aten._unsafe_index_put.default,
+        torch.ops.aten._index_put_impl_.default,
+    }
 )
 """Read the device only if an index is a boolean mask, whose number of elements becomes a shape."""
 
-KERNELS = {
+KERNELS: dict[Any, Callable[..., Any]] = {
     torch.ops.harness.fp8_forward.default: operators.forward,
     torch.ops.harness.fp8_backward.default: operators.backward,
     torch.ops.harness.swiglu_forward.default: swiglu.forward,

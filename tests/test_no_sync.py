@@ -67,7 +67,7 @@ READS: dict[str, Plant] = {
     "int()": lambda numbers: int(numbers[0]),
     "format()": lambda numbers: f"{numbers[0]:.3f}",
     "in": lambda numbers: 3.0 in numbers,
-    "a range": lambda numbers: range(numbers.argmax()),  # type: ignore[call-overload]
+    "a range": lambda numbers: range(numbers.argmax()),
     "an element": lambda numbers: numbers[numbers.argmax()],
     "a slice": lambda numbers: numbers[: numbers.argmax()],
     "nonzero()": lambda numbers: numbers.nonzero(),
@@ -75,7 +75,7 @@ READS: dict[str, Plant] = {
     "a mask": lambda numbers: numbers[numbers > 0],
     "an assignment by mask": lambda numbers: numbers.clone().__setitem__(numbers > 0, numbers),
     "masked_select()": lambda numbers: numbers.masked_select(numbers > 0),
-    "unique()": lambda numbers: numbers.unique(),
+    "unique()": lambda numbers: numbers.unique(),  # type: ignore[no-untyped-call]
     "bincount()": lambda numbers: numbers.long().bincount(),
     "repeat_interleave()": lambda numbers: numbers.repeat_interleave(torch.ones_like(numbers).long()),
     "one_hot()": lambda numbers: F.one_hot(numbers.long()),
@@ -115,7 +115,7 @@ def in_forward(run: Run) -> None:
 def in_backward(run: Run) -> None:
     def hook(_module: Any, _inputs: Any, made: Tensor) -> None:
         if made.requires_grad:  # not in an evaluation
-            made.register_hook(plant_all)
+            made.register_hook(plant_all)  # type: ignore[no-untyped-call]
 
     run.parts.model.get_submodule("blocks.1.mlp").register_forward_hook(hook)
 
@@ -141,7 +141,7 @@ def in_fp8_kernel(_run: Run) -> None:
         plant_all(left.inverse)
         return multiply(engine, left, right, **options)
 
-    Emulated.multiply = planted  # type: ignore[method-assign]
+    Emulated.multiply = planted  # type: ignore[assignment,method-assign]
 
 
 def in_reduce_scatter(run: Run) -> None:
