@@ -1,0 +1,1 @@
+"""Put into PYTHONPATH for the processes of a mutant."""
