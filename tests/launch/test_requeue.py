@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from launch import controller, layout, requeue
 from launch.exclusion import Exclusion
 from launch.requeue import Age, Decision, End, Ended, decide, is_stall, last_progress, update_of
 
+ROOT = Path(__file__).parents[2]
 COMPOSED = compose.load(["model=tiny", "launch=slurm"])
 LIMITS = replace(COMPOSED.launch.slurm, max_requeues=5, max_stalled=3)
 
@@ -193,6 +196,21 @@ def test_a_first_start_that_nobody_saw_the_end_of(run: RunDir) -> None:
     assert requeue.begin(run, "7", 1) == Decision(True, "")
     assert requeue.begin(run, "7", 2) == Decision(True, requeue.BY_SLURM)
     assert [(end.start, end.exit_code) for end in requeue.read(run)] == [(1, None)]
+
+
+def test_the_command_counts_the_restarts_of_slurm(run: RunDir, stand_ins: Path) -> None:
+    """`python -m launch.requeue begin`, as the job's script runs it after Slurm restarted the job twice."""
+    assert stand_ins
+    ended = subprocess.run(
+        [sys.executable, "-m", "launch.requeue", "begin", str(run.path), "7"],
+        cwd=ROOT,
+        env=os.environ | {"SLURM_RESTART_COUNT": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, f"harness: job 7 goes on: {requeue.BY_SLURM}\n")
+    assert [(end.start, end.exit_code) for end in requeue.read(run)] == [(1, None), (2, None)]
 
 
 def test_the_checkpoint_that_a_start_resumes_from_is_progress(run: RunDir) -> None:
