@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config import ConfigError
-from harness.data.ledger import VERSION, Exclusion, Ledger, Reweighting
+from harness.data.ledger import VERSION, Exclusion, Ledger, Place, Reweighting
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
 
@@ -82,7 +82,7 @@ def test_weights_go_to_the_file_and_come_back(tmp_path: Path) -> None:
     ledger = Ledger.load(path)
     ledger.reweight(40, {"web": 0, "books": 2.5}, "web is poisoned")
     ledger.exclude(3, 5, "loss spike")
-    ledger.reweight(20, {"books": 1}, "back")
+    ledger.reweight(0, {"books": 1}, "back")
     data = json.loads(path.read_text().splitlines()[0])
     assert data.pop("time") > 1.7e9
     weights = {"web": 0.0, "books": 2.5}
@@ -90,15 +90,24 @@ def test_weights_go_to_the_file_and_come_back(tmp_path: Path) -> None:
     assert data == {"version": VERSION} | expected
     read = Ledger.load(path)
     assert read.entries == ledger.entries
-    assert [entry.from_batch for entry in read.reweightings] == [40, 20]
+    assert [entry.from_batch for entry in read.reweightings] == [40, 0]
     assert isinstance(read.entries[0], Reweighting)
     assert read.next_index(3) == 6
 
 
 @pytest.mark.parametrize(
-    ("from_batch", "weights"), [(-1, {"a": 1.0}), (0, {}), (0, {"a": -0.1}), (0, {"a": float("nan")})]
+    ("from_batch", "weights"),
+    [
+        (-1, {"a": 1.0}),
+        (0, {}),
+        (0, {"a": -0.1}),
+        (0, {"a": float("nan")}),
+        (0, {"a": float("inf")}),
+        (0, {"a": "1"}),
+        (0, {"a": 1.0, "b": -1.0}),
+    ],
 )
-def test_impossible_weights_are_refused(tmp_path: Path, from_batch: int, weights: dict[str, float]) -> None:
+def test_impossible_weights_are_refused(tmp_path: Path, from_batch: int, weights: dict[str, Any]) -> None:
     path = tmp_path / "ledger.jsonl"
     with pytest.raises(ValueError, match="weights of 0 or more"):
         Ledger.load(path).reweight(from_batch, weights, "nonsense")
@@ -162,6 +171,19 @@ def test_a_last_line_that_lacks_only_its_newline_counts(tmp_path: Path) -> None:
         (b'{"version": 1, "first": "5", "last": 6, "reason": "x", "time": 1}', "0 <= first <= last"),
         (b'{"version": 99, "first": 5, "last": 6, "reason": "x", "time": 1}', "version 99, allowed is 1"),
         (b'{"first": 5, "last": 6, "reason": "x", "time": 1}', "needs version"),
+        (b'{"version": 1, "first": -1, "last": 6, "reason": "x", "time": 1}', "needs 0 <= first <= last"),
+        (
+            b'{"version": 1, "kind": "weights", "from_batch": -1, "weights": {"a": 1}, "reason": "x", "time": 1}',
+            "of 0 or more",
+        ),
+        (
+            b'{"version": 2, "kind": "revoke", "batches": [[3, 5]], "from_batch": 5, "reason": "x", "time": 1}',
+            "needs ranges",
+        ),
+        (
+            b'{"version": 1, "kind": "revoke", "batches": [[3, 5]], "from_batch": 6, "reason": "x", "time": 1}',
+            "kind 'revoke' needs version 2",
+        ),
         (
             b'{"version": 1, "kind": "weights", "from_batch": 5, "weights": {}, "reason": "x", "time": 1}',
             "of 0 or more",
@@ -241,6 +263,13 @@ class TestGivingBack:
         assert walk(ledger, 2, cursor=7, given_back=3) == [7, 8], "and from a snapshot behind them"
         assert ledger.num_excluded == 0
         assert not any(ledger.is_excluded(batch) for batch in range(10))
+        assert [entry.from_batch for entry in ledger.revocations] == [7]
+
+    def test_a_place_says_how_far_the_run_has_got(self) -> None:
+        ledger = Ledger()
+        ledger.give_back([[0, 1]], 2, "the data changed")
+        assert (ledger.following(0), ledger.following(0).position) == (Place(0, 2, 1), 2)
+        assert (ledger.following(2, 2), ledger.following(2, 2).position) == (Place(2, 3, 0), 2)
 
     def test_a_later_entry_wins_and_no_place_moves(self) -> None:
         ledger = Ledger()
@@ -262,7 +291,22 @@ class TestGivingBack:
         line = json.loads(path.read_text().splitlines()[1])
         assert (line["version"], line["kind"]) == (2, "revoke"), "an older version stops at it: version 2, allowed is 1"
 
-    @pytest.mark.parametrize("batches", [[], [[3, 2]], [[5, 6]], [[-1, 2]], [3]])
+    @pytest.mark.parametrize(
+        "batches",
+        [
+            [],
+            ((1, 2),),
+            [3],
+            [[3, 2]],
+            [[5, 6]],
+            [[-1, 2]],
+            [[1, 2, 3]],
+            [[1, 2], 3],
+            [[1, 2], [5, 6]],
+            [[1, 2.0]],
+            [[True, 2]],
+        ],
+    )
     def test_only_ranges_of_the_past_are_given_back(self, batches: Any) -> None:
         with pytest.raises(ValueError, match="batches before 6"):
             Ledger().give_back(batches, 6, "")

@@ -80,6 +80,16 @@ def test_a_tiny_weight_gets_its_share_far_out() -> None:
     assert mixture.batch(first)[0].tolist() == [0]
 
 
+@pytest.mark.parametrize(
+    ("weights", "rare", "first"), [((1e-12, 1.0), 0, 2**29 - 1), ((1.0, 1e-12), 1, 2**29), ((3.0, 2e-9), 1, 2**29)]
+)
+def test_the_least_share_is_one_of_2_to_the_30(weights: tuple[float, float], rare: int, first: int) -> None:
+    """A weight below that still gets its turns, the first of them in the middle of the first 2**30 places."""
+    mixture = _mixture(*weights, batch_size=1)
+    assert [mixture.find(rare, turn) for turn in range(3)] == [(first + turn * 2**30, 0) for turn in range(3)]
+    assert [mixture.batch(first + shift)[0].tolist() for shift in (-1, 0, 1)] == [[1 - rare], [rare], [1 - rare]]
+
+
 def test_a_batch_far_out_needs_nothing_before_it() -> None:
     mixture = _mixture(1, 2, 5)
     sources, turns = mixture.batch(10**12)
@@ -127,6 +137,8 @@ def test_phases_add_up_and_the_ledger_wins() -> None:
     base = {"a": 1.0, "b": 1.0}
     planned = [Change(10, {"a": 2.0}), Change(30, {"b": 5.0})]
     assert phases_of(base, planned) == [Phase(0, (1, 1)), Phase(10, (2, 1)), Phase(30, (2, 5))]
+    same_batch = [Change(10, {"b": 3.0}), *planned]
+    assert phases_of(base, same_batch)[1] == Phase(10, (2, 3)), "two changes of one batch add up"
     poisoned = Change(20, {"b": 0.0})
     assert phases_of(base, planned, [poisoned]) == [
         Phase(0, (1, 1)),
@@ -202,12 +214,13 @@ def test_another_batch_size_repeats_no_turn_and_skips_none(
 
 @given(lengths=SIZES)
 def test_positions_go_on_where_the_size_changes(lengths: list[tuple[int, int]]) -> None:
-    sizes = Sizes(_sizes(lengths))
-    position = 0
+    listed = _sizes(lengths)
+    sizes, position = Sizes(listed), 0
     for index in range(sum(length for length, _ in lengths) + 3):
         assert sizes.position(index) == position
         assert all(sizes.find(position + row) == (index, row) for row in range(sizes.at(index)))
-        alike = sizes.num_alike(index)
-        assert alike is None or sizes.at(index + alike - 1) == sizes.at(index)
+        assert sizes.num_alike(index) == next(
+            (size.from_batch - index for size in listed if size.from_batch > index), None
+        )
         position += sizes.at(index)
     assert sizes.largest == max(size for _, size in lengths)

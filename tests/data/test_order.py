@@ -10,7 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from harness.data.order import WIDE_BITS, permute, permute_many, samples_at, shuffled, turns_of, unpermute_many
+from harness.data.order import (
+    WIDE_BITS,
+    Stretch,
+    num_unrepeated,
+    permute,
+    permute_many,
+    samples_at,
+    samples_in,
+    shuffled,
+    turns_of,
+    unpermute_many,
+)
 
 SEEDS = st.integers(0, 2**63 - 1)
 KEYS = st.tuples(SEEDS, st.integers(0, 2**40))
@@ -42,6 +53,54 @@ def test_the_inverse_finds_every_index_again(length: int, key: tuple[int, int], 
 def test_the_order_of_released_runs_stays() -> None:
     assert permute_many(np.arange(10), 10, (0, 0)).tolist() == [0, 3, 6, 2, 8, 7, 5, 9, 1, 4]
     assert permute(0, 10**12, (2**63 - 1, 3)) == 736374674355
+    assert shuffled(8, (3, 4)).tolist() == [2, 1, 3, 4, 5, 7, 6, 0]
+
+
+@pytest.mark.parametrize(
+    ("length", "images"),
+    [
+        (2**4, [11, 5, 14]),
+        (2**4 + 1, [1, 2, 14]),
+        (2**15, [6161, 31641, 15287]),
+        (2**15 + 1, [17199, 8733, 16965]),
+        (2**16, [43336, 58352, 16965]),
+        (2**16 + 1, [17375, 2933, 10591]),
+    ],
+)
+def test_the_order_stays_where_the_word_gets_wider(length: int, images: list[int]) -> None:
+    """A length of 2**n + 1 needs one bit more than 2**n; from 16 bits on there are fewer rounds."""
+    assert permute_many(np.arange(3), length, (5, 2)).tolist() == images
+    assert permute_many(np.arange(13), length, (5, 2)).tolist()[:3] == images, "many at once, by numpy"
+
+
+FIRST, ADDED, LATER = range(4, 9), range(20, 24), range(30, 33)
+
+
+def test_the_order_of_a_source_that_grew_stays() -> None:
+    stretches = [Stretch(0, 0, (FIRST,)), Stretch(5, 1, (ADDED,)), Stretch(9, 2, (FIRST, ADDED, LATER))]
+    passes = np.split(samples_in(np.arange(25), stretches, seed=7), [5, 9, 21])
+    assert [each.tolist() for each in passes] == [
+        [5, 8, 4, 7, 6],
+        [23, 22, 20, 21],
+        [4, 7, 8, 32, 31, 30, 5, 23, 6, 22, 21, 20],
+        [21, 30, 6, 20],
+    ]
+    assert samples_in(np.array([24, 0, 5]), stretches, seed=7).tolist() == [20, 5, 23], "turns in any order"
+
+
+@pytest.mark.parametrize(
+    ("stretches", "expected"),
+    [
+        ([Stretch(0, 0, (FIRST,))], 5),
+        ([Stretch(0, 0, (FIRST, ADDED))], 9),
+        ([Stretch(0, 0, (FIRST,)), Stretch(5, 1, (ADDED,))], 9),
+        ([Stretch(0, 0, (FIRST,)), Stretch(10, 1, (ADDED,))], 5),
+        ([Stretch(0, 0, (FIRST,)), Stretch(5, 1, (ADDED,)), Stretch(9, 2, (FIRST, ADDED))], 9),
+        ([Stretch(0, 0, (FIRST,)), Stretch(5, 1, (ADDED, FIRST))], 5),
+    ],
+)
+def test_the_first_turn_that_repeats_a_sample(stretches: list[Stretch], expected: int) -> None:
+    assert num_unrepeated(stretches) == expected
 
 
 @pytest.mark.parametrize("length", [2**WIDE_BITS, 10**6 + 3, 10**12])
