@@ -17,8 +17,6 @@ from weakref import finalize
 import torch
 
 ALIGNMENT_BYTES = 64
-_UNLIMITED_BYTES = 1 << 60
-"""What version 1 says where there is no limit is more than this."""
 
 
 def free_bytes(root: Path = Path("/")) -> int:
@@ -48,16 +46,16 @@ def _allowed_bytes(root: Path) -> Iterator[int]:
 
 def _left(top: Path, group: str, limit: str, usage: str, cache: str) -> Iterator[int]:
     """What a group and each one above it allow; file cache can be given back. A container may not see its own group
-    below the top, which then is its own."""
+    below the top, which then is its own. No limit is the word "max" in version 2, and in version 1 a number beyond any
+    machine's memory."""
     own = top / group.lstrip("/")
     for path in [own, *own.parents]:
         if not path.is_relative_to(top):
             return
         with suppress(OSError, ValueError):
-            text = (path / limit).read_text().strip()
-            if text != "max" and int(text) < _UNLIMITED_BYTES:
-                stat = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
-                yield int(text) - int((path / usage).read_text()) + int(stat.get(cache, 0))
+            allowed = int((path / limit).read_text())
+            stat = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
+            yield allowed - int((path / usage).read_text()) + int(stat.get(cache, 0))
 
 
 def aligned(num_bytes: int) -> int:

@@ -44,7 +44,7 @@ class Slot:
     is_settled: bool = False
     """Every step up to it has reported."""
     is_trusted: bool = False
-    """Every step up to it was judged clean, and one computed from it."""
+    """Every step up to it was judged clean, and one computed from it; then it is also taken and settled."""
     is_leased: bool = False
     """It is being saved and must stay as it is."""
     _is_finite: bool | None = None
@@ -169,7 +169,7 @@ class Ring:
             slot.block.release()
 
     def _targets(self) -> list[Slot]:
-        return [slot for slot in self._slots if slot.is_taken and slot.is_trusted and slot.is_finite]
+        return [slot for slot in self._slots if slot.is_trusted and slot.is_finite]
 
     def _newest_target(self, before: int) -> Slot | None:
         earlier = [slot for slot in self._targets() if slot.state.iteration < before]
@@ -177,7 +177,7 @@ class Ring:
 
     def _expendable(self) -> Slot:
         """Where the next snapshot goes: an empty slot, else the oldest; never one being saved or the newest target."""
-        trusted = [slot for slot in self._slots if slot.is_taken and slot.is_trusted]
+        trusted = [slot for slot in self._slots if slot.is_trusted]
         kept = max(trusted, key=lambda slot: slot.state.iteration, default=None) if len(self._slots) > 1 else None
         free = [slot for slot in self._slots if not slot.is_leased and slot is not kept]
         assert free, "wait for the save before taking another snapshot"
