@@ -1,0 +1,347 @@
+"""Writing and loading on one rank in this process: what is kept for the next save, what a failure leaves, and which
+checkpoint is loaded."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from harness.checkpoint import catalog, description, integrity, store
+from harness.checkpoint.catalog import Health, name_of
+from harness.checkpoint.integrity import MANIFEST, Damaged, OtherVersion
+from harness.checkpoint.patience import Patience
+from harness.config import ConfigError, StorageError
+from harness.parallel import World, together
+from harness.state import RunState
+from tests.checkpoint.storage import failing, tree
+
+SHARD = "__0_0.distcp"
+
+
+def tensors(value: float) -> dict[str, Tensor]:
+    return {"model.weight": torch.full((4, 3), value), "device.step": torch.tensor(int(value))}
+
+
+def save(root: Path, world: World, step: int, planned: store.Planned | None = None) -> Path:
+    state = RunState(step=step, iteration=step + 1, tokens=10 * step)
+    return store.write(root, tensors(step), state, world=world, rollback={"steps": 7.0}, planned=planned).path
+
+
+class Outcome(NamedTuple):
+    found: store.Found
+    weight: float
+
+
+def newest(root: Path, world: World, **options: Any) -> Outcome:
+    into = tensors(-1.0)
+    found = store.load_newest(root, into, world=world, **options)
+    return Outcome(found, float(into["model.weight"][2, 1]))
+
+
+def first(root: Path, world: World, *steps: int, **options: Any) -> Outcome:
+    into = tensors(-1.0)
+    found = store.load_first(root, [name_of(step, 0) for step in steps], into, world=world, **options)
+    return Outcome(found, float(into["model.weight"][2, 1]))
+
+
+def damage(path: Path, name: str = SHARD) -> None:
+    content = (path / name).read_bytes()
+    (path / name).write_bytes(content[:-1])
+
+
+def test_a_checkpoint_holds_what_was_given(tmp_path: Path, world: World) -> None:
+    written = store.write(
+        tmp_path / "deep" / "root", tensors(5), RunState(step=5, tokens=50), world=world, rollback={"steps": 7.0}
+    )
+    manifest = integrity.verify(written.path)
+    assert set(manifest.files) == {SHARD, description.METADATA_FILE, store.STATE_FILE}
+    assert (manifest.step, manifest.tokens, manifest.world_size, manifest.rollback) == (5, 50, 1, {"steps": 7.0})
+    assert written == (tmp_path / "deep" / "root" / name_of(5, 0), manifest.bytes)
+    assert [path.name for path in written.path.parent.iterdir()] == [written.path.name], "nothing half-written is left"
+    assert store.read_shapes(written.path) == {"model.weight": (4, 3), "device.step": ()}
+    found = description.read(written.path)
+    (written.path / description.METADATA_FILE).unlink()
+    (read,) = store.read_tensors(written.path, ["model.weight"], found).values()
+    assert read.tolist() == [[5.0] * 3] * 4, "a description that is given is not read again"
+
+
+def test_files_are_forced_to_disk_before_the_checkpoint_exists(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced: list[str] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        if not (tmp_path / name_of(2, 0)).exists():
+            forced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    planned = store.Planned()
+    save(tmp_path, world, 1, planned)
+    monkeypatch.setattr(os, "fsync", record)
+    save(tmp_path, world, 2, planned)
+    assert forced.count(SHARD) == 2, "by torch, and again once its last buffer is written"
+    assert description.METADATA_FILE in forced
+
+
+@contextmanager
+def counted_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How often a save was planned."""
+    plans: list[int] = []
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        plans.append(len(plans))
+        return save_shards(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "save_shards", count)
+        yield plans
+
+
+def test_a_plan_is_kept_while_the_tensors_stay_as_they_are(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = store.Planned()
+    with counted_plans(monkeypatch) as plans:
+        for step in (1, 2, 3):
+            save(tmp_path, world, step, planned)
+            assert first(tmp_path, world, step).weight == step
+        assert len(plans) == 1
+        assert planned.metadata == (tmp_path / name_of(3, 0) / description.METADATA_FILE).read_bytes()
+        planned.results = planned.results[:-1]
+        save(tmp_path, world, 4, planned)
+        assert (len(plans), len(planned.results)) == (2, 2), "the parts did not come to lie as planned"
+        planned.signature = []
+        save(tmp_path, world, 5, planned)
+        assert len(plans) == 3, "other tensors"
+        save(tmp_path, world, 6)
+        assert len(plans) == 4, "no plan was given"
+    for step in (4, 5, 6):
+        assert first(tmp_path, world, step).weight == step
+
+
+@pytest.mark.parametrize(
+    ("signature", "has_plan", "expected"), [(["a"], True, True), (["a"], False, False), (["b"], True, False)]
+)
+def test_a_plan_fits_the_tensors_it_was_made_for(signature: list[Any], has_plan: bool, expected: bool) -> None:
+    plan: Any = object() if has_plan else None
+    assert store.Planned(signature=["a"], plan=plan).fits(signature) is expected
+
+
+def test_the_signature_changes_with_everything_a_plan_depends_on(world: World) -> None:
+    def sharded(placement: Shard | Replicate) -> DTensor:
+        return DTensor.from_local(torch.zeros(4, 2), world.host_mesh, [placement], run_check=False)
+
+    kinds: list[dict[str, Tensor]] = [
+        {"a": torch.zeros(4, 2)},
+        {"b": torch.zeros(4, 2)},
+        {"a": torch.zeros(2, 4)},
+        {"a": torch.zeros(4, 2, dtype=torch.int32)},
+        {"a": sharded(Shard(0))},
+        {"a": sharded(Shard(1))},
+        {"a": sharded(Replicate())},
+    ]
+    signatures = [store.signature_of(each) for each in kinds]
+    assert all(one != other for number, one in enumerate(signatures) for other in signatures[:number])
+    assert store.signature_of(kinds[4]) == store.signature_of({"a": sharded(Shard(0))})
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_failed_write_is_an_error_of_one_line_and_leaves_nothing(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, is_planned: bool
+) -> None:
+    planned = store.Planned()
+    if is_planned:
+        save(tmp_path, world, 1, planned)
+    before = tree(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=r"^rank 0: .*Input/output error"):
+            save(tmp_path, world, 2, planned)
+    assert {name for name, *_ in tree(tmp_path).items()} == set(before)
+    save(tmp_path, world, 2, planned)
+    assert newest(tmp_path, world).weight == 2
+
+
+def test_the_first_rank_that_failed_is_named() -> None:
+    failures: Any = {3: (OSError("c"), None), 1: (OSError("a"), None), 2: (OSError("b"), None)}
+    assert store._first_failure(CheckpointException("write", failures)) == "rank 1: a"
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "reason", "expected"),
+    [
+        (2**20 - 1, "it failed", "it failed (No space left on device)"),
+        (2**20, "it failed", "it failed"),
+        (0, "No space left on device", "No space left on device"),
+    ],
+)
+def test_a_full_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int, reason: str, expected: str
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=free_bytes)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert store._on_disk(reason, tmp_path) == expected
+
+
+def test_a_checkpoint_replaces_only_a_tainted_one_of_its_name(tmp_path: Path, world: World) -> None:
+    path = save(tmp_path, world, 5)
+    inode = path.stat().st_ino
+    with pytest.raises(OSError, match="not empty"):
+        save(tmp_path, world, 5)
+    assert path.stat().st_ino == inode
+    catalog.mark(path, Health.tainted, "a test")
+    save(tmp_path, world, 5)
+    assert path.stat().st_ino != inode
+    assert catalog.health_of(path) is Health.candidate
+
+
+def test_the_newest_that_is_whole_and_not_tainted_is_loaded(tmp_path: Path, world: World) -> None:
+    assert newest(tmp_path / "nowhere", world) == (store.Found(None, []), -1.0)
+    paths = [save(tmp_path, world, step) for step in (5, 10, 15)]
+    shutil.copytree(paths[0], tmp_path / f".{name_of(20, 0)}.part")
+    catalog.mark(paths[2], Health.tainted, "a test")
+    catalog.mark(paths[1], Health.good, "a test")
+    found, weight = newest(tmp_path, world)
+    assert found == store.Found(store.Loaded(RunState(step=10, iteration=11, tokens=100), name_of(10, 0)), [])
+    assert weight == 10
+    assert sorted(path.name for path in tmp_path.iterdir()) == [path.name for path in paths], (
+        "what a crash left is gone"
+    )
+    damage(paths[1])
+    found, weight = newest(tmp_path, world)
+    assert (weight, [each.path for each in found.damage]) == (5, [paths[1] / SHARD])
+    assert [path.name for path in catalog.damaged(tmp_path)] == [f"{name_of(10, 0)}.damaged"]
+    damage(paths[0], MANIFEST)
+    for problem in (f"{paths[0] / MANIFEST}: is not a manifest", "2 were found damaged before"):
+        with pytest.raises(ConfigError) as caught:
+            newest(tmp_path, world)
+        assert problem in str(caught.value)
+        assert f"remove {tmp_path / name_of(10, 0)}.damaged to begin again" in str(caught.value)
+
+
+def test_health_that_cannot_be_read_is_an_error(tmp_path: Path, world: World) -> None:
+    path = save(tmp_path, world, 5)
+    (path / catalog.HEALTH).mkdir()
+    with pytest.raises(StorageError, match="Is a directory"):
+        newest(tmp_path, world)
+
+
+FILES = [MANIFEST, SHARD, description.METADATA_FILE, store.STATE_FILE]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_an_io_error_is_retried_if_it_is_allowed(tmp_path: Path, world: World, file: str) -> None:
+    save(tmp_path, world, 5)
+    save(tmp_path, world, 10)
+    before = tree(tmp_path)
+    name = f"{name_of(10, 0)}/{file}"
+    with failing(name, times=1) as failed:
+        assert newest(tmp_path, world, retry_s=0.01).weight == 10
+        assert len(failed) == 1
+    with failing(name, times=1), pytest.raises(StorageError):
+        newest(tmp_path, world)
+    with failing(name, times=1), pytest.raises(StorageError):
+        first(tmp_path, world, 10, 5)
+    with failing(name, times=1):
+        assert first(tmp_path, world, 10, 5, patience=Patience(0.01)).weight == 10
+    with failing(name):
+        found, weight = first(tmp_path, world, 10, 5, passes_over=True)
+        assert (weight, [type(each) for each in found.unread]) == (5, [StorageError])
+    with failing(file), pytest.raises(StorageError):
+        first(tmp_path, world, 10, 5, passes_over=True)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("fails", [[True], [False, True]], ids=["verify", "fill"])
+def test_what_is_whole_is_read_once_though_another_rank_failed(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, fails: list[bool]
+) -> None:
+    """A rank that has done its part does nothing when all try again for the sake of another one."""
+    save(tmp_path, world, 5)
+    calls: list[str] = []
+    for module, name in ((integrity, "verify"), (store, "read_into")):
+        genuine = getattr(module, name)
+
+        def count(*arguments: Any, name: str = name, genuine: Any = genuine, **options: Any) -> Any:
+            calls.append(name)
+            return genuine(*arguments, **options)
+
+        monkeypatch.setattr(module, name, count)
+    left = [*fails]
+
+    def unlucky(work: Any, *group: Any) -> Any:
+        """This rank does its part, and another one fails."""
+        done = together(work, *group)
+        if left and left.pop(0):
+            raise StorageError(errno.EIO, "cannot be read", "elsewhere")
+        return done
+
+    monkeypatch.setattr(store, "together", unlucky)
+    assert first(tmp_path, world, 5, patience=Patience(0.01)).weight == 5
+    assert (calls, left) == (["verify", "read_into"], [])
+
+
+def test_damage_is_set_aside_only_if_that_is_allowed(tmp_path: Path, world: World) -> None:
+    save(tmp_path, world, 5)
+    damage(save(tmp_path, world, 10))
+    prepared: list[str] = []
+    before = tree(tmp_path)
+    found, weight = first(tmp_path, world, 10, 5, renames=False, prepare=prepared.append)
+    assert (weight, prepared, [type(each) for each in found.damage]) == (5, [name_of(5, 0)], [Damaged])
+    assert tree(tmp_path) == before
+    assert first(tmp_path, world, 10, 5).weight == 5
+    assert [path.name for path in catalog.damaged(tmp_path)] == [f"{name_of(10, 0)}.damaged"]
+    assert first(tmp_path, world).found == store.Found(None, [])
+
+
+def test_another_version_is_passed_over_only_if_that_is_allowed(tmp_path: Path, world: World) -> None:
+    path = save(tmp_path, world, 5)
+    (path / store.STATE_FILE).write_text(json.dumps({"new_field": 1}))
+    manifest = integrity.read_manifest(path)
+    manifest.files.update(integrity.measure_all(path, manifest.files))
+    integrity.write_manifest(path, manifest)
+    with pytest.raises(OtherVersion, match="new_field"):
+        first(tmp_path, world, 5)
+    found, weight = first(tmp_path, world, 5, passes_over=True)
+    assert (weight, found.loaded, [type(each) for each in found.unread]) == (-1, None, [OtherVersion])
+
+
+def test_another_model_is_refused_by_name(tmp_path: Path, world: World) -> None:
+    path = save(tmp_path, world, 5)
+    for shape, name, problem in (((4, 4), "model.weight", "holds model.weight as [4, 3]"), ((4,), "x", "not hold x")):
+        with pytest.raises(ConfigError, match="this configuration needs") as caught:
+            store.read_description(path, {"device.step": torch.Size(()), name: torch.Size(shape)})
+        assert problem in str(caught.value)
+        assert str(caught.value).endswith(f"needs {list(shape)}")
+
+
+def test_a_shard_that_cannot_be_read_is_an_io_error_and_one_that_cannot_be_decoded_is_not(
+    tmp_path: Path, world: World
+) -> None:
+    path = save(tmp_path, world, 5)
+    with failing(f"{path.name}/{SHARD}"), pytest.raises(StorageError, match="Input/output error"):
+        store.read_tensors(path, ["model.weight"])
+    (path / SHARD).write_bytes(bytes((path / SHARD).stat().st_size))
+    with pytest.raises(RuntimeError, match=f"{path.name} could not be loaded: "):
+        store.read_tensors(path, ["model.weight"])
+    (path / store.STATE_FILE).unlink()
+    with pytest.raises(StorageError, match="No such file"):
+        store.read_state(path)
