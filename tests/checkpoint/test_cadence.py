@@ -7,7 +7,7 @@ from statistics import mean
 import pytest
 
 from harness import compose
-from harness.checkpoint.cadence import RollbackCost, rewind_cost, rollback_cost
+from harness.checkpoint.cadence import RollbackCost, num_buffers, rewind_cost, rollback_cost
 from harness.config import Config
 
 TOKENS = 2048
@@ -52,12 +52,20 @@ def test_rewind_loses_what_a_played_run_loses(every: int, lag: int) -> None:
 
 
 def test_no_ring_no_rewind() -> None:
-    assert rewind_cost(config("checkpoint.ring.slots=0")) is None
+    cfg = config("checkpoint.ring.slots=0")
+    assert rewind_cost(cfg) is None
+    assert num_buffers(cfg.checkpoint.ring) == 1, "a checkpoint is still saved from a copy in memory"
 
 
 def test_without_a_cadence_the_whole_run_is_lost() -> None:
     cost = rollback_cost(config("checkpoint.every_steps=0", "train.num_steps=50"))
-    assert (cost.steps_at_most, cost.steps_on_average, cost.tokens_at_most) == (50, 25.5, 50 * TOKENS)
+    assert cost.as_dict() == {
+        "steps_at_most": 50,
+        "steps_on_average": 25.5,
+        "tokens_at_most": 50 * TOKENS,
+        "minutes_at_most": None,
+        "steps_besides": 0,
+    }
 
 
 def test_no_more_than_the_run_is_lost() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness import run_lease
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Checkpoint, Health, expendable, name_of
 from harness.checkpoint.integrity import OtherVersion
@@ -162,6 +164,8 @@ def test_names_are_sorted_as_numbers_beyond_their_width(tmp_path: Path) -> None:
     assert [(each.step, each.generation) for each in catalog.saved(tmp_path)] == ages
     assert names(tmp_path)[0] == "step-00000009-gen-0"
     assert names(tmp_path)[2] == "step-100000000-gen-0"
+    assert [catalog.numbers_in(name) for name in names(tmp_path)] == ages
+    assert catalog.numbers_in(f"{name_of(5, 9)}.damaged-2") == (5, 9)
 
 
 def test_what_is_no_checkpoint_is_invisible(tmp_path: Path) -> None:
@@ -184,6 +188,35 @@ def test_a_checkpoint_exists_once_it_is_published(tmp_path: Path) -> None:
     assert names(tmp_path) == [target.name]
     assert not scratch.exists()
     assert (target / "__0_0.distcp").read_bytes() == b"shard"
+
+
+def test_content_and_name_are_on_disk_when_publish_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / name_of(10, 0)
+    scratch = make(tmp_path, catalog.scratch(tmp_path, target.name).name)
+    descriptors, synced = Path("/proc/self/fd"), list[tuple[Path, bool]]()
+
+    def record(descriptor: int) -> None:
+        synced.append(((descriptors / str(descriptor)).readlink(), target.exists()))
+
+    monkeypatch.setattr(os, "fsync", record)
+    num_open = len(list(descriptors.iterdir()))
+    catalog.publish(scratch, target)
+    assert synced == [(scratch, False), (tmp_path, True)], "the content before the rename, the name after it"
+    assert len(list(descriptors.iterdir())) == num_open
+
+
+def test_a_run_that_was_taken_over_publishes_and_drops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise SystemExit(2)
+
+    monkeypatch.setattr(run_lease, "guard", lost)
+    path = make(tmp_path, name_of(10, 0))
+    scratch = make(tmp_path, catalog.scratch(tmp_path, name_of(20, 0)).name)
+    with pytest.raises(SystemExit):
+        catalog.publish(scratch, tmp_path / name_of(20, 0))
+    with pytest.raises(SystemExit):
+        catalog.drop(path)
+    assert sorted(tmp_path.iterdir()) == sorted([path, scratch])
 
 
 def test_health_comes_back(tmp_path: Path) -> None:
@@ -247,6 +280,10 @@ def test_sweep_removes_what_is_half_there_and_nothing_else(tmp_path: Path) -> No
         make(tmp_path, name)
     catalog.sweep(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*whole, *foreign}
+    (tmp_path / half[0]).write_text("a file cannot be deleted as a directory")
+    make(tmp_path, half[1])
+    catalog.sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*whole, *foreign, half[0]}
     catalog.sweep(tmp_path / "nowhere")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import pickle
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,6 +91,12 @@ def test_tables_say_what_the_pickle_said(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.tensors["w"].parts[2], [6, 0, 3, 3, 2, 2000, 9])
 
 
+def test_a_whole_tensor_needs_its_first_and_its_last_part(tmp_path: Path) -> None:
+    found = description.read(written(tmp_path, metadata_of("w", (4, 1), rows_of(4, 4, 1))))
+    needed = description.metadata_for(found, {"w": torch.empty(4, 1)}).storage_data
+    assert [info.relative_path for info in needed.values()] == found.files == [f"__{row}_0.distcp" for row in range(4)]
+
+
 def test_a_number_has_one_part_and_everybody_needs_it(tmp_path: Path) -> None:
     found = description.read(written(tmp_path, metadata_of("step", (), [((), ())])))
     assert description.metadata_for(found, {"step": torch.tensor(0)}).storage_data == {
@@ -101,10 +110,62 @@ def test_what_this_version_does_not_understand_is_refused_in_one_line(tmp_path: 
     for info in compressed.storage_data.values():
         info.transform_descriptors = ["zstd"]
     other.state_dict_metadata["b"] = BytesStorageMetadata()
-    for number, metadata in enumerate((None, 7, "text", other, compressed, Metadata({}))):
+    moved = metadata_of("w", (10, 3), rows_of(10, 2, 3))
+    first = next(iter(moved.storage_data))
+    moved.storage_data[MetadataIndex("w", (1, 0), 0)] = moved.storage_data.pop(first)
+    outside = metadata_of("w", (10, 3), rows_of(10, 2, 3))
+    for info in outside.storage_data.values():
+        info.relative_path = "../__0_0.distcp"
+    for number, metadata in enumerate((None, 7, "text", other, compressed, moved, outside, Metadata({}))):
         with pytest.raises(OtherVersion) as caught:
             description.read(written(tmp_path / str(number), metadata))
         assert caught.value.path == tmp_path / str(number) / description.METADATA_FILE
         assert "\n" not in str(caught.value)
     with pytest.raises(StorageError, match="No such file"):
         description.read(tmp_path / "gone")
+
+
+class Calls:
+    """Unpickling this would call a function."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.reduced = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+@pytest.mark.parametrize(
+    ("planted", "name"),
+    [
+        (Calls(os.getpid), "posix.getpid"),
+        (Calls(torch.device, "cpu"), "torch.device"),
+        (Calls(float, "1"), "builtins.float"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_nothing_is_called_that_is_not_on_the_list(tmp_path: Path, planted: Calls, name: str) -> None:
+    """`float` is also the name of a dtype, but of torch's."""
+    with pytest.raises(OtherVersion, match=f"{name} has no place in a checkpoint"):
+        description.read(written(tmp_path, planted))
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_garbage_collection_is_off_only_while_a_description_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_on: bool
+) -> None:
+    pack, seen = description._pack, list[bool]()
+
+    def look(metadata: Metadata) -> description.Description:
+        seen.append(gc.isenabled())
+        return pack(metadata)
+
+    monkeypatch.setattr(description, "_pack", look)
+    written(tmp_path, metadata_of("w", (4, 1), rows_of(4, 4, 1)))
+    gc.enable() if was_on else gc.disable()
+    try:
+        description.read(tmp_path)
+        seen.append(gc.isenabled())
+    finally:
+        gc.enable()
+    assert seen == [False, was_on]

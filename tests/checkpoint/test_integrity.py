@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import pickle
 import shutil
@@ -251,13 +252,48 @@ def test_a_manifest_that_is_whole_the_second_time_is_not_damage(whole: Path, mon
 
 
 def test_the_second_look_asks_the_storage_not_the_page_cache(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    advised: list[int] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _fd, _offset, _length, advice: advised.append(advice))
+    advised: list[tuple[int, ...]] = []
+    descriptors = Path("/proc/self/fd")
+    monkeypatch.setattr(os, "posix_fadvise", lambda _fd, *arguments: advised.append(arguments))
+    num_open = len(list(descriptors.iterdir()))
     verify(whole)
     assert not advised
-    (whole / DATA).write_bytes(bytes(len(CONTENTS[DATA])))
-    assert damage_of(whole).path == whole / DATA
-    assert advised == [os.POSIX_FADV_DONTNEED]
+    for name in (DATA, MANIFEST):
+        (whole / name).write_bytes(bytes((whole / name).stat().st_size))
+        assert damage_of(whole).path == whole / name
+        assert advised == [(0, 0, os.POSIX_FADV_DONTNEED)], "once, and the whole file"
+        advised.clear()
+    assert len(list(descriptors.iterdir())) == num_open
+
+
+def test_an_error_without_a_number_is_an_io_error() -> None:
+    error = integrity.unreadable(Path("a"), OSError("it broke"))
+    assert (error.errno, str(error)) == (errno.EIO, f"a: cannot be read on {socket.gethostname()}: it broke")
+
+
+def test_a_file_is_missing_only_beside_others_without_it(tmp_path: Path) -> None:
+    def kind(path: Path) -> type[Exception]:
+        return type(integrity._missing(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))))
+
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "here").touch()
+    kinds = [kind(tmp_path / name) for name in ("lost", "here", "empty/lost", "gone/lost")]
+    assert kinds == [Damaged, StorageError, StorageError, StorageError], "the storage may have been away for a moment"
+
+
+def test_a_file_that_vanishes_while_it_is_read_is_missing(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def vanish(path: Path, _progress: object = None) -> Entry:
+        path.unlink(missing_ok=True)
+        return measure(path)
+
+    monkeypatch.setattr(integrity, "measure", vanish)
+    assert damage_of(whole).problem == "is missing"
+
+
+def test_a_manifest_that_is_given_is_not_read_again(whole: Path) -> None:
+    manifest = read_manifest(whole)
+    (whole / MANIFEST).unlink()
+    assert verify(whole, manifest=manifest) is manifest
 
 
 def test_a_missing_manifest_is_damage(whole: Path) -> None:
@@ -405,10 +441,27 @@ def test_an_odd_table_of_files_is_refused(whole: Path, value: Any) -> None:
 @pytest.mark.parametrize("value", ["soon", True, [], {}, "1"], ids=repr)
 def test_an_odd_time_or_cost_is_refused(whole: Path, value: Any) -> None:
     content = (whole / MANIFEST).read_text()
-    for change in ({"time": value}, {"rollback": {"steps": value}}, {"rollback": [value]}):
+    for change in (
+        {"time": value},
+        {"rollback": {"steps": value}},
+        {"rollback": {"steps": 1, "minutes": value}},
+        {"rollback": [value]},
+    ):
         (whole / MANIFEST).write_text(content)
         forge(whole, methodcaller("update", change))
         refusal_of(whole)
+
+
+@pytest.mark.parametrize(
+    ("time", "is_valid"),
+    [(0, True), (0.5, True), (10**12 - 1, True), (10**12, False), (-0.5, False), (math.nan, False), (math.inf, False)],
+)
+def test_a_time_lies_between_1970_and_the_latest_of_any_clock(whole: Path, time: float, is_valid: bool) -> None:
+    forge(whole, lambda content: content.update(time=time))
+    if is_valid:
+        assert read_manifest(whole).time == time
+    else:
+        assert "time cannot be" in str(refusal_of(whole))
 
 
 @settings(deadline=None, max_examples=100)
@@ -499,7 +552,9 @@ def test_the_format_of_version_1_stays(tmp_path: Path) -> None:
     assert VERSION == 1
     (tmp_path / "a").write_bytes(b"abc")
     write_manifest(tmp_path, replace(manifest_of(measure_all(tmp_path, ["a"])), rollback={}))
-    content = json.loads((tmp_path / MANIFEST).read_text())
+    text = (tmp_path / MANIFEST).read_text()
+    assert text.startswith('{\n "version": 1,\n "step": 7,\n'), "one key a line"
+    content = json.loads(text)
     assert content.pop("sha256") == "3dbb008109ed9a2811057a0d227bd88dde9f7b76121b197fc8e320c6531392b6"
     assert content == {
         "version": 1,

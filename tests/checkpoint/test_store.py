@@ -22,7 +22,7 @@ from harness import events
 from harness.checkpoint import catalog, integrity, store
 from harness.checkpoint.description import METADATA_FILE
 from harness.checkpoint.integrity import OtherVersion
-from harness.checkpoint.patience import Patience, pauses
+from harness.checkpoint.patience import Patience
 from harness.compose import load
 from harness.config import ConfigError, StorageError
 from harness.events import CheckpointJudged, RunStarted
@@ -458,24 +458,3 @@ def test_a_start_that_cannot_read_its_checkpoint_exits_75_and_goes_on_later(
     assert "step-00000015-gen-0/__0_0.distcp: cannot be read on " in complaint
     assert tree(tmp_path / "a" / "checkpoints") == before
     assert ranks.run(2, cases.run, str(tmp_path), *LONGER)[0][0] == 0
-
-
-def test_pauses_grow_and_take_the_time_that_was_given() -> None:
-    assert list(pauses(0)) == []
-    assert list(pauses(5)) == [1, 2, 2]
-    assert list(pauses(120)) == [1, 2, 4, 8, 16, 30, 30, 29]
-    assert sum(pauses(0.3)) == 0.3
-
-
-def test_patience_is_shared_by_all_attempts(capsys: pytest.CaptureFixture[str]) -> None:
-    patience, failures = Patience(0.02), [True, False, True]
-
-    def attempt() -> str:
-        if failures.pop(0):
-            raise StorageError(errno.EIO, "cannot be read", "file")
-        return "read"
-
-    assert patience.through(attempt) == "read"
-    with pytest.raises(StorageError, match="file: cannot be read"):
-        patience.through(attempt)
-    assert capsys.readouterr().err == "warning: file: cannot be read; trying again in 0.02 s\n"

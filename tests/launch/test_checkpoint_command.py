@@ -17,7 +17,6 @@ import yaml
 from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import Health, name_of
 from harness.checkpoint.integrity import MANIFEST, Manifest
-from harness.checkpoint.listing import Row, age_text, render, size_text
 from harness.rundir import RunDir
 from launch import checkpoint
 from tests.checkpoint.storage import failing
@@ -164,43 +163,6 @@ def test_list_leaves_out_what_goes_while_it_looks(
 
     monkeypatch.setattr(integrity, "read_manifest", read_as_it_goes)
     assert [line.split()[0] for line in tell(capsys, "list", "runs/first")] == ["name", name_of(10, 0)]
-
-
-def test_the_table_stays() -> None:
-    rows = [
-        Row(
-            name="step-00000100-gen-0",
-            step=100,
-            generation=0,
-            health="good",
-            time=0,
-            bytes=15_300_000_000,
-            tokens=123_456,
-            problem=None,
-        ),
-        Row(
-            name="step-00000200-gen-1.damaged",
-            step=200,
-            generation=1,
-            health="damaged",
-            time=7000,
-            bytes=12,
-            tokens=None,
-            problem="manifest.json: is missing",
-        ),
-    ]
-    assert render(rows, now_s=7200).splitlines() == [
-        "name                         step  generation  health     age     size   tokens",
-        "step-00000100-gen-0           100           0  good       2 h  15.3 GB  123,456",
-        "step-00000200-gen-1.damaged   200           1  damaged  3 min     12 B        -  manifest.json: is missing",
-    ]
-
-
-def test_numbers_for_people() -> None:
-    texts = [size_text(number) for number in (0, 999, 1000, 1_949_999, 10**9, 25 * 10**11)]
-    assert texts == ["0 B", "999 B", "1.0 kB", "1.9 MB", "1.0 GB", "2.5 TB"]
-    texts = [age_text(number) for number in (-5, 0, 119, 120, 7199, 7200, 172_799, 172_800)]
-    assert texts == ["0 s", "0 s", "119 s", "2 min", "120 min", "2 h", "48 h", "2 d"]
 
 
 def test_verify_says_ok_and_changes_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

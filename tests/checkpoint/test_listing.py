@@ -1,0 +1,129 @@
+"""One row a checkpoint: what its name, its manifest and its files say, and the table that is printed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from harness.checkpoint import catalog, integrity
+from harness.checkpoint.catalog import Health, name_of
+from harness.checkpoint.integrity import MANIFEST, Manifest
+from harness.checkpoint.listing import Row, age_text, bytes_of, render, row_of, rows_of, size_text
+from harness.config import StorageError
+
+SHARD = "__0_0.distcp"
+SAVED_S = 1.5e9
+
+
+def save(root: Path, step: int, generation: int = 0) -> Path:
+    """A checkpoint with one file of 2,000 bytes."""
+    path = root / name_of(step, generation)
+    path.mkdir()
+    (path / SHARD).write_bytes(bytes(2000))
+    manifest = Manifest(
+        step=step,
+        generation=generation,
+        iteration=step,
+        tokens=1000 * step,
+        time=SAVED_S,
+        world_size=1,
+        files=integrity.measure_all(path, [SHARD]),
+    )
+    integrity.write_manifest(path, manifest)
+    return path
+
+
+def test_a_row_says_what_name_manifest_and_files_say(tmp_path: Path) -> None:
+    newest, good, aside = save(tmp_path, 15, 1), save(tmp_path, 20), catalog.set_aside(save(tmp_path, 30))
+    catalog.mark(good, Health.good, "a test")
+    (newest / MANIFEST).unlink()
+    os.utime(newest, (7.0, 7.0))
+    assert rows_of(tmp_path) == [
+        Row(
+            name=good.name,
+            step=20,
+            generation=0,
+            health="good",
+            time=SAVED_S,
+            bytes=2000 + (good / MANIFEST).stat().st_size + (good / catalog.HEALTH).stat().st_size,
+            tokens=20_000,
+            problem=None,
+        ),
+        Row(
+            name=newest.name,
+            step=15,
+            generation=1,
+            health="candidate",
+            time=7.0,
+            bytes=2000,
+            tokens=None,
+            problem="manifest.json: is missing",
+        ),
+        Row(
+            name=aside.name,
+            step=30,
+            generation=0,
+            health="damaged",
+            time=SAVED_S,
+            bytes=2000 + (aside / MANIFEST).stat().st_size,
+            tokens=30_000,
+            problem=None,
+        ),
+    ]
+
+
+def test_what_cannot_be_read_has_a_row_and_what_is_gone_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bytes_of(tmp_path / "gone") == 0
+    assert row_of(tmp_path / name_of(10, 0), "good") is None
+    path = save(tmp_path, 20)
+
+    def broken(*_: object, **__: object) -> None:
+        raise StorageError(errno.EIO, "cannot be read", str(path))
+
+    monkeypatch.setattr(integrity, "read_manifest", broken)
+    monkeypatch.setattr(Path, "stat", broken)
+    row = row_of(path, "unread")
+    assert row is not None
+    assert (row.time, row.tokens, row.problem) == (0.0, None, f"{path}: cannot be read")
+
+
+def test_the_table_stays() -> None:
+    rows = [
+        Row(
+            name="step-00000100-gen-0",
+            step=100,
+            generation=0,
+            health="good",
+            time=0,
+            bytes=15_300_000_000,
+            tokens=123_456,
+            problem=None,
+        ),
+        Row(
+            name="step-00000200-gen-1.damaged",
+            step=200,
+            generation=1,
+            health="damaged",
+            time=7000,
+            bytes=12,
+            tokens=None,
+            problem="manifest.json: is missing",
+        ),
+    ]
+    assert render(rows, now_s=7200).splitlines() == [
+        "name                         step  generation  health     age     size   tokens",
+        "step-00000100-gen-0           100           0  good       2 h  15.3 GB  123,456",
+        "step-00000200-gen-1.damaged   200           1  damaged  3 min     12 B        -  manifest.json: is missing",
+    ]
+
+
+def test_numbers_for_people() -> None:
+    texts = [size_text(number) for number in (0, 999, 1000, 1_949_999, 10**9, 10**12, 25 * 10**11)]
+    assert texts == ["0 B", "999 B", "1.0 kB", "1.9 MB", "1.0 GB", "1.0 TB", "2.5 TB"]
+    texts = [age_text(number) for number in (-5, 0, 119, 120, 7199, 7200, 172_799, 172_800)]
+    assert texts == ["0 s", "0 s", "119 s", "2 min", "120 min", "2 h", "48 h", "2 d"]
