@@ -1,20 +1,27 @@
-"""What safety costs: time stolen from training by a snapshot and by a save, and time to come back; beside torch's own.
+"""What a snapshot and a save cost training, and how long a restore takes, beside `dcp.async_save` and its relatives.
 
-    python -m tests.bench.checkpoint                                   a small model, also without a GPU
+    python -m tests.bench.checkpoint                                            a small model, also without a GPU
     python -m tests.bench.checkpoint +experiment=1b_bf16 --directory /scratch   1.26B parameters: 15 GB a checkpoint
 
-One process, one rank, one run; steps are those of the loop, and the host runs ahead of the device as far as it does
-there. *Called* is how long the call itself holds the loop. *Stolen* is all that training loses: the time of the steps
-from the call until the state is safe, less what as many plain steps take, measured before and after. *Safe* is when the
-checkpoint can be relied on, counted from the call. *Back* is how long it takes until the state is in place again; what
-lies on disk is read from the disk, not from the page cache. Contenders are used as their documentation shows: none of
-them checks what it reads, and `torch.save` leaves it to the kernel when the file reaches the disk. Each checkpoint is
-deleted before the next is written.
+One process, one rank, one run. In each round every contender saves once, in alternating order, so that a drift of the
+machine hits all of them alike. A save begins on an idle device, between plain steps that are timed before and after it.
+
+- called: how long the call holds the loop.
+- stolen: what training loses in all: the time of the steps from the call until the checkpoint is safe, less what as
+  many plain steps take. The table has the median over the rounds and its 90 % bootstrap interval.
+- safe: when the checkpoint can be relied on, counted from the call.
+- restored: time until the state is in place again, read from the disk and not from the page cache.
+
+The control saves nothing and lasts as long as our own save: its "stolen" is the noise of the measurement. A first round
+is not timed; it checks that each contender restores, bit for bit, what it was told to save. Only this harness verifies
+hashes when it reads; `torch.save` leaves it to the kernel when the file reaches the disk. Each checkpoint is deleted
+before the next is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shutil
@@ -22,10 +29,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from harness.build import build
 from harness.checkpoint.cadence import num_buffers
@@ -34,20 +44,25 @@ from harness.model.size import num_parameters
 from harness.parallel import connect, disconnect, local
 from harness.precision import fast_attention
 from harness.rundir import RunDir
-from tests.bench.savers import Contender, Loop, contenders
+from tests.bench.clock import order
+from tests.bench.intervals import COVERAGE, estimate
+from tests.bench.savers import OURS, Contender, Loop, contenders, control
 
 SMALL = ("model=50m", "data=synthetic", "train.batch_size=2", "train.sequence_length=64", "parallel.device=auto")
+SNAPSHOT = "this harness: snapshot in memory"
+STOLEN = f"stolen from training, ms ({COVERAGE:.0%} interval)"
+HEAD = f"| | saves | called, ms | {STOLEN} | of a step | safe after, s | restored after, s |"
 
 
 class Cost(NamedTuple):
     called_s: float
     stolen_s: float
-    safe_s: float
-    back_s: float
+    safe_s: float = math.nan
+    restored_s: float = math.nan
 
 
-def cost_of_save(loop: Loop, contender: Contender, *, plain_steps: int) -> Cost:
-    """Save while training goes on until it is safe, then bring it back from the disk, then delete it."""
+def cost_of_save(loop: Loop, contender: Contender, *, plain_steps: int, restore: bool = True) -> Cost:
+    """Save while training goes on until the checkpoint is safe, restore it if asked, and delete it."""
     path = loop.directory / "checkpoint"
     plain_s = loop.step_s(plain_steps)
     safe_s: list[float] = []
@@ -63,14 +78,22 @@ def cost_of_save(loop: Loop, contender: Contender, *, plain_steps: int) -> Cost:
     total_s = time.perf_counter() - begun_s
     save.work.result()
     plain_s = (plain_s + loop.step_s(plain_steps)) / 2
-    forget(path)
-    back_s = seconds_of(loop, lambda: contender.bring_back(loop, path))
+    restored_s = restored(loop, contender, path) if restore else math.nan
     shutil.rmtree(path)
-    return Cost(called_s, total_s - num_steps * plain_s, safe_s[0], back_s)
+    return Cost(called_s, total_s - num_steps * plain_s, safe_s[0], restored_s)
+
+
+def restored(loop: Loop, contender: Contender, path: Path) -> float:
+    """Seconds of a restore from the disk; NaN where nothing was saved."""
+    restore = contender.restore
+    if restore is None:
+        return math.nan
+    drop_from_page_cache(path)
+    return seconds_of(loop, lambda: restore(loop, path))
 
 
 def cost_of_snapshot(loop: Loop, *, num_steps: int) -> Cost:
-    """A snapshot before a few steps, against as many plain ones; then back to it."""
+    """A snapshot before a few steps, against as many plain ones; then a rewind to it."""
     plain_s = loop.step_s(num_steps)
     ring, state = loop.parts.ring, loop.state
     begun_s = time.perf_counter()
@@ -82,8 +105,8 @@ def cost_of_snapshot(loop: Loop, *, num_steps: int) -> Cost:
     total_s = time.perf_counter() - begun_s
     plain_s = (plain_s + loop.step_s(num_steps)) / 2
     slot.settle(step=state.step, refused_in_row=0)
-    back_s = seconds_of(loop, lambda: ring.restore(slot))
-    return Cost(called_s, total_s - num_steps * plain_s, math.nan, back_s)
+    restored_s = seconds_of(loop, lambda: ring.restore(slot))
+    return Cost(called_s, total_s - num_steps * plain_s, restored_s=restored_s)
 
 
 def seconds_of(loop: Loop, work: Callable[[], object]) -> float:
@@ -94,8 +117,7 @@ def seconds_of(loop: Loop, work: Callable[[], object]) -> float:
     return time.perf_counter() - begun_s
 
 
-def forget(directory: Path) -> None:
-    """Have the kernel drop what it remembers of the files, so that they are read from the disk."""
+def drop_from_page_cache(directory: Path) -> None:
     for path in directory.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -104,15 +126,43 @@ def forget(directory: Path) -> None:
             os.close(descriptor)
 
 
-def row(name: str, costs: list[Cost], step_s: float) -> str:
-    """Medians, with the range of what was stolen."""
-    called, stolen, safe, back = (statistics.median(values) for values in zip(*costs, strict=True))
-    shares = sorted(cost.stolen_s / step_s for cost in costs)
-    safe_text = "-" if math.isnan(safe) else f"{safe:.2f}"
+def state_of(loop: Loop) -> dict[str, torch.Tensor]:
+    """A copy of all that is saved, on the host."""
+    loop.wait()
+    return {name: local(tensor.detach()).to("cpu", copy=True) for name, tensor in loop.parts.tensors().items()}
+
+
+def check_restores(loop: Loop, contender: Contender) -> Cost:
+    """Save and restore once, which also warms the contender up; ends the run where the state is not the one saved."""
+    saved: dict[str, torch.Tensor] = {}
+
+    def begin_and_remember(loop: Loop, path: Path) -> object:
+        saved.update(state_of(loop))
+        return contender.begin(loop, path)
+
+    cost = cost_of_save(loop, contender._replace(begin=begin_and_remember), plain_steps=1)
+    found = state_of(loop)
+    wrong = [name for name in saved if not torch.equal(saved[name], found[name])]
+    if contender.restore is not None and wrong:
+        sys.exit(f"{contender.name}: {len(wrong)} of {len(saved)} tensors differ after a restore, such as {wrong[0]}")
+    return cost
+
+
+def row(name: str, costs: Sequence[Cost], step_s: float) -> str:
+    """Medians, with the interval of what was stolen; without it where there are too few saves for one."""
+    stolen = estimate([cost.stolen_s * 1e3 for cost in costs])
+    interval = f" ({stolen.low:.1f} to {stolen.high:.1f})" if stolen.has_interval else " (no interval)"
     return (
-        f"| {name} | {called * 1e3:.1f} | {stolen * 1e3:.1f} | {stolen / step_s:.1%} ({shares[0]:.1%} to "
-        f"{shares[-1]:.1%}) | {safe_text} | {back:.3f} |"
+        f"| {name} | {len(costs)} | {median_of((cost.called_s for cost in costs), 1e3, '.1f')} | "
+        f"{stolen.median:.1f}{interval} | {stolen.median / 1e3 / step_s:.1%} | "
+        f"{median_of((cost.safe_s for cost in costs), 1, '.2f')} | "
+        f"{median_of((cost.restored_s for cost in costs), 1, '.3f')} |"
     )
+
+
+def median_of(values: Iterable[float], factor: float, form: str) -> str:
+    known = [value * factor for value in values if not math.isnan(value)]
+    return format(statistics.median(known), form) if known else "-"
 
 
 def check_room(loop: Loop) -> int:
@@ -124,42 +174,88 @@ def check_room(loop: Loop) -> int:
     return num_bytes
 
 
-def measure(loop: Loop, *, rounds: int, snapshots: int, num_steps: int) -> None:
-    """Warm up, check the room on the disk, and print the table row by row."""
+class Measured(NamedTuple):
+    costs: dict[str, list[Cost]]
+    step_s: float
+    num_bytes: int
+
+    def as_json(self) -> dict[str, object]:
+        rows = {name: [cost._asdict() for cost in costs] for name, costs in self.costs.items()}
+        return {"step_s": self.step_s, "state_bytes": self.num_bytes, "torch": torch.__version__, "costs": rows}
+
+
+def measure(loop: Loop, *, rounds: int, restores: int, snapshots: int, num_steps: int) -> Measured:
+    """Warm up and check every contender, then let all of them save once a round."""
     num_bytes = check_room(loop)
     for _ in range(num_buffers(loop.cfg.checkpoint.ring)):
         cost_of_snapshot(loop, num_steps=1)
-    step_s = statistics.median(loop.step_s(num_steps) for _ in range(3))
-    print(f"state {num_bytes / 1e9:.2f} GB, a plain step {step_s * 1e3:.1f} ms", end="; ")
-    print(f"medians of {snapshots} snapshots and {rounds} saves of each kind\n")
-    print("| | called, ms | stolen, ms | of a step (range) | safe after, s | back after, s |")
-    print("|---|---|---|---|---|---|")
-    own = [cost_of_snapshot(loop, num_steps=2) for _ in range(snapshots)]
-    print(row("snapshot in memory, and rewind", own, step_s), flush=True)
-    with contenders(loop.parts.world.device) as rows:
-        for contender in rows:
-            costs = [cost_of_save(loop, contender, plain_steps=num_steps) for _ in range(rounds)]
-            if costs:
-                print(row(contender.name, costs, step_s), flush=True)
+    costs: dict[str, list[Cost]] = defaultdict(list)
+    with contenders(loop.parts.world.device) as sides:
+        warm = {side.name: check_restores(loop, side) for side in sides}
+        sides.append(control(warm[OURS].safe_s))
+        step_s = statistics.median(loop.step_s(num_steps) for _ in range(3))
+        for number in range(rounds):
+            costs[SNAPSHOT] += [cost_of_snapshot(loop, num_steps=2) for _ in range(snapshots)]
+            for index in order(len(sides), number):
+                side, restore = sides[index], number < restores
+                cost = cost_of_save(loop, side, plain_steps=num_steps, restore=restore)
+                costs[side.name].append(cost)
+            print(f"round {number + 1} of {rounds} done", file=sys.stderr, flush=True)
+        ordered = {name: costs[name] for name in (SNAPSHOT, *(side.name for side in sides))}
+    return Measured(ordered, step_s, num_bytes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Time snapshots and saves beside training.")
+def render(measured: Measured, *, rounds: int, restores: int) -> str:
+    state = f"state {measured.num_bytes / 1e9:.2f} GB, a plain step {measured.step_s * 1e3:.1f} ms"
+    turns = f"{rounds} rounds, each contender once a round in alternating order"
+    rows = [row(name, costs, measured.step_s) for name, costs in measured.costs.items()]
+    return "\n".join(
+        [
+            f"{state}, torch {torch.__version__}; {turns}; restores in {min(rounds, restores)} of them",
+            "",
+            HEAD,
+            "|---|---:|---:|---:|---:|---:|---:|",
+            *rows,
+        ]
+    )
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.checkpoint", description="Time snapshots, saves and restores beside training."
+    )
     parser.add_argument("overrides", nargs="*", default=list(SMALL), help="Hydra overrides")
     parser.add_argument("--directory", type=Path, help="where checkpoints are written; default: a temporary one")
-    parser.add_argument("--rounds", type=int, default=3, help="saves of each kind")
-    parser.add_argument("--snapshots", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=5, help="plain steps beside each of them")
-    options = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=10, help="saves of each contender; 5 or more give an interval")
+    parser.add_argument("--restores", type=int, default=3, help="rounds in which the checkpoint is also read back")
+    parser.add_argument("--snapshots", type=int, default=2, help="snapshots a round")
+    parser.add_argument("--steps", type=int, default=5, help="plain steps before and after each save")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
+    options = parser.parse_args(arguments)
+    if min(options.rounds, options.snapshots, options.steps) < 1:
+        parser.error("--rounds, --snapshots and --steps must be at least 1")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parsed(arguments)
     cfg = load(["checkpoint.every_steps=0", "checkpoint.ring.slots=2", *options.overrides])
     print(f"model {cfg.model.name}: {num_parameters(cfg.model) / 1e6:.1f}M parameters, ", end="")
-    print(f"{cfg.train.batch_size} x {cfg.train.sequence_length} tokens, {cfg.precision.kind}")
+    print(f"{cfg.train.batch_size} x {cfg.train.sequence_length} tokens, {cfg.precision.kind}", flush=True)
     with fast_attention(), tempfile.TemporaryDirectory(dir=options.directory) as directory:
         world = connect(cfg.parallel)
         with closing(build(cfg, world, RunDir(Path(directory) / "run"))) as parts:
-            loop = Loop(cfg, parts, Path(directory))
-            measure(loop, rounds=options.rounds, snapshots=options.snapshots, num_steps=options.steps)
+            measured = measure(
+                Loop(cfg, parts, Path(directory)),
+                rounds=options.rounds,
+                restores=options.restores,
+                snapshots=options.snapshots,
+                num_steps=options.steps,
+            )
         disconnect()
+    print(render(measured, rounds=options.rounds, restores=options.restores))
+    if options.json:
+        options.json.write_text(json.dumps(measured.as_json(), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,10 @@
-"""The loop that is saved while it trains, and the ways to save it: this harness's and torch's own, as documented."""
+"""The training loop that is saved while it runs, and the ways to save it: this harness's and torch's own.
+
+`dcp.async_save` comes in four ways: a thread or a process writes, and the copy of the state is made by torch's default
+(new memory, inside the call) or by a `DefaultStager` that keeps its buffers and copies in a thread while the next
+forward pass runs. On a GPU these buffers are pinned; the process reads them from shared memory. The loop waits for the
+copy before the next update, as torch asks for.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +16,13 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.state_dict_saver import async_save as save_shards_aside
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
@@ -26,10 +34,13 @@ from harness.state import RunState
 from harness.step import forward_backward, judge_and_update
 from tests.bench.clock import wait_for
 
+OURS = "this harness: snapshot, written by a thread"
+CONTROL = "control: no save"
+
 
 @dataclass(slots=True)
 class Loop:
-    """The training that is stolen from."""
+    """The training loop whose time a save takes."""
 
     cfg: Config
     parts: Parts
@@ -71,17 +82,18 @@ class Loop:
 
 
 class Save(NamedTuple):
-    """A save on its way."""
+    """A save that was begun."""
 
     work: Future[Any]
     before_update: Callable[[], object] | None = None
-    """What must be waited for before the state changes."""
+    """Must return before the state changes."""
 
 
 class Contender(NamedTuple):
     name: str
     begin: Callable[[Loop, Path], Save]
-    bring_back: Callable[[Loop, Path], object]
+    restore: Callable[[Loop, Path], object] | None
+    """None: nothing was saved."""
 
 
 def done() -> Save:
@@ -92,7 +104,7 @@ def done() -> Save:
 
 
 def begin_own(writer: Executor, loop: Loop, path: Path) -> Save:
-    """As the keeper saves: a snapshot, which a thread writes."""
+    """As in a run: a snapshot, which a thread writes."""
     ring, state = loop.parts.ring, loop.state
     slot = ring.take(state)
     slot.settle(step=state.step, refused_in_row=0)
@@ -104,13 +116,18 @@ def begin_own(writer: Executor, loop: Loop, path: Path) -> Save:
     return Save(writer.submit(write))
 
 
-def bring_back_own(loop: Loop, path: Path) -> None:
+def restore_own(loop: Loop, path: Path) -> None:
     assert store.load_newest(path, loop.parts.tensors(), world=loop.parts.world).loaded is not None
 
 
-def begin_async_dcp(stager: DefaultStager | None, loop: Loop, path: Path) -> Save:
-    group = loop.parts.world.aside
-    response = save_shards_aside(loop.parts.tensors(), checkpoint_id=path, process_group=group, async_stager=stager)
+def begin_async_dcp(kind: AsyncCheckpointerType, stager: DefaultStager | None, loop: Loop, path: Path) -> Save:
+    response = save_shards_aside(
+        loop.parts.tensors(),
+        checkpoint_id=path,
+        process_group=loop.parts.world.aside,
+        async_checkpointer_type=kind,
+        async_stager=stager,
+    )
     if isinstance(response, Future):
         return Save(response)
     return Save(response.upload_completion, response.staging_completion.result)
@@ -121,7 +138,7 @@ def begin_dcp(loop: Loop, path: Path) -> Save:
     return done()
 
 
-def bring_back_dcp(loop: Loop, path: Path) -> None:
+def restore_dcp(loop: Loop, path: Path) -> None:
     load_shards(loop.parts.tensors(), checkpoint_id=path)
 
 
@@ -131,24 +148,48 @@ def begin_torch(loop: Loop, path: Path) -> Save:
     return done()
 
 
-def bring_back_torch(loop: Loop, path: Path) -> None:
+def restore_torch(loop: Loop, path: Path) -> None:
     loaded = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     for name, tensor in loop.parts.tensors().items():
         local(tensor.detach()).copy_(loaded[name])
 
 
+def begin_nothing(seconds: float, _: Loop, path: Path) -> Save:
+    """Saves nothing, and is done after as long as a save takes: what is measured of it is the noise."""
+    path.mkdir(parents=True)
+    work: Future[Any] = Future()
+    Timer(seconds, work.set_result, [None]).start()
+    return Save(work)
+
+
+def control(seconds: float) -> Contender:
+    return Contender(CONTROL, partial(begin_nothing, seconds), None)
+
+
 @contextmanager
 def contenders(device: torch.device) -> Iterator[list[Contender]]:
+    """This harness, then its rivals, the strongest first."""
+    on_gpu = device.type == "cuda"
+    staging = "pinned asynchronous staging" if on_gpu else "asynchronous staging"
+    thread, process = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
     with ExitStack() as stack:
         writer = stack.enter_context(ThreadPoolExecutor(max_workers=1))
-        rows = [
-            Contender("checkpoint, beside training", partial(begin_own, writer), bring_back_own),
-            Contender("`dcp.save`", begin_dcp, bring_back_dcp),
-            Contender("`torch.save`", begin_torch, bring_back_torch),
-            Contender("`dcp.async_save`", partial(begin_async_dcp, None), bring_back_dcp),
+
+        def stager(*, shared: bool) -> DefaultStager:
+            options = StagingOptions(
+                use_pinned_memory=on_gpu, use_shared_memory=shared, use_async_staging=True, use_non_blocking_copy=on_gpu
+            )
+            return stack.enter_context(closing(DefaultStager(options)))
+
+        def async_save(how: str, kind: AsyncCheckpointerType, own_stager: DefaultStager | None) -> Contender:
+            return Contender(f"`dcp.async_save`, {how}", partial(begin_async_dcp, kind, own_stager), restore_dcp)
+
+        yield [
+            Contender(OURS, partial(begin_own, writer), restore_own),
+            async_save("thread", thread, None),
+            async_save(f"thread, {staging}", thread, stager(shared=False)),
+            async_save("process", process, None),
+            async_save(f"process, {staging} in shared memory", process, stager(shared=True)),
+            Contender("`dcp.save`", begin_dcp, restore_dcp),
+            Contender("`torch.save`", begin_torch, restore_torch),
         ]
-        if device.type == "cuda":
-            stager = stack.enter_context(closing(DefaultStager(StagingOptions(use_shared_memory=False))))
-            staged = partial(begin_async_dcp, stager)
-            rows.append(Contender("`dcp.async_save`, pinned asynchronous staging", staged, bring_back_dcp))
-        yield rows

@@ -28,7 +28,7 @@ from harness.rundir import RunDir
 from tests.bench.checkpoint import Cost, check_room, cost_of_save, cost_of_snapshot
 from tests.bench.clock import Block, let_go, timed
 from tests.bench.gpu.setting import Setting
-from tests.bench.savers import Contender, Loop, begin_own, bring_back_own
+from tests.bench.savers import Contender, Loop, begin_own, restore_own
 from tests.bench.step import Steps
 
 SNAPSHOT_EVERY = 20
@@ -104,7 +104,7 @@ def save(setting: Setting, directory: Path) -> Section:
     with looping(setting, directory) as loop, ThreadPoolExecutor(max_workers=1) as writer:
         check_room(loop)
         cost_of_snapshot(loop, num_steps=1)
-        own = Contender("", partial(begin_own, writer), bring_back_own)
+        own = Contender("", partial(begin_own, writer), restore_own)
         costs = [cost_of_save(loop, own, plain_steps=SNAPSHOT_STEPS) for _ in range(NUM_SAVES)]
     return told_save(costs)
 

@@ -1,0 +1,122 @@
+"""The checkpoint benchmark: its error bars, its table to the letter, and all contenders on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from harness.build import build
+from harness.compose import load
+from harness.parallel import connect, disconnect, local
+from harness.rundir import RunDir
+from tests.bench.checkpoint import SNAPSHOT, Cost, Measured, check_restores, cost_of_save, render
+from tests.bench.intervals import estimate
+from tests.bench.savers import CONTROL, OURS, Contender, Loop, Save, begin_torch, control, restore_torch
+
+ROOT = Path(__file__).parents[2]
+TINY = ["model=tiny", "data=synthetic", "train.batch_size=2", "train.sequence_length=64", "parallel.device=cpu"]
+
+
+def test_interval_covers_the_median_as_often_as_it_says() -> None:
+    draw = random.Random(1)
+    found = [estimate([draw.gauss(3, 1) for _ in range(15)]) for _ in range(100)]
+    assert 82 <= sum(each.low <= 3 <= each.high for each in found) <= 97
+    assert all(each.low < each.median < each.high for each in found)
+    assert estimate([2.0] * 6) == (2.0, 2.0, 2.0, 6)
+
+
+def test_too_few_samples_have_no_interval() -> None:
+    few = estimate([1.0, 4.0, 2.0])
+    assert few == (2.0, 1.0, 4.0, 3)
+    assert not few.has_interval
+    assert estimate([1.0, 2.0, 3.0, 4.0, 5.0]).has_interval
+
+
+def test_table_to_the_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.__version__", "2.11.0")
+    measured = Measured(
+        {
+            SNAPSHOT: [Cost(0.004, 0.005, restored_s=0.25)] * 6,
+            "`torch.save`": [Cost(2.0, 2.5, 2.0, 3.0), Cost(2.0, 1.5, 2.0, math.nan), Cost(3.0, 3.5, 3.0, math.nan)],
+        },
+        step_s=0.5,
+        num_bytes=15_200_000_000,
+    )
+    assert render(measured, rounds=3, restores=1) == (
+        "state 15.20 GB, a plain step 500.0 ms, torch 2.11.0; "
+        "3 rounds, each contender once a round in alternating order; restores in 1 of them\n"
+        "\n"
+        "| | saves | called, ms | stolen from training, ms (90% interval) | of a step | safe after, s "
+        "| restored after, s |\n"
+        "|---|---:|---:|---:|---:|---:|---:|\n"
+        "| this harness: snapshot in memory | 6 | 4.0 | 5.0 (5.0 to 5.0) | 1.0% | - | 0.250 |\n"
+        "| `torch.save` | 3 | 2000.0 | 2500.0 (no interval) | 500.0% | 2.00 | 3.000 |"
+    )
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    cfg = load([*TINY, "checkpoint.every_steps=0", "checkpoint.ring.slots=2"])
+    world = connect(cfg.parallel)
+    try:
+        with closing(build(cfg, world, RunDir(tmp_path / "run"))) as parts:
+            yield Loop(cfg, parts, tmp_path)
+    finally:
+        disconnect()
+
+
+def test_a_contender_that_saves_another_state_ends_the_run(loop: Loop) -> None:
+    """One that copies after the next update, as a stager would that nobody waits for."""
+
+    def begin_late(loop: Loop, path: Path) -> Save:
+        loop.step()
+        return begin_torch(loop, path)
+
+    check_restores(loop, Contender("right", begin_torch, restore_torch))
+    with pytest.raises(SystemExit, match=r"late: .* tensors differ after a restore, such as model"):
+        check_restores(loop, Contender("late", begin_late, restore_torch))
+
+
+def test_control_trains_and_saves_nothing(loop: Loop) -> None:
+    before = local(next(iter(loop.parts.tensors().values())).detach()).clone()
+    cost = cost_of_save(loop, control(0.05), plain_steps=1)
+    assert loop.index >= 3, "plain steps before and after, and steps until it is over"
+    assert cost.safe_s >= 0.05
+    assert math.isnan(cost.restored_s)
+    assert not local(next(iter(loop.parts.tensors().values()))).equal(before)
+    assert not (loop.directory / "checkpoint").exists()
+
+
+def test_all_contenders_on_a_tiny_model(tmp_path: Path) -> None:
+    """In a process of its own: torch keeps the process that writes checkpoints until its parent ends."""
+    arguments = [*TINY, "--rounds", "1", "--restores", "0", "--steps", "1", "--snapshots", "1"]
+    out = tmp_path / "costs.json"
+    command = [sys.executable, "-m", "tests.bench.checkpoint", *arguments, "--json", str(out)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    costs = json.loads(out.read_text())["costs"]
+    assert list(costs) == [
+        SNAPSHOT,
+        OURS,
+        "`dcp.async_save`, thread",
+        "`dcp.async_save`, thread, asynchronous staging",
+        "`dcp.async_save`, process",
+        "`dcp.async_save`, process, asynchronous staging in shared memory",
+        "`dcp.save`",
+        "`torch.save`",
+        CONTROL,
+    ]
+    for name, (cost,) in costs.items():
+        assert cost["called_s"] > 0
+        assert math.isnan(cost["restored_s"]) == (name != SNAPSHOT)
+        assert f"| {name} | 1 |" in ended.stdout
