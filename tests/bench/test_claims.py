@@ -1,0 +1,260 @@
+"""Every measured figure of the README and the docs names a measurement whose command exists."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import io
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from harness.compose import load
+from launch import cli
+from tests.bench.claims import (
+    PAGE,
+    ROOT,
+    SHOWN_ON,
+    Block,
+    Run,
+    all_blocks,
+    blocks_of,
+    contradictions,
+    load_runs,
+    render,
+    unmarked,
+)
+
+RUNS, BLOCKS = load_runs(), all_blocks()
+COMMANDS = sorted({command for run in RUNS.values() for command in run.commands})
+OPTION = re.compile(r"^--[a-z]")
+QUOTED = re.compile(r"python -m (tests\.[\w.]+\w)")
+
+
+def run_named(name: str, **quantities: str) -> Run:
+    return Run(
+        name=name, what="", shown_on="gpu", hardware="", date="2026-11-16", commands=(), quantities=dict(quantities)
+    )
+
+
+def test_blocks_that_look_measured_name_a_measurement() -> None:
+    assert unmarked(BLOCKS) == []
+
+
+def test_names_on_pages_and_in_the_list_are_the_same() -> None:
+    assert {name for block in BLOCKS for name in block.runs} == set(RUNS)
+
+
+def test_no_quantity_has_two_values() -> None:
+    assert contradictions(RUNS) == []
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_entry_is_whole(run: Run) -> None:
+    """Its values stand where the page names it; it says when and on what."""
+    text = "\n".join(block.text for block in BLOCKS if run.name in block.runs)
+    assert [quantity for quantity, value in run.quantities.items() if value not in text] == []
+    assert run.shown_on in SHOWN_ON
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", run.date)
+    assert run.hardware
+    assert run.commands
+
+
+def complaint(command: str) -> str:
+    """Why a command could not be run; empty where it could."""
+    words = shlex.split(command.rpartition(" | ")[2])
+    try:
+        match words:
+            case ["python", "-m", module, *arguments]:
+                return complaint_of_module(module, arguments)
+            case ["harness", name, *arguments]:
+                return complaint_of_harness(name, arguments)
+            case ["pytest", *nodes]:
+                return "; ".join(filter(None, map(complaint_of_node, nodes)))
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return "neither python -m, harness nor pytest"
+
+
+def complaint_of_module(name: str, arguments: Sequence[str]) -> str:
+    """The module imports, has each option, and its overrides make a configuration."""
+    module = importlib.import_module(name)
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{name}.__main__")
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    missing = [each for each in arguments if OPTION.match(each) and f'"{each}"' not in source]
+    if missing:
+        return f"{name} has no option {', '.join(missing)}"
+    if hasattr(module, "parsed"):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                module.parsed(list(arguments))
+            except SystemExit:
+                return said.getvalue().strip()
+    return complaint_of_overrides(arguments)
+
+
+def complaint_of_harness(name: str, arguments: Sequence[str]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        cli.main([name, *(each for each in arguments[:1] if each.isalpha()), "--help"])
+    missing = [each for each in arguments if OPTION.match(each) and each not in said.getvalue()]
+    if not said.getvalue():
+        return f"harness has no command {name}"
+    return f"harness {name} has no option {', '.join(missing)}" if missing else complaint_of_overrides(arguments)
+
+
+def complaint_of_overrides(arguments: Sequence[str]) -> str:
+    load([each for each in arguments if "=" in each and not each.startswith("--")])
+    return ""
+
+
+def complaint_of_node(node: str) -> str:
+    name, *functions = node.split("::")
+    if not (ROOT / name).exists():
+        return f"{name} does not exist"
+    defined = {
+        each.name for each in ast.walk(ast.parse((ROOT / name).read_text())) if isinstance(each, ast.FunctionDef)
+    }
+    return ", ".join(f"{name} has no {function}" for function in functions if function not in defined)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_exists(command: str) -> None:
+    assert complaint(command) == ""
+
+
+def test_modules_named_on_pages_exist() -> None:
+    named = {
+        found
+        for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))
+        for found in QUOTED.findall(path.read_text(encoding="utf-8"))
+    }
+    assert "tests.bench.gpu" in named
+    assert [found for found in sorted(named) if importlib.util.find_spec(found) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python -m tests.bench.nothing", "ModuleNotFoundError: No module named 'tests.bench.nothing'"),
+        ("python -m tests.bench.cpu --turns 4", "tests.bench.cpu has no option --turns"),
+        ("python -m tests.bench.checkpoint --rounds 0", "must be at least 1"),
+        ("python -m tests.bench.sentinel optim.rate=3", "optim.rate"),
+        ("harness drills all", "no command drills"),
+        ("harness plan --planets 8", "has no option --planets"),
+        ("pytest tests/plan/test_nothing.py", "tests/plan/test_nothing.py does not exist"),
+        ("pytest tests/plan/test_shadow.py::test_nothing", "has no test_nothing"),
+        ("make coffee", "neither"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(command: str, expected: str) -> None:
+    assert expected in complaint(command)
+
+
+def test_figures_of_prose_and_tables() -> None:
+    page = """# Title
+
+About 8 x 4096 tokens in 3 steps, `--rounds 6`, 4.5 ms, +0.24 % (1.7x, x1.95, 350-fold) at 82,210 tokens/s.
+
+| | a | b |
+|---|---|---|
+| row 5 | 63,741, 63.4 GiB | 1.057 (1.05 to 1.06) |
+
+| code | meaning |
+|---|---|
+| 1 | ends with 75 |
+
+    63.4 GiB in code
+"""
+    prose, table, codes = blocks_of("page.md", page)
+    assert prose.figures == ("4.5 ms", "+0.24 %", "1.7x", "x1.95", "350-fold", "82,210 tokens/s")
+    assert table.figures == ("63,741", "63.4 GiB", "1.057", "1.05", "1.06")
+    assert (codes.figures, codes.looks_measured) == (("75",), False)
+    assert unmarked([prose, table, codes]) == [
+        "page.md:3: 4.5 ms, +0.24 %, 1.7x, x1.95, 350-fold, 82,210 tokens/s: no measurement is named for these figures",
+        "page.md:5: 63,741, 63.4 GiB, 1.057, 1.05, 1.06: no measurement is named for these figures",
+    ]
+
+
+def test_comments_hold_for_a_block_or_for_a_section() -> None:
+    page = """## One
+
+<!-- claims: a, b -->
+
+1 ms
+
+<!-- no claim: a limit -->
+2 ms
+
+3 ms
+
+### Below
+
+4 ms
+
+## Two
+
+5 ms
+
+<!-- claims: c -->
+| | x |
+|---|---|
+| | 6.0 |
+"""
+    found = [(block.heading, block.line, block.kind, block.runs) for block in blocks_of("page.md", page)]
+    assert found == [
+        ("One", 5, "claims", ("a", "b")),
+        ("One", 8, "no claim", ()),
+        ("One", 10, "claims", ("a", "b")),
+        ("Below", 14, "claims", ("a", "b")),
+        ("Two", 18, "", ()),
+        ("Two", 21, "claims", ("c",)),
+    ]
+
+
+def test_two_values_for_one_quantity_are_found() -> None:
+    first, same, other = (
+        run_named("first", speed="1.05"),
+        run_named("same", speed="1.05"),
+        run_named("other", speed="2"),
+    )
+    assert contradictions({"first": first, "same": same}) == []
+    assert contradictions({"first": first, "other": other}) == ["speed: 1.05 in first, 2 in other"]
+
+
+def test_page_to_the_letter() -> None:
+    run = Run(
+        name="gpu-table",
+        what="tokens/s",
+        shown_on="gpu",
+        hardware="one NVIDIA H200",
+        date="2026-11-16",
+        commands=("python -m tests.bench.gpu --models 1b",),
+        quantities={"tokens/s, bf16": "63,741"},
+    )
+    block = Block("README.md", "Measured", 3, "63,741 tokens/s, 5.5 ms", "claims", "gpu-table")
+    assert render({"gpu-table": run}, [block]).splitlines()[5:] == [
+        "## Shown on: one GPU",
+        "",
+        "### gpu-table: tokens/s",
+        "",
+        "one NVIDIA H200; 2026-11-16.",
+        "",
+        "    python -m tests.bench.gpu --models 1b",
+        "",
+        "| quantity | value |",
+        "|---|---|",
+        "| tokens/s, bf16 | 63,741 |",
+        "",
+        "- README.md, Measured: 63,741 tokens/s; 5.5 ms",
+    ]
+
+
+def test_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render(RUNS, BLOCKS), "python -m tests.bench.claims --write"
