@@ -48,7 +48,11 @@ from tests.bench.clock import order
 from tests.bench.intervals import COVERAGE, estimate
 from tests.bench.savers import OURS, Contender, Loop, contenders, control
 
-SMALL = ("model=50m", "data=synthetic", "train.batch_size=2", "train.sequence_length=64", "parallel.device=auto")
+SMALL = (
+    *("model=tiny", "model.dim=512", "model.ffn_dim=1408", "model.num_layers=6", "data=synthetic"),
+    *("train.batch_size=2", "train.sequence_length=64", "parallel.device=auto"),
+)
+"""About 200 MB of state."""
 SNAPSHOT = "this harness: snapshot in memory"
 STOLEN = f"stolen from training, ms ({COVERAGE:.0%} interval)"
 HEAD = f"| | saves | called, ms | {STOLEN} | of a step | safe after, s | restored after, s |"
@@ -229,19 +233,22 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="saves of each contender; 5 or more give an interval")
     parser.add_argument("--restores", type=int, default=3, help="rounds in which the checkpoint is also read back")
     parser.add_argument("--snapshots", type=int, default=2, help="snapshots a round")
-    parser.add_argument("--steps", type=int, default=5, help="plain steps before and after each save")
+    parser.add_argument("--steps", type=int, default=3, help="plain steps before and after each save")
+    parser.add_argument("--threads", type=int, default=1, help="that train on a CPU; leave a core to the writer")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
     options = parser.parse_args(arguments)
-    if min(options.rounds, options.snapshots, options.steps) < 1:
-        parser.error("--rounds, --snapshots and --steps must be at least 1")
+    if min(options.rounds, options.snapshots, options.steps, options.threads) < 1:
+        parser.error("--rounds, --snapshots, --steps and --threads must be at least 1")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parsed(arguments)
+    torch.set_num_threads(options.threads)
     cfg = load(["checkpoint.every_steps=0", "checkpoint.ring.slots=2", *options.overrides])
     print(f"model {cfg.model.name}: {num_parameters(cfg.model) / 1e6:.1f}M parameters, ", end="")
-    print(f"{cfg.train.batch_size} x {cfg.train.sequence_length} tokens, {cfg.precision.kind}", flush=True)
+    print(f"{cfg.train.batch_size} x {cfg.train.sequence_length} tokens, {cfg.precision.kind}", end=", ")
+    print(f"{torch.get_num_threads()} CPU threads", flush=True)
     with fast_attention(), tempfile.TemporaryDirectory(dir=options.directory) as directory:
         world = connect(cfg.parallel)
         with closing(build(cfg, world, RunDir(Path(directory) / "run"))) as parts:
