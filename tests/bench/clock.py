@@ -58,10 +58,6 @@ class Block(NamedTuple):
     num_shortages: int = 0
     """How often the allocator had to give cached memory back to the device to find some, which stops the device."""
 
-    def without(self, num_bytes: int) -> Block:
-        """Not counting what others held throughout."""
-        return self._replace(peak_bytes=self.peak_bytes - num_bytes)
-
 
 class _Mark:
     """A moment: of the device, where there is one, else of the host."""
@@ -122,11 +118,6 @@ def order(num_sides: int, number: int) -> list[int]:
     """Who comes after whom in a round: forth and back, so that of any two each is the first as often as the other."""
     forth = list(range(num_sides))
     return forth[::-1] if number % 2 else forth
-
-
-def held_bytes(device: torch.device) -> int:
-    """What torch's allocator has handed out; nothing is known of it without a GPU, and none is subtracted."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _num_compiled() -> int:

@@ -49,7 +49,7 @@ from harness.sentinel.sums import square_sums, square_sums_in_one_launch
 from harness.state import RunState
 from harness.step import forward_backward, judge_and_update, mask_of
 from harness.telemetry.meters import Meter, memory_bytes
-from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, Side, in_turns, led, nothing
+from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, in_turns, led, nothing
 
 SMALL = ("model=tiny", "data=synthetic", "train.batch_size=8", "train.sequence_length=128", "parallel.device=auto")
 
@@ -184,8 +184,6 @@ class Plain:
 class Round(NamedTuple):
     on: Block
     off: Block
-    beside: tuple[Block, ...] = ()
-    """Of others that took part in it."""
 
     @property
     def cost(self) -> float:
@@ -199,16 +197,13 @@ def sides(cfg: Config, parts: Parts, root: RunDir) -> tuple[Watched, Plain]:
     return Watched(cfg, parts, state, root.checkpoints, meter(cfg, parts.world)), Plain(cfg, parts, state, rates)
 
 
-def measure(
-    watched: Watched, plain: Plain, *, rounds: int, num_steps: int, beside: tuple[Side, ...] = ()
-) -> list[Round]:
-    """Warm up and take turns, with others that are warm already where there are any."""
+def measure(watched: Watched, plain: Plain, *, rounds: int, num_steps: int) -> list[Round]:
+    """Warm up and take turns."""
     for side in (watched.run, plain.run):
         side(WARMUP_STEPS - SETTLING_STEPS)
     watched.judging_s.clear()
-    sides = (watched.run, plain.run, *beside)
-    taken = in_turns(sides, rounds=rounds, num_steps=num_steps, device=watched.parts.world.device)
-    return [Round(on, off, tuple(others)) for on, off, *others in taken]
+    taken = in_turns((watched.run, plain.run), rounds=rounds, num_steps=num_steps, device=watched.parts.world.device)
+    return [Round(on, off) for on, off in taken]
 
 
 def row(name: str, measured: list[Round], judging_s: list[float]) -> str:

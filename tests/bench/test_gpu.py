@@ -1,31 +1,41 @@
-"""The GPU benchmark on a CPU: real rows of a tiny model in turns, peers that fail, and the table to the letter."""
+"""The GPU benchmark on a CPU: real rows of a tiny model in their processes, what fails, and the table to the letter."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import math
+import os
+import signal
 import statistics
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from harness.alone import Unscattered
+from harness.config import ConfigError, PrecisionKind
+from harness.parallel import connect, disconnect, local
+from harness.precision import able_products
 from harness.rundir import RunDir
-from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, held_bytes, in_turns, led, order
-from tests.bench.gpu import beside, hugging_face, titan
-from tests.bench.gpu.__main__ import connected, main
-from tests.bench.gpu.bench import Bench, left_by
-from tests.bench.gpu.peer import Job, Peer, Step, check_size
-from tests.bench.gpu.reference import READY_STEPS
+from harness.sharding import WatchedScatter
+from tests.bench.clock import SETTLING_STEPS, Block, in_turns, led, order
+from tests.bench.gpu import beside, titan
+from tests.bench.gpu.__main__ import main
+from tests.bench.gpu.bench import Bench
+from tests.bench.gpu.contender import Spec, answer, failure
+from tests.bench.gpu.peer import check_size
+from tests.bench.gpu.process import Contender, ContenderError
+from tests.bench.gpu.rows import Entry, started
 from tests.bench.gpu.setting import Setting
-from tests.bench.gpu.table import Row, Table, render, values_of
+from tests.bench.gpu.table import Measured, Table, render
 
 pytestmark = pytest.mark.full
 
@@ -38,19 +48,20 @@ def test_table_to_the_letter() -> None:
         title="1b: a table",
         tokens=1000,
         flops_per_token=2_000_000_000,
+        causal_flops_per_token=1_800_000_000,
         peak_flops=10e12,
         matmul_flops=(7e12, 9e12, 8e12),
-        reference="torchtitan",
+        reference="ours",
         rows=(
-            Row(name="ours", rounds=(Block(0.9, 3 * GIB), Block(1.0, GIB), Block(0.8, GIB)), losses=(9.0, 8.25)),
-            Row(name="torchtitan", rounds=(Block(1.0, 2 * GIB), Block(1.0, 2 * GIB)), note="2 graph breaks"),
-            Row(
+            Measured(name="ours", rounds=(Block(0.9, 3 * GIB), Block(1.0, GIB), Block(0.8, GIB)), losses=(9.0, 8.25)),
+            Measured(
                 name="in turns",
                 rounds=(Block(1.0, GIB, num_compiled=3), Block(1.25, GIB), Block(2.0, GIB, num_shortages=2)),
-                beside=(Block(1.1, 9 * GIB), Block(1.5, 9 * GIB), Block(1.8, 9 * GIB)),
-                note="no room",
+                beside=(Block(1.1, GIB), Block(1.5, GIB), Block(1.8, GIB)),
+                note="2 graph breaks",
             ),
-            Row(name="accelerate", note="not installed"),
+            measured("five rounds", *[1.0] * 5, beside=tuple(Block(each, GIB) for each in (1.1, 1.2, 1.3, 1.4, 1.5))),
+            Measured(name="accelerate", note="not installed"),
         ),
         remarks=("A remark.",),
     )
@@ -59,16 +70,23 @@ def test_table_to_the_letter() -> None:
         "\n"
         "Peak by the datasheet 10 TFLOP/s; bf16 matmul 8192^3 measured 3 times: 8 TFLOP/s (7 to 9).\n"
         "\n"
-        "| | tokens/s | spread | to torchtitan | MFU | of matmul | peak GiB | loss | |\n"
-        "|---|---:|---:|---:|---:|---:|---:|---|---|\n"
-        "| ours | 1,111 | 22.2% | 1.111 | 22.2% | 27.8% | 3.0 | 9.000 -> 8.250 | |\n"
-        "| torchtitan | 1,000 | 0.0% | 1.000 | 20.0% | 25.0% | 2.0 | - | 2 graph breaks |\n"
-        "| in turns | 800 | 80.0% | 1.100 | 16.0% | 20.0% | 1.0 | - | no room, 3 frames compiled while it was timed, "
-        "the allocator ran short 2 times while it was timed |\n"
-        "| accelerate | - | - | - | - | - | - | - | not installed |\n"
+        "| | tokens/s | spread | speed to ours | MFU | causal MFU | of matmul | peak GiB | loss | |\n"
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|---|\n"
+        "| ours | 1,111 | 22.2% | - | 22.2% | 20.0% | 27.8% | 3.0 | 9.000 -> 8.250 | |\n"
+        "| in turns | 800 | 80.0% | 1.100 (range: 0.900 to 1.200) | 16.0% | 14.4% | 20.0% | 1.0 | - | 2 graph breaks, "
+        "3 frames compiled while it was timed, the allocator ran short 2 times while it was timed |\n"
+        "| five rounds | 1,000 | 0.0% | 1.300 (90%: 1.100 to 1.500) | 20.0% | 18.0% | 25.0% | 1.0 | - | |\n"
+        "| accelerate | - | - | - | - | - | - | - | - | not installed |\n"
         "\n"
         "A remark."
     )
+
+
+def test_causal_flops_count_half_of_the_attention(tmp_path: Path) -> None:
+    setting = Setting(model="tiny", sequence_length=64, batch_size=2, rounds=1, steps=1, is_compiled=False)
+    model, table = setting.config().model, Bench(setting, names=(), root=tmp_path).table
+    attention = 12 * model.num_layers * model.num_heads * model.head_dim * 64
+    assert table.flops_per_token - table.causal_flops_per_token == attention // 2
 
 
 def test_what_fits_to_the_letter() -> None:
@@ -102,138 +120,240 @@ def test_sides_go_forth_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [order(3, number) for number in range(3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
 
 
-def test_memory_of_others_is_not_counted() -> None:
-    assert Block(0.5, 9 * GIB, 1, 2).without(4 * GIB) == Block(0.5, 5 * GIB, 1, 2)
-    assert held_bytes(torch.device("cpu")) == 0
-    assert left_by("ours-fp8", 2**26) == []
-    assert left_by("ours-fp8", 3 * GIB) == ["ours-fp8 left 3.0 GiB on the device."]
-
-
-def test_a_reference_that_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The others are measured without it, in this process, which is left as it was."""
-    (tmp_path / "torchtitan").mkdir()
-    (tmp_path / "torchtitan/__init__.py").write_text("raise RuntimeError('broken | checkout')\n")
-    before = (list(sys.path), torch.get_float32_matmul_precision())
-    out = tmp_path / "out.json"
-    rows = ["ours-bf16", "torchtitan"]
-    assert main([*TINY, "--rows", *rows, "--torchtitan", str(tmp_path), "--json", str(out)]) == 0
-    assert (list(sys.path), torch.get_float32_matmul_precision()) == before
-    assert not torch.distributed.is_initialized()
-
-    on, off, broken = json.loads(out.read_text())["tables"][0]["rows"]
-    assert (on["name"], off["name"]) == ("ours, bf16, sentinel on", "ours, bf16, sentinel off")
-    assert all(len(row["step_s"]) == 2 and row["tokens_per_s"] > 0 for row in (on, off))
-    assert all(row["to_reference"] is None and row["reference_step_s"] == [] for row in (on, off))
-    assert (broken["tokens_per_s"], broken["note"]) == (None, "RuntimeError: broken / checkout")
-    printed = capsys.readouterr()
-    assert "803,968 parameters, 2 x 64 tokens, 2 rounds of 2 steps, not compiled" in printed.out
-    assert "The sentinel costs " in printed.out
-    assert " turns, one beside" not in printed.out
-    assert "broken | checkout" in printed.err
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    """Of a tiny model, with Hugging Face's as the reference."""
-    setting = Setting(model="tiny", sequence_length=64, batch_size=2, rounds=2, steps=2, is_compiled=False)
-    with warnings.catch_warnings(), connected(setting.config().parallel) as world:
-        warnings.simplefilter("ignore")
-        yield Bench(setting, world, RunDir(tmp_path), names=(), reference="huggingface")
-
-
-def test_real_rows_take_turns(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.names = ("ours-bf16", "huggingface", "huggingface-whole")
-    bench.measure()
-    assert bench.is_whole
-    on, off, reference, whole = (values_of(bench.table, row) for row in bench.table.rows)
-    for row in (on, off, whole):
-        ratios = [other / own for own, other in zip(row["step_s"], row["reference_step_s"], strict=True)]
-        assert row["to_reference"] == statistics.median(ratios)
-    assert on["reference_step_s"] == off["reference_step_s"], "three sides of the same turns"
-    assert reference["step_s"] == on["reference_step_s"] + whole["reference_step_s"]
-    assert (len(reference["step_s"]), reference["to_reference"]) == (4, 1.0)
-    for row in (on, reference, whole):
-        first, last = row["losses"]
-        assert math.isclose(first, math.log(256), rel_tol=0.02)
-        assert last < first, "it trains"
-    name = "Hugging Face Llama, FSDP2, block by block"
-    assert bench.remarks[-1] == (
-        f"{name} took 4 turns, one beside every round of the other rows, before it and after it in alternation; "
-        f"to {name}: the median over a row's turns."
-    )
-    told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert told == [on["name"], off["name"], whole["name"], reference["name"]], "as they finish"
+def measured(name: str, *step_s: float, **options: Any) -> Measured:
+    return Measured(name=name, rounds=tuple(Block(each, GIB) for each in step_s), **options)
 
 
 @dataclass
-class Lame:
-    """A peer that makes quick steps, and runs out of memory in some of them."""
+class Scripted:
+    """A contender without a process: its turns take the seconds of a script, or end it with an error."""
 
-    name: str
-    fails_at: Callable[[int], bool]
-    num_steps: int = 0
-    num_started: int = 0
-    num_open: int = 0
+    row: str
+    script: list[float | ContenderError]
+    sides: tuple[str, ...]
+    log: list[str]
+    device: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
 
-    @contextmanager
-    def start(self, _: Job) -> Iterator[Step]:
-        self.num_started, self.num_open = self.num_started + 1, self.num_open + 1
-        yield self.step
-        self.num_open -= 1
+    def turn(self, side: str, _: int) -> Block:
+        self.log.append(side)
+        played = self.script.pop(0)
+        if isinstance(played, ContenderError):
+            raise played
+        return Block(played, GIB)
 
-    def step(self, *_: Tensor) -> Tensor:
-        self.num_steps += 1
-        if self.fails_at(self.num_steps):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return torch.tensor(1 / self.num_steps)
+    def ask(self, **_: Any) -> dict[str, Any]:
+        return {"flops": [], "losses": [2.0, 1.0], "note": "", "judging_s": []}
 
-    @property
-    def peer(self) -> Peer:
-        return Peer(self.name, self.start)
+    def close(self) -> None:
+        self.log.append(f"{self.row} ended")
 
 
-def test_no_room_beside_the_reference(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row is measured when the reference is gone, which goes on with the next."""
-    reference = Lame("reference", lambda _: False)
-    large = Lame("large", lambda _: reference.num_open > 0)
-    small = Lame("small", lambda _: False)
-    for name, lame in (("huggingface", reference), ("lightning", large), ("accelerate", small)):
-        monkeypatch.setitem(hugging_face.PEERS, name, lame.peer)
-    bench.names = ("lightning", "huggingface", "accelerate")
-    bench.measure()
-    found = {row.name: row for row in bench.table.rows}
-    assert list(found) == ["large", "reference", "small"]
-    assert found["large"].note == "no room beside the reference"
-    assert [(len(row.rounds), len(row.beside)) for row in found.values()] == [(2, 0), (2, 0), (2, 2)]
-    medians = [values_of(bench.table, found[name])["tokens_per_s"] for name in ("large", "reference")]
-    assert values_of(bench.table, found["large"])["to_reference"] == pytest.approx(medians[0] / medians[1])
-    assert (reference.num_started, large.num_started) == (1, 2)
+class Stage(NamedTuple):
+    bench: Bench
+    scripts: dict[str, list[list[float | ContenderError]]]
+    """Row -> what each of its starts plays."""
+    log: list[str]
 
 
-def test_a_reference_that_breaks_in_its_turn(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was left halfway is not to be trusted: the next row meets a new one."""
-    first_turn = WARMUP_STEPS + READY_STEPS + SETTLING_STEPS + 1
-    reference, small = Lame("reference", lambda step: step == first_turn), Lame("small", lambda _: False)
-    for name, lame in (("huggingface", reference), ("lightning", small), ("accelerate", small)):
-        monkeypatch.setitem(hugging_face.PEERS, name, lame.peer)
-    bench.names = ("huggingface", "lightning", "accelerate")
-    bench.measure()
-    assert (reference.num_started, reference.num_open) == (2, 0)
-    kept, alone, beside = bench.table.rows
-    assert (alone.note, len(alone.rounds), alone.beside) == ("no room beside the reference", 2, ())
-    assert beside.beside == kept.rounds
-    assert beside.note == ""
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """Memory cannot run out on a CPU: what follows from it is played."""
+    setting = Setting(model="tiny", sequence_length=64, batch_size=2, rounds=2, steps=2, is_compiled=False)
+    made = Stage(Bench(setting, names=(), root=tmp_path), {}, [])
+
+    def start(_: Bench, name: str) -> Scripted:
+        made.log.append(f"{name} starts")
+        return Scripted(name, made.scripts[name].pop(0), (f"{name} side",), made.log)
+
+    monkeypatch.setattr(Bench, "start", start)
+    return made
 
 
-def test_a_reference_without_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(hugging_face.PEERS, "huggingface", Lame("reference", lambda _: False).peer)
-    bench.names = ("huggingface",)
-    bench.measure()
-    (row,) = bench.table.rows
-    assert len(row.rounds) == 2
-    assert row.losses is not None
-    assert row.losses == pytest.approx((1.0, 1 / bench.setting.num_steps)), "of the steps that other rows make"
-    assert bench.remarks == []
+def rows_of(stage: Stage, *names: str) -> list[Measured]:
+    stage.bench.names = names
+    stage.bench.measure()
+    assert all(not scripts for scripts in stage.scripts.values()), "every start was played"
+    return list(stage.bench.table.rows)
+
+
+def test_the_reference_stays_and_the_others_come_and_go(stage: Stage) -> None:
+    stage.scripts.update(
+        {"ours-bf16": [[1.0, 1.0, 1.1, 1.2, 1.3, 1.4]], "torchtitan": [[2.2, 1.2]], "huggingface": [[1, 2]]}
+    )
+    first, second, reference = rows_of(stage, "torchtitan", "huggingface", "ours-bf16")
+    assert stage.log == [
+        "ours-bf16 starts",
+        *["ours-bf16 side"] * 2,
+        "torchtitan starts",
+        *["torchtitan side", "ours-bf16 side", "ours-bf16 side", "torchtitan side"],
+        "torchtitan ended",
+        "huggingface starts",
+        *["huggingface side", "ours-bf16 side", "ours-bf16 side", "huggingface side"],
+        "huggingface ended",
+        "ours-bf16 ended",
+    ]
+    assert [block.step_s for block in reference.rounds] == [1.0, 1.0, 1.1, 1.2, 1.3, 1.4]
+    assert first.to_beside is not None
+    assert first.to_beside == (0.75, 0.5, 1.0, 2), "of the same rounds, whoever came first in them"
+    assert second.to_beside is not None
+    assert second.to_beside.low == 0.7
+
+
+def test_no_room_beside_the_reference(stage: Stage) -> None:
+    """The row is measured alone, without a ratio; the reference starts again for the next."""
+    memory = ContenderError("torchtitan", "out of memory", is_memory=True)
+    stage.scripts.update(
+        {
+            "ours-bf16": [[1.0, 1.0], [1.0, 1.0]],
+            "torchtitan": [[memory], [3.0, 3.0]],
+            "huggingface": [[2.0, 2.0]],
+        }
+    )
+    _, alone, beside = rows_of(stage, "ours-bf16", "torchtitan", "huggingface")
+    assert (alone.note, alone.to_beside, alone.step_s) == ("no room beside the reference", None, 3.0)
+    assert beside.to_beside is not None
+    assert beside.to_beside.median == 0.5
+    assert stage.log.index("ours-bf16 ended") < stage.log.index(
+        "torchtitan starts", stage.log.index("torchtitan ended")
+    )
+
+
+def test_a_reference_that_fails_in_its_turn(stage: Stage) -> None:
+    broken = ContenderError("ours-bf16", "a bug")
+    stage.scripts.update(
+        {
+            "ours-bf16": [[1.0, 1.0, broken], [1.0, 1.0]],
+            "torchtitan": [[3.0], [3.0, 3.0]],
+            "huggingface": [[2.0, 2.0]],
+        }
+    )
+    _, alone, beside = rows_of(stage, "ours-bf16", "torchtitan", "huggingface")
+    assert (alone.note, alone.to_beside) == ("the reference failed beside it", None)
+    assert beside.to_beside is not None
+
+
+def test_a_row_that_fails_says_why_and_counts_if_it_is_ours(stage: Stage) -> None:
+    stage.scripts.update(
+        {
+            "torchtitan": [[ContenderError("torchtitan", "a bug")]],
+            "ours-fp8": [[ContenderError("ours-fp8", "needs a GPU", is_config=True)]],
+        }
+    )
+    assert [row.note for row in rows_of(stage, "torchtitan", "ours-fp8")] == ["a bug", "needs a GPU"]
+    assert stage.bench.is_whole
+    stage.scripts["ours-bf16"] = [[ContenderError("ours-bf16", "a bug")]]
+    rows_of(stage, "ours-bf16")
+    assert not stage.bench.is_whole
+
+
+def test_rows_take_turns_in_processes_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Real rows of a tiny model, a checkout that does not import, and a row that this machine cannot run."""
+    (tmp_path / "torchtitan").mkdir()
+    (tmp_path / "torchtitan/__init__.py").write_text("raise RuntimeError('broken | checkout')\n")
+    out = tmp_path / "out.json"
+    rows = ["ours-bf16", "torchtitan", "huggingface"]
+    assert main([*TINY, "--rows", *rows, "--torchtitan", str(tmp_path), "--json", str(out)]) == 0
+    on, off, broken, peer = json.loads(out.read_text())["tables"][0]["rows"]
+    assert [row["name"] for row in (on, off, broken)] == [
+        *("ours, bf16, sentinel on", "ours, bf16, sentinel off"),
+        "torchtitan",
+    ]
+    assert (broken["tokens_per_s"], broken["note"]) == (None, "RuntimeError: broken / checkout")
+    assert len(on["step_s"]) == 4, "two rounds of its own, and two beside the peer"
+    assert off["reference_step_s"] == on["step_s"][:2]
+    assert peer["reference_step_s"] == on["step_s"][2:]
+    ratios = [other / own for own, other in zip(peer["step_s"], peer["reference_step_s"], strict=True)]
+    assert peer["to_reference"] == statistics.median(ratios)
+    for row in (on, peer):
+        first, last = row["losses"]
+        assert math.isclose(first, math.log(256), rel_tol=0.02)
+        assert last < first, "it trains"
+    printed = capfd.readouterr()
+    assert "803,968 parameters, 2 x 64 tokens, 2 rounds of 2 steps, not compiled" in printed.out
+    assert "the sentinel costs " in printed.out
+    assert f"Versions of huggingface: torch {torch.__version__}, transformers " in printed.out
+    assert "broken | checkout" in printed.err
+
+
+def spec(tmp_path: Path, row: str) -> Spec:
+    setting = Setting(model="tiny", sequence_length=64, batch_size=2, rounds=1, steps=2, is_compiled=False)
+    return Spec(row=row, setting=setting, root=str(tmp_path), paths=("/packages",))
+
+
+def test_spec_survives_the_way_to_the_process(tmp_path: Path) -> None:
+    assert Spec.from_json(spec(tmp_path, "huggingface").to_json()) == spec(tmp_path, "huggingface")
+
+
+def test_a_peer_runs_without_the_code_of_this_harness_that_changes_torch(tmp_path: Path) -> None:
+    """And when it is killed, that is said."""
+    contender = Contender.start(spec(tmp_path, "huggingface"))
+    assert contender.sides == ("Hugging Face Llama, FSDP2, block by block",)
+    changing = (
+        "harness.sharding",
+        "harness.joining",
+        "harness.alone",
+        "harness.kernels",
+        "harness.fp8",
+        "harness.build",
+    )
+    assert not [name for name in contender.modules if name.startswith(changing)]
+    assert contender.turn(contender.sides[0], 2).step_s > 0
+    os.kill(contender.process.pid, signal.SIGKILL)
+    with pytest.raises(ContenderError, match="ended with exit code -9"):
+        contender.ask(do="report")
+
+
+def test_requests_and_failures_of_a_contender() -> None:
+    """Without a process."""
+    assert failure(torch.OutOfMemoryError("CUDA out of memory | 3 GiB")) == {
+        "failed": "OutOfMemoryError: CUDA out of memory / 3 GiB",
+        "is_memory": True,
+        "is_config": False,
+    }
+    assert failure(ConfigError("precision", "needs a GPU"))["is_config"]
+    world = SimpleNamespace(device=torch.device("cpu"))
+    seen: list[int] = []
+
+    def side(num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
+        seen.extend(led(num_steps, begin))
+
+    entry = Entry(sides={"a": side}, losses=lambda: (2.0, 1.0))
+    told = answer({"do": "turn", "side": "a", "steps": 2}, entry, world)  # type: ignore[arg-type]
+    assert seen == [0, 0, 1, 2], "a step to take memory, the run-up, and the block"
+    assert Block(**told["block"]).step_s >= 0
+    assert answer({"do": "report"}, entry, world) == {"losses": (2.0, 1.0), "note": "", "judging_s": []}  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no such request"):
+        answer({"do": "dance"}, entry, world)  # type: ignore[arg-type]
+
+
+def trained(name: str, tmp_path: Path) -> list[Tensor]:
+    setting = Setting(model="tiny", sequence_length=64, batch_size=2, rounds=1, steps=2, is_compiled=False)
+    world = connect(setting.config().parallel)
+    try:
+        with (
+            able_products(PrecisionKind.bf16, world.device),
+            started(name, world, setting, RunDir(tmp_path / name)) as entry,
+        ):
+            on, *_ = entry.sides.values()
+            on(3)
+            parts = on.__self__.parts  # type: ignore[attr-defined]
+            scatters = {
+                type(module._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm)
+                for module in parts.model.modules()
+                if isinstance(module, FSDPModule)
+            }
+            assert scatters == {Unscattered if name == "ours-bf16" else WatchedScatter}
+            return [local(each.detach()).clone() for each in parts.model.parameters()]
+    finally:
+        disconnect()
+
+
+def test_single_rank_shortcuts_change_no_number(tmp_path: Path) -> None:
+    """What a cluster does to a gradient, and what a single rank skips, end in the same weights."""
+    with_shortcuts, without = trained("ours-bf16", tmp_path), trained("ours-bf16-cluster", tmp_path)
+    assert len(with_shortcuts) > 10
+    assert all(torch.equal(first, second) for first, second in zip(with_shortcuts, without, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -1,180 +1,198 @@
-"""The rows of one model, one after the other: who takes turns with the reference, who is measured alone, who failed.
+"""The rows of one model: each in a process of its own, in turns with the reference.
 
-The reference comes first and goes last, before the rows that found no room beside it; the table has all rows in the
-order in which they were asked for. Without a reference, or with one that does not start, every row is measured alone.
+Memory decides who runs beside whom. A row of 1.26B parameters takes 50 to 70 GiB while it steps, so two are alive at a
+time: the reference, which stays, and one row, which is started, takes its turns and ends. Between turns a process keeps
+weights and moments only (`tests.bench.gpu.contender`). All ratios are to the reference, in the same rounds; two other
+rows never share a round. A row that finds no room beside the reference is measured alone, without a ratio; then the
+reference starts again.
 """
 
 from __future__ import annotations
 
-import sys
-import traceback
-from contextlib import closing
+import statistics
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import final
 
-import torch
-
-from harness.config import ConfigError
 from harness.model.size import flops_per_token, num_parameters
-from harness.parallel import World
-from harness.rundir import RunDir
 from harness.telemetry.meters import peak_flops
-from tests.bench.clock import Side, held_bytes, let_go, matmul_flops_per_s
-from tests.bench.gpu import hugging_face, ours, peer, titan
-from tests.bench.gpu.reference import Reference
+from tests.bench.clock import Block, order
+from tests.bench.gpu.contender import Spec
+from tests.bench.gpu.process import Contender, ContenderError
+from tests.bench.gpu.rows import ROWS
 from tests.bench.gpu.setting import Setting
-from tests.bench.gpu.table import Row, Table
+from tests.bench.gpu.table import Measured, Table
 
-OURS = {
-    "ours-bf16": ours.Way("bf16", ("precision=bf16",)),
-    "ours-fp8": ours.Way("fp8", ("precision=fp8",)),
-    "ours-fp8-delayed": ours.Way("fp8 delayed", ("precision=fp8", "precision.fp8.recipe=delayed")),
-}
-TITAN, SHIPPED = "torchtitan", "torchtitan-shipped"
-ROWS = (*OURS, TITAN, SHIPPED, *hugging_face.PEERS)
 NUM_PRODUCTS = 3
 """Matrix products measured before each row."""
-NUM_LINES = 12
-"""Frames of a traceback."""
-LEFT_BYTES = 2**26
-"""What a row may leave on the device unremarked: workspaces of libraries."""
+HEATED_S = 10.0
+"""For how long the device is made to work before the first row: a cool one is faster, and would favour it."""
 NO_ROOM = "no room beside the reference"
+REFERENCE_FAILED = "the reference failed beside it"
 
 
 @final
 @dataclass(slots=True)
 class Bench:
     setting: Setting
-    world: World
-    run: RunDir
     names: tuple[str, ...]
     """Rows that were asked for."""
-    torchtitan: Path | None = None
-    reference: str = TITAN
-    """The peer that takes turns with all other rows, where it is among them."""
-    found: dict[str, tuple[Row, ...]] = field(default_factory=dict)
+    root: Path
+    paths: dict[str, Path] = field(default_factory=dict)
+    """Package -> directory that holds it."""
+    reference: str = "ours-bf16"
+    """The row that takes turns with all others, where it is among them."""
+    found: dict[str, tuple[Measured, ...]] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     matmul_flops: list[float] = field(default_factory=list)
+    versions: dict[str, dict[str, str]] = field(default_factory=dict)
+    device: str | None = None
     is_whole: bool = True
-    """None of our own rows failed."""
+    """None of our own rows failed, but for a configuration that this machine does not allow."""
+    _beside: Contender | None = None
+    """The reference, while it is alive."""
 
     def measure(self) -> None:
-        """All rows; each is told as soon as it is known."""
-        alone = [name for name in self.names if name != self.reference]
-        without_room: list[str] = []
-        if self.reference in self.names:
-            without_room, alone = self.measure_in_turns(alone)
-        for name in alone:
-            self.measure_row(name)
-        for name in without_room:
-            self.measure_row(name, note=NO_ROOM)
-
-    def measure_in_turns(self, names: list[str]) -> tuple[list[str], list[str]]:
-        """Rows beside the reference; returns those that found no room, and those it did not live to see."""
-        without_room, waiting = [], list(names)
-        reference = Reference(self.peer_of(self.reference), self.job, self.setting, self.run)
+        """All rows; each is printed as soon as it is known."""
         try:
-            with closing(reference):
-                while waiting:
-                    reference.make_ready()
-                    if not self.measure_row(waiting[0], reference):
-                        without_room.append(waiting[0])
-                    del waiting[0]
-                if not reference.rounds:
-                    reference.make_ready()
-                    reference.race_alone()
-            row = reference.row
-        except (Exception, SystemExit) as error:
-            row = replace(reference.row, note=reason(error))
-        self.remarks += told(reference.peer.name, sum(len(rows[0].beside) for rows in self.found.values()))
-        self.add(self.reference, row)
-        let_go()
-        return without_room, waiting
+            if self.reference in self.names:
+                self.measure_row(self.reference)
+            for name in self.names:
+                if name != self.reference:
+                    self.measure_row(name)
+        finally:
+            self.end_reference()
 
-    def measure_row(self, name: str, reference: Reference | None = None, note: str = "") -> bool:
-        """One row, or the two of this harness; False where there was no room beside the reference."""
-        rates = [matmul_flops_per_s() for _ in range(NUM_PRODUCTS)]
-        self.matmul_flops += [rate for rate in rates if rate is not None]
-        held = held_bytes(self.world.device)
-        rows = self.tried(name, reference)
-        let_go()
-        if not rows:
-            print(f"{name}: {NO_ROOM}", flush=True)
-            return False
-        if reference is not None:
-            reference.learn(rows[0].beside)
-        self.add(name, *(replace(row, note=", ".join(filter(None, (note, row.note)))) for row in rows))
-        self.remarks += left_by(name, held_bytes(self.world.device) - held)
-        return True
-
-    def tried(self, name: str, reference: Reference | None) -> tuple[Row, ...]:
-        """What was measured, or why nothing was; empty where memory ran out and the reference holds some of it."""
+    def measure_row(self, name: str) -> None:
+        """Beside the reference if it can be, else alone; what fails has a row that says why."""
         try:
-            return self.rows_of(name, () if reference is None else (reference.step,))
-        except (Exception, SystemExit) as error:
-            if reference is not None and isinstance(error, torch.OutOfMemoryError):
-                return ()
-            self.is_whole = self.is_whole and (name not in OURS or isinstance(error, ConfigError))
-            return (Row(name=name, note=reason(error)),)
+            self.add(name, self.raced(name, self.reference_beside(name)))
+        except ContenderError as failure:
+            is_of_reference = failure.row == self.reference != name
+            if is_of_reference or (self._beside is not None and failure.is_memory):
+                self.end_reference()
+                self.measure_alone(name, note=REFERENCE_FAILED if is_of_reference else NO_ROOM)
+            else:
+                self.add_failure(name, failure)
 
-    def rows_of(self, name: str, beside: tuple[Side, ...]) -> tuple[Row, ...]:
-        if name not in OURS:
-            return (peer.measure(self.peer_of(name), self.job, self.setting, self.run, beside),)
-        on, off, remark = ours.measure(OURS[name], self.world, self.setting, self.run, beside)
-        self.remarks.append(remark)
-        return on, off
+    def measure_alone(self, name: str, note: str) -> None:
+        try:
+            rows = self.raced(name, None)
+        except ContenderError as failure:
+            self.add_failure(name, failure)
+        else:
+            self.add(name, tuple(replace(row, note=", ".join(filter(None, (note, row.note)))) for row in rows))
 
-    def peer_of(self, name: str) -> peer.Peer:
-        if name in (TITAN, SHIPPED):
-            return titan.peer(self.torchtitan, as_shipped=name == SHIPPED)
-        return hugging_face.PEERS[name]
+    def reference_beside(self, name: str) -> Contender | None:
+        """The reference, started again if need be; None for itself, and where it is not asked for or did not start."""
+        rows = self.found.get(self.reference)
+        if name == self.reference or not rows or not rows[0].rounds:
+            return None
+        if self._beside is None:
+            self._beside = self.start(self.reference)
+        return self._beside
 
-    @property
-    def job(self) -> peer.Job:
-        return peer.Job(self.setting.config("precision=bf16"), self.world, self.setting.is_compiled)
+    def start(self, name: str) -> Contender:
+        packages = [str(self.paths[package]) for package in ROWS[name].packages if package in self.paths]
+        root = self.root / name
+        root.mkdir(parents=True, exist_ok=True)
+        started = Contender.start(Spec(row=name, setting=self.setting, root=str(root), paths=tuple(packages)))
+        self.versions[name], self.device = started.versions, started.device
+        return started
 
-    def add(self, name: str, *rows: Row) -> None:
+    def raced(self, name: str, beside: Contender | None) -> tuple[Measured, ...]:
+        """A row's sides, and the reference's first one where it is there, in turns."""
+        row = self.start(name)
+        sides = [(row, side) for side in row.sides]
+        if beside is not None:
+            sides.append((beside, beside.sides[0]))
+        try:
+            if not self.matmul_flops:
+                row.ask(do="heat", seconds=HEATED_S)
+            self.matmul_flops += row.ask(do="matmul", times=NUM_PRODUCTS)["flops"]
+            rounds = [self.round_of(sides, number) for number in range(self.setting.rounds)]
+            report = row.ask(do="report")
+        except ContenderError:
+            row.close()
+            raise
+        if name == self.reference:
+            self._beside = row
+        else:
+            row.close()
+        blocks = list(zip(*rounds, strict=True))
+        if beside is not None:
+            self.add_turns(blocks[-1])
+        rows = tuple(
+            Measured(
+                name=side,
+                rounds=blocks[index],
+                beside=blocks[-1] if beside is not None else blocks[0] if name == self.reference and index else (),
+                losses=None if index or report["losses"] is None else tuple(report["losses"]),
+                note=report["note"],
+            )
+            for index, side in enumerate(row.sides)
+        )
+        if report["judging_s"]:
+            self.remarks.append(told_cost(rows[0].name, blocks[0], blocks[1], report["judging_s"]))
+        return rows
+
+    def round_of(self, sides: list[tuple[Contender, str]], number: int) -> list[Block]:
+        """A block of every side, in the order of the sides, however they ran."""
+        blocks = {
+            index: sides[index][0].turn(sides[index][1], self.setting.steps) for index in order(len(sides), number)
+        }
+        return [blocks[index] for index in range(len(sides))]
+
+    def add_turns(self, blocks: tuple[Block, ...]) -> None:
+        """The reference's row has all of its rounds, beside whomever."""
+        first, *others = self.found[self.reference]
+        self.found[self.reference] = (replace(first, rounds=first.rounds + blocks), *others)
+
+    def end_reference(self) -> None:
+        if self._beside is not None:
+            self._beside.close()
+            self._beside = None
+
+    def add_failure(self, name: str, failure: ContenderError) -> None:
+        self.is_whole = self.is_whole and (not ROWS[name].is_ours or failure.is_config)
+        self.add(name, (Measured(name=name, note=str(failure)),))
+
+    def add(self, name: str, rows: tuple[Measured, ...]) -> None:
         self.found[name] = rows
         for row in rows:
             rate = "" if row.step_s is None else f"{self.setting.tokens / row.step_s:,.0f} tokens/s"
             peak = "" if row.peak_gib is None else f"{row.peak_gib:.1f} GiB"
-            ratio = "" if row.to_beside is None else f"{row.to_beside:.3f} to {self.reference}"
+            ratio = "" if row.to_beside is None else f"{row.to_beside.median:.3f} to {self.reference}"
             print(f"{row.name}: {', '.join(filter(None, (rate, peak, ratio, row.note)))}", flush=True)
 
     @property
     def table(self) -> Table:
         setting, cfg = self.setting, self.setting.config()
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         size = f"{num_parameters(cfg.model):,} parameters, {setting.batch_size} x {setting.sequence_length} tokens"
         how = f"{setting.rounds} rounds of {setting.steps} steps{'' if setting.is_compiled else ', not compiled'}"
+        usual, unmasked = flops_per_token(cfg.model, setting.sequence_length), flops_per_token(cfg.model, 0)
         return Table(
-            title=f"{setting.model}: {size}, {how}; {device or 'CPU'}, torch {torch.__version__}",
+            title=f"{setting.model}: {size}, {how}; {self.device or 'CPU'}",
             tokens=setting.tokens,
-            flops_per_token=flops_per_token(cfg.model, setting.sequence_length),
-            peak_flops=peak_flops(device, None),
+            flops_per_token=usual,
+            causal_flops_per_token=(usual + unmasked) // 2,
+            peak_flops=peak_flops(self.device, None),
             matmul_flops=tuple(self.matmul_flops),
-            reference=self.peer_of(self.reference).name,
+            reference=self.found[self.reference][0].name if self.reference in self.found else "",
             rows=tuple(row for name in self.names for row in self.found.get(name, ())),
-            remarks=tuple(self.remarks),
+            remarks=(*self.remarks, *told_versions(self.versions)),
         )
 
 
-def told(name: str, num_turns: int) -> list[str]:
-    """How often the reference took turns."""
-    how = "one beside every round of the other rows, before it and after it in alternation"
-    return [f"{name} took {num_turns} turns, {how}; to {name}: the median over a row's turns."] if num_turns else []
+def told_cost(name: str, on: tuple[Block, ...], off: tuple[Block, ...], judging_s: list[float]) -> str:
+    costs = sorted(each.step_s / other.step_s - 1 for each, other in zip(on, off, strict=True))
+    cost = f"{statistics.median(costs):+.2%} of a step ({costs[0]:+.2%} to {costs[-1]:+.2%} over {len(costs)} rounds)"
+    return f"{name}: the sentinel costs {cost}, and {statistics.median(judging_s) * 1e6:.0f} us of the host beside it."
 
 
-def left_by(name: str, num_bytes: int) -> list[str]:
-    """Whether something of a row stayed on the device after it was taken down."""
-    return [f"{name} left {num_bytes / 2**30:.1f} GiB on the device."] if num_bytes > LEFT_BYTES else []
-
-
-def reason(error: BaseException) -> str:
-    """One line for a table; what is not plain from it is told in full beside it."""
-    said = (str(error).strip().splitlines() or [""])[0].replace("|", "/")
-    if isinstance(error, ConfigError | ModuleNotFoundError):
-        return said
-    print("".join(traceback.format_exception(error)[-NUM_LINES:]), file=sys.stderr, flush=True)
-    return f"{type(error).__name__}: {said}"
+def told_versions(found: dict[str, dict[str, str]]) -> list[str]:
+    """Rows with the same versions share a line."""
+    lines: dict[str, list[str]] = {}
+    for name, versions in found.items():
+        lines.setdefault(", ".join(f"{package} {version}" for package, version in versions.items()), []).append(name)
+    return [f"Versions of {', '.join(names)}: {versions}." for versions, names in lines.items()]

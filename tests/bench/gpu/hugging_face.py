@@ -20,7 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.bench.gpu.peer import POLICY, Job, Peer, Step, adamw, check_size, loss_function, plain_loop, shard
+from harness.parallel import World
+from harness.rundir import RunDir
+from tests.bench.gpu.peer import POLICY, Job, Peer, Step, adamw, check_size, entry_of, loss_function, plain_loop, shard
+from tests.bench.gpu.rows import Entry
+from tests.bench.gpu.setting import Setting
 
 BLOCK = "LlamaDecoderLayer"
 
@@ -169,3 +173,9 @@ PEERS = {
     "lightning": Peer("Lightning Fabric, FSDP2, Hugging Face Llama", lightning),
     "accelerate": Peer("accelerate, FSDP2, Hugging Face Llama", accelerate),
 }
+
+
+@contextmanager
+def start(name: str, world: World, setting: Setting, run: RunDir) -> Iterator[Entry]:
+    with entry_of(PEERS[name], world, setting, run) as entry:
+        yield entry

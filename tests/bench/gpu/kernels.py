@@ -3,9 +3,10 @@
     python -m tests.bench.gpu.kernels --model 1b --rows ours-bf16 ours-fp8 torchtitan --torchtitan DIR
 
 A row is built and warmed up as in `tests.bench.gpu`, then a few steps are listed; of this harness those with its
-sentinel, one that is probed, and those without. What the sentinel adds is told by kernels whose number differs: all
-others are the same work, a little faster or slower. Milliseconds of a step, means; the span is from the first kernel to
-the last, with the profiler on. `--names` lists the dearest kernels.
+sentinel, one that is probed, and those without. torchtitan comes first, before this harness replaces an operator of
+FSDP. What the sentinel adds is told by kernels whose number differs: all others are the same work, a little faster or
+slower. Milliseconds of a step, means; the span is from the first kernel to the last, with the profiler on. `--names`
+lists the dearest kernels.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from torch.profiler import ProfilerActivity, profile
 
 from harness.build import build
 from harness.config import EXIT_BAD_CONFIG, ConfigError
-from harness.parallel import World
+from harness.parallel import World, connect, disconnect
 from harness.precision import fast_attention
 from harness.rundir import RunDir
 from tests.bench import sentinel
 from tests.bench.clock import WARMUP_STEPS, let_go
 from tests.bench.gpu import titan
-from tests.bench.gpu.__main__ import connected, load_engine
-from tests.bench.gpu.bench import OURS, TITAN, reason
+from tests.bench.gpu.contender import failure
+from tests.bench.gpu.ours import WAYS
 from tests.bench.gpu.peer import Job, Loop, batches_of
 from tests.bench.gpu.setting import BATCH_SIZES, PROBE_EVERY, Setting
 
+OURS, TITAN = ("ours-bf16", "ours-fp8", "ours-fp8-delayed"), "torchtitan"
 NUM_STEPS = 3
 """That are listed."""
 KINDS: Mapping[str, Sequence[str]] = {
@@ -118,7 +120,7 @@ def gathered(events: Sequence[object], num_steps: int) -> Listed:
 
 def of_ours(name: str, world: World, setting: Setting, run: RunDir) -> Iterator[tuple[str, Listed]]:
     """With the sentinel, in a probed step, and without."""
-    cfg = setting.config(*OURS[name].overrides)
+    cfg = setting.config(*WAYS[name].overrides)
     with closing(build(cfg, world, run)) as parts:
         watched, plain = sentinel.sides(cfg, parts, run)
         watched.run(PROBE_EVERY)
@@ -192,7 +194,7 @@ def listed_row(name: str, options: argparse.Namespace, world: World, run: RunDir
             for kernel in sorted(each.kernels.values(), key=lambda kernel: -kernel.ms)[: options.names]:
                 print(f"{kernel.ms:9.3f} ms {kernel.times:7.1f}  {kernel.name[:100]}", flush=True)
     except (Exception, SystemExit) as error:
-        print(f"{name}: {reason(error)}", flush=True)
+        print(f"{name}: {failure(error)['failed']}", flush=True)
         found = {}
     let_go()
     return found
@@ -209,14 +211,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("kernels: needs a GPU", file=sys.stderr)
         return EXIT_BAD_CONFIG
     torch.set_float32_matmul_precision("high")
-    load_engine()
     found: dict[str, Listed] = {}
     with fast_attention(), tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with connected(cfg.parallel) as world:
-            for name in options.rows:
-                found |= listed_row(name, options, world, RunDir(Path(root)))
-    print(f"\n{table(found)}")
+        world = connect(cfg.parallel)
+        for name in sorted(options.rows, key=lambda name: name != TITAN):
+            found |= listed_row(name, options, world, RunDir(Path(root)))
+        disconnect()
+    print(f"\n{table({name: found[name] for name in sorted(found, key=lambda name: name == TITAN)})}")
     return 0 if all(name in found for name in options.rows) else 1
 
 

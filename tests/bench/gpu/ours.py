@@ -1,69 +1,72 @@
-"""This harness, with the sentinel and without, in turns in one run on the same weights (`tests.bench.sentinel`), and in
-the same turns with the reference where there is one."""
+"""This harness, with the sentinel and without, in turns on the same weights (`tests.bench.sentinel`)."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from typing import NamedTuple
 
+import torch
+
+from harness import sharding
 from harness.build import build
-from harness.config import Config
 from harness.model.size import num_parameters
 from harness.parallel import World
 from harness.rundir import RunDir
 from tests.bench import sentinel
-from tests.bench.clock import Side, held_bytes
+from tests.bench.gpu.rows import Entry
 from tests.bench.gpu.setting import Setting
-from tests.bench.gpu.table import Row
 
 
 class Way(NamedTuple):
-    """Of computing."""
-
-    precision: str
-    """As the row calls it."""
-    overrides: Sequence[str]
-    """That choose it."""
+    title: str
+    overrides: tuple[str, ...]
+    has_shortcuts: bool = True
+    """Whether FSDP's copies are skipped, as they are where there is one rank."""
 
 
-class Pair(NamedTuple):
-    on: Row
-    off: Row
-    remark: str
+WAYS = {
+    "ours-bf16": Way("bf16", ("precision=bf16",)),
+    "ours-bf16-cluster": Way("bf16, single-rank shortcuts off", ("precision=bf16",), has_shortcuts=False),
+    "ours-fp8": Way("fp8", ("precision=fp8",)),
+    "ours-fp8-delayed": Way("fp8 delayed", ("precision=fp8", "precision.fp8.recipe=delayed")),
+}
 
 
-def measure(way: Way, world: World, setting: Setting, run: RunDir, beside: tuple[Side, ...]) -> Pair:
-    """Both sides of one precision."""
+@contextmanager
+def start(name: str, world: World, setting: Setting, run: RunDir) -> Iterator[Entry]:
+    way = WAYS[name]
     cfg = setting.config(*way.overrides)
-    held = held_bytes(world.device)
-    with closing(build(cfg, world, run)) as parts:
+    with nullcontext() if way.has_shortcuts else without_shortcuts(world.device):
+        parts = build(cfg, world, run)
+    with closing(parts):
         count = sum(parameter.numel() for parameter in parts.model.parameters())
         assert count == num_parameters(cfg.model), f"{count:,} parameters"
         watched, plain = sentinel.sides(cfg, parts, run)
-        measured = sentinel.measure(watched, plain, rounds=setting.rounds, num_steps=setting.steps, beside=beside)
-    others = tuple(other for each in measured for other in each.beside)
-    return Pair(
-        on=Row(
-            name=f"ours, {way.precision}, sentinel on",
-            rounds=tuple(each.on.without(held) for each in measured),
-            beside=others,
-            losses=(watched.losses[0], watched.losses[-1]),
-        ),
-        off=Row(
-            name=f"ours, {way.precision}, sentinel off",
-            rounds=tuple(each.off.without(held) for each in measured),
-            beside=others,
-        ),
-        remark=told(cfg, way.precision, measured, watched.judging_s),
-    )
+        titles = (f"ours, {way.title}, sentinel on", f"ours, {way.title}, sentinel off")
+        yield Entry(
+            sides=dict(zip(titles, (watched.run, plain.run), strict=True)),
+            losses=lambda: (watched.losses[0], watched.losses[-1]) if watched.losses else None,
+            judging_s=watched.judging_s,
+        )
 
 
-def told(cfg: Config, precision: str, measured: list[sentinel.Round], judging_s: list[float]) -> str:
-    costs = sorted(each.cost for each in measured)
-    return (
-        f"The sentinel costs {statistics.median(costs):+.2%} of a step in {precision} ({costs[0]:+.2%} to "
-        f"{costs[-1]:+.2%} over {len(costs)} rounds in turns, a probe every {cfg.sentinel.probe_every} steps), and "
-        f"{statistics.median(judging_s) * 1e6:.0f} us of the host beside it."
-    )
+@contextmanager
+def without_shortcuts(device: torch.device) -> Iterator[None]:
+    """Build as for a cluster: FSDP casts and copies each weight before it is gathered, copies gradients before they are
+    scattered, and the norm of a rank's own gradients is taken in between. The collectives themselves move nothing.
+
+    Only FSDP's division of gradients stays left out: with several ranks it is part of the reduction.
+    """
+
+    def watched_scatter() -> sharding.WatchedScatter:
+        squares = torch.zeros((), device=device)
+        return sharding.WatchedScatter(sharding.Collectives(squares, sees_gradients=True, is_sharded=False))
+
+    kept = (sharding.gather_in_one_pass, sharding.Unscattered)
+    sharding.gather_in_one_pass = lambda _: None
+    sharding.Unscattered = watched_scatter  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        sharding.gather_in_one_pass, sharding.Unscattered = kept  # type: ignore[misc]

@@ -3,8 +3,7 @@
 They are given every advantage that costs nothing: batches lie on the device before the clock runs, AdamW is fused and
 has one group, norms are clipped in one pass (`foreach`), the loss is compiled and never kept in fp32, parameters stay
 gathered between forward and backward, nothing is recomputed, attention takes cuDNN's kernel first, and nothing is read
-back until the rounds are over. Where a reference is given, each round has one of its own beside it
-(`tests.bench.gpu.reference`).
+back until the rounds are over. A row "as shipped" has none of this but the batches.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from harness.data.sources import open_data
 from harness.model.size import num_parameters
 from harness.parallel import World
 from harness.rundir import RunDir
-from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Side, held_bytes, in_turns, led, nothing
+from tests.bench.clock import led, nothing
+from tests.bench.gpu.rows import Entry
 from tests.bench.gpu.setting import Setting
-from tests.bench.gpu.table import Row
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -63,22 +62,18 @@ class Loop:
             self.losses.append(self.step(*self.batches.pop(0)))
 
 
-def measure(peer: Peer, job: Job, setting: Setting, run: RunDir, beside: tuple[Side, ...]) -> Row:
-    """Build, warm up, and time the rounds, in turns with the reference where there is one."""
-    device = job.world.device
-    held = held_bytes(device)
+@contextmanager
+def entry_of(peer: Peer, world: World, setting: Setting, run: RunDir) -> Iterator[Entry]:
+    """A peer with all the batches that it will need on the device."""
+    job = Job(setting.config("precision=bf16"), world, setting.is_compiled)
     batches = batches_of(job, run, range(setting.num_steps))
     with peer.start(job) as step:
         loop = Loop(step, batches)
-        loop.run(WARMUP_STEPS - SETTLING_STEPS)
-        taken = in_turns((loop.run, *beside), rounds=setting.rounds, num_steps=setting.steps, device=device)
-    return Row(
-        name=peer.name,
-        rounds=tuple(own.without(held) for own, *_ in taken),
-        beside=tuple(other for _, *others in taken for other in others),
-        losses=(float(loop.losses[0]), float(loop.losses[-1])),
-        note=breaks(),
-    )
+        yield Entry(
+            sides={peer.name: loop.run},
+            losses=lambda: (float(loop.losses[0]), float(loop.losses[-1])) if loop.losses else None,
+            note=breaks,
+        )
 
 
 def batches_of(job: Job, run: RunDir, indices: range) -> list[tuple[Tensor, Tensor]]:

@@ -13,6 +13,8 @@ from tests.bench.clock import LEAD_STEPS, WARMUP_STEPS
 BATCH_SIZES = {"3b": 4, "7b": 1}
 """Sequences of 4096 tokens that fit on one GPU of 140 GB without recomputation; eight of the smaller models."""
 PROBE_EVERY = 10
+REFILL_STEPS = 1
+"""Before the run-up of a turn: they take the memory again that was given back after the last turn."""
 LEAST_SCHEDULE = 100
 
 
@@ -26,6 +28,8 @@ class Setting:
     steps: int
     """Of a round."""
     is_compiled: bool
+    num_pairings: int = 1
+    """How many rows a contender takes turns with."""
 
     @property
     def tokens(self) -> int:
@@ -34,8 +38,8 @@ class Setting:
 
     @property
     def num_steps(self) -> int:
-        """That one row makes, or one of its two sides."""
-        return WARMUP_STEPS + self.rounds * (LEAD_STEPS + self.steps)
+        """That one side makes at most."""
+        return WARMUP_STEPS + self.num_pairings * self.rounds * (REFILL_STEPS + LEAD_STEPS + self.steps)
 
     @cache  # noqa: B019  (there are as many as models)
     def config(self, *overrides: str) -> Config:

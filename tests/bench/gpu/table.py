@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from tests.bench.clock import Block
+from tests.bench.intervals import COVERAGE, Estimate, estimate
 
-HEAD = ("", "tokens/s", "spread", "to {reference}", "MFU", "of matmul", "peak GiB", "loss", "")
-RULE = "|---|---:|---:|---:|---:|---:|---:|---|---|"
+HEAD = ("", "tokens/s", "spread", "speed to {reference}", "MFU", "causal MFU", "of matmul", "peak GiB", "loss", "")
+RULE = "|---|---:|---:|---:|---:|---:|---:|---:|---|---|"
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Measured:
     name: str
     rounds: tuple[Block, ...] = ()
     """Empty where there was nothing to measure."""
@@ -43,11 +44,12 @@ class Row:
         return max(block.peak_bytes for block in self.rounds) / 2**30 if self.rounds else None
 
     @property
-    def to_beside(self) -> float | None:
-        """How fast it is to the reference: the median over their turns."""
+    def to_beside(self) -> Estimate | None:
+        """How fast it is to the reference, over their rounds."""
         if not self.beside:
             return None
-        return statistics.median(other.step_s / own.step_s for own, other in zip(self.rounds, self.beside, strict=True))
+        pairs = zip(self.rounds, self.beside, strict=True)
+        return estimate([other.step_s / own.step_s for own, other in pairs])
 
     @property
     def disturbed(self) -> str:
@@ -68,27 +70,36 @@ class Table:
     tokens: int
     """Of a step."""
     flops_per_token: int
+    """Attention as if nothing were masked, as the field counts it."""
+    causal_flops_per_token: int
+    """Half of the attention: what a causal mask leaves to do."""
     peak_flops: float | None
     """By the datasheet; None where it is not known."""
     matmul_flops: tuple[float, ...]
     """Measured between the rows."""
     reference: str
     """Name of the row that the others are compared with."""
-    rows: tuple[Row, ...]
+    rows: tuple[Measured, ...]
     remarks: tuple[str, ...] = ()
 
 
-def values_of(table: Table, row: Row) -> dict[str, Any]:
+def values_of(table: Table, row: Measured) -> dict[str, Any]:
     """The columns of a row; None where there is nothing to say."""
     matmul = statistics.median(table.matmul_flops) if table.matmul_flops else None
     tokens_per_s = None if row.step_s is None else table.tokens / row.step_s
     flops = None if tokens_per_s is None else tokens_per_s * table.flops_per_token
+    causal = None if tokens_per_s is None else tokens_per_s * table.causal_flops_per_token
+    ratio = row.to_beside
     return {
         "name": row.name,
         "tokens_per_s": tokens_per_s,
         "spread": row.spread,
-        "to_reference": row.to_beside or _by_medians(table, row),
+        "to_reference": None if ratio is None else ratio.median,
+        "to_reference_low": None if ratio is None else ratio.low,
+        "to_reference_high": None if ratio is None else ratio.high,
+        "has_interval": ratio is not None and ratio.has_interval,
         "mfu": None if flops is None or table.peak_flops is None else flops / table.peak_flops,
+        "causal_mfu": None if causal is None or table.peak_flops is None else causal / table.peak_flops,
         "of_matmul": None if flops is None or matmul is None else flops / matmul,
         "peak_gib": row.peak_gib,
         "losses": row.losses,
@@ -96,12 +107,6 @@ def values_of(table: Table, row: Row) -> dict[str, Any]:
         "step_s": [block.step_s for block in row.rounds],
         "reference_step_s": [block.step_s for block in row.beside],
     }
-
-
-def _by_medians(table: Table, row: Row) -> float | None:
-    """Of the reference itself, and of a row that took no turns with it."""
-    reference = next((each.step_s for each in table.rows if each.name == table.reference), None)
-    return None if reference is None or row.step_s is None else reference / row.step_s
 
 
 def render(table: Table) -> str:
@@ -117,6 +122,7 @@ def as_json(table: Table) -> dict[str, Any]:
         "title": table.title,
         "tokens_per_step": table.tokens,
         "flops_per_token": table.flops_per_token,
+        "causal_flops_per_token": table.causal_flops_per_token,
         "peak_flops": table.peak_flops,
         "matmul_flops": list(table.matmul_flops),
         "reference": table.reference,
@@ -145,11 +151,21 @@ def _line(values: dict[str, Any]) -> str:
         values["name"],
         told("tokens_per_s", ",.0f"),
         told("spread", ".1%"),
-        told("to_reference", ".3f"),
+        _ratio(values),
         told("mfu", ".1%"),
+        told("causal_mfu", ".1%"),
         told("of_matmul", ".1%"),
         told("peak_gib", ".1f"),
         "-" if losses is None else f"{losses[0]:.3f} -> {losses[1]:.3f}",
         values["note"],
     )
     return f"| {' | '.join(columns)} |".replace("|  |", "| |")
+
+
+def _ratio(values: dict[str, Any]) -> str:
+    """With its 90 % interval, or the range of too few rounds for one."""
+    if values["to_reference"] is None:
+        return "-"
+    kind = f"{COVERAGE:.0%}" if values["has_interval"] else "range"
+    low, high = values["to_reference_low"], values["to_reference_high"]
+    return f"{values['to_reference']:.3f} ({kind}: {low:.3f} to {high:.3f})"
