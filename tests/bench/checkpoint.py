@@ -46,7 +46,7 @@ from harness.precision import fast_attention
 from harness.rundir import RunDir
 from tests.bench.clock import order
 from tests.bench.intervals import COVERAGE, estimate
-from tests.bench.savers import OURS, Contender, Loop, contenders, control
+from tests.bench.savers import OURS, Contender, Loop, Save, contenders, control
 
 SMALL = (
     *("model=tiny", "model.dim=512", "model.ffn_dim=1408", "model.num_layers=6", "data=synthetic"),
@@ -140,7 +140,7 @@ def check_restores(loop: Loop, contender: Contender) -> Cost:
     """Save and restore once, which also warms the contender up; ends the run where the state is not the one saved."""
     saved: dict[str, torch.Tensor] = {}
 
-    def begin_and_remember(loop: Loop, path: Path) -> object:
+    def begin_and_remember(loop: Loop, path: Path) -> Save:
         saved.update(state_of(loop))
         return contender.begin(loop, path)
 

@@ -74,6 +74,7 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
         disconnect()
 
 
+@pytest.mark.full
 def test_a_contender_that_saves_another_state_ends_the_run(loop: Loop) -> None:
     """One that copies after the next update, as a stager would that nobody waits for."""
 
@@ -96,6 +97,7 @@ def test_control_trains_and_saves_nothing(loop: Loop) -> None:
     assert not (loop.directory / "checkpoint").exists()
 
 
+@pytest.mark.full
 def test_all_contenders_on_a_tiny_model(tmp_path: Path) -> None:
     """In a process of its own: torch keeps the process that writes checkpoints until its parent ends."""
     arguments = [*TINY, "--rounds", "1", "--restores", "0", "--steps", "1", "--snapshots", "1"]

@@ -93,11 +93,11 @@ def facts(entry: Entry, world: World) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of torch, of what it was built with, and of the packages that this process has loaded."""
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     if torch.cuda.is_available():
         found["CUDA"] = str(torch.version.cuda)
         try:
-            found["cuDNN"] = str(torch.backends.cudnn.version())
+            found["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
         except RuntimeError:  # Transformer Engine loaded another one than torch was built with
             found["cuDNN"] = "of Transformer Engine"
     return found | {name: version_of(name) for name in PACKAGES if name in sys.modules}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,10 +63,12 @@ def without_shortcuts(device: torch.device) -> Iterator[None]:
         squares = torch.zeros((), device=device)
         return sharding.WatchedScatter(sharding.Collectives(squares, sees_gradients=True, is_sharded=False))
 
-    kept = (sharding.gather_in_one_pass, sharding.Unscattered)
-    sharding.gather_in_one_pass = lambda _: None
-    sharding.Unscattered = watched_scatter  # type: ignore[assignment, misc]
+    replacements: dict[str, Any] = {"gather_in_one_pass": lambda _: None, "Unscattered": watched_scatter}
+    kept = {name: getattr(sharding, name) for name in replacements}
     try:
+        for name, replacement in replacements.items():
+            setattr(sharding, name, replacement)
         yield
     finally:
-        sharding.gather_in_one_pass, sharding.Unscattered = kept  # type: ignore[misc]
+        for name, original in kept.items():
+            setattr(sharding, name, original)
