@@ -55,10 +55,12 @@ SMALL = (
 """About 200 MB of state."""
 SNAPSHOT = "this harness: snapshot in memory"
 STOLEN = f"stolen from training, ms ({COVERAGE:.0%} interval)"
-HEAD = f"| | saves | called, ms | {STOLEN} | of a step | safe after, s | restored after, s |"
+HEAD = f"| | saves | called, ms | {STOLEN} | safe after, s | restored after, s |"
 
 
 class Cost(NamedTuple):
+    plain_s: float
+    """Of a plain step, before and after."""
     called_s: float
     stolen_s: float
     safe_s: float = math.nan
@@ -84,7 +86,7 @@ def cost_of_save(loop: Loop, contender: Contender, *, plain_steps: int, restore:
     plain_s = (plain_s + loop.step_s(plain_steps)) / 2
     restored_s = restored(loop, contender, path) if restore else math.nan
     shutil.rmtree(path)
-    return Cost(called_s, total_s - num_steps * plain_s, safe_s[0], restored_s)
+    return Cost(plain_s, called_s, total_s - num_steps * plain_s, safe_s[0], restored_s)
 
 
 def restored(loop: Loop, contender: Contender, path: Path) -> float:
@@ -110,7 +112,7 @@ def cost_of_snapshot(loop: Loop, *, num_steps: int) -> Cost:
     plain_s = (plain_s + loop.step_s(num_steps)) / 2
     slot.settle(step=state.step, refused_in_row=0)
     restored_s = seconds_of(loop, lambda: ring.restore(slot))
-    return Cost(called_s, total_s - num_steps * plain_s, restored_s=restored_s)
+    return Cost(plain_s, called_s, total_s - num_steps * plain_s, restored_s=restored_s)
 
 
 def seconds_of(loop: Loop, work: Callable[[], object]) -> float:
@@ -152,13 +154,13 @@ def check_restores(loop: Loop, contender: Contender) -> Cost:
     return cost
 
 
-def row(name: str, costs: Sequence[Cost], step_s: float) -> str:
+def row(name: str, costs: Sequence[Cost]) -> str:
     """Medians, with the interval of what was stolen; without it where there are too few saves for one."""
     stolen = estimate([cost.stolen_s * 1e3 for cost in costs])
     interval = f" ({stolen.low:.1f} to {stolen.high:.1f})" if stolen.has_interval else " (no interval)"
     return (
         f"| {name} | {len(costs)} | {median_of((cost.called_s for cost in costs), 1e3, '.1f')} | "
-        f"{stolen.median:.1f}{interval} | {stolen.median / 1e3 / step_s:.1%} | "
+        f"{stolen.median:.1f}{interval} | "
         f"{median_of((cost.safe_s for cost in costs), 1, '.2f')} | "
         f"{median_of((cost.restored_s for cost in costs), 1, '.3f')} |"
     )
@@ -180,8 +182,12 @@ def check_room(loop: Loop) -> int:
 
 class Measured(NamedTuple):
     costs: dict[str, list[Cost]]
-    step_s: float
     num_bytes: int
+
+    @property
+    def step_s(self) -> float:
+        """Of a plain step: the median over the run."""
+        return statistics.median(cost.plain_s for costs in self.costs.values() for cost in costs)
 
     def as_json(self) -> dict[str, object]:
         rows = {name: [cost._asdict() for cost in costs] for name, costs in self.costs.items()}
@@ -197,7 +203,6 @@ def measure(loop: Loop, *, rounds: int, restores: int, snapshots: int, num_steps
     with contenders(loop.parts.world.device) as sides:
         warm = {side.name: check_restores(loop, side) for side in sides}
         sides.append(control(warm[OURS].safe_s))
-        step_s = statistics.median(loop.step_s(num_steps) for _ in range(3))
         for number in range(rounds):
             costs[SNAPSHOT] += [cost_of_snapshot(loop, num_steps=2) for _ in range(snapshots)]
             for index in order(len(sides), number):
@@ -206,19 +211,19 @@ def measure(loop: Loop, *, rounds: int, restores: int, snapshots: int, num_steps
                 costs[side.name].append(cost)
             print(f"round {number + 1} of {rounds} done", file=sys.stderr, flush=True)
         ordered = {name: costs[name] for name in (SNAPSHOT, *(side.name for side in sides))}
-    return Measured(ordered, step_s, num_bytes)
+    return Measured(ordered, num_bytes)
 
 
 def render(measured: Measured, *, rounds: int, restores: int) -> str:
     state = f"state {measured.num_bytes / 1e9:.2f} GB, a plain step {measured.step_s * 1e3:.1f} ms"
     turns = f"{rounds} rounds, each contender once a round in alternating order"
-    rows = [row(name, costs, measured.step_s) for name, costs in measured.costs.items()]
+    rows = [row(name, costs) for name, costs in measured.costs.items()]
     return "\n".join(
         [
             f"{state}, torch {torch.__version__}; {turns}; restores in {min(rounds, restores)} of them",
             "",
             HEAD,
-            "|---|---:|---:|---:|---:|---:|---:|",
+            "|---|---:|---:|---:|---:|---:|",
             *rows,
         ]
     )

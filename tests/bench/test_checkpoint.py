@@ -45,21 +45,19 @@ def test_table_to_the_letter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.__version__", "2.11.0")
     measured = Measured(
         {
-            SNAPSHOT: [Cost(0.004, 0.005, restored_s=0.25)] * 6,
-            "`torch.save`": [Cost(2.0, 2.5, 2.0, 3.0), Cost(2.0, 1.5, 2.0, math.nan), Cost(3.0, 3.5, 3.0, math.nan)],
+            SNAPSHOT: [Cost(0.5, 0.004, 0.005, restored_s=0.25)] * 6,
+            "`torch.save`": [Cost(0.5, *costs) for costs in ((2.0, 2.5, 2.0, 3.0), (2.0, 1.5, 2.0), (3.0, 3.5, 3.0))],
         },
-        step_s=0.5,
         num_bytes=15_200_000_000,
     )
     assert render(measured, rounds=3, restores=1) == (
         "state 15.20 GB, a plain step 500.0 ms, torch 2.11.0; "
         "3 rounds, each contender once a round in alternating order; restores in 1 of them\n"
         "\n"
-        "| | saves | called, ms | stolen from training, ms (90% interval) | of a step | safe after, s "
-        "| restored after, s |\n"
-        "|---|---:|---:|---:|---:|---:|---:|\n"
-        "| this harness: snapshot in memory | 6 | 4.0 | 5.0 (5.0 to 5.0) | 1.0% | - | 0.250 |\n"
-        "| `torch.save` | 3 | 2000.0 | 2500.0 (no interval) | 500.0% | 2.00 | 3.000 |"
+        "| | saves | called, ms | stolen from training, ms (90% interval) | safe after, s | restored after, s |\n"
+        "|---|---:|---:|---:|---:|---:|\n"
+        "| this harness: snapshot in memory | 6 | 4.0 | 5.0 (5.0 to 5.0) | - | 0.250 |\n"
+        "| `torch.save` | 3 | 2000.0 | 2500.0 (no interval) | 2.00 | 3.000 |"
     )
 
 

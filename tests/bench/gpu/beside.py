@@ -110,7 +110,7 @@ def save(setting: Setting, directory: Path) -> Section:
 
 
 def told_save(costs: list[Cost]) -> Section:
-    called, stolen, safe, back = (statistics.median(values) for values in zip(*costs, strict=True))
+    _, called, stolen, safe, back = (statistics.median(values) for values in zip(*costs, strict=True))
     text = (
         f"A save beside training holds the loop for {called * 1e3:.1f} ms and takes {stolen * 1e3:.0f} ms of its time "
         f"until it is safe, after {safe:.1f} s; to come back takes {back:.1f} s (medians of {len(costs)})."
