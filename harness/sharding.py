@@ -147,6 +147,16 @@ def reduce_replicas(model: nn.Module, *, now: bool) -> None:
     model.set_requires_all_reduce(now)
 
 
+def free_gathered_weights(model: nn.Module) -> None:
+    """Free the weights that a forward pass without a backward pass leaves gathered.
+
+    FSDP2 would use them again in the next forward pass, also if the shards were restored in between.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 ADVANCE = "advance"
 """The method of a block that computes; what is kept of it is kept from its arguments on."""
 

@@ -6,7 +6,7 @@ Everything here is issued to the device and not waited for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -17,7 +17,7 @@ from harness.events import EvalRecord
 from harness.model.transformer import document_mask
 from harness.parallel import all_reduce_sum
 from harness.sentinel.report import pack, totals
-from harness.sharding import reduce_replicas
+from harness.sharding import free_gathered_weights, reduce_replicas
 from harness.state import RunState
 
 
@@ -72,25 +72,25 @@ def judge_and_update(parts: Parts, *, cfg: Config, probe: bool, planned: bool = 
 
 
 @torch.no_grad()
-def loss_sums(parts: Parts, batch: Batch, *, cfg: Config) -> torch.Tensor:
-    """This rank's summed loss and its tokens [2]; nothing is learned from it."""
+def _forward_only(parts: Parts, micro_batches: Iterable[Batch]) -> torch.Tensor:
+    """This rank's summed loss and its tokens [2], without gradients."""
     sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
     with parts.products.probing(False):
-        for rows in batch.micro_batches(cfg.train.micro_batch_size):
+        for rows in micro_batches:
             output = parts.model(rows.inputs, rows.targets, mask=mask_of(rows))
             sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])
+    free_gathered_weights(parts.model)
     return sums
 
 
-@torch.no_grad()
+def loss_sums(parts: Parts, batch: Batch, *, cfg: Config) -> torch.Tensor:
+    """This rank's summed loss of a batch and its tokens [2]."""
+    return _forward_only(parts, batch.micro_batches(cfg.train.micro_batch_size))
+
+
 def held_out_sums(parts: Parts) -> torch.Tensor:
     """Summed loss and tokens [2] of the fixed held-out rows, over all ranks; on the device and not waited for."""
-    sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
-    with parts.products.probing(False):
-        for rows in parts.check.rows:
-            output = parts.model(rows.inputs, rows.targets, mask=mask_of(rows))
-            sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])
-    return all_reduce_sum(sums)
+    return all_reduce_sum(_forward_only(parts, parts.check.rows))
 
 
 def measure_held_out(parts: Parts, state: RunState) -> None:

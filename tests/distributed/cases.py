@@ -29,12 +29,12 @@ from harness.compose import load
 from harness.config import Config, ConfigError
 from harness.events import StepRecord
 from harness.faults.site import watched
-from harness.parallel import World, connect, local
+from harness.parallel import World, all_reduce_sum, connect, local
 from harness.run import Run
 from harness.rundir import RunDir
 from harness.sharding import WatchedScatter
 from harness.state import RunState
-from harness.step import forward_backward, judge_and_update
+from harness.step import forward_backward, judge_and_update, loss_sums
 
 TINY = (
     "model.dim=32",
@@ -360,3 +360,21 @@ def start_elsewhere(directory: str, places: list[tuple[str, str]], *overrides: s
     place, host = places[int(os.environ["RANK"])]
     with chdir(place), patch("socket.gethostname", lambda: host):
         return start_run(directory, *overrides)
+
+
+def losses_around_restore(*overrides: str) -> list[list[float]]:
+    """Summed loss and tokens of one batch: before an update, after it, and with the shards of before put back."""
+    cfg = tiny("optim.lr=0.1", "optim.warmup_steps=0", *overrides)
+    parts = _build(cfg)
+
+    def measured() -> list[float]:
+        return all_reduce_sum(loss_sums(parts, parts.batches[1], cfg=cfg)).tolist()
+
+    before = measured()
+    shards = {name: local(tensor).clone() for name, tensor in parts.tensors().items()}
+    step(parts, cfg, 0)
+    after = measured()
+    with torch.no_grad():
+        for name, tensor in parts.tensors().items():
+            local(tensor).copy_(shards[name])
+    return [before, after, measured()]

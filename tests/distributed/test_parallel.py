@@ -173,3 +173,14 @@ def test_fp16_scale_halves_at_overflow_and_doubles_when_clean(ranks: Pool, tmp_p
         assert then == pytest.approx(now * (0.5 if bad else 2.0 if grown else 1.0))
     assert [record.step for record in records if not record.refused] == [1, 2, 3, 4, 5, 6]
     assert max(record.loss for record in records) < 10
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("reshard", ["true", "false"])
+def test_a_restore_after_an_evaluation_is_seen_by_the_next_forward_pass(ranks: Pool, size: int, reshard: str) -> None:
+    """FSDP2 keeps weights gathered after a forward pass without a backward pass; a restore writes to the shards."""
+    for before, after, restored in ranks.run(
+        size, cases.losses_around_restore, f"parallel.reshard_after_forward={reshard}"
+    ):
+        assert after != before
+        assert restored == before
