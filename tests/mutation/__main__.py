@@ -4,8 +4,8 @@ Why: a test that passes whatever the code does proves nothing. Each mutant chang
 file; the tests of that file must fail. Mutants that survive show what is not tested.
 How: one process for each file runs its tests once unchanged, then imports every module that these tests imported and
 that does not depend on the file. For each mutant it forks a child, which loads the file's module from mutated source
-(`startup/sitecustomize.py`) and runs the tests, the quickest first, up to the first failure. A mutant that takes longer
-than the timeout counts as killed.
+(`startup/sitecustomize.py`) and runs the tests in the order of the table, up to the first failure. A mutant that takes
+longer than the timeout counts as killed.
 No file in the tree changes; several runs may go on at once.
 Left out: two changes at a time, and files that have no entry in `tables.TESTS` and no `--tests`.
 """
@@ -77,9 +77,14 @@ class Plugin:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """The tests that kill most mutants a second come first."""
+        """In the order of the table; for one entry of it, those that kill most mutants a second come first."""
         seconds, kills = self.job.seconds, self.job.kills
-        items.sort(key=lambda item: seconds.get(item.nodeid, 0.0) / (1 + kills[item.nodeid]))
+
+        def place(item: pytest.Item) -> tuple[int, float]:
+            entries = [index for index, entry in enumerate(self.job.tests) if item.nodeid.startswith(entry)]
+            return min(entries, default=0), seconds.get(item.nodeid, 0.0) / (1 + kills[item.nodeid])
+
+        items.sort(key=place)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration

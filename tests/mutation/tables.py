@@ -6,11 +6,38 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
+ROOM = "tests/sentinel"
+GOLDEN = f"{ROOM}/test_golden.py::test_seeded_series_give_what_they_gave"
+DETECTING = (
+    f"{GOLDEN}[detectors]",
+    f"{GOLDEN}[baselines]",
+    f"{ROOM}/test_detectors.py",
+    f"{ROOM}/test_detector_bounds.py",
+    f"{ROOM}/test_curve_episodes.py",
+    f"{ROOM}/test_detector_properties.py",
+)
+DECIDING = (
+    f"{GOLDEN}[policy]",
+    f"{ROOM}/test_policy_bounds.py",
+    f"{ROOM}/test_policy.py",
+    f"{ROOM}/test_policy_climbing.py",
+    f"{ROOM}/test_fallback.py",
+    f"{ROOM}/test_policy_replay.py",
+    f"{ROOM}/test_policy_properties.py",
+)
+
 TESTS = {
-    "harness/sentinel/": ("tests/sentinel",),
-    "harness/sentinel/curve.py": ("tests/sentinel/test_detectors.py", "tests/sentinel/test_baseline.py"),
-    "harness/sentinel/guards.py": ("tests/sentinel/test_detectors.py",),
-    "harness/sentinel/detectors.py": ("tests/sentinel/test_detectors.py", "tests/sentinel/test_foreign.py"),
+    **{f"harness/sentinel/{name}.py": DETECTING for name in ("curve", "detectors", "guards", "moments", "ranges")},
+    "harness/sentinel/speed.py": DETECTING,
+    "harness/sentinel/baseline.py": (f"{GOLDEN}[baselines]", f"{ROOM}/test_baseline.py", f"{GOLDEN}[detectors]"),
+    **{
+        f"harness/sentinel/{name}.py": DECIDING for name in ("branch", "budgets", "case", "chart", "fallback", "health")
+    },
+    **{f"harness/sentinel/{name}.py": DECIDING for name in ("judged", "policy", "scope", "suspects", "symptoms")},
+    "harness/sentinel/incidents.py": (f"{GOLDEN}[incidents]", f"{ROOM}/test_incidents.py"),
+    "harness/sentinel/foreign.py": (f"{ROOM}/test_foreign.py",),
+    "harness/sentinel/fp8_range.py": (f"{ROOM}/test_fp8_range.py", f"{ROOM}/test_report.py"),
+    "harness/sentinel/": (ROOM,),
     "harness/checkpoint/": ("tests/checkpoint",),
     "harness/checkpoint/cadence.py": ("tests/checkpoint/test_cadence.py",),
     "harness/checkpoint/catalog.py": ("tests/checkpoint/test_catalog.py",),
