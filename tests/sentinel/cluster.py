@@ -1,0 +1,275 @@
+"""A cluster without a model that is hostile to the policy: whatever can be found or fail, is found and fails.
+
+The cluster is a few lists: a state is a step, a cursor and the batches it has learned; a restore picks the newest state
+from before the action's onset, as the ring and the store do. Detectors are dice: no order of findings is spared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass, field, replace
+
+from harness.config import BudgetConfig, BudgetsConfig, PolicyConfig
+from harness.events import (
+    Action,
+    ActionKind,
+    Event,
+    Finding,
+    FindingKind,
+    HeldOutMeasured,
+    Outcome,
+    RunStarted,
+    StepRecord,
+)
+from harness.sentinel.case import Closed
+from harness.sentinel.policy import Policy
+from tests.sentinel.policy_runs import finding, record
+
+NUM_STEPS = 120
+KINDS = list(FindingKind)
+RESTORES = (ActionKind.rewind, ActionKind.rollback)
+
+CFG = PolicyConfig(
+    watch_iterations=20,
+    patience_iterations=12,
+    accept_rise_nats=0.6,
+    refused_in_row=3,
+    neighbours=2,
+    rollback_margin_steps=10,
+    rollback_window_batches=12,
+    region_steps=5,
+    clean_steps=15,
+    window_steps=40,
+    recur_after=3,
+    swap_after=2,
+    cool_factor=0.5,
+    min_lr_scale=0.2,
+    cool_steps=20,
+    fall_back_precision=True,
+    precision_iterations=10,
+    budgets=BudgetsConfig(
+        skip=BudgetConfig(per_window=4, per_run=10),
+        rewind=BudgetConfig(per_window=3, per_run=6),
+        rollback=BudgetConfig(per_window=2, per_run=4),
+        cool=BudgetConfig(per_window=1, per_run=3),
+        swap=BudgetConfig(per_window=1, per_run=1),
+        precision=BudgetConfig(per_window=1, per_run=1),
+        check=BudgetConfig(per_window=3, per_run=20),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Malice:
+    """How hostile the cluster is; all but the first two are probabilities."""
+
+    seed: int
+    lag: int
+    refuse: float
+    find: float
+    late: float
+    """That a finding names an onset in the past."""
+    fail: float
+    damage: float
+    """That a finding comes with a lasting rise of the loss."""
+    measure: float
+    """That the held-out loss is measured, after an iteration."""
+    restart: float
+    round_trip: float
+    """That the policy is put into JSON and back between two iterations."""
+    odd: float = 0.0
+    """That a record has an overflow, weights or losses that are not finite, a planned change, or other sources."""
+    healing: float = 1.0
+    """What is left of a rise of the loss after an iteration."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The weights, as far as a policy can tell."""
+
+    iteration: int = 0
+    step: int = 0
+    cursor: int = 0
+    learned: frozenset[int] = frozenset()
+    rise: float = 0.0
+
+
+@dataclass
+class Cluster:
+    malice: Malice
+    policy: Policy
+    dice: random.Random
+    iteration: int = 0
+    now: State = field(default_factory=State)
+    saved: list[State] = field(default_factory=lambda: [State()])
+    excluded: set[int] = field(default_factory=set)
+    log: list[Event] = field(default_factory=list)
+    progress: int = 0
+    spent: list[tuple[ActionKind, int]] = field(default_factory=list)
+    """Kind and furthest step so far."""
+    targets: dict[int, list[int]] = field(default_factory=dict)
+    """Incident -> steps it was set back to."""
+    is_halted: bool = False
+    in_bf16: bool = False
+    closed: list[Closed] = field(default_factory=list)
+
+    def chance(self, probability: float) -> bool:
+        return self.dice.random() < probability
+
+    def train(self) -> None:
+        """One iteration, and everything the policy wants done about it."""
+        cursor = self.now.cursor
+        while cursor in self.excluded:
+            cursor += 1
+        refused = self.chance(self.malice.refuse)
+        self.iteration += 1
+        learned = self.now.learned if refused else self.now.learned | {cursor}
+        self.now = replace(
+            self.now, iteration=self.iteration, step=self.now.step + (not refused), cursor=cursor + 1, learned=learned
+        )
+        self.progress = max(self.progress, self.now.step)
+        now = self.measure(cursor, refused)
+        findings = self.suspect(now)
+        self.log += [now, *findings]
+        action = self.policy.decide(now, findings)
+        self.closed += self.policy.closed
+        self.carry_out(action, now)
+        if self.iteration % 5 == 0 and not refused:
+            self.saved.append(self.now)
+        if self.chance(self.malice.measure):
+            self.measure_held_out()
+
+    def measure_held_out(self) -> None:
+        event = HeldOutMeasured(time=0.0, iteration=self.iteration, step=self.now.step, loss=3.0 + self.now.rise)
+        self.log.append(event)
+        self.policy.measure(event)
+
+    def measure(self, cursor: int, refused: bool) -> StepRecord:
+        loss = 3.0 + self.now.rise + 0.01 * self.dice.random()
+        sources = {"web": 3.0, "code": float("nan") if refused else 1.0}
+        now = record(self.iteration, step=self.now.step, cursor=cursor, loss=loss, refused=refused, sources=sources)
+        self.now = replace(self.now, rise=self.malice.healing * self.now.rise)
+        if self.chance(self.malice.odd):
+            self.make_odd(now)
+        return now
+
+    def make_odd(self, now: StepRecord) -> None:
+        match self.dice.randrange(12):
+            case 0 if now.refused:
+                now.loss_scale, now.grad_norm = self.dice.choice([0.5, 1.0, 1024.0]), math.inf
+            case 1 if now.refused:
+                now.loss = math.nan
+            case 2 if self.chance(0.2):
+                now.group_param_norms = {"head": math.inf}
+            case 3:
+                now.in_planned_change = True
+            case 4 | 5:
+                now.bounds = {"grad_norm": self.dice.choice([0.5, 1.0, 2.0])}
+            case _:
+                now.source_losses = {"web": 3.0 + self.dice.random(), "code": 1.0 + 2.0 * self.dice.random()}
+
+    def suspect(self, now: StepRecord) -> list[Finding]:
+        found = []
+        while self.chance(self.malice.find):
+            back = self.dice.randrange(30) if self.chance(self.malice.late) else 0
+            cursors = [max(0, now.cursor - self.dice.randrange(40))] if self.chance(0.3) else []
+            found.append(finding(self.dice.choice(KINDS), now, onset=max(0, now.iteration - back), cursors=cursors))
+            if self.chance(self.malice.damage):
+                self.now = replace(self.now, rise=self.dice.choice([0.0, 0.3, 2.0]))
+        return found
+
+    def carry_out(self, action: Action | None, now: StepRecord) -> None:
+        while action is not None:
+            self.log.append(action)
+            self.check(action, now)
+            if action.kind is ActionKind.halt:
+                self.is_halted = True
+                return
+            done = self.execute(action)
+            self.log.append(done)
+            action = self.policy.hear(done)
+            self.closed += self.policy.closed
+
+    def execute(self, action: Action) -> Outcome:
+        succeeded = not self.chance(self.malice.fail) or action.in_fp8 is True
+        if action.kind in RESTORES:
+            older = [state for state in self.saved if state.iteration < action.onset]
+            succeeded = succeeded and bool(older)
+            if succeeded:
+                self.set_back(action, older[-1])
+        if action.kind is ActionKind.precision and succeeded:
+            assert action.in_fp8 is self.in_bf16, "it leaves what it is in"
+            self.in_bf16 = not action.in_fp8
+        if action.exclude and (succeeded or action.kind is ActionKind.skip):
+            self.excluded |= set(range(action.exclude[0], action.exclude[1] + 1))
+            assert self.now.learned.isdisjoint(self.excluded), "a batch that was learned was excluded"
+        if action.kind is ActionKind.accept:
+            given = {batch for first, last in action.give_back for batch in range(first, last + 1)}
+            assert self.now.learned.isdisjoint(given), "a batch that was learned was given back"
+        return Outcome(
+            time=0.0,
+            iteration=self.iteration,
+            held_out_loss=self.dice.choice([3.0, 4.0, float("nan")]) if action.kind is ActionKind.check else None,
+            kind=action.kind,
+            incident=action.incident,
+            succeeded=succeeded,
+            step=self.now.step,
+        )
+
+    def set_back(self, action: Action, target: State) -> None:
+        earlier = self.targets.setdefault(action.incident, [])
+        assert all(target.step < step for step in earlier), "an incident went back to the same place twice"
+        earlier.append(target.step)
+        self.saved = [state for state in self.saved if state.iteration <= target.iteration]
+        self.iteration += self.malice.lag
+        self.now = replace(target, iteration=self.iteration)
+
+    def check(self, action: Action, now: StepRecord) -> None:
+        """What must hold of every action."""
+        assert 0 <= action.onset <= now.iteration, "back, never forward"
+        assert not action.exclude or 0 <= action.exclude[0] <= action.exclude[1]
+        is_raise = action.kind is ActionKind.cool and self.policy.chart.case(action.incident) is None
+        is_for_good = action.kind is ActionKind.precision and action.until is None
+        free = (ActionKind.watch, ActionKind.halt, ActionKind.accept)
+        if action.kind in free or is_raise or is_for_good:
+            return
+        if action.kind is ActionKind.skip:  # skips of an incident that is accepted do not count
+            assert self.policy.chart.budgets.num_spent["skip"] <= CFG.budgets.skip.per_run
+            return
+        self.spent.append((action.kind, self.progress))
+        limit: BudgetConfig = getattr(CFG.budgets, action.kind)
+        spent = [progress for kind, progress in self.spent if kind is action.kind]
+        assert len(spent) <= limit.per_run
+        assert sum(self.progress - progress < CFG.window_steps for progress in spent) <= limit.per_window
+
+    def start_again(self) -> None:
+        """The job dies and comes back from its newest state, with a policy that is rebuilt from the log."""
+        self.now = self.saved[-1]
+        self.log.append(
+            RunStarted(time=0.0, iteration=self.iteration, world_size=1, num_steps=NUM_STEPS, step=self.now.step)
+        )
+        self.policy = Policy.replay(CFG, self.log, lag=self.malice.lag)
+
+
+def survive(malice: Malice) -> Cluster:
+    """Train until all steps are done or the policy halts; a run without end fails."""
+    cluster = Cluster(malice, Policy.start(CFG, lag=malice.lag), random.Random(malice.seed))
+    round_trips = random.Random(malice.seed + 1)
+    num_restarts = 0
+    for _ in range(30 * NUM_STEPS):
+        if cluster.now.step >= NUM_STEPS or cluster.is_halted:
+            return cluster
+        cluster.train()
+        if round_trips.random() < malice.round_trip:
+            state = json.loads(json.dumps(cluster.policy.state(), allow_nan=False))
+            cluster.policy = Policy.restore(CFG, state)
+        if not cluster.is_halted and num_restarts < 5 and cluster.chance(malice.restart):
+            num_restarts += 1
+            cluster.start_again()
+    raise AssertionError("neither progress nor halt")
+
+
+def actions_of(cluster: Cluster) -> list[Action]:
+    return [event for event in cluster.log if isinstance(event, Action)]
