@@ -8,13 +8,10 @@ from typing import NamedTuple
 
 ROOM = "tests/sentinel"
 GOLDEN = f"{ROOM}/test_golden.py::test_seeded_series_give_what_they_gave"
-DETECTING = (
-    f"{GOLDEN}[detectors]",
-    f"{GOLDEN}[baselines]",
-    f"{ROOM}/test_detectors.py",
-    f"{ROOM}/test_detector_bounds.py",
-    f"{ROOM}/test_curve_episodes.py",
-    f"{ROOM}/test_detector_properties.py",
+BOUNDS = f"{ROOM}/test_detector_bounds.py"
+CURVES = tuple(
+    f"{GOLDEN}[{name}]"
+    for name in ("spikes", "gradient_spikes", "starts", "refusals", "accepted_levels", "odd_losses", "slow_changes")
 )
 DECIDING = (
     f"{GOLDEN}[policy]",
@@ -22,18 +19,19 @@ DECIDING = (
     f"{ROOM}/test_policy.py",
     f"{ROOM}/test_policy_climbing.py",
     f"{ROOM}/test_fallback.py",
-    f"{ROOM}/test_policy_replay.py",
-    f"{ROOM}/test_policy_properties.py",
 )
 
 TESTS = {
-    **{f"harness/sentinel/{name}.py": DETECTING for name in ("curve", "detectors", "guards", "moments", "ranges")},
-    "harness/sentinel/speed.py": DETECTING,
-    "harness/sentinel/baseline.py": (f"{GOLDEN}[baselines]", f"{ROOM}/test_baseline.py", f"{GOLDEN}[detectors]"),
-    **{
-        f"harness/sentinel/{name}.py": DECIDING for name in ("branch", "budgets", "case", "chart", "fallback", "health")
-    },
-    **{f"harness/sentinel/{name}.py": DECIDING for name in ("judged", "policy", "scope", "suspects", "symptoms")},
+    "harness/sentinel/baseline.py": (f"{GOLDEN}[baselines]", f"{ROOM}/test_baseline.py"),
+    "harness/sentinel/curve.py": (BOUNDS, *CURVES, f"{ROOM}/test_curve_episodes.py"),
+    "harness/sentinel/detectors.py": (f"{GOLDEN}[guards]", BOUNDS, CURVES[0], f"{ROOM}/test_detectors.py"),
+    "harness/sentinel/guards.py": (f"{GOLDEN}[guards]", BOUNDS),
+    "harness/sentinel/moments.py": (f"{GOLDEN}[guards]", BOUNDS),
+    "harness/sentinel/ranges.py": (f"{ROOM}/test_detectors.py",),
+    "harness/sentinel/speed.py": (f"{GOLDEN}[step_times]", f"{ROOM}/test_speed.py"),
+    **{f"harness/sentinel/{name}.py": DECIDING for name in ("branch", "budgets", "case", "fallback", "judged")},
+    **{f"harness/sentinel/{name}.py": DECIDING for name in ("policy", "scope", "suspects", "symptoms")},
+    **{f"harness/sentinel/{name}.py": DECIDING for name in ("chart", "health")},
     "harness/sentinel/incidents.py": (f"{GOLDEN}[incidents]", f"{ROOM}/test_incidents.py"),
     "harness/sentinel/foreign.py": (f"{ROOM}/test_foreign.py",),
     "harness/sentinel/fp8_range.py": (f"{ROOM}/test_fp8_range.py", f"{ROOM}/test_report.py"),
@@ -55,7 +53,8 @@ TESTS = {
     "harness/data/ledger.py": ("tests/data/test_ledger.py",),
     "launch/requeue.py": ("tests/launch/test_requeue.py",),
 }
-"""File, or folder for all of its other files -> the tests that a mutant of it must fail. The longest entry counts."""
+"""File, or folder for all of its other files -> the tests that a mutant of it must fail. The longest entry counts.
+These are the quickest tests of a file: what survives them may still fail another one."""
 
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 

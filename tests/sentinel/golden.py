@@ -299,11 +299,6 @@ def step_times() -> Iterator[tuple[str, list[str]]]:
         yield f"steps x{factor} for {num} rows", observed(Detectors(CFG), rows)
 
 
-def lines_of_detectors() -> Golden:
-    parts = (spikes, gradient_spikes, slow_changes, starts, refusals, accepted_levels, odd_losses, guards, step_times)
-    return {f"{part.__name__}: {name}": found for part in parts for name, found in part()}
-
-
 def lines_of_baselines() -> Golden:
     """What the gate would refuse beyond, along curves of several shapes."""
     random = Random(3)
@@ -398,8 +393,9 @@ def _decided(action: Action) -> str:
     return f"{' '.join(f'{key}={value}' for key, value in told.items())}: {action.reason}"
 
 
+DETECTORS = (spikes, gradient_spikes, slow_changes, starts, refusals, accepted_levels, odd_losses, guards, step_times)
 GOLDEN: dict[str, Callable[[], Golden]] = {
-    "detectors": lines_of_detectors,
+    **{part.__name__: lambda part=part: dict(part()) for part in DETECTORS},  # type: ignore[misc]
     "baselines": lines_of_baselines,
     "incidents": lines_of_incidents,
     "policy": lines_of_policy,

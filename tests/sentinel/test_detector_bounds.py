@@ -236,6 +236,10 @@ class TestGuards:
         kept = [record(100, 3.0, param_norm=10.0), record(120, 3.0, param_norm=6.0), record(302, 3.0, param_norm=13.0)]
         assert kinds(watch(kept)) == ["weight_drift"]
 
+    def test_weights_of_the_same_step_are_not_compared(self) -> None:
+        """As after a restart at a step that was probed before."""
+        assert watch([record(120, 3.0, param_norm=10.0), record(120, 3.0, param_norm=30.0)]) == []
+
     def test_drift_is_raised_once_for_each_group_until_it_ends(self) -> None:
         def of(step: int, **norms: float) -> StepRecord:
             return record(step, 3.0, group_param_norms=norms)
@@ -263,6 +267,11 @@ class TestGuards:
         decayed = [record(step, 3.0, lr=max(0.08, 1.0 - 0.01 * step)) for step in range(200)]
         assert watch([*decayed, record(200, 3.0, lr=0.17)]) == [], "less than a tenth of the peak"
         assert kinds(watch([*decayed, record(200, 3.0, lr=0.19)])) == ["lr_jump"]
+
+    def test_a_learning_rate_of_an_earlier_step_is_no_jump(self) -> None:
+        rows = [record(step, 3.0, lr=1.0) for step in range(30)]
+        assert watch([*rows, record(10, 3.0, lr=0.5), record(11, 3.0, lr=0.5)]) == []
+        assert watch([*rows, record(29, 3.0, lr=0.5)]) == []
 
     def test_a_change_that_was_announced_may_take_fifty_rows(self) -> None:
         def jumps_after(num: int) -> list[str]:
