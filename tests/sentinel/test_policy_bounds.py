@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.config import BudgetConfig
-from harness.events import Action, ActionKind, HeldOutMeasured, StepRecord
+from harness.events import Action, ActionKind, FindingKind, HeldOutMeasured, RunStarted, StepRecord
 from harness.sentinel.branch import Branch
 from harness.sentinel.budgets import Budgets
 from harness.sentinel.case import Case, Rung, Verdict
@@ -19,7 +19,7 @@ from harness.sentinel.scope import bound, exclusion
 from harness.sentinel.suspects import Suspects
 from harness.sentinel.symptoms import Refusals, has_broken_weights, is_finite, is_overflow, is_within_gradient_bound
 from tests.sentinel.cluster import CFG
-from tests.sentinel.policy_runs import record
+from tests.sentinel.policy_runs import Run, outcome, record
 
 EXACT = replace(CFG, accept_rise_nats=0.5)
 """A float holds this bound exactly."""
@@ -571,3 +571,55 @@ class TestCase:
 def action(kind: ActionKind, **facts: Any) -> Action:
 
     return Action(time=0.0, iteration=40, kind=kind, step=40, incident=1, reason="", onset=40, **facts)
+
+
+class TestChart:
+    def checked(self) -> tuple[Run, Action]:
+        """A run with a loss spike without a cause, whose held-out loss is to be measured."""
+        run = Run()
+        run.policy.measure(HeldOutMeasured(time=0.0, iteration=0, step=0, loss=3.0))
+        assert run.calm(60) == []
+        check = run.take(FindingKind.loss_spike, loss=5.0)
+        assert check is not None
+        assert check.kind is ActionKind.check
+        return run, check
+
+    def test_data_whose_level_could_not_be_accepted_is_not_accepted_again(self) -> None:
+        run, check = self.checked()
+        accept = run.policy.hear(replace(outcome(check, step=run.step), held_out_loss=3.0))
+        assert accept is not None
+        assert accept.kind is ActionKind.accept
+        assert run.fail(accept) is None
+        assert run.take() is None
+
+    def test_nothing_is_decided_before_the_check_is_done(self) -> None:
+        run, _ = self.checked()
+        assert run.take(FindingKind.divergence) is None
+
+    def test_a_restart_forgets_a_check_that_was_not_done(self) -> None:
+        run, _ = self.checked()
+        again = RunStarted(time=0.0, iteration=run.iteration, world_size=1, num_steps=9, step=run.step)
+        assert [*run.policy.choices([again])] == []
+        assert run.take() is None, "what called for it is forgotten too"
+        assert run.take(FindingKind.divergence) is not None
+
+    def test_a_restore_that_fails_does_not_end_a_window_of_bf16(self) -> None:
+        run = Run()
+        run.calm(60)
+        leave = run.take(FindingKind.fp8_range)
+        assert leave is not None
+        assert leave.kind is ActionKind.precision
+        assert run.policy.hear(outcome(leave, step=run.step)) is None
+        assert run.policy.in_fallback
+        restore = run.take(FindingKind.divergence)
+        assert restore is not None
+        assert restore.kind in (ActionKind.rewind, ActionKind.rollback)
+        run.fail(restore)
+        assert run.policy.in_fallback
+
+    def test_a_precision_that_cannot_be_left_is_kept(self) -> None:
+        run = Run()
+        run.calm(60)
+        leave = run.take(FindingKind.fp8_range)
+        run.fail(leave)
+        assert not run.policy.in_fallback
