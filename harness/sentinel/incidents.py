@@ -163,7 +163,7 @@ class Incidents:
             incident.peak_step, incident.peak_loss = record.step, record.loss
             self.rows, self.back = min(self.rows, self.cfg.lingering_rows), 0
         sigma = 1.2533 * self.deviation
-        base = self.mean if math.isnan(incident.base_loss) else incident.base_loss
+        base = incident.base_loss
         is_back = finite and (math.isnan(base) or self.smoothed <= base + RECOVERED_SIGMAS * sigma)
         untouched = not OF_THE_LOSS & set(incident.kinds)
         if is_back or (untouched and finite):

@@ -51,7 +51,7 @@ class SpeedGuard:
             self.unit, self.recent, self.count, self.slow, self.speed = unit, [], 0, 0, math.log(speed)
         self.recent = [*self.recent[1 - SLOW_ROWS :], math.log(speed)]
         now, usual = median(self.recent), self.speed
-        is_known = self.count > SLOW_ROWS and len(self.recent) == SLOW_ROWS
+        is_known = self.count > SLOW_ROWS
         lasts = sum(math.exp(-each) for each in self.recent) >= LEAST_SLOW_S
         if self.slow:
             self.slow += 1

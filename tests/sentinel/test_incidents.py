@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from harness.events import FindingKind, StepRecord
+from harness.events import Finding, FindingKind, StepRecord
 from harness.sentinel.detectors import Detectors
 from harness.sentinel.incidents import Incident, Incidents, Severity
 from tests.sentinel.series import config, losses, norms, record, records
@@ -85,3 +85,71 @@ def test_findings_that_do_not_touch_the_loss_have_no_type() -> None:
     (incident,) = tell(rows)
     assert (incident.kind, incident.spike_type) == (FindingKind.replica_mismatch, None)
     assert incident.severity is Severity.high
+
+
+def found(kind: FindingKind, row: StepRecord, *, back: int = 0) -> Finding:
+    return Finding(
+        time=0.0,
+        iteration=row.iteration,
+        kind=kind,
+        step=row.step,
+        onset=row.iteration - back,
+        value=1.0,
+        bound=0.0,
+        message=str(kind),
+    )
+
+
+def follow(values: list[float], findings: dict[int, FindingKind], *, back: int = 0) -> list[Incident]:
+    """Incidents of losses and of findings at some of their steps."""
+    incidents, ended = Incidents(CFG), []
+    for step, loss in enumerate(values):
+        row = record(step, loss)
+        ended += incidents.observe(row, [found(findings[step], row, back=back)] if step in findings else [])
+    return ended + list(incidents.finish())
+
+
+@pytest.mark.parametrize(("steps", "spike_type"), [(50, 1), (51, 2)])
+def test_type_1_is_back_within_50_steps_of_the_peak(steps: int, spike_type: int) -> None:
+    values = [3.0] * 100 + [4.0] + [3.5] * (steps - 1) + [1.0] + [3.0] * 30
+    (incident,) = follow(values, {100: FindingKind.loss_spike})
+    assert (incident.peak_step, incident.end_step, incident.spike_type) == (100, 100 + steps, spike_type)
+    assert (incident.base_loss, incident.peak_loss) == (3.0, 4.0)
+
+
+def test_an_incident_ends_in_the_row_before_the_next_spike() -> None:
+    first, second = follow([3.0] * 50 + [4.0] * 100, {50: FindingKind.loss_spike, 90: FindingKind.loss_spike})
+    assert (first.onset_step, first.end_step, second.onset_step, second.detected_step) == (50, 89, 90, 90)
+
+
+@pytest.mark.parametrize(("step", "back", "onset"), [(0, 0, 0), (5, 3, 2), (5, 9, 0)])
+def test_an_onset_is_told_in_steps(step: int, back: int, onset: int) -> None:
+    (incident,) = follow([3.0] * 40, {step: FindingKind.grad_spike}, back=back)
+    assert (incident.onset_step, incident.detected_step) == (onset, step)
+
+
+def test_the_usual_loss_falls_faster_than_it_rises() -> None:
+    incidents = Incidents(CFG)
+    incidents.observe(record(0, 2.0), [])
+    incidents.observe(record(1, 3.0), [])
+    assert (incidents.mean, incidents.deviation) == (pytest.approx(2.0 + 1 / 32), pytest.approx(0.01))
+    before = incidents.mean
+    incidents.observe(record(2, 1.0), [])
+    assert incidents.mean == pytest.approx(before + (1.0 - before) / 8)
+
+
+def test_an_incident_before_any_loss_ends_with_the_first_rows() -> None:
+    (incident,) = follow([math.nan, *[3.0] * 20], {0: FindingKind.nonfinite})
+    assert (incident.end_step, incident.spike_type) == (1, 1)
+    assert math.isnan(incident.base_loss)
+
+
+def test_an_incident_takes_the_gravest_of_its_findings_and_their_ranks() -> None:
+    incidents, row = Incidents(CFG), record(0, 3.0)
+    kinds = (FindingKind.grad_spike, FindingKind.divergence, FindingKind.level_shift, FindingKind.grad_spike)
+    findings = [found(kind, row) for kind in kinds]
+    findings[0].ranks, findings[1].ranks = [3, 1], [1, 2]
+    incidents.observe(row, findings)
+    (incident,) = incidents.finish()
+    assert (incident.kind, incident.message, incident.num_findings) == (FindingKind.divergence, "divergence", 4)
+    assert (incident.kinds, incident.ranks) == ([*kinds[:3]], [1, 2, 3])

@@ -104,6 +104,9 @@ def test_a_device_that_takes_1_6_times_as_long_is_late() -> None:
     assert named(device_time_s=(0.5, 0.1, [[3, 1.7], [0, 1.0], [1, 1.0]])) == [3]
     assert named(device_time_s=(0.0, 0.0, [[3, 1.0], [0, 0.0], [1, 0.0]])) == [3]
     assert named() == []
+    assert named(device_time_s=(math.nan, 0.1, [[3, 1.0]])) == []
+    assert named(device_time_s=(1.0, 0.1, [[3, math.nan]])) == []
+    assert named(device_time_s=(0.0, 0.0, [[3, 1e-13], [0, 0.0]])) == [], "rounding"
 
 
 def test_a_host_far_from_the_others_is_late() -> None:
