@@ -40,7 +40,7 @@ from tests.mutation.tables import EQUIVALENT, Equivalent, equivalents, files, su
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("harness", "launch")
 """Modules that may be imported before the mutant, if they do not depend on it."""
-TIMEOUT_FACTOR, LEAST_TIMEOUT_S = 4.0, 10.0
+TIMEOUT_FACTOR, LEAST_TIMEOUT_S = 4.0, 60.0
 """Times the duration of the unchanged tests after which a mutant is taken to hang, if no timeout is given."""
 POLL_S = 0.01
 KILLED = (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)

@@ -135,6 +135,7 @@ def test_survivors_are_named_and_no_file_changes(limited: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_recorded_equivalent_is_counted_apart_and_must_survive(limited: Path) -> None:
     entry = """[[equivalent]]
 file = "limited.py"
@@ -151,6 +152,7 @@ reason = "a test"
     assert "limited.py:7 (is_over) KILLED, but recorded as equivalent" in output
 
 
+@pytest.mark.full
 def test_a_mutant_that_hangs_is_killed(tmp_path: Path) -> None:
     """Each of them does, so that a slow machine changes nothing."""
     (tmp_path / "hanging.py").write_text("def wait(flag=False):\n    while flag: pass\n")
@@ -160,6 +162,7 @@ def test_a_mutant_that_hangs_is_killed(tmp_path: Path) -> None:
     assert "hanging.py: 2 of 2 mutants, 2 killed (2 by the timeout), 0 equivalent, 0 survived" in output
 
 
+@pytest.mark.full
 def test_tests_that_fail_unchanged_are_an_error(limited: Path) -> None:
     (limited / "test_limited.py").write_text("def test_fails():\n    assert False\n")
     code, output = run(limited, "limited.py", "--tests", "test_limited.py")

@@ -302,14 +302,14 @@ def step_times() -> Iterator[tuple[str, list[str]]]:
 def lines_of_baselines() -> Golden:
     """What the gate would refuse beyond, along curves of several shapes."""
     random = Random(3)
-    noise = [random.gauss(0, 0.01) for _ in range(450)]
-    heavy = [abs(random.gauss(0, 0.1)) if random.random() < 0.04 else 0.0 for _ in range(450)]
+    noise = [random.gauss(0, 0.01) for _ in range(700)]
+    heavy = [abs(random.gauss(0, 0.1)) if random.random() < 0.04 else 0.0 for _ in range(700)]
     shapes = {
-        "healthy": losses(450),
+        "healthy": losses(700),
         "heavy tails": [3 * math.exp(each + more) for each, more in zip(noise, heavy, strict=True)],
         "a fall": [(3.0 if place < 150 else 2.4) * math.exp(each) for place, each in enumerate(noise)],
-        "a dip": [3 * math.exp(each - 0.1 * (200 <= place < 300)) for place, each in enumerate(noise)],
-        "a jump": [3 * math.exp(each + 0.3 * (place >= 200)) for place, each in enumerate(noise)],
+        "a dip": [3 * math.exp(each - 0.1 * (500 <= place < 600)) for place, each in enumerate(noise)],
+        "a jump": [3 * math.exp(each + 0.3 * (place >= 550)) for place, each in enumerate(noise)],
         "not positive": [3.0, 0.0, -1.0, 1e-20, *[3.0] * 40],
     }
     golden: Golden = {}

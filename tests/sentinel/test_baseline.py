@@ -182,6 +182,16 @@ def test_loss_and_gradient_together_need_less() -> None:
     assert refusals(values, grad_norms) == [500]
 
 
+def test_a_row_at_its_bound_passes() -> None:
+    bounds = (4.0, 8.0, 3.0, 2.0)
+    assert not beyond(4.0, 2.0, bounds)
+    assert beyond(4.01, 0.0, bounds)
+    assert not beyond(3.0, 8.0, bounds)
+    assert beyond(0.0, 8.01, bounds)
+    assert beyond(3.01, 2.01, bounds)
+    assert not beyond(math.nan, math.nan, bounds)
+
+
 def test_a_restart_is_guarded_from_its_first_row() -> None:
     state = learn(losses(300))
     again = tuple(json.loads(json.dumps(state)))
