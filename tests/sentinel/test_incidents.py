@@ -153,3 +153,12 @@ def test_an_incident_takes_the_gravest_of_its_findings_and_their_ranks() -> None
     (incident,) = incidents.finish()
     assert (incident.kind, incident.message, incident.num_findings) == (FindingKind.divergence, "divergence", 4)
     assert (incident.kinds, incident.ranks) == ([*kinds[:3]], [1, 2, 3])
+
+
+def test_a_loss_that_does_not_come_back_is_given_up_after_twice_the_lingering_rows() -> None:
+    incidents, ended = Incidents(CFG), []
+    for step in range(600):
+        row = record(step, 3.0 if step < 50 else 4.0)
+        if incidents.observe(row, [found(FindingKind.loss_spike, row)] if step == 50 else []):
+            ended.append(step)
+    assert ended == [50 + 2 * CFG.lingering_rows]
