@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
@@ -81,20 +82,22 @@ def test_a_checkpoint_holds_what_was_given(tmp_path: Path, world: World) -> None
 def test_files_are_forced_to_disk_before_the_checkpoint_exists(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forced: list[str] = []
+    forced: list[tuple[str, int]] = []
     fsync = os.fsync
 
     def record(descriptor: int) -> None:
         if not (tmp_path / name_of(2, 0)).exists():
-            forced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+            name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+            forced.append((name, os.fstat(descriptor).st_size))
         fsync(descriptor)
 
     planned = store.Planned()
     save(tmp_path, world, 1, planned)
     monkeypatch.setattr(os, "fsync", record)
-    save(tmp_path, world, 2, planned)
-    assert forced.count(SHARD) == 2, "by torch, and again once its last buffer is written"
-    assert description.METADATA_FILE in forced
+    path = save(tmp_path, world, 2, planned)
+    assert [name for name, _ in forced].count(SHARD) == 2, "by torch, and again once its last buffer is written"
+    for name in (SHARD, description.METADATA_FILE):
+        assert (name, (path / name).stat().st_size) in forced, "all of it"
 
 
 @contextmanager
@@ -277,7 +280,7 @@ def test_what_is_whole_is_read_once_though_another_rank_failed(
     """A rank that has done its part does nothing when all try again for the sake of another one."""
     save(tmp_path, world, 5)
     calls: list[str] = []
-    for module, name in ((integrity, "verify"), (store, "read_into")):
+    for module, name in ((integrity, "read_manifest"), (integrity, "verify"), (store, "read_into")):
         genuine = getattr(module, name)
 
         def count(*arguments: Any, name: str = name, genuine: Any = genuine, **options: Any) -> Any:
@@ -296,7 +299,7 @@ def test_what_is_whole_is_read_once_though_another_rank_failed(
 
     monkeypatch.setattr(store, "together", unlucky)
     assert first(tmp_path, world, 5, patience=Patience(0.01)).weight == 5
-    assert (calls, left) == (["verify", "read_into"], [])
+    assert (calls, left) == (["read_manifest", "verify", "read_into"], [])
 
 
 def test_damage_is_set_aside_only_if_that_is_allowed(tmp_path: Path, world: World) -> None:
@@ -331,6 +334,18 @@ def test_another_model_is_refused_by_name(tmp_path: Path, world: World) -> None:
             store.read_description(path, {"device.step": torch.Size(()), name: torch.Size(shape)})
         assert problem in str(caught.value)
         assert str(caught.value).endswith(f"needs {list(shape)}")
+
+
+def test_reading_tensors_needs_no_other_rank(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command reads a checkpoint of many ranks on one; a collective would wait for the others."""
+    path = save(tmp_path, world, 5)
+
+    def collective(*_: object, **__: object) -> None:
+        raise AssertionError("a collective")
+
+    for name in ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"):
+        monkeypatch.setattr(dist, name, collective)
+    assert store.read_tensors(path, ["device.step"])["device.step"].item() == 5
 
 
 def test_a_shard_that_cannot_be_read_is_an_io_error_and_one_that_cannot_be_decoded_is_not(
