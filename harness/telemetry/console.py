@@ -205,7 +205,8 @@ class PatientStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        if not self.silent:
+        """Also called when this object is freed, perhaps after `stream` was closed."""
+        if not self.silent and not self._stream.closed:
             try:
                 self._stream.flush()
             except OSError:

@@ -17,7 +17,7 @@ import pytest
 from harness.config import Config
 from harness.events import CheckpointSaved, EvalRecord, Event, Intervention, RunEnded, RunStarted, StepRecord
 from harness.rundir import RunDir
-from harness.telemetry.console import Console, Tally, clock, closing, mlflow_command, with_prefix
+from harness.telemetry.console import Console, PatientStream, Tally, clock, closing, mlflow_command, with_prefix
 
 MakeRun = Callable[..., tuple[RunDir, Config]]
 MakeStep = Callable[..., StepRecord]
@@ -170,3 +170,11 @@ def test_three_digits_and_a_prefix(value: float, text: str) -> None:
 
 def test_clock() -> None:
     assert [clock(seconds) for seconds in (0.4, 59.6, 125, 3723)] == ["0:00", "1:00", "2:05", "1:02:03"]
+
+
+def test_a_stream_may_be_closed_before_the_console_is_freed() -> None:
+    """Python 3.13 reports what a finalizer raises; older versions kept it to themselves."""
+    stream = io.StringIO()
+    patient = PatientStream(stream)
+    stream.close()
+    patient.close()
