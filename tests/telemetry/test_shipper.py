@@ -201,6 +201,7 @@ def test_neither_an_old_last_word_nor_an_interrupt_ends_the_sender(
     log = EventLog(run.events)
     log.write(make_step(0))
     log.write(ended)
+    assert log.flush(), "an earlier start left all of this in the file"
     shipper = Shipper.start(run)
     wait_until(lambda: iterations(cfg, run) == [0], "the first start is sent")
     process_of(shipper).send_signal(signal.SIGINT)
