@@ -105,6 +105,8 @@ class Case:
     sigma: float = 0.0
     kinds: list[str] = field(default_factory=list)
     """Of its findings, in order of appearance."""
+    new_kinds: list[str] = field(default_factory=list)
+    """Of those since the last restore: what was found before says nothing about the state of now."""
     cursors: list[int] = field(default_factory=list)
     """Batches that its findings name."""
     source: str | None = None
@@ -114,6 +116,8 @@ class Case:
     rung: int = Rung.none
     is_restored: bool = False
     """The run was set back, and nothing has shown since."""
+    is_passed: bool = False
+    """After the last restore the run passed the place with clean steps before anything showed again."""
     target_step: int | None = None
     """The earliest step it was set back to."""
     without_margin: bool = False
@@ -131,7 +135,7 @@ class Case:
     is_finite: bool = True
     """Every rejected update of it had a finite loss and gradient norm."""
     is_checked: bool = False
-    """The held-out loss was measured for it, and not only as a spike began."""
+    """The held-out loss was measured for it since the last restore, and not only as a spike began."""
     is_healthy: bool = False
     """And was at its level: the state is not damaged."""
     expected: float | None = None
@@ -179,7 +183,7 @@ class Case:
     @property
     def may_be_checked(self) -> bool:
         """Whether a held-out loss can tell damage from other data: nothing is known of the state itself yet."""
-        return not self.is_checked and not self.is_treated and self.is_finite and OF_THE_STATE.isdisjoint(self.kinds)
+        return not self.is_checked and self.is_finite and OF_THE_STATE.isdisjoint(self.new_kinds)
 
     @property
     def looks_like_data(self) -> bool:
@@ -205,10 +209,13 @@ class Case:
     def extend(self, kind: str, *, onset: int, onset_step: int, step: int, cursors: Iterable[int]) -> None:
         """One more finding; the first after a restore starts the place anew, and so does one that comes so many clean
         steps after a refusal: that changed nothing, and the state since is as good as before it."""
-        is_past = self.is_refused_alone and not self.is_treated and onset_step - self.end_step >= NUM_RECENT
-        begins_anew = self.is_restored or is_past
-        if kind not in self.kinds:
-            self.kinds.append(kind)
+        is_past = onset_step - self.end_step >= NUM_RECENT
+        begins_anew = self.is_restored or (is_past and self.is_refused_alone and not self.is_treated)
+        if self.is_restored:
+            self.is_passed, self.new_kinds = is_past, []
+        for kinds in (self.kinds, self.new_kinds):
+            if kind not in kinds:
+                kinds.append(kind)
         self.end_step = max(self.end_step, step)
         if begins_anew or onset < self.onset:
             self.onset, self.onset_step = onset, onset_step

@@ -206,7 +206,8 @@ class Chart:
         for other in [other for other in self.cases if not other.is_treated and other.onset_step > outcome.step]:
             self._close(other, Verdict.undone)
         if case is not None:
-            case.is_restored = True
+            case.is_restored = case.is_finite = True
+            case.is_checked = case.is_healthy = False
             case.target_step = outcome.step if case.target_step is None else min(case.target_step, outcome.step)
             self.cure_for = case.number
 
@@ -284,8 +285,8 @@ class Chart:
             if case.is_refused_alone and case.is_healthy and is_finite(record):
                 yield Demand(Rung.skip, case.number, BROKEN_BATCHES)
             elif case.is_refused_alone and case.target_step is not None and is_finite(record):
-                reason = f"the update of batch {record.cursor} was refused by an older state too: the batch is broken"
-                yield Demand(Rung.skip, case.number, reason)
+                reason = f"the update of batch {record.cursor} was refused by an older state too"
+                yield Demand(Rung.skip, case.number, reason, asks=True)
             else:
                 yield Demand(Rung.rewind, case.number, reason)
         elif is_refusal:

@@ -7,7 +7,7 @@ How: the ladder, from doing nothing to giving up; `harness.sentinel.symptoms` sa
 |---|---|---|
 | A | watch | a spike that may turn by itself; a sign of trouble that may stay harmless; a step up, as of other data |
 | B | skip | the gate refused the update: exclude its batch, nothing else is needed |
-|   | check | a loss spike without a known cause, or before the first restore: is the held-out loss at its level? |
+|   | check | a loss spike without a known cause, or before a restore: is the held-out loss at its level? |
 |   | accept | it is: the data changed; take its loss as the new level, give the skipped batches back |
 |   | rewind | the state is broken (refusals in a row), a spike has a known cause, or does not turn by itself |
 | C | rollback | lingering or divergent loss, weights not finite, frequent refusals, or rewinds that did not help |

@@ -4,7 +4,8 @@ Why: a batch that is excluded must also be unlearned, or the run is not the one 
 failed again after a restore must be left further back than before, or the run turns in circles.
 How: the guilty batch is that of the onset or the one before it: an update that does harm shows in the next step. A
 first rewind excludes these two and what the findings name, a further one their neighbours too, a rollback a window.
-The state must be older than the first excluded batch, and older than everything the case was set back to before.
+The state must be older than the first excluded batch, and older than everything the case was set back to before. Where
+no such state is left, and the run had passed the place since the last restore, any from before the onset will do.
 """
 
 from __future__ import annotations
@@ -43,6 +44,6 @@ def bound(case: Case, rung: Rung, exclude: list[int], *, branch: Branch, cfg: Po
         bounds.append(learned)
     if rung >= Rung.rollback and not case.without_margin:
         bounds.append(branch.before_step(case.onset_step - cfg.rollback_margin_steps))
-    if case.target_step is not None:
+    if case.target_step is not None and not (case.is_passed and case.without_margin):
         bounds.append(branch.before_step(case.target_step))
     return min(bounds)

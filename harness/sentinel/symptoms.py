@@ -16,10 +16,10 @@
 | replica_mismatch, data_mismatch | halt | |
 | slow, speed_recovered, duplicate_batch | nothing: for people | |
 
-The held-out loss is checked (`harness.sentinel.health`) at a loss spike without a known cause, and before the first
-rewind or rollback of an incident whose numbers are finite. It decides whether the state is damaged and the answer
-of the table follows, or the data changed. So many rejected updates in one incident lead to the same check, and so does
-the first one after a planned change.
+The held-out loss is checked (`harness.sentinel.health`) at a loss spike without a known cause, and before every rewind
+or rollback of an incident whose numbers are finite, once for each restore. It decides whether the state is damaged and
+the answer of the table follows, or the data changed. So many rejected updates in one incident lead to the same check,
+and so does the first one after a planned change.
 
 Left out: whatever only one rank knows (its clock, its memory, facts of its rows). A `ReducedRecord` does not have it.
 """

@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
+import json
 import os
-import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+
+from launch.ports import reserved_port
 
 LIMIT_S = 400.0
-WORKER = "import sys; from tests.distributed.drilling import run; sys.exit(run(sys.argv[1]))"
+RUN = "import sys; from tests.distributed.drilling import run; sys.exit(run(sys.argv[1]))"
+CASE = """
+import json, os, pathlib, sys
+from tests.distributed import cases
+result = getattr(cases, sys.argv[2])(*sys.argv[3:])
+pathlib.Path(sys.argv[1], "results", os.environ["RANK"]).write_text(json.dumps(result))
+"""
 
 
-def run_ranks(directory: Path, *, num_ranks: int) -> list[int]:
+def run_ranks(directory: Path, *, num_ranks: int, worker: str = RUN, arguments: tuple[str, ...] = ()) -> list[int]:
     """Train a run that is laid out in `directory` with the worker it calls for; the exit codes in rank order."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(num_ranks):
-        log = (directory / "logs" / f"rank-{rank}.txt").open("wb")
-        place = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-        address = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "NCCL_SOCKET_IFNAME": "lo",
-            "NCCL_HOSTID": f"h{rank}",
-        }
-        environment = os.environ | {name: str(value) for name, value in {**place, **address}.items()}
-        command = [sys.executable, "-c", WORKER, str(directory)]
-        processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
+    with ExitStack() as stack:
+        port = stack.enter_context(reserved_port())
+        processes = []
+        for rank in range(num_ranks):
+            log = stack.enter_context((directory / "logs" / f"rank-{rank}.txt").open("wb"))
+            place = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+            address = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "NCCL_SOCKET_IFNAME": "lo",
+                "NCCL_HOSTID": f"h{rank}",
+            }
+            environment = os.environ | {name: str(value) for name, value in {**place, **address}.items()}
+            command = [sys.executable, "-c", worker, str(directory), *arguments]
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            processes.append(process)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
         return [process.wait(timeout=LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+
+
+def run_case(directory: Path, name: str, *arguments: str, num_ranks: int) -> list[Any]:
+    """A function of `tests.distributed.cases` on every rank; its results in rank order."""
+    for made in (directory, directory / "logs", directory / "results"):
+        made.mkdir()
+    codes = run_ranks(directory, num_ranks=num_ranks, worker=CASE, arguments=(name, *arguments))
+    assert codes == [0] * num_ranks, logs_of(directory)
+    return [json.loads((directory / "results" / str(rank)).read_text()) for rank in range(num_ranks)]
+
+
+def logs_of(directory: Path) -> str:
+    """The end of what each rank printed."""
+    return "\n".join(path.read_text()[-3000:] for path in sorted((directory / "logs").glob("rank-*.txt")))

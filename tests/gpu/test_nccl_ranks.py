@@ -11,7 +11,7 @@ from harness.drills import layout, scenario
 from harness.drills.evidence import Dossier
 from harness.events import Action, ActionKind, Finding, FindingKind, StepRecord, read
 from harness.rundir import RunDir
-from tests.gpu.nccl import run_ranks
+from tests.gpu.nccl import logs_of, run_case, run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -32,8 +32,7 @@ def drill(tmp_path: Path, name: str, *overrides: str, num_ranks: int = 2) -> Run
 
 def check_trained(run: RunDir, *, num_ranks: int) -> None:
     codes = run_ranks(run.path, num_ranks=num_ranks)
-    logs = "\n".join(path.read_text()[-3000:] for path in sorted(run.logs.glob("rank-*.txt")))
-    assert codes == [0] * num_ranks, logs
+    assert codes == [0] * num_ranks, logs_of(run.path)
 
 
 def found(run: RunDir) -> list[Finding]:
@@ -81,3 +80,11 @@ def test_different_data_is_accepted_and_nothing_is_rolled_back(tmp_path: Path) -
     kinds = [event.kind for event in read(run.events) if isinstance(event, Action)]
     assert ActionKind.check in kinds
     assert not {ActionKind.rewind, ActionKind.rollback, ActionKind.halt} & set(kinds)
+
+
+@pytest.mark.parametrize("reshard", ["true", "false"])
+def test_a_restore_after_an_evaluation_is_seen_by_the_next_forward_pass(tmp_path: Path, reshard: str) -> None:
+    overrides = (*ON_ONE_GPU, f"parallel.reshard_after_forward={reshard}")
+    for before, after, restored in run_case(tmp_path / "ranks", "losses_around_restore", *overrides, num_ranks=2):
+        assert after != before
+        assert restored == before

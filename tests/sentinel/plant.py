@@ -48,6 +48,7 @@ class Plant:
     """Of a batch: what its gradient norm is multiplied with."""
     damaged_at: int | None = None
     """The iteration whose update breaks the weights, once."""
+    damaged_again_at: int | None = None
     damage_factor: float = 1.0
     noise: float = 0.01
     save_every: int = 50
@@ -99,7 +100,7 @@ class Plant:
         self.state.advance(next_cursor=place.cursor, given_back=place.given_back, tokens=0)
         if not refused:
             self.consumed.append(batch)
-            if self.state.iteration == self.damaged_at:
+            if self.state.iteration in (self.damaged_at, self.damaged_again_at):
                 self.damage = self.damage_factor
         record = empty_record()
         record.iteration, record.step, record.cursor = self.state.iteration, len(self.consumed), batch

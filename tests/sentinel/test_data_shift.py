@@ -107,6 +107,32 @@ def test_a_second_shift_is_accepted_too() -> None:
     assert plant.sentinel.policy.chart.budgets.num_spent["skip"] == 0, "what was for nothing is not spent"
 
 
+@pytest.mark.parametrize("gap", [12, 20, 30])
+def test_a_shift_soon_after_a_restore_is_accepted(gap: int) -> None:
+    """The restore helped and the run passed the place; what comes then is checked for itself."""
+    after = SHIFT + gap
+    plant = Plant(config(), damaged_at=SHIFT, damage_factor=1.6, hardness=lambda batch: 1.6 if batch >= after else 1.0)
+    plant.train(NUM_STEPS)
+    taken = [event.kind for event in plant.log if isinstance(event, Action)]
+    assert taken.count(ActionKind.rewind) == 1, taken
+    assert ActionKind.accept in taken[taken.index(ActionKind.rewind) :]
+    assert {ActionKind.rollback, ActionKind.halt}.isdisjoint(taken)
+    assert not any(plant.ledger.is_excluded(batch) for batch in range(after, NUM_STEPS)), "all were given back"
+
+
+def test_damage_soon_after_a_restore_is_answered_by_a_second_restore() -> None:
+    """The place was passed, and the check finds the state damaged: the ladder goes on where it was."""
+    plant = Plant(config(), damaged_at=SHIFT, damage_factor=1.6, damaged_again_at=SHIFT + 45)
+    plant.train(NUM_STEPS)
+    taken = [event.kind for event in plant.log if isinstance(event, Action)]
+    restores = [kind for kind in taken if kind in (ActionKind.rewind, ActionKind.rollback)]
+    assert len(restores) == 2, taken
+    assert taken.count(ActionKind.check) >= 2
+    assert ActionKind.accept not in taken
+    assert plant.damage == 1.0
+    assert not plant.is_halted
+
+
 def test_the_policy_survives_a_restart_in_the_middle_of_a_check() -> None:
     plant = Plant(config(), hardness=lambda batch: 1.6 if batch >= SHIFT else 1.0)
     while ActionKind.check not in plant.actions():
