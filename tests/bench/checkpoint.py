@@ -15,7 +15,7 @@ machine hits all of them alike. A save begins on an idle device, between plain s
 The control saves nothing and lasts as long as our own save: its "stolen" is the noise of the measurement. A first round
 is not timed; it checks that each contender restores, bit for bit, what it was told to save. Only this harness verifies
 hashes when it reads; `torch.save` leaves it to the kernel when the file reaches the disk. Each checkpoint is deleted
-before the next is written.
+before the next is written. A contender that fails has a row that says why.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ from harness.precision import fast_attention
 from harness.rundir import RunDir
 from tests.bench.clock import order
 from tests.bench.intervals import COVERAGE, estimate
-from tests.bench.savers import OURS, Contender, Loop, Save, contenders, control
+from tests.bench.savers import CONTROL, OURS, Contender, Loop, Save, contenders, control
 
 SMALL = (
     *("model=tiny", "model.dim=512", "model.ffn_dim=1408", "model.num_layers=6", "data=synthetic"),
@@ -183,6 +184,8 @@ def check_room(loop: Loop) -> int:
 class Measured(NamedTuple):
     costs: dict[str, list[Cost]]
     num_bytes: int
+    failures: dict[str, str]
+    """Why a contender saved no more."""
 
     @property
     def step_s(self) -> float:
@@ -191,33 +194,62 @@ class Measured(NamedTuple):
 
     def as_json(self) -> dict[str, object]:
         rows = {name: [cost._asdict() for cost in costs] for name, costs in self.costs.items()}
-        return {"step_s": self.step_s, "state_bytes": self.num_bytes, "torch": torch.__version__, "costs": rows}
+        return {"step_s": self.step_s, "state_bytes": self.num_bytes, "torch": torch.__version__, "costs": rows} | {
+            "failures": self.failures
+        }
 
 
-def measure(loop: Loop, *, rounds: int, restores: int, snapshots: int, num_steps: int) -> Measured:
-    """Warm up and check every contender, then let all of them save once a round."""
+@contextmanager
+def noted(failures: dict[str, str], loop: Loop, rival: Contender) -> Iterator[None]:
+    """Whatever a rival raises ends its part; this harness and the control must not fail."""
+    try:
+        yield
+    except Exception as error:
+        if rival.name in (OURS, CONTROL):
+            raise
+        failures[rival.name] = f"{type(error).__name__}: {error}"
+        loop.wait()
+        shutil.rmtree(loop.directory / "checkpoint", ignore_errors=True)
+
+
+def measure(
+    loop: Loop,
+    *,
+    rounds: int,
+    restores: int,
+    snapshots: int,
+    num_steps: int,
+    on_round: Callable[[Measured], object] = lambda _: None,
+) -> Measured:
+    """Warm up and check every contender, then let all of them save once a round; each round is reported."""
     num_bytes = check_room(loop)
     for _ in range(num_buffers(loop.cfg.checkpoint.ring)):
         cost_of_snapshot(loop, num_steps=1)
     costs: dict[str, list[Cost]] = defaultdict(list)
+    failures: dict[str, str] = {}
     with contenders(loop.parts.world.device) as sides:
-        warm = {side.name: check_restores(loop, side) for side in sides}
-        sides.append(control(warm[OURS].safe_s))
+        own, *rivals = sides
+        sides.append(control(check_restores(loop, own).safe_s))
+        for rival in rivals:
+            with noted(failures, loop, rival):
+                check_restores(loop, rival)
         for number in range(rounds):
             costs[SNAPSHOT] += [cost_of_snapshot(loop, num_steps=2) for _ in range(snapshots)]
-            for index in order(len(sides), number):
-                side, restore = sides[index], number < restores
-                cost = cost_of_save(loop, side, plain_steps=num_steps, restore=restore)
-                costs[side.name].append(cost)
+            for side in [sides[index] for index in order(len(sides), number)]:
+                if side.name not in failures:
+                    with noted(failures, loop, side):
+                        cost = cost_of_save(loop, side, plain_steps=num_steps, restore=number < restores)
+                        costs[side.name].append(cost)
+            ordered = {name: list(costs[name]) for name in (SNAPSHOT, *(side.name for side in sides))}
+            on_round(measured := Measured(ordered, num_bytes, dict(failures)))
             print(f"round {number + 1} of {rounds} done", file=sys.stderr, flush=True)
-        ordered = {name: costs[name] for name in (SNAPSHOT, *(side.name for side in sides))}
-    return Measured(ordered, num_bytes)
+    return measured
 
 
 def render(measured: Measured, *, rounds: int, restores: int) -> str:
     state = f"state {measured.num_bytes / 1e9:.2f} GB, a plain step {measured.step_s * 1e3:.1f} ms"
     turns = f"{rounds} rounds, each contender once a round in alternating order"
-    rows = [row(name, costs) for name, costs in measured.costs.items()]
+    rows = [row(name, costs) if costs else f"| {name} | 0 | - | - | - | - |" for name, costs in measured.costs.items()]
     return "\n".join(
         [
             f"{state}, torch {torch.__version__}; {turns}; restores in {min(rounds, restores)} of them",
@@ -225,6 +257,7 @@ def render(measured: Measured, *, rounds: int, restores: int) -> str:
             HEAD,
             "|---|---:|---:|---:|---:|---:|",
             *rows,
+            *(f"\n{name} failed: {reason}" for name, reason in measured.failures.items()),
         ]
     )
 
@@ -240,7 +273,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--snapshots", type=int, default=2, help="snapshots a round")
     parser.add_argument("--steps", type=int, default=3, help="plain steps before and after each save")
     parser.add_argument("--threads", type=int, default=1, help="that train on a CPU; leave a core to the writer")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there, after each round")
     options = parser.parse_args(arguments)
     if min(options.rounds, options.snapshots, options.steps, options.threads) < 1:
         parser.error("--rounds, --snapshots, --steps and --threads must be at least 1")
@@ -263,11 +296,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 restores=options.restores,
                 snapshots=options.snapshots,
                 num_steps=options.steps,
+                on_round=partial(write_json, options.json),
             )
         disconnect()
     print(render(measured, rounds=options.rounds, restores=options.restores))
-    if options.json:
-        options.json.write_text(json.dumps(measured.as_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def write_json(path: Path | None, measured: Measured) -> None:
+    if path is not None:
+        path.write_text(json.dumps(measured.as_json(), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """The training loop that is saved while it runs, and the ways to save it: this harness's and torch's own.
 
 `dcp.async_save` comes in four ways: a thread or a process writes, and the copy of the state is made by torch's default
-(new memory, inside the call) or by a `DefaultStager` that keeps its buffers and copies in a thread while the next
-forward pass runs. On a GPU these buffers are pinned; the process reads them from shared memory. The loop waits for the
-copy before the next update, as torch asks for.
+(new memory, inside the call) or by a `DefaultStager` that copies in a thread while the next forward pass runs. It keeps
+its buffers where torch lets it: one of 2.13 does, one of 2.11 can stage only once, so that every save has a new one. On
+a GPU these buffers are pinned; the process reads them from shared memory. The loop waits for the copy before the next
+update, as torch asks for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import Timer
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ from tests.bench.clock import wait_for
 
 OURS = "this harness: snapshot, written by a thread"
 CONTROL = "control: no save"
+REUSES_STAGER = (2, 13)
+"""The first version of torch known to stage more than once with one `DefaultStager`."""
 
 
 @dataclass(slots=True)
@@ -120,13 +123,15 @@ def restore_own(loop: Loop, path: Path) -> None:
     assert store.load_newest(path, loop.parts.tensors(), world=loop.parts.world).loaded is not None
 
 
-def begin_async_dcp(kind: AsyncCheckpointerType, stager: DefaultStager | None, loop: Loop, path: Path) -> Save:
+def begin_async_dcp(
+    kind: AsyncCheckpointerType, stager: Callable[[], DefaultStager] | None, loop: Loop, path: Path
+) -> Save:
     response = save_shards_aside(
         loop.parts.tensors(),
         checkpoint_id=path,
         process_group=loop.parts.world.aside,
         async_checkpointer_type=kind,
-        async_stager=stager,
+        async_stager=None if stager is None else stager(),
     )
     if isinstance(response, Future):
         return Save(response)
@@ -166,6 +171,10 @@ def control(seconds: float) -> Contender:
     return Contender(CONTROL, partial(begin_nothing, seconds), None)
 
 
+def _closed_at_end(stack: ExitStack, options: StagingOptions) -> DefaultStager:
+    return stack.enter_context(closing(DefaultStager(options)))
+
+
 @contextmanager
 def contenders(device: torch.device) -> Iterator[list[Contender]]:
     """This harness, then its rivals, the strongest first."""
@@ -175,13 +184,16 @@ def contenders(device: torch.device) -> Iterator[list[Contender]]:
     with ExitStack() as stack:
         writer = stack.enter_context(ThreadPoolExecutor(max_workers=1))
 
-        def stager(*, shared: bool) -> DefaultStager:
+        def stager(*, shared: bool) -> Callable[[], DefaultStager]:
             options = StagingOptions(
                 use_pinned_memory=on_gpu, use_shared_memory=shared, use_async_staging=True, use_non_blocking_copy=on_gpu
             )
-            return stack.enter_context(closing(DefaultStager(options)))
+            made = partial(_closed_at_end, stack, options)
+            return cache(made) if tuple(map(int, torch.__version__.split(".")[:2])) >= REUSES_STAGER else made
 
-        def async_save(how: str, kind: AsyncCheckpointerType, own_stager: DefaultStager | None) -> Contender:
+        def async_save(
+            how: str, kind: AsyncCheckpointerType, own_stager: Callable[[], DefaultStager] | None
+        ) -> Contender:
             return Contender(f"`dcp.async_save`, {how}", partial(begin_async_dcp, kind, own_stager), restore_dcp)
 
         yield [

@@ -9,18 +9,19 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.build import build
 from harness.compose import load
 from harness.parallel import connect, disconnect, local
 from harness.rundir import RunDir
-from tests.bench.checkpoint import SNAPSHOT, Cost, Measured, check_restores, cost_of_save, render
+from tests.bench.checkpoint import SNAPSHOT, Cost, Measured, check_restores, cost_of_save, measure, render
 from tests.bench.intervals import estimate
-from tests.bench.savers import CONTROL, OURS, Contender, Loop, Save, begin_torch, control, restore_torch
+from tests.bench.savers import CONTROL, OURS, Contender, Loop, Save, begin_torch, contenders, control, restore_torch
 
 ROOT = Path(__file__).parents[2]
 TINY = ["model=tiny", "data=synthetic", "train.batch_size=2", "train.sequence_length=64", "parallel.device=cpu"]
@@ -46,9 +47,11 @@ def test_table_to_the_letter(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = Measured(
         {
             SNAPSHOT: [Cost(0.5, 0.004, 0.005, restored_s=0.25)] * 6,
+            "`dcp.save`": [],
             "`torch.save`": [Cost(0.5, *costs) for costs in ((2.0, 2.5, 2.0, 3.0), (2.0, 1.5, 2.0), (3.0, 3.5, 3.0))],
         },
         num_bytes=15_200_000_000,
+        failures={"`dcp.save`": "OSError: no room"},
     )
     assert render(measured, rounds=3, restores=1) == (
         "state 15.20 GB, a plain step 500.0 ms, torch 2.11.0; "
@@ -57,7 +60,10 @@ def test_table_to_the_letter(monkeypatch: pytest.MonkeyPatch) -> None:
         "| | saves | called, ms | stolen from training, ms (90% interval) | safe after, s | restored after, s |\n"
         "|---|---:|---:|---:|---:|---:|\n"
         "| this harness: snapshot in memory | 6 | 4.0 | 5.0 (5.0 to 5.0) | - | 0.250 |\n"
-        "| `torch.save` | 3 | 2000.0 | 2500.0 (no interval) | 2.00 | 3.000 |"
+        "| `dcp.save` | 0 | - | - | - | - |\n"
+        "| `torch.save` | 3 | 2000.0 | 2500.0 (no interval) | 2.00 | 3.000 |\n"
+        "\n"
+        "`dcp.save` failed: OSError: no room"
     )
 
 
@@ -70,6 +76,30 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
             yield Loop(cfg, parts, tmp_path)
     finally:
         disconnect()
+
+
+@pytest.mark.full
+def test_a_rival_that_fails_does_not_end_the_others(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin_badly(*_: object) -> Save:
+        raise OSError("no room")
+
+    @contextmanager
+    def sides(device: torch.device) -> Iterator[list[Contender]]:
+        with contenders(device) as (own, *_):
+            yield [own, Contender("bad", begin_badly, restore_torch), Contender("good", begin_torch, restore_torch)]
+
+    monkeypatch.setattr("tests.bench.checkpoint.contenders", sides)
+    reported: list[Measured] = []
+    measured = measure(loop, rounds=2, restores=0, snapshots=1, num_steps=1, on_round=reported.append)
+    assert measured.failures == {"bad": "OSError: no room"}
+    assert {name: len(costs) for name, costs in measured.costs.items()} == {
+        SNAPSHOT: 2,
+        OURS: 2,
+        "bad": 0,
+        "good": 2,
+        CONTROL: 2,
+    }
+    assert [len(each.costs["good"]) for each in reported] == [1, 2]
 
 
 @pytest.mark.full

@@ -107,7 +107,7 @@ def measured(options: argparse.Namespace, root: Path) -> tuple[list[Table], bool
     paths = {package: path.resolve() for package, path in directories.items() if path is not None}
     benches = []
     for setting in settings(options):
-        names = tuple(dict.fromkeys(options.rows))
+        names = tuple(dict.fromkeys((options.reference, *options.rows)))
         bench = Bench(setting, names, root / setting.model, paths=paths, reference=options.reference)
         benches.append(bench)
         bench.measure()
