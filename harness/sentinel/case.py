@@ -294,4 +294,5 @@ class Case:
 
     @classmethod
     def restore(cls, state: dict[str, Any]) -> Self:
-        return cls(**deepcopy(state))
+        """A state of an older version has no `new_kinds`: all of its kinds count."""
+        return cls(**deepcopy({"new_kinds": state["kinds"]} | state))

@@ -431,6 +431,14 @@ class TestCase:
         assert shown == [True, False], "3 of 7, then 4 of 8 have a gradient beyond its bound"
         assert case().looks_like_data
 
+    def test_a_state_without_new_kinds_counts_all_kinds_as_new(self) -> None:
+        """As an older version saved it: what it knew of the state still rules a check out."""
+        state = Case(number=1, onset=5, onset_step=5, end_step=6, kinds=["lr_jump"]).state()
+        del state["new_kinds"]
+        restored = Case.restore(state)
+        assert restored.new_kinds == ["lr_jump"]
+        assert not restored.may_be_checked
+
     def test_64_rejected_batches_are_remembered(self) -> None:
         rejected = case()
         for batch in range(70):
