@@ -15,33 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checkpoint.cadence import rollback_cost
-from harness.checkpoint.keeper import Keeper
+from harness.checkpoint.manager import Keeper
 from harness.checkpoint.ring import Ring
-from harness.compute_clock import ComputeClock
-from harness.config import Config, ConfigError, ParallelConfig, PrecisionKind
+from harness.checkpoint.ring_cost import rollback_cost
+from harness.config.schema import Config, ConfigError, ParallelConfig, PrecisionKind
+from harness.core.rundir import RunDir
 from harness.data.batches import Batches
-from harness.data.ledger import Ledger
+from harness.data.order.ledger import Ledger
 from harness.data.sources import Known, make_rare_index, open_data
-from harness.fp8.engine import require_engine
-from harness.fp8.products import Products, lower
+from harness.distributed.compute_clock import ComputeClock
+from harness.distributed.fsdp import Collectives, shard
+from harness.distributed.world import World, device_memory_bytes, from_first, jointly, minimum, together
 from harness.held_out import HeldOut, open_held_out
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
 from harness.model.size import flops_per_token, num_parameters, reshards
 from harness.model.transformer import Transformer, sampled_layers
 from harness.optim.update import Group, Update, build_update
-from harness.parallel import World, device_memory_bytes, from_first, jointly, minimum, together
-from harness.planned import Planned
-from harness.precision import DTYPES, LossScale, linear, loss_scale, policy
-from harness.run_data import recorded_data
-from harness.rundir import RunDir
-from harness.sentinel.gate import Gate
-from harness.sentinel.mailbox import Mailbox
-from harness.sentinel.report import DECIDED, HostFacts
+from harness.planned_changes import Planned
+from harness.precision.fp8.engine import require_engine
+from harness.precision.fp8.layers import Products, lower
+from harness.precision.mixed_precision import DTYPES, LossScale, linear, loss_scale, policy
+from harness.run_corpus import recorded_data
+from harness.sentinel.device.gate import Gate
+from harness.sentinel.device.mailbox import Mailbox
+from harness.sentinel.device.signals import Layout, Signals, group_of
+from harness.sentinel.device.step_report import DECIDED, HostFacts
 from harness.sentinel.sentinel import Sentinel
-from harness.sentinel.signals import Layout, Signals, group_of
-from harness.sharding import Collectives, shard
 from harness.telemetry.manifest import build_manifest
 from harness.telemetry.meters import Meter, peak_flops
 

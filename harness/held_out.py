@@ -1,6 +1,6 @@
 """The held-out check: the loss of the current weights on a few fixed held-out rows, forward only, on all ranks.
 
-Why: only these rows can tell damaged weights from different data (`harness.sentinel.health`).
+Why: only these rows can tell damaged weights from different data (`harness.sentinel.policy.held_out_level`).
 How: the rows are the first ones of the held-out order, the same in every run of the same data; each rank keeps its
 share on its device. One forward pass and one all-reduce give the loss. As the run starts and when a checkpoint is
 taken, the number travels to the host like a step's report and is read when a later report is; only an incident waits.
@@ -15,14 +15,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from harness.config import Config
+from harness.config.schema import Config
+from harness.core.events import HeldOutMeasured
+from harness.core.state import RunState
 from harness.data.batch import Batch
 from harness.data.batches import Batches, Share
-from harness.data.ledger import Ledger
+from harness.data.order.ledger import Ledger
 from harness.data.sources import held_out_recipe
-from harness.events import HeldOutMeasured
-from harness.parallel import World
-from harness.state import RunState
+from harness.distributed.world import World
 
 
 @final

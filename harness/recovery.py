@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 from harness.build import Parts
 from harness.checkpoint import store
-from harness.checkpoint.patience import Patience
-from harness.events import Action, ActionKind, Outcome
-from harness.parallel import from_first, together
-from harness.sentinel.chart import RESTORES
-from harness.state import RunState
+from harness.checkpoint.io_retry import Patience
+from harness.core.events import Action, ActionKind, Outcome
+from harness.core.state import RunState
+from harness.distributed.world import from_first, together
+from harness.sentinel.policy.state import RESTORES
 from harness.step import held_out_sums
 
 

@@ -8,16 +8,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from harness.build import Parts
-from harness.config import EXIT_HALTED, Config
-from harness.events import StepRecord
-from harness.garbage import Collector
-from harness.requests import StopRequest
-from harness.rundir import RunDir
-from harness.sentinel.report import HostFacts, unpack
-from harness.state import RunState
+from harness.config.schema import EXIT_HALTED, Config
+from harness.control.stop_requests import StopRequest
+from harness.control.watcher import Watcher
+from harness.core.events import StepRecord
+from harness.core.gc_schedule import Collector
+from harness.core.rundir import RunDir
+from harness.core.state import RunState
+from harness.sentinel.device.step_report import HostFacts, unpack
+from harness.telemetry.event_reporter import Narrator
 from harness.telemetry.heartbeat import Heartbeat
-from harness.telemetry.narrator import Narrator
-from harness.watching import Watcher
 
 
 class Ending(NamedTuple):

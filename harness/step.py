@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 import torch
 
 from harness.build import Parts
-from harness.config import Config
+from harness.config.schema import Config
+from harness.core.events import EvalRecord
+from harness.core.state import RunState
 from harness.data.batch import Batch
-from harness.events import EvalRecord
+from harness.distributed.fsdp import free_gathered_weights, reduce_replicas
+from harness.distributed.world import all_reduce_sum
 from harness.model.transformer import document_mask
-from harness.parallel import all_reduce_sum
-from harness.sentinel.report import pack, totals
-from harness.sharding import free_gathered_weights, reduce_replicas
-from harness.state import RunState
+from harness.sentinel.device.step_report import pack, totals
 
 
 def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) -> None:

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from harness import compose, requests, run_lease, rundir
 from harness.build import Parts, build, describe, held, meter
-from harness.commands import REFUSED, intervention
-from harness.config import (
+from harness.config import compose
+from harness.config.schema import (
     EXIT_BAD_CONFIG,
     EXIT_CRASHED,
     EXIT_DONE,
@@ -30,15 +29,21 @@ from harness.config import (
     StorageError,
     check_world,
 )
+from harness.control import stop_requests
+from harness.control.apply import action_of, changes_of, refusal_of
+from harness.control.commands import Command, Pause, Rate, Resume, SaveCheckpoint
+from harness.control.inbox import REFUSED, intervention
+from harness.control.stop_requests import StopRequest, signals_to
+from harness.control.watcher import watching
+from harness.core import rundir
+from harness.core.events import Action, ActionKind, Outcome, ReducedRecord, RunEnded, to_json
+from harness.core.gc_schedule import Collector
+from harness.core.locking import run_lease
+from harness.core.rundir import append_line
+from harness.core.state import RunState
 from harness.data.batch import Batch
-from harness.data.facts import as_record
-from harness.events import Action, ActionKind, Outcome, ReducedRecord, RunEnded, to_json
-from harness.fp8.engine import require_engine
-from harness.garbage import Collector
-from harness.opening import Opened, open_run, resume
-from harness.operator import action_of, changes_of, refusal_of
-from harness.orders import Command, Pause, Rate, Resume, SaveCheckpoint
-from harness.parallel import (
+from harness.data.batch_facts import as_record
+from harness.distributed.world import (
     World,
     broadcast,
     connected,
@@ -48,21 +53,19 @@ from harness.parallel import (
     rank_from_environment,
     together,
 )
-from harness.precision import able_products, fast_attention
+from harness.precision.fp8.engine import require_engine
+from harness.precision.mixed_precision import able_products, fast_attention
 from harness.recovery import recover
-from harness.requests import StopRequest, signals_to
+from harness.resume import Opened, open_run, resume
 from harness.run import Ending, Run
-from harness.run_data import settle_data
-from harness.rundir import append_line
-from harness.sentinel.chart import RESTORES
-from harness.sentinel.report import HostFacts
-from harness.state import RunState
+from harness.run_corpus import settle_data
+from harness.sentinel.device.step_report import HostFacts
+from harness.sentinel.policy.state import RESTORES
 from harness.step import evaluate, forward_backward, judge_and_update, measure_held_out
+from harness.telemetry.event_reporter import Narrator
 from harness.telemetry.heartbeat import Heartbeat, Phase
 from harness.telemetry.manifest import write_manifest
 from harness.telemetry.meters import memory_bytes
-from harness.telemetry.narrator import Narrator
-from harness.watching import watching
 
 PAUSED_LOOK_S = 1.0
 
@@ -320,7 +323,7 @@ def leave(run: Run, ending: Ending) -> Ending:
         return ending
     if ending.exit_code == EXIT_INTERRUPTED:
         ending = Ending(EXIT_INTERRUPTED, f"{ending.reason}: {run.stop.reason}")
-        if run.parts.world.is_first and (asked := requests.intervention(run.directory, run.state.iteration)):
+        if run.parts.world.is_first and (asked := stop_requests.intervention(run.directory, run.state.iteration)):
             append_line(run.directory.interventions, to_json(asked))
             run.narrator.note(asked)
     is_done = ending.exit_code == EXIT_DONE

@@ -3,10 +3,10 @@
 Why: Hydra lives here, in the launcher, and never in a worker: N ranks that each parse, log and make directories are N
 truths about one run.
 How: the job function turns the composed tree into a checked `Config` and hands it to `launch.local`, or collects it
-with the others of a sweep for `launch.multirun`. A complaint about the configuration is one line on stderr and leaves
-nothing on disk.
+with the others of a sweep for `launch.sweeps.multirun`. A complaint about the configuration is one line on stderr and
+leaves nothing on disk.
 Left out: a sweep with a value that does not even compose (a wrong type, an unknown key) is refused by Hydra as a whole,
-before its first job; only what the checks of `harness.config` refuse is reported job by job.
+before its first job; only what the checks of `harness.config.schema` refuse is reported job by job.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.compose import check, conf_dir, explain, register
-from harness.config import (
+from harness.config.compose import check, conf_dir, explain, register
+from harness.config.schema import (
     EXIT_BAD_CONFIG,
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -30,14 +30,14 @@ from harness.config import (
     check_world,
     require,
 )
-from harness.credentials import require_variable
-from harness.loading import loading
-from harness.run_lease import require_free
-from harness.rundir import check_resume, locate, name_run
-from launch.jobs import Composed
-from launch.multirun import sweep_over
-from launch.threads import ranks_expected, threads_of_a_rank
-from launch.worker import worker_of
+from harness.core.credentials import require_variable
+from harness.core.fast_imports import loading
+from harness.core.locking.run_lease import require_free
+from harness.core.rundir import check_resume, locate, name_run
+from launch.local.thread_count import ranks_expected, threads_of_a_rank
+from launch.local.worker import worker_of
+from launch.sweeps.jobs import Composed
+from launch.sweeps.multirun import sweep_over
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,15 +119,15 @@ def start(cfg: Config) -> int:
     check_resume(cfg, locate(cfg))
     require_free(locate(cfg).path, wait=cfg.launch.kind is LaunchKind.local)
     if cfg.launch.kind is LaunchKind.slurm:
-        from launch import slurm
+        from launch.slurm import submit
 
-        return slurm.start(cfg)
+        return submit.start(cfg)
     require_variable(cfg.telemetry.tracking_uri if cfg.telemetry.mlflow else None)
     require(not cfg.launch.dry_run, "launch.dry_run", "is for launch=slurm; `harness train --cfg job` shows this one")
-    several = f"{cfg.launch.nodes} machines are for launch=slurm, or for `python -m launch.node` on each of them"
+    several = f"{cfg.launch.nodes} machines are for launch=slurm, or for `python -m launch.local.node` on each of them"
     require(cfg.launch.nodes == 1, "launch.nodes", several)
     with threads_of_a_rank(cfg, ranks_expected(cfg)), loading():
-        from launch import local
+        from launch.local import start as local
 
         worker = worker_of(locate(cfg))
     check_world(cfg, local.num_ranks(cfg))

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import settings
 
-from harness.loading import loading
+from harness.core.fast_imports import loading
 from tests.distributed.pool import Pool
 
 LONGEST_FIRST = (

@@ -11,10 +11,10 @@ from inspect import isfunction
 from types import ModuleType
 from typing import Any
 
-from harness.kernels import gradients, lists, rotation, rounding, state, swiglu
+from harness.kernels import adamw, fp8_quantize, grad_norm, multi_tensor, rope, swiglu
 from tests.no_sync import no_sync
 
-MODULES = (gradients, lists, rotation, rounding, state, swiglu)
+MODULES = (grad_norm, multi_tensor, rope, fp8_quantize, adamw, swiglu)
 
 
 def pytest_configure() -> None:

@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import heads
-from harness.fp8 import operators, swiglu
+from harness.precision import fused_qkv
+from harness.precision.fp8 import custom_ops, swiglu
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "# sync:"
@@ -67,12 +67,12 @@ INDEXING = frozenset(
 """Read the device only if an index is a boolean mask, whose number of elements becomes a shape."""
 
 KERNELS: dict[Any, Callable[..., Any]] = {
-    torch.ops.harness.fp8_forward.default: operators.forward,
-    torch.ops.harness.fp8_backward.default: operators.backward,
+    torch.ops.harness.fp8_forward.default: custom_ops.forward,
+    torch.ops.harness.fp8_backward.default: custom_ops.backward,
     torch.ops.harness.swiglu_forward.default: swiglu.forward,
     torch.ops.harness.swiglu_backward.default: swiglu.backward,
-    torch.ops.harness.project_rotated.default: heads.forward,
-    torch.ops.harness.project_rotated_backward.default: heads.backward,
+    torch.ops.harness.project_rotated.default: fused_qkv.forward,
+    torch.ops.harness.project_rotated_backward.default: fused_qkv.backward,
 }
 """Operators of this repository and the functions that compute them. The dispatcher would run a kernel without the modes
 that saw its operator, so the guard calls the function itself."""

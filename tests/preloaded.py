@@ -10,12 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from harness.loading import loading
+from harness.core.fast_imports import loading
 
 with loading():
     for module in (
         "launch.train",
-        "launch.node",
+        "launch.local.node",
         "launch.local",
         "harness.faults.worker",
         "harness.train",
@@ -24,7 +24,7 @@ with loading():
     ):
         import_module(module)
 
-    from harness import compose
+    from harness.config import compose
 
     with TemporaryDirectory() as directory:
         saved = Path(directory) / "config.yaml"

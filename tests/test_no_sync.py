@@ -17,14 +17,15 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from harness import events, train
-from harness.events import StepRecord
+from harness import train
+from harness.core import events
+from harness.core.events import StepRecord
+from harness.core.rundir import RunDir
+from harness.distributed.fsdp import WatchedScatter
+from harness.distributed.world import rank_from_environment
 from harness.faults.site import watched
-from harness.fp8.emulated import Emulated
-from harness.parallel import rank_from_environment
+from harness.precision.fp8.emulation import Emulated
 from harness.run import Ending, Run
-from harness.rundir import RunDir
-from harness.sharding import WatchedScatter
 from tests.distributed import cases
 from tests.distributed.cases import tiny
 from tests.distributed.pool import Pool
@@ -44,7 +45,7 @@ LOOP = (
 WAITS = {
     "harness/data/batches.py:_fill",
     "harness/held_out.py:receive",
-    "harness/sentinel/report.py:unpack",
+    "harness/sentinel/device/step_report.py:unpack",
     "harness/step.py:evaluate",
 }
 """Where the loop may read a tensor on the host; on CUDA all but the evaluation read host memory."""

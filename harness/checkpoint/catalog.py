@@ -24,10 +24,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import final
 
-from harness import run_lease
 from harness.checkpoint.integrity import OtherVersion, unreadable
-from harness.config import StorageError
-from harness.rundir import write_atomically
+from harness.config.schema import StorageError
+from harness.core.locking import run_lease
+from harness.core.rundir import write_atomically
 
 HEALTH = "health.json"
 _NAME = re.compile(r"step-(\d{8,})-gen-(\d+)")

@@ -29,8 +29,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from harness.config import ConfigError, StorageError
-from harness.rundir import write_atomically
+from harness.config.schema import ConfigError, StorageError
+from harness.core.rundir import write_atomically
 
 T = TypeVar("T")
 

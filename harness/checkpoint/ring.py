@@ -19,11 +19,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from harness.checkpoint.cadence import num_buffers
-from harness.checkpoint.memory import Block, aligned, free_bytes
-from harness.config import ConfigError, RingConfig
-from harness.parallel import World, like_on_host, local, minimum, num_local_ranks, together
-from harness.state import RunState
+from harness.checkpoint.host_memory import Block, aligned, free_bytes
+from harness.checkpoint.ring_cost import num_buffers
+from harness.config.schema import ConfigError, RingConfig
+from harness.core.state import RunState
+from harness.distributed.world import World, like_on_host, local, minimum, num_local_ranks, together
 
 BYTES_PER_GB = 1e9
 

@@ -41,15 +41,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from harness.checkpoint import catalog, description, integrity
+from harness.checkpoint import catalog, integrity
+from harness.checkpoint import tensor_index as description
 from harness.checkpoint.catalog import Checkpoint, Health
-from harness.checkpoint.description import METADATA_FILE, Description
 from harness.checkpoint.integrity import Damaged, Entry, Manifest, OtherVersion, unreadable
-from harness.checkpoint.patience import Patience
-from harness.config import ConfigError, StorageError
-from harness.parallel import World, from_first, local, together
-from harness.rundir import write_atomically
-from harness.state import RunState
+from harness.checkpoint.io_retry import Patience
+from harness.checkpoint.tensor_index import METADATA_FILE, Description
+from harness.config.schema import ConfigError, StorageError
+from harness.core.rundir import write_atomically
+from harness.core.state import RunState
+from harness.distributed.world import World, from_first, local, together
 
 STATE_FILE = "state.json"
 LEAST_FREE_BYTES = 1 << 20

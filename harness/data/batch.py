@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harness.data.facts import BatchFacts
+from harness.data.batch_facts import BatchFacts
 
 IGNORED = -100
 """The target of a token that is not predicted: its successor belongs to another document (`data.document_mask`), or

@@ -3,12 +3,12 @@
 Why: the loop asks for `batches[cursor]` and may ask for any index again; the answer must not depend on what was asked
 before or on how many ranks there are, and making it must not delay the step.
 How: the mixture gives source and turn of each row of the global batch, the order of that source the sample, and
-`harness.shares` the rows of each rank, with padding where shares are uneven. One thread makes the `NUM_AHEAD` indices
-that the ledger lets through next while the step runs, and the facts about them; it only fills memory that the asking
-thread has allocated, so that everything CUDA happens in one thread. A wrong guess costs time, never a different token.
-Nothing is made ahead for a caller that jumps, or that does nothing in between: the two threads would only fight over
-the interpreter.
-A rank reads its own rows alone, and in every `Share.compare_every`-th batch one row of another rank.
+`harness.core.batch_shares` the rows of each rank, with padding where shares are uneven. One thread makes the
+`NUM_AHEAD` indices that the ledger lets through next while the step runs, and the facts about them; it only fills
+memory that the asking thread has allocated, so that everything CUDA happens in one thread. A wrong guess costs time,
+never a different token. Nothing is made ahead for a caller that jumps, or that does nothing in between: the two threads
+would only fight over the interpreter. A rank reads its own rows alone, and in every `Share.compare_every`-th batch one
+row of another rank.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harness.config import ConfigError, require
+from harness.config.schema import ConfigError, require
+from harness.core.batch_shares import Sharing
 from harness.data.batch import IGNORED, Batch
-from harness.data.corpus import Corpus, Origin, Tokens, digest
-from harness.data.facts import BatchFacts, Compared, GlobalFacts, fingerprint, global_facts, row_digest, stride_of
-from harness.data.ledger import Ledger
-from harness.data.mixture import Change, Mixture, Recipe, Size, Sizes
-from harness.data.order import Stretch, num_unrepeated, samples_in
-from harness.data.stratify import Stratified
-from harness.shares import Sharing
+from harness.data.batch_facts import BatchFacts, Compared, GlobalFacts, fingerprint, global_facts, row_digest, stride_of
+from harness.data.corpus.corpus import Corpus, Origin, Tokens, digest
+from harness.data.order.ledger import Ledger
+from harness.data.order.mixture import Change, Mixture, Recipe, Size, Sizes
+from harness.data.order.order import Stretch, num_unrepeated, samples_in
+from harness.data.order.stratify import Stratified
 
 Ints = NDArray[np.int64]
 

@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 import torch
 
-from harness.config import Config, require
+from harness.config.schema import Config, require
+from harness.core.rundir import RunDir
 from harness.data.batches import Batches, Share, Source
-from harness.data.corpora import build_corpus, split
-from harness.data.corpus import Corpus, SampleShape
-from harness.data.files import FilesCorpus
-from harness.data.ledger import Ledger
-from harness.data.mixture import Change, Recipe
-from harness.data.record import DataRecord, SourceRecord, later_stretches, read_record
-from harness.data.stratify import Stratified, make_index, rare_tokens
-from harness.rundir import RunDir
+from harness.data.corpus.corpora import build_corpus, split
+from harness.data.corpus.corpus import Corpus, SampleShape
+from harness.data.corpus.corpus_record import DataRecord, SourceRecord, later_stretches, read_record
+from harness.data.corpus.token_windows import FilesCorpus
+from harness.data.order.ledger import Ledger
+from harness.data.order.mixture import Change, Recipe
+from harness.data.order.stratify import Stratified, make_index, rare_tokens
 
 HELD_OUT_SEED = 2**63
 """The order of held-out data: one above every `run.seed`, and the same for all, so that runs are judged alike."""

@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
-from harness import compose
-from harness.config import require
+from harness.config import compose
+from harness.config.schema import require
+from harness.core.rundir import MAY_DIFFER
 from harness.drills import scenario as scenarios
-from harness.drills.card import aligned, markdown_table
-from harness.drills.evidence import Evidence
+from harness.drills.drill_record import Evidence
 from harness.drills.scenario import Bounds, Expected, Scenario
 from harness.drills.score import Verdict, detect, in_words, judge, score
+from harness.drills.score_card import aligned, markdown_table
 from harness.faults.plan import Fault, FaultKind, Plan
-from harness.rundir import MAY_DIFFER
 
 MOST_FAULTS = 3
 EARLIEST = 60

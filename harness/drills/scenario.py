@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
-from harness import compose
-from harness.config import ConfigError, require
-from harness.events import ActionKind, FindingKind
+from harness.config import compose
+from harness.config.schema import ConfigError, require
+from harness.core.events import ActionKind, FindingKind
 from harness.faults.plan import Fault, Plan
 
 GROUP = "drill"

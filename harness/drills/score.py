@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, final
 
-from harness.config import EXIT_DONE
-from harness.drills.evidence import Evidence, gather, read_dossier
+from harness.config.schema import EXIT_DONE
+from harness.core.events import ABOUT_SPEED, Action, ActionKind, DrillScored, Finding, Outcome
+from harness.core.rundir import RunDir
+from harness.drills.drill_record import Evidence, gather, read_dossier
 from harness.drills.scenario import Expected, Scenario
-from harness.events import ABOUT_SPEED, Action, ActionKind, DrillScored, Finding, Outcome
 from harness.faults.plan import Fault
-from harness.rundir import RunDir
 
 
 class Verdict(StrEnum):

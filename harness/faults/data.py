@@ -18,13 +18,13 @@ from typing import NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.config import require
+from harness.config.schema import require
+from harness.core.batch_shares import Sharing
+from harness.core.rundir import RunDir
 from harness.data.batches import Batches, Source
-from harness.data.corpus import Corpus, Origin, Tokens
+from harness.data.corpus.corpus import Corpus, Origin, Tokens
 from harness.faults.plan import OF_THE_DATA, Fault, FaultKind, read_plan
 from harness.faults.site import Site
-from harness.rundir import RunDir
-from harness.shares import Sharing
 
 NUM_EXCHANGED = 64
 """Frequent tokens that other data exchanges for each other."""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from harness.config import require
+from harness.config.schema import require
+from harness.distributed.fsdp import unwrap
 from harness.faults.site import Site
-from harness.sharding import unwrap
 
 
 def uncompiled(site: Site) -> None:

@@ -21,11 +21,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from harness.distributed.fsdp import Collectives, WatchedScatter
+from harness.distributed.world import local
 from harness.faults.plan import FaultKind
 from harness.faults.site import Site, watched
-from harness.parallel import local
-from harness.sentinel.signals import group_of
-from harness.sharding import Collectives, WatchedScatter
+from harness.sentinel.device.signals import group_of
 
 SIGN_BIT = 31
 

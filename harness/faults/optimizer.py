@@ -7,10 +7,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from harness.config import require
+from harness.config.schema import require
+from harness.distributed.world import local
 from harness.faults.gradient import flip
 from harness.faults.site import Site
-from harness.parallel import local
 
 
 @final

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, final
 
-from harness.config import ConfigError, require
-from harness.rundir import RunDir
+from harness.config.schema import ConfigError, require
+from harness.core.rundir import RunDir
 
 
 class FaultKind(StrEnum):

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from harness.config import ConfigError
+from harness.config.schema import ConfigError
+from harness.core.rundir import RunDir
 from harness.faults.plan import FaultKind
 from harness.faults.site import Site
-from harness.rundir import RunDir
 
 
 @final

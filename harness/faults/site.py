@@ -16,13 +16,13 @@ from typing import Any, Protocol, TypeVar, cast, final
 
 from torch import Tensor, nn
 
-from harness import events
-from harness.config import ConfigError
-from harness.events import FaultInjected, to_json
+from harness.config.schema import ConfigError
+from harness.core import events
+from harness.core.events import FaultInjected, to_json
+from harness.core.rundir import append_line
+from harness.distributed.world import local
 from harness.faults.plan import OF_THE_DATA, Fault
-from harness.parallel import local
 from harness.run import Run
-from harness.rundir import append_line
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness import train
-from harness.config import Config
+from harness.config.schema import Config
 from harness.faults.injuries import injury
 from harness.faults.plan import read_plan
 from harness.faults.site import Site, earlier_strikes, watched
@@ -18,7 +18,7 @@ def run_worker(cfg: Config) -> int:
 def outfit(run: Run) -> Run:
     """Put every fault of the plan into the run."""
     plan = read_plan(run.directory)
-    assert plan is not None, "launch.worker chose this worker for the plan it saw"
+    assert plan is not None, "launch.local.worker chose this worker for the plan it saw"
     injuries = [
         injury(Site(run=run, fault=fault, number=number, seed=plan.seed, struck=earlier_strikes(run, number, fault)))
         for number, fault in plan

@@ -1,4 +1,5 @@
-"""SwiGLU that is rounded to fp8 where it is computed, as `harness.kernels.rounding` does it; its gradients likewise.
+"""SwiGLU that is rounded to fp8 where it is computed, as `harness.kernels.fp8_quantize` does it; its gradients
+likewise.
 
 What becomes zero is counted apart, over a sample of rows, by its size before it is rounded. In the kernels that round,
 where the numbers are at hand, it took half as many registers again, and a probed step was longer for it.
@@ -13,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from harness.fp8.engine import VANISHING
-from harness.kernels.rounding import (
+from harness.kernels.fp8_quantize import (
     BLOCK,
     NUM_WARPS,
     Matrix,
@@ -62,11 +62,11 @@ def round_slopes(
     return both
 
 
-def count_product(gate: Tensor, up: Tensor, scale: Tensor, row: Tensor, *, dtype: torch.dtype, every: int) -> None:
+def count_product(gate: Tensor, up: Tensor, scale: Tensor, row: Tensor, *, underflow: float, every: int) -> None:
     """Add to a row of a meter what becomes zero of silu(gate) * up: of a few rows, whose columns lie side by side, each
-    of which stands for `every`."""
+    of which stands for `every`. `underflow`: values up to this, times the scale, become zero."""
     grid = (len(gate), triton.cdiv(gate.shape[1], BLOCK))
-    _count_product[grid](gate, up, scale, row, gate.shape[1], gate.stride(0), every, VANISHING[dtype], BLOCK)
+    _count_product[grid](gate, up, scale, row, gate.shape[1], gate.stride(0), every, underflow, BLOCK)
 
 
 def count_slopes(
@@ -76,12 +76,12 @@ def count_slopes(
     scales: Sequence[Tensor],
     rows: Sequence[Tensor],
     *,
-    dtype: torch.dtype,
+    underflow: float,
     every: int,
 ) -> None:
     """The same of the gradients of gate and up; `gradient` lies as they do."""
     grid = (len(gate), triton.cdiv(gate.shape[1], BLOCK))
-    rest = gate.shape[1], gate.stride(0), every, VANISHING[dtype], BLOCK
+    rest = gate.shape[1], gate.stride(0), every, underflow, BLOCK
     _count_slopes[grid](gradient, gate, up, *scales, *rows, *rest)
 
 

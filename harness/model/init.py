@@ -13,10 +13,10 @@ from hashlib import blake2b
 import torch
 from torch import nn
 
-from harness.config import ModelConfig
+from harness.config.schema import ModelConfig
+from harness.distributed.world import write_local
 from harness.model.mup import parameter_table, role_of
 from harness.model.transformer import Transformer
-from harness.parallel import write_local
 
 
 def initialize(model: Transformer, cfg: ModelConfig, *, seed: int) -> None:

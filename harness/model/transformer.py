@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from harness.config import AttentionKind, ModelConfig
-from harness.fp8.linear import project
-from harness.fp8.swiglu import swiglu
-from harness.heads import are_joined, rotate, rotated_heads
+from harness.config.schema import AttentionKind, ModelConfig
 from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy, count_losses
 from harness.model.mup import attention_scale, output_multiplier
+from harness.precision.fp8.linear import project
+from harness.precision.fp8.swiglu import swiglu
+from harness.precision.fused_qkv import are_joined, rotate, rotated_heads
 
 LinearFactory = Callable[[int, int], nn.Module]
 """(in_features, out_features) -> a linear map without bias."""

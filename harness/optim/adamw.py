@@ -60,7 +60,7 @@ def step_fused(parts: Sequence[Part], rule: Rule, *, refuse: Tensor, divisor: Te
 def step_in_one_pass(parts: Sequence[Part], rule: Rule, *, refuse: Tensor, divisor: Tensor) -> None:
     """The same on CUDA, without writing gradients, all parts in one launch; where nothing is refused the last bits may
     differ."""
-    from harness.kernels.state import step_adamw
+    from harness.kernels.adamw import step_adamw
 
     parameters, gradients, firsts, seconds, steps = (list(column) for column in zip(*parts, strict=True))
     torch._foreach_add_(steps, [1 - refuse] * len(steps))  # the same number as a tensor for all would be waited for

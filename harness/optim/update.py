@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from harness.config import OptimConfig
+from harness.config.schema import OptimConfig
+from harness.distributed.world import local
 from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
 from harness.optim.schedule import table
-from harness.parallel import local
 
 RE_WARMING = 0.02
 """Share of the way back to its target that a lowered learning rate goes with each update."""

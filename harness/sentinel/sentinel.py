@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self, final
 
-from harness.config import SentinelConfig
-from harness.events import Action, ActionKind, Event, Finding, HeldOutMeasured, Incident, Outcome, ReducedRecord
-from harness.sentinel.case import Verdict
-from harness.sentinel.detectors import Detectors
-from harness.sentinel.policy import Policy
-from harness.sentinel.register import Register
-from harness.sentinel.slots import DIGEST_BITS
+from harness.config.schema import SentinelConfig
+from harness.core.events import Action, ActionKind, Event, Finding, HeldOutMeasured, Incident, Outcome, ReducedRecord
+from harness.sentinel.detect.detectors import Detectors
+from harness.sentinel.device.slots import DIGEST_BITS
+from harness.sentinel.policy.incident_log import Register
+from harness.sentinel.policy.open_incident import Verdict
+from harness.sentinel.policy.policy import Policy
 
 
 class Judgement(NamedTuple):

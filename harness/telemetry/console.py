@@ -18,9 +18,9 @@ from typing import TextIO, cast, final
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from harness.config import EXIT_DONE
-from harness.credentials import ENVIRONMENT, without_credentials
-from harness.events import (
+from harness.config.schema import EXIT_DONE
+from harness.core.credentials import ENVIRONMENT, without_credentials
+from harness.core.events import (
     Action,
     ChangePlanned,
     CheckpointFailed,
@@ -35,9 +35,9 @@ from harness.events import (
     RunStarted,
     StepRecord,
 )
-from harness.rundir import RunDir
-from harness.telemetry.shipper import SINK_MODULE
-from harness.telemetry.store import SQLITE, sqlite_path
+from harness.core.rundir import RunDir
+from harness.telemetry.tracking.sink_process import SINK_MODULE
+from harness.telemetry.tracking.store_uri import SQLITE, sqlite_path
 
 PLAIN_EVERY_S = 5.0
 REFRESH_EVERY_S = 0.1

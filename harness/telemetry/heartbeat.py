@@ -24,9 +24,9 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Self, final
 
-from harness.events import StepRecord
-from harness.rundir import RunDir
-from harness.state import RunState
+from harness.core.events import StepRecord
+from harness.core.rundir import RunDir
+from harness.core.state import RunState
 
 WRITE_EVERY_S = 1.0
 WRITES_PER_S = 100

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 import harness
-from harness.config import Config, PrecisionConfig, PrecisionKind
-from harness.credentials import without_credentials
-from harness.rundir import RunDir, write_atomically
+from harness.config.schema import Config, PrecisionConfig, PrecisionKind
+from harness.core.credentials import without_credentials
+from harness.core.rundir import RunDir, write_atomically
 from harness.telemetry.provenance import code
 
 PACKAGES = {

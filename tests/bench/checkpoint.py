@@ -39,12 +39,12 @@ from typing import NamedTuple
 import torch
 
 from harness.build import build
-from harness.checkpoint.cadence import num_buffers
-from harness.compose import load
+from harness.checkpoint.ring_cost import num_buffers
+from harness.config.compose import load
+from harness.core.rundir import RunDir
+from harness.distributed.world import connect, disconnect, local
 from harness.model.size import num_parameters
-from harness.parallel import connect, disconnect, local
-from harness.precision import fast_attention
-from harness.rundir import RunDir
+from harness.precision.mixed_precision import fast_attention
 from tests.bench.clock import order
 from tests.bench.intervals import COVERAGE, estimate
 from tests.bench.savers import CONTROL, OURS, Contender, Loop, Save, contenders, control

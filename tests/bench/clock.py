@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from harness.garbage import Collector
+from harness.core.gc_schedule import Collector
 from harness.telemetry.meters import memory_bytes
 
 WARMUP_STEPS = 4

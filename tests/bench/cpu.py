@@ -33,20 +33,20 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from harness.build import parameter_groups
-from harness.compose import load
-from harness.config import Config, PrecisionKind
-from harness.data.ledger import Ledger
+from harness.config.compose import load
+from harness.config.schema import Config, PrecisionKind
+from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data
 from harness.faults.site import watched
 from harness.model.init import initialize
 from harness.model.size import num_parameters
 from harness.model.transformer import Transformer
 from harness.optim.schedule import table
-from harness.precision import linear
+from harness.precision.mixed_precision import linear
 from harness.run import Run
 from harness.step import mask_of
 from harness.train import run_worker
-from launch.ports import reserved_port
+from launch.local.ports import reserved_port
 from tests.bench.clock import WARMUP_STEPS
 
 NOT_MEASURED = ("parallel.device=cpu", "telemetry=plain", "eval.every_steps=0", "checkpoint.every_steps=0")

@@ -26,12 +26,12 @@ from random import Random
 
 import numpy as np
 
-from harness.config import DetectConfig
-from harness.events import FindingKind
-from harness.sentinel.baseline import FLOATS, advance, begin, beyond, gate_bounds
-from harness.sentinel.detectors import Detectors
-from harness.sentinel.foreign import empty_record
-from launch.judge import detect_config
+from harness.analysis.judge.foreign_logs import empty_record
+from harness.config.schema import DetectConfig
+from harness.core.events import FindingKind
+from harness.sentinel.detect.baseline import FLOATS, advance, begin, beyond, gate_bounds
+from harness.sentinel.detect.detectors import Detectors
+from launch.cli.judge import detect_config
 from tests.bench.loss_events import Labels, centred_median, label
 from tests.bench.peer_detectors import PEERS, MissingGradNormsError, Rule
 from tests.bench.training_logs import HELD_OUT, TUNING, TrainingLog, load_logs

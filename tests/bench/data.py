@@ -35,10 +35,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness.compose import load
+from harness.config.compose import load
 from harness.data.batches import Batches, Share
-from harness.data.index import IndexedWriter
-from harness.data.ledger import Ledger
+from harness.data.corpus.token_files import IndexedWriter
+from harness.data.order.ledger import Ledger
 from harness.data.sources import open_sources, recipe
 from tests.bench.peers import (
     BATCH_SIZE,

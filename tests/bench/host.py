@@ -19,13 +19,13 @@ import time
 import torch
 from torch import Tensor
 
-from harness.compose import load
-from harness.events import StepRecord
-from harness.sentinel.gate import Judgement
-from harness.sentinel.report import HostFacts, pack, totals, unpack
+from harness.config.compose import load
+from harness.core.events import StepRecord
+from harness.sentinel.device.gate import Judgement
+from harness.sentinel.device.signals import Layout
+from harness.sentinel.device.slots import SLOTS
+from harness.sentinel.device.step_report import HostFacts, pack, totals, unpack
 from harness.sentinel.sentinel import Sentinel
-from harness.sentinel.signals import Layout
-from harness.sentinel.slots import SLOTS
 
 WORLDS = (1, 8, 64, 1024, 4096, 16384)
 REPLICATE = 8

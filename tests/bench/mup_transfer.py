@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.compose import load
-from harness.config import ModelConfig
-from harness.data.corpora import embedded_documents
+from harness.config.compose import load
+from harness.config.schema import ModelConfig
+from harness.data.corpus.corpora import embedded_documents
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
 from harness.model.transformer import Transformer
-from harness.precision import linear
+from harness.precision.mixed_precision import linear
 
 HEAD_DIM = 16
 SEQUENCE_LENGTH = 64

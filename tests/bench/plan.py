@@ -23,14 +23,14 @@ from pathlib import Path
 
 import torch
 
+from harness.analysis.plan.memory import memory
+from harness.analysis.plan.plan import plan
 from harness.build import Parts, build
-from harness.compose import load
-from harness.config import Config, PrecisionKind
-from harness.parallel import connect, disconnect
-from harness.plan.memory import memory
-from harness.plan.plan import plan
-from harness.precision import fast_attention
-from harness.rundir import RunDir
+from harness.config.compose import load
+from harness.config.schema import Config, PrecisionKind
+from harness.core.rundir import RunDir
+from harness.distributed.world import connect, disconnect
+from harness.precision.mixed_precision import fast_attention
 from harness.step import forward_backward, judge_and_update, mask_of
 from tests.bench.step import one_step
 

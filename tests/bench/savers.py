@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from harness.build import Parts
 from harness.checkpoint import store
-from harness.config import Config
-from harness.parallel import local
-from harness.state import RunState
+from harness.config.schema import Config
+from harness.core.state import RunState
+from harness.distributed.world import local
 from harness.step import forward_backward, judge_and_update
 from tests.bench.clock import wait_for
 

@@ -33,20 +33,20 @@ from typing import NamedTuple
 import torch
 
 from harness.build import Parts, build, meter
-from harness.compose import load
-from harness.config import Config, PrecisionKind
+from harness.config.compose import load
+from harness.config.schema import Config, PrecisionKind
+from harness.core.events import Action, ActionKind
+from harness.core.rundir import RunDir
+from harness.core.state import RunState
 from harness.data.batch import Batch
-from harness.data.facts import as_record
-from harness.events import Action, ActionKind
+from harness.data.batch_facts import as_record
+from harness.distributed.world import connect, disconnect
 from harness.model.size import num_parameters
 from harness.optim.schedule import table
-from harness.parallel import connect, disconnect
-from harness.precision import fast_attention
+from harness.precision.mixed_precision import fast_attention
 from harness.recovery import recover
-from harness.rundir import RunDir
-from harness.sentinel.report import HostFacts, unpack
-from harness.sentinel.sums import square_sums, square_sums_in_one_launch
-from harness.state import RunState
+from harness.sentinel.device.local_sums import square_sums, square_sums_in_one_launch
+from harness.sentinel.device.step_report import HostFacts, unpack
 from harness.step import forward_backward, judge_and_update, mask_of
 from harness.telemetry.meters import Meter, memory_bytes
 from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, in_turns, led, nothing

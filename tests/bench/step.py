@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 from harness.build import Parts, build
-from harness.compose import load
-from harness.config import Config
+from harness.config.compose import load
+from harness.config.schema import Config
+from harness.core.rundir import RunDir
+from harness.distributed.world import connect, disconnect
 from harness.model.size import flops_per_token, num_parameters
-from harness.parallel import connect, disconnect
-from harness.precision import fast_attention
-from harness.rundir import RunDir
+from harness.precision.mixed_precision import fast_attention
 from harness.step import forward_backward, judge_and_update
 from harness.telemetry.meters import peak_flops
 from tests.bench.clock import WARMUP_STEPS, led, let_go, matmul_flops_per_s, nothing, timed

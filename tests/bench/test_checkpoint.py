@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from harness.build import build
-from harness.compose import load
-from harness.parallel import connect, disconnect, local
-from harness.rundir import RunDir
+from harness.config.compose import load
+from harness.core.rundir import RunDir
+from harness.distributed.world import connect, disconnect, local
 from tests.bench.checkpoint import SNAPSHOT, Cost, Measured, check_restores, cost_of_save, measure, render
 from tests.bench.intervals import estimate
 from tests.bench.savers import CONTROL, OURS, Contender, Loop, Save, begin_torch, contenders, control, restore_torch

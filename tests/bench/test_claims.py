@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.compose import load
-from launch import cli
+from harness.config.compose import load
+from launch.cli import main
 from tests.bench.claims import (
     PAGE,
     ROOT,
@@ -102,7 +102,7 @@ def complaint_of_module(name: str, arguments: Sequence[str]) -> str:
 
 def complaint_of_harness(name: str, arguments: Sequence[str]) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
-        cli.main([name, *(each for each in arguments[:1] if each.isalpha()), "--help"])
+        main.main([name, *(each for each in arguments[:1] if each.isalpha()), "--help"])
     missing = [each for each in arguments if OPTION.match(each) and each not in said.getvalue()]
     if not said.getvalue():
         return f"harness has no command {name}"
@@ -149,7 +149,7 @@ def test_modules_named_on_pages_exist() -> None:
         ("harness drills all", "no command drills"),
         ("harness plan --planets 8", "has no option --planets"),
         ("pytest tests/plan/test_nothing.py", "tests/plan/test_nothing.py does not exist"),
-        ("pytest tests/plan/test_shadow.py::test_nothing", "has no test_nothing"),
+        ("pytest tests/analysis/plan/test_shadow.py::test_nothing", "has no test_nothing"),
         ("make coffee", "neither"),
     ],
 )

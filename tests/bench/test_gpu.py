@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from harness.alone import Unscattered
-from harness.config import ConfigError, PrecisionKind
-from harness.parallel import connect, disconnect, local
-from harness.precision import able_products
-from harness.rundir import RunDir
-from harness.sharding import WatchedScatter
+from harness.config.schema import ConfigError, PrecisionKind
+from harness.core.rundir import RunDir
+from harness.distributed.fsdp import WatchedScatter
+from harness.distributed.torch_private.single_rank import Unscattered
+from harness.distributed.world import connect, disconnect, local
+from harness.precision.mixed_precision import able_products
 from tests.bench.clock import SETTLING_STEPS, Block, in_turns, led, order
 from tests.bench.gpu import beside, titan
 from tests.bench.gpu.__main__ import main
@@ -290,9 +290,9 @@ def test_a_peer_runs_without_the_code_of_this_harness_that_changes_torch(tmp_pat
     contender = Contender.start(spec(tmp_path, "huggingface"))
     assert contender.sides == ("Hugging Face Llama, FSDP2, block by block",)
     changing = (
-        "harness.sharding",
-        "harness.joining",
-        "harness.alone",
+        "harness.distributed.fsdp",
+        "harness.distributed.torch_private.chunk_cat",
+        "harness.distributed.torch_private.single_rank",
         "harness.kernels",
         "harness.fp8",
         "harness.build",

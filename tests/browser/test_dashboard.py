@@ -8,11 +8,11 @@ from threading import Thread
 
 import pytest
 
-from harness.dashboard.serve import open_server
-from harness.rundir import RunDir
-from launch.report import write as write_index
+from harness.analysis.dashboard.serve import open_server
+from harness.core.rundir import RunDir
+from launch.cli.report import write as write_index
+from tests.analysis.dashboard.logs import BEGUN, long_run, record
 from tests.browser.chromium import Browser, Page, find, started
-from tests.dashboard.logs import BEGUN, long_run, record
 
 NUM_STEPS = 100_000
 AS_MUCH = 2.0

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.compose import load
-from harness.config import ParallelConfig
-from harness.parallel import World, connect, disconnect
+from harness.config.compose import load
+from harness.config.schema import ParallelConfig
+from harness.distributed.world import World, connect, disconnect
 
 
 @pytest.fixture(scope="session")

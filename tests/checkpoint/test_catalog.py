@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import run_lease
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Checkpoint, Health, expendable, name_of
 from harness.checkpoint.integrity import OtherVersion
-from harness.config import StorageError
+from harness.config.schema import StorageError
+from harness.core.locking import run_lease
 
 AGES = st.tuples(st.integers(0, 3), st.integers(0, 60))
 KNOWN = [health for health in Health if health is not Health.unread]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from harness.build import Parts, build
-from harness.compose import load
-from harness.config import Config, ConfigError
-from harness.parallel import connect, local
-from harness.rundir import RunDir
-from harness.state import RunState
+from harness.config.compose import load
+from harness.config.schema import Config, ConfigError
+from harness.core.rundir import RunDir
+from harness.core.state import RunState
+from harness.distributed.world import connect, local
 from harness.step import forward_backward, judge_and_update
 from tests.checkpoint.test_ring_in_process import Bench
 from tests.distributed.cases import digest, run, tiny

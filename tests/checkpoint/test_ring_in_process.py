@@ -14,10 +14,10 @@ from torch import Tensor
 
 from harness.checkpoint import ring
 from harness.checkpoint.ring import Ring, Slot
-from harness.compose import load
-from harness.config import ConfigError, RingConfig
-from harness.parallel import World
-from harness.state import RunState
+from harness.config.compose import load
+from harness.config.schema import ConfigError, RingConfig
+from harness.core.state import RunState
+from harness.distributed.world import World
 
 RING = load(["parallel.device=cpu"]).checkpoint.ring
 

@@ -18,16 +18,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness import events
 from harness.checkpoint import catalog, integrity, store
-from harness.checkpoint.description import METADATA_FILE
 from harness.checkpoint.integrity import OtherVersion
-from harness.checkpoint.patience import Patience
-from harness.compose import load
-from harness.config import ConfigError, StorageError
-from harness.events import CheckpointJudged, RunStarted
-from harness.parallel import World, connect, disconnect
-from harness.state import RunState
+from harness.checkpoint.io_retry import Patience
+from harness.checkpoint.tensor_index import METADATA_FILE
+from harness.config.compose import load
+from harness.config.schema import ConfigError, StorageError
+from harness.core import events
+from harness.core.events import CheckpointJudged, RunStarted
+from harness.core.state import RunState
+from harness.distributed.world import World, connect, disconnect
 from tests.checkpoint.storage import failing, tree
 from tests.distributed import cases
 from tests.distributed.pool import Pool

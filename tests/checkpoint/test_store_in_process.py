@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from harness.checkpoint import catalog, description, integrity, store
+from harness.checkpoint import catalog, integrity, store, tensor_index
 from harness.checkpoint.catalog import Health, name_of
 from harness.checkpoint.integrity import MANIFEST, Damaged, OtherVersion
-from harness.checkpoint.patience import Patience
-from harness.config import ConfigError, StorageError
-from harness.parallel import World, together
-from harness.state import RunState
+from harness.checkpoint.io_retry import Patience
+from harness.config.schema import ConfigError, StorageError
+from harness.core.state import RunState
+from harness.distributed.world import World, together
 from tests.checkpoint.storage import failing, tree
 
 SHARD = "__0_0.distcp"
@@ -68,13 +68,13 @@ def test_a_checkpoint_holds_what_was_given(tmp_path: Path, world: World) -> None
         tmp_path / "deep" / "root", tensors(5), RunState(step=5, tokens=50), world=world, rollback={"steps": 7.0}
     )
     manifest = integrity.verify(written.path)
-    assert set(manifest.files) == {SHARD, description.METADATA_FILE, store.STATE_FILE}
+    assert set(manifest.files) == {SHARD, tensor_index.METADATA_FILE, store.STATE_FILE}
     assert (manifest.step, manifest.tokens, manifest.world_size, manifest.rollback) == (5, 50, 1, {"steps": 7.0})
     assert written == (tmp_path / "deep" / "root" / name_of(5, 0), manifest.bytes)
     assert [path.name for path in written.path.parent.iterdir()] == [written.path.name], "nothing half-written is left"
     assert store.read_shapes(written.path) == {"model.weight": (4, 3), "device.step": ()}
-    found = description.read(written.path)
-    (written.path / description.METADATA_FILE).unlink()
+    found = tensor_index.read(written.path)
+    (written.path / tensor_index.METADATA_FILE).unlink()
     (read,) = store.read_tensors(written.path, ["model.weight"], found).values()
     assert read.tolist() == [[5.0] * 3] * 4, "a description that is given is not read again"
 
@@ -96,7 +96,7 @@ def test_files_are_forced_to_disk_before_the_checkpoint_exists(
     monkeypatch.setattr(os, "fsync", record)
     path = save(tmp_path, world, 2, planned)
     assert [name for name, _ in forced].count(SHARD) == 2, "by torch, and again once its last buffer is written"
-    for name in (SHARD, description.METADATA_FILE):
+    for name in (SHARD, tensor_index.METADATA_FILE):
         assert (name, (path / name).stat().st_size) in forced, "all of it"
 
 
@@ -123,7 +123,7 @@ def test_a_plan_is_kept_while_the_tensors_stay_as_they_are(
             save(tmp_path, world, step, planned)
             assert first(tmp_path, world, step).weight == step
         assert len(plans) == 1
-        assert planned.metadata == (tmp_path / name_of(3, 0) / description.METADATA_FILE).read_bytes()
+        assert planned.metadata == (tmp_path / name_of(3, 0) / tensor_index.METADATA_FILE).read_bytes()
         planned.results = planned.results[:-1]
         save(tmp_path, world, 4, planned)
         assert (len(plans), len(planned.results)) == (2, 2), "the parts did not come to lie as planned"
@@ -248,7 +248,7 @@ def test_health_that_cannot_be_read_is_an_error(tmp_path: Path, world: World) ->
         newest(tmp_path, world)
 
 
-FILES = [MANIFEST, SHARD, description.METADATA_FILE, store.STATE_FILE]
+FILES = [MANIFEST, SHARD, tensor_index.METADATA_FILE, store.STATE_FILE]
 
 
 @pytest.mark.parametrize("file", FILES)

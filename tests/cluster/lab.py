@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from launch.ports import reserved_port
+from launch.local.ports import reserved_port
 
 NUM_NODES = 4
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from harness import events
-from harness.compose import load, to_yaml
-from harness.config import Config
-from harness.events import RunStarted, StepRecord
-from harness.rundir import RunDir, locate
+from harness.config.compose import load, to_yaml
+from harness.config.schema import Config
+from harness.core import events
+from harness.core.events import RunStarted, StepRecord
+from harness.core.rundir import RunDir, locate
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Phase
 from tests.cluster.hosts import Hosts, missing
@@ -64,12 +64,12 @@ def laid_out(runs: Path, name: str) -> RunDir:
 
 
 def start(hosts: Hosts, run: RunDir, num_nodes: int = 2) -> list[Launched]:
-    """`launch.node` on each host."""
+    """`launch.local.node` on each host."""
     words = [str(run.path), "--nodes", str(num_nodes), "--rendezvous", f"{hosts.address(1)}:{PORT}"]
     return [
         hosts.start(
             node + 1,
-            "launch.node",
+            "launch.local.node",
             *words,
             "--node-rank",
             str(node),

@@ -24,13 +24,15 @@ from pathlib import Path
 
 import pytest
 
-from harness import commands, compose, events
 from harness.checkpoint import catalog
-from harness.config import Config, ConfigError
-from harness.events import RunEnded, RunStarted, StepRecord
-from harness.orders import Pause
-from harness.rundir import RunDir, locate
-from launch import controller, layout, requeue, slurm
+from harness.config import compose
+from harness.config.schema import Config, ConfigError
+from harness.control import inbox
+from harness.control.commands import Pause
+from harness.core import events
+from harness.core.events import RunEnded, RunStarted, StepRecord
+from harness.core.rundir import RunDir, locate
+from launch.slurm import controller, job_directory, requeue, submit
 from tests.cluster import lab as labs
 from tests.cluster.lab import Lab, until
 from tests.distributed import cases
@@ -77,9 +79,9 @@ class Cluster:
         lines = self.lab.command("scontrol", "show", "job", "-o", job)
         return next(each for each in lines.split() if each.startswith(f"{word}=")).partition("=")[2]
 
-    def wait(self, job: str) -> slurm.Finished:
+    def wait(self, job: str) -> submit.Finished:
         self.until(lambda: not controller.queue_state(job))
-        return slurm.wait(job, poll_s=0.1)
+        return submit.wait(job, poll_s=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +107,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def paused(cfg: Config) -> RunDir:
     """A run that will stop to think at its first step."""
-    run = layout.lay_out(cfg)
-    commands.send(run, Pause(), who="the test", reason="not before I say so")
+    run = job_directory.lay_out(cfg)
+    inbox.send(run, Pause(), who="the test", reason="not before I say so")
     return run
 
 
 def is_paused(run: RunDir) -> bool:
-    return any("pause" in str(each.changes) for each in commands.interventions(run))
+    return any("pause" in str(each.changes) for each in inbox.interventions(run))
 
 
 def losses(run: RunDir) -> dict[int, float]:
@@ -164,13 +166,13 @@ def submit_by_command(cluster: Cluster) -> tuple[str, RunDir]:
     ]
     run = paused(cluster.config(f"'{escaped}'", *words))
     assert run.path.name == name
-    code = "import sys; from launch.cli import main; sys.exit(main())"
+    code = "import sys; from launch.cli.main import main; sys.exit(main())"
     chosen = [*WORDS, "launch=slurm", f"run.dir={cluster.runs}", f"run.name='{escaped}'", *words]
     environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
     command = [sys.executable, "-c", code, "train", *chosen]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
-    known = layout.recall(run)
+    known = job_directory.recall(run)
     assert known is not None
     assert said.stdout.splitlines()[0] == f"job {known.job}: {run.path}"
     assert f"tail -F {shlex.quote(str(run.logs / f'slurm-{known.job}.log'))}" in said.stdout
@@ -184,15 +186,15 @@ def submit_array(cluster: Cluster) -> tuple[str, dict[str, RunDir]]:
         cluster.config("killed", UNCHECKED),
     ]
     paused(cfgs[-1])
-    return slurm.submit_array(cfgs, cluster.runs), {str(cfg.run.name): locate(cfg) for cfg in cfgs}
+    return submit.submit_array(cfgs, cluster.runs), {str(cfg.run.name): locate(cfg) for cfg in cfgs}
 
 
 def submit_one(cluster: Cluster) -> tuple[str, RunDir]:
     cfg = cluster.config("cancelled", UNCHECKED)
     run = paused(cfg)
-    job = slurm.submit(cfg)
+    job = submit.submit(cfg)
     with pytest.raises(ConfigError, match=f"run.name: job {job} of this run is [a-z]+; scancel {job} first"):
-        slurm.submit(cfg)
+        submit.submit(cfg)
     return job, run
 
 
@@ -232,7 +234,7 @@ def test_a_killed_task_begins_again_and_a_halt_does_not(jobs: Jobs, cluster: Clu
 
 def agent_of(cluster: Cluster, run: RunDir) -> int:
     """The task that Slurm started for a run; its ranks have its command line, and names of their own."""
-    words = f"launch.node\0{run.path.resolve()}\0".encode()
+    words = f"launch.local.node\0{run.path.resolve()}\0".encode()
     alike = [pid for pid in cluster.lab.processes() if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(words)]
     (pid,) = (pid for pid in alike if not Path(f"/proc/{pid}/comm").read_text().startswith(("srun", "rank-")))
     return pid
@@ -248,7 +250,7 @@ def test_before_its_time_is_up_a_job_leaves_and_goes_on_bit_for_bit(
     starts = [event for event in events.read(run.events) if isinstance(event, RunStarted)]
     assert [start.world_size for start in starts] == [2, 2]
     assert starts[1].resumed_from is not None
-    stops = [each for each in commands.interventions(run) if "stop" in each.changes]
+    stops = [each for each in inbox.interventions(run) if "stop" in each.changes]
     assert [(each.who, each.reason) for each in stops] == [("slurm", f"the time of job {job} is nearly up")]
     text = (run.logs / f"slurm-{job}.log").read_text()
     assert text.count("health: 2 nodes, clocks within") == 2, text
@@ -264,7 +266,7 @@ def test_plain_sbatch_on_four_nodes(jobs: Jobs, cluster: Cluster) -> None:
     (start,) = (event for event in events.read(run.events) if isinstance(event, RunStarted))
     assert start.world_size == 4
     assert sorted(losses(run)) == [1, 2, 3, 4]
-    known = layout.recall(run)
+    known = job_directory.recall(run)
     assert known is not None
     assert (Path(known.code) / "harness" / "train.py").read_bytes() == (ROOT / "harness" / "train.py").read_bytes()
     assert Path(known.code).is_relative_to(run.path)
@@ -273,7 +275,7 @@ def test_plain_sbatch_on_four_nodes(jobs: Jobs, cluster: Cluster) -> None:
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have the GPU that is missed")
 def test_a_sick_node_is_named_before_anything_starts(cluster: Cluster) -> None:
     cfg = cluster.config("sick", "parallel.device=cuda", "launch.slurm.max_requeues=0")
-    job = slurm.submit(cfg)
+    job = submit.submit(cfg)
     assert cluster.wait(job) == ("FAILED", 69)
     run = locate(cfg)
     assert ends(run) == [(69, False, "launch.slurm.max_requeues=0 allows no requeue")]
@@ -285,6 +287,6 @@ def test_a_sick_node_is_named_before_anything_starts(cluster: Cluster) -> None:
 def test_what_slurm_refuses_is_one_line_and_leaves_nothing(cluster: Cluster) -> None:
     cfg = cluster.config("refused", "launch.slurm.partition=nowhere")
     with pytest.raises(ConfigError, match=r"launch\.slurm: sbatch: .*invalid partition") as refused:
-        slurm.submit(cfg)
+        submit.submit(cfg)
     assert "\n" not in str(refused.value)
     assert not locate(cfg).path.exists()

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from harness import compose, events
-from harness.config import Config
-from harness.events import RunStarted
-from harness.rundir import RunDir, locate
-from launch import controller, requeue, slurm, status
+from harness.config import compose
+from harness.config.schema import Config
+from harness.core import events
+from harness.core.events import RunStarted
+from harness.core.rundir import RunDir, locate
+from launch.cli import status
+from launch.slurm import controller, requeue, submit
 from tests.cluster import lab as labs
 from tests.cluster.lab import Lab, until
 from tests.distributed import cases
@@ -29,7 +31,7 @@ PYTHON = """\
 #!/bin/bash
 echo "$SLURMD_NODENAME $*" >> {calls}
 case "$2" in
-    launch.node) case "$3" in
+    launch.local.node) case "$3" in
         */a) exit 2 ;;
         */b) while [[ ! -e {go} ]]; do sleep 0.1; done ;;
     esac ;;
@@ -62,14 +64,14 @@ def config(directory: Path, name: str, *words: str) -> Config:
     return compose.load([*cases.TINY, *fixed, *words])
 
 
-def wait(lab: Lab, *jobs: str) -> list[slurm.Finished]:
+def wait(lab: Lab, *jobs: str) -> list[submit.Finished]:
     def logs() -> str:
         paths = [*Path.cwd().rglob("slurm-*.log"), *Path.cwd().rglob("rank-*")]
         texts = [f"--- {path}\n{path.read_text()[-3000:]}" for path in paths]
         return "\n".join([lab.command("squeue"), *texts])
 
     until(lambda: not any(controller.queue_state(job) for job in jobs), logs, within_s=PATIENCE_S)
-    return [slurm.wait(job, poll_s=0.1) for job in jobs]
+    return [submit.wait(job, poll_s=0.1) for job in jobs]
 
 
 def executable(path: Path, text: str) -> Path:
@@ -89,18 +91,18 @@ def test_a_waiting_task_reads_the_line_it_was_submitted_with(
     words = ("launch.at_once=1", "launch.slurm.health=false")
     cfgs = {name: config(sweep, name, *words) for name in "abc"}
 
-    first = slurm.submit_array(list(cfgs.values()), sweep)
+    first = submit.submit_array(list(cfgs.values()), sweep)
     until(
-        lambda: calls.exists() and f"launch.node {sweep}/b" in calls.read_text(),
+        lambda: calls.exists() and f"launch.local.node {sweep}/b" in calls.read_text(),
         lambda: lab.command("squeue"),
         within_s=PATIENCE_S,
     )
     assert [controller.queue_state(f"{first}_{task}") for task in range(3)] == ["", "running", "pending"]
-    second = slurm.submit_array([cfgs["a"]], sweep)
+    second = submit.submit_array([cfgs["a"]], sweep)
     go.touch()
     assert wait(lab, first, second) == [("FAILED", 2), ("FAILED", 2)]
 
-    begun = [line.split()[-2:] for line in calls.read_text().splitlines() if "launch.requeue begin" in line]
+    begun = [line.split()[-2:] for line in calls.read_text().splitlines() if "launch.slurm.requeue begin" in line]
     tasks = {task: Path(run).name for run, task in begun}
     assert tasks == {f"{first}_0": "a", f"{first}_1": "b", f"{first}_2": "c", f"{second}_0": "a"}
     ends = {name: [(end.job, end.requeued) for end in requeue.read(RunDir(sweep / name))] for name in "abc"}
@@ -114,7 +116,7 @@ def test_a_node_that_failed_twice_is_left_out(
     executable(tmp_path / "bin" / "nvidia-smi", NVIDIA_SMI)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     cfg = config(tmp_path, "run", "train.num_steps=2", "checkpoint.every_steps=0", "launch.slurm.max_stalled=1")
-    job = slurm.submit(cfg)
+    job = submit.submit(cfg)
     assert wait(lab, job) == [("COMPLETED", 0)]
     run = locate(cfg)
     ends = requeue.read(run)

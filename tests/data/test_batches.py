@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from harness.data.batch import IGNORED, Batch
+from harness.data.batch_facts import fingerprint, stride_of
 from harness.data.batches import Batches, Share, Source
-from harness.data.corpora import EmbeddedCorpus
-from harness.data.corpus import Corpus, Origin, Tokens
-from harness.data.facts import fingerprint, stride_of
-from harness.data.ledger import Ledger
-from harness.data.mixture import Change, Recipe
+from harness.data.corpus.corpora import EmbeddedCorpus
+from harness.data.corpus.corpus import Corpus, Origin, Tokens
+from harness.data.order.ledger import Ledger
+from harness.data.order.mixture import Change, Recipe
 
 CPU = torch.device("cpu")
 WEIGHTS = {"a": 2.0, "b": 1.0, "c": 0.4}

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from harness.compose import load
-from harness.config import Config, ConfigError
+from harness.config.compose import load
+from harness.config.schema import Config, ConfigError
 from harness.data.batches import Batches
-from harness.data.index import IndexedWriter
-from harness.data.ledger import Ledger
+from harness.data.corpus.token_files import IndexedWriter
+from harness.data.order.ledger import Ledger
 from harness.data.sources import HELD_OUT_SEED, open_data, source_seed
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from harness.config import ConfigError, TokenDtype
-from harness.data.index import IndexedWriter, TokenFile, open_tokens
+from harness.config.schema import ConfigError, TokenDtype
+from harness.data.corpus.token_files import IndexedWriter, TokenFile, open_tokens
 
 KEY = "data.sources.main.paths"
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8, "uint32": 9, "uint64": 10}

@@ -19,12 +19,12 @@ import torch
 
 from harness import train
 from harness.build import Parts
-from harness.config import Config
-from harness.events import ActionKind, FindingKind, Outcome, StepRecord
-from harness.parallel import connect
-from harness.sentinel.gate import Judgement
-from harness.sentinel.report import HostFacts, pack, totals, unpack
-from harness.state import RunState
+from harness.config.schema import Config
+from harness.core.events import ActionKind, FindingKind, Outcome, StepRecord
+from harness.core.state import RunState
+from harness.distributed.world import connect
+from harness.sentinel.device.gate import Judgement
+from harness.sentinel.device.step_report import HostFacts, pack, totals, unpack
 from tests.distributed import cases
 
 GUILTY = 2

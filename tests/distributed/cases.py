@@ -22,18 +22,19 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness import events, rundir, train
+from harness import train
 from harness.build import Parts, build
 from harness.checkpoint import store
-from harness.compose import load
-from harness.config import Config, ConfigError
-from harness.events import StepRecord
+from harness.config.compose import load
+from harness.config.schema import Config, ConfigError
+from harness.core import events, rundir
+from harness.core.events import StepRecord
+from harness.core.rundir import RunDir
+from harness.core.state import RunState
+from harness.distributed.fsdp import WatchedScatter
+from harness.distributed.world import World, all_reduce_sum, connect, local
 from harness.faults.site import watched
-from harness.parallel import World, all_reduce_sum, connect, local
 from harness.run import Run
-from harness.rundir import RunDir
-from harness.sharding import WatchedScatter
-from harness.state import RunState
 from harness.step import forward_backward, judge_and_update, loss_sums
 
 TINY = (

@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness import compose, events, train
-from harness.events import FaultInjected
+from harness import train
+from harness.config import compose
+from harness.core import events
+from harness.core.events import FaultInjected
+from harness.core.rundir import RunDir
+from harness.distributed.world import local
 from harness.faults.injuries import injury
 from harness.faults.plan import Fault, FaultKind
 from harness.faults.site import Injury, Site, earlier_strikes
-from harness.parallel import local
 from harness.run import Run
-from harness.rundir import RunDir
-from harness.sentinel.slots import SLOTS
+from harness.sentinel.device.slots import SLOTS
 from harness.step import forward_backward
-from launch.worker import worker_of
+from launch.local.worker import worker_of
 from tests.distributed.cases import Snapshot, tiny
 
 STRUCK = 2

@@ -28,8 +28,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.loading import loading
-from launch.ports import reserved_port
+from harness.core.fast_imports import loading
+from launch.local.ports import reserved_port
 from tests.forks import ROOT, forks
 
 ATTEMPT_TIMEOUT_S = 60.0

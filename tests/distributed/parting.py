@@ -14,9 +14,9 @@ from unittest.mock import patch
 import numpy as np
 
 from harness import build as building
-from harness import opening, train
-from harness.config import Config
-from harness.data.ledger import Ledger
+from harness import resume, train
+from harness.config.schema import Config
+from harness.data.order.ledger import Ledger
 from harness.faults.site import watched
 from harness.run import Run
 from tests.distributed.cases import tiny
@@ -112,7 +112,7 @@ def open_with_failure(directory: str, what: str, rank: int, *overrides: str) -> 
     patches: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "data": lambda: patch.object(building, "open_data", _fails),
         "ledger": lambda: patch.object(Ledger, "load", _fails),
-        "log": lambda: patch.object(opening, "events_since", _fails),
+        "log": lambda: patch.object(resume, "events_since", _fails),
         "manifest": lambda: patch.object(train, "write_manifest", _fails),
         "directory": lambda: patch.object(train, "open_run", _fails),
         "engine": lambda: patch.object(train, "require_engine", _fails),

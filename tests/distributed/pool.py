@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from launch.ports import reserved_port
+from launch.local.ports import reserved_port
 from tests.forks import ROOT, forks
 
 CASE_TIMEOUT_S = 280

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from harness import events
-from harness.config import ConfigError
-from harness.events import Finding, FindingKind, RunEnded
-from harness.parallel import connected, disconnect
-from harness.rundir import RunDir
+from harness.config.schema import ConfigError
+from harness.core import events
+from harness.core.events import Finding, FindingKind, RunEnded
+from harness.core.rundir import RunDir
+from harness.distributed.world import connected, disconnect
 from tests.distributed import agreement, cases, parting
 from tests.distributed.agreement import GUILTY, LOCAL, OF_ALL_RANKS, SPOILS, Trace
 from tests.distributed.pool import Pool

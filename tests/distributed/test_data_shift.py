@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from harness.data.ledger import Ledger, Revocation
+from harness.core.events import Action, ActionKind, Event, Outcome, StepRecord
+from harness.core.rundir import RunDir
+from harness.data.order.ledger import Ledger, Revocation
 from harness.data.sources import open_data
-from harness.events import Action, ActionKind, Event, Outcome, StepRecord
-from harness.rundir import RunDir
-from harness.sentinel.policy import replayed
+from harness.sentinel.policy.policy import replayed
 from tests.distributed import trouble
 from tests.distributed.cases import tiny
 from tests.distributed.pool import Pool

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import Config
-from harness.drills import layout, scenario
-from harness.drills.evidence import Dossier
+from harness.config.schema import Config
+from harness.core.rundir import RunDir
+from harness.drills import directories, scenario
+from harness.drills.drill_record import Dossier
 from harness.drills.score import Card, Verdict, score_run
-from harness.rundir import RunDir
+from tests.analysis.postmortem.causes import INJECTED, blamed
 from tests.distributed import drilling
 from tests.distributed.pool import Pool
-from tests.evidence.causes import INJECTED, blamed
 
 SELDOM_SAVED = "checkpoint.every_steps=50"
 """Writing checkpoints costs more than the steps."""
@@ -61,14 +61,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def configured(words: tuple[str, ...]) -> Config:
     """Hydra is asked once for all that train alike."""
-    return layout.configure(words, ())
+    return directories.configure(words, ())
 
 
 def twin_of(ranks: Pool, runs: Path, words: Sequence[str]) -> str:
     """A clean run of a scenario's training, one for all that train alike; its name."""
     alike = RunDir(runs / f"twin-{abs(hash(tuple(words)))}")
     if not alike.path.exists():
-        layout.lay_out(configured(tuple(words)), alike)
+        directories.lay_out(configured(tuple(words)), alike)
         assert ranks.run(2, drilling.run, str(alike.path)) == [0, 0]
     return alike.path.name
 
@@ -79,7 +79,7 @@ def drilled(ranks: Pool, runs: Path, name: str) -> Card:
     victim = RunDir(runs / f"drill-{name}")
     words = [*drill.train, *ON_RANKS]
     twin = twin_of(ranks, runs, words)
-    layout.lay_out(configured((*words, *OFTEN_SAVED.get(name, ()))), victim)
+    directories.lay_out(configured((*words, *OFTEN_SAVED.get(name, ()))), victim)
     Dossier(name=name, scenario=drill, plan=drill.plan, twin=twin).write(victim)
     codes = ranks.run(2, drilling.run, str(victim.path))
     assert codes == 2 * [drill.expected.exit_code]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.parallel import all_reduce_sum, broadcast, connect, together
+from harness.distributed.world import all_reduce_sum, broadcast, connect, together
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 

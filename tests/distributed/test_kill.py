@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from harness import events, rundir, train
+from harness import train
 from harness.build import Parts, build
 from harness.checkpoint import catalog, integrity
-from harness.compose import load
-from harness.config import Config
-from harness.events import RunEnded, RunStarted, StepRecord
-from harness.parallel import local
+from harness.config.compose import load
+from harness.config.schema import Config
+from harness.core import events, rundir
+from harness.core.events import RunEnded, RunStarted, StepRecord
+from harness.distributed.world import local
 from tests.distributed import cases
 from tests.distributed.mortal import KILLED, AtPlace, AtTime, Death, Mortals, Place, When, die_in
 
@@ -96,8 +97,10 @@ WRITER = "torch.distributed.checkpoint.filesystem:FileSystemWriter"
 
 FORWARD = Place("forward", "harness.train:forward_backward")
 PHASES = (
-    Drawn(Place("configuration", "harness.rundir:write_atomically", half_a_file), ALL),
-    Drawn(Place("log", "harness.telemetry.sinks:EventLog._append", half_a_line), ALL, (0,), range(1, 7), range(1, 7)),
+    Drawn(Place("configuration", "harness.core.rundir:write_atomically", half_a_file), ALL),
+    Drawn(
+        Place("log", "harness.telemetry.event_log:EventLog._append", half_a_line), ALL, (0,), range(1, 7), range(1, 7)
+    ),
     Drawn(FORWARD, AROUND, BOTH, range(1, 9), range(1, 9)),
     Drawn(Place("update", "harness.optim.update:Update.apply"), AROUND, BOTH, range(1, 9), range(1, 9)),
     Drawn(Place("snapshot", "harness.checkpoint.ring:Ring.take", half_a_copy), ALL, BOTH, range(1, 4), range(1, 4)),

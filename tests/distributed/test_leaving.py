@@ -15,9 +15,10 @@ from unittest.mock import patch
 
 import pytest
 
-from harness import events, train
-from harness.events import Event, Intervention, RunEnded, RunStarted, StepRecord
-from harness.rundir import RunDir, user_name
+from harness import train
+from harness.core import events
+from harness.core.events import Event, Intervention, RunEnded, RunStarted, StepRecord
+from harness.core.rundir import RunDir, user_name
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 from tests.forks import Launched
@@ -73,7 +74,7 @@ def end_of(log: list[Event]) -> RunEnded:
 def launched(run: RunDir) -> Iterator[Launched]:
     """A run that would go on for ever, through the launcher, in a session of its own, once it trains."""
     overrides = [*cases.TINY, *ENDLESS, f"run.dir={run.path.parent}", f"run.name={run.path.name}", "launch.nproc=2"]
-    with Launched("launch.cli", "train", *overrides, output=run.path.parent / "output") as process:
+    with Launched("launch.cli.main", "train", *overrides, output=run.path.parent / "output") as process:
         deadline = time.monotonic() + 60
         while not (run.events.exists() and any(isinstance(event, StepRecord) for event in log_of(run))):
             assert process.poll() is None, process.stderr
@@ -97,7 +98,7 @@ def ask_by_file(run: RunDir, _launcher: Launched) -> None:
 
 def ask_by_command(run: RunDir, _launcher: Launched) -> None:
     words = ("ctl", str(run.path), "stop", "--reason", "new nodes", "--wait")
-    with Launched("launch.cli", *words, output=run.path.parent / "asked") as asked:
+    with Launched("launch.cli.main", *words, output=run.path.parent / "asked") as asked:
         assert (asked.wait(timeout=60), asked.stderr) == (75, "")
     assert f"{run.path} ended at step {end_of(log_of(run)).step}: " in asked.stdout
 

@@ -13,13 +13,28 @@ from unittest.mock import patch
 
 import pytest
 
-from harness import commands, events, train, watching
+from harness import train
 from harness.build import Parts
 from harness.checkpoint import catalog, store
 from harness.checkpoint.catalog import Health
-from harness.commands import REFUSED
-from harness.data.ledger import Exclusion, Ledger
-from harness.events import (
+from harness.control import inbox as commands
+from harness.control import watcher
+from harness.control.commands import (
+    ExcludeSource,
+    Order,
+    Pause,
+    Precision,
+    Rate,
+    Resume,
+    Rollback,
+    SaveCheckpoint,
+    Skip,
+    in_words,
+)
+from harness.control.inbox import REFUSED
+from harness.control.watcher import Watcher
+from harness.core import events
+from harness.core.events import (
     Action,
     ActionKind,
     CheckpointSaved,
@@ -32,21 +47,9 @@ from harness.events import (
     RunStarted,
     StepRecord,
 )
+from harness.core.rundir import RunDir, locate
+from harness.data.order.ledger import Exclusion, Ledger
 from harness.optim.update import RE_WARMING
-from harness.orders import (
-    ExcludeSource,
-    Order,
-    Pause,
-    Precision,
-    Rate,
-    Resume,
-    Rollback,
-    SaveCheckpoint,
-    Skip,
-    in_words,
-)
-from harness.rundir import RunDir, locate
-from harness.watching import Watcher
 from tests.distributed import trouble
 from tests.distributed.cases import digest, state_on_disk, tiny
 from tests.distributed.pool import Pool
@@ -161,7 +164,7 @@ def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: s
     with (
         patch.multiple(train, forward_backward=forward_backward, leave=leave, PAUSED_LOOK_S=0.05),
         patch.multiple(Watcher, look=look, waits=waits, wait=wait),
-        patch.multiple(watching, LOOK_EVERY_S=0.05, WORD_EVERY_S=0.0),
+        patch.multiple(watcher, LOOK_EVERY_S=0.05, WORD_EVERY_S=0.0),
     ):
         code = train.run_worker(cfg)
     return Ended(code, state, num_begun, begun_in_pause)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import events
-from harness.events import RunEnded
+from harness.core import events
+from harness.core.events import RunEnded
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import events
-from harness.events import CheckpointSaved, RunEnded, RunStarted, StepRecord
+from harness.core import events
+from harness.core.events import CheckpointSaved, RunEnded, RunStarted, StepRecord
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 from tests.forks import Launched

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from harness import events
-from harness.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunEnded, StepRecord
-from harness.replay.rerun import Order, run_worker, uncompiled
-from harness.rundir import RunDir
-from harness.sentinel.policy import replayed
+from harness.analysis.replay.rerun import Order, run_worker, uncompiled
+from harness.core import events
+from harness.core.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunEnded, StepRecord
+from harness.core.rundir import RunDir
+from harness.sentinel.policy.policy import replayed
 from tests.distributed import cases, trouble
 from tests.distributed.cases import tiny
 from tests.distributed.pool import Pool

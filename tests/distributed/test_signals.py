@@ -14,12 +14,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor.debug import CommDebugMode
 
 from harness.build import Parts
-from harness.config import Config
-from harness.events import StepRecord, to_json
+from harness.config.schema import Config
+from harness.core.events import StepRecord, to_json
+from harness.distributed.world import connect, local
 from harness.model.transformer import Transformer
-from harness.parallel import connect, local
-from harness.precision import linear
-from harness.sentinel.report import HostFacts, unpack
+from harness.precision.mixed_precision import linear
+from harness.sentinel.device.step_report import HostFacts, unpack
 from harness.step import forward_backward, judge_and_update
 from tests.distributed import cases
 from tests.distributed.pool import Pool

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 
 from harness import train
-from harness.events import RunEnded, RunStarted, StepRecord, parse
-from harness.rundir import RunDir, locate
+from harness.core.events import RunEnded, RunStarted, StepRecord, parse
+from harness.core.rundir import RunDir, locate
 from tests.distributed.cases import tiny
 from tests.distributed.pool import Pool
 from tests.stalled import Stalled, can_stall

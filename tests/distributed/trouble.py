@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness import events, train
+from harness import train
 from harness.build import Parts
-from harness.events import Event
+from harness.core import events
+from harness.core.events import Event
+from harness.core.rundir import RunDir, locate
+from harness.distributed.world import local
 from harness.faults.data import spoil
 from harness.faults.plan import Fault as Shift
 from harness.faults.plan import FaultKind
-from harness.parallel import local
-from harness.rundir import RunDir, locate
 from tests.distributed.cases import digest, tiny
 
 GUILTY_LAYER = "blocks.1.mlp.up"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.drills.evidence import Evidence, Start
-from harness.drills.scenario import Bounds, Expected, Scenario
-from harness.events import (
+from harness.core.events import (
     Action,
     ActionKind,
     EvalRecord,
@@ -18,6 +16,8 @@ from harness.events import (
     RunStarted,
     StepRecord,
 )
+from harness.drills.drill_record import Evidence, Start
+from harness.drills.scenario import Bounds, Expected, Scenario
 from harness.faults.plan import Fault, FaultKind
 
 NUM_STEPS = 20

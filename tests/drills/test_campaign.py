@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import compose
-from harness.config import ConfigError
+from harness.config import compose
+from harness.config.schema import ConfigError
+from harness.core.events import ActionKind, FindingKind
 from harness.drills import campaign
 from harness.drills.campaign import EARLIEST, MARGIN, MOST_FAULTS, Drawn
-from harness.drills.evidence import Evidence
+from harness.drills.drill_record import Evidence
 from harness.drills.scenario import Bounds, Expected
-from harness.events import ActionKind, FindingKind
 from harness.faults.plan import FaultKind
 from tests.drills import logs
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from harness import events
 from harness.checkpoint import catalog
-from harness.drills import layout, scenario
-from harness.drills.evidence import Dossier, gather
+from harness.core import events
+from harness.core.events import CheckpointJudged, RunStarted
+from harness.core.rundir import RunDir
+from harness.drills import directories, scenario
+from harness.drills.drill_record import Dossier, gather
 from harness.drills.score import Card, Verdict, score_run
-from harness.events import CheckpointJudged, RunStarted
 from harness.faults.files import fill, flip_bit
 from harness.faults.process import children_of
-from harness.rundir import RunDir
 from tests.distributed import drilling
 from tests.distributed.mortal import AtTime, Mortals
 
@@ -48,7 +48,7 @@ def runs(mortals: Mortals, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the twin of all of them."""
     root = tmp_path_factory.mktemp("runs")
     twin = RunDir(root / "twin")
-    layout.lay_out(layout.configure(scenario.load("kill_rank").train, TRAIN), twin)
+    directories.lay_out(directories.configure(scenario.load("kill_rank").train, TRAIN), twin)
     assert mortals.run(SIZE, drilling.run, str(twin.path)).results == [0] * SIZE
     return root
 
@@ -57,7 +57,7 @@ def drilled(mortals: Mortals, runs: Path, name: str, *overrides: str) -> tuple[R
     """The run of a scenario, started until it is done, and its card."""
     drill = scenario.load(name, [*STRUCK, *overrides])
     victim = RunDir(runs / name)
-    layout.lay_out(layout.configure(drill.train, TRAIN), victim)
+    directories.lay_out(directories.configure(drill.train, TRAIN), victim)
     Dossier(name=name, scenario=drill, plan=drill.plan, twin="twin").write(victim)
     dies = name in ("kill_rank", "corrupted_checkpoint", "truncated_checkpoint")
     for start in range(drill.expected.starts):

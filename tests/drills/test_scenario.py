@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from harness import compose
-from harness.config import ConfigError
-from harness.drills import layout, scenario
+from harness.config import compose
+from harness.config.schema import ConfigError
+from harness.drills import directories, scenario
 from harness.faults.plan import FaultKind
 
 SHARED = "drill.bounds has latency_steps, steps_lost, seconds, loss_gap, identical, false_alarms, excluded"
@@ -19,7 +19,7 @@ def test_every_scenario_loads(name: str) -> None:
     assert loaded.summary
     assert "\n" not in loaded.summary
     assert scenario.from_tree(loaded.as_dict()) == loaded
-    cfg = layout.configure(loaded.train, ())
+    cfg = directories.configure(loaded.train, ())
     assert loaded.fault.at + loaded.fault.duration <= cfg.train.num_steps + 20
     assert not cfg.telemetry.mlflow
 

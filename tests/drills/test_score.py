@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.drills.evidence import Evidence
+from harness.core.events import ActionKind, CheckpointJudged, Event, FindingKind, StepRecord
+from harness.drills.drill_record import Evidence
 from harness.drills.scenario import Bounds, Expected
 from harness.drills.score import Card, Verdict, detect, in_words, is_right, judge, score
-from harness.events import ActionKind, CheckpointJudged, Event, FindingKind, StepRecord
 from tests.drills import logs
 
 SKIP, REWIND, HALT = ActionKind.skip, ActionKind.rewind, ActionKind.halt

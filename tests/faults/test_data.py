@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from harness.compose import load
-from harness.config import ConfigError
+from harness.config.compose import load
+from harness.config.schema import ConfigError
 from harness.data.batches import Batches
-from harness.data.ledger import Ledger
+from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data
 from harness.faults.data import NUM_RAREST, TamperedCorpus
 from harness.faults.plan import Fault, FaultKind

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.config import ConfigError
-from harness.events import FaultInjected, to_json
+from harness.config.schema import ConfigError
+from harness.core.events import FaultInjected, to_json
+from harness.core.rundir import RunDir, append_line
 from harness.faults.gradient import flip
 from harness.faults.plan import Fault, FaultKind, Plan, read_plan
 from harness.faults.site import Site, earlier_strikes, watched
-from harness.rundir import RunDir, append_line
 
 FAULT = Fault(kind=FaultKind.nan_grad, at=7, duration=2, rank=-1, layer="blocks.1")
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from launch.ports import reserved_port
+from launch.local.ports import reserved_port
 
 LIMIT_S = 400.0
 RUN = "import sys; from tests.distributed.drilling import run; sys.exit(run(sys.argv[1]))"

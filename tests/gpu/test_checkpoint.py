@@ -11,12 +11,12 @@ import torch
 
 from harness.build import Parts, build
 from harness.checkpoint import store
-from harness.compose import load
-from harness.config import Config
-from harness.events import CheckpointSaved
-from harness.parallel import connect, disconnect, local
-from harness.rundir import RunDir
-from harness.state import RunState
+from harness.config.compose import load
+from harness.config.schema import Config
+from harness.core.events import CheckpointSaved
+from harness.core.rundir import RunDir
+from harness.core.state import RunState
+from harness.distributed.world import connect, disconnect, local
 from harness.step import forward_backward, judge_and_update
 from tests.gpu.test_step import SMALL
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from harness.build import Parts, build
-from harness.compose import load
-from harness.config import Config
-from harness.fp8.engine import FORWARD, GRADIENT, Blocks, Engine, Side, engine_of
-from harness.fp8.linear import Fp8Linear, Recipe, Switch, project
-from harness.parallel import connect, disconnect
-from harness.precision import fast_attention
-from harness.rundir import RunDir
+from harness.config.compose import load
+from harness.config.schema import Config
+from harness.core.rundir import RunDir
+from harness.distributed.world import connect, disconnect
+from harness.precision.fp8.engine import FORWARD, GRADIENT, Blocks, Engine, Side, engine_of
+from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch, project
+from harness.precision.mixed_precision import fast_attention
 from harness.step import forward_backward, judge_and_update
 
 pytestmark = [

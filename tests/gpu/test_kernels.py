@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.fp8 import meters
-from harness.fp8.emulated import Emulated
-from harness.fp8.engine import FORWARD, GRADIENT, SCALE_STEPS, VANISHING
-from harness.fp8.meters import METER, Column, Role, probing
-from harness.fp8.operators import round_noted
-from harness.fp8.swiglu import product_by_kernels, product_of, slopes_by_kernels, slopes_of
 from harness.model.loss import IGNORED, LossOptions, _chunk_gradient, _chunk_gradient_in_place
+from harness.precision.fp8 import meters
+from harness.precision.fp8.custom_ops import round_noted
+from harness.precision.fp8.emulation import Emulated
+from harness.precision.fp8.engine import FORWARD, GRADIENT, SCALE_STEPS, VANISHING
+from harness.precision.fp8.meters import METER, Column, Role, probing
+from harness.precision.fp8.swiglu import product_by_kernels, product_of, slopes_by_kernels, slopes_of
 from tests.gpu.where import DEVICE, IS_INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -27,9 +27,9 @@ MATRICES = [(80, 72)] if IS_INTERPRETED else [(512, 768), (208, 80)]
 @pytest.fixture(autouse=True)
 def few_programs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the second pass: fewer than there are tiles, which they share."""
-    from harness.kernels import rounding
+    from harness.kernels import fp8_quantize
 
-    monkeypatch.setattr(rounding, "NUM_AGAIN", 3)
+    monkeypatch.setattr(fp8_quantize, "NUM_AGAIN", 3)
 
 
 def scalar(value: float) -> Tensor:
@@ -38,7 +38,7 @@ def scalar(value: float) -> Tensor:
 
 @pytest.mark.parametrize("sample", [2**20, 4_000])
 def test_what_rounding_did_is_noted_as_in_plain_torch(monkeypatch: pytest.MonkeyPatch, sample: int) -> None:
-    from harness.kernels.rounding import note_rounded
+    from harness.kernels.fp8_quantize import note_rounded
 
     monkeypatch.setattr(meters, "SAMPLE", sample)
     values = torch.randn(10, 1500, generator=torch.Generator().manual_seed(0)).mul(1e-3).to(torch.bfloat16)
@@ -63,7 +63,7 @@ def test_what_rounding_did_is_noted_as_in_plain_torch(monkeypatch: pytest.Monkey
 def test_a_matrix_is_rounded_by_the_scale_that_fits_whatever_was_guessed(
     dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    from harness.kernels.rounding import round_matrix
+    from harness.kernels.fp8_quantize import round_matrix
 
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(1e-3).to(DEVICE, torch.bfloat16)
     fitting = scalar(0.0)
@@ -132,9 +132,9 @@ def test_what_becomes_zero_in_swiglu_is_counted_as_in_plain_torch(spoiled: tuple
     gate[3, :9] = 0.0
     rows, scales = torch.zeros(3, len(Column), device=DEVICE), [scalar(2.0**power) for power in (-8, -6, -4)]
     for _ in range(2):
-        count_product(gate[1::2], up[1::2], scales[0], rows[0], dtype=FORWARD, every=2)
+        count_product(gate[1::2], up[1::2], scales[0], rows[0], underflow=VANISHING[FORWARD], every=2)
         seen = slope[1::2], gate[1::2], up[1::2]
-        count_slopes(*seen, scales[1:], [*rows[1:]], dtype=GRADIENT, every=2)
+        count_slopes(*seen, scales[1:], [*rows[1:]], underflow=VANISHING[GRADIENT], every=2)
     made = zip((product_of(gate, up), *slopes_of(slope, gate, up)), scales, (FORWARD, GRADIENT, GRADIENT), strict=True)
     for row, (values, scale, dtype) in zip(rows, made, strict=True):
         expected, there = torch.zeros(len(Column), device=DEVICE), values[1::2]
@@ -168,7 +168,7 @@ def test_logits_become_their_gradient(width: int, multiplier: float, z_loss: flo
 
 
 def test_a_tensor_times_a_number_of_the_device() -> None:
-    from harness.kernels import gradients as kernels
+    from harness.kernels import grad_norm as kernels
 
     for shape in [(3,), (100, 33), (64, 80)]:
         plain = torch.randn(shape, device=DEVICE)

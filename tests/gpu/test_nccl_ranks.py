@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.drills import layout, scenario
-from harness.drills.evidence import Dossier
-from harness.events import Action, ActionKind, Finding, FindingKind, StepRecord, read
-from harness.rundir import RunDir
+from harness.core.events import Action, ActionKind, Finding, FindingKind, StepRecord, read
+from harness.core.rundir import RunDir
+from harness.drills import directories, scenario
+from harness.drills.drill_record import Dossier
 from tests.gpu.nccl import logs_of, run_case, run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -22,9 +22,9 @@ def drill(tmp_path: Path, name: str, *overrides: str, num_ranks: int = 2) -> Run
     """A victim of this drill, trained; every rank ended with 0."""
     planned = scenario.load(name, overrides)
     of_training = [each for each in overrides if not each.startswith("drill.")]
-    cfg = layout.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", *of_training])
+    cfg = directories.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", *of_training])
     run = RunDir(tmp_path / "victim")
-    layout.lay_out(cfg, run)
+    directories.lay_out(cfg, run)
     Dossier(name=name, scenario=planned, plan=planned.plan, twin="").write(run)
     check_trained(run, num_ranks=num_ranks)
     return run
@@ -65,9 +65,9 @@ def test_uneven_shares_give_the_same_loss(tmp_path: Path) -> None:
     planned = scenario.load("nan_grad")
     losses = []
     for num_ranks in (2, 3):
-        cfg = layout.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", "train.num_steps=30"])
+        cfg = directories.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", "train.num_steps=30"])
         run = RunDir(tmp_path / f"ranks-{num_ranks}")
-        layout.lay_out(cfg, run)
+        directories.lay_out(cfg, run)
         check_trained(run, num_ranks=num_ranks)
         records = [event for event in read(run.events) if isinstance(event, StepRecord)]
         losses.append([(record.fingerprint, record.loss) for record in records])

@@ -13,22 +13,22 @@ import pytest
 import torch
 
 from harness.build import Parts, build, meter
-from harness.compose import load
-from harness.config import EXIT_DONE, Config, DetectConfig
-from harness.events import Action, ActionKind, StepRecord, read
-from harness.garbage import Collector
-from harness.parallel import connect, disconnect, local
-from harness.precision import fast_attention
+from harness.config.compose import load
+from harness.config.schema import EXIT_DONE, Config, DetectConfig
+from harness.control.stop_requests import StopRequest
+from harness.core.events import Action, ActionKind, StepRecord, read
+from harness.core.gc_schedule import Collector
+from harness.core.rundir import RunDir
+from harness.core.state import RunState
+from harness.distributed.world import connect, disconnect, local
+from harness.precision.mixed_precision import fast_attention
 from harness.recovery import recover
-from harness.requests import StopRequest
 from harness.run import Run
-from harness.rundir import RunDir
-from harness.sentinel.baseline import FLOATS, advance, begin, beyond, gate_bounds
-from harness.sentinel.gate import Gate
-from harness.state import RunState
+from harness.sentinel.detect.baseline import FLOATS, advance, begin, beyond, gate_bounds
+from harness.sentinel.device.gate import Gate
 from harness.step import forward_backward, judge_and_update
+from harness.telemetry.event_reporter import Narrator
 from harness.telemetry.heartbeat import Heartbeat
-from harness.telemetry.narrator import Narrator
 from harness.train import train
 from tests.gpu.test_step import SMALL
 from tests.sentinel.series import config, losses, norms

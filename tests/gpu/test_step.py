@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from harness.build import Parts, build
-from harness.compose import load
-from harness.config import Config
-from harness.parallel import connect, disconnect, local
-from harness.precision import fast_attention
-from harness.rundir import RunDir
-from harness.sentinel.report import HostFacts, unpack
+from harness.config.compose import load
+from harness.config.schema import Config
+from harness.core.rundir import RunDir
+from harness.distributed.world import connect, disconnect, local
+from harness.precision.mixed_precision import fast_attention
+from harness.sentinel.device.step_report import HostFacts, unpack
 from harness.step import evaluate, forward_backward, judge_and_update
 
 pytestmark = [
@@ -158,7 +158,7 @@ def test_same_seed_same_bits_twice() -> None:
 
 
 def test_evaluation_sees_what_training_sees() -> None:
-    from harness.state import RunState
+    from harness.core.state import RunState
 
     parts, cfg = start("precision=bf16")
     before = evaluate(parts, RunState(), cfg=cfg)

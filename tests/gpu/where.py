@@ -1,5 +1,5 @@
 """Where the harness's own kernels are tested: on a GPU, or without one by Triton's interpreter, where somebody asks for
-it (`tests/test_kernels.py` does)."""
+it (`tests/kernels/test_kernels.py` does)."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import compose
-from harness.config import Config, ConfigError
-from harness.parallel import connect, disconnect
-from harness.requests import StopRequest, signals_to
-from harness.rundir import locate
-from harness.state import RunState
+from harness.config import compose
+from harness.config.schema import Config, ConfigError
+from harness.control.stop_requests import StopRequest, signals_to
+from harness.core.rundir import locate
+from harness.core.state import RunState
+from harness.distributed.world import connect, disconnect
 from harness.telemetry.heartbeat import Heartbeat
 
 PATIENCE_S = 60.0
@@ -130,7 +130,7 @@ def config(runs: Path, name: str) -> Config:
 
 
 def main(words: Sequence[str]) -> int:
-    from launch import local
+    from launch.local import start as local
 
     name, runs = words
     cfg = config(Path(runs), name)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from harness.compose import load
-from harness.config import ModelConfig
+from harness.config.compose import load
+from harness.config.schema import ModelConfig
 
 MakeConfig = Callable[..., ModelConfig]
 

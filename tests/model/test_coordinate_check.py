@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.config import ModelConfig
+from harness.config.schema import ModelConfig
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
 from harness.model.transformer import Transformer
-from harness.precision import linear
+from harness.precision.mixed_precision import linear
 
 pytestmark = pytest.mark.full
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config import AttentionKind, ModelConfig
+from harness.config.schema import AttentionKind, ModelConfig
 from harness.model.init import initialize
 from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy
 from harness.model.transformer import Attention, Output, Transformer
-from harness.precision import linear
+from harness.precision.mixed_precision import linear
 
 MakeConfig = Callable[..., ModelConfig]
 SEQUENCE_LENGTH = 12

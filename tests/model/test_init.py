@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness.config import ModelConfig
+from harness.config.schema import ModelConfig
+from harness.distributed.world import local
 from harness.model.init import initialize
 from harness.model.mup import Role, parameter_table, role_of
 from harness.model.transformer import Transformer
-from harness.parallel import local
-from harness.precision import linear
+from harness.precision.mixed_precision import linear
 
 MakeConfig = Callable[..., ModelConfig]
 WORLD_SIZE = 4

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from harness.config import AttentionKind, ModelConfig
-from harness.model.huggingface import name_of
+from harness.config.schema import AttentionKind, ModelConfig
+from harness.huggingface.names import name_of
 from harness.model.init import initialize
 from harness.model.transformer import Transformer
-from harness.precision import linear
+from harness.precision.mixed_precision import linear
 
 SEQUENCE_LENGTH = 19
 

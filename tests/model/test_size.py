@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from harness.compose import conf_dir, load
-from harness.config import ModelConfig
+from harness.config.compose import conf_dir, load
+from harness.config.schema import ModelConfig
 from harness.model.size import (
     block_shapes,
     flops_per_token,
@@ -18,7 +18,7 @@ from harness.model.size import (
     root_shapes,
 )
 from harness.model.transformer import Transformer
-from harness.precision import linear
+from harness.precision.mixed_precision import linear
 
 MakeConfig = Callable[..., ModelConfig]
 SIZES = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml") if path.stem != "base")

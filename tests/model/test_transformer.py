@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from harness.config import ModelConfig
+from harness.config.schema import ModelConfig
 from harness.model.init import initialize
 from harness.model.loss import IGNORED
 from harness.model.transformer import Transformer, document_mask, sampled_layers
-from harness.precision import linear
+from harness.precision.mixed_precision import linear
 
 MakeConfig = Callable[..., ModelConfig]
 SEQUENCE_LENGTH = 8

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from harness.compose import load
-from harness.config import OptimConfig, ScheduleKind
+from harness.config.compose import load
+from harness.config.schema import OptimConfig, ScheduleKind
 from harness.optim.schedule import table
 
 NUM_STEPS, WARMUP = 100, 10

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.compose import load
+from harness.config.compose import load
+from harness.distributed.world import World, connect, disconnect, local
 from harness.optim.update import Group, Update, build_update
-from harness.parallel import World, connect, disconnect, local
 from tests.distributed.pool import Pool
 
 SHAPES = {"even": (4,), "uneven": (5, 3), "one_row": (1, 4)}

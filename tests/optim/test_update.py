@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.compose import load
-from harness.config import OptimConfig
+from harness.config.compose import load
+from harness.config.schema import OptimConfig
 from harness.optim.update import Group, Update, build_update
 
 CPU = torch.device("cpu")

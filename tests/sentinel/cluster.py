@@ -11,8 +11,8 @@ import math
 import random
 from dataclasses import dataclass, field, replace
 
-from harness.config import BudgetConfig, BudgetsConfig, PolicyConfig
-from harness.events import (
+from harness.config.schema import BudgetConfig, BudgetsConfig, PolicyConfig
+from harness.core.events import (
     Action,
     ActionKind,
     Event,
@@ -23,8 +23,8 @@ from harness.events import (
     RunStarted,
     StepRecord,
 )
-from harness.sentinel.case import Closed
-from harness.sentinel.policy import Policy
+from harness.sentinel.policy.open_incident import Closed
+from harness.sentinel.policy.policy import Policy
 from tests.sentinel.policy_runs import finding, record
 
 NUM_STEPS = 120

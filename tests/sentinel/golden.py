@@ -16,10 +16,20 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from harness.events import Action, Finding, StepRecord
-from harness.sentinel.baseline import FLOATS, State, advance, begin, begin_late, bound, expected, gate_bounds, tolerance
-from harness.sentinel.detectors import Detectors
-from harness.sentinel.incidents import Incidents
+from harness.analysis.judge.incident_groups import Incidents
+from harness.core.events import Action, Finding, StepRecord
+from harness.sentinel.detect.baseline import (
+    FLOATS,
+    State,
+    advance,
+    begin,
+    begin_late,
+    bound,
+    expected,
+    gate_bounds,
+    tolerance,
+)
+from harness.sentinel.detect.detectors import Detectors
 from tests.sentinel.cluster import Malice, actions_of, survive
 from tests.sentinel.series import config, losses, norms, record, records
 

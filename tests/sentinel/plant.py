@@ -13,14 +13,23 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from harness.config import Config
-from harness.data.ledger import Ledger
-from harness.events import Action, ActionKind, Event, HeldOutMeasured, Outcome, StepRecord
-from harness.planned import Planned
-from harness.sentinel.baseline import CAPPED_FROM_COUNT, FLOATS, State, advance, begin, beyond, gate_bounds, reopen
-from harness.sentinel.foreign import empty_record
+from harness.analysis.judge.foreign_logs import empty_record
+from harness.config.schema import Config
+from harness.core.events import Action, ActionKind, Event, HeldOutMeasured, Outcome, StepRecord
+from harness.core.state import RunState
+from harness.data.order.ledger import Ledger
+from harness.planned_changes import Planned
+from harness.sentinel.detect.baseline import (
+    CAPPED_FROM_COUNT,
+    FLOATS,
+    State,
+    advance,
+    begin,
+    beyond,
+    gate_bounds,
+    reopen,
+)
 from harness.sentinel.sentinel import Sentinel
-from harness.state import RunState
 
 GRAD = 0.5
 RESTORES = (ActionKind.rewind, ActionKind.rollback)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from functools import cache
 
-from harness import compose
-from harness.config import PolicyConfig
-from harness.events import (
+from harness.config import compose
+from harness.config.schema import PolicyConfig
+from harness.core.events import (
     Action,
     ActionKind,
     Finding,
@@ -16,8 +16,8 @@ from harness.events import (
     Outcome,
     StepRecord,
 )
-from harness.sentinel.case import Closed
-from harness.sentinel.policy import Policy
+from harness.sentinel.policy.open_incident import Closed
+from harness.sentinel.policy.policy import Policy
 
 LAG = 1
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from harness.config import DetectConfig
-from harness.events import Finding, StepRecord
-from launch.judge import detect_config
+from harness.config.schema import DetectConfig
+from harness.core.events import Finding, StepRecord
+from launch.cli.judge import detect_config
 
 NOISE = 0.01
 

@@ -8,10 +8,10 @@ from functools import cache
 
 import pytest
 
-from harness import compose
-from harness.config import Config
-from harness.events import Action, ActionKind
-from harness.sentinel.policy import replayed
+from harness.config import compose
+from harness.config.schema import Config
+from harness.core.events import Action, ActionKind
+from harness.sentinel.policy.policy import replayed
 from tests.sentinel.plant import Plant
 
 SHIFT, RETURN, NUM_STEPS = 300, 340, 500

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from harness import compose, rundir
-from harness.config import Config
-from harness.events import RunEnded, RunStarted, StepRecord
-from harness.rundir import RunDir
+from harness.config import compose
+from harness.config.schema import Config
+from harness.core import rundir
+from harness.core.events import RunEnded, RunStarted, StepRecord
+from harness.core.rundir import RunDir
 
 for name, value in {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}.items():
     os.environ.setdefault(name, value)

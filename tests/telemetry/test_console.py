@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import Config
-from harness.events import CheckpointSaved, EvalRecord, Event, Intervention, RunEnded, RunStarted, StepRecord
-from harness.rundir import RunDir
+from harness.config.schema import Config
+from harness.core.events import CheckpointSaved, EvalRecord, Event, Intervention, RunEnded, RunStarted, StepRecord
+from harness.core.rundir import RunDir
 from harness.telemetry.console import Console, PatientStream, Tally, clock, closing, mlflow_command, with_prefix
 
 MakeRun = Callable[..., tuple[RunDir, Config]]
@@ -111,7 +111,7 @@ def test_a_terminal_gets_a_live_line_under_the_lines_that_stay(
 def test_a_reader_that_goes_away_stops_nothing(tmp_path: Path) -> None:
     program = """
 import sys
-from harness.events import EvalRecord
+from harness.core.events import EvalRecord
 from harness.telemetry.console import Console
 console = Console(10)
 for iteration in range(5000):
@@ -149,7 +149,7 @@ def test_the_closing_block(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, t
         "run        runs/tiny-1",
         "picture    runs/tiny-1/loss.png",
         "mlflow     .venv/bin/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db",
-        "unsent     .venv/bin/python -m harness.telemetry.mlflow_sink runs/tiny-1",
+        "unsent     .venv/bin/python -m harness.telemetry.tracking.mlflow_sink runs/tiny-1",
     ]
     run.picture.unlink()
     assert closing(run, Tally(), tracking_uri=None, shipped=True).splitlines() == ["run  runs/tiny-1"]

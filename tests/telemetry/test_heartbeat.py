@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.rundir import RunDir
-from harness.state import RunState
+from harness.core.rundir import RunDir
+from harness.core.state import RunState
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Beat, Heartbeat, Phase
 

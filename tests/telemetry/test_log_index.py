@@ -15,18 +15,18 @@ from typing import Any, cast
 
 import pytest
 
-from harness import events
-from harness.config import EXIT_DONE, EXIT_INTERRUPTED
-from harness.dashboard.story import Story
-from harness.events import Event, RunEnded, StepRecord, read, to_json
-from harness.evidence import gather
-from harness.rundir import RunDir, append_line
-from harness.telemetry import log_index, sinks
+from harness.analysis.dashboard.story import Story
+from harness.analysis.postmortem import gather
+from harness.config.schema import EXIT_DONE, EXIT_INTERRUPTED
+from harness.core import events
+from harness.core.events import Event, RunEnded, StepRecord, read, to_json
+from harness.core.rundir import RunDir, append_line
+from harness.telemetry import event_log, log_index
+from harness.telemetry.event_log import EventLog, events_since
+from harness.telemetry.event_reporter import Narrator
 from harness.telemetry.log_index import PLAIN, TOKENS_PER_S, blocks_of, index_path, read_blocks, sampled
-from harness.telemetry.narrator import Narrator
-from harness.telemetry.picture import collect
-from harness.telemetry.sinks import EventLog, events_since
-from tests.dashboard.logs import long_run
+from harness.telemetry.run_picture import collect
+from tests.analysis.dashboard.logs import long_run
 from tests.telemetry.conftest import MakeRun
 
 MakeStep = Callable[..., StepRecord]
@@ -152,7 +152,7 @@ def test_a_sample_keeps_all_that_is_not_ordinary_and_the_extremes(run: RunDir, m
 def test_a_story_of_a_sample_has_the_accounts_of_the_whole(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Story()
     whole.read_more(run)
-    monkeypatch.setattr("harness.dashboard.story.sampled", lambda path: sampled(path, budget_bytes=100_000))
+    monkeypatch.setattr("harness.analysis.dashboard.story.sampled", lambda path: sampled(path, budget_bytes=100_000))
     story = Story()
     assert story.read_more(run)
     assert not story.read_more(run)
@@ -170,7 +170,7 @@ def test_a_story_of_a_sample_has_the_accounts_of_the_whole(run: RunDir, monkeypa
 
 def test_a_resume_from_far_back_forgets_no_decision(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {iteration: events_since(run.events, iteration) for iteration in (0, 280, 599, NUM_STEPS - 5)}
-    monkeypatch.setattr(sinks, "RECALL_BYTES", sinks.TAIL_BYTES)
+    monkeypatch.setattr(event_log, "RECALL_BYTES", event_log.TAIL_BYTES)
     for iteration, expected in whole.items():
         since = events_since(run.events, iteration)
         assert [each for each in since if not isinstance(each, StepRecord)] == [

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from harness.compose import load
-from harness.config import Config
-from harness.rundir import RunDir
+from harness.config.compose import load
+from harness.config.schema import Config
+from harness.core.rundir import RunDir
 from harness.telemetry import provenance
 from harness.telemetry.manifest import build_manifest, write_manifest
 from harness.telemetry.provenance import code

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from harness.analysis.plan.plan import Plan, plan
 from harness.build import build
-from harness.checkpoint.cadence import num_buffers
-from harness.compose import load
-from harness.config import Config
-from harness.parallel import connect, disconnect
-from harness.plan.plan import Plan, plan
-from harness.rundir import RunDir
+from harness.checkpoint.ring_cost import num_buffers
+from harness.config.compose import load
+from harness.config.schema import Config
+from harness.core.rundir import RunDir
+from harness.distributed.world import connect, disconnect
 from tests.bench.checkpoint import Cost, check_room, cost_of_save, cost_of_snapshot
 from tests.bench.clock import Block, let_go, timed
 from tests.bench.gpu.setting import Setting

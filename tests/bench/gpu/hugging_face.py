@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from harness.parallel import World
-from harness.rundir import RunDir
+from harness.core.rundir import RunDir
+from harness.distributed.world import World
 from tests.bench.gpu.peer import POLICY, Job, Peer, Step, adamw, check_size, entry_of, loss_function, plain_loop, shard
 from tests.bench.gpu.rows import Entry
 from tests.bench.gpu.setting import Setting

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from harness import sharding
 from harness.build import build
+from harness.core.rundir import RunDir
+from harness.distributed import fsdp
+from harness.distributed.world import World
 from harness.model.size import num_parameters
-from harness.parallel import World
-from harness.rundir import RunDir
 from tests.bench import sentinel
 from tests.bench.gpu.rows import Entry
 from tests.bench.gpu.setting import Setting
@@ -59,16 +59,16 @@ def without_shortcuts(device: torch.device) -> Iterator[None]:
     Only FSDP's division of gradients stays left out: with several ranks it is part of the reduction.
     """
 
-    def watched_scatter() -> sharding.WatchedScatter:
+    def watched_scatter() -> fsdp.WatchedScatter:
         squares = torch.zeros((), device=device)
-        return sharding.WatchedScatter(sharding.Collectives(squares, sees_gradients=True, is_sharded=False))
+        return fsdp.WatchedScatter(fsdp.Collectives(squares, sees_gradients=True, is_sharded=False))
 
     replacements: dict[str, Any] = {"gather_in_one_pass": lambda _: None, "Unscattered": watched_scatter}
-    kept = {name: getattr(sharding, name) for name in replacements}
+    kept = {name: getattr(fsdp, name) for name in replacements}
     try:
         for name, replacement in replacements.items():
-            setattr(sharding, name, replacement)
+            setattr(fsdp, name, replacement)
         yield
     finally:
         for name, original in kept.items():
-            setattr(sharding, name, original)
+            setattr(fsdp, name, original)

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from harness import events
-from harness.events import StepRecord
+from harness.core import events
+from harness.core.events import StepRecord
 
 CORPUS_BYTES = 32 * 2**20
 SMOOTHED_OVER = 50

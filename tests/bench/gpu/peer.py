@@ -19,12 +19,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from harness.config import Config
-from harness.data.ledger import Ledger
+from harness.config.schema import Config
+from harness.core.rundir import RunDir
+from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data
+from harness.distributed.world import World
 from harness.model.size import num_parameters
-from harness.parallel import World
-from harness.rundir import RunDir
 from tests.bench.clock import led, nothing
 from tests.bench.gpu.rows import Entry
 from tests.bench.gpu.setting import Setting

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import NamedTuple, final
 
-from harness.parallel import World
-from harness.rundir import RunDir
+from harness.core.rundir import RunDir
+from harness.distributed.world import World
 from tests.bench.clock import Side
 from tests.bench.gpu.setting import Setting
 

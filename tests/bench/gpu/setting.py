@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import final
 
-from harness.compose import load
-from harness.config import Config
+from harness.config.compose import load
+from harness.config.schema import Config
 from tests.bench.clock import LEAD_STEPS, WARMUP_STEPS
 
 BATCH_SIZES = {"3b": 4, "7b": 1}

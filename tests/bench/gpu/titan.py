@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from harness.parallel import World
-from harness.rundir import RunDir
+from harness.core.rundir import RunDir
+from harness.distributed.world import World
 from tests.bench.gpu.peer import Job, Peer, Step, adamw, check_size, entry_of
 from tests.bench.gpu.rows import Entry
 from tests.bench.gpu.setting import Setting

@@ -1,0 +1,1 @@
+"""Offline tools: they read a run directory or a config, and training never imports them."""

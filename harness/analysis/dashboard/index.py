@@ -1,0 +1,170 @@
+"""The index over many runs: one page, one table a sweep, one row a run.
+
+How: a directory with an event log is a run; runs below a directory with a `sweep.yaml` belong to that sweep, the others
+to the directory they lie in. Each log is read once. The page is whole without its script, which only sorts the tables.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import final
+from urllib.parse import quote
+
+from harness.analysis.dashboard.page import fill, policy, resource
+from harness.analysis.dashboard.page_data import short, state_of, step_of
+from harness.analysis.dashboard.series import thin
+from harness.analysis.dashboard.story import Story
+from harness.core.rundir import RunDir
+from harness.telemetry.tracking.parent_run import SWEEP_FILE
+
+SPARK_WIDTH, SPARK_HEIGHT = 120, 28
+HEADS = ("run", "state", "steps", "loss", "", "held out", "incidents", "goodput", "tax", "tokens/s", "started")
+NUMERIC = frozenset({"steps", "loss", "held out", "incidents", "goodput", "tax", "tokens/s"})
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One run."""
+
+    name: str
+    """Where it lies, relative to the index."""
+    group: str
+    is_sweep: bool
+    state: str
+    step: int
+    num_steps: int
+    loss: float
+    eval_loss: float
+    num_incidents: int
+    goodput: float
+    tax: float
+    tokens_per_s: float
+    started: str
+    """UTC, to the minute."""
+    losses: list[float]
+    """The highest of each of a few stretches."""
+    has_page: bool
+
+
+def find_runs(root: Path) -> Iterator[RunDir]:
+    """All run directories at or below `root`, in the order of their names; nothing inside a run is one."""
+    for path, folders, files in os.walk(root):
+        folders.sort()
+        if "events.jsonl" in files:
+            folders.clear()
+            yield RunDir(Path(path))
+
+
+def row_of(run: RunDir, story: Story, *, root: Path, now_s: float) -> Row:
+    """What the index says of a run."""
+    total, last = story.accounts.total(), story.last
+    parent = run.path.parent
+    losses = thin(story.steps, most=SPARK_WIDTH).highs.get("loss")
+    started = datetime.fromtimestamp(story.first_time, UTC).strftime("%Y-%m-%d %H:%M") if story.first_time else ""
+    return Row(
+        name=run.path.relative_to(root).as_posix(),
+        group="" if run.path == root else parent.relative_to(root).as_posix(),
+        is_sweep=(parent / SWEEP_FILE).exists(),
+        state=state_of(story, now_s=now_s)[0],
+        step=step_of(story),
+        num_steps=story.started.num_steps if story.started else 0,
+        loss=float(last.get("loss", math.nan)),
+        eval_loss=math.nan if story.eval_loss is None else story.eval_loss,
+        num_incidents=len(story.incidents),
+        goodput=total.of_time,
+        tax=total.tax,
+        tokens_per_s=float(last.get("tokens_per_s", math.nan)),
+        started=started,
+        losses=[] if losses is None else losses.tolist(),
+        has_page=run.dashboard.exists(),
+    )
+
+
+def render(rows: Sequence[Row], *, title: str) -> str:
+    """The document."""
+    groups: dict[tuple[str, bool], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.group, row.is_sweep), []).append(row)
+    script = resource("index.js")
+    body = "\n".join(table_of(*group, rows=members) for group, members in groups.items())
+    count = f"{len(rows)} {'run' if len(rows) == 1 else 'runs'}"
+    return fill(
+        resource("index.html"),
+        title=escape(title),
+        count=count,
+        policy=policy(script, live=False),
+        style=resource("page.css"),
+        body=body or '<p class="none">No run lies here yet.</p>',
+        script=script,
+    )
+
+
+def table_of(group: str, is_sweep: bool, *, rows: Sequence[Row]) -> str:
+    """One sweep, or the runs of one directory."""
+    name = escape(group if group != "." else "")
+    heading = f"Sweep {name}" if is_sweep else name or "Runs"
+    heads = "".join(
+        f'<th{" class=n" if head in NUMERIC else ""}><button type="button">{head}</button></th>'
+        if head
+        else "<th>of the run</th>"
+        for head in HEADS
+    )
+    body = "\n".join(line_of(row) for row in rows)
+    table = f'<table class="sortable"><thead><tr>{heads}</tr></thead><tbody>\n{body}\n</tbody></table>'
+    return f'<section><h2>{heading}</h2><div class="wide">{table}</div></section>'
+
+
+def line_of(row: Row) -> str:
+    name = escape(row.name if row.name != "." else "this run")
+    link = f'<a href="{escape(quote(f"{row.name}/dashboard.html"))}">{name}</a>' if row.has_page else name
+    cells: list[tuple[str, str | float]] = [
+        (link, row.name),
+        (f'<span class="state-{escape(row.state)}">{escape(row.state)}</span>', row.state),
+        (f"{row.step:,} of {row.num_steps:,}", row.step),
+        (told(row.loss), row.loss),
+        (sparkline(row.losses), ""),
+        (told(row.eval_loss), row.eval_loss),
+        (f"{row.num_incidents}", row.num_incidents),
+        (f"{row.goodput:.1%}", row.goodput),
+        (f"{row.tax:.2%}", row.tax),
+        ("" if math.isnan(row.tokens_per_s) else f"{row.tokens_per_s:,.0f}", row.tokens_per_s),
+        (escape(row.started), row.started),
+    ]
+    marked = zip(HEADS, cells, strict=True)
+    return "<tr>" + "".join(cell_of(head, text, value) for head, (text, value) in marked) + "</tr>"
+
+
+def cell_of(head: str, text: str, value: str | float) -> str:
+    numeric = " class=n" if head in NUMERIC else ""
+    return f'<td{numeric} data-value="{escape(str(value))}">{text}</td>'
+
+
+def told(loss: float) -> str:
+    return "" if math.isnan(loss) else short(loss)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """The loss of a run as a line a word high; what only the steep beginning needs is cut off."""
+    known = [value for value in values if math.isfinite(value)]
+    if len(known) < 2:
+        return ""
+    later = [value for value in values[len(values) // 10 :] if math.isfinite(value)] or known
+    least, greatest = min(known), max(later)
+    height = SPARK_HEIGHT - 2
+    points = [
+        f"{index * SPARK_WIDTH / max(1, len(values) - 1):.1f},"
+        f"{1 + height * (1 - (min(value, greatest) - least) / ((greatest - least) or 1)):.1f}"
+        for index, value in enumerate(values)
+        if math.isfinite(value)
+    ]
+    size = f'width="{SPARK_WIDTH}" height="{SPARK_HEIGHT}" viewBox="0 0 {SPARK_WIDTH} {SPARK_HEIGHT}"'
+    label = f"loss from {known[0]:.4g} to {known[-1]:.4g}"
+    line = f'<polyline points="{" ".join(points)}"/>'
+    return f'<svg class="spark" {size} role="img" aria-label="{label}">{line}</svg>'

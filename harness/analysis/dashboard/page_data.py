@@ -1,0 +1,293 @@
+"""What a page says in words and numbers: a run's story and directory as plain JSON.
+
+How: everything here is text, numbers and lists, so that a page only has to lay it out; `page_data` adds the columns of
+the panels. What lies in `incidents/NNN/` is looked up by name, and what is not there is not linked.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from harness.analysis.dashboard.goodput import MEANINGS, Account, Goodput
+from harness.analysis.dashboard.incidents import IncidentStory, Taken
+from harness.analysis.dashboard.markdown_html import to_html
+from harness.analysis.dashboard.series import Table, packed, thin
+from harness.analysis.dashboard.story import GuiltyBatch, Story
+from harness.config.schema import EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED
+from harness.core.events import TOKEN_LOSS_EDGES
+from harness.core.rundir import RunDir
+
+SILENT_AFTER_S, SILENT_AFTER_STEPS = 60.0, 20
+STATES = {EXIT_DONE: "done", EXIT_HALTED: "halted", EXIT_INTERRUPTED: "stopped"}
+EVIDENCE = ("postmortem.html", "postmortem.md", "evidence.json")
+MOST_NAMED = 20
+"""Ranks, layers or batches of an incident that are listed."""
+NOTE = (
+    "Stability tax: refused and undone steps, restores, and saves that blocked. Detection, the gate and snapshots in "
+    "memory run inside every step; the log cannot tell them apart, so their cost is in the steps."
+)
+
+
+def page_data(run: RunDir, story: Story, *, now_s: float, live: bool = False) -> dict[str, Any]:
+    """All that a page holds."""
+    return {"live": live, "facts": facts_of(run, story, now_s=now_s)} | tables(story, first={})
+
+
+def tables(story: Story, *, first: dict[str, int]) -> dict[str, Any]:
+    """The rows of each table from `first` on."""
+    chosen = {"steps": story.steps, "probes": story.probes, "evals": story.evals}
+    return {name: table_data(table, first.get(name, 0)) for name, table in chosen.items()}
+
+
+def table_data(table: Table, first: int) -> dict[str, Any]:
+    thinned = thin(table, first=min(first, len(table)))
+    for name in ("rank_grad_who", "rank_time_who"):
+        thinned.lows.pop(name, None)
+    return packed(thinned) | {"total": len(table)}
+
+
+def facts_of(run: RunDir, story: Story, *, now_s: float) -> dict[str, Any]:
+    """Where the run stands and what happened in it."""
+    goodput = story.accounts.total()
+    incidents = [incident_facts(run, each) for each in story.incidents.by_number.values()]
+    num_open = sum(each["verdict"] == "open" for each in incidents)
+    return {
+        "revision": revision_of(run, story, now_s=now_s),
+        "run": run_facts(run, story, goodput, now_s=now_s),
+        "goodput": goodput_facts(goodput),
+        "incidents": incidents,
+        "incidents_more": f"{num_open} open" if num_open else "",
+        "marks": [
+            {"kind": mark.kind, "iteration": mark.iteration, "time": mark.time, "text": mark.text}
+            | ({"incident": mark.incident} if mark.incident else {})
+            for mark in story.all_marks()
+        ],
+        "guilty": [guilty_facts(batch) for batch in story.guilty.values()],
+        "who": {name: who(story.steps, name) for name in ("rank_grad_who", "rank_time_who")},
+        "edges": list(TOKEN_LOSS_EDGES),
+    }
+
+
+def revision_of(run: RunDir, story: Story, *, now_s: float) -> str:
+    """Changes whenever something that the facts tell does; quick to find out."""
+    written = sum((run.path / folder_of(number) / "postmortem.md").exists() for number in story.incidents.by_number)
+    return f"{story.num_lines}-{written}-{state_of(story, now_s=now_s)[0]}"
+
+
+def folder_of(number: int) -> str:
+    """Of an incident, relative to its run."""
+    return f"incidents/{number:03d}"
+
+
+def run_facts(run: RunDir, story: Story, goodput: Goodput, *, now_s: float) -> dict[str, Any]:
+    state, more = state_of(story, now_s=now_s)
+    last, started = story.last, story.started
+    world_size = started.world_size if started else 0
+    price = configured(run, "cluster", "price_per_gpu_hour")
+    return {
+        "name": run.path.resolve().name,
+        "state": state,
+        "state_more": more,
+        "reason": story.ended.reason if story.ended else "",
+        "step": step_of(story),
+        "num_steps": started.num_steps if started else 0,
+        "tokens": goodput.tokens_kept,
+        "loss": short(last.get("loss")),
+        "eval_loss": None if story.eval_loss is None else short(story.eval_loss),
+        "tokens_per_s": last.get("tokens_per_s", 0.0),
+        "mfu": last.get("mfu"),
+        "eta_s": eta_s(story),
+        "started": story.first_time or 0.0,
+        "num_starts": story.num_starts,
+        "world_size": world_size,
+        "unread": unread(story),
+        "cost": price * world_size * goodput.wall_s / 3600 if isinstance(price, float | int) else None,
+    }
+
+
+def unread(story: Story) -> str:
+    """What of the log is not in the page, in words; empty where nothing is missing."""
+    lost = f"{counted(story.num_lines_lost, 'line')} of the log not understood" if story.num_lines_lost else ""
+    shown = f"{len(story.steps):,} of {len(story.steps) + story.num_left_out:,} steps shown, with all extremes"
+    return "; ".join(part for part in (shown if story.num_left_out else "", lost) if part)
+
+
+def step_of(story: Story) -> int:
+    """Where the run stands: after its last step, or where its last start began."""
+    if not story.last:
+        return story.started.step if story.started else 0
+    return int(story.last["step"])
+
+
+def state_of(story: Story, *, now_s: float) -> tuple[str, str]:
+    """One word, and what there is to add."""
+    if story.ended is not None:
+        code = story.ended.exit_code
+        return STATES.get(code, "crashed"), f"exit code {code}"
+    if story.started is None:
+        return "silent", "nothing is in its log"
+    silent_s = now_s - story.last_time
+    if story.accounts.is_paused:
+        return "paused", "an operator asked for it"
+    if silent_s > max(SILENT_AFTER_S, SILENT_AFTER_STEPS * float(story.last.get("step_time_s", 0.0))):
+        return "silent", f"no word for {spell_seconds(silent_s)}"
+    return "running", ""
+
+
+def eta_s(story: Story) -> float | None:
+    """Seconds to the last step at the present pace; None where the run has ended or has no pace yet."""
+    pace, started = story.last.get("tokens_per_s", 0.0), story.started
+    if story.ended is not None or started is None or not pace or not story.accounts.batch_tokens:
+        return None
+    return max(0, started.num_steps - step_of(story)) * story.accounts.batch_tokens / float(pace)
+
+
+def goodput_facts(goodput: Goodput) -> dict[str, Any]:
+    steps = {
+        Account.kept: goodput.num_kept,
+        Account.refused: goodput.num_refused,
+        Account.undone: goodput.num_undone,
+    }
+    wall_s = goodput.wall_s
+    return {
+        "of_time": goodput.of_time,
+        "of_tokens": goodput.of_tokens,
+        "tax": goodput.tax,
+        "tax_more": f"{counted(goodput.num_refused + goodput.num_undone, 'step')} lost",
+        "wall_s": wall_s,
+        "accounts": [
+            {
+                "account": account,
+                "label": MEANINGS[account][0],
+                "meaning": MEANINGS[account][1],
+                "seconds": seconds,
+                "share": seconds / wall_s if wall_s else 0.0,
+                "steps": steps.get(account),
+            }
+            for account, seconds in goodput.seconds.items()
+        ],
+        "sums": [
+            [goodput.of_time, "goodput: of the wall time, in steps that stayed"],
+            [goodput.tax, "stability tax: of the wall time, what staying sane cost"],
+            [goodput.of_tokens, f"of {goodput.tokens_consumed:,} tokens read are in the model"],
+        ],
+        "note": NOTE,
+    }
+
+
+def incident_facts(run: RunDir, story: IncidentStory) -> dict[str, Any]:
+    folder = folder_of(story.number)
+    text = read_text(run.path / folder / "postmortem.md")
+    names = [name for name in EVIDENCE if (run.path / folder / name).exists()]
+    return {
+        "number": story.number,
+        "kinds": story.kinds,
+        "onset": story.onset,
+        "last": story.last,
+        "time": story.time,
+        "verdict": story.verdict,
+        "spike_type": story.spike_type,
+        "answer": ", then ".join(dict.fromkeys(taken.kind for taken in story.actions)) or "nothing was done",
+        "ranks": some(story.ranks),
+        "groups": some(story.groups),
+        "cursors": some(story.cursors),
+        "steps_lost": story.steps_lost,
+        "seconds": story.seconds,
+        "cost": f"{counted(story.steps_lost, 'step')}, {story.tokens_lost:,} tokens, {story.seconds:.2f} s of acting",
+        "findings": [[f"{each.iteration:,}", f"{each.kind}: {each.message}"] for each in story.findings],
+        "actions": [[f"{taken.iteration:,}", taken.kind, taken.reason, result_of(taken)] for taken in story.actions],
+        "links": [[name, f"{folder}/{name}"] for name in names],
+        "postmortem": to_html(text, folder=folder) if text else "",
+    }
+
+
+def result_of(taken: Taken) -> str:
+    """What came of an action, in words."""
+    if taken.succeeded is None:
+        return "not known yet"
+    if not taken.succeeded:
+        return "failed: there was nothing to go back to"
+    first, last = taken.exclude or (None, None)
+    excluded = f"batch {first}" if first == last else f"batches {first} to {last}"
+    excluded = f"{excluded} never to be seen again" if taken.exclude else ""
+    lost = f"{counted(taken.steps_lost, 'step')} lost, {taken.seconds:.2f} s"
+    back = f"back to {taken.target}, {lost}" if taken.target else ""
+    return "; ".join(part for part in (back, excluded) if part) or "done"
+
+
+def guilty_facts(batch: GuiltyBatch) -> dict[str, Any]:
+    rarest = [
+        f"{token} ({times}, {'not known' if often is None else f'{often:,}'})" for token, times, often in batch.rarest
+    ]
+    return {
+        "cursor": batch.cursor,
+        "iteration": batch.iteration,
+        "loss": short(batch.loss),
+        "why": batch.why,
+        "rarest": ", ".join(rarest),
+        "rows": ", ".join(f"{name} {count}" for name, count in batch.rows.items()),
+    }
+
+
+def who(steps: Table, name: str) -> str:
+    """The rank that was most often the farthest from the others."""
+    ranks = steps.column(name)
+    known = ranks[~np.isnan(ranks)].astype(np.int64)
+    if not len(known):
+        return ""
+    counts = np.bincount(known)
+    rank = int(counts.argmax())
+    return f"most often rank {rank} ({counts[rank] / len(known):.0%} of the steps)"
+
+
+def some(items: set[int] | set[str]) -> list[str]:
+    """The first few, as text, and how many more there are."""
+    texts = [str(item) for item in sorted(items)]
+    return texts if len(texts) <= MOST_NAMED else [*texts[:MOST_NAMED], f"and {len(texts) - MOST_NAMED} more"]
+
+
+def counted(number: int, noun: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def short(value: Any) -> str:
+    """A loss, to four places; a word where it is none."""
+    if value is None:
+        return "none yet"
+    number = float(value)
+    return f"{number:.4f}" if math.isfinite(number) else str(number)
+
+
+def spell_seconds(seconds: float) -> str:
+    """3 d 4 h, 4 h 5 min, 5 min, 12 s: as much as matters."""
+    minutes = int(seconds) // 60
+    hours, days = minutes // 60, minutes // 1440
+    if days:
+        return f"{days} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes % 60} min"
+    return f"{minutes} min" if minutes else f"{int(seconds)} s"
+
+
+def configured(run: RunDir, *keys: str) -> Any:
+    """A value of the run's configuration; None where there is none."""
+    try:
+        tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return None
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

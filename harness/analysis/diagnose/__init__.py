@@ -1,0 +1,1 @@
+"""The decision tree for a run that misbehaves."""

@@ -1,0 +1,309 @@
+"""The decision tree for a run that misbehaves, walked question by question; a pure function of its records.
+
+Why: at three in the morning nobody remembers the order of the questions, and the answer to each is a number that the
+log already holds.
+How: sections and question numbers are those of the stability check of seed 004: is anything not finite (1), did the
+loss spike (2), did a narrow format overflow (3), does the loss creep up (4). The walk stops where the tree does. Its
+three-sigma rule names the candidates; noise alone gives one in a few hundred rows, so a spike is only found where the
+detectors of the sentinel say so too, or the gate refused the update.
+Left out: what needs the run's weights (question 1.3, the first layer that broke): `harness replay` answers it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from statistics import mean, pstdev
+from typing import Any, final
+
+from harness.analysis.diagnose.log_numbers import (
+    WINDOW_ROWS,
+    Spike,
+    crowd_of,
+    drift,
+    found_in,
+    is_found,
+    spikes_of,
+    thirds_of,
+)
+from harness.analysis.postmortem.measures import zeroed
+from harness.config.schema import DetectConfig
+from harness.core.events import ABOUT_SPEED, Finding, FindingKind, StepRecord
+
+RECOVERED_SIGMAS, RECOVERED_ROWS = 0.5, 50
+LONG_TAIL_FACTOR = 30.0
+CREEP_ROWS = 200
+DRIFT_FACTOR = 2.0
+HARMLESS = ABOUT_SPEED | {FindingKind.grad_spike, FindingKind.v_stale}
+"""Signs that alone are nothing to act upon."""
+NARROW, MIXED = ("fp16",), ("fp16", "bf16", "fp8")
+
+
+class Finds(IntEnum):
+    """Exit codes of `harness diagnose`."""
+
+    nothing = 0
+    not_finite = 10
+    spike = 20
+    lasting_spike = 21
+    overflow = 30
+    divergence = 40
+    other = 50
+    """Something that the tree does not ask for: duplicate batches, lost moments, drifting weights."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One question, its answer, and the number that gave it."""
+
+    question: str
+    """As Q2.1."""
+    text: str
+    answer: str
+    number: str
+    """With its unit and where it was seen."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    nodes: list[Node]
+    finds: Finds
+    conclusion: str
+
+
+def walk(records: Sequence[StepRecord], settings: dict[str, Any], *, detect: DetectConfig) -> Diagnosis:
+    """The whole tree over the records of a run, in order."""
+    nodes: list[Node] = []
+    findings = found_in(records, detect)
+    if not records:
+        return Diagnosis(nodes=nodes, finds=Finds.nothing, conclusion="no step is in the log yet")
+    return (
+        _not_finite(nodes, records, findings, settings)
+        or _spikes(nodes, records, findings)
+        or _overflow(nodes, records, findings, settings)
+        or _creeping(nodes, records, findings)
+    )
+
+
+def _not_finite(
+    nodes: list[Node], records: Sequence[StepRecord], findings: Sequence[Finding], settings: dict[str, Any]
+) -> Diagnosis | None:
+    losses = [record for record in records if not math.isfinite(record.loss)]
+    broken = [record for record in records if not math.isfinite(record.loss + record.grad_norm)]
+    refused = sum(record.refused for record in broken)
+    seen = f"{len(losses)} of {len(records)} rows; with their gradients {len(broken)}, of which {refused} were refused"
+    _ask(nodes, "Q1.1", "Is the loss NaN or Inf at any logged step?", "yes" if broken else "no", seen)
+    if not broken:
+        return None
+    first, kind = broken[0], str(settings.get("precision.kind", "not known"))
+    path = {
+        "fp32": "log(0) or 0/0 in the loss, or a broken rank",
+        "bf16": "as fp32, or an overflow of the exponent",
+        "fp16": "an activation above 65504: go to section 3",
+        "fp8": "as bf16: fp8 saturates and does not overflow",
+    }.get(kind, "the log does not say")
+    _ask(nodes, "Q1.2", "What was the dtype regime?", kind, path)
+    ranks = sorted({rank for record in broken for rank in record.nonfinite_ranks})
+    groups = [name for name, norm in first.group_grad_norms.items() if not math.isfinite(norm)]
+    where = f"ranks {', '.join(map(str, ranks)) or 'not named'}; layer groups {', '.join(groups) or 'not named'}"
+    _ask(nodes, "Q1.3", "Where did it originate?", f"step {first.step}, iteration {first.iteration}", where)
+    if kind in NARROW and (overflow := _overflow(nodes, records, findings, settings)) is not None:
+        return overflow
+    healed = "every one was refused: no weight was touched" if refused == len(broken) else _still(records)
+    fix = "clip by value (optim.clip_value=100); where it comes again, the cause is structural"
+    _ask(nodes, "Q1.4", "What is the fix?", fix, healed)
+    return Diagnosis(nodes=nodes, finds=Finds.not_finite, conclusion=f"not finite from step {first.step} on {where}")
+
+
+def _still(records: Sequence[StepRecord]) -> str:
+    last = records[-1]
+    return f"the last row has loss {last.loss:.4g} and gradient norm {last.grad_norm:.4g}"
+
+
+def _spikes(nodes: list[Node], records: Sequence[StepRecord], findings: Sequence[Finding]) -> Diagnosis | None:
+    candidates = spikes_of(records)
+    confirmed = [spike for spike in candidates if spike.at.refused or is_found(spike, findings)]
+    worst = max(confirmed or candidates, key=lambda spike: spike.sigmas, default=None)
+    number = f"{len(candidates)} rows above 3 sigma, {len(confirmed)} of them confirmed"
+    if worst is not None:
+        number += f"; the worst at step {worst.at.step}: loss {worst.at.loss:.4g}, {worst.sigmas:.1f} sigma"
+    question = "Is there a step with a loss 3 sigma above the mean of the 100 before it?"
+    _ask(nodes, "Q2.1", question, "yes" if confirmed else "no", number)
+    if not confirmed or worst is None:
+        return None
+    after = [r for r in records if r.iteration > worst.at.iteration and not r.refused][:RECOVERED_ROWS]
+    back = next((r for r in after if r.loss <= worst.mean + RECOVERED_SIGMAS * worst.sigma), None)
+    level = f"mean + 0.5 sigma is {worst.mean + RECOVERED_SIGMAS * worst.sigma:.4g}"
+    told = f"back at step {back.step}" if back else f"not in the {len(after)} rows after it"
+    _ask(
+        nodes,
+        "Q2.2",
+        "Is it back within mean + 0.5 sigma within 50 steps?",
+        "yes" if back else "no",
+        f"{level}; {told}",
+    )
+    if back is None:
+        fix = "restore the last checkpoint before it; optim.clip_norm=0.5, data.stratify.rare_below=10"
+        _ask(nodes, "Q2.4", "Persistent elevation: what now?", fix, f"step {worst.at.step}")
+        return Diagnosis(nodes=nodes, finds=Finds.lasting_spike, conclusion=f"the spike of step {worst.at.step} lasts")
+    cause = _cause_of(worst, records, findings)
+    _ask(nodes, "Q2.3", "Recoverable: what caused it?", *cause)
+    return Diagnosis(
+        nodes=nodes, finds=Finds.spike, conclusion=f"a spike at step {worst.at.step}, over again: {cause[0]}"
+    )
+
+
+def _cause_of(spike: Spike, records: Sequence[StepRecord], findings: Sequence[Finding]) -> tuple[str, str]:
+    """The three panels of the question, in its order."""
+    before = [
+        r.grad_norm
+        for r in records
+        if r.iteration < spike.at.iteration and math.isfinite(r.grad_norm) and not r.refused
+    ]
+    usual = mean(before[-WINDOW_ROWS:]) if before else 0.0
+    near = [finding for finding in findings if abs(finding.iteration - spike.at.iteration) <= RECOVERED_ROWS]
+    number = f"gradient norm {spike.at.grad_norm:.4g}, usually {usual:.4g}"
+    if usual and not spike.at.grad_norm <= LONG_TAIL_FACTOR * usual:
+        return "a long-tail token in the batch", f"{number}: more than 30 times"
+    for kind, words in (
+        (FindingKind.lr_jump, "a bug of the schedule"),
+        (FindingKind.duplicate_batch, "a bug of the data loader"),
+    ):
+        told = next((finding for finding in near if finding.kind is kind), None)
+        if told is not None:
+            return words, told.message
+    if (crowd := crowd_of(spike, records)) is not None:
+        return "a long-tail token in the batch", f"{number}; {crowd}"
+    return "none of the three panels shows it", f"{number}; learning rate smooth; no batch twice"
+
+
+def _overflow(
+    nodes: list[Node], records: Sequence[StepRecord], findings: Sequence[Finding], settings: dict[str, Any]
+) -> Diagnosis | None:
+    kind = settings.get("precision.kind")
+    scales = [record.loss_scale for record in records if record.loss_scale is not None]
+    if kind not in MIXED and not scales:
+        return None
+    broken = [record for record in records if not math.isfinite(record.grad_norm)]
+    seen = f"{len(broken)} rows" + (f", the first at step {broken[0].step}" if broken else "")
+    _ask(nodes, "Q3.1", "Is there a step with a gradient norm of Inf or NaN?", "yes" if broken else "no", seen)
+    if kind == "fp8":
+        _ask(nodes, "Q3.5", "Do the numbers fit into fp8?", *_fit(records, findings))
+    if not broken or (kind not in NARROW and not scales):
+        return None
+    moved = f"from {scales[0]:g} to {scales[-1]:g}, lowest {min(scales):g}" if scales else "no loss scale in the log"
+    constant = bool(scales) and min(scales) == max(scales)
+    shape = "constant: dynamic scaling is not engaged" if constant else "moves" if scales else "not known"
+    if scales and min(scales) < 1:
+        shape = "collapsed below 1: activations are systematically too large"
+    _ask(nodes, "Q3.2", "What does the history of the loss scale show?", shape, moved)
+    in_loss = sum(not math.isfinite(record.loss) for record in broken)
+    signature = "in the gradient first" if math.isfinite(broken[0].loss) else "in the forward pass already"
+    _ask(
+        nodes, "Q3.3", "Where does it show?", signature, f"loss not finite in {in_loss} of {len(broken)} of these rows"
+    )
+    lasting = len(broken) > 1 and (constant or min(scales, default=1.0) < 1 or in_loss > 0)
+    if not lasting:
+        _ask(nodes, "Q3.4", "What is the fix?", "none needed: the scale found its place", seen)
+        return None
+    _ask(nodes, "Q3.4", "What is the fix?", "precision=bf16, or half the learning rate", seen)
+    return Diagnosis(nodes=nodes, finds=Finds.overflow, conclusion=f"overflow of {kind} at step {broken[0].step}")
+
+
+def _fit(records: Sequence[StepRecord], findings: Sequence[Finding]) -> tuple[str, str]:
+    """Whether they do, and the worst that was probed."""
+    shares, away = zeroed(records), sum(record.in_fp8 is False for record in records)
+    if not shares:
+        return "not known", "the range of fp8 was not probed"
+    worst = max(shares, key=lambda name: shares[name])
+    number = f"at most {shares[worst]:.0%} of the numbers of a layer group became zero ({worst})"
+    is_unfit = any(finding.kind is FindingKind.fp8_range for finding in findings)
+    return ("no" if is_unfit else "yes"), f"{number}; {away} of {len(records)} rows were computed in bf16"
+
+
+def _creeping(nodes: list[Node], records: Sequence[StepRecord], findings: Sequence[Finding]) -> Diagnosis:
+    applied = [record for record in records if not record.refused and math.isfinite(record.loss)]
+    recent = applied[-CREEP_ROWS:]
+    thirds = [mean(r.loss for r in part) for part in thirds_of(recent)] if len(recent) == CREEP_ROWS else []
+    told = " -> ".join(f"{third:.4g}" for third in thirds) or f"{len(recent)} rows, it takes {CREEP_ROWS}"
+    spread = pstdev([r.loss for r in recent]) if len(recent) > 1 else 0.0
+    rises = bool(thirds) and thirds[0] < thirds[1] < thirds[2] and thirds[2] - thirds[0] > 0.5 * spread
+    rises = rises or any(finding.kind is FindingKind.divergence for finding in findings)
+    _ask(
+        nodes,
+        "Q4.1",
+        "Has the loss risen over the last 200 steps?",
+        "yes" if rises else "no",
+        f"means of thirds: {told}",
+    )
+    if not rises or not recent:
+        return _others(nodes, records, findings)
+    first, last = recent[0], recent[-1]
+    _ask(
+        nodes,
+        "Q4.2",
+        "Has the learning rate risen with it?",
+        _yes(last.lr > first.lr),
+        f"{first.lr:.3g} -> {last.lr:.3g}",
+    )
+    if last.lr > first.lr:
+        return Diagnosis(
+            nodes=nodes, finds=Finds.divergence, conclusion="the schedule is misconfigured: the rate rises"
+        )
+    name, factor = drift(recent)
+    words = "Has any group's norm of weights changed more than 2x in 200 steps?"
+    _ask(nodes, "Q4.3", words, _yes(factor > DRIFT_FACTOR), f"{name} {factor:.2f}-fold" if name else "not probed")
+    if factor > DRIFT_FACTOR:
+        return Diagnosis(
+            nodes=nodes, finds=Finds.divergence, conclusion=f"weights of {name} drift: adjust optim.weight_decay by 2x"
+        )
+    halves = [
+        mean(r.grad_norm for r in part) for part in (recent[: CREEP_ROWS // 2], recent[CREEP_ROWS // 2 :]) if part
+    ]
+    up = len(halves) == 2 and halves[1] > 1.1 * halves[0]
+    _ask(nodes, "Q4.4", "Is the mean gradient norm going up?", _yes(up), " -> ".join(f"{half:.3g}" for half in halves))
+    if up:
+        return Diagnosis(
+            nodes=nodes, finds=Finds.divergence, conclusion="the loss climbs with the gradient: halve optim.lr"
+        )
+    return Diagnosis(
+        nodes=nodes, finds=Finds.divergence, conclusion="the loss creeps up without a sign: look at the data"
+    )
+
+
+def _others(nodes: list[Node], records: Sequence[StepRecord], findings: Sequence[Finding]) -> Diagnosis:
+    """What the tree does not ask, and the log knows."""
+    kinds = Counter(str(finding.kind) for finding in findings)
+    grave = [finding for finding in findings if finding.kind not in HARMLESS]
+    refused = [record for record in records if record.refused]
+    listed = ", ".join(f"{kind} {count}" for kind, count in kinds.items()) or "none"
+    number = f"findings: {listed}; refused updates: {len(refused)}"
+    _ask(nodes, "other", "Did the sentinel find anything else?", _yes(bool(grave or refused)), number)
+    if grave:
+        conclusion = f"{grave[0].kind} at step {grave[0].step}: {grave[0].message}"
+        return Diagnosis(nodes=nodes, finds=Finds.other, conclusion=conclusion)
+    if refused:
+        conclusion = f"the gate refused {len(refused)} updates, the first at iteration {refused[0].iteration}"
+        return Diagnosis(nodes=nodes, finds=Finds.other, conclusion=conclusion)
+    return Diagnosis(nodes=nodes, finds=Finds.nothing, conclusion="healthy, or healthily noisy")
+
+
+def _yes(answer: bool) -> str:
+    return "yes" if answer else "no"
+
+
+def _ask(nodes: list[Node], question: str, text: str, answer: str, number: str) -> None:
+    nodes.append(Node(question=question, text=text, answer=answer, number=number))
+
+
+def render(diagnosis: Diagnosis) -> str:
+    """The walk as text."""
+    lines = []
+    for node in diagnosis.nodes:
+        lines += [f"{node.question:<5} {node.text}", f"      {node.answer} ({node.number})"]
+    return "\n".join([*lines, f"=> {diagnosis.conclusion}"])

@@ -1,0 +1,1 @@
+"""The detectors over any training log."""

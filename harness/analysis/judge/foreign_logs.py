@@ -1,0 +1,200 @@
+"""Reading logs that other programs wrote: CSV or JSON lines, one row a step, under whatever names.
+
+Why: a lab tries the detectors on its own past runs before it installs anything else.
+How: column names are reduced to their last word (`run-a - train/loss` is `loss`) and looked up in a table; exports of
+W&B, MLflow (long or wide), TensorBoard and this harness are recognised. Rows stream, except MLflow's long format, which
+lists one metric after the other. A row without a loss is passed over; NaN and Inf are numbers like any other.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from harness.config.schema import ConfigError
+from harness.core.events import StepRecord, parse
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "step": ("step", "_step", "global_step", "iteration", "iter", "steps", "iterations", "num_steps"),
+    "loss": (
+        "loss",
+        "train_loss",
+        "training_loss",
+        "lm_loss",
+        "reduced_train_loss",
+        "crossentropyloss",
+        "ce_loss",
+        "cross_entropy",
+    ),
+    "grad_norm": ("grad_norm", "gradient_norm", "gnorm", "global_grad_norm", "total_grad_norm", "gradnorm", "norm"),
+    "lr": ("lr", "learning_rate", "lr_adamw"),
+    "loss_scale": ("loss_scale",),
+}
+"""What the detectors read, and what others call it, best name first."""
+HELD_OUT = re.compile(r"(^|[/_. -])(val|valid|validation|eval|test|dev)([/_. -]|$)")
+SPREAD = re.compile(r"__(min|max)$")
+"""W&B writes the range of a smoothed column beside it."""
+
+
+def records(path: Path, wanted: Mapping[str, str]) -> Iterator[StepRecord]:
+    """The rows of a log; `wanted` names columns where the table does not. The same record is filled again and again."""
+    if not path.is_file():
+        raise ConfigError(str(path), "no such file")
+    with path.open(encoding="utf-8", errors="replace", newline="") as lines:
+        first = next((line for line in lines if line.strip()), "")
+        whole = chain([first], lines)
+        if not first:
+            raise ConfigError(str(path), "is empty")
+        if first.lstrip().startswith("{"):
+            yield from _from_json(path, whole, wanted)
+        else:
+            yield from _from_csv(path, whole, wanted)
+
+
+def _from_json(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> Iterator[StepRecord]:
+    columns: dict[str, str] = {}
+    keys: list[str] = []
+    known: set[str] = set()
+    record = empty_record()
+    for number, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(row, dict):
+            continue
+        if "event" in row and "iteration" in row:
+            yield from (event for event in parse(line) if isinstance(event, StepRecord))
+            continue
+        if not known.issuperset(row):
+            keys = list(dict.fromkeys([*keys, *row]))
+            known, columns = set(keys), find_columns(keys, wanted)
+        if "loss" in columns and fill(record, number, [row.get(columns.get(name)) for name in NAMES]):
+            yield record
+    if record.cursor == -1 and keys and "loss" not in columns:
+        raise missing(path, keys)
+
+
+def _from_csv(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> Iterator[StepRecord]:
+    rows = csv.reader(lines)
+    header = [name.strip() for name in next(rows)]
+    lowered = [name.lower() for name in header]
+    if {"key", "value", "step"} <= set(lowered):
+        yield from _from_long(path, rows, lowered, wanted)
+        return
+    if lowered[:3] == ["wall time", "step", "value"] and "loss" not in wanted:
+        wanted = {"loss": header[2], **wanted}
+    columns = find_columns(header, wanted)
+    if "loss" not in columns:
+        raise missing(path, header)
+    places = [header.index(columns[name]) if name in columns else -1 for name in NAMES]
+    record, width, pick = empty_record(), max(places), itemgetter(*places)
+    for number, row in enumerate(rows):
+        if len(row) > width:
+            row.append("")
+            if fill(record, number, pick(row)):
+                yield record
+
+
+def _from_long(
+    path: Path, rows: Iterator[list[str]], header: Sequence[str], wanted: Mapping[str, str]
+) -> Iterator[StepRecord]:
+    """MLflow's table of metrics: one row for each metric and step."""
+    key, value, step = (header.index(name) for name in ("key", "value", "step"))
+    metrics: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if len(row) == len(header):
+            metrics.setdefault(row[key], {})[row[step]] = row[value]
+    columns = {name: column for name, column in find_columns(list(metrics), wanted).items() if name != "step"}
+    if "loss" not in columns:
+        raise missing(path, list(metrics))
+    record, others = empty_record(), [name for name in NAMES if name != "step"]
+    for number, at in enumerate(sorted(metrics[columns["loss"]], key=float)):
+        if fill(
+            record, number, [at, *(metrics[columns[name]].get(at) if name in columns else None for name in others)]
+        ):
+            yield record
+
+
+def find_columns(header: Sequence[str], wanted: Mapping[str, str]) -> dict[str, str]:
+    """Which column holds which number; a number that several could hold, as of several runs, must be named."""
+    columns: dict[str, str] = {}
+    for name, words in NAMES.items():
+        if name in wanted:
+            if wanted[name] in header:
+                columns[name] = wanted[name]
+            continue
+        ranked = sorted(
+            (words.index(word), column)
+            for column in header
+            if (word := plain_name(column)) in words and not HELD_OUT.search(column.lower())
+        )
+        best = [column for rank, column in ranked if rank == ranked[0][0]]
+        if name == "loss" and len(best) > 1:
+            raise ConfigError("--column", f"loss could be {', '.join(map(repr, best))}; choose one with loss=NAME")
+        if best:
+            columns[name] = best[0]
+    return columns
+
+
+def plain_name(column: str) -> str:
+    """The last word of a column's name: after the run's name and the group, in small letters."""
+    lowered = column.lower()
+    if SPREAD.search(lowered):
+        return ""
+    last = lowered.rpartition(" - ")[2].rpartition("/")[2].strip()
+    return re.sub(r"[ .-]+", "_", last)
+
+
+def missing(path: Path, columns: Sequence[str]) -> ConfigError:
+    shown = ", ".join(repr(column) for column in columns[:40])
+    return ConfigError(str(path), f"no column for the loss; name one with --column loss=NAME, of {shown}")
+
+
+def empty_record() -> StepRecord:
+    """A record that tells nothing but what will be filled in."""
+    return StepRecord(
+        time=0.0,
+        iteration=0,
+        step=0,
+        cursor=-1,
+        tokens=0,
+        loss=0.0,
+        grad_norm=0.0,
+        lr=math.nan,
+        tokens_per_s=0.0,
+        refused=False,
+        stop_requested=False,
+        step_time_s=0.0,
+        flops_per_s=0.0,
+    )
+
+
+def fill(record: StepRecord, number: int, values: Sequence[Any]) -> bool:
+    """Put a row, in the order of `NAMES`, into the record; whether it has a loss."""
+    step, loss, grad_norm, rate, scale = values
+    value = number_of(loss)
+    if value is None:
+        return False
+    at = number_of(step)
+    record.step = record.iteration = number if at is None or at != at else int(at)
+    record.cursor = number
+    record.loss = value
+    record.grad_norm = (number_of(grad_norm) or 0.0) if grad_norm else 0.0
+    record.lr = math.nan if rate is None or rate == "" or (told := number_of(rate)) is None else told
+    record.loss_scale = number_of(scale) if scale else None
+    return True
+
+
+def number_of(text: Any) -> float | None:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return None

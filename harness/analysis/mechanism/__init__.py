@@ -1,0 +1,1 @@
+"""An experiment: does a burst of rare tokens hurt more with a slow second moment?"""

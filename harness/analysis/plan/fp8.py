@@ -1,0 +1,109 @@
+"""Which GEMMs run in fp8, how many numbers are quantized for them, and the bytes that this moves.
+
+Why: memory and step time ask the same two things: which projections of which blocks, and how wide they are.
+How: projections are chosen as in `harness.precision.fp8.layers`, and numbers are quantized as in
+`harness.precision.fp8.custom_ops`: an input once for all projections that read it, in both layouts; a gradient in both
+layouts; a weight in one layout in forward and in both in backward, after its amax was found in the recipe `current`.
+Full checkpointing quantizes inputs and weights twice.
+Left out: the emulated engine, which quantizes in plain torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from harness.config.schema import ActivationCheckpointing, Config, Fp8Engine, Fp8Recipe, ModelConfig, PrecisionKind
+from harness.model.size import flops_per_token
+
+BLOCK = 128
+"""Numbers that share a scale in the recipe `block`."""
+SCALE_BYTES = 4
+WORKSPACE_BYTES = 32 * 2**20
+"""Transformer Engine's own, for cuBLASLt."""
+ONE_WAY_BYTES, BOTH_WAYS_BYTES = 3, 4
+"""Read and written for one number of bf16."""
+AMAX_BYTES, EAGER_AMAX_BYTES = 2, 6
+"""To find the amax of a weight; not compiled, absolute values are written and read besides."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Maps:
+    """Which linear maps of a block are in fp8."""
+
+    attention: bool
+    mlp: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What is rounded for the maps of one block."""
+
+    weights: int
+    inputs: int
+    """Of one token."""
+    gradients: int
+    """Of one token."""
+
+
+NO_MAPS = Maps(attention=False, mlp=False)
+
+
+def blocks_in_fp8(cfg: Config) -> range:
+    """Which blocks have maps in fp8."""
+    if cfg.precision.kind is not PrecisionKind.fp8:
+        return range(0)
+    fp8 = cfg.precision.fp8
+    return range(fp8.keep_first_blocks, cfg.model.num_layers - fp8.keep_last_blocks)
+
+
+def maps_of(cfg: Config, block: int) -> Maps:
+    """Of one block, counted from the first."""
+    fp8 = cfg.precision.fp8
+    return Maps(attention=fp8.attention, mlp=fp8.mlp) if block in blocks_in_fp8(cfg) else NO_MAPS
+
+
+def rounded_bytes(cfg: Config, count: int) -> int:
+    """So many numbers in fp8, with their scales."""
+    in_blocks = cfg.precision.fp8.recipe is Fp8Recipe.block
+    return count + (-(-count * SCALE_BYTES // BLOCK) if in_blocks else 0)
+
+
+def workspace_bytes(cfg: Config) -> int:
+    is_real = cfg.precision.fp8.engine is Fp8Engine.transformer_engine
+    return WORKSPACE_BYTES if blocks_in_fp8(cfg) and is_real else 0
+
+
+def numbers_of(model: ModelConfig, maps: Maps) -> Numbers:
+    dim, wide, kv_dim = model.dim, model.ffn_dim, model.num_kv_heads * model.head_dim
+    weights = inputs = gradients = 0
+    if maps.attention:
+        weights, inputs, gradients = 2 * dim * (dim + kv_dim), 2 * dim, 2 * (dim + kv_dim)
+    if maps.mlp:
+        weights, inputs, gradients = weights + 3 * dim * wide, inputs + dim + wide, gradients + dim + 2 * wide
+    return Numbers(weights, inputs, gradients)
+
+
+def flops_share(cfg: Config) -> float:
+    """Of the model's FLOPs, those of products in fp8."""
+    blocks = blocks_in_fp8(cfg)
+    weights = sum(numbers_of(cfg.model, maps_of(cfg, block)).weights for block in blocks)
+    return 6 * weights / flops_per_token(cfg.model, cfg.train.sequence_length)
+
+
+def quantized_bytes(cfg: Config, maps: Maps, tokens: int) -> int:
+    """What quantizing for one block reads and writes in a micro-batch of so many tokens.
+
+    SwiGLU's product and its gradients are not counted: their kernels write them in fp8 in both layouts, which is as
+    many bytes as in bf16. Recipe `block` quantizes them in a pass of its own.
+    """
+    numbers = numbers_of(cfg.model, maps)
+    num_forward = 2 if cfg.parallel.activation_checkpointing is ActivationCheckpointing.full else 1
+    wide = cfg.model.ffn_dim if maps.mlp and cfg.precision.fp8.recipe is not Fp8Recipe.block else 0
+    of_tokens = tokens * (num_forward * (numbers.inputs - wide) + numbers.gradients - 2 * wide)
+    of_weights = num_forward * numbers.weights
+    amax = AMAX_BYTES if cfg.parallel.compile else EAGER_AMAX_BYTES
+    amax_bytes = amax * of_weights if cfg.precision.fp8.recipe is Fp8Recipe.current else 0
+    return BOTH_WAYS_BYTES * (of_tokens + numbers.weights) + ONE_WAY_BYTES * of_weights + amax_bytes

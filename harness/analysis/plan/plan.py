@@ -1,0 +1,201 @@
+"""All numbers of a run, from its configuration alone.
+
+Why: a job that does not fit, that waits for its links, or that saves too rarely, should be found out at a desk, not
+after a night in a queue.
+How: memory, traffic and pace have a file each; here they are put together with the cost of going back and the price.
+Seconds are stated only where `cluster.peak_tflops` says how fast a device is, money only where it has a price.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from harness.analysis.plan.calibration import unmeasured
+from harness.analysis.plan.fp8 import blocks_in_fp8, flops_share
+from harness.analysis.plan.memory import Memory, checkpoint_bytes, memory
+from harness.analysis.plan.step_time import Pace, pace
+from harness.analysis.plan.traffic import Collective, collectives, num_per_node
+from harness.analysis.plan.work import FP8_SPEEDUP
+from harness.checkpoint.ring_cost import RollbackCost, num_buffers, rewind_cost, rollback_cost
+from harness.config.schema import Config, LaunchKind, check_world, sharing
+from harness.model.size import flops_per_token, num_parameters
+
+HOUR_S = 3600
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What one rank sends in a step."""
+
+    sent_bytes: int
+    """To anybody."""
+    sent_far_bytes: int
+    """Of it, through its port to other machines."""
+    calls: list[Collective]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """In the currency of cluster.price_per_gpu_hour."""
+
+    run: float
+    thousand_steps: float
+    rewind_at_most: float | None
+    rollback_at_most: float | None
+    """None: how many steps it loses is not known."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8:
+    """What is taken in fp8."""
+
+    recipe: str
+    engine: str
+    num_blocks: int
+    flops_share: float
+    """Of the model's FLOPs."""
+    peak_tflops: float | None
+    """The rate of a device in fp8; None where that in bf16 is not known."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    model: str
+    num_parameters: int
+    flops_per_token: int
+    tokens_per_step: int
+    flops_per_step: int
+    num_steps: int
+    num_ranks: int
+    num_per_node: int
+    num_sequences: int
+    """That all ranks compute in a step, padding included."""
+    num_padding: int
+    """Of them repeated to give every rank as many, and not counted."""
+    replicate: int
+    """Copies of the model that the ranks hold together."""
+    weights_bytes: int
+    """Of one rank, as gradients and moments."""
+    gradients_bytes: int
+    moments_bytes: int
+    fp8: Fp8 | None
+    """None: nothing is."""
+    memory: Memory
+    memory_allowed_bytes: int | None
+    """None: nobody said what a device has."""
+    traffic: Traffic
+    mfu: float | None
+    """Share of its bf16 rate that a device reaches while it does not wait; None if that rate is not known."""
+    is_mfu_given: bool
+    """Whether the user gave it."""
+    pace: Pace | None
+    """None if the rate of a device is not known."""
+    unmeasured: list[str]
+    """Why the time of a step is an estimate without measurement; empty if it is not."""
+    price: Price | None
+    checkpoint_bytes: int
+    """One checkpoint on disk."""
+    ring_slots: int
+    ring_bytes: int
+    """Host memory of one machine: snapshots, and the one that is being saved."""
+    ring_allowed_bytes: int | None
+    """None: half of what is free when the run starts."""
+    rewind: RollbackCost | None
+    rollback: RollbackCost
+
+    @property
+    def step_time_s(self) -> float | None:
+        return None if self.pace is None else self.pace.step_time_s
+
+
+def num_ranks(cfg: Config) -> int:
+    """Ranks of the job that the configuration asks for; one where it leaves that to the machine."""
+    nproc = cfg.launch.nproc
+    if nproc is None and (cfg.launch.kind is LaunchKind.slurm or cfg.launch.nodes > 1):
+        nproc = cfg.launch.slurm.gpus_per_node or cfg.cluster.gpus_per_node
+    return cfg.launch.nodes * (nproc or 1)
+
+
+def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
+    """The numbers of a run on `world_size` ranks; `mfu` replaces the planned kernel time of a device."""
+    check_world(cfg, world_size)
+    token_flops = flops_per_token(cfg.model, cfg.train.sequence_length)
+    tokens = cfg.train.batch_size * cfg.train.sequence_length
+    held, moving = memory(cfg, world_size=world_size), pace(cfg, world_size=world_size, mfu=mfu)
+    calls = collectives(cfg, world_size=world_size)
+    here, ring = num_per_node(cfg, world_size), cfg.checkpoint.ring
+    rewind = rewind_cost(cfg)
+    rollback = rollback_cost(cfg, step_time_s=None if moving is None else moving.step_time_s)
+    weights = held.parts.weights
+    num_sequences = world_size * sharing(cfg, world_size).num_slots
+    return Plan(
+        model=cfg.model.name,
+        num_parameters=num_parameters(cfg.model),
+        flops_per_token=token_flops,
+        tokens_per_step=tokens,
+        flops_per_step=tokens * token_flops,
+        num_steps=cfg.train.num_steps,
+        num_ranks=world_size,
+        num_per_node=here,
+        num_sequences=num_sequences,
+        num_padding=num_sequences - cfg.train.batch_size,
+        replicate=cfg.parallel.replicate,
+        weights_bytes=weights,
+        gradients_bytes=weights,
+        moments_bytes=held.parts.moments,
+        fp8=_fp8(cfg),
+        memory=held,
+        memory_allowed_bytes=None if cfg.cluster.memory_gb is None else round(cfg.cluster.memory_gb * 1e9),
+        traffic=Traffic(
+            sent_bytes=sum(call.num_calls * call.sent_bytes for call in calls),
+            sent_far_bytes=sum(call.num_calls * call.sent_far_bytes for call in calls),
+            calls=calls,
+        ),
+        mfu=None if moving is None else moving.device_mfu,
+        is_mfu_given=mfu is not None,
+        pace=moving,
+        unmeasured=unmeasured(cfg, world_size=world_size, is_mfu_given=mfu is not None),
+        price=None if moving is None else _price(cfg, moving, rewind, rollback, world_size),
+        checkpoint_bytes=checkpoint_bytes(cfg),
+        ring_slots=ring.slots,
+        ring_bytes=num_buffers(ring) * (weights + held.parts.moments) * here,
+        ring_allowed_bytes=None if ring.memory_gb is None else round(ring.memory_gb * 1e9),
+        rewind=rewind,
+        rollback=rollback,
+    )
+
+
+def _fp8(cfg: Config) -> Fp8 | None:
+    blocks, peak_tflops = blocks_in_fp8(cfg), cfg.cluster.peak_tflops
+    if not blocks:
+        return None
+    return Fp8(
+        recipe=cfg.precision.fp8.recipe,
+        engine=cfg.precision.fp8.engine,
+        num_blocks=len(blocks),
+        flops_share=flops_share(cfg),
+        peak_tflops=None if peak_tflops is None else FP8_SPEEDUP * peak_tflops,
+    )
+
+
+def _price(
+    cfg: Config, moving: Pace, rewind: RollbackCost | None, rollback: RollbackCost, world_size: int
+) -> Price | None:
+    if cfg.cluster.price_per_gpu_hour is None:
+        return None
+    step = cfg.cluster.price_per_gpu_hour * world_size * moving.step_time_s / HOUR_S
+
+    def lost(cost: RollbackCost | None) -> float | None:
+        return None if cost is None or cost.steps_at_most is None else cost.steps_at_most * step
+
+    return Price(
+        run=cfg.train.num_steps * step,
+        thousand_steps=1000 * step,
+        rewind_at_most=lost(rewind),
+        rollback_at_most=lost(rollback),
+    )

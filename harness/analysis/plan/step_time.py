@@ -1,0 +1,103 @@
+"""How long a step takes: the kernels of the devices, and what of the communication they wait for.
+
+Why: whether a cluster of this size is worth its price shows before it is booked.
+How: kernel time comes from `harness.analysis.plan.work`, or from an MFU that was measured on one device.
+Communication overlaps with it, block by block: while a block computes, FSDP2 gathers the next one and, in backward,
+reduce-scatters the gradients of the last one. What takes longer of the two is waited for. Exposed in each micro-batch
+are the first gathers, those of the last block if blocks are gathered again, and the reductions of the first block and
+of embedding and head. Gathers and reduce-scatters share the links; the all-reduce between replicas, in the last
+micro-batch alone, has its own if shards stay on one machine. If ranks have uneven shares, all take as long as the
+largest: the others compute padding.
+Left out: slower or failing machines, evaluation, saves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from harness.analysis.plan.resharding import resharded
+from harness.analysis.plan.traffic import Collective, CollectiveKind, collectives, seconds
+from harness.analysis.plan.work import Work, work
+from harness.config.schema import ClusterConfig, Config, sharing
+from harness.model.size import flops_per_token
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """A step of all ranks."""
+
+    work_s: float
+    """Kernels of one device."""
+    parts: Work
+    """The same by part."""
+    device_mfu: float
+    """What a device would reach if it never waited; padding counts as work."""
+    traffic_s: float | None
+    """All collectives one after the other; None if the links' rates are not known: then nothing is waited for."""
+    waiting_s: float
+    """Communication that does not overlap with kernels."""
+    step_time_s: float
+    tokens_per_s: float
+    mfu: float
+
+
+def pace(cfg: Config, *, world_size: int, mfu: float | None = None) -> Pace | None:
+    """The time of a step, with `mfu` for the kernels of one device if given; None if the device's rate is not known."""
+    kernels = work(cfg, world_size=world_size)
+    if kernels is None:
+        return None
+    assert cfg.cluster.peak_tflops is not None
+    tokens = cfg.train.batch_size * cfg.train.sequence_length
+    flops = tokens * flops_per_token(cfg.model, cfg.train.sequence_length)
+    peak = world_size * cfg.cluster.peak_tflops * 1e12
+    computed_flops = flops * world_size * sharing(cfg, world_size).num_slots / cfg.train.batch_size
+    if mfu is not None:
+        kernels = kernels.scaled(computed_flops / (peak * mfu))
+    calls = collectives(cfg, world_size=world_size)
+    costs = [(call, seconds(call, cfg.cluster)) for call in calls]
+    known = [(call, cost) for call, cost in costs if cost is not None]
+    traffic_s = sum(call.num_calls * cost for call, cost in known) if len(known) == len(costs) else None
+    waiting_s = 0.0 if traffic_s is None else _waiting_s(cfg, calls, kernels=kernels, world_size=world_size)
+    step_time_s = kernels.total_s + waiting_s
+    return Pace(
+        work_s=kernels.total_s,
+        parts=kernels,
+        device_mfu=computed_flops / (peak * kernels.total_s),
+        traffic_s=traffic_s,
+        waiting_s=waiting_s,
+        step_time_s=step_time_s,
+        tokens_per_s=tokens / step_time_s,
+        mfu=flops / (peak * step_time_s),
+    )
+
+
+def _waiting_s(cfg: Config, calls: list[Collective], *, kernels: Work, world_size: int) -> float:
+    """Seconds of a step in which devices wait for links."""
+    num_micro_batches = sharing(cfg, world_size).num_micro_batches
+    block_s = kernels.blocks_s / num_micro_batches / cfg.model.num_layers
+    forward_s, backward_s = block_s / 3, 2 * block_s / 3
+    gather = _cost(calls, CollectiveKind.all_gather, "block", cfg.cluster)
+    scatter = _cost(calls, CollectiveKind.reduce_scatter, "block", cfg.cluster)
+    replicas = _cost(calls, CollectiveKind.all_reduce, "block", cfg.cluster)
+    regather = gather if resharded(cfg) else 0.0
+    far = [call for call in calls if call.group.num_nodes > 1]
+    share_links = len({call.kind is CollectiveKind.all_reduce for call in far}) == 2
+    with_replicas = regather + scatter + replicas if share_links else max(regather + scatter, replicas)
+    hidden = cfg.model.num_layers - 1
+    root = {kind: _cost(calls, kind, "root", cfg.cluster) for kind in CollectiveKind}
+
+    def pass_s(behind: float, reduced: float) -> float:
+        """What is waited for in one micro-batch: `behind` of a block hides in its backward pass, `reduced` does not."""
+        late = hidden * (max(0.0, gather - forward_s) + max(0.0, behind - backward_s))
+        return late + gather + regather + scatter + reduced
+
+    gathers = root[CollectiveKind.all_gather] + root[CollectiveKind.reduce_scatter]
+    last = pass_s(with_replicas, gathers + replicas + root[CollectiveKind.all_reduce])
+    return (num_micro_batches - 1) * pass_s(regather + scatter, gathers) + last
+
+
+def _cost(calls: list[Collective], kind: CollectiveKind, of: str, cluster: ClusterConfig) -> float:
+    """Seconds of one such call; 0 where there is none."""
+    return sum(seconds(call, cluster) or 0.0 for call in calls if call.kind is kind and call.of == of)

@@ -1,0 +1,278 @@
+"""From a run directory to the evidence of one incident.
+
+How: the log is read twice. First everything but the ordinary steps, which says where the incident lies; then only the
+steps around it. The index of the log says where both are (`harness.telemetry.log_index`); without one, both readings
+pass over the raw lines. It works on a run that goes on, and on one that was killed: an incident that nobody told the
+end of is put together from its actions and findings.
+A remark is a stretch of duplicate batches that no incident accounts for: only rank 0 knows of them, so no decision may
+rest on them, and yet somebody has to repair the loader.
+Left out: the tokens of the guilty batches, which `harness.analysis.postmortem.batch_tokens` reads again, and the words
+that give the configuration, which `harness.analysis.postmortem.overrides` finds; both take seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.analysis.postmortem.batch_facts import entropy, rarest
+from harness.analysis.postmortem.costs import cost_of
+from harness.analysis.postmortem.evidence import OTHERS, Evidence, GuiltyBatch, RunFacts, Token
+from harness.config import compose
+from harness.config.schema import ConfigError, require
+from harness.core import events
+from harness.core.credentials import without_credentials
+from harness.core.events import (
+    ABOUT_SPEED,
+    Action,
+    ActionKind,
+    Event,
+    FaultInjected,
+    Finding,
+    FindingKind,
+    Incident,
+    Outcome,
+    RunEnded,
+    RunStarted,
+    StepRecord,
+)
+from harness.core.rundir import RunDir
+from harness.telemetry.event_log import tail
+from harness.telemetry.log_index import between, rare_lines
+
+BEFORE, AFTER = 200, 50
+"""Iterations around an incident that belong to its evidence."""
+MOST_RECORDS, NEAR = 800, 150
+"""More records are thinned, but for those this near to the onset, the refused ones and those that were suspected."""
+MOST_BATCHES = 8
+REMARK_GAP = 50
+"""Iterations between duplicate batches that still make one remark."""
+OPEN, REMARK = "open", "remark"
+RECENT_BYTES = 32 << 20
+
+
+def told(path: Path) -> list[Event]:
+    """All events of a log but its steps."""
+    return [event for event in _events(rare_lines(path)) if not isinstance(event, StepRecord)]
+
+
+def steps(path: Path, first: int, last: int) -> list[StepRecord]:
+    """The steps of a log from one iteration to another, both included."""
+    inside = _events(between(path, first, last))
+    return [event for event in inside if isinstance(event, StepRecord) and first <= event.iteration <= last]
+
+
+def recent_steps(path: Path, num_bytes: int = RECENT_BYTES) -> list[StepRecord]:
+    """The newest steps of a log: those in its last `num_bytes`, all of a shorter log."""
+    return [event for event in tail(path, num_bytes) if isinstance(event, StepRecord)]
+
+
+def _events(lines: Iterable[bytes]) -> Iterator[Event]:
+    for line in lines:
+        for event in events.parse(line.decode(errors="replace")):
+            if type(event.iteration) is int:
+                yield event
+
+
+def incidents(log: Sequence[Event]) -> list[Incident]:
+    """All incidents of a log in order, those that nobody told the end of included."""
+    known = {event.number: event for event in log if isinstance(event, Incident)}
+    for number in sorted({event.incident for event in log if isinstance(event, Action)} - {0} - set(known)):
+        known[number] = _unfinished(number, log)
+    return [known[number] for number in sorted(known)]
+
+
+def _unfinished(number: int, log: Sequence[Event]) -> Incident:
+    actions = [event for event in log if isinstance(event, Action) and event.incident == number]
+    first, last = min(action.onset for action in actions), max(action.iteration for action in actions)
+    found = [event for event in log if isinstance(event, Finding) and first <= event.iteration <= last]
+    onset = min((max(first, finding.onset) for finding in found), default=first)  # a restore has a margin before it
+    onset_step = max(0, actions[0].step - max(0, actions[0].iteration - onset))
+    return Incident(
+        time=actions[-1].time,
+        iteration=last,
+        number=number,
+        kinds=list(dict.fromkeys(str(finding.kind) for finding in found)),
+        onset=onset,
+        onset_step=onset_step,
+        last=last,
+        last_step=max(action.step for action in actions),
+        verdict=OPEN,
+        is_open=True,
+        ranks=sorted({rank for finding in found for rank in finding.ranks}),
+        groups=list(dict.fromkeys(group for finding in found for group in finding.groups)),
+        cursors=sorted({cursor for finding in found for cursor in finding.cursors}),
+        actions=list(dict.fromkeys(str(action.kind) for action in actions)),
+    )
+
+
+def remarks(log: Sequence[Event]) -> list[Incident]:
+    """Stretches of duplicate batches outside of every incident."""
+    spans = [(each.onset - REMARK_GAP, each.last + REMARK_GAP) for each in incidents(log)]
+    lone = [
+        event
+        for event in log
+        if isinstance(event, Finding)
+        and event.kind is FindingKind.duplicate_batch
+        and not any(first <= event.iteration <= last for first, last in spans)
+    ]
+    stretches: list[list[Finding]] = []
+    for finding in lone:
+        if stretches and 0 <= finding.iteration - stretches[-1][-1].iteration <= REMARK_GAP:
+            stretches[-1].append(finding)
+        else:
+            stretches.append([finding])
+    return [_remark(number, stretch) for number, stretch in enumerate(stretches, start=1)]
+
+
+def _remark(number: int, stretch: Sequence[Finding]) -> Incident:
+    first, last = stretch[0], stretch[-1]
+    return Incident(
+        time=last.time,
+        iteration=last.iteration,
+        number=number,
+        kinds=[str(first.kind)],
+        onset=first.iteration,
+        onset_step=first.step,
+        last=last.iteration,
+        last_step=last.step,
+        verdict=REMARK,
+        cursors=sorted({cursor for finding in stretch for cursor in finding.cursors}),
+    )
+
+
+def folder_of(incident: Incident) -> str:
+    """Name of its folder in `incidents/`."""
+    return f"remark-{incident.number:03}" if incident.verdict == REMARK else f"{incident.number:03}"
+
+
+def find(run: RunDir, number: int) -> Incident:
+    """An incident by its number; `ConfigError` where there is none."""
+    known = incidents(told(run.events))
+    found = next((each for each in known if each.number == number), None)
+    there = ", ".join(str(each.number) for each in known) or "none"
+    if found is None:
+        raise ConfigError("--incident", f"{run.path} has no incident {number}; there are {there}")
+    return found
+
+
+def gather(run: RunDir, incident: Incident) -> Evidence:
+    """Everything the directory holds about one incident; what cannot be read is left out."""
+    require(run.events.exists(), str(run.path), f"is no run: it has no {run.events.name}")
+    log = told(run.events)
+    first, last = incident.onset - BEFORE, incident.last + AFTER
+    faults = [event for event in _events(rare_lines(run.faults)) if isinstance(event, FaultInjected)]
+    within = [event for event in log if first <= event.iteration <= last]
+    is_remark = incident.verdict == REMARK
+    actions = [] if is_remark else [e for e in log if isinstance(e, Action) and e.incident == incident.number]
+    outcomes = [] if is_remark else [e for e in log if isinstance(e, Outcome) and e.incident == incident.number]
+    records = steps(run.events, first, last)
+    findings = [each for each in within if isinstance(each, Finding) and _belongs(each, incident)]
+    evidence = Evidence(
+        folder=folder_of(incident),
+        run=facts(run, log),
+        incident=incident,
+        findings=findings,
+        actions=actions,
+        outcomes=outcomes,
+        faults=[fault for fault in faults if first <= fault.iteration <= last],
+        others=[event for event in within if isinstance(event, OTHERS)],
+        earlier=[] if is_remark else [each for each in incidents(log) if each.number < incident.number],
+    )
+    evidence.cost = cost_of(evidence, records)
+    evidence.batches = _batches(evidence, records)
+    evidence.records = _thinned(records, incident.onset, {finding.iteration for finding in findings})
+    evidence.num_thinned = len(records) - len(evidence.records)
+    return evidence
+
+
+def _belongs(finding: Finding, incident: Incident) -> bool:
+    """Findings between onset and last sign; what only informs, also from a little before or after."""
+    if finding.kind in ABOUT_SPEED | {FindingKind.duplicate_batch}:
+        return incident.onset - REMARK_GAP <= finding.iteration <= incident.last + REMARK_GAP
+    return incident.onset <= finding.iteration <= incident.last or incident.onset <= finding.onset <= incident.last
+
+
+def facts(run: RunDir, log: Sequence[Event]) -> RunFacts:
+    """What is known of the run as a whole."""
+    manifest, tracking = _json(run.manifest), _json(run.mlflow)
+    starts = [event for event in log if isinstance(event, RunStarted)]
+    end = next((event for event in reversed(log) if isinstance(event, RunEnded | RunStarted)), None)
+    device = manifest.get("hardware", manifest)
+    return RunFacts(
+        name=run.path.resolve().name,
+        path=str(run.path),
+        settings=settings_of(run),
+        world_size=starts[-1].world_size if starts else 1,
+        commit=str(manifest.get("commit") or ""),
+        device=str(device.get("device") or "") if isinstance(device, dict) else "",
+        tracking=" ".join(
+            without_credentials(str(tracking[key])) for key in ("tracking_uri", "run_id") if key in tracking
+        ),
+        ended=f"{end.reason} (exit code {end.exit_code})" if isinstance(end, RunEnded) else "",
+    )
+
+
+def settings_of(run: RunDir) -> dict[str, Any]:
+    """The configuration with dotted keys, whatever version wrote it; empty where there is none to read. Evidence is
+    sent around: passwords stay behind."""
+    try:
+        settings = compose.flat(compose.read_tree(run.config))
+    except ConfigError:
+        return {}
+    return {key: without_credentials(value) if isinstance(value, str) else value for key, value in settings.items()}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _batches(evidence: Evidence, records: Sequence[StepRecord]) -> list[GuiltyBatch]:
+    """What was blamed, most surely first: what was excluded for a refusal, then what findings name."""
+    refused = [record.cursor for record in records if record.refused and record.iteration >= evidence.onset]
+    skipped = [
+        index
+        for action in evidence.actions
+        if action.kind is ActionKind.skip and len(action.exclude) == 2
+        for index in range(action.exclude[0], min(action.exclude[1] + 1, action.exclude[0] + MOST_BATCHES))
+    ]
+    of_data = [finding for finding in evidence.findings if finding.kind not in ABOUT_SPEED]
+    named = [cursor for finding in of_data for cursor in reversed(finding.cursors)]
+    onset = [record.cursor for record in records if record.iteration == evidence.onset]
+    blamed = list(dict.fromkeys([*refused, *skipped, *onset, *named]))[:MOST_BATCHES]
+    return [_batch(index, records) for index in blamed]
+
+
+def _batch(index: int, records: Sequence[StepRecord]) -> GuiltyBatch:
+    seen = [record for record in records if record.cursor == index]
+    if not seen:
+        return GuiltyBatch(index=index)
+    record = next((each for each in seen if each.token_loss_counts), seen[0])
+    batch = record.batch
+    return GuiltyBatch(
+        index=index,
+        iteration=seen[0].iteration,
+        refused=any(each.refused for each in seen),
+        loss=seen[0].loss,
+        fingerprint=str(batch.get("fingerprint", "")),
+        entropy_nats=entropy(record),
+        rows=batch.get("rows", {}),
+        source_losses=record.source_losses,
+        rarest=[Token(token=each[0], text="", num_in_batch=each[1], num_in_corpus=each[2]) for each in rarest(record)],
+        token_loss_counts=record.token_loss_counts,
+    )
+
+
+def _thinned(records: list[StepRecord], onset: int, suspected: set[int]) -> list[StepRecord]:
+    """All where there are few; else what matters, and evenly as much of the rest as fits."""
+    if len(records) <= MOST_RECORDS:
+        return records
+    matters = [abs(r.iteration - onset) <= NEAR or r.refused or r.iteration in suspected for r in records]
+    every = max(2, (len(records) - sum(matters)) // max(1, MOST_RECORDS - sum(matters)) + 1)
+    return [record for number, record in enumerate(records) if matters[number] or number % every == 0]

@@ -1,0 +1,1 @@
+"""The post-mortem as Markdown, HTML and figures."""

@@ -1,0 +1,255 @@
+"""The post-mortem of an incident as Markdown: both templates of the house, filled from evidence alone.
+
+Why: what happened, why, what was done and what to change must stand on one page, in the same order each time, with
+numbers before theories.
+How: a pure function of the evidence. A section that nothing was measured for says so, and is never padded; a cause
+that the rules are not sure of is "not known yet".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.analysis.postmortem.evidence import Evidence
+from harness.analysis.postmortem.measures import Measures, measure
+from harness.analysis.postmortem.report.wording import (
+    FILES,
+    MOST_LINES,
+    NOT_KNOWN,
+    NOT_MEASURED,
+    TITLES,
+    TYPES,
+    action_counts,
+    action_words,
+    cost_words,
+    listed,
+    number,
+    panel_words,
+    printable,
+    token_words,
+    when,
+)
+from harness.analysis.postmortem.rules.causes import Judgement, Panel
+from harness.analysis.postmortem.rules.hypotheses import KNOWN, judge, root_cause
+from harness.analysis.postmortem.rules.remedies import Check, Remedy, check_of, remedy_of
+from harness.core.events import ActionKind
+
+
+def render(evidence: Evidence, panels: Sequence[Panel] = ()) -> str:
+    """The whole page; `panels` are the pictures that were drawn."""
+    measures = measure(evidence)
+    ranked = judge(evidence, measures)
+    cause = root_cause(ranked)
+    remedy = None if cause is None else remedy_of(cause.cause, evidence)
+    check = check_of(None if cause is None else cause.cause, remedy, evidence, measures)
+    parts = [
+        *_heading(evidence, cause, remedy),
+        *_spike(evidence, measures, cause, remedy),
+        *_report(evidence, measures, ranked),
+        *_answers(remedy, check),
+        *_samples(evidence),
+        *_pictures(panels),
+    ]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _heading(evidence: Evidence, cause: Judgement | None, remedy: Remedy | None) -> list[str]:
+    incident, run = evidence.incident, evidence.run
+    drill = []
+    if evidence.faults:
+        fault, num = evidence.faults[0], len(evidence.faults)
+        struck = f"rank {fault.rank}, iteration {fault.iteration}" + (f"; {num} strikes in all" if num > 1 else "")
+        drill = [f"- A drill: {fault.message} ({struck})"]
+    kinds = ", ".join(evidence.kinds()) or NOT_MEASURED
+    state = "still open" if incident.is_open else incident.verdict
+    verdict = NOT_KNOWN if cause is None else f"{cause.cause} ({cause.score:.2f})"
+    done = action_counts(evidence) or "nothing was done"
+    return [
+        f"# Incident {evidence.folder} of {run.name}, {when(_onset_time(evidence))}",
+        "",
+        f"- What: {kinds}, iterations {incident.onset} to {incident.last}; {state}",
+        f"- Why: {verdict}",
+        f"- Done: {done}",
+        f"- Change: {NOT_KNOWN if remedy is None else remedy.change}",
+        f"- Cost: {cost_words(evidence)}",
+        *drill,
+        "",
+    ]
+
+
+def _onset_time(evidence: Evidence) -> float:
+    record = next((record for record in evidence.records if record.iteration >= evidence.onset), None)
+    return evidence.incident.time if record is None else record.time
+
+
+def _spike(evidence: Evidence, measures: Measures, cause: Judgement | None, remedy: Remedy | None) -> list[str]:
+    """Template of seed 000."""
+    incident, run = evidence.incident, evidence.run
+    steps = [record.cursor for record in measures.during]
+    blamed = ", ".join(str(batch.index) for batch in evidence.batches) or "none"
+    seen = f"{min(steps)} to {max(steps)}" if steps else NOT_MEASURED
+    return [
+        f"## Spike #{incident.number}",
+        "",
+        "### Symptoms",
+        f"- Pre-spike loss: {number(measures.level)}",
+        f"- Peak loss: {number(None if measures.peak is None else measures.peak.loss)}",
+        f"- Recovery loss (50 steps later): {number(measures.recovery_loss)}",
+        f"- Grad norm peak: {number(measures.peak_grad)} (pre-clip; usually {number(measures.usual_grad)})",
+        "",
+        "### Evidence",
+        f"- mlflow run: {run.tracking or NOT_MEASURED}",
+        f"- Batch index range: {seen}; blamed: {blamed}",
+        f"- Token histogram for offending batches: {panel_words(Panel.tokens)}",
+        f"- Per-layer activation L2 at spike: {_activations(measures)}",
+        f"- Guilty ranks: {listed(incident.ranks)}; layer groups: {listed(incident.groups)}",
+        "",
+        "### Classification",
+        f"- Type: {TYPES.get(incident.spike_type, str(incident.spike_type))}",
+        f"- Root cause: {NOT_KNOWN if cause is None else cause.cause}",
+        "",
+        "### Recovery action",
+        *([f"- {words}" for words in action_words(evidence)] or ["- none"]),
+        "",
+        "### Outcome",
+        *_outcome(evidence, measures),
+        f"- Cost of incident: {cost_words(evidence)}",
+        "",
+        "### Lessons / followups",
+        f"- {NOT_KNOWN if remedy is None else remedy.lesson}",
+        "",
+    ]
+
+
+def _report(evidence: Evidence, measures: Measures, ranked: Sequence[Judgement]) -> list[str]:
+    """Template of seed 002, sections 1 to 3."""
+    incident, run, peak = evidence.incident, evidence.run, measures.peak
+    recovery = number(measures.recovery_loss) if measures.has_recovered is not False else "did not recover"
+    if measures.has_recovered is False:
+        recovery += f": {number(measures.recovery_loss)}"
+    likely = [judgement for judgement in ranked if judgement.support is not None][:5]
+    return [
+        f"# Loss spike post-mortem: {when(_onset_time(evidence))}, {run.name}",
+        "",
+        "## 1. Symptoms",
+        f"- step where spike began: {incident.onset_step} (iteration {incident.onset})",
+        f"- pre-spike loss (50-step EMA): {number(measures.ema)}",
+        f"- peak loss: {number(None if peak is None else peak.loss)}"
+        + ("" if peak is None else f" (iteration {peak.iteration}{', refused' if peak.refused else ''})"),
+        f"- recovery loss (50 steps after peak): {recovery}",
+        f"- grad-norm pre-clip at spike: {number(measures.peak_grad)} (usually {number(measures.usual_grad)})",
+        f"- LR at spike: {number(measures.onset_lr)} (before: {number(measures.usual_lr)})",
+        f"- dtype regime: {run.precision}",
+        f"- batch index in the spike step: {measures.during[0].cursor if measures.during else NOT_MEASURED}",
+        f"- corpus tokens in that batch that look unusual: {_unusual(evidence)}",
+        "",
+        "## 2. Hypotheses",
+        *(
+            [
+                f"{place}. {each.cause} ({each.score:.2f}): {each.support.text} ({panel_words(each.support.panel)})"
+                for place, each in enumerate(likely, start=1)
+                if each.support is not None
+            ]
+            or ["none: nothing in the log speaks for any of the causes known"]
+        ),
+        "",
+        "## 3. Discriminating evidence",
+        *_discriminating(ranked, likely),
+        "",
+    ]
+
+
+def _discriminating(ranked: Sequence[Judgement], likely: Sequence[Judgement]) -> list[str]:
+    lines = []
+    for place, each in enumerate(likely[:3], start=1):
+        if each.support is not None and each.score >= KNOWN:
+            lines.append(f"- {panel_words(each.support.panel)}: {each.support.text} -> favors H{place}")
+    for each in ranked:
+        if each.against is not None and each.score < KNOWN:
+            named = next((f"H{at}" for at, one in enumerate(likely, start=1) if one.cause is each.cause), each.cause)
+            lines.append(f"- {panel_words(each.against.panel)}: {each.against.text} -> rules out {named}")
+    return lines[:MOST_LINES] or [NOT_MEASURED]
+
+
+def _answers(remedy: Remedy | None, check: Check) -> list[str]:
+    """Template of seed 002, sections 4 to 7."""
+    overrides = [] if remedy is None else remedy.overrides
+    return [
+        "## 4. Root cause",
+        NOT_KNOWN if remedy is None else remedy.sentence,
+        "",
+        "## 5. Remediation",
+        f"- {NOT_KNOWN if remedy is None else remedy.change}",
+        *(
+            [f"- `{' '.join(overrides)}`"]
+            if overrides
+            else ["- no key of the configuration changes that"]
+            if remedy
+            else []
+        ),
+        "",
+        "## 6. Verification",
+        f"- Re-run with seed {NOT_MEASURED if check.seed is None else check.seed} through step "
+        f"{NOT_MEASURED if check.steps is None else check.steps}:",
+        "",
+        *[f"      {line}" for line in check.commands],
+        "",
+        *[f"- expect {line}" for line in check.expect],
+        "",
+        "## 7. Lesson",
+        NOT_KNOWN if remedy is None else remedy.lesson,
+        "",
+    ]
+
+
+def _outcome(evidence: Evidence, measures: Measures) -> list[str]:
+    incident = evidence.incident
+    halted = next((action for action in evidence.actions if action.kind is ActionKind.halt), None)
+    if halted is not None:
+        return [f"- The run halted: {halted.reason}"]
+    state, loss = "still open" if incident.is_open else incident.verdict, number(measures.recovery_loss)
+    match measures.has_recovered:
+        case None:
+            return [f"- {state}; the loss fifty steps later was {NOT_MEASURED}"]
+        case True:
+            return [f"- {state}; the loss is back at {loss} fifty steps after its peak"]
+        case _:
+            return [f"- {state}; the loss stands at {loss}, before it was {number(measures.level)}"]
+
+
+def _activations(measures: Measures) -> str:
+    probed = next((record for record in measures.during if record.activation_rms), None)
+    if probed is None:
+        return NOT_MEASURED
+    layers = ", ".join(f"{name} {number(value, 3)}" for name, value in probed.activation_rms.items())
+    return f"RMS at iteration {probed.iteration}: {layers} ({panel_words(Panel.activations)})"
+
+
+def _unusual(evidence: Evidence) -> str:
+    batch = next((batch for batch in evidence.batches if batch.rarest), None)
+    if batch is None:
+        return NOT_MEASURED
+    return f"{', '.join(token_words(batch)[:5])} (batch {batch.index})" if batch.rarest else "none flagged"
+
+
+def _samples(evidence: Evidence) -> list[str]:
+    lines = ["## Guilty batches"]
+    if not evidence.batches:
+        return [*lines, NOT_MEASURED, ""]
+    for batch in evidence.batches[:4]:
+        facts = [f"fingerprint {batch.fingerprint}" if batch.fingerprint else "fingerprint not measured"]
+        facts += [] if batch.entropy_nats is None else [f"entropy {batch.entropy_nats:.2f} nats"]
+        facts += [f"{count} rows of {name}" for name, count in batch.rows.items() if count]
+        facts += ["update refused"] if batch.refused else []
+        facts += (
+            ["NOT what lies on disk now"] if batch.is_changed else [] if batch.reread else ["tokens not read again"]
+        )
+        lines.append(f"- batch {batch.index}: {', '.join(facts)}")
+        lines += [f"  - `{printable(sample)}`" for sample in batch.samples[:2]]
+    return [*lines, ""]
+
+
+def _pictures(panels: Sequence[Panel]) -> list[str]:
+    if not panels:
+        return []
+    return ["## Panels", "", *[f"![{panel_words(panel)}: {TITLES[panel]}]({FILES[panel]})" for panel in panels]]

@@ -1,0 +1,1 @@
+"""Which cause fits the evidence of an incident."""

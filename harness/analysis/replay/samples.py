@@ -1,0 +1,80 @@
+"""The samples of a batch, weighed one by one: which of them the loss and the gradient came from.
+
+How: each rank passes its rows through the model one at a time, all ranks at once, and notes the loss of the row and the
+norm of its own gradient before it is summed with the others'. Nothing is updated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from harness.build import Parts
+from harness.data.batch import Batch
+from harness.data.batch_view import look
+from harness.distributed.world import local, together
+from harness.step import mask_of
+
+LONGEST_TEXT = 160
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One row of a global batch."""
+
+    row: int
+    loss: float
+    """Mean over its tokens."""
+    grad_norm: float
+    """Of its mean loss."""
+    source: str
+    file: str
+    first_document: int
+    last_document: int
+    text: str
+
+
+def weigh(parts: Parts, index: int) -> list[Sample]:
+    """All rows of a batch, in their order; on every rank alike."""
+    own = _weigh_own(parts, parts.batches[index])
+    weighed = [pair for each in together(lambda: own) for pair in each]
+    view = look(parts.batches, index, excluded=False)
+    return [
+        Sample(
+            row=number,
+            loss=loss,
+            grad_norm=norm,
+            source=row.source,
+            file=row.file,
+            first_document=row.first_document,
+            last_document=row.last_document,
+            text=" ".join(row.texts)[:LONGEST_TEXT],
+        )
+        for number, ((loss, norm), row) in enumerate(zip(weighed, view.rows, strict=True))
+    ]
+
+
+def _weigh_own(parts: Parts, batch: Batch) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each row of this rank. Padding is computed with the others' rows, and not told."""
+    pairs = []
+    for row in batch.micro_batches(1):
+        parts.update.adamw.zero_grad(set_to_none=True)
+        parts.collectives.take()
+        tokens = (row.targets >= 0).sum().clamp(min=1)
+        output = parts.model(row.inputs, row.targets, seed=1.0 / tokens.to(torch.float32), mask=mask_of(row))
+        output.objective.backward()
+        square = parts.collectives.take() if parts.collectives.sees_gradients else _own_square(parts)
+        if not row.is_padding:
+            pairs.append((float(output.row_losses.sum() / tokens), float(square.sqrt())))
+    parts.update.adamw.zero_grad(set_to_none=True)
+    return pairs
+
+
+def _own_square(parts: Parts) -> torch.Tensor:
+    """Where nothing is reduced, the gradient that is there is this rank's own."""
+    gradients = [local(p.grad) for p in parts.update.parameters.values() if p.grad is not None]
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    return torch.stack(norms).square().sum()

@@ -1,0 +1,1 @@
+"""The typed config tree, and Hydra that composes it. No torch."""

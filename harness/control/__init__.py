@@ -1,0 +1,1 @@
+"""Stop requests and operator commands, from the outside to a running loop."""

@@ -1,0 +1,1 @@
+"""What all other packages share: events, run state, the run directory, processes. No torch."""

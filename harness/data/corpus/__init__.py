@@ -1,0 +1,1 @@
+"""Random access to the samples of a corpus."""

@@ -1,0 +1,200 @@
+"""The data of a run as its directory records it: `corpus.json`.
+
+Why: batches are arithmetic over the windows of the corpus. A file more or less, or another batch size, would move every
+window: what was seen would come again, and held-out windows would be trained on.
+How: the record holds the files of each source in the order in which the run reads them, with sizes and probes, the
+files that were added later, and every batch size the run has had. Each start compares it with what is there.
+- Files that are added go behind the others, whatever their names. The windows that were there keep their numbers, and
+  the held-out windows stay the same; added files are only trained on. The source finishes the pass it is in, then reads
+  the added windows once, and from then on passes go over all of them (`later_stretches`).
+- A batch keeps its number when the batch size changes; the new size holds from a batch on
+(`harness.data.order.mixture`).
+- Anything else is refused: a file that is gone, has another size or other content.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from harness.config.schema import ConfigError, StorageError
+from harness.data.corpus.file_probe import Listed
+from harness.data.order.mixture import Size
+from harness.data.order.order import Stretch
+
+VERSION = 1
+NUM_NAMED = 3
+"""Files that a message names; of more it gives the number."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    path: str
+    num_bytes: int
+    index_bytes: int = 0
+    """Of the .idx beside it; 0: it has none."""
+    probes: str = ""
+    """Hash of a few blocks; empty: not read."""
+
+    @property
+    def listed(self) -> Listed:
+        return Listed(self.path, self.num_bytes, self.index_bytes)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """Files that were added at a later start; they follow the others in `SourceRecord.files`."""
+
+    num_files: int
+    from_turn: int
+    """The turn of the source at which they are first read."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRecord:
+    files: tuple[FileRecord, ...] = ()
+    additions: tuple[Addition, ...] = ()
+    text: str = ""
+    """Digest of the embedded text; empty for other kinds."""
+
+    @property
+    def num_first(self) -> int:
+        """Files that the run began with."""
+        return len(self.files) - sum(addition.num_files for addition in self.additions)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRecord:
+    sizes: tuple[Size, ...]
+    sources: dict[str, SourceRecord] = field(default_factory=dict)
+
+
+def read_record(path: Path) -> DataRecord | None:
+    """The record of a run; None where it has none, as runs of earlier versions."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(error.errno, f"cannot be read: {error.strerror}", str(path)) from None
+    except ValueError as error:
+        raise ConfigError(str(path), f"cannot be read: {error}") from None
+    version = content.get("version") if isinstance(content, dict) else None
+    if version != VERSION:
+        raise ConfigError(str(path), f"has version {version}, allowed is {VERSION}")
+    try:
+        return _parse(content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(str(path), f"is not the record of a corpus: {error!r}") from None
+
+
+def render_record(record: DataRecord) -> str:
+    """The text of `corpus.json`."""
+    sources = {name: asdict(source) for name, source in record.sources.items()}
+    return json.dumps({"version": VERSION, "batch_sizes": record.sizes, "sources": sources}, indent=1) + "\n"
+
+
+def _parse(content: dict[str, Any]) -> DataRecord:
+    sources = {}
+    for name, source in content["sources"].items():
+        sources[name] = SourceRecord(
+            files=tuple(FileRecord(**file) for file in source["files"]),
+            additions=tuple(Addition(**addition) for addition in source["additions"]),
+            text=source["text"],
+        )
+    sizes = tuple(Size(int(from_batch), int(size)) for from_batch, size in content["batch_sizes"])
+    if not sizes or sizes[0].from_batch != 0:
+        raise ValueError("batch_sizes must begin at batch 0")
+    return DataRecord(sizes=sizes, sources=sources)
+
+
+class Compared(NamedTuple):
+    """The files of a source now against those of the record."""
+
+    files: tuple[FileRecord, ...]
+    """Those of the record in its order, under the names they have now, then the added ones."""
+    num_added: int
+    changed: str
+    """All that differs, in words; empty: nothing."""
+    broken: str
+    """What cannot be admitted, in words; empty: nothing."""
+    told: list[str]
+    """What was there and what is there now, for the record of interventions."""
+
+
+def compare(recorded: SourceRecord, listed: Sequence[Listed]) -> Compared:
+    """Find what was added, moved, removed, or changed its size; contents are compared by whoever reads the probes."""
+    there = {file.path: file for file in listed}
+    known = {file.path for file in recorded.files}
+    strangers = [file for file in listed if file.path not in known]
+    files: list[FileRecord] = []
+    moved, broken = [], []
+    for file in recorded.files:
+        now = there.get(file.path)
+        if now is None and (now := next((other for other in strangers if other[1:] == file.listed[1:]), None)):
+            strangers.remove(now)
+            moved.append(f"{file.path} is now {now.path}")
+        if now is None:
+            broken.append(f"{file.path} was removed")
+            continue
+        if now[1:] != file.listed[1:]:
+            broken.append(_resized(file, now))
+        files.append(replace(file, path=now.path))
+    added = [FileRecord(path=file.path, num_bytes=file.num_bytes, index_bytes=file.index_bytes) for file in strangers]
+    named = [f"{file.path} was added" for file in added]
+    return Compared(
+        files=(*files, *added),
+        num_added=len(added),
+        changed=some([*broken, *moved, *named]),
+        broken=some(broken),
+        told=[f"{len(recorded.files)} files", f"{len(listed)} files: {some([*broken, *moved, *named])}"],
+    )
+
+
+def _resized(file: FileRecord, now: Listed) -> str:
+    if now.num_bytes == file.num_bytes:
+        return f"{Path(file.path).with_suffix('.idx')} had {file.index_bytes} bytes and has {now.index_bytes}"
+    verb = "grew" if now.num_bytes > file.num_bytes else "shrank"
+    return f"{file.path} {verb} from {file.num_bytes} to {now.num_bytes} bytes"
+
+
+def some(messages: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    rest = [f"and {len(messages) - NUM_NAMED} more"] if len(messages) > NUM_NAMED else []
+    return ", ".join([*messages[:NUM_NAMED], *rest])
+
+
+def resized(sizes: Sequence[Size], batch_size: int, *, from_batch: int) -> tuple[Size, ...]:
+    """The batch sizes of a run once another one holds from a batch on."""
+    kept = [size for size in sizes if size.from_batch < from_batch]
+    if kept and kept[-1].batch_size == batch_size:
+        return tuple(kept)
+    return (*kept, Size(from_batch, batch_size))
+
+
+def next_pass(stretches: Sequence[Stretch], turn: int) -> int:
+    """The first turn, from `turn` on, at which no pass is left half read; the first pass of all is always finished."""
+    last = stretches[-1]
+    num_passes = -(-max(0, turn - last.from_turn) // last.num_samples)
+    return last.from_turn + max(num_passes, 1 if last.number == 0 else 0) * last.num_samples
+
+
+def later_stretches(first: range, added: Sequence[tuple[int, range]]) -> tuple[Stretch, ...]:
+    """What a source reads after its first stretch: for each addition (turn, windows), those once, then all together."""
+    stretches: list[Stretch] = []
+    parts = [first]
+    for number, (from_turn, windows) in enumerate(added):
+        if len(windows) == 0:
+            continue
+        stretches = [stretch for stretch in stretches if stretch.from_turn < from_turn]
+        parts.append(windows)
+        stretches.append(Stretch(from_turn, 2 * number + 1, (windows,)))
+        stretches.append(Stretch(from_turn + len(windows), 2 * number + 2, tuple(parts)))
+    return tuple(stretches)

@@ -1,0 +1,108 @@
+"""Where the tokens lie in a file that knows no documents, as its first bytes tell.
+
+Why: three formats share two endings. A wrong guess does not fail, it trains on noise; so content decides, not the name.
+How: a NumPy file and an llm.c file say in their header what they hold, and their size must agree with it. Anything else
+is tokens from the first byte to the last (nanoGPT's `.bin`, OLMo's `.npy`), of the dtype that the configuration names,
+or uint16 where it names none; then a few probes refuse data that can only be uint32.
+Left out: NumPy arrays of more than one dimension.
+"""
+
+from __future__ import annotations
+
+import struct
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from harness.config.schema import ConfigError, TokenDtype, require
+
+NUMPY_MAGIC = b"\x93NUMPY"
+
+LLMC_HEADER_BYTES = 1024
+LLMC_TOKENS: dict[int, tuple[int, np.dtype[Any]]] = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
+"""Magic -> the version, and what tokens are stored as: GPT-2, Llama 3."""
+LLMC_EVALUATION = 20240522
+
+HEAD_BYTES = 4096
+"""Read to find out the format; no header of ours is longer."""
+
+PROBE_TOKENS = 1024
+LARGEST_HIGH_HALF = 3
+"""Ids below 2 ** 18: the vocabularies for which uint32 is written."""
+
+
+class Layout(NamedTuple):
+    dtype: np.dtype[Any]
+    offset_bytes: int
+    num_tokens: int
+
+
+def flat_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str, num_probes: int) -> Layout:
+    """The layout of a file without an index, or the reason why it cannot be tokens."""
+    head = bytes(mapped[:HEAD_BYTES])
+    if head.startswith(NUMPY_MAGIC):
+        return _numpy_layout(path, head, len(mapped), key=key)
+    if len(head) >= 12:
+        magic, version, num_tokens = struct.unpack_from("<3i", head)
+        message = f"{path}: is an llm.c evaluation file, which holds questions and not a stream of tokens"
+        require((magic, version) != (LLMC_EVALUATION, 1), key, message)
+        if magic in LLMC_TOKENS:
+            return _llmc_layout(path, (magic, version, num_tokens), len(mapped), key=key)
+    return _raw_layout(path, mapped, dtype=dtype, key=key, num_probes=num_probes)
+
+
+def check_size(path: Path, layout: Layout, num_bytes: int, *, key: str) -> None:
+    """The header's count against the file's size."""
+    expected = layout.offset_bytes + layout.num_tokens * layout.dtype.itemsize
+    verdict = "is cut off" if num_bytes < expected else "is longer than its header says"
+    message = (
+        f"{path}: {verdict}: {layout.num_tokens} tokens of {layout.dtype} need {expected} bytes, it has {num_bytes}"
+    )
+    require(num_bytes == expected, key, message)
+    require(layout.num_tokens > 0, key, f"{path}: holds no tokens")
+
+
+def _numpy_layout(path: Path, head: bytes, num_bytes: int, *, key: str) -> Layout:
+    file = BytesIO(head)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, _, dtype = read(file)
+    except (ValueError, KeyError):
+        raise ConfigError(key, f"{path}: has a NumPy header that cannot be read") from None
+    require(dtype.kind in "iu", key, f"{path}: holds {dtype}, which no token ids are; allowed are integers")
+    require(len(shape) == 1, key, f"{path}: must have one dimension, has the shape {shape}")
+    layout = Layout(dtype, file.tell(), shape[0])
+    check_size(path, layout, num_bytes, key=key)
+    return layout
+
+
+def _llmc_layout(path: Path, header: tuple[int, int, int], num_bytes: int, *, key: str) -> Layout:
+    magic, version, num_tokens = header
+    allowed, dtype = LLMC_TOKENS[magic]
+    require(version == allowed, key, f"{path}: is an llm.c file of version {version}, allowed is {allowed}")
+    layout = Layout(dtype, LLMC_HEADER_BYTES, num_tokens)
+    check_size(path, layout, num_bytes, key=key)
+    return layout
+
+
+def _raw_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str, num_probes: int) -> Layout:
+    stored = np.dtype("<u2" if dtype is TokenDtype.auto else dtype.value)
+    num_tokens, odd_bytes = divmod(len(mapped), stored.itemsize)
+    message = f"{path}: has {len(mapped)} bytes, which is no multiple of the {stored.itemsize} of {stored}"
+    require(odd_bytes == 0, key, message)
+    layout = Layout(stored, 0, num_tokens)
+    if dtype is TokenDtype.auto:
+        message = f"{path}: looks like uint32 and says nothing of it; set the source's dtype (uint16 where it is that)"
+        require(not _looks_like_uint32(np.frombuffer(mapped, dtype=stored), num_probes), key, message)
+    return layout
+
+
+def _looks_like_uint32(tokens: np.ndarray[Any, np.dtype[Any]], num_probes: int) -> bool:
+    """Whether every second word, and only those, is as small as the high half of a token id."""
+    starts = np.linspace(0, max(0, len(tokens) - PROBE_TOKENS), num_probes).astype(np.int64) // 2 * 2
+    words = np.concatenate([tokens[start : start + PROBE_TOKENS] for start in starts])
+    low, high = words[::2], words[1::2]
+    return len(high) >= PROBE_TOKENS // 2 and high.max() <= LARGEST_HIGH_HALF and low.max() > 255

@@ -1,0 +1,60 @@
+"""All hosts read the same corpus: every file is probed on every host, and a host that has another one is named.
+
+How: the ranks of a host share its files, so that a rank probes `num_files / ranks on its host` of them, with
+`READS_PER_FILE` reads each. What the host of rank 0 finds is the reference; other hosts send what differs.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from harness.config.schema import ConfigError
+from harness.data.corpus.file_probe import Listed, measure, probe
+from harness.distributed.world import World, together
+
+
+class Asked(NamedTuple):
+    """A file, and the config key that leads to it."""
+
+    key: str
+    file: Listed
+
+
+def agree_on_files(files: Sequence[Asked], *, world: World) -> list[str]:
+    """The probe of each file, the same on every rank; raises on every rank where hosts differ or cannot read one."""
+    hosts = together(socket.gethostname)
+    here, first = hosts[world.rank], hosts[0]
+    place = f"rank {world.rank} ({here})"
+    own = [rank for rank, host in enumerate(hosts) if host == here]
+    share = slice(own.index(world.rank), None, len(own))
+    found = together(lambda: [_probe(asked, place) for asked in files[share]] if here == first else [])
+    reference = [""] * len(files)
+    for number, rank in enumerate(rank for rank, host in enumerate(hosts) if host == first):
+        reference[number :: hosts.count(first)] = found[rank]
+    if len(set(hosts)) > 1:
+        others = f"rank 0 ({first})"
+        together(lambda: None if here == first else _compare(files[share], reference[share], place, others))
+    return reference
+
+
+def _probe(asked: Asked, place: str) -> str:
+    """The probe of a file on this host, which must have the sizes that rank 0 found."""
+    key, file = asked
+    try:
+        now = measure(Path(file.path), key=key)
+        if now == file:
+            return probe(file, key=key)
+    except ConfigError as error:
+        raise ConfigError(key, f"{place}: {str(error).removeprefix(f'{key}: ')}") from None
+    sizes = " and ".join(f"{size} bytes" for size in now[1:] if size)
+    expected = " and ".join(f"{size} bytes" for size in file[1:] if size)
+    raise ConfigError(key, f"{place}: {file.path} has {sizes}, rank 0 found {expected}")
+
+
+def _compare(files: Sequence[Asked], reference: Sequence[str], place: str, others: str) -> None:
+    for asked, expected in zip(files, reference, strict=True):
+        if _probe(asked, place) != expected:
+            raise ConfigError(asked.key, f"{place}: {asked.file.path} has other content than on {others}")

@@ -1,0 +1,250 @@
+"""Files of tokens: opened in microseconds whatever their size, read by position, with their document boundaries.
+
+Why: a corpus of a trillion tokens must cost a run neither start-up time nor memory, and a file that is cut off, or not
+what its index says, must be refused in one line before the first step.
+How: a file is mapped into memory and never copied or scanned; the format is found out from its content
+(`harness.data.corpus.megatron_index`, `harness.data.corpus.headerless`). Sizes are checked against headers when a file
+is opened, and against the file system at each read, since touching a page beyond the end of a file that shrank would
+kill the process.
+Left out: object stores, and a check of token ids, which would need a scan.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self, final
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from harness.config.schema import ConfigError, TokenDtype, require
+from harness.data.corpus.headerless import flat_layout
+from harness.data.corpus.mapped_file import map_file
+from harness.data.corpus.megatron_index import WRITABLE, MegatronIndex, write_index
+
+Tokens = NDArray[np.integer[Any]]
+
+ENDINGS = (".bin", ".npy")
+PATTERN = frozenset("*?[")
+NO_TOKENS = ".counts.npy"
+"""What `harness data prepare` writes beside its tokens; a pattern passes it over."""
+
+LONGEST_DOCUMENT = 2**31 - 1
+PROBE_BYTES = 4096
+NUM_PROBES = 16
+INDEX_PROBES = 64
+MAX_PROBES = 4096
+"""Most probes of one kind when a source is opened, over all its files; each file gets at least two."""
+
+
+def expand(paths: Sequence[str], *, key: str) -> list[Path]:
+    """The data files that prefixes, file names and patterns (`*`, `?`, `[..]`, `**`) stand for; sorted, each once."""
+    found: set[Path] = set()
+    for given in paths:
+        path = Path(given).expanduser()
+        if path.exists() or not PATTERN.intersection(given):
+            found.add(_data_file(path, key=key))
+            continue
+        matches = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
+        files = [match.with_suffix(".bin") if match.suffix == ".idx" else match for match in matches]
+        files = [file for file in files if file.suffix in ENDINGS and not file.name.endswith(NO_TOKENS)]
+        require(bool(files), key, f"{given}: matches no {' or '.join(ENDINGS)} file")
+        found |= {_data_file(file, key=key) for file in files}
+    return sorted(found)
+
+
+def probes_per_file(most: int, num_files: int) -> int:
+    """How many probes each of `num_files` files gets: `most` for a few files, fewer for many."""
+    return max(2, min(most, MAX_PROBES // num_files))
+
+
+def open_tokens(path: str | Path, *, dtype: TokenDtype, key: str, num_files: int = 1) -> TokenFile:
+    """Map a file of tokens: Megatron's pair (by either name or their prefix), flat, llm.c, or NumPy.
+
+    `dtype` says what a file without a header holds; where there is a header, the two must agree.
+    `num_files` is how many files the source has: the more there are, the fewer places of each are looked at.
+    """
+    data_path = _data_file(Path(path).expanduser(), key=key)
+    mapped = _map(data_path, key=key)
+    index_path = data_path.with_suffix(".idx")
+    if data_path.suffix == ".bin" and index_path.exists():
+        index = MegatronIndex(
+            index_path,
+            _map(index_path, key=key).data,
+            bin_path=data_path,
+            num_bytes=len(mapped),
+            key=key,
+            num_probes=probes_per_file(INDEX_PROBES, num_files),
+        )
+        file = TokenFile(data_path, np.frombuffer(mapped, dtype=index.dtype), key=key, index=index)
+    else:
+        num_probes = probes_per_file(NUM_PROBES, num_files)
+        stored, offset, count = flat_layout(data_path, mapped.data, dtype=dtype, key=key, num_probes=num_probes)
+        file = TokenFile(data_path, np.frombuffer(mapped, dtype=stored, count=count, offset=offset), key=key)
+    agrees = dtype is TokenDtype.auto or file.dtype == np.dtype(dtype.value)
+    require(agrees, key, f"{data_path}: holds {file.dtype}, but the source's dtype is {dtype.value}")
+    return file
+
+
+@final
+class TokenFile:
+    """A mapped stream of tokens; safe to read from several threads."""
+
+    def __init__(self, path: Path, tokens: Tokens, *, key: str, index: MegatronIndex | None = None) -> None:
+        self.path = path
+        self.dtype: np.dtype[Any] = tokens.dtype
+        self.num_tokens = len(tokens)
+        self.num_documents = 1 if index is None else index.num_documents
+        self.has_documents = index is not None
+        """Whether it is known where documents begin; without an index the whole file counts as one."""
+        self._tokens = tokens
+        self._index = index
+        self._key = key
+        self.num_bytes = path.stat().st_size
+
+    def read(self, first: int, count: int) -> Tokens:
+        """Tokens by their position in the stream, as a view that cannot be written to."""
+        assert 0 <= first <= first + count <= self.num_tokens
+        self.check_presence()
+        return self._tokens[first : first + count]
+
+    def windows(self, length: int, stride: int) -> Tokens:
+        """All windows of `length` tokens that begin at multiples of `stride`, as rows of a view; it is not checked for
+        the presence of the file."""
+        if self.num_tokens < length:
+            return np.empty((0, length), dtype=self.dtype)
+        return sliding_window_view(self._tokens, length)[::stride]
+
+    def document_at(self, position: int) -> tuple[int, int, int]:
+        """Number, first token and end of the document that holds the token; logarithmic in the documents."""
+        assert 0 <= position < self.num_tokens
+        return (0, 0, self.num_tokens) if self._index is None else self._index.document_at(position)
+
+    def document(self, number: int) -> tuple[int, int]:
+        """First token and end of a document; equal where it is empty."""
+        assert 0 <= number < self.num_documents
+        return (0, self.num_tokens) if self._index is None else self._index.document(number)
+
+    def fingerprint(self, num_probes: int = NUM_PROBES) -> str:
+        """Equal for equal files wherever they lie, as short hexadecimal text: of sizes and of a few blocks."""
+        facts = (self.dtype.str, self.num_tokens, self.num_documents)
+        digest = blake2b(repr(facts).encode(), digest_size=8)
+        count = min(self.num_tokens, PROBE_BYTES // self.dtype.itemsize)
+        for probe in range(num_probes):
+            digest.update(self.read((self.num_tokens - count) * probe // (num_probes - 1), count).data)
+            digest.update(repr(self.document((self.num_documents - 1) * probe // (num_probes - 1))).encode())
+        return digest.hexdigest()
+
+    def check_presence(self) -> None:
+        """Refuse a file that vanished or changed its size: reading its map could end the process."""
+        try:
+            num_bytes = os.stat(self.path).st_size  # noqa: PTH116 -- half the time of Path.stat, in the path of a batch
+        except OSError as error:
+            raise ConfigError(self._key, f"{self.path}: vanished while it was read ({error.strerror})") from None
+        if num_bytes != self.num_bytes:
+            message = f"{self.path}: changed while it was read, from {self.num_bytes} to {num_bytes} bytes"
+            raise ConfigError(self._key, message)
+
+
+@final
+class IndexedWriter:
+    """Writes PREFIX.bin and PREFIX.idx in Megatron's layout, byte for byte.
+
+    Neither name exists, or changes, before `close`; the index comes last. Where the `with` block fails, nothing stays.
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
+        allowed = ", ".join(known.name for known in WRITABLE)
+        if dtype not in WRITABLE:
+            raise ValueError(f"{prefix}: Megatron has no code for tokens of {dtype}, allowed are {allowed}")
+        self._prefix = prefix
+        self._dtype = dtype
+        self._range = np.iinfo(dtype)
+        self._lengths = array("i")
+        self._data = self._temporary(".bin").open("wb")
+
+    def add(self, tokens: Tokens) -> None:
+        """Append one document; it may be empty."""
+        if len(tokens) > LONGEST_DOCUMENT:
+            message = f"document {len(self._lengths)} has {len(tokens)} tokens, allowed are {LONGEST_DOCUMENT}"
+            raise ValueError(f"{self._prefix}: {message}")
+        if tokens.dtype != self._dtype and len(tokens):
+            smallest, largest = int(tokens.min()), int(tokens.max())
+            if smallest < self._range.min or largest > self._range.max:
+                message = f"document {len(self._lengths)} has ids {smallest} .. {largest}, too wide for {self._dtype}"
+                raise ValueError(f"{self._prefix}: {message}")
+        self._data.write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
+        self._lengths.append(len(tokens))
+
+    def close(self) -> None:
+        """Bring everything to the disk and give the files their names; an older pair is replaced."""
+        _finish(self._data)
+        with self._temporary(".idx").open("wb") as index:
+            write_index(index, self._dtype, self._lengths)
+            _finish(index)
+        self._named(".idx").unlink(missing_ok=True)
+        for ending in (".bin", ".idx"):
+            self._temporary(ending).replace(self._named(ending))
+
+    def discard(self) -> None:
+        """Leave nothing of what was written."""
+        self._data.close()
+        for ending in (".bin", ".idx"):
+            self._temporary(ending).unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.discard()
+
+    def _named(self, ending: str) -> Path:
+        return self._prefix.with_name(self._prefix.name + ending)
+
+    def _temporary(self, ending: str) -> Path:
+        return self._prefix.with_name(f"{self._prefix.name}{ending}.tmp")
+
+
+def _finish(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def _data_file(path: Path, *, key: str) -> Path:
+    """The file that holds the tokens: itself, the `.bin` of an `.idx`, or the `.bin` of a prefix that has both."""
+    beside = {ending: path.with_name(path.name + ending) for ending in (".bin", ".idx")}
+    if path.suffix == ".idx":
+        data_path = path.with_suffix(".bin")
+        require(data_path.is_file(), key, f"{data_path}: is missing, {path.name} is its index")
+        return data_path
+    if path.is_file():
+        return path
+    if beside[".bin"].is_file():
+        message = f"is missing beside {beside['.bin'].name}; flat tokens are named with their ending"
+        require(beside[".idx"].is_file(), key, f"{beside['.idx']}: {message}")
+        return beside[".bin"]
+    require(not beside[".idx"].is_file(), key, f"{beside['.bin']}: is missing, {beside['.idx'].name} is its index")
+    require(not path.is_dir(), key, f"{path}: is a directory; name its files, {path}/*.bin for one kind of them")
+    raise ConfigError(key, f"{path}: no such file, nor {beside['.bin'].name} with {beside['.idx'].name}")
+
+
+def _map(path: Path, *, key: str) -> NDArray[np.uint8]:
+    """The file's bytes; pages are read when they are touched."""
+    try:
+        mapped = map_file(path)
+    except OSError as error:
+        raise ConfigError(key, f"{path}: cannot be read ({error.strerror})") from None
+    require(len(mapped) > 0, key, f"{path}: is empty")
+    return mapped

@@ -1,0 +1,133 @@
+"""Samples from files of tokens: windows of each file in turn.
+
+Why: this is what a run learns from; opening it must cost nothing, and an id that the model has no row for must stop the
+run with the name of the file instead of an assertion on the device.
+How: files are cut into windows of `sequence_length + 1` tokens that share one token, never across files; a sample is
+found by bisection over the files. Ids are checked against the vocabulary when a file is opened, where
+`harness data prepare` left a report beside it, and otherwise in every sample that is read, in the thread that reads it.
+Left out: the tokens of a file after its last whole window.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.config.schema import ConfigError, require
+from harness.data.corpus.corpus import MIN_SAMPLES, Origin, SampleShape, Tokens, digest
+from harness.data.corpus.token_files import NUM_PROBES, TokenFile, probes_per_file
+
+
+@final
+class FilesCorpus:
+    """Windows of each file in turn; what a file holds beyond its last whole window is not read."""
+
+    def __init__(self, files: list[TokenFile], *, shape: SampleShape, key: str) -> None:
+        self._files = files
+        self._length = shape.sequence_length
+        self._key = key
+        self.vocab_size = shape.vocab_size
+        num_windows = [max(0, file.num_tokens - 1) // self._length for file in files]
+        self._ends = list(accumulate(num_windows))
+        self.num_samples = self._ends[-1]
+        found = f"{self.num_samples} sequences of train.sequence_length={self._length}"
+        message = f"must hold at least {MIN_SAMPLES} sequences, got {found}"
+        require(self.num_samples >= MIN_SAMPLES, key, message)
+        self._windows = [file.windows(self._length + 1, self._length) for file in files]
+        self._unsigned = [np.dtype(file.dtype.str.replace("i", "u")) for file in files]
+        """What the ids are compared as: a negative one is above every vocabulary then."""
+        self._is_trusted = [self._fits(file) for file in files]
+
+    def sample(self, index: int) -> Tokens:
+        assert 0 <= index < self.num_samples
+        row: Tokens = self.rows(np.array([index], dtype=np.int64))[0]
+        return row
+
+    def rows(self, indices: NDArray[np.int64]) -> Tokens:
+        if len(self._files) == 1:
+            return self._rows_of(0, indices)
+        numbers = np.searchsorted(self._ends, indices, side="right")
+        rows = np.empty((len(indices), self._length + 1), dtype=np.int64)
+        for number in np.unique(numbers).tolist():
+            here = numbers == number
+            rows[here] = self._rows_of(number, indices[here] - (self._ends[number - 1] if number else 0))
+        return rows
+
+    def documents(self, index: int) -> NDArray[np.int32]:
+        number, first = self._window(index)
+        file, begins = self._files[number], np.zeros(self._length + 1, dtype=np.int32)
+        document, _, end = file.document_at(first)
+        while end < first + self._length + 1:
+            begins[end - first] = 1
+            document += 1
+            _, end = file.document(document)
+        return np.cumsum(begins, dtype=np.int32)
+
+    def origin(self, index: int) -> Origin:
+        number, first = self._window(index)
+        file = self._files[number]
+        documents = (file.document_at(position)[0] for position in (first, first + self._length))
+        return Origin(str(file.path), first, *documents)
+
+    def num_windows(self, num_files: int) -> int:
+        """Samples of the first `num_files` files."""
+        return self._ends[num_files - 1] if num_files else 0
+
+    @property
+    def without_documents(self) -> Path | None:
+        """The first file that does not say where its documents begin."""
+        return next((file.path for file in self._files if not file.has_documents), None)
+
+    def token_counts(self) -> NDArray[np.int64] | None:
+        total = np.zeros(self.vocab_size, dtype=np.int64)
+        for file in self._files:
+            path = file.path.with_suffix(".counts.npy")
+            if not path.is_file():
+                return None
+            counts = np.load(path)[: self.vocab_size]
+            total[: len(counts)] += counts
+        return total
+
+    def fingerprint(self) -> str:
+        num_probes = probes_per_file(NUM_PROBES, len(self._files))
+        return digest("".join(file.fingerprint(num_probes) for file in self._files).encode(), self._length)
+
+    def _rows_of(self, number: int, windows: NDArray[np.int64]) -> Tokens:
+        """Windows of one file, checked; one lookup in the map serves them all."""
+        file = self._files[number]
+        file.check_presence()
+        rows: Tokens = self._windows[number][windows]
+        if self._is_trusted[number] or rows.view(self._unsigned[number]).max() < self.vocab_size:
+            return rows
+        row, position = np.argwhere((rows < 0) | (rows >= self.vocab_size))[0].tolist()
+        where = f"{file.path}: token {int(windows[row]) * self._length + position}"
+        message = f"{where} is id {rows[row, position]}, must be in 0 .. {self.vocab_size - 1} (model.vocab_size)"
+        raise ConfigError(self._key, message)
+
+    def _window(self, index: int) -> tuple[int, int]:
+        """Number of the file and position in it."""
+        assert 0 <= index < self.num_samples
+        number = bisect_right(self._ends, index)
+        return number, (index - (self._ends[number - 1] if number else 0)) * self._length
+
+    def _fits(self, file: TokenFile) -> bool:
+        """Whether all ids are known to be below the vocabulary's size, by their type or by the report beside them."""
+        path = file.path.with_suffix(".meta.json")
+        if not path.is_file():
+            return file.dtype.kind == "u" and np.iinfo(file.dtype).max < self.vocab_size
+        try:
+            report = json.loads(path.read_bytes())
+            num_tokens, largest = int(report["tokens"]), int(report["max_token"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ConfigError(self._key, f"{path}: is not a report with tokens and max_token") from None
+        message = f"{path}: tells of {num_tokens} tokens, but {file.path.name} has {file.num_tokens}"
+        require(num_tokens == file.num_tokens, self._key, message)
+        message = f"must be above {largest}, the largest token id in {file.path}, got {self.vocab_size}"
+        require(largest < self.vocab_size, "model.vocab_size", message)
+        return True

@@ -1,0 +1,1 @@
+"""Which samples make up which batch: index arithmetic and the ledger."""

@@ -1,0 +1,313 @@
+"""The ledger: batches that must never be seen (again), and sources that must weigh less, each with its reason.
+
+Why: with the data a pure function of its index, a skipped batch is one number; a run that restarts from this file meets
+the same batches as one that knew it from the start.
+How: one JSON line an entry, on disk before the entry counts; a line with `kind` weights changes the mixture from some
+batch on, one with `kind` revoke gives batches back, any other excludes a range. In memory overlapping ranges are merged
+into sorted, disjoint ones, so that a lookup is one bisection; the entries stay as they were written.
+A batch that is given back is still not seen at its own place: it is seen when the run reaches batch `from_batch`,
+before that one. So the order of the batches is a function of the file alone: a run that starts with the final ledger
+sees the same batches in the same order as the run that wrote it.
+The file is append-only; a later entry for the same sources or the same batches wins. Lines of kind revoke have version
+2: a version of the harness that does not know them stops with one line instead of leaving batches out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Self, final
+
+from harness.config.schema import ConfigError
+from harness.core.rundir import append_line
+
+VERSION = 1
+REVOKE_VERSION = 2
+"""Of lines of kind revoke."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exclusion:
+    first: int
+    last: int
+    """Inclusive."""
+    reason: str
+    time: float
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reweighting:
+    from_batch: int
+    weights: dict[str, float]
+    """Source -> weight; 0: off."""
+    reason: str
+    time: float
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revocation:
+    batches: list[list[int]]
+    """First and last batch (inclusive) of each range that is given back."""
+    from_batch: int
+    """They are seen when the run reaches this batch, before it."""
+    reason: str
+    time: float
+
+
+Entry = Exclusion | Reweighting | Revocation
+
+
+class Place(NamedTuple):
+    """The next batch, and where the run stands once it is consumed."""
+
+    batch: int
+    cursor: int
+    given_back: int
+    """How many of the batches that are given back at `cursor` have been consumed."""
+
+    @property
+    def position(self) -> int:
+        """How far the run has got: the batch itself, or the one before which it is given back."""
+        return self.cursor if self.given_back else self.batch
+
+
+@final
+@dataclass(slots=True)
+class Ledger:
+    path: Path | None = None
+    """Where entries are written; None: in memory only, as on every rank but the first."""
+    entries: list[Entry] = field(default_factory=list)
+    """As they were written, in that order."""
+    _firsts: list[int] = field(default_factory=list)
+    _lasts: list[int] = field(default_factory=list)
+    _seen: list[int] = field(default_factory=list)
+    """For each excluded range, how many batches before it may be seen."""
+    _given: dict[int, list[int | None]] = field(default_factory=dict)
+    """Batch -> the batches that are given back there, in order; None: excluded or given back elsewhere since then. A
+    place in a list never changes, because a snapshot may count in it."""
+
+    @classmethod
+    def load(cls, path: Path, *, writer: bool = True) -> Self:
+        """The ledger a file holds, empty where there is none; only the writer's exclusions go back to the file."""
+        return cls.of(_read(path), path=path if writer else None)
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry], *, path: Path | None) -> Self:
+        """A ledger of these entries; later ones are written to `path`, where there is one."""
+        ledger = cls(path)
+        for entry in entries:
+            ledger._add(entry)
+        return ledger
+
+    def exclude(self, first: int, last: int, reason: str) -> None:
+        """Never see the batches `first` to `last` (inclusive) again."""
+        if not 0 <= first <= last:
+            raise ValueError(f"batches are excluded from 0 <= first to last >= first, got {first} .. {last}")
+        self._write(Exclusion(first=first, last=last, reason=reason, time=time.time()))
+
+    def reweight(self, from_batch: int, weights: Mapping[str, float], reason: str) -> None:
+        """Mix the named sources by other weights from a batch on; 0 turns a source off."""
+        if not (from_batch >= 0 and weights and _are_weights(weights)):
+            raise ValueError(f"weights of 0 or more are set from a batch >= 0 on, got {weights} from {from_batch}")
+        named = {name: float(weight) for name, weight in weights.items()}
+        self._write(Reweighting(from_batch=from_batch, weights=named, reason=reason, time=time.time()))
+
+    def give_back(self, batches: list[list[int]], from_batch: int, reason: str) -> None:
+        """See these batches after all, before batch `from_batch`, whether they were excluded or only passed by."""
+        if not _are_ranges(batches, from_batch):
+            raise ValueError(f"batches before {from_batch} are given back, as ranges [first, last], got {batches}")
+        self._write(Revocation(batches=batches, from_batch=from_batch, reason=reason, time=time.time()))
+
+    @property
+    def revocations(self) -> tuple[Revocation, ...]:
+        """In the order in which they were written."""
+        return tuple(entry for entry in self.entries if isinstance(entry, Revocation))
+
+    @property
+    def reweightings(self) -> tuple[Reweighting, ...]:
+        """In the order in which they were written."""
+        return tuple(entry for entry in self.entries if isinstance(entry, Reweighting))
+
+    def is_excluded(self, index: int) -> bool:
+        """Whether a batch is never seen; one that is given back is seen."""
+        return self.next_index(index) != index and not any(index in batches for batches in self._given.values())
+
+    @property
+    def num_excluded(self) -> int:
+        """How many batches are never seen."""
+        hidden = sum(last - first + 1 for first, last in zip(self._firsts, self._lasts, strict=True))
+        return hidden - sum(batch is not None for batches in self._given.values() for batch in batches)
+
+    def following(self, cursor: int, given_back: int = 0) -> Place:
+        """What a run at `cursor` consumes next, `given_back` of what is given back there being consumed already."""
+        index = self.next_index(cursor)
+        for point in sorted(point for point in self._given if cursor <= point <= index):
+            start = given_back if point == cursor else 0
+            for place, batch in enumerate(self._given[point][start:], start=start):
+                if batch is not None:
+                    return Place(batch, point, place + 1)
+        return Place(index, index + 1, 0)
+
+    def next_index(self, cursor: int) -> int:
+        """The first batch index from `cursor` on that is seen at its own place."""
+        place = bisect_right(self._firsts, cursor) - 1
+        return max(cursor, self._lasts[place] + 1) if place >= 0 else cursor
+
+    def nth(self, consumed: int) -> int:
+        """The batch index that is seen after `consumed` others, counted from 0; logarithmic in the exclusions."""
+        assert consumed >= 0
+        place = bisect_right(self._seen, consumed) - 1
+        return self._lasts[place] + 1 + consumed - self._seen[place] if place >= 0 else consumed
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def _write(self, entry: Entry) -> None:
+        if self.path is not None:
+            _mend(self.path)
+            append_line(self.path, _line(entry))
+        self._add(entry)
+
+    def _add(self, entry: Entry) -> None:
+        """Fold an entry into the order of the batches."""
+        self.entries.append(entry)
+        match entry:
+            case Exclusion(first=first, last=last):
+                self._hide(first, last)
+            case Revocation(batches=batches, from_batch=from_batch):
+                for first, last in batches:
+                    self._hide(first, last)
+                given = [batch for first, last in batches for batch in range(first, last + 1)]
+                self._given[from_batch] = [*self._given.get(from_batch, []), *given]
+
+    def _hide(self, first: int, last: int) -> None:
+        """These batches are not seen at their own place, nor where they were given back before. The range is merged
+        with all it overlaps or touches, so that what follows a merged range is seen."""
+        for point, batches in self._given.items():
+            self._given[point] = [None if batch is not None and first <= batch <= last else batch for batch in batches]
+        start = bisect_left(self._lasts, first - 1)
+        end = bisect_right(self._firsts, last + 1)
+        first = min([first, *self._firsts[start:end]])
+        last = max([last, *self._lasts[start:end]])
+        self._firsts[start:end], self._lasts[start:end] = [first], [last]
+        del self._seen[start:]
+        for place in range(start, len(self._firsts)):
+            seen, end_before = (self._seen[-1], self._lasts[place - 1] + 1) if place else (0, 0)
+            self._seen.append(seen + self._firsts[place] - end_before)
+
+
+def _line(entry: Entry) -> str:
+    match entry:
+        case Reweighting():
+            head = {"version": VERSION, "kind": "weights"}
+        case Revocation():
+            head = {"version": REVOKE_VERSION, "kind": "revoke"}
+        case _:
+            head = {"version": VERSION}
+    return json.dumps(head | asdict(entry))
+
+
+def _are_ranges(batches: object, from_batch: int) -> bool:
+    """Whether these are ranges of batches before `from_batch`."""
+    if not isinstance(batches, list) or not batches:
+        return False
+    pairs = [each for each in batches if isinstance(each, list | tuple) and len(each) == 2]
+    whole = all(isinstance(number, int) and not isinstance(number, bool) for pair in pairs for number in pair)
+    return len(pairs) == len(batches) and whole and all(0 <= first <= last < from_batch for first, last in pairs)
+
+
+def _are_weights(weights: Mapping[str, object]) -> bool:
+    return all(isinstance(weight, int | float) and 0 <= weight < math.inf for weight in weights.values())
+
+
+def _read(path: Path) -> Iterator[Entry]:
+    try:
+        *lines, tail = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield _parse(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}", f"is not an entry: {error}") from None
+    if _is_whole(tail):
+        yield _parse(tail)
+
+
+def _parse(line: bytes) -> Entry:
+    match json.loads(line):
+        case {
+            "version": 2,
+            "kind": "revoke",
+            "batches": list(batches),
+            "from_batch": int(from_batch),
+            "reason": str(reason),
+            "time": int() | float() as when,
+        }:
+            if _are_ranges(batches, from_batch):
+                return Revocation(batches=batches, from_batch=from_batch, reason=reason, time=when)
+            raise ValueError("it needs ranges [first, last] of batches before from_batch")
+        case {"kind": "revoke"}:
+            raise ValueError("kind 'revoke' needs version 2, batches, from_batch, reason and time")
+        case {"version": int(version)} if version != VERSION:
+            allowed = f"allowed is {VERSION}, or {REVOKE_VERSION} with kind revoke"
+            raise ValueError(f"it has version {version}, {allowed}")
+        case {
+            "version": 1,
+            "kind": "weights",
+            "from_batch": int(from_batch),
+            "weights": dict(weights),
+            "reason": str(reason),
+            "time": int() | float() as when,
+        }:
+            if from_batch >= 0 and weights and _are_weights(weights):
+                return Reweighting(from_batch=from_batch, weights=weights, reason=reason, time=when)
+        case {"kind": kind}:
+            needed = "weights has version, from_batch, weights, reason and time"
+            raise ValueError(f"kind {kind!r} needs to be weights or revoke; {needed}")
+        case {
+            "version": 1,
+            "first": int(first),
+            "last": int(last),
+            "reason": str(reason),
+            "time": int() | float() as when,
+        }:
+            if 0 <= first <= last:
+                return Exclusion(first=first, last=last, reason=reason, time=when)
+            raise ValueError("it needs 0 <= first <= last")
+    raise ValueError("it needs version, reason, time, and 0 <= first <= last or weights of 0 or more from a batch on")
+
+
+def _is_whole(tail: bytes) -> bool:
+    try:
+        _parse(tail)
+    except ValueError:
+        return False
+    return True
+
+
+def _mend(path: Path) -> None:
+    """End the file with a whole line: what a crash cut short is dropped, what lacks only its newline gets it."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        tail = file.read().rpartition(b"\n")[2]
+        if tail and _is_whole(tail):
+            file.write(b"\n")
+        else:
+            file.seek(-len(tail), os.SEEK_END)
+            file.truncate()

@@ -1,0 +1,246 @@
+"""Which source each row of each batch comes from, as arithmetic: (source, turn) by position, and back.
+
+Why: weights must hold exactly, change at a given batch, and leave no state behind: a run that resumes, rewinds or
+learns that a source is poisoned computes the same rows as one that knew it from the start.
+How: positions (batch index x batch size + row) are dealt out by a balanced tree of two-way splits. The first n places
+of a node hold round(n x share) of its left side: one multiplication says whose a place is and how many came before, and
+one division finds it again. So every prefix of a phase holds each source's share to within half a sample a level of the
+tree, every batch is close to it, and a source's turns come in order, without a gap, also across phases. Rows are
+shuffled within their batch, or the pattern would give some ranks always the same sources.
+Shares are multiples of 2 ** -30 in a node; a weight above 0 gets at least one of them.
+Left out: chance. A batch's composition does not vary as independent draws would make it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.config.schema import ConfigError
+from harness.data.order.order import shuffled
+
+Ints = NDArray[np.int64]
+
+SHARES = 2**30
+
+Count = TypeVar("Count", int, Ints)
+
+
+class Change(NamedTuple):
+    """Weights that hold from a batch on; a source that is not named keeps its weight."""
+
+    from_batch: int
+    weights: Mapping[str, float]
+
+
+class Phase(NamedTuple):
+    """Batches with the same weights."""
+
+    from_batch: int
+    weights: tuple[float, ...]
+    """In the order of the sources."""
+
+
+def phases_of(base: Mapping[str, float], changes: Sequence[Change], amendments: Sequence[Change] = ()) -> list[Phase]:
+    """The weights of every batch.
+
+    An amendment (of the ledger) wins over every planned change of the sources it names, also over one at a later batch;
+    of two amendments the one that was written later wins.
+    """
+    for name in {name for amendment in amendments for name in amendment.weights} - base.keys():
+        raise ConfigError("data.sources", f"the ledger weighs {name!r}, but there are only {', '.join(base)}")
+    planned = sorted(changes, key=lambda change: change.from_batch)
+    phases: list[Phase] = []
+    for batch in sorted({0, *(change.from_batch for change in (*planned, *amendments))}):
+        weights = dict(base)
+        for change in (*planned, *amendments):
+            if change.from_batch <= batch:
+                weights |= change.weights
+        if not any(weights.values()):
+            raise ConfigError("data.sources", f"no source has a weight above 0 from batch {batch} on")
+        phases.append(Phase(batch, tuple(weights[name] for name in base)))
+    return phases
+
+
+class Size(NamedTuple):
+    """Rows of the global batch from a batch on."""
+
+    from_batch: int
+    batch_size: int
+
+
+@final
+class Sizes:
+    """Batch index and row to position in the stream of samples, and back.
+
+    A run that changes its batch size keeps the numbers of its batches: a batch has as many rows as were asked for when
+    its turn came, and the stream of samples goes on without a gap.
+    """
+
+    def __init__(self, sizes: Sequence[Size]) -> None:
+        assert sizes[0].from_batch == 0
+        self._starts = [size.from_batch for size in sizes]
+        self._sizes = [size.batch_size for size in sizes]
+        self._positions = [0]
+        for (start, size), following in zip(sizes, self._starts[1:], strict=False):
+            self._positions.append(self._positions[-1] + (following - start) * size)
+
+    @property
+    def largest(self) -> int:
+        return max(self._sizes)
+
+    def at(self, index: int) -> int:
+        """Rows of a batch."""
+        return self._sizes[bisect_right(self._starts, index) - 1]
+
+    def num_alike(self, index: int) -> int | None:
+        """How many batches from this one on have as many rows; None: all."""
+        place = bisect_right(self._starts, index)
+        return self._starts[place] - index if place < len(self._starts) else None
+
+    def position(self, index: int) -> int:
+        """The position of a batch's first row."""
+        place = bisect_right(self._starts, index) - 1
+        return self._positions[place] + (index - self._starts[place]) * self._sizes[place]
+
+    def find(self, position: int) -> tuple[int, int]:
+        """Batch index and place in the batch of a position."""
+        place = bisect_right(self._positions, position) - 1
+        batches, offset = divmod(position - self._positions[place], self._sizes[place])
+        return self._starts[place] + batches, offset
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a mixture is made from, before the ledger has its say."""
+
+    weights: Mapping[str, float]
+    changes: Sequence[Change]
+    batch_size: int
+    seed: int
+    sizes: Sequence[Size] = ()
+    """The batch sizes of the run so far, the present one last; empty: it always had this one."""
+
+    def mixture(self, amendments: Sequence[Change] = ()) -> Mixture:
+        phases = phases_of(self.weights, self.changes, amendments)
+        return Mixture(phases, batch_size=self.batch_size, seed=self.seed, sizes=self.sizes)
+
+
+@final
+class Mixture:
+    """Pure and immutable: safe to use from several threads."""
+
+    def __init__(self, phases: Sequence[Phase], *, batch_size: int, seed: int, sizes: Sequence[Size] = ()) -> None:
+        assert phases[0].from_batch == 0
+        self.phases = tuple(phases)
+        self.sizes = Sizes(sizes or [Size(0, batch_size)])
+        self.num_sources = len(phases[0].weights)
+        self._seed = seed
+        self._starts = [phase.from_batch for phase in phases]
+        self._trees = [_tree(phase.weights) for phase in phases]
+        self._taken = [[0] * self.num_sources]
+        """For each phase, the turns of each source before it."""
+        for tree, (start, end) in zip(self._trees, zip(self._starts, self._starts[1:], strict=False), strict=False):
+            given = _counts(tree, self.sizes.position(end) - self.sizes.position(start))
+            self._taken.append([before + given.get(source, 0) for source, before in enumerate(self._taken[-1])])
+
+    def batch(self, index: int) -> tuple[Ints, Ints]:
+        """Source and turn of each row of the global batch."""
+        phase, size = bisect_right(self._starts, index) - 1, self.sizes.at(index)
+        first = self.sizes.position(index) - self.sizes.position(self._starts[phase])
+        sources, turns = _deal(self._trees[phase], np.arange(first, first + size, dtype=np.int64))
+        turns = turns + np.array(self._taken[phase], dtype=np.int64)[sources]
+        if self.num_sources > 1:
+            rows = shuffled(size, (self._seed, index))
+            sources, turns = sources[rows], turns[rows]
+        return sources, turns
+
+    def batches(self, first: int, count: int) -> tuple[Ints, Ints]:
+        """`batch` of `count` indices of the same size, one row each; the turns of an only source are its positions."""
+        if self.num_sources == 1:
+            turns = np.arange(self.sizes.position(first), self.sizes.position(first + count)).reshape(count, -1)
+            return np.zeros_like(turns), turns
+        dealt = [self.batch(index) for index in range(first, first + count)]
+        return np.stack([sources for sources, _ in dealt]), np.stack([turns for _, turns in dealt])
+
+    def find(self, source: int, turn: int) -> tuple[int, int] | None:
+        """Batch index and row of a source's turn, the inverse of `batch`; None: it never comes."""
+        phase = bisect_right([taken[source] for taken in self._taken], turn) - 1
+        if self.phases[phase].weights[source] == 0:
+            return None
+        place = _find(self._trees[phase], source, turn - self._taken[phase][source])
+        index, place = self.sizes.find(self.sizes.position(self._starts[phase]) + place)
+        if self.num_sources > 1:
+            place = int(np.flatnonzero(shuffled(self.sizes.at(index), (self._seed, index)) == place)[0])
+        return index, place
+
+    def turns_before(self, index: int) -> list[int]:
+        """How many turns each source has in the batches before one."""
+        phase = bisect_right(self._starts, index) - 1
+        num_places = self.sizes.position(index) - self.sizes.position(self._starts[phase])
+        given = _counts(self._trees[phase], num_places)
+        return [before + given.get(source, 0) for source, before in enumerate(self._taken[phase])]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Split:
+    left: _Split | int
+    right: _Split | int
+    share: int
+    """Of the left side, in parts of SHARES."""
+    sources: frozenset[int]
+
+    def num_left(self, places: Count) -> Count:
+        """How many of the first `places` are the left side's; rounded, and free of overflow."""
+        return places // SHARES * self.share + (places % SHARES * self.share + SHARES // 2) // SHARES
+
+
+def _tree(weights: Sequence[float]) -> _Split | int:
+    return _node([source for source, weight in enumerate(weights) if weight > 0], weights)
+
+
+def _node(sources: list[int], weights: Sequence[float]) -> _Split | int:
+    if len(sources) == 1:
+        return sources[0]
+    middle = len(sources) // 2
+    left, right = sources[:middle], sources[middle:]
+    fraction = sum(weights[source] for source in left) / sum(weights[source] for source in sources)
+    share = min(max(round(fraction * SHARES), 1), SHARES - 1)
+    return _Split(_node(left, weights), _node(right, weights), share, frozenset(sources))
+
+
+def _deal(node: _Split | int, places: Ints) -> tuple[Ints, Ints]:
+    """Source and turn of each place of a node."""
+    if isinstance(node, int):
+        return np.full(len(places), node, dtype=np.int64), places
+    before = node.num_left(places)
+    is_left = node.num_left(places + 1) > before
+    sources, turns = np.empty_like(places), np.empty_like(places)
+    for side, here, nth in ((node.left, is_left, before), (node.right, ~is_left, places - before)):
+        sources[here], turns[here] = _deal(side, nth[here])
+    return sources, turns
+
+
+def _counts(node: _Split | int, num_places: int) -> dict[int, int]:
+    """How often each source occurs in the first places of a node."""
+    if isinstance(node, int):
+        return {node: num_places}
+    num_left = node.num_left(num_places)
+    return _counts(node.left, num_left) | _counts(node.right, num_places - num_left)
+
+
+def _find(node: _Split | int, source: int, turn: int) -> int:
+    """The place of a node where a source has its turn."""
+    if isinstance(node, int):
+        return turn
+    in_left = source == node.left if isinstance(node.left, int) else source in node.left.sources
+    nth = _find(node.left if in_left else node.right, source, turn)
+    share, offset = (node.share, SHARES // 2) if in_left else (SHARES - node.share, SHARES // 2 - 1)
+    return -(-((nth + 1) * SHARES - offset) // share) - 1

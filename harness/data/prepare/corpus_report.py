@@ -1,0 +1,169 @@
+"""What a corpus is made of: the numbers that `harness data prepare` prints and keeps beside it.
+
+Why: rare tokens, copies and giant documents are known causes of trouble in training, and cheapest to see beforehand.
+How: a `Tally` takes the parts in their order, which makes the report a function of the output alone; `render` turns it
+into text.
+Left out: documents that are nearly the same; only equal texts are counted as copies, by a hash of 64 bits.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.data.prepare.parts import Part
+
+RARE_BELOW = 10
+NUM_EXAMPLES = 8
+NUM_LONGEST = 5
+WIDEST_EXAMPLE = 24
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RareToken:
+    token: int
+    count: int
+    text: str
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedDocument:
+    """A document worth a look."""
+
+    document: int
+    """Its number in the output."""
+    amount: int
+    """Tokens of a long document, copies of a repeated one."""
+    origin: str
+    """The file and line it came from."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    documents: int
+    tokens: int
+    empty_documents: int
+    """Documents without a token; they are not in the output."""
+    vocab_size: int
+    max_token: int
+    unused_tokens: int
+    """Ids of the vocabulary that never occur."""
+    rare_tokens: int
+    """Ids that occur, but fewer than `RARE_BELOW` times."""
+    rare_examples: list[RareToken]
+    longest_documents: list[NamedDocument]
+    duplicate_documents: int
+    """Documents whose text an earlier one has."""
+    duplicate_examples: list[NamedDocument]
+    """The first of those that are repeated most."""
+
+
+@final
+@dataclass(slots=True)
+class Tally:
+    """Counts up a corpus part by part."""
+
+    vocab_size: int
+    num_documents: int = 0
+    num_empty: int = 0
+    counts: NDArray[np.int64] = field(init=False)
+    """Occurrences of each token."""
+    _longest: list[tuple[int, int]] = field(default_factory=list)
+    _hashes: list[NDArray[np.uint64]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.counts = np.zeros(self.vocab_size, dtype=np.int64)
+
+    def add(self, part: Part) -> None:
+        self.counts += np.bincount(part.tokens, minlength=self.vocab_size)
+        order = np.argsort(-part.lengths, kind="stable")[:NUM_LONGEST]
+        found = [(int(part.lengths[place]), -(self.num_documents + int(place))) for place in order]
+        self._longest = heapq.nlargest(NUM_LONGEST, self._longest + found)
+        self._hashes.append(part.hashes)
+        self.num_documents += len(part.lengths)
+        self.num_empty += part.num_empty
+
+    def report(self, spell_token: Callable[[int], str], origin: Callable[[int], str]) -> Report:
+        """The corpus in numbers; `origin` says where a document came from."""
+        occurring = np.flatnonzero(self.counts)
+        rare = np.flatnonzero((self.counts > 0) & (self.counts < RARE_BELOW))
+        rarest = rare[np.argsort(self.counts[rare], kind="stable")][:NUM_EXAMPLES].tolist()
+        num_duplicates, repeated = self._duplicates()
+        longest = [(-number, num_tokens) for num_tokens, number in self._longest]
+        return Report(
+            documents=self.num_documents,
+            tokens=int(self.counts.sum()),
+            empty_documents=self.num_empty,
+            vocab_size=self.vocab_size,
+            max_token=int(occurring[-1]),
+            unused_tokens=self.vocab_size - len(occurring),
+            rare_tokens=len(rare),
+            rare_examples=[RareToken(token=id_, count=int(self.counts[id_]), text=spell_token(id_)) for id_ in rarest],
+            longest_documents=[
+                NamedDocument(document=number, amount=amount, origin=origin(number)) for number, amount in longest
+            ],
+            duplicate_documents=num_duplicates,
+            duplicate_examples=[
+                NamedDocument(document=number, amount=amount, origin=origin(number)) for number, amount in repeated
+            ],
+        )
+
+    def _duplicates(self) -> tuple[int, list[tuple[int, int]]]:
+        """How many documents an earlier one equals, and the first and the number of the most frequent texts."""
+        _, firsts, copies = np.unique(np.concatenate(self._hashes), return_index=True, return_counts=True)
+        several = np.flatnonzero(copies > 1)
+        order = several[np.lexsort((firsts[several], -copies[several]))][:NUM_LONGEST]
+        return self.num_documents - len(copies), [(int(firsts[place]), int(copies[place])) for place in order]
+
+
+def parse(report: dict[str, Any]) -> Report:
+    """A report as it was kept."""
+    lists = {
+        "rare_examples": [RareToken(**each) for each in report["rare_examples"]],
+        "longest_documents": [NamedDocument(**each) for each in report["longest_documents"]],
+        "duplicate_examples": [NamedDocument(**each) for each in report["duplicate_examples"]],
+    }
+    return Report(**report | lists)
+
+
+def render(report: Report, facts: dict[str, str]) -> str:
+    """The report as a person reads it; `facts` are lines of their own at the end."""
+    mean = report.tokens / report.documents
+    rare = [f"{each.token} {spell(each.text)}, {times(each.count)}" for each in report.rare_examples]
+    rows = {
+        "documents": [f"{report.documents:,} of {mean:,.1f} tokens on average"],
+        "tokens": [f"{report.tokens:,}"],
+        "empty": [f"{report.empty_documents:,} documents, left out"],
+        "vocabulary": [f"{report.vocab_size:,} tokens, {report.unused_tokens:,} of them never used"],
+        "rare tokens": [f"{report.rare_tokens:,} occur fewer than {RARE_BELOW} times", *rare],
+        "longest": [f"{each.amount:,} tokens: {_place(each)}" for each in report.longest_documents],
+        "duplicates": [
+            f"{report.duplicate_documents:,} documents equal an earlier one",
+            *(f"{times(each.amount)}: {_place(each)}" for each in report.duplicate_examples),
+        ],
+        **{name: [fact] for name, fact in facts.items()},
+    }
+    width = max(map(len, rows))
+    lines = [("" if number else name, text) for name, texts in rows.items() for number, text in enumerate(texts)]
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
+
+
+def spell(text: str) -> str:
+    """A text as one short line between quotes."""
+    return repr(text if len(text) <= WIDEST_EXAMPLE else text[: WIDEST_EXAMPLE - 1] + "…")
+
+
+def times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"
+
+
+def _place(document: NamedDocument) -> str:
+    return f"document {document.document}, {document.origin}"

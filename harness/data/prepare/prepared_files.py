@@ -1,0 +1,193 @@
+"""The files of a prepared corpus, and what lies beside them while it is made.
+
+    PREFIX.bin  PREFIX.idx   the tokens and their documents, in Megatron's layout
+    PREFIX.tokenizer.json    what the tokens mean; none where they are bytes
+    PREFIX.counts.npy        how often each token occurs, int64
+    PREFIX.meta.json         version, options, inputs, report; written last, and so the sign that all is there
+    PREFIX.parts.json        only while it is made: what the run was begun with, so that the next one can go on
+
+Why: a second call with the same words must find its work done, and one with other words must not destroy it.
+How: what decides the output is written down as plain values and compared. Inputs are the same where size and time of
+change are, or else where their SHA-256 is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from harness.config.schema import ConfigError, require
+from harness.data.prepare.parts import part_paths
+
+VERSION = 1
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """An input without reading it."""
+    facts = path.stat()
+    return {"path": str(path), "size_bytes": facts.st_size, "mtime_ns": facts.st_mtime_ns}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What decides the output besides the input."""
+
+    tokenizer: Path | None = None
+    """A tokenizer.json; None: train one where `bpe_size` is set, else bytes."""
+    bpe_size: int | None = None
+    """Size of the vocabulary of a byte-level BPE that is trained on the input."""
+    train_fraction: float = 1.0
+    """Share of the documents that it is trained on."""
+    seed: int = 0
+    """Chooses those documents."""
+    text_key: str = "text"
+    """Where a JSON line or a Parquet row holds its text."""
+    eod_token: str
+    """Name of the token that ends a document."""
+    append_eod: bool = False
+    """Put it at the end of each document."""
+    special_tokens: bool = False
+    """Read the name of a special token within a text as that token."""
+
+    def __post_init__(self) -> None:
+        message = f"must be above 0 and at most 1, got {self.train_fraction}"
+        require(0 < self.train_fraction <= 1, "--train-fraction", message)
+
+    def identity(self) -> dict[str, Any]:
+        """Equal for options that give the same output from the same input."""
+        tokenizer: dict[str, Any] = {"kind": "bytes"}
+        if self.tokenizer is not None:
+            tokenizer = {"kind": "file", "sha256": digest_of(self.tokenizer)}
+        elif self.bpe_size is not None:
+            tokenizer = {"kind": "bpe", "vocab_size": self.bpe_size, "eod_token": self.eod_token}
+            tokenizer |= {"train_fraction": self.train_fraction, "seed": self.seed if self.train_fraction < 1 else None}
+        return {
+            "tokenizer": tokenizer,
+            "text_key": self.text_key,
+            "append_eod": self.eod_token if self.append_eod else None,
+            "special_tokens": self.special_tokens,
+        }
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CorpusFiles:
+    prefix: Path
+
+    @property
+    def data(self) -> Path:
+        return self._named(".bin")
+
+    @property
+    def index(self) -> Path:
+        return self._named(".idx")
+
+    @property
+    def tokenizer(self) -> Path:
+        return self._named(".tokenizer.json")
+
+    @property
+    def counts(self) -> Path:
+        return self._named(".counts.npy")
+
+    @property
+    def meta(self) -> Path:
+        return self._named(".meta.json")
+
+    @property
+    def begun(self) -> Path:
+        return self._named(".parts.json")
+
+    def read_meta(self) -> dict[str, Any] | None:
+        """What is known of a finished corpus; None where there is none."""
+        if not self.meta.exists():
+            return None
+        try:
+            meta = json.loads(self.meta.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(str(self.meta), f"cannot be read: {error}") from None
+        match meta:
+            case {"version": 1, "options": dict(), "inputs": list(), "report": dict(), "max_token": int()}:
+                assert isinstance(meta, dict)
+                return meta
+        raise ConfigError(str(self.meta), f"is not a corpus of version {VERSION}")
+
+    def finished(self, identity: dict[str, Any], inputs: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """The corpus where it was made before from the same input with the same options; refused if from others."""
+        meta = self.read_meta()
+        if meta is None:
+            return None
+        changes = [name for name in identity if meta["options"].get(name) != identity[name]]
+        changes += [] if _same_inputs(meta["inputs"], inputs) else ["inputs"]
+        message = f"exists, made with other {', '.join(changes)}; choose another --output, or remove it"
+        require(not changes, str(self.meta), message)
+        return meta if self.data.exists() and self.index.exists() else None
+
+    def read_begun(self) -> dict[str, Any]:
+        """What an unfinished run was begun with; empty where there is none."""
+        try:
+            begun = json.loads(self.begun.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return begun if isinstance(begun, dict) else {}
+
+    def refuse_foreign(self) -> None:
+        """Whatever has one of our names but was not left by a run of ours is not ours to replace."""
+        if not self.begun.exists() and not self.meta.exists():
+            for path in (self.data, self.index, self.counts, self.tokenizer):
+                message = "exists and was not written by harness data prepare; choose another --output"
+                require(not path.exists(), str(path), message)
+
+    def clean(self) -> None:
+        """Remove what is only there while the corpus is made."""
+        for path in part_paths(self.prefix):
+            path.unlink(missing_ok=True)
+        self.begun.unlink(missing_ok=True)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """One process at a time; where the file system knows no locks, that is left to the user."""
+        try:
+            self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError("--output", f"cannot create {self.prefix.parent}: {error.strerror}") from None
+        path = self.prefix.with_name(f".{self.prefix.name}.lock")
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError("--output", f"{self.prefix} is being written by another process") from None
+            except OSError:
+                pass
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+
+    def _named(self, ending: str) -> Path:
+        return self.prefix.with_name(self.prefix.name + ending)
+
+
+def _same_inputs(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
+    """Whether content and order are the same, wherever the files lie."""
+
+    def same(old: dict[str, Any], new: dict[str, Any]) -> bool:
+        if old["size_bytes"] != new["size_bytes"]:
+            return False
+        untouched = old["path"] == new["path"] and old["mtime_ns"] == new["mtime_ns"]
+        return bool(untouched or old["sha256"] == digest_of(Path(new["path"])))
+
+    return len(then) == len(now) and all(map(same, then, now))

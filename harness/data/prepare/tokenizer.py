@@ -1,0 +1,151 @@
+"""Text to tokens and back: a tokenizer.json, a byte-level BPE trained here, or plain bytes.
+
+Why: what a token means must lie beside the tokens, so that a batch can be read again by a person.
+How: a small protocol with two implementations. The only door to Hugging Face `tokenizers`, which is imported when a
+tokenizer is opened, and whose own threads are kept out of worker processes by whoever starts those.
+Left out: templates and special tokens around a document; a document gets its end-of-document token, or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.config.schema import ConfigError, require
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Tokens = NDArray[np.integer[Any]]
+
+NUM_BYTES = 256
+NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+EOD_TOKEN = "<|endoftext|>"
+TEXTS_AT_ONCE = 256
+"""What the library makes of a text is many times larger than its tokens."""
+MIN_PAIR_COUNT = 2
+"""A merge seen once would be a token that the model meets once."""
+
+
+class Tokenizer(Protocol):
+    @property
+    def vocab_size(self) -> int:
+        """Every id that a text can give is below it."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def spell(self, token: int) -> str:
+        """One token alone: its text, or where that is only a part of a character, how the vocabulary names it."""
+        ...
+
+    def eod(self, name: str) -> int:
+        """The id of the end-of-document token of that name."""
+        ...
+
+
+def open_tokenizer(path: Path | None, *, special_tokens: bool = False) -> Tokenizer:
+    """The tokenizer of a tokenizer.json, or the one of plain bytes; see `JsonTokenizer` for `special_tokens`."""
+    return ByteTokenizer() if path is None else JsonTokenizer(path, special_tokens=special_tokens)
+
+
+@final
+class ByteTokenizer:
+    """One token a byte of UTF-8; the end of a document is the id after them."""
+
+    vocab_size = NUM_BYTES
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Bytes that are no UTF-8, such as a character cut in two, become U+FFFD."""
+        parts = [bytes([token]) if token < NUM_BYTES else EOD_TOKEN.encode() for token in tokens]
+        return b"".join(parts).decode(errors="replace")
+
+    def spell(self, token: int) -> str:
+        return self.decode([token]) if token < 128 or token == NUM_BYTES else f"\\x{token:02x}"
+
+    def eod(self, name: str) -> int:
+        require(name == EOD_TOKEN, "--eod-token", f"must be {EOD_TOKEN} where tokens are bytes, got {name}")
+        return NUM_BYTES
+
+
+@final
+class JsonTokenizer:
+    """A Hugging Face tokenizer. What its file says of truncation and padding does not hold for a corpus.
+
+    The name of a special token within a text is a text like any other unless `special_tokens` asks for its meaning:
+    else any web page could forge the end of a document.
+    """
+
+    def __init__(self, path: Path, *, special_tokens: bool) -> None:
+        self._path = path
+        self._tokenizer = _load(path)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = not special_tokens
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=0)
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        tokens: list[Tokens] = []
+        for first in range(0, len(texts), TEXTS_AT_ONCE):
+            encoded = self._tokenizer.encode_batch_fast(texts[first : first + TEXTS_AT_ONCE], add_special_tokens=False)
+            tokens += [np.array(each.ids, dtype=np.int64) for each in encoded]
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def spell(self, token: int) -> str:
+        text = self.decode([token])
+        return text if text and NO_CHARACTER not in text else str(self._tokenizer.id_to_token(token))
+
+    def eod(self, name: str) -> int:
+        token = self._tokenizer.token_to_id(name)
+        if token is None:
+            added = [str(each.content) for each in self._tokenizer.get_added_tokens_decoder().values()]
+            listed = ", ".join(added[:8]) or "none"
+            raise ConfigError("--eod-token", f"{self._path} has no token {name}; its special tokens are {listed}")
+        return token
+
+
+def train_bpe(texts: Iterable[str], *, vocab_size: int, eod_token: str) -> str:
+    """The tokenizer.json of a byte-level BPE; depends on the texts and the arguments alone, whatever the threads.
+
+    The vocabulary comes out smaller where the texts do not hold enough pairs of tokens to merge.
+    """
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    message = f"must be at least {NUM_BYTES + 1}, the bytes and {eod_token}, got {vocab_size}"
+    require(vocab_size > NUM_BYTES, "--train-bpe", message)
+    tokenizer = Library(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=MIN_PAIR_COUNT,
+        special_tokens=[eod_token],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return str(tokenizer.to_str())
+
+
+def _load(path: Path) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer as Library
+
+    try:
+        return Library.from_str(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(str(path), f"is not a tokenizer.json: {error}") from None

@@ -1,0 +1,1 @@
+"""Process groups, collectives and FSDP2."""

@@ -1,0 +1,187 @@
+"""What a drill leaves behind: the run directory as the score card reads it, long after the processes are gone.
+
+    runs/drill-NAME/        a run like any other, with drill.json and faults.jsonl
+    runs/drill-NAME-twin/   the same run with nothing broken; twin.json marks it
+
+How: `drill.json` holds the scenario, the plan, the name of the twin, and how each start ended and what the launcher
+said of it; the worker reads the plan, the runner appends the starts. `gather` reads a directory into plain data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
+
+from harness.config import compose
+from harness.config.schema import ConfigError
+from harness.core import events
+from harness.core.events import EvalRecord, Event, FaultInjected, RunEnded, RunStarted, StepRecord
+from harness.core.rundir import RunDir, write_atomically
+from harness.data.order.ledger import Ledger
+from harness.drills.scenario import Scenario, from_tree
+from harness.faults.plan import Plan, read_plan
+from harness.telemetry.console import notice
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of a run, as whoever started it saw it."""
+
+    exit_code: int
+    """Negative: the signal that ended the launcher itself."""
+    said: list[str] = field(default_factory=list)
+    """The launcher's own lines, without what the ranks print."""
+    seconds: float = 0.0
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Dossier:
+    """What `drill.json` holds."""
+
+    name: str
+    scenario: Scenario
+    plan: Plan
+    twin: str
+    """Name of the directory beside this one."""
+    starts: list[Start] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the runner found out and the card must tell."""
+
+    def write(self, run: RunDir) -> None:
+        tree = {
+            "name": self.name,
+            "scenario": self.scenario.as_dict(),
+            "plan": self.plan.as_dict(),
+            "twin": self.twin,
+            "starts": [asdict(start) for start in self.starts],
+            "notes": self.notes,
+        }
+        write_atomically(run.drill, json.dumps(tree, indent=2) + "\n")
+
+
+def read_dossier(run: RunDir) -> Dossier:
+    """The drill that a directory holds."""
+    plan = read_plan(run)
+    if plan is None:
+        raise ConfigError(str(run.path), f"is no drill: it has no {run.drill.name}")
+    try:
+        tree = json.loads(run.drill.read_text(encoding="utf-8"))
+        return Dossier(
+            name=tree["name"],
+            scenario=from_tree(tree["scenario"]),
+            plan=plan,
+            twin=tree["twin"],
+            starts=_starts(tree),
+            notes=tree.get("notes", []),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(str(run.drill), f"is not the dossier of a drill: {error}") from None
+
+
+def _starts(tree: dict[str, Any]) -> list[Start]:
+    return [Start(**each) for each in tree.get("starts", [])]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One run, as far as a score needs it."""
+
+    events: list[Event]
+    faults: list[FaultInjected] = field(default_factory=list)
+    starts: list[Start] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What the runner found out."""
+    batch_tokens: int = 0
+    num_excluded: int = 0
+    """Batches that the ledger excludes for good."""
+
+    def of(self, *kinds: type[Event]) -> Iterator[Any]:
+        """Events of these kinds, in order."""
+        return (event for event in self.events if isinstance(event, kinds))
+
+    @property
+    def is_alone(self) -> bool:
+        """One rank: there is nobody else to blame, and nothing to compare it with."""
+        return any(event.world_size == 1 for event in self.of(RunStarted))
+
+    @property
+    def records(self) -> list[StepRecord]:
+        return list(self.of(StepRecord))
+
+    @property
+    def end(self) -> RunEnded | None:
+        """The last word of the last start; None where it died without one."""
+        last = next((event for event in reversed(self.events) if isinstance(event, RunEnded | RunStarted)), None)
+        return last if isinstance(last, RunEnded) else None
+
+    @property
+    def step(self) -> int:
+        """How far it came."""
+        last = self.end or next(reversed(self.records), None)
+        return 0 if last is None else last.step
+
+    @property
+    def num_steps(self) -> int:
+        """How far it should have come."""
+        return next((started.num_steps for started in self.of(RunStarted)), 0)
+
+    @property
+    def num_starts(self) -> int:
+        return max(len(self.starts), sum(1 for _ in self.of(RunStarted)))
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the last start; a launcher that was killed left none of its own."""
+        if self.end is not None:
+            return self.end.exit_code
+        return self.starts[-1].exit_code if self.starts else None
+
+    @property
+    def held_out_loss(self) -> float | None:
+        return next((record.loss for record in reversed(list(self.of(EvalRecord)))), None)
+
+    @property
+    def last_numbers(self) -> tuple[float | int | None, ...] | None:
+        """What two runs that did the same have in common, bit for bit; times are not."""
+        last = next(reversed(self.records), None)
+        return None if last is None else (last.step, last.cursor, last.loss, last.grad_norm, self.held_out_loss)
+
+    @property
+    def restart_s(self) -> float:
+        """From the last sign of life of each start to the first step of the next."""
+        kept = [event for event in self.events if isinstance(event, RunStarted | StepRecord | RunEnded)]
+        total_s, last_s, is_new = 0.0, None, False
+        for event in kept:
+            if isinstance(event, RunStarted):
+                is_new = True
+                continue
+            if is_new and last_s is not None:
+                total_s += event.time - last_s
+            last_s, is_new = event.time, False
+        return total_s
+
+    @property
+    def said(self) -> list[str]:
+        """Every line that an operator would have read: the run's own notices, the launcher's and the runner's words."""
+        own = [line for event in self.events if (line := notice(event)) is not None]
+        return [*own, *(line for start in self.starts for line in start.said), *self.notes]
+
+
+def gather(run: RunDir) -> Evidence:
+    """What lies in a run directory; `ConfigError` where it is none."""
+    cfg = compose.read(run.config)
+    dossier = json.loads(run.drill.read_text(encoding="utf-8")) if run.drill.exists() else {}
+    faults = events.read(run.faults) if run.faults.exists() else ()
+    return Evidence(
+        events=list(events.read(run.events)) if run.events.exists() else [],
+        faults=[event for event in faults if isinstance(event, FaultInjected)],
+        starts=_starts(dossier),
+        notes=dossier.get("notes", []),
+        batch_tokens=cfg.train.batch_size * cfg.train.sequence_length,
+        num_excluded=Ledger.load(run.ledger, writer=False).num_excluded,
+    )

@@ -1,0 +1,1 @@
+"""Export to and import from Hugging Face's checkpoint layout."""

@@ -1,0 +1,301 @@
+"""Models out of a run and into a run, as safetensors in Hugging Face's layout.
+
+Why: what was trained here must be usable by everybody's tools, and what was trained elsewhere can be trained further.
+How: an export verifies a checkpoint, then reads it one output file's worth at a time, so that a large model needs the
+memory of one file; it is written under a hidden name and gets its own when it is whole. An import becomes the
+checkpoint of step 0, with empty moments, from which a run of the same shape begins as from any other.
+Nothing is unpickled on the way in, and no name in a file leads out of its directory.
+Left out: an import in parts, it takes 4 bytes of memory a parameter; a loss scale, fp16 begins at 1 after an import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import yaml
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from harness.checkpoint import catalog, integrity, store
+from harness.checkpoint.catalog import Checkpoint, Health
+from harness.checkpoint.integrity import Damaged
+from harness.config import compose
+from harness.config.schema import Config, ConfigError, DataKind, ModelConfig, PrecisionKind, require
+from harness.core.rundir import RunDir, write_atomically
+from harness.core.state import RunState
+from harness.data.corpus.token_files import expand
+from harness.data.prepare.prepared_files import CorpusFiles
+from harness.data.prepare.tokenizer import open_tokenizer
+from harness.distributed.world import connect, disconnect
+from harness.huggingface import names as huggingface
+from harness.huggingface.names import Origin
+from harness.precision.mixed_precision import DTYPES
+from harness.sentinel.device.gate import first_history
+
+CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
+FILE_BYTES = 5 * 10**9
+"""Most that one file of an export holds."""
+LOADABLE = {"F32", "F16", "BF16"}
+"""Types of numbers that fp32 holds exactly."""
+NO_WEIGHT = ".rotary_emb.inv_freq"
+"""A table that old exports carry along; it follows from the configuration."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    files: dict[str, int]
+    """Bytes of weights in each file of them."""
+    has_tokenizer: bool
+
+
+def choose(run: RunDir, *, step: int | None = None, name: str | None = None) -> Checkpoint:
+    """The checkpoint of that step or name; else the newest good one, or the newest where none is good yet."""
+    saved = catalog.saved(run.checkpoints)
+    require(bool(saved), str(run.path), "holds no checkpoint")
+    listed = ", ".join(checkpoint.name for checkpoint in saved)
+    if name is not None:
+        saved = [checkpoint for checkpoint in saved if checkpoint.name == name]
+        require(bool(saved), "--checkpoint", f"no {name!r}; there are {listed}")
+    elif step is not None:
+        saved = [checkpoint for checkpoint in saved if checkpoint.step == step]
+        require(bool(saved), "--step", f"no checkpoint of step {step}; there are {listed}")
+    else:
+        saved = [checkpoint for checkpoint in saved if checkpoint.health is Health.good] or saved
+    return saved[-1]
+
+
+def export(
+    run: RunDir, checkpoint: Checkpoint, output: Path, *, dtype: PrecisionKind, file_bytes: int = FILE_BYTES
+) -> Exported:
+    """Write the model of a checkpoint as a directory that `transformers` loads; there whole or not at all."""
+    require(not (output.exists() or output.is_symlink()), "--output", f"{output} exists; choose another name")
+    cfg = read_config(run)
+    try:
+        integrity.verify(checkpoint.path)
+        expected = {f"model.{name}": shape for name, shape in huggingface.shapes(cfg.model).items()}
+        read = partial(store.read_tensors, checkpoint.path, found=store.read_description(checkpoint.path, expected))
+        with arriving(output) as scratch:
+            has_tokenizer = describe(scratch, cfg, dtype=DTYPES[dtype])
+            files = write_weights(read, scratch, cfg=cfg.model, dtype=DTYPES[dtype], file_bytes=file_bytes)
+    except Damaged as error:
+        raise ConfigError("", str(error)) from None
+    return Exported(files=files, has_tokenizer=has_tokenizer)
+
+
+def read_config(run: RunDir) -> Config:
+    """What a run was started with."""
+    try:
+        return compose.check(yaml.safe_load(run.config.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(str(run.config), "is missing; is this a run directory that has trained?") from None
+    except Exception as error:
+        raise ConfigError(str(run.config), f"cannot be read: {compose.explain(error)}") from None
+
+
+@contextmanager
+def arriving(output: Path) -> Iterator[Path]:
+    """A directory with a hidden name, which gets its own name at the end, or is gone."""
+    scratch = output.with_name(f".{output.name}.part")
+    try:
+        scratch.mkdir(parents=True)
+    except FileExistsError:
+        message = f"{scratch} is there: another export is writing it, or was killed; if so, remove it"
+        raise ConfigError("--output", message) from None
+    except OSError as error:
+        raise ConfigError("--output", f"cannot create {scratch}: {error.strerror}") from None
+    try:
+        yield scratch
+        catalog.publish(scratch, output)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+Read = Callable[[Iterable[str]], dict[str, Tensor]]
+"""Whole tensors of the checkpoint, by name."""
+
+
+def write_weights(
+    read: Read, directory: Path, *, cfg: ModelConfig, dtype: torch.dtype, file_bytes: int
+) -> dict[str, int]:
+    """Read, fold, cast and write the tensors of one file after another; returns the bytes in each."""
+    layout, shapes = huggingface.layout(cfg), huggingface.shapes(cfg)
+    sizes = {name: shapes[origin.parameter].numel() * dtype.itemsize for name, origin in layout.items()}
+    files = huggingface.share_out(sizes, file_bytes)
+    for file, names in files.items():
+        tensors = read_folded(read, {name: layout[name] for name in names}, cfg=cfg, dtype=dtype)
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        to_disk(directory / file)
+        del tensors
+    if len(files) > 1:
+        places = {name: file for file, names in files.items() for name in names}
+        write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
+    return {file: sum(sizes[name] for name in names) for file, names in files.items()}
+
+
+def read_folded(
+    read: Read, origins: Mapping[str, Origin], *, cfg: ModelConfig, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Tensors of the exported model, from those of a verified checkpoint."""
+    keys = dict.fromkeys(f"model.{parameter}" for origin in origins.values() for parameter in origin.parameters)
+    parameters = {key.removeprefix("model."): tensor for key, tensor in read(keys).items()}
+    return {name: cast(name, huggingface.fold(origin, parameters, cfg=cfg), dtype) for name, origin in origins.items()}
+
+
+def cast(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in another precision, unless that would make an infinity of a number."""
+    small = weight.to(dtype)
+    if torch.isfinite(weight).all() and not torch.isfinite(small).all():
+        largest = float(weight.abs().max())
+        raise ConfigError("--dtype", f"{name} holds {largest:g}, beyond {torch.finfo(dtype).max:g}; use fp32 or bf16")
+    return small.contiguous()
+
+
+def describe(directory: Path, cfg: Config, *, dtype: torch.dtype) -> bool:
+    """What lies beside the weights: the configuration, and the tokenizer; returns whether there was one."""
+    found = find_tokenizer(cfg)
+    eos_token_id = None
+    if found is not None:
+        path, eos_token = found
+        shutil.copyfile(path, directory / TOKENIZER)
+        to_disk(directory / TOKENIZER)
+        facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
+        write_json(directory / "tokenizer_config.json", facts)
+        eos_token_id = None if eos_token is None else open_tokenizer(path).eod(eos_token)
+    content = huggingface.describe(
+        cfg.model, sequence_length=cfg.train.sequence_length, dtype=dtype, eos_token_id=eos_token_id
+    )
+    write_json(directory / CONFIG, content)
+    return found is not None
+
+
+def find_tokenizer(cfg: Config) -> tuple[Path, str | None] | None:
+    """The tokenizer that lies beside the data of a run, where all of it has the same, and what ends a document."""
+    if any(source.kind is not DataKind.files for source in cfg.data.sources.values()):
+        return None
+    try:
+        files = [file for source in cfg.data.sources.values() for file in expand(source.paths, key="data")]
+        corpora = [CorpusFiles(file.with_suffix("")) for file in files]
+        contents = {corpus.tokenizer.read_bytes() for corpus in corpora}
+        metas = [corpus.read_meta() for corpus in corpora]
+    except (OSError, ConfigError):
+        return None
+    eos_tokens = {None if meta is None else meta["options"].get("append_eod") for meta in metas}
+    return (corpora[0].tokenizer, eos_tokens.pop() if len(eos_tokens) == 1 else None) if len(contents) == 1 else None
+
+
+def import_model(source: Path, run: RunDir) -> tuple[Path, dict[str, Any]]:
+    """Make the weights of a directory the first checkpoint of a run; returns it and the options of `model` that fit."""
+    occupied = [*catalog.saved(run.checkpoints), *catalog.damaged(run.checkpoints)]
+    require(not occupied, str(run.path), "holds checkpoints already; import into a new run")
+    path = source / CONFIG
+    content, default = read_json(path), compose.load(["parallel.device=cpu"])
+    try:
+        options = huggingface.parse(content)
+        cfg = replace(default.model, **options)
+    except ConfigError as error:
+        raise ConfigError(str(path), str(error)) from None
+    weights = read_weights(source, cfg)
+    world = connect(default.parallel)
+    try:
+        written = store.write(run.checkpoints, first_state(weights), RunState(), world=world, rollback={})
+    finally:
+        disconnect()
+    return written.path, options
+
+
+def first_state(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of a checkpoint in which nothing has been learned since; zeros take no memory."""
+    tensors = {f"model.{name}": weight for name, weight in weights.items()}
+    for name, weight in weights.items():
+        tensors[f"optimizer.{name}.step"] = torch.zeros(())
+        for moment in ("exp_avg", "exp_avg_sq"):
+            tensors[f"optimizer.{name}.{moment}"] = torch.zeros(()).expand(weight.shape)
+    counters = {
+        "step": torch.tensor(0),
+        "lr_scale": torch.tensor(1.0),
+        "scale": torch.tensor(1.0),
+        "clean_steps": torch.tensor(0),
+        "gate": first_history(torch.device("cpu")),
+    }
+    return tensors | {f"device.{name}": value for name, value in counters.items()}
+
+
+def read_weights(source: Path, cfg: ModelConfig) -> dict[str, Tensor]:
+    """Every parameter of the model in fp32, by our name; what is missing, left over or of another shape is refused."""
+    places = find_tensors(source)
+    shapes = {
+        huggingface.name_of(parameter): (parameter, shape) for parameter, shape in huggingface.shapes(cfg).items()
+    }
+    for name in shapes:
+        require(name in places, str(source), f"{name} is missing")
+    for name in places:
+        require(name in shapes, str(source), f"{name} has no place in a model of {CONFIG}")
+    weights: dict[str, Tensor] = {}
+    for file in sorted(set(places.values())):
+        with opened(file) as tensors:
+            for name in sorted(name for name, place in places.items() if place == file):
+                parameter, shape = shapes[name]
+                view = tensors.get_slice(name)
+                message = f"{name} has shape {view.get_shape()}, {CONFIG} needs {list(shape)}"
+                require(view.get_shape() == list(shape), str(file), message)
+                message = f"{name} is of type {view.get_dtype()}; allowed are {', '.join(sorted(LOADABLE))}"
+                require(view.get_dtype() in LOADABLE, str(file), message)
+                weights[parameter] = tensors.get_tensor(name).float()
+    return weights
+
+
+def find_tensors(source: Path) -> dict[str, Path]:
+    """The file of every tensor, as the index says, or of the only file there is."""
+    if not (source / INDEX).exists():
+        with opened(source / huggingface.ONLY_FILE) as tensors:
+            return {name: source / huggingface.ONLY_FILE for name in tensors.keys() if not name.endswith(NO_WEIGHT)}  # noqa: SIM118
+    try:
+        places = huggingface.parse_index(read_json(source / INDEX))
+    except ConfigError as error:
+        raise ConfigError(str(source / INDEX), str(error)) from None
+    return {name: source / file for name, file in places.items() if not name.endswith(NO_WEIGHT)}
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """The tensors of a file, read when asked for."""
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            yield tensors
+    except FileNotFoundError:
+        raise ConfigError(str(path), "is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(str(path), f"cannot be read: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(str(path), "is missing") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), f"cannot be read: {error}") from None
+    require(isinstance(content, dict), str(path), "is not a JSON object")
+    assert isinstance(content, dict)
+    return content
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
+
+
+def to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,252 @@
+"""The model in Hugging Face's words: what its tensors are called there, and what its configuration says.
+
+Why: a model that was trained here must run wherever Llama runs, and one that was trained elsewhere must go on here.
+How: blocks without q/k norm are Llama's, with them Qwen3's, whose layout differs in nothing else. What those models do
+not have is folded into the weights they have, so that logits are equal: muP's attention scale into the queries (or
+their norm), its output multiplier into the head, the norm after the embedding into its rows. A head that is tied but
+reads folded weights becomes a matrix of its own.
+Left out: unfolding. What was folded comes back as a plain model with the same logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from harness.config.schema import ConfigError, ModelConfig, require
+from harness.model.mup import attention_scale, output_multiplier
+from harness.model.transformer import Transformer
+from harness.precision.mixed_precision import linear
+
+EMBEDDING, EMBEDDING_NORM, HEAD = "embedding.weight", "embedding_norm.weight", "head.weight"
+
+ONLY_FILE = "model.safetensors"
+
+NAMES = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "norm.weight": "model.norm.weight",
+    HEAD: "lm_head.weight",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+"""A parameter, or a module of a block -> what it is called there."""
+
+FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+"""Keys of a config.json that can have one value only; it is the one they have when they are absent."""
+
+LLAMA_ROPE_THETA = 10000.0
+"""What a Llama without the key means: it is older than the key."""
+DEFAULT_NORM_EPS = 1e-6
+
+
+class Architecture(StrEnum):
+    llama = "LlamaForCausalLM"
+    qwen3 = "Qwen3ForCausalLM"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What a tensor of the exported model is made of."""
+
+    parameter: str
+    norm: str | None = None
+    """Weight of the RMSNorm that its rows go through."""
+    factor: float = 1.0
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return (self.parameter,) if self.norm is None else (self.parameter, self.norm)
+
+
+def name_of(parameter: str) -> str:
+    """What a parameter of `Transformer` is called there."""
+    if not parameter.startswith("blocks."):
+        return NAMES[parameter]
+    _, index, module = parameter.removesuffix(".weight").split(".", 2)
+    return f"model.layers.{index}.{NAMES[module]}.weight"
+
+
+def shapes(cfg: ModelConfig) -> dict[str, torch.Size]:
+    """Every parameter of the model, by our name."""
+    with torch.device("meta"):
+        model = Transformer(cfg, sequence_length=1, linear=linear)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def layout(cfg: ModelConfig) -> dict[str, Origin]:
+    """Every tensor of the exported model, by its name there."""
+    origins = {
+        name_of(parameter): Origin(parameter=parameter, factor=_factor(parameter, cfg))
+        for parameter in shapes(cfg)
+        if parameter != EMBEDDING_NORM
+    }
+    if cfg.embedding_norm:
+        origins[name_of(EMBEDDING)] = Origin(parameter=EMBEDDING, norm=EMBEDDING_NORM)
+    if cfg.tied_head and not stays_tied(cfg):
+        origins[name_of(HEAD)] = Origin(parameter=EMBEDDING, factor=output_multiplier(cfg))
+    return origins
+
+
+def stays_tied(cfg: ModelConfig) -> bool:
+    """Whether embedding and head are one matrix there too."""
+    return cfg.tied_head and output_multiplier(cfg) == 1.0 and not cfg.embedding_norm
+
+
+def fold(origin: Origin, parameters: Mapping[str, Tensor], *, cfg: ModelConfig) -> Tensor:
+    """A tensor of the exported model; the parameter itself, bit for bit, where there is nothing to fold."""
+    weight = parameters[origin.parameter]
+    if origin.norm is not None:
+        weight = F.rms_norm(weight, weight.shape[-1:], parameters[origin.norm], cfg.norm_eps)
+    return weight if origin.factor == 1.0 else weight * origin.factor
+
+
+def _factor(parameter: str, cfg: ModelConfig) -> float:
+    module = parameter.split(".")[-2]
+    if module == "head":
+        return output_multiplier(cfg)
+    if module == ("query_norm" if cfg.qk_norm else "query"):
+        return attention_scale(cfg) / attention_scale(replace(cfg, mup_base_width=None))
+    return 1.0
+
+
+def describe(cfg: ModelConfig, *, sequence_length: int, dtype: torch.dtype, eos_token_id: int | None) -> dict[str, Any]:
+    """The content of config.json; `sequence_length` is what the model was trained with."""
+    architecture = Architecture.qwen3 if cfg.qk_norm else Architecture.llama
+    return {
+        "architectures": [str(architecture)],
+        "model_type": architecture.name,
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.dim,
+        "intermediate_size": cfg.ffn_dim,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": cfg.num_heads,
+        "num_key_value_heads": cfg.num_kv_heads,
+        "head_dim": cfg.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": sequence_length,
+        "rms_norm_eps": cfg.norm_eps,
+        "rope_theta": cfg.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": stays_tied(cfg),
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    } | ({"mlp_bias": False} if architecture is Architecture.llama else {"use_sliding_window": False})
+
+
+def share_out(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
+    """The files of an export and the tensors in each, in order; one larger than a file gets a file of its own."""
+    groups: list[list[str]] = [[]]
+    room = file_bytes
+    for name, size in sizes.items():
+        if groups[-1] and size > room:
+            groups.append([])
+            room = file_bytes
+        groups[-1].append(name)
+        room -= size
+    if len(groups) == 1:
+        return {ONLY_FILE: groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": names for n, names in enumerate(groups, start=1)}
+
+
+def parse_index(content: Mapping[str, Any]) -> dict[str, str]:
+    """The file of every tensor, as a model.safetensors.index.json says; no name leads out of its directory."""
+    places = content.get("weight_map")
+    if not isinstance(places, dict):
+        raise ConfigError("weight_map", "is missing")
+    for file in places.values():
+        plain = isinstance(file, str) and Path(file).name == file and file.endswith(".safetensors")
+        require(plain, "weight_map", f"{file!r} is not the name of a .safetensors file beside it")
+    return places
+
+
+def parse(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `ModelConfig` that a config.json decides; what we cannot compute is refused by its key."""
+    architecture = _architecture(content.get("architectures"))
+    for key, only in FIXED.items():
+        value = content.get(key, only)
+        require(value == only, key, f"must be {only}, got {value!r}")
+    layer_types = content.get("layer_types") or []
+    plain = isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types)
+    require(plain, "layer_types", f"must all be full_attention, got {layer_types}")
+    dim, num_heads = _count(content, "hidden_size"), _count(content, "num_attention_heads")
+    head_dim = _count(content, "head_dim", dim // num_heads)
+    message = f"must be hidden_size / num_attention_heads = {dim / num_heads:g}, got {head_dim}"
+    require(head_dim * num_heads == dim, "head_dim", message)
+    tied_head = content.get("tie_word_embeddings", False)
+    require(isinstance(tied_head, bool), "tie_word_embeddings", f"must be true or false, got {tied_head!r}")
+    return {
+        "vocab_size": _count(content, "vocab_size"),
+        "dim": dim,
+        "num_layers": _count(content, "num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": _count(content, "num_key_value_heads", num_heads),
+        "ffn_dim": _count(content, "intermediate_size"),
+        "rope_theta": _rope_theta(content, LLAMA_ROPE_THETA if architecture is Architecture.llama else None),
+        "norm_eps": _positive("rms_norm_eps", content.get("rms_norm_eps", DEFAULT_NORM_EPS)),
+        "tied_head": tied_head,
+        "qk_norm": architecture is Architecture.qwen3,
+    }
+
+
+def _architecture(value: object) -> Architecture:
+    for architecture in Architecture:
+        if value == [architecture]:
+            return architecture
+    raise ConfigError("architectures", f"must be one of {', '.join(Architecture)}, got {value!r}")
+
+
+def _rope_theta(content: Mapping[str, Any], default: float | None) -> float:
+    """The base of the rotary angles, wherever this version of the layout keeps it."""
+    theta = content.get("rope_theta", default)
+    for key in ("rope_scaling", "rope_parameters"):
+        options = content.get(key) or {}
+        require(isinstance(options, dict), key, f"must be a section, got {options!r}")
+        kind = options.get("rope_type", options.get("type", "default"))
+        require(kind == "default", key, f"must be of type default, got {kind!r}")
+        factor = options.get("partial_rotary_factor", 1.0)
+        require(factor == 1.0, f"{key}.partial_rotary_factor", f"must be 1.0, got {factor!r}")
+        theta = options.get("rope_theta", theta)
+    return _positive("rope_theta", theta)
+
+
+def _count(content: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = content.get(key)
+    value = default if value is None else value
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    require(valid, key, "is missing" if value is None else f"must be a whole number above 0, got {value!r}")
+    assert isinstance(value, int)
+    return value
+
+
+def _positive(key: str, value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+        return float(value)
+    raise ConfigError(key, "is missing" if value is None else f"must be a number above 0, got {value!r}")

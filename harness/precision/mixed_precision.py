@@ -1,0 +1,140 @@
+"""What numbers the matrices are multiplied in: fp32, bf16, fp16 or fp8; master weights, moments, reduction are fp32.
+
+How: FSDP2 casts each block's weights when it gathers them and reduces gradients in fp32; nothing else in the harness
+knows the dtype. fp16 adds a loss scale that lives on the device: it doubles after enough clean steps, halves at an
+overflow, and the same gate that refuses a NaN refuses the overflowed update. fp8 is bf16 to FSDP: products are rounded
+further inside the blocks, by `harness.fp8`. A CPU that has no products in half precision takes them in fp32.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from harness.config.schema import PrecisionConfig, PrecisionKind
+
+DTYPES = {
+    PrecisionKind.fp32: torch.float32,
+    PrecisionKind.bf16: torch.bfloat16,
+    PrecisionKind.fp16: torch.float16,
+    PrecisionKind.fp8: torch.bfloat16,
+}
+"""What weights are gathered in."""
+
+
+def linear(in_features: int, out_features: int) -> nn.Module:
+    """The matrix of a block: no bias."""
+    return nn.Linear(in_features, out_features, bias=False)
+
+
+def policy(kind: PrecisionKind) -> MixedPrecisionPolicy:
+    """How FSDP2 casts. Inputs are left alone: rotary tables and the loss seed must stay fp32."""
+    return MixedPrecisionPolicy(param_dtype=DTYPES[kind], reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+@dataclass(slots=True)
+class LossScale:
+    """Keeps small fp16 gradients above underflow; constant 1 for every other precision."""
+
+    scale: Tensor
+    clean_steps: Tensor
+    """Steps since the last overflow or doubling."""
+    growth_interval: int | None
+    """None: the scale never moves."""
+
+    def update(self, *, overflow: Tensor, refused: Tensor) -> None:
+        """Halve at an overflow, double after `growth_interval` clean steps, stand still where an update was refused for
+        its size; no host sync."""
+        if self.growth_interval is None:
+            return
+        overflowed = overflow > 0
+        clean_steps = torch.where(overflowed, 0, self.clean_steps + (refused == 0))
+        grown = clean_steps >= self.growth_interval
+        factor = torch.where(overflowed, 0.5, torch.where(grown, 2.0, 1.0))
+        self.scale.mul_(factor)
+        self.clean_steps.copy_(torch.where(grown, 0, clean_steps))
+
+
+def loss_scale(cfg: PrecisionConfig, device: torch.device) -> LossScale:
+    """The scale to start with."""
+    dynamic = cfg.kind is PrecisionKind.fp16
+    return LossScale(
+        scale=torch.tensor(cfg.initial_loss_scale if dynamic else 1.0, dtype=torch.float32, device=device),
+        clean_steps=torch.zeros((), dtype=torch.int64, device=device),
+        growth_interval=cfg.loss_scale_growth_interval if dynamic else None,
+    )
+
+
+@contextmanager
+def fast_attention() -> Iterator[None]:
+    """Let attention take the fastest kernel the device has: on Hopper cuDNN's, ahead of FlashAttention."""
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
+    with sdpa_kernel(order, set_priority=True):
+        yield
+
+
+@contextmanager
+def able_products(kind: PrecisionKind, device: torch.device) -> Iterator[None]:
+    """Where a CPU has no products in half precision, take them in fp32 and round what comes out, as the hardware would:
+    torch goes number by number there, up to hundreds of times slower."""
+    with widened(DTYPES[kind], device) or nullcontext():
+        yield
+
+
+def widened(dtype: torch.dtype, device: torch.device) -> TorchFunctionMode | None:
+    """The mode that takes products of `dtype` in fp32, if the device needs it.
+
+    No function mode is on inside a backward pass. What is computed again there has to enter the mode itself.
+    """
+    is_needed = device.type == "cpu" and dtype is not torch.float32 and not has_products(dtype)
+    return _Widened(dtype) if is_needed else None
+
+
+def has_products(dtype: torch.dtype) -> bool:
+    """Whether this machine's CPU has products of such numbers that are worth it.
+
+    Arm's say that they have them in fp16; by way of torch these take several times as long as in fp32.
+    """
+    if dtype is torch.float16 and platform.machine() != "x86_64":
+        return False
+    name = "bf16" if dtype is torch.bfloat16 else "fp16"
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)  # not there where torch has no oneDNN
+    return asked is not None and bool(asked())
+
+
+class _Widened(TorchFunctionMode):
+    PRODUCTS = frozenset(
+        {F.linear, F.scaled_dot_product_attention, torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__}
+    )
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        given = (*args, *options.values())
+        if func not in self.PRODUCTS or not any(getattr(each, "dtype", None) is self._dtype for each in given):
+            return func(*args, **options)
+        out = options.pop("out", None)
+        rounded = func(*map(_wide, args), **{key: _wide(value) for key, value in options.items()}).to(self._dtype)
+        return rounded if out is None else out.copy_(rounded)
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

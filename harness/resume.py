@@ -1,0 +1,89 @@
+"""Opening a run: its directory, its newest checkpoint that is whole, and what was ever decided in it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from harness.build import Parts
+from harness.checkpoint import store
+from harness.config.schema import Config, ConfigError
+from harness.control import stop_requests
+from harness.control.apply import ordered_factor
+from harness.core import rundir
+from harness.core.events import CheckpointJudged, Event, RunStarted
+from harness.core.locking import run_lease
+from harness.core.rundir import RunDir
+from harness.core.state import RunState
+from harness.data.corpus.corpus_record import render_record
+from harness.distributed.world import from_first, jointly
+from harness.recovery import set_rate
+from harness.run_corpus import RunData
+from harness.telemetry.event_log import events_since, last_iteration
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What rank 0 found on disk, for all ranks to hear."""
+
+    run: RunDir
+    last_iteration: int
+    changes: dict[str, Any]
+    """Keys that were changed on purpose since the run was last started."""
+    problem: str = ""
+
+
+def open_run(cfg: Config, data: RunData) -> Opened:
+    """Name and create the run directory and take its lease, or say why not."""
+    rundir.name_run(cfg)
+    run = rundir.locate(cfg)
+    seen = 0
+    try:
+        rundir.check_resume(cfg, run)
+        run_lease.hold(run.path, cfg.run.lease_s)
+        seen = max(last_iteration(run.events), 0)
+        corpus = render_record(data.record)
+        changes = rundir.prepare(cfg, run, iteration=seen, corpus=corpus, data_changes=data.changes)
+        stop_requests.clear(run)
+        return Opened(run, seen, changes)
+    except ConfigError as error:
+        return Opened(run, seen, {}, problem=str(error))
+
+
+def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Event]]:
+    """Continue from the newest checkpoint that is whole, or begin; what there is to tell comes with it."""
+    found = store.load_newest(
+        opened.run.checkpoints, parts.tensors(), world=parts.world, retry_s=cfg.checkpoint.retry_s
+    )
+    state, directory = found.loaded or (RunState(), None)
+    recall(parts, state, opened)
+    state.iteration = max(state.iteration, opened.last_iteration)
+    if directory is not None:
+        parts.keeper.continue_from(directory, state)
+    parts.sentinel.policy.chart.resume(state.iteration, state.step)
+    set_rate(parts, state)
+    now, iteration = time.time(), state.iteration
+    told: list[Event] = [
+        CheckpointJudged(
+            time=now, iteration=iteration, directory=error.path.parent.name, health="damaged", reason=str(error)
+        )
+        for error in found.damage
+    ]
+    started = RunStarted(
+        time=now,
+        iteration=iteration,
+        world_size=parts.world.size,
+        num_steps=cfg.train.num_steps,
+        step=state.step,
+        resumed_from=directory,
+    )
+    return state, [*told, started]
+
+
+def recall(parts: Parts, state: RunState, opened: Opened) -> None:
+    """The detectors as they were at the checkpoint; the policy with all that the log says it has decided since."""
+    since = from_first(lambda: events_since(opened.run.events, state.iteration))
+    jointly(lambda: parts.sentinel.resume(state.sentinel, since))
+    state.lr_factor = from_first(lambda: ordered_factor(opened.run, state.lr_factor))
+    state.sentinel = {}

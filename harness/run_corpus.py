@@ -1,0 +1,243 @@
+"""The data of a run at its start: compared with what the run has recorded, and across hosts.
+
+Why: a corpus that changed must stop the run before anything is written or trained.
+How: rank 0 lists the files and decides what holds from now on. All hosts probe the files
+(`harness.data.corpus.host_agreement`). The record (`harness.data.corpus.corpus_record`) is written when the run
+directory is opened. A change is refused with one line, unless `run.resume=changed` asks for it and the arithmetic of
+the batches allows it: files that were added, files that were moved, another batch size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness.checkpoint import catalog, store
+from harness.config.schema import Config, DataKind, ResumePolicy, StorageError, require
+from harness.core import rundir
+from harness.core.rundir import RunDir
+from harness.data.corpus.corpora import EmbeddedCorpus
+from harness.data.corpus.corpus_record import (
+    Addition,
+    Compared,
+    DataRecord,
+    FileRecord,
+    SourceRecord,
+    compare,
+    next_pass,
+    read_record,
+    resized,
+    some,
+)
+from harness.data.corpus.file_probe import Listed, list_files
+from harness.data.corpus.host_agreement import Asked, agree_on_files
+from harness.data.order.ledger import Exclusion, Ledger
+from harness.data.order.mixture import Change, Size
+from harness.data.sources import open_sources, recipe
+from harness.distributed.world import World, from_first
+
+FIXED = ("train.sequence_length", "data.eval_fraction", "data.synthetic.num_samples")
+FIXED_IN_SOURCES = (".kind", ".dtype")
+"""Keys that decide which windows there are, and which of them are held out."""
+
+NEW_RUN = "or choose another run.name"
+UNDO = f"undo that, {NEW_RUN}"
+WOULD_CHANGE = "what was seen and what is held out would not stay the same"
+
+
+class RunData(NamedTuple):
+    record: DataRecord
+    changes: dict[str, Any]
+    """What differs from the last start and is admitted: key -> [then, now]."""
+
+
+class Progress(NamedTuple):
+    """How far a run has come, in batches."""
+
+    resumes_at: int
+    """Where the newest checkpoint goes on."""
+    excluded: int
+    """The first batch behind all exclusions."""
+    furthest: int
+    """The first batch that no checkpoint has consumed and no exclusion names; 0: there is nothing to go on from."""
+
+
+def settle_data(cfg: Config, *, world: World) -> RunData:
+    """The data that this start of the run reads, on every rank alike; refused on every rank alike."""
+    planned = from_first(lambda: plan_data(cfg))
+    files = [
+        Asked(key_of(name), file.listed) for name, source in planned.record.sources.items() for file in source.files
+    ]
+    probes = iter(agree_on_files(files, world=world))
+    sources = {
+        name: with_probes(name, source, [next(probes) for _ in source.files])
+        for name, source in planned.record.sources.items()
+    }
+    return RunData(replace(planned.record, sources=sources), planned.changes)
+
+
+def recorded_data(cfg: Config, run: RunDir) -> DataRecord:
+    """What a run has recorded of its data, and for sources it has no record of, what is there now."""
+    record = read_record(run.corpus)
+    if record is not None and record.sources.keys() >= cfg.data.sources.keys():
+        return record
+    now = first_record(cfg)
+    return now if record is None else replace(record, sources=now.sources | record.sources)
+
+
+def plan_data(cfg: Config) -> RunData:
+    """What holds from this start on, without a look inside the files; writes nothing."""
+    rundir.name_run(cfg)
+    run = rundir.locate(cfg)
+    rundir.check_resume(cfg, run)
+    now = first_record(cfg)
+    if not rundir.has_begun(run):
+        return RunData(now, {})
+    settings = rundir.differences(cfg, run)
+    recorded = read_record(run.corpus)
+    if recorded is None:  # a version that kept none wrote this run: the corpus as it is now has to be believed
+        batch_size, _ = settings.get("train.batch_size", (cfg.train.batch_size, None))
+        recorded = replace(now, sizes=(Size(0, batch_size),))
+    compared = compare_files(recorded, now)
+    changes = {f"data.sources.{name}.files": each.told for name, each in compared.items() if each.changed}
+    progress = Progress(0, 0, 0)
+    if cfg.run.resume is not ResumePolicy.changed:
+        refuse_unasked(compared)
+    else:
+        progress = progress_of(run)
+        if progress.furthest == 0:  # it begins again: nothing was seen that could come again
+            return RunData(now, changes)
+    refuse_fixed(settings, recorded, now)
+    refuse_broken(compared)
+    kept = {name: recorded.sources.get(name, source) for name, source in now.sources.items()}
+    kept |= {name: replace(kept[name], files=each.files[: -each.num_added or None]) for name, each in compared.items()}
+    record = DataRecord(sizes=admit_size(cfg, recorded, progress), sources=kept)
+    for name, each in compared.items():
+        if each.num_added:
+            record = add_files(cfg, run, record, name, each, from_batch=progress.furthest)
+    return RunData(record, changes)
+
+
+def compare_files(recorded: DataRecord, now: DataRecord) -> dict[str, Compared]:
+    """The files of every source that had files then and has files now."""
+    return {
+        name: compare(then, [file.listed for file in now.sources[name].files])
+        for name, then in recorded.sources.items()
+        if then.files and name in now.sources and now.sources[name].files
+    }
+
+
+def add_files(
+    cfg: Config, run: RunDir, record: DataRecord, name: str, compared: Compared, *, from_batch: int
+) -> DataRecord:
+    """The record with added files, which are read when the source has finished the pass that it is in at a batch."""
+    message = f"{compared.changed}, but the limits of data.stratify hold for the files that a run began with"
+    require(cfg.data.stratify.rare_below == 0, key_of(name), f"{message}; {UNDO}")
+    amendments = [
+        Change(entry.from_batch, entry.weights) for entry in Ledger.load(run.ledger, writer=False).reweightings
+    ]
+    number = list(cfg.data.sources).index(name)
+    turn = recipe(cfg, record).mixture(amendments).turns_before(from_batch)[number]
+    sources, _ = open_sources(cfg, record)
+    addition = Addition(num_files=compared.num_added, from_turn=next_pass(sources[number].stretches, turn))
+    source = record.sources[name]
+    grown = replace(source, files=compared.files, additions=(*source.additions, addition))
+    return replace(record, sources=record.sources | {name: grown})
+
+
+def first_record(cfg: Config) -> DataRecord:
+    """The data as it is now, as the first start of a run records it."""
+    listed = list_files(cfg.data.sources)
+    sources = {}
+    for name, source in cfg.data.sources.items():
+        is_text = source.kind is DataKind.embedded
+        text = EmbeddedCorpus(cfg.train.sequence_length).fingerprint() if is_text else ""
+        sources[name] = SourceRecord(files=tuple(map(as_record, listed.get(name, []))), text=text)
+    return DataRecord(sizes=(Size(0, cfg.train.batch_size),), sources=sources)
+
+
+def as_record(file: Listed) -> FileRecord:
+    return FileRecord(path=file.path, num_bytes=file.num_bytes, index_bytes=file.index_bytes)
+
+
+def key_of(name: str) -> str:
+    return f"data.sources.{name}.paths"
+
+
+def refuse_unasked(compared: dict[str, Compared]) -> None:
+    """Refuse what differs from the last start, where no change was asked for."""
+    for name, each in compared.items():
+        advice = UNDO if each.broken else f"undo that, set run.resume=changed, {NEW_RUN}"
+        require(not each.changed, key_of(name), f"the corpus of the run changed: {each.changed}; {advice}")
+
+
+def refuse_broken(compared: dict[str, Compared]) -> None:
+    """Refuse what would give windows other numbers."""
+    for name, each in compared.items():
+        message = f"the corpus of the run changed: {each.broken}: {WOULD_CHANGE}"
+        require(not each.broken, key_of(name), f"{message}; {UNDO}")
+
+
+def refuse_fixed(settings: dict[str, tuple[Any, Any]], recorded: DataRecord, now: DataRecord) -> None:
+    """Refuse, by their keys, settings that decide which windows there are and which of them are held out."""
+    for key, (then, value) in settings.items():
+        is_of_source = key.startswith("data.sources.") and key.endswith(FIXED_IN_SOURCES)
+        is_fixed = (key in FIXED or is_of_source) and then is not None and value is not None
+        require(not is_fixed, key, f"must stay {then} in this run, got {value}: {WOULD_CHANGE}; keep it, {NEW_RUN}")
+    for name, source in now.sources.items():
+        then_text = recorded.sources[name].text if name in recorded.sources else source.text
+        message = f"the embedded text comes with Python and is another one than when the run began: {WOULD_CHANGE}"
+        is_same = not (then_text and source.text) or then_text == source.text
+        require(is_same, f"data.sources.{name}.kind", f"{message}; use that Python, {NEW_RUN}")
+
+
+def admit_size(cfg: Config, recorded: DataRecord, progress: Progress) -> tuple[Size, ...]:
+    """The batch sizes of the run with the one that is asked for; it holds from the batch where the run goes on.
+
+    Where batches further on are excluded, it holds from behind them: they stay excluded, sample for sample.
+    """
+    then, now = recorded.sizes[-1].batch_size, cfg.train.batch_size
+    if then == now:
+        return recorded.sizes
+    message = f"was {then} when the run was last started, is {now}"
+    require(cfg.run.resume is ResumePolicy.changed, "train.batch_size", f"{message}; run.resume=changed admits it")
+    limited = f"{message}, but the limits of data.stratify hold for batches of one size; keep it, {NEW_RUN}"
+    require(cfg.data.stratify.rare_below == 0, "train.batch_size", limited)
+    return resized(recorded.sizes, now, from_batch=max(progress.resumes_at, progress.excluded))
+
+
+def with_probes(name: str, source: SourceRecord, probes: Sequence[str]) -> SourceRecord:
+    """The record with what was read of its files; refused where that is not what was read at an earlier start."""
+    differ = [file.path for file, now in zip(source.files, probes, strict=True) if file.probes not in ("", now)]
+    message = f"the corpus of the run changed: the content of {some(differ)} is not what it was: {WOULD_CHANGE}"
+    require(not differ, key_of(name), f"{message}; {UNDO}")
+    files = tuple(replace(file, probes=now) for file, now in zip(source.files, probes, strict=True))
+    first = {file.probes: file.path for file in reversed(files[: source.num_first])}
+    for file in files[source.num_first :]:
+        message = f"{file.path} was added but holds the same as {first.get(file.probes)}, which is partly held out"
+        require(file.probes not in first, key_of(name), f"{message}; {UNDO}")
+    return replace(source, files=files)
+
+
+def progress_of(run: RunDir) -> Progress:
+    """How far the checkpoints and the ledger of a run go."""
+    cursors = [
+        cursor_of(each.path) for each in catalog.saved(run.checkpoints) if each.health is not catalog.Health.tainted
+    ]
+    entries = Ledger.load(run.ledger, writer=False)
+    excluded = max((entry.last + 1 for entry in entries if isinstance(entry, Exclusion)), default=0)
+    return Progress(cursors[-1] if cursors else 0, excluded, max([0, excluded, *cursors]))
+
+
+def cursor_of(checkpoint: Path) -> int:
+    """The next batch of a checkpoint; 0 where its state is broken, which is found out when it is loaded."""
+    path = checkpoint / store.STATE_FILE
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["cursor"])
+    except OSError as error:
+        raise StorageError(error.errno, f"cannot be read: {error.strerror}", str(path)) from None
+    except (ValueError, KeyError, TypeError):
+        return 0

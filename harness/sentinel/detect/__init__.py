@@ -1,0 +1,1 @@
+"""Detectors: pure functions of step records."""

@@ -1,0 +1,126 @@
+"""The detectors: one row after the other in, suspicions out; pure, light, and equal on every rank.
+
+Why: a suspicion must be the same on every rank and the same when the log is read again, so it is a function of records
+and of a state that is plain data. The state is taken with every snapshot and comes back with it: after a rewind nothing
+of the rows that were undone is remembered.
+How: curves first, then one guard for each other finding of the table. A refused row was never applied: it can be
+suspected, but nothing is learnt from it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Self, final
+
+from harness.config.schema import DetectConfig
+from harness.core.events import Finding, ReducedRecord
+from harness.sentinel.detect import loss_curve
+from harness.sentinel.detect.fp8_range import RangeGuard
+from harness.sentinel.detect.guards import (
+    EXPECTED_ROWS,
+    BatchGuard,
+    NonfiniteGuard,
+    RankGuard,
+    RateGuard,
+    ScaleGuard,
+    WeightGuard,
+    broken_groups,
+)
+from harness.sentinel.detect.loss_curve import CurveWatch
+from harness.sentinel.detect.second_moment import MomentGuard
+from harness.sentinel.detect.step_time import SpeedGuard
+
+
+@final
+@dataclass(slots=True)
+class Detectors:
+    cfg: DetectConfig
+    curves: CurveWatch = field(default_factory=CurveWatch)
+    nonfinite: NonfiniteGuard = field(default_factory=NonfiniteGuard)
+    weights: WeightGuard = field(default_factory=WeightGuard)
+    moments: MomentGuard = field(default_factory=MomentGuard)
+    rate: RateGuard = field(default_factory=RateGuard)
+    batches: BatchGuard = field(default_factory=BatchGuard)
+    scale: ScaleGuard = field(default_factory=ScaleGuard)
+    ranges: RangeGuard = field(default_factory=RangeGuard)
+    speed: SpeedGuard = field(default_factory=SpeedGuard)
+    ranks: RankGuard = field(default_factory=RankGuard)
+
+    def observe(self, record: ReducedRecord) -> list[Finding]:
+        """What is suspicious about a row, given all before it."""
+        found: list[Finding] = []
+        broken = not (math.isfinite(record.loss) and math.isfinite(record.grad_norm))
+        if broken or self.nonfinite.raised or broken_groups(record.group_param_norms):
+            found += self.nonfinite.observe(record)
+        if record.loss_scale is not None:
+            found += self.scale.observe(record)
+        if record.in_fp8 is not None:
+            found += self.ranges.observe(record, self.cfg)
+        if record.ranks or record.mismatched_ranks or self.ranks.mismatched:
+            found += self.ranks.observe(record)
+        if record.other_data:
+            found += self.batches.compare(record)
+        if record.refused:
+            return found + ([] if broken else list(self.curves.refused(record, self.cfg)))
+        if math.isfinite(record.lr):
+            found += self.rate.observe(record)
+        if not broken:
+            found += self.curves.observe(record, self.cfg, float(self.rate.rising or record.in_planned_change))
+        if record.param_norm is not None or record.group_param_norms:
+            found += self.weights.observe(record)
+        if record.v_norm is not None or record.square_ratio is not None:
+            found += self.moments.observe(record)
+        if record.fingerprint:
+            found += self.batches.observe(record)
+        if record.median_step_s:
+            found += self.speed.observe(record)
+        return found
+
+    def expect_lr_change(self) -> None:
+        """The learning rate is about to change on purpose: no jump for the next rows."""
+        self.rate.expected = EXPECTED_ROWS
+
+    def accept_level(self, *, loss: float | None = None, grad_norm: float | None = None) -> None:
+        """The policy takes these levels, or the present ones, as the new normal."""
+        self.curves.accept_level(loss=loss, grad_norm=grad_norm)
+
+    def state(self) -> dict[str, Any]:
+        """Everything remembered, as plain data of its own."""
+        return {name: _plain(getattr(self, name)) for name in PARTS}
+
+    @classmethod
+    def restore(cls, cfg: DetectConfig, state: dict[str, Any]) -> Self:
+        """The detectors whose `state()` it was, also after JSON; one that a run was saved without begins anew."""
+        parts: dict[str, Any] = {
+            name: kind(**_copy(state.get(name, {}))) for name, kind in PARTS.items() if name != "curves"
+        }
+        return cls(cfg, curves=loss_curve.restore(_copy(state["curves"])), **parts)
+
+
+PARTS: dict[str, Any] = {
+    "curves": CurveWatch,
+    "nonfinite": NonfiniteGuard,
+    "weights": WeightGuard,
+    "moments": MomentGuard,
+    "rate": RateGuard,
+    "batches": BatchGuard,
+    "scale": ScaleGuard,
+    "ranges": RangeGuard,
+    "speed": SpeedGuard,
+    "ranks": RankGuard,
+}
+
+
+def _plain(part: Any) -> dict[str, Any]:
+    return {each.name: _copy(getattr(part, each.name)) for each in fields(part)}
+
+
+def _copy(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _copy(child) for key, child in value.items()}
+        case list() | tuple():
+            return [_copy(child) for child in value]
+        case _:
+            return value

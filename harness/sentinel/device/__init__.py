@@ -1,0 +1,1 @@
+"""What the sentinel computes on the GPU, without a host sync."""

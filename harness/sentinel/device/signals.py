@@ -1,0 +1,255 @@
+"""What every step tells: one fixed-size float32 vector, summed over all ranks in one all-reduce.
+
+Why: every rank must hold the same numbers at the same step to take the same decision, and one small collective is what
+that may cost.
+How: `Layout` gives each number its place. Sums over data (loss, tokens, activations) add up over all ranks; sums over
+sharded state (gradients, weights, moments) are first divided by the number of replicas that hold the same shard. What
+one rank says for itself goes into its own column of a table that is zero elsewhere: there a sum is a gather, and a NaN
+stays where it arose. What is not measured in a step travels as zero, so the vector and the collective never change
+shape. Sums are taken over rows of a table, not by adding at indices: a GPU would add in another order each time, and
+clip by another norm.
+Left out: the ratio of each single gradient to its second moment. The rows of rare tokens have moments near zero, which
+would drown all others in a mean; second moments are summed by layer group and held against the group's gradient.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from harness.core.events import TOKEN_LOSS_EDGES
+from harness.distributed.fsdp import Collectives
+from harness.distributed.world import World, all_reduce_sum
+from harness.precision.fp8.meters import SCALE_EXPONENTS, Role
+from harness.sentinel.device.local_sums import (
+    square_sums,
+    square_sums_in_one_launch,
+    state_sums,
+    state_sums_in_one_pass,
+    weight_digest,
+)
+from harness.sentinel.device.slots import DIGEST_BITS, LIMBS, SLOTS, limbs_of
+
+SCALARS = ("loss", "z_loss", "tokens", "stop", "save", "command", "v", "update")
+PARTS = (
+    "scalars",
+    "group_squares",
+    "group_params",
+    "group_moments",
+    "layer_squares",
+    "source_losses",
+    "source_tokens",
+    "token_losses",
+    "fp8_zeros",
+    "fp8_nonzeros",
+    "fp8_saturated",
+    "fp8_tensors",
+    "fp8_scales",
+    "slots",
+)
+"""The vector from its begin to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each number lies in the vector."""
+
+    groups: tuple[str, ...]
+    """Layer groups whose gradients and weights are told apart."""
+    layers: tuple[str, ...]
+    """Layers whose activations are sampled."""
+    sources: tuple[str, ...]
+    """Sources of data whose losses are told apart."""
+    num_ranks: int = 1
+    has_fp8: bool = False
+    """Whether the run is one in fp8, whose range is watched."""
+
+    @property
+    def parts(self) -> dict[str, slice]:
+        """Name of each part -> its place."""
+        groups, sources, roles = len(self.groups), len(self.sources), len(Role) if self.has_fp8 else 0
+        lengths = (
+            *(len(SCALARS), groups, groups, groups, len(self.layers), sources, sources, len(TOKEN_LOSS_EDGES) + 1),
+            *(roles * groups, roles * groups, roles, roles, roles * len(SCALE_EXPONENTS)),
+            len(SLOTS) * self.num_ranks,
+        )
+        ends = list(accumulate(lengths))
+        return {name: slice(end - length, end) for name, length, end in zip(PARTS, lengths, ends, strict=True)}
+
+    @property
+    def size(self) -> int:
+        return int(self.parts[PARTS[-1]].stop)
+
+    def scalar(self, vector: Tensor, name: str) -> Tensor:
+        return vector[SCALARS.index(name)]
+
+    def part(self, vector: Tensor, name: str) -> Tensor:
+        return vector[self.parts[name]]
+
+    def group_squares(self, vector: Tensor) -> Tensor:
+        return self.part(vector, "group_squares")
+
+    def slots(self, vector: Tensor) -> Tensor:
+        """`SLOTS` x ranks."""
+        return self.part(vector, "slots").view(len(SLOTS), self.num_ranks)
+
+
+def group_of(parameter_name: str) -> str:
+    """The layer group a parameter belongs to: its block, or its own module outside the blocks."""
+    first, _, rest = parameter_name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first
+
+
+class Signals:
+    """Gathers one step's numbers on this rank, then sums them over all."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        parameters: Mapping[str, Tensor],
+        world: World,
+        collectives: Collectives,
+        own_kernels: bool = False,
+    ) -> None:
+        """`own_kernels`: have the harness's own take sums over gradients and state; CUDA only."""
+        self.layout = layout
+        self._sum_squares = square_sums_in_one_launch if own_kernels else square_sums
+        self._sum_state = state_sums_in_one_pass if own_kernels else state_sums
+        self._world = world
+        self._collectives = collectives
+        self._parameters = dict(parameters)
+        groups = [layout.groups.index(group_of(name)) for name in parameters]
+        self._width = max(Counter(groups).values())
+        places = [group * self._width + groups[:number].count(group) for number, group in enumerate(groups)]
+        self._places = torch.tensor(places, device=world.device)
+        """Where each parameter's number goes in a table of one row a group."""
+        self._source_numbers = torch.arange(len(layout.sources), device=world.device)[:, None]
+        self.clear()
+
+    def clear(self) -> None:
+        self.vector = torch.zeros(self.layout.size, dtype=torch.float32, device=self._world.device)
+
+    def add_forward(
+        self,
+        *,
+        row_losses: Tensor,
+        row_tokens: Tensor,
+        sources: Tensor,
+        z_loss: Tensor,
+        layers: Tensor | None,
+        token_losses: Tensor | None = None,
+    ) -> None:
+        """Sums of one micro-batch, whose rows come from `sources`; `layers` and `token_losses` when it was probed."""
+        self._add("loss", row_losses.sum())
+        self._add("z_loss", z_loss)
+        self._add("tokens", row_tokens.sum())
+        is_from = self._source_numbers == sources
+        self._part("source_losses").add_(torch.where(is_from, row_losses, 0.0).sum(dim=1))
+        self._part("source_tokens").add_(torch.where(is_from, row_tokens, 0.0).sum(dim=1))
+        if layers is not None:
+            self._part("layer_squares").add_(layers)
+        if token_losses is not None:
+            self._part("token_losses").add_(token_losses)
+
+    def add_gradients(self) -> None:
+        """Squared norm of each layer group's gradient, and of this rank's own before it was reduced.
+
+        With one rank, the gradient is its own.
+        """
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        assert len(gradients) == len(self._parameters), "every parameter takes part in every step"
+        self._part("group_squares").add_(self._by_group(self._sum_squares(gradients)))
+        if self._collectives.sees_gradients:
+            self._say("grad_square", self._collectives.take())
+        elif self._world.size == 1:
+            self._say("grad_square", self._part("group_squares").sum())
+
+    @torch.no_grad()
+    def add_state(
+        self,
+        *,
+        moments: Mapping[str, Mapping[str, Tensor]],
+        rates: Mapping[str, Tensor],
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        """Norms of weights, of second moments and of the update they stand for; where there are replicas, a digest.
+
+        `moments` (step, exp_avg, exp_avg_sq) and `rates` (of the next update) by the name of their parameter.
+        """
+        parameters = list(self._parameters.values())
+        firsts, seconds = ([moments[name][key] for name in self._parameters] for key in ("exp_avg", "exp_avg_sq"))
+        step = moments[next(iter(self._parameters))]["step"].clamp(min=1)
+        first_correction, second_correction = (1 - torch.pow(beta, step) for beta in betas)
+        sums = self._sum_state(parameters, firsts, seconds, second_correction, eps=eps)
+        self._part("group_params").add_(self._by_group(sums.weight_squares))
+        self._part("group_moments").add_(self._by_group(sums.seconds / second_correction))
+        self._add("v", sums.second_squares.sum() / self._world.replicate)
+        steps = torch.stack([rates[name] for name in self._parameters]) / first_correction
+        self._add("update", (sums.directions * steps.square()).sum() / self._world.replicate)
+        if self._world.replicate > 1:
+            self._say("weight_digest", weight_digest(parameters))
+
+    def add_fp8(self, sums: Mapping[str, Tensor]) -> None:
+        """How the numbers of a probed step fitted into fp8, by the names of the parts."""
+        for name, values in sums.items():
+            self._part(name).add_(values)
+
+    def add_requests(self, *, stop: bool, save: bool, command: bool) -> None:
+        """What this rank was asked from outside; all ranks will hear of it at the same iteration."""
+        for name, asked in (("stop", stop), ("save", save), ("command", command)):
+            if asked:
+                self.layout.scalar(self.vector, name).fill_(1.0)
+
+    def add_host_facts(self, *, decision: int, busy_s: float, device_s: float = 0.0, step_s: float = 0.0) -> None:
+        """What the host of this rank knows: a digest of all it decided and of the branches it takes, its seconds
+        outside collectives, the seconds that its device took for the loss head of an earlier step, and how long the
+        last step took that it has timed."""
+        assert 0 <= decision < 2**DIGEST_BITS, "a digest that float32 cannot hold"
+        self._own("decision").fill_(decision)
+        self._own("busy_s").fill_(busy_s)
+        self._own("device_s").fill_(device_s)
+        self._own("step_s").fill_(step_s)
+
+    def add_data(self, *, fingerprint: int, plan: int, own_row: int = 0, other_row: int = 0) -> None:
+        """What this rank read: the fingerprint of its rows (64 bits), and in 24 bits each the plan that they follow,
+        one of its rows and one row of another rank; 0: not compared in this step."""
+        numbers = (plan, *limbs_of(fingerprint), own_row, other_row)
+        assert all(0 <= number < 2**DIGEST_BITS for number in numbers), "a number that float32 cannot hold"
+        assert fingerprint < 2**64
+        first = SLOTS.index("plan")
+        assert SLOTS[first:] == ("plan", *LIMBS, "own_row", "other_row")
+        said = torch.tensor(numbers, dtype=torch.float32, pin_memory=self._world.device.type == "cuda")
+        self.layout.slots(self.vector)[first:, self._world.rank].copy_(said, non_blocking=True)
+
+    def reduce(self) -> Tensor:
+        """The one collective of the step; returns the vector every rank now shares and starts a new one."""
+        tokens = self.layout.scalar(self.vector, "tokens")
+        self._say("loss", self.layout.scalar(self.vector, "loss") / tokens.clamp(min=1))
+        with self._collectives.waiting():
+            reduced = all_reduce_sum(self.vector)
+        self.clear()
+        return reduced
+
+    def _part(self, name: str) -> Tensor:
+        return self.layout.part(self.vector, name)
+
+    def _own(self, slot: str) -> Tensor:
+        return self.layout.slots(self.vector)[SLOTS.index(slot), self._world.rank]
+
+    def _add(self, scalar: str, value: Tensor) -> None:
+        self.layout.scalar(self.vector, scalar).add_(value)
+
+    def _say(self, slot: str, value: Tensor) -> None:
+        self._own(slot).copy_(value)
+
+    def _by_group(self, sums: Tensor) -> Tensor:
+        """This rank's share of the sums of each layer group, from one number a parameter."""
+        table = sums.new_zeros(len(self.layout.groups) * self._width).scatter_(0, self._places, sums)
+        return table.view(-1, self._width).sum(dim=1) / self._world.replicate

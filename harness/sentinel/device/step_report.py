@@ -1,0 +1,160 @@
+"""One step's report: reduced signals and what was decided on them, from device scalars to a `StepRecord`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.core.events import StepRecord
+from harness.sentinel.device.fp8_usage import fp8_range
+from harness.sentinel.device.gate import Judgement
+from harness.sentinel.device.signals import SCALARS, Layout
+from harness.sentinel.device.slots import summarise
+
+
+class Totals(NamedTuple):
+    """What the gate and the update need of a step, on the device and equal on every rank."""
+
+    loss: Tensor
+    """Mean over the tokens of the global batch."""
+    grad_norm: Tensor
+    """Global, before clipping."""
+    divisor: Tensor
+    """What the stored gradient must be divided by to be the true one."""
+
+
+def totals(layout: Layout, reduced: Tensor, *, scale: Tensor, expected_tokens: int) -> Totals:
+    """The backward pass was seeded with scale / expected_tokens; here the true token count is known."""
+    tokens = layout.scalar(reduced, "tokens")
+    divisor = scale * tokens / expected_tokens
+    grad_norm = layout.group_squares(reduced).sum().sqrt() / divisor
+    return Totals(loss=layout.scalar(reduced, "loss") / tokens, grad_norm=grad_norm, divisor=divisor)
+
+
+DECIDED = 8
+"""Numbers that follow the reduced signals in a report."""
+
+
+def pack(reduced: Tensor, total: Totals, *, judgement: Judgement, lr: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+    """Everything the host will read of this step, as one vector."""
+    decided = [total.grad_norm, total.divisor, judgement.refuse, lr, step.to(torch.float32), scale]
+    return torch.cat([reduced, torch.stack(decided), judgement.bounds])
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What only the host knows of the step, noted when it was issued: equal on all ranks, but for `posted_s`,
+    `memory_bytes` and `batch`, which are this rank's own and go into the log only."""
+
+    iteration: int
+    cursor: int
+    tokens: int
+    """Tokens consumed since the start of the run, this step included."""
+    probed: bool
+    posted_s: float
+    """The host's clock; steps are as far apart as their posts."""
+    memory_bytes: int
+    batch: dict[str, Any]
+    """What this rank's rows of the batch held; empty on all ranks but the first."""
+    in_fp8: bool | None = None
+    """Whether it was computed in fp8; None in a run that never is."""
+    stride: int = 1
+    """How far ahead the rank lay whose row each rank read too, where rows were compared."""
+    in_planned_change: bool = False
+    """Whether the batch lies within the window that follows a planned change; alike on all ranks."""
+
+
+def unpack(
+    layout: Layout,
+    facts: HostFacts,
+    report: Tensor,
+    *,
+    dim: int,
+    dynamic_scale: bool,
+    clip_norm: float | None,
+    replicate: int,
+) -> StepRecord:
+    """The record of a step, from its report in host memory; throughput is filled in by whoever reads the clock."""
+    parts = layout.parts
+    values = report[: parts["slots"].start].tolist()  # sync: none, it lies in host memory by now
+    decided = report[layout.size :].tolist()  # sync: none, likewise
+    grad_norm, divisor, refused, lr, step, scale, loss_bound, grad_bound = decided
+    divisor = divisor or math.nan
+    scalars = dict(zip(SCALARS, values[parts["scalars"]], strict=True))
+    group_squares = values[parts["group_squares"]]
+    source_sums = zip(layout.sources, values[parts["source_losses"]], values[parts["source_tokens"]], strict=True)
+    tokens = scalars["tokens"] or math.nan
+    table = layout.slots(report[: layout.size]).numpy()  # sync: none, likewise
+    seen = summarise(table, divisor=divisor, replicate=replicate if facts.probed else 1, stride=facts.stride)
+    record = StepRecord(
+        time=0.0,
+        iteration=facts.iteration,
+        step=int(step),
+        cursor=facts.cursor,
+        tokens=facts.tokens,
+        loss=scalars["loss"] / tokens,
+        grad_norm=grad_norm,
+        lr=lr,
+        tokens_per_s=0.0,
+        refused=refused == 1.0,
+        stop_requested=scalars["stop"] > 0,
+        save_requested=scalars["save"] > 0,
+        command_waits=scalars["command"] > 0,
+        step_time_s=0.0,
+        flops_per_s=0.0,
+        z_loss=scalars["z_loss"] / tokens,
+        loss_scale=scale if dynamic_scale else None,
+        memory_bytes=facts.memory_bytes,
+        group_grad_norms={name: _root(one) / divisor for name, one in zip(layout.groups, group_squares, strict=True)},
+        source_losses={name: loss / count for name, loss, count in source_sums if count > 0},
+        bounds={"loss": loss_bound, "grad_norm": grad_bound},
+        ranks=seen.ranks,
+        nonfinite_ranks=seen.nonfinite_ranks,
+        mismatched_ranks=seen.mismatched_ranks,
+        digests=seen.digests,
+        median_step_s=seen.median_step_s,
+        fingerprint=seen.fingerprint,
+        other_data=seen.other_data,
+        batch={"fingerprint": seen.fingerprint, **facts.batch} if facts.batch else {},
+        in_fp8=facts.in_fp8,
+        in_planned_change=facts.in_planned_change,
+    )
+    if facts.probed:
+        excess = 1.0 if clip_norm is None else max(1.0, grad_norm / clip_norm)
+        _add_probe(record, layout, values, num_activations=tokens * dim, divisor=divisor * excess)
+    return record
+
+
+def _add_probe(
+    record: StepRecord, layout: Layout, values: list[float], *, num_activations: float, divisor: float
+) -> None:
+    """What is measured now and then; `divisor` turns the stored gradient into the one that Adam sees, clipped."""
+    parts = layout.parts
+    scalars = dict(zip(SCALARS, values[parts["scalars"]], strict=True))
+    params, moments = values[parts["group_params"]], values[parts["group_moments"]]
+    layers = zip(layout.layers, values[parts["layer_squares"]], strict=True)
+    record.group_param_norms = {name: _root(square) for name, square in zip(layout.groups, params, strict=True)}
+    record.param_norm = _root(sum(params))
+    record.v_norm = _root(scalars["v"])
+    record.update_ratio = _root(scalars["update"]) / (record.param_norm or math.nan)
+    record.square_ratio = _square_ratio(values[parts["group_squares"]], moments, divisor=divisor)
+    record.activation_rms = {name: _root(square / num_activations) for name, square in layers}
+    record.token_loss_counts = [int(count) for count in values[parts["token_losses"]]]
+    if record.in_fp8:
+        sums = {name: values[place] for name, place in parts.items() if name.startswith("fp8_")}
+        record.fp8, record.fp8_underflow = fp8_range(layout.groups, sums)
+
+
+def _square_ratio(squares: list[float], moments: list[float], *, divisor: float) -> float | None:
+    """Norm of the gradient that Adam sees over the root of its second moment, in the layer group where it is largest;
+    None before the first update, and where the gradient is not finite."""
+    ratios = [_root(square / moment) / divisor for square, moment in zip(squares, moments, strict=True) if moment > 0]
+    return max(ratios) if ratios and math.isfinite(sum(ratios)) else None
+
+
+def _root(square: float) -> float:
+    return math.sqrt(square) if square >= 0 else math.nan

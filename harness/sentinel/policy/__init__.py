@@ -1,0 +1,1 @@
+"""The policy: a pure fold of the event log into actions."""

@@ -1,0 +1,103 @@
+"""The branch: which iterations led to the present weights, across rewinds, rollbacks and restarts.
+
+Why: iterations never go back and steps do, so "before step 900" and "before batch 1200 was learned" must be put into
+iterations before a snapshot or a checkpoint can be asked for.
+How: a root is where the run was last set down (iteration, step). Between two roots a step takes at least one iteration,
+so `first iteration + steps` bounds from below where a step was reached; a refusal makes the bound only more careful.
+The records themselves are remembered for the recent past. What a restore undoes is forgotten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from statistics import median
+from typing import Any, NamedTuple, Self, final
+
+from harness.core.events import ReducedRecord
+
+MEMORY_ITERATIONS = 1024
+NUM_LEVEL = 50
+"""Losses before an onset that tell what was normal."""
+LEAST_LEVEL = 10
+MAD_TO_SIGMA = 1.4826
+
+
+class Seen(NamedTuple):
+    iteration: int
+    step: int
+    cursor: int
+    loss: float | None
+    """None where the update was refused or the loss not finite."""
+
+
+class Normal(NamedTuple):
+    level: float
+    sigma: float
+
+
+@final
+@dataclass(slots=True)
+class Branch:
+    seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=MEMORY_ITERATIONS))
+    roots: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    """Iteration and step at which the run was set down, oldest first; both rise."""
+
+    def add(self, record: ReducedRecord) -> None:
+        applied = not record.refused and math.isfinite(record.loss)
+        self.seen.append(Seen(record.iteration, record.step, record.cursor, record.loss if applied else None))
+
+    def set_down(self, iteration: int, step: int) -> None:
+        """The run stands at an earlier step again; from the next iteration on it trains from there."""
+        self.roots = [root for root in self.roots if root[1] < step] + [(iteration, step)]
+        self.seen = deque((seen for seen in self.seen if seen.step <= step), maxlen=MEMORY_ITERATIONS)
+
+    def at(self, iteration: int) -> Seen | None:
+        """What was seen at an iteration, or last before it."""
+        return next((seen for seen in reversed(self.seen) if seen.iteration <= iteration), None)
+
+    def learned_at(self, cursor: int) -> int | None:
+        """The first iteration at which a batch from `cursor` on was consumed."""
+        return next((seen.iteration for seen in self.seen if seen.cursor >= cursor), None)
+
+    def before_step(self, step: int) -> int:
+        """A state from before this iteration is from before `step`; 0: there is none."""
+        for root_iteration, root_step in reversed(self.roots):
+            if root_step < step:
+                return root_iteration + step - root_step
+        return 0
+
+    def normal(self, before: int) -> Normal | None:
+        """What the loss was before an iteration; None where too little is known."""
+        losses = [seen.loss for seen in self.seen if seen.loss is not None and seen.iteration < before][-NUM_LEVEL:]
+        if len(losses) < LEAST_LEVEL:
+            return None
+        level = median(losses)
+        return Normal(level, MAD_TO_SIGMA * median(abs(loss - level) for loss in losses))
+
+    def level_before(self, iteration: int, num: int) -> float | None:
+        """Median of the last `num` losses before an iteration, or of fewer; None where there is none."""
+        before = (seen.loss for seen in reversed(self.seen) if seen.loss is not None and seen.iteration < iteration)
+        losses = list(islice(before, num))
+        return median(losses) if losses else None
+
+    def level_since(self, iteration: int, num: int) -> float | None:
+        """Median of the last `num` losses from an iteration on, or of fewer; None where there is none."""
+        losses = [seen.loss for seen in self.seen if seen.loss is not None and seen.iteration >= iteration]
+        return median(losses[-num:]) if losses else None
+
+    def recent_loss(self, num: int, *, since: int) -> float | None:
+        """Median of the last `num` losses, where there are so many from iteration `since` on."""
+        since_then = takewhile(lambda seen: seen.iteration >= since, reversed(self.seen))
+        losses = list(islice((seen.loss for seen in since_then if seen.loss is not None), num))
+        return median(losses) if len(losses) == num else None
+
+    def state(self) -> dict[str, Any]:
+        return {"seen": [list(seen) for seen in self.seen], "roots": [list(root) for root in self.roots]}
+
+    @classmethod
+    def restore(cls, state: dict[str, Any]) -> Self:
+        seen = deque((Seen(*entry) for entry in state["seen"]), maxlen=MEMORY_ITERATIONS)
+        return cls(seen, [(iteration, step) for iteration, step in state["roots"]])

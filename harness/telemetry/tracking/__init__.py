@@ -1,0 +1,1 @@
+"""Sends the event log to MLflow, from a process of its own."""

@@ -1,0 +1,74 @@
+"""The numbers of an event, under the names they have in MLflow.
+
+Why: what is charted must not depend on how it is sent; this table is pure and can be read at a glance.
+How: NaN and Inf have no place in a chart (MLflow stores Inf as 1.8e308), so `loss = nan` becomes `loss_nonfinite =
+1`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from harness.core.events import CheckpointSaved, DrillScored, EvalRecord, Event, StepRecord
+
+BYTES_PER_GB = 1e9
+_NOT_IN_A_NAME = re.compile(r"[^\w\-./: ]")
+
+
+def metrics_of(event: Event) -> dict[str, float]:
+    """Name -> finite value; empty for an event that holds no numbers to chart."""
+    match event:
+        case StepRecord():
+            values = _step_values(event)
+        case EvalRecord():
+            values = {"eval/loss": event.loss, "eval/tokens": event.tokens}
+        case CheckpointSaved():
+            values = {
+                "checkpoint/seconds": event.seconds,
+                "checkpoint/blocked_s": event.blocked_s,
+                "checkpoint/gb": event.bytes / BYTES_PER_GB,
+            }
+        case DrillScored():
+            values = {"drill/passed": float(event.passed)}
+            values |= {f"drill/{name}": value for name, value in event.scores.items()}
+        case _:
+            values = {}
+    return dict(_finite(name, value) for name, value in values.items() if value is not None)
+
+
+def _step_values(record: StepRecord) -> dict[str, float | None]:
+    memory_gb = None if record.memory_bytes is None else record.memory_bytes / BYTES_PER_GB
+    values: dict[str, float | None] = {
+        "loss": record.loss,
+        "grad_norm": record.grad_norm,
+        "lr": record.lr,
+        "step": record.step,
+        "tokens": record.tokens,
+        "refused": float(record.refused),
+        "tokens_per_s": record.tokens_per_s,
+        "step_time_s": record.step_time_s,
+        "flops_per_s": record.flops_per_s,
+        "mfu": record.mfu,
+        "memory_gb": memory_gb,
+        "z_loss": record.z_loss,
+        "loss_scale": record.loss_scale,
+        "param_norm": record.param_norm,
+        "v_norm": record.v_norm,
+        "in_fp8": None if record.in_fp8 is None else float(record.in_fp8),
+    }
+    values |= {f"grad_norm/{_clean(group)}": norm for group, norm in record.group_grad_norms.items()}
+    if len(record.source_losses) > 1:
+        values |= {f"loss/{_clean(source)}": loss for source, loss in record.source_losses.items()}
+    values |= {f"activation_rms/{_clean(layer)}": rms for layer, rms in record.activation_rms.items()}
+    values |= {f"fp8_underflow/{_clean(group)}": share for group, share in record.fp8_underflow.items()}
+    values |= {f"fp8_saturated/{role}": float(health["saturated"]) for role, health in record.fp8.items()}
+    return values
+
+
+def _finite(name: str, value: float) -> tuple[str, float]:
+    return (name, float(value)) if math.isfinite(value) else (f"{name}_nonfinite", 1.0)
+
+
+def _clean(name: str) -> str:
+    return _NOT_IN_A_NAME.sub("_", name)

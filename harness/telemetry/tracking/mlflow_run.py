@@ -1,0 +1,147 @@
+"""One run in MLflow's books: found again or created once, described, and laid under the run of its sweep.
+
+Part of the door to MLflow: `mlflow_sink` says when, this file says how. Every function may be called again after a
+failure, and raises where the store does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from harness.config.compose import flat
+from harness.core.credentials import without_credentials
+from harness.core.events import read
+from harness.core.fast_imports import loading
+from harness.core.rundir import RunDir
+from harness.telemetry.tracking import parent_run
+from harness.telemetry.tracking.progress import Ticket, load_ticket
+from harness.telemetry.tracking.store_uri import connection_uri, sqlite_path
+
+PARAMS_PER_CALL = 100
+LONGEST_PARAM = 500
+KEY_TAG = "harness.key"
+PARENT_TAG = "mlflow.parentRunId"
+
+
+class BadStoreError(Exception):
+    """The tracking URI names nothing MLflow could ever write to."""
+
+
+def open_client(uri: str) -> Any:
+    """MLflow's client; a URI it can never use is told apart from a store that does not answer now."""
+    with loading():
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
+    try:
+        return MlflowClient(tracking_uri=uri, registry_uri=uri)
+    except MlflowException as error:
+        if error.error_code == "INVALID_PARAMETER_VALUE":
+            raise BadStoreError(first_line(error)) from None
+        raise
+
+
+def is_active(client: Any, run_id: str | None) -> bool:
+    """Whether the store has this run, and nobody deleted it."""
+    from mlflow.exceptions import MlflowException
+
+    if run_id is None:
+        return False
+    try:
+        return bool(client.get_run(run_id).info.lifecycle_stage == "active")
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return False
+        raise
+
+
+def create_run(client: Any, run: RunDir, ticket: Ticket, experiment_name: str) -> None:
+    """Give the ticket a run, to be sent from the first event on; one that was created before, unconfirmed, is found."""
+    ticket.offset = 0
+    ticket.experiment_id = experiment(client, connection_uri(ticket.tracking_uri), experiment_name)
+    found = client.search_runs([ticket.experiment_id], f"tags.`{KEY_TAG}` = '{ticket.key}'", max_results=1)
+    if found:
+        ticket.run_id = found[0].info.run_id
+        return
+    first = next(read(run.events), None) if run.events.exists() else None
+    start_time = milliseconds(time.time() if first is None else first.time)
+    tags = {KEY_TAG: ticket.key, "run_dir": str(run.path), "mlflow.source.name": "harness.train"}
+    created = client.create_run(ticket.experiment_id, start_time=start_time, tags=tags, run_name=run.path.name)
+    ticket.run_id = created.info.run_id
+
+
+def experiment(client: Any, uri: str, name: str) -> str:
+    """The id of the experiment, created where there is none; a sqlite store keeps its artifacts beside it."""
+    from mlflow.exceptions import MlflowException
+
+    known = client.get_experiment_by_name(name)
+    if known is None:
+        database = sqlite_path(uri)
+        artifacts = None if database is None else (database.parent / "mlartifacts").as_uri()
+        try:
+            return str(client.create_experiment(name, artifact_location=artifacts))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            known = client.get_experiment_by_name(name)
+    return str(known.experiment_id)
+
+
+def describe(client: Any, run: RunDir, run_id: str | None, settings: dict[str, Any]) -> None:
+    """The configuration as params, what changed since as tags, and the commit."""
+    from mlflow.entities import Param, RunTag
+
+    wanted = {key: without_credentials(str(value))[:LONGEST_PARAM] for key, value in flat(settings).items()}
+    known = client.get_run(run_id).data.params
+    params = [Param(key, value) for key, value in wanted.items() if key not in known]
+    tags = [RunTag(f"changed.{key}", value) for key, value in wanted.items() if known.get(key, value) != value]
+    if run.manifest.exists():
+        manifest = json.loads(run.manifest.read_text(encoding="utf-8"))
+        commit = [manifest, *manifest["starts"]][-1]["commit"]
+        tags += [RunTag("commit", commit), RunTag("mlflow.source.git.commit", commit)] if commit else []
+    for first in range(0, len(params), PARAMS_PER_CALL):
+        client.log_batch(run_id, params=params[first : first + PARAMS_PER_CALL])
+    for first in range(0, len(tags), PARAMS_PER_CALL):
+        client.log_batch(run_id, tags=tags[first : first + PARAMS_PER_CALL])
+
+
+def milliseconds(time_s: float) -> int:
+    return round(time_s * 1000)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def nest(client: Any, run: RunDir, ticket: Ticket, experiment_name: str) -> None:
+    """Lay a job's run under that of its sweep, which goes on from now; a run that stands alone stays as it is."""
+    sweep = parent_run.sweep_of(run)
+    if sweep is not None:
+        parent_id = run_of_sweep(client, sweep, ticket.tracking_uri, experiment_name)
+        client.set_tag(ticket.run_id, PARENT_TAG, parent_id)
+        client.update_run(parent_id, status="RUNNING")
+
+
+def run_of_sweep(client: Any, sweep: RunDir, tracking_uri: str, experiment_name: str) -> str:
+    """The id of a sweep's own run, created where there is none, with what is swept as its tags."""
+    with parent_run.one_parent(sweep):
+        ticket = load_ticket(sweep, tracking_uri)
+        if not is_active(client, ticket.run_id):
+            create_run(client, sweep, ticket, experiment_name)
+            ticket.save(sweep)
+    assert ticket.run_id is not None
+    for key, value in parent_run.tags(sweep).items():
+        client.set_tag(ticket.run_id, key, value[:LONGEST_PARAM])
+    return ticket.run_id
+
+
+def settle(client: Any, run: RunDir, ticket: Ticket) -> None:
+    """Say how the sweep of a run ended, where this was the last of its jobs."""
+    sweep = parent_run.sweep_of(run)
+    if sweep is None:
+        return
+    status = parent_run.status(sweep, is_over=False)
+    if status != "RUNNING":
+        client.set_terminated(load_ticket(sweep, ticket.tracking_uri).run_id, status)

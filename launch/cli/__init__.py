@@ -1,0 +1,1 @@
+"""The `harness` commands, one file each."""

@@ -1,0 +1,89 @@
+"""`harness dashboard`: the page of a run, written once or kept live."""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
+from harness.core.rundir import RunDir, write_atomically
+from launch.cli.parser import Parser
+
+DESCRIPTION = """\
+Write RUN/dashboard.html: one page with all panels of the run, its incidents and post-mortems, its goodput and what
+stability cost. It needs no network and no other file. With --serve nothing is written: the page is served and follows
+the run as it grows, on this machine alone unless --host says otherwise. Ctrl-C ends it.
+"""
+HOST, PORT = "127.0.0.1", 8787
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write or serve the page; returns the exit code."""
+    try:
+        words = parser().parse_args(argv)
+        run = opened(words.run)
+        if words.serve:
+            serve(run, host=words.host, port=words.port)
+        else:
+            print(write(run, Path(words.output) if words.output else run.dashboard))
+    except ConfigError as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    return EXIT_DONE
+
+
+def opened(path: str) -> RunDir:
+    """A run directory; one that has not begun to log yet is one too."""
+    run = RunDir(Path(path))
+    message = "is no run directory: it has neither events.jsonl nor config.yaml"
+    require(run.events.is_file() or run.config.is_file(), path, message)
+    return run
+
+
+def write(run: RunDir, out: Path) -> Path:
+    """The page, whole or not at all; returns where it lies."""
+    from harness.analysis.dashboard.page import render
+    from harness.analysis.dashboard.page_data import page_data
+    from harness.analysis.dashboard.story import Story
+
+    story = Story()
+    try:
+        story.read_more(run)
+        text = render(page_data(run, story, now_s=time.time()))
+    except OSError as error:
+        raise ConfigError(str(run.path), f"cannot be read: {error.strerror}") from None
+    try:
+        write_atomically(out, text)
+    except OSError as error:
+        raise ConfigError(str(out), f"cannot be written: {error.strerror}") from None
+    return out
+
+
+def serve(run: RunDir, *, host: str, port: int) -> None:
+    """Answer until Ctrl-C."""
+    from harness.analysis.dashboard.serve import open_server
+
+    require(0 <= port < 2**16, "--port", f"must be 0 (any that is free) to 65535, got {port}")
+    try:
+        server = open_server(run, host=host, port=port)
+    except OSError as error:
+        raise ConfigError("--port", f"cannot listen on {host}:{port}: {error.strerror}") from None
+    with server:
+        print(f"http://{host}:{server.server_port}/  (Ctrl-C ends it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def parser() -> ArgumentParser:
+    parser = Parser(prog="harness dashboard", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", help="a run directory, such as runs/first")
+    parser.add_argument("--output", metavar="FILE", help="write there instead")
+    parser.add_argument("--serve", action="store_true", help="serve the page and keep it live; write nothing")
+    parser.add_argument("--host", default=HOST, help=f"where to listen; default: {HOST}, this machine alone")
+    parser.add_argument("--port", type=int, default=PORT, help=f"default: {PORT}; 0: any that is free")
+    return parser

@@ -1,0 +1,1 @@
+"""Runs drills: the victim, its twin, and the environment a fault needs."""

@@ -1,0 +1,1 @@
+"""Slurm jobs: render, submit, requeue, node health."""

@@ -1,0 +1,87 @@
+"""The index: every run in its row, sweeps together, nothing obeyed that a name says."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from harness.analysis.dashboard.index import Row, find_runs, line_of, render, row_of, sparkline
+from harness.analysis.dashboard.story import Story
+from tests.analysis.dashboard.logs import BEGUN, long_run, record, write
+
+ROW = Row(
+    name="first",
+    group=".",
+    is_sweep=False,
+    state="done",
+    step=1200,
+    num_steps=1200,
+    loss=2.5,
+    eval_loss=math.nan,
+    num_incidents=2,
+    goodput=0.985,
+    tax=0.0123,
+    tokens_per_s=61534.4,
+    started="2026-01-02 03:04",
+    losses=[4.0, 3.0, 2.0],
+    has_page=True,
+)
+
+
+def test_one_row() -> None:
+    assert line_of(ROW) == (
+        '<tr><td data-value="first"><a href="first/dashboard.html">first</a></td>'
+        '<td data-value="done"><span class="state-done">done</span></td>'
+        '<td class=n data-value="1200">1,200 of 1,200</td><td class=n data-value="2.5">2.5000</td>'
+        '<td data-value=""><svg class="spark" width="120" height="28" viewBox="0 0 120 28" role="img" '
+        'aria-label="loss from 4 to 2"><polyline points="0.0,1.0 60.0,14.0 120.0,27.0"/></svg></td>'
+        '<td class=n data-value="nan"></td><td class=n data-value="2">2</td><td class=n data-value="0.985">98.5%</td>'
+        '<td class=n data-value="0.0123">1.23%</td><td class=n data-value="61534.4">61,534</td>'
+        '<td data-value="2026-01-02 03:04">2026-01-02 03:04</td></tr>'
+    )
+
+
+def test_runs_are_found_and_grouped(tmp_path: Path) -> None:
+    long_run(tmp_path / "alone", 60)
+    for name in ("lr=1", "lr=2"):
+        long_run(tmp_path / "sweep" / name, 20)
+    (tmp_path / "sweep" / "sweep.yaml").touch()
+    write(tmp_path / "alone" / "checkpoints" / "deep" / "events.jsonl", [record(1, time=BEGUN)])
+    rows = []
+    for run in find_runs(tmp_path):
+        story = Story()
+        story.read_more(run)
+        rows.append(row_of(run, story, root=tmp_path, now_s=BEGUN))
+    assert [(row.name, row.group, row.is_sweep) for row in rows] == [
+        ("alone", ".", False),
+        ("sweep/lr=1", "sweep", True),
+        ("sweep/lr=2", "sweep", True),
+    ]
+    assert (rows[0].num_incidents, rows[0].step, rows[0].state, rows[0].started) == (3, 60, "done", "2025-06-15 15:06")
+    text = render(rows, title="runs")
+    assert text.index("<h2>Runs</h2>") < text.index("<h2>Sweep sweep</h2>")
+    assert "3 runs" in text
+    assert "dashboard.html" not in text
+
+
+def test_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    long_run(tmp_path / '<img src=x onerror="alert(1)">', 20)
+    (run,) = find_runs(tmp_path)
+    run.dashboard.touch()
+    text = render([row_of(run, Story(), root=tmp_path, now_s=BEGUN)], title="<b>runs</b>")
+    assert "<img" not in text
+    assert "<b>" not in text
+    assert 'href="%3Cimg%20src%3Dx%20onerror%3D%22alert%281%29%22%3E/dashboard.html"' in text
+
+
+def test_the_directory_may_be_a_run_itself_or_empty(tmp_path: Path) -> None:
+    assert "No run lies here yet." in render([], title="runs")
+    (run,) = find_runs(long_run(tmp_path / "first", 20))
+    row = row_of(run, Story(), root=run.path, now_s=BEGUN)
+    assert "this run" in line_of(row)
+
+
+def test_sparklines_need_two_values() -> None:
+    assert sparkline([1.0]) == ""
+    assert sparkline([math.nan, 1.0, math.inf]) == ""
+    assert "0.0,1.0 120.0,27.0" in sparkline([2.0, 1.0])

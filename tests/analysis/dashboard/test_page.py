@@ -1,0 +1,186 @@
+"""The page as text: whole, self-contained, and deaf to what files say."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.analysis.dashboard.markdown_html import to_html
+from harness.analysis.dashboard.page import fill, library, render
+from harness.analysis.dashboard.page_data import facts_of, page_data, spell_seconds, state_of
+from harness.analysis.dashboard.story import Story
+from harness.core.events import ActionKind, Intervention, Outcome, RunEnded, RunStarted
+from harness.core.rundir import RunDir
+from tests.analysis.dashboard.logs import BEGUN, long_run, record, write
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def story_of(run: RunDir) -> Story:
+    story = Story()
+    story.read_more(run)
+    return story
+
+
+def facts(run: RunDir, now_s: float = BEGUN) -> dict[str, Any]:
+    return facts_of(run, story_of(run), now_s=now_s)
+
+
+def document(run: RunDir) -> str:
+    return render(page_data(run, story_of(run), now_s=BEGUN))
+
+
+def without_library(text: str) -> str:
+    assert text.count(library()) == 1
+    return text.replace(library(), "")
+
+
+def test_the_page_is_whole_and_asks_for_nothing(tmp_path: Path) -> None:
+    text = without_library(document(RunDir(long_run(tmp_path / "first", 60))))
+    assert "{{" not in text
+    assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?!data:|#)[a-z]+:", text)
+    assert "@import" not in text
+    assert "url(" not in text
+
+
+def test_only_its_own_scripts_may_run(tmp_path: Path) -> None:
+    text = document(RunDir(long_run(tmp_path / "first", 5)))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    scripts = re.findall(r"<script>(.*?)</script>", text, flags=re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts]
+    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    assert f"script-src {allowed};" in policy[1]
+    assert policy[1].startswith("default-src 'none'")
+    assert "connect-src" not in policy[1]
+
+
+def test_a_run_named_like_a_script_is_harmless(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "<script>alert(1)<")
+    order = Intervention(time=BEGUN, iteration=1, who=EVIL, reason=EVIL, changes={EVIL: EVIL})
+    batch = {"rarest": [[1, 2, None]], "rows": {EVIL: 1}}
+    write(
+        run.events,
+        [
+            RunStarted(time=BEGUN, iteration=0, world_size=1, num_steps=2, step=0, resumed_from=EVIL),
+            record(1, time=BEGUN, refused=True, batch=batch),
+            order,
+            RunEnded(time=BEGUN, iteration=1, step=1, exit_code=0, reason=EVIL),
+        ],
+    )
+    text = without_library(document(run))
+    assert "<script>alert" not in text
+    assert "<img" not in text
+    assert "&lt;script&gt;alert(1)&lt;" in text
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.DOTALL)
+    assert data is not None
+    read = json.loads(data[1])["facts"]
+    assert read["run"]["reason"] == EVIL
+    assert read["guilty"][0]["rows"] == f"{EVIL} 1"
+
+
+def test_a_post_mortem_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+    run = RunDir(long_run(tmp_path / "first", 60))
+    folder = run.path / "incidents" / "002"
+    folder.mkdir(parents=True)
+    links = "![loss](loss.png) [x](javascript:alert(3)) [data](evidence.json)"
+    text = f"# Spike\n\n{EVIL}\n\n{links}\n\n| a |\n|---|\n| 1 |\n"
+    (folder / "postmortem.md").write_text(text, encoding="utf-8")
+    first, second, _ = facts(run)["incidents"]
+    assert first["postmortem"] == ""
+    assert first["links"] == []
+    assert second["links"] == [["postmortem.md", "incidents/002/postmortem.md"]]
+    html = second["postmortem"]
+    assert "<h1>Spike</h1>" in html
+    assert "<td>1</td>" in html
+    assert '<a href="incidents/002/loss.png">loss</a>' in html
+    assert '<a href="incidents/002/evidence.json">data</a>' in html
+    assert "<script" not in html
+    assert "<img" not in html
+    assert 'href="javascript' not in html
+
+
+def test_links_that_lead_elsewhere_stay_as_they_are() -> None:
+    assert to_html("[a](https://b.c/d)", folder="f") == '<p><a href="https://b.c/d">a</a></p>\n'
+
+
+def test_what_the_facts_say(tmp_path: Path) -> None:
+    run = RunDir(long_run(tmp_path / "first", 400))
+    run.config.write_text("cluster:\n  price_per_gpu_hour: 3.6\n", encoding="utf-8")
+    told = facts(run)
+    assert told["run"] | {"loss": "", "eval_loss": "", "tokens_per_s": 0} == {
+        "name": "first",
+        "state": "done",
+        "state_more": "exit code 0",
+        "reason": "all steps done",
+        "step": 400,
+        "num_steps": 400,
+        "tokens": 379 * 1024,
+        "loss": "",
+        "eval_loss": "",
+        "tokens_per_s": 0,
+        "mfu": 0.41,
+        "eta_s": None,
+        "started": BEGUN,
+        "num_starts": 2,
+        "world_size": 8,
+        "unread": "",
+        "cost": pytest.approx(3.6 * 8 * 200.5 / 3600),
+    }
+    incident = told["incidents"][0]
+    assert incident["answer"] == "rewind"
+    assert incident["actions"] == [
+        ["100", "rewind", "loss_spike of batch 99",
+         "back to snapshot of iteration 90, 10 steps lost, 0.20 s; batch 99 never to be seen again"],
+    ]  # fmt: skip
+    assert incident["findings"] == [["100", "loss_spike: 9.00 against a bound of 4.00"]]
+    assert told["guilty"][0]["rarest"] == "147 (1, 12), 156 (2, 105), 157 (2, 107)"
+    assert told["who"]["rank_time_who"] == "most often rank 5 (100% of the steps)"
+    assert told["goodput"]["tax_more"] == "21 steps lost"
+
+
+def test_an_empty_run_has_a_page(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.events.touch()
+    told = facts(run)
+    assert (told["run"]["state"], told["run"]["loss"], told["marks"]) == ("silent", "none yet", [])
+    assert "</html>" in document(run)
+
+
+def test_failed_and_open_actions_are_told(tmp_path: Path) -> None:
+    story = story_of(RunDir(long_run(tmp_path / "first", 40)))
+    failed = Outcome(
+        time=BEGUN, iteration=20, kind=ActionKind.rewind, incident=2, succeeded=False, step=20, steps_lost=0
+    )
+    story.incidents.add(failed)
+    told = facts_of(RunDir(tmp_path), story, now_s=BEGUN)["incidents"][1]
+    assert told["actions"][0][3] == "failed: there was nothing to go back to"
+
+
+def test_the_state_of_a_run_without_an_end() -> None:
+    story = Story()
+    assert state_of(story, now_s=0)[0] == "silent"
+    story.add(RunStarted(time=BEGUN, iteration=0, world_size=1, num_steps=2, step=0))
+    assert state_of(story, now_s=BEGUN + 59) == ("running", "")
+    assert state_of(story, now_s=BEGUN + 7300) == ("silent", "no word for 2 h 1 min")
+    story.add(Intervention(time=BEGUN, iteration=0, who="a", reason="", changes={"command": "pause"}))
+    assert state_of(story, now_s=BEGUN + 7300)[0] == "paused"
+    for code, word in ((0, "done"), (3, "halted"), (75, "stopped"), (1, "crashed")):
+        story.add(RunEnded(time=BEGUN, iteration=0, step=0, exit_code=code, reason=""))
+        assert state_of(story, now_s=BEGUN)[0] == word
+
+
+def test_small_renderers() -> None:
+    assert [spell_seconds(s) for s in (5.9, 61, 3600 * 5 + 60, 86400 * 3 + 3600)] == [
+        "5 s",
+        "1 min",
+        "5 h 1 min",
+        "3 d 1 h",
+    ]
+    assert fill("a{{x}}b{{y}}", x="{{y}}", y="2") == "a{{y}}b2"

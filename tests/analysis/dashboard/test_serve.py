@@ -1,0 +1,137 @@
+"""The live page over real HTTP: what is new arrives, nothing else is answered, nothing is written."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.analysis.dashboard.serve import Server, open_server
+from harness.core.rundir import RunDir
+from tests.analysis.dashboard.logs import BEGUN, long_run, record
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(long_run(tmp_path / "first", 60))
+    folder = run.path / "incidents" / "001"
+    folder.mkdir(parents=True)
+    (folder / "postmortem.html").write_text("<h1>what happened</h1>", encoding="utf-8")
+    (folder / "secret.key").write_text("no", encoding="utf-8")
+    (run.path / "config.yaml").write_text("{}", encoding="utf-8")
+    (folder / "leads-out.md").symlink_to(run.path / "config.yaml")
+    return run
+
+
+@pytest.fixture
+def server(run: RunDir) -> Iterator[Server]:
+    with open_server(run, host="127.0.0.1", port=0) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def ask(server: Server, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, dict(answer.getheaders()), body
+
+
+def losses(table: dict[str, Any]) -> list[float]:
+    return [float(x) for x in np.frombuffer(base64.b64decode(table["columns"]["loss"]["low"]), "<f4")]
+
+
+def listing(run: RunDir) -> list[tuple[str, int, int]]:
+    files = [(path, path.lstat()) for path in sorted(run.path.rglob("*"))]
+    return [(str(path), info.st_size, info.st_mtime_ns) for path, info in files]
+
+
+def test_what_is_new_and_only_that_arrives(server: Server, run: RunDir) -> None:
+    before = listing(run)
+    status, headers, body = ask(server, "/")
+    assert status == 200
+    assert headers["Content-Type"] == "text/html; charset=utf-8"
+    assert b'"live":true' in body
+    assert b"connect-src 'self'" in body
+    first = json.loads(ask(server, "/data.json")[2])
+    assert len(losses(first["steps"])) == first["steps"]["total"] == 60
+    asked = f"/data.json?steps=60&probes=6&evals=20&seen={first['facts']['revision']}"
+    assert ask(server, asked)[::2] == (204, b"")
+    assert listing(run) == before
+    with run.events.open("a", encoding="utf-8") as log:
+        log.write(record(61, time=BEGUN + 100, loss=1.25) + "\n" + record(62, time=BEGUN + 101, loss=1.5)[:50])
+    news = json.loads(ask(server, asked)[2])
+    assert losses(news["steps"]) == [1.25]
+    assert news["steps"]["total"] == 61
+    assert news["probes"]["num_rows"] == 0
+    assert news["facts"]["run"]["loss"] == "1.2500"
+    seen = f"/data.json?steps=61&seen={news['facts']['revision']}"
+    assert ask(server, seen)[0] == 204
+    (run.path / "incidents" / "001" / "postmortem.md").write_text("# Spike", encoding="utf-8")
+    assert "<h1>Spike</h1>" in json.loads(ask(server, seen)[2])["facts"]["incidents"][0]["postmortem"]
+
+
+@pytest.mark.parametrize("query", ["steps=-1", "steps=abc", "steps=99999999999", "steps=1e9", "seen=%00", "steps="])
+def test_a_strange_question_is_answered(server: Server, query: str) -> None:
+    assert ask(server, f"/data.json?{query}")[0] == 200
+
+
+def test_evidence_is_served_and_may_run_nothing(server: Server) -> None:
+    status, headers, body = ask(server, "/incidents/001/postmortem.html")
+    assert (status, body) == (200, b"<h1>what happened</h1>")
+    assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    status, headers, body = ask(server, "/incidents/001/postmortem.html", "HEAD")
+    assert (status, headers["Content-Length"], body) == (200, "22", b"")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/config.yaml",
+        "/events.jsonl",
+        "/../config.yaml",
+        "/incidents/001/../../config.yaml",
+        "/incidents/001/..%2f..%2fconfig.yaml",
+        "/incidents/001/%2e%2e/%2e%2e/config.yaml",
+        "/incidents/001/",
+        "/incidents/001",
+        "/incidents/../config.yaml",
+        "/incidents/001//etc/passwd",
+        "/incidents/001/secret.key",
+        "/incidents/001/leads-out.md",
+        "/incidents/999/postmortem.md",
+        "//etc/passwd",
+        "/%00",
+    ],
+)
+def test_nothing_else_can_be_reached(server: Server, path: str) -> None:
+    assert ask(server, path)[0] == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_there_is_nothing_to_write_with(server: Server, method: str) -> None:
+    assert ask(server, "/data.json", method)[0] == 501
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("localhost:1", 200), ("127.0.0.1", 200), ("evil.example", 403), ("", 403)]
+)
+def test_it_answers_to_this_machines_names_alone(server: Server, host: str, status: int) -> None:
+    assert ask(server, "/data.json", Host=host)[0] == status
+
+
+def test_it_listens_on_this_machine_alone(server: Server) -> None:
+    assert server.server_address[0] == "127.0.0.1"

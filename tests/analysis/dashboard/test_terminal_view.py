@@ -1,0 +1,93 @@
+"""The view in the terminal, line by line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.analysis.dashboard.story import Story
+from harness.analysis.dashboard.terminal_view import frame, sparkline
+from harness.core.events import Intervention, RunStarted
+from harness.core.rundir import RunDir
+from harness.telemetry.heartbeat import Beat, Phase
+from tests.analysis.dashboard.logs import BEGUN, long_run, record, write
+
+
+def beat(rank: int, *, iteration: int, time: float, exit_code: int | None = None) -> Beat:
+    return Beat(
+        rank=rank,
+        world_size=3,
+        host=f"node{rank // 2}",
+        pid=1,
+        phase=Phase.train,
+        iteration=iteration,
+        step=iteration,
+        beats=1,
+        writes=1,
+        every_s=1.0,
+        beat_time=time,
+        time=time,
+        exit_code=exit_code,
+    )
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    lines = [RunStarted(time=BEGUN, iteration=0, world_size=3, num_steps=80, step=0)]
+    records = [record(n, time=BEGUN + n, loss=4.0 - n / 20, mfu=0.5) for n in range(1, 41)]
+    order = Intervention(
+        time=BEGUN + 40, iteration=40, who="ada", reason="too\tloud\x1b[31m", changes={"command": "lr 0.5"}
+    )
+    write(tmp_path / "events.jsonl", [*lines, *records, order])
+    story = Story()
+    story.read_more(RunDir(tmp_path))
+    now_s = BEGUN + 41
+    beats = [
+        beat(0, iteration=40, time=now_s),
+        beat(1, iteration=37, time=now_s),
+        beat(2, iteration=30, time=now_s - 90),
+    ]
+    view = frame("first", story, beats, now_s=now_s, width=64)
+    assert [line.text for line in view] == [
+        "first: running · 3 ranks",
+        "step 40/80 ━━━━━━━━━━━━━━━━━━─────────────────── 50.0%  ETA 0:20",
+        "loss 2.0000  grad 1  lr 3.0e-04  2.05 ktok/s  50.0% MFU",
+        "loss ████▇▇▆▆▆▅▅▄▄▃▃▃▂▂▁▁ 2.05 to 3.75",
+        "goodput 97.5%  stability tax 0.00%  0 incidents  0 refused  0 u…",
+        "checkpoints: none yet",
+        "ranks 2 alive, 1 silent, on 2 hosts",
+        "  rank 2 on node1: train, iteration 30, 1 min ago",
+        "  rank 1 on node0: train, iteration 37, 0 s ago",
+        "",
+        "last events",
+        "       40  intervention  ada ordered: lr 0.5 (too loud [31m)",
+    ]
+
+
+def test_a_run_that_has_ended_shows_its_last_trouble(tmp_path: Path) -> None:
+    story = Story()
+    story.read_more(RunDir(long_run(tmp_path / "first", 400)))
+    ended = [beat(rank, iteration=400, time=BEGUN, exit_code=0) for rank in range(3)]
+    texts = [line.text for line in frame("first", story, ended, now_s=BEGUN, width=200)]
+    assert texts[0] == "first: done · exit code 0 · all steps done · 8 ranks"
+    assert "3 incidents  1 refused  20 undone" in texts[4]
+    assert texts[5] == "checkpoints 20, the newest: step 400: saved step-00000400-gen-0 in 2.0 s"
+    assert texts[6] == "ranks 0 alive, 3 ended, on 2 hosts"
+    assert len(texts) == 7 + 2 + 8
+
+
+def test_a_run_that_has_said_nothing_and_one_without_a_finite_loss(tmp_path: Path) -> None:
+    story = Story()
+    assert [line.text for line in frame("new", story, [], now_s=0.0, width=40)] == [
+        "new: silent · nothing is in its log"
+    ]
+    story.add(RunStarted(time=BEGUN, iteration=0, world_size=1, num_steps=2, step=0))
+    assert "step 0/2" in frame("new", story, [], now_s=BEGUN, width=40)[1].text
+    write(tmp_path / "events.jsonl", [record(1, time=BEGUN, loss="nan")])  # type: ignore[arg-type]
+    story.read_more(RunDir(tmp_path))
+    texts = [line.text for line in frame("new", story, [], now_s=BEGUN, width=60)]
+    assert texts[2].startswith("loss nan")
+    assert texts[3] == "loss: not one finite value"
+
+
+def test_sparklines() -> None:
+    assert sparkline([0.0, 1.0, float("nan"), 9.0], 0.0, 1.0) == "▁█ █"
+    assert sparkline([2.0, 2.0], 2.0, 2.0) == "▁▁"

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from harness.analysis.judge.foreign_logs import find_columns, records
+from harness.config.schema import ConfigError
+from harness.core.events import to_json
+from tests.sentinel.series import record
+
+Row = tuple[int, float, float]
+
+
+def rows(path: Path, text: str, **wanted: str) -> list[Row]:
+    path.write_text(text)
+    return [(each.step, each.loss, each.grad_norm) for each in records(path, wanted)]
+
+
+WANT = [(1, 3.0, 0.5), (2, 2.5, 0.4)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step,loss,grad_norm\n1,3.0,0.5\n2,2.5,0.4\n",
+        "iteration, lm loss, grad norm\n1,3.0,0.5\n2,2.5,0.4\n",
+        '"Step","run-a - _step","run-a - train/loss","run-a - train/loss__MIN","run-a - train/grad_norm"\n'
+        '"1","1","3.0","2.9","0.5"\n"2","2","2.5","2.4","0.4"\n',
+        "_step,train/loss,val/loss,train/grad_norm\n1,3.0,9.0,0.5\n2,2.5,,0.4\n",
+        "run_id,key,value,step,timestamp\na,loss,2.5,2,0\na,loss,3.0,1,0\na,grad_norm,0.5,1,0\na,grad_norm,0.4,2,0\n",
+        '{"_step": 1, "train/loss": 3.0, "grad_norm": 0.5}\n{"_step": 2, "train/loss": "2.5", "grad_norm": 0.4}\n',
+        '{"lr": 0.1}\n{"step": 1, "loss": 3.0, "gnorm": 0.5}\nnot json\n{"step": 2, "loss": 2.5, "gnorm": 0.4}\n',
+        "\n\nstep,loss,gnorm\n1,3.0,0.5\n\n2,2.5,0.4\n3,,0.4\n4\n",
+    ],
+)
+def test_logs_of_others_are_recognised(tmp_path: Path, text: str) -> None:
+    assert rows(tmp_path / "log", text) == WANT
+
+
+def test_tensorboard_has_one_number_a_file(tmp_path: Path) -> None:
+    assert rows(tmp_path / "log", "Wall time,Step,Value\n1e9,1,3.0\n1e9,2,2.5\n") == [(1, 3.0, 0.0), (2, 2.5, 0.0)]
+
+
+def test_our_own_events_are_whole_records(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(to_json(record(7, math.nan, 0.5, refused=True, nonfinite_ranks=[3])) + "\n")
+    (row,) = records(path, {})
+    assert math.isnan(row.loss)
+    assert (row.step, row.refused, row.nonfinite_ranks) == (7, True, [3])
+
+
+def test_what_is_not_finite_is_a_number(tmp_path: Path) -> None:
+    found = rows(tmp_path / "log", "step,loss\n1,nan\n2,Infinity\n3,-inf\n")
+    assert [str(loss) for _, loss, _ in found] == ["nan", "inf", "-inf"]
+
+
+def test_columns_can_be_named(tmp_path: Path) -> None:
+    text = "when,objective,loss\n5,3.0,1\n6,2.5,1\n"
+    assert rows(tmp_path / "log", text, step="when", loss="objective") == [(5, 3.0, 0.0), (6, 2.5, 0.0)]
+
+
+def test_a_training_loss_goes_before_any_other() -> None:
+    header = ["step", "eval/loss", "valid_loss", "train_loss", "test loss"]
+    assert find_columns(header, {}) == {"step": "step", "loss": "train_loss"}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "is empty"),
+        ("step,accuracy\n1,0.5\n", "no column for the loss.*'step', 'accuracy'"),
+        ('{"step": 1, "accuracy": 0.5}\n', "no column for the loss.*'step', 'accuracy'"),
+        ("step,a - loss,b - loss\n1,2,3\n", "'a - loss', 'b - loss'"),
+        ("key,value,step\naccuracy,1,1\n", "no column for the loss.*'accuracy'"),
+    ],
+)
+def test_a_log_without_a_loss_is_refused_by_its_columns(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        rows(tmp_path / "log", text)
+
+
+def test_one_bad_line_costs_one_row(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "loss": 3.0}) for step in range(5)]
+    lines[2] = lines[2][:-4]
+    assert [step for step, _, _ in rows(tmp_path / "log", "\n".join(lines))] == [0, 1, 3, 4]

@@ -1,0 +1,119 @@
+"""The mechanism drill's arithmetic: what a burst did is the difference to the twin, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.analysis.mechanism.experiment import BURST_AT, CELLS, NUM_AFTER, Cell, Effect, answers, effect, plan, table
+from harness.analysis.mechanism.picture import draw
+from harness.core.events import StepRecord
+from harness.faults.plan import FaultKind
+from launch.cli import mechanism
+from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.full
+
+NUM_STEPS = BURST_AT + 80
+
+
+def records(*, gap: float = 0.0, norm: float = 1.0, moment: float = 1.0, update: float = 1.0) -> list[StepRecord]:
+    """A run whose loss falls, struck at the burst as asked."""
+
+    def at(index: int) -> StepRecord:
+        struck = index == BURST_AT
+        return StepRecord(
+            time=0.0,
+            iteration=index + 1,
+            step=index + 1,
+            cursor=index,
+            tokens=0,
+            loss=4.0 - index / NUM_STEPS + (gap if index >= BURST_AT else 0.0),
+            grad_norm=norm if struck else 1.0,
+            lr=1.0,
+            tokens_per_s=1.0,
+            refused=False,
+            stop_requested=False,
+            step_time_s=1.0,
+            flops_per_s=1.0,
+            v_norm=moment if struck else 1.0,
+            update_ratio=update if struck else 1.0,
+        )
+
+    return [at(index) for index in range(NUM_STEPS)]
+
+
+def test_the_effect_is_the_difference_to_the_twin() -> None:
+    found = effect(records(gap=0.25, norm=30.0, moment=8.0, update=3.0), records())
+    assert (found.grad_factor, found.moment_factor, found.update_factor) == (30.0, 8.0, 3.0)
+    assert found.peak_gap == pytest.approx(0.25)
+    assert found.damage == pytest.approx(0.25 * NUM_AFTER)
+    assert effect(records(), records()).damage == 0.0
+
+
+def test_runs_that_met_other_batches_are_not_compared() -> None:
+    other = records()
+    other[BURST_AT + 3].cursor += 1
+    with pytest.raises(AssertionError):
+        effect(other, records())
+
+
+def some(damage: float) -> Effect:
+    return Effect(
+        burst_loss=9.0,
+        grad_factor=30.0,
+        moment_factor=2.0,
+        update_factor=3.0,
+        peak_gap=0.3,
+        damage=damage,
+        last_gap=0.0,
+    )
+
+
+def test_answers_compare_pairs_that_differ_in_one_thing() -> None:
+    """Twice the damage at beta2 0.999, half of it with any clip, nothing from weight decay."""
+    effects = {
+        cell: [some(1.0 * (1 + (cell.beta2 == 0.999)) * (1.0 if cell.clip_norm is None else 0.5)) for _ in range(2)]
+        for cell in CELLS
+    }
+    assert answers(effects) == [
+        "beta2 0.999 instead of 0.95, not clipped: mean damage 1.00 -> 2.00 nats, more in 4 of 4 pairs",
+        "beta2 0.999 instead of 0.95, clipped: mean damage 0.50 -> 1.00 nats, more in 8 of 8 pairs",
+        "clip at 1 instead of none: mean damage 1.50 -> 0.75 nats, more in 0 of 8 pairs",
+        "clip at 0.5 instead of 1: mean damage 0.75 -> 0.75 nats, more in 0 of 8 pairs",
+        "weight decay 0.01 instead of 0.1: mean damage 1.00 -> 1.00 nats, more in 0 of 12 pairs",
+    ]
+    row = table(effects).splitlines()[2]
+    assert row.startswith("| 0.95 | off | 0.1 | 30.0x (30.0 to 30.0) |")
+
+
+def test_a_cell_names_its_overrides_and_a_directory() -> None:
+    cell = Cell(0.999, None, 0.1)
+    assert cell.words == ["optim.beta2=0.999", "optim.clip_norm=null", "optim.weight_decay=0.1"]
+    assert cell.name == "beta2=0.999,clip_norm=null,weight_decay=0.1"
+    assert len(set(CELLS)) == 12
+    (fault,) = plan(0).faults
+    assert (fault.kind, fault.at, fault.rank) == (FaultKind.poisoned_batch, BURST_AT, None)
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    draw({cell: [records(gap=0.1), records(gap=0.2)] for cell in CELLS}, tmp_path / "mechanism.png")
+    assert (tmp_path / "mechanism.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_struck_run_and_its_twin_differ_by_the_burst_alone(ranks: Pool, tmp_path: Path) -> None:
+    """Two real runs: before the burst they are equal bit for bit, and after it the gradient was large and it hurt."""
+    cell = Cell(0.999, None, 0.1)
+    small = ("model.dim=32", "model.num_layers=1", "train.batch_size=8", "train.sequence_length=32")
+    struck, spared = (mechanism.Trial(tmp_path, cell, 0, is_struck, small) for is_struck in (True, False))
+    for trial in (struck, spared):
+        ranks.run(1, mechanism.train, trial)
+    burst, clean = mechanism.records(struck), mechanism.records(spared)
+    assert [record.loss for record in burst[:BURST_AT]] == [record.loss for record in clean[:BURST_AT]]
+    found = effect(burst, clean)
+    assert found.grad_factor > 5
+    assert found.update_factor > 1.5
+    assert found.damage > 1.0
+    mechanism.run_all([struck, spared])  # both are there: nothing is trained again
+    assert mechanism.records(struck) == burst

@@ -1,0 +1,136 @@
+"""What a block keeps, tensor by tensor: autograd's own list against the formula, and that of a compiled block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.analysis.plan.activations import kept_bytes
+from harness.analysis.plan.fp8 import maps_of
+from harness.config.compose import load
+from harness.config.schema import ActivationCheckpointing, Config, PrecisionKind
+from harness.distributed.fsdp import wrap
+from harness.model.transformer import Block, document_mask, rotary_tables
+from harness.precision import fused_qkv
+from harness.precision.fp8.layers import lower
+from harness.precision.mixed_precision import DTYPES, linear
+from tests.analysis.plan.shadow import fused_norms
+
+NUM_ROWS = 2
+IN_FP8 = ["model=tiny", "precision=fp8_emulated", "train.sequence_length=64"]
+LIKE_INDUCTOR = "aot_eager_decomp_partition"
+"""Its graphs, not its kernels: what is kept is decided before there are any."""
+
+
+@contextmanager
+def like_inductor() -> Iterator[None]:
+    """Whatever is compiled meanwhile."""
+    compiler = partial(torch.compile, backend=LIKE_INDUCTOR)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", compiler)
+        yield
+
+
+def kept_by(block: Block, cfg: Config) -> int:
+    """Bytes, but for parameters, tables and lone numbers."""
+    length, dtype = cfg.train.sequence_length, DTYPES[PrecisionKind(cfg.precision.kind)]
+    cos, sin = (table.float() for table in rotary_tables(cfg.model, length))
+    hidden, change = (torch.randn(NUM_ROWS, length, cfg.model.dim, dtype=dtype, requires_grad=True) for _ in range(2))
+    mask = document_mask(torch.zeros(NUM_ROWS, length, dtype=torch.int64)) if cfg.data.document_mask else None
+    given = (*block.parameters(), *block.buffers(), cos, sin)
+    not_counted = {tensor.untyped_storage().data_ptr() for tensor in given}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.numel() > 1:
+            kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(hidden, change, cos, sin, mask)
+    return sum(tensor.untyped_storage().nbytes() for where, tensor in kept.items() if where not in not_counted)
+
+
+def block_of(cfg: Config) -> Block:
+    block = Block(cfg.model, linear=linear).to(DTYPES[PrecisionKind(cfg.precision.kind)])
+    lower([block], cfg.precision)
+    return block
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=tiny"],
+        ["model=tiny", "precision=bf16"],
+        ["model=tiny", "precision=bf16", "model.qk_norm=true"],
+        ["model=tiny", "precision=bf16", "model.attention=fp32"],
+        ["model=tiny", "model.attention=fp32"],
+        ["model=tiny", "precision=bf16", "data.document_mask=true"],
+        ["model=125m", "precision=bf16", "train.sequence_length=64"],
+        IN_FP8,
+        [*IN_FP8, "precision.fp8.recipe=delayed"],
+        [*IN_FP8, "precision.fp8.recipe=block"],
+        [*IN_FP8, "precision.fp8.attention=false"],
+        [*IN_FP8, "precision.fp8.mlp=false"],
+        [*IN_FP8, "model.attention=fp32"],
+        [*IN_FP8, "data.document_mask=true"],
+    ],
+    ids=" ".join,
+)
+def test_every_byte_that_autograd_keeps(words: list[str]) -> None:
+    cfg = load(words)
+    with fused_norms():
+        kept = kept_by(block_of(cfg), cfg)
+    assert kept == kept_bytes(cfg, maps_of(cfg, 0)) * NUM_ROWS * cfg.train.sequence_length
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler gives two
+def test_a_compiled_block_in_fp8_keeps_as_much_with_selective_checkpointing() -> None:
+    cfg = load([*IN_FP8, "parallel.compile=true", "parallel.activation_checkpointing=selective"])
+    block = block_of(cfg)
+    with like_inductor():
+        wrap(block, cfg.parallel)
+    num_tokens, maps = NUM_ROWS * cfg.train.sequence_length, maps_of(cfg, 0)
+    assert kept_by(block, cfg) == num_tokens * kept_bytes(cfg, maps)
+    without = replace(cfg, parallel=replace(cfg.parallel, activation_checkpointing=ActivationCheckpointing.none))
+    assert kept_bytes(without, maps) - kept_bytes(cfg, maps) == 2 * 4, "but for two statistics of norms"
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which the compiler looks at, of any tensor
+@pytest.mark.parametrize("precision", ["bf16", "fp8_emulated"])
+def test_a_compiled_block_that_is_computed_again_keeps_its_input_alone(precision: str) -> None:
+    words = [f"precision={precision}", "parallel.compile=true", "parallel.activation_checkpointing=full"]
+    cfg = load(["model=tiny", "train.sequence_length=64", *words])
+    block = block_of(cfg)
+    with like_inductor():
+        wrap(block, cfg.parallel)
+    kept, wide = kept_by(block, cfg), DTYPES[PrecisionKind(cfg.precision.kind)].itemsize * cfg.model.dim
+    assert wide == kept_bytes(cfg, maps_of(cfg, 0))
+    assert 1 <= kept / (NUM_ROWS * cfg.train.sequence_length * wide) < 1.2, "and a table or two"
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("kind", list(ActivationCheckpointing))
+def test_heads_of_one_product_are_kept_like_those_of_three(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    words = ["precision=bf16", "parallel.compile=true", f"parallel.activation_checkpointing={kind}"]
+    cfg = load(["model=tiny", "train.sequence_length=64", *words])
+    kept = []
+    for is_joined in (False, True):
+        monkeypatch.setattr(fused_qkv, "is_compiled_for_cuda", lambda _hidden, is_joined=is_joined: is_joined)
+        block = block_of(cfg)
+        with like_inductor():
+            wrap(block, cfg.parallel)
+        kept.append(kept_by(block, cfg))
+        torch._dynamo.reset()
+    assert kept[1] <= kept[0]

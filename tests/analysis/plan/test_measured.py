@@ -1,0 +1,108 @@
+"""The plan against every step that was measured on a GPU: time, memory, and which configurations it speaks for."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from harness.analysis.plan.calibration import NUM_STEPS, TOLERANCE, sizes, unmeasured
+from harness.analysis.plan.memory import memory
+from harness.analysis.plan.plan import plan
+from harness.analysis.plan.render import render, render_table
+from harness.analysis.plan.work import RATES
+from tests.analysis.plan.calibrate import FITTED, Step, fit, left_out_errors, measured_steps
+from tests.analysis.plan.measured import ROWS, Measured, config
+
+MEMORY_TOLERANCE = 0.03
+FIT_TOLERANCE = 0.02
+ESTIMATE = "estimate without measurement: "
+
+
+@cache
+def steps() -> tuple[Step, ...]:
+    return tuple(measured_steps())
+
+
+def names(row: Measured) -> str:
+    return row.name
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.step_s is not None], ids=names)
+def test_measured_step_times_are_planned_within_the_tolerance(row: Measured) -> None:
+    planned = plan(row.config(), world_size=1)
+    assert planned.unmeasured == []
+    assert planned.step_time_s == pytest.approx(row.step_s, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.peak_bytes is not None], ids=names)
+def test_measured_peaks_are_planned_within_the_tolerance(row: Measured) -> None:
+    assert memory(row.config(), world_size=1).peak_bytes == pytest.approx(row.peak_bytes, rel=MEMORY_TOLERANCE)
+
+
+def test_each_configuration_is_predicted_by_the_others() -> None:
+    errors = dict(zip((step.row.name for step in steps()), left_out_errors(steps()), strict=True))
+    assert max(map(abs, errors.values())) < TOLERANCE, errors
+
+
+def test_the_rates_in_use_are_the_fitted_ones() -> None:
+    fitted = fit(steps())
+    for name in FITTED:
+        assert getattr(RATES, name) == pytest.approx(getattr(fitted, name), rel=FIT_TOLERANCE), name
+
+
+def test_far_fewer_rates_are_fitted_than_configurations_measured() -> None:
+    assert len(steps()) == NUM_STEPS
+    assert len({step.row.overrides for step in steps()}) > 5 * len(FITTED)
+
+
+def test_the_ranges_are_those_of_the_measured_steps() -> None:
+    measured = [sizes(step.cfg, world_size=1) for step in steps()]
+    for each in measured[0]:
+        values = [row[each] for row in measured]
+        assert (each.least, each.most) == (min(values), max(values)), each.what
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["cluster=h100"], "not an H200"),
+        (["cluster.memory_gb_s=3350"], "not an H200"),
+        (["precision=fp16"], "precision=fp16"),
+        (["precision=fp32"], "precision=fp32"),
+        (["precision=fp8", "precision.fp8.recipe=block"], "precision.fp8.recipe=block"),
+        (["precision=fp8", "parallel.compile=false"], "fp8 not compiled or with activation checkpointing"),
+        (["precision=fp8", "parallel.activation_checkpointing=full"], "fp8 not compiled or with activation"),
+        (["precision=fp8_emulated"], "precision.fp8.engine=emulated, which is slower than the bf16 step planned here"),
+        (["model.attention=fp32"], "model.attention=fp32"),
+        (["model.qk_norm=true"], "model.qk_norm=true"),
+        (["data.document_mask=true", "parallel.compile=false"], "data.document_mask in fp8, not compiled or with"),
+        (["model=13b"], "11,338,142,720 parameters (measured up to 5,933,109,248)"),
+        (["train.sequence_length=2048"], "2,048 tokens per sequence (measured from 4,096)"),
+        (
+            ["train.micro_batch_size=1", "train.sequence_length=2048"],
+            "2,048 tokens per micro-batch (measured from 4,096)",
+        ),
+        (["model.num_heads=8", "model.num_kv_heads=8"], "256 numbers per head (measured up to 128)"),
+    ],
+)
+def test_a_time_without_measurement_says_so_in_one_line(overrides: list[str], reason: str) -> None:
+    planned = plan(config(*overrides), world_size=1)
+    assert any(each.startswith(reason) for each in planned.unmeasured), planned.unmeasured
+    (line,) = (line for line in render(planned).splitlines() if "  basis " in line)
+    assert ESTIMATE in line
+    assert reason in line
+
+
+def test_several_ranks_are_an_estimate_alone_and_in_a_table() -> None:
+    plans = [plan(config(), world_size=ranks) for ranks in (1, 2)]
+    assert [each.unmeasured for each in plans] == [[], ["several ranks"]]
+    assert f"time: {ESTIMATE}several ranks\n" in render_table(plans)
+    assert ESTIMATE not in render_table(plans[:1])
+
+
+def test_a_given_mfu_leaves_communication_to_be_estimated() -> None:
+    slow = config("precision=fp32", "cluster=h100")
+    assert unmeasured(slow, world_size=1, is_mfu_given=True) == []
+    assert unmeasured(slow, world_size=4, is_mfu_given=True) == ["several ranks"]
+    assert "  basis             --mfu\n" in render(plan(slow, world_size=1, mfu=0.03))

@@ -1,0 +1,163 @@
+"""Communication and step time by hand: which ranks talk, how much they send, and what is waited for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from harness.analysis.plan.memory import padded
+from harness.analysis.plan.plan import num_ranks, plan
+from harness.analysis.plan.step_time import pace
+from harness.analysis.plan.traffic import (
+    FAR_HOP_S,
+    LINK_EFFICIENCY,
+    NEAR_HOP_S,
+    START_S,
+    Collective,
+    CollectiveKind,
+    Group,
+    collectives,
+    groups,
+    seconds,
+)
+from harness.config.compose import load
+from harness.config.schema import Config
+from harness.model.size import block_shapes, num_parameters, root_shapes
+
+BASE = ["model=tiny", "precision=bf16", "cluster=h100", "launch.nproc=8", "train.batch_size=64"]
+
+
+@cache
+def config(*words: str) -> Config:
+    return load([*BASE, *words])
+
+
+def sent(words: list[str], world_size: int) -> dict[str, tuple[int, int]]:
+    """(all, of it far) that a rank sends in a step, by kind."""
+    totals: dict[str, tuple[int, int]] = {}
+    for call in collectives(config(*words), world_size=world_size):
+        near, far = totals.get(call.kind, (0, 0))
+        totals[call.kind] = near + call.num_calls * call.sent_bytes, far + call.num_calls * call.sent_far_bytes
+    return totals
+
+
+def test_one_machine_sends_each_parameter_once() -> None:
+    model = config().model
+    count = num_parameters(model)
+    assert count == model.num_layers * padded(block_shapes(model), 8) + padded(root_shapes(model), 8), "no padding"
+    in_root = padded(root_shapes(model), 8)
+    once = sent([], 8)
+    assert once["all_gather"] == (2 * count * 7 // 8, 0)
+    assert once["reduce_scatter"] == (4 * count * 7 // 8, 0)
+    assert sent(["parallel.reshard_after_forward=false"], 8) == once, "so small a model stays gathered by itself"
+    twice = sent(["parallel.reshard_after_forward=true"], 8)
+    assert twice["all_gather"] == (2 * (2 * count - in_root) * 7 // 8, 0), "embedding and head stay"
+    by_two = sent(["parallel.reshard_after_forward=true", "train.micro_batch_size=4"], 8)
+    assert by_two == {kind: (2 * near, 0) for kind, (near, _) in twice.items()}
+
+
+def test_every_device_lends_its_port() -> None:
+    near, far = sent([], 32)["reduce_scatter"]
+    assert near == pytest.approx(4 * num_parameters(config().model) * 31 / 32, rel=1e-3)
+    assert far == pytest.approx(near / 8, rel=1e-3)
+
+
+def test_replicas_lie_on_different_machines() -> None:
+    cfg = config("parallel.replicate=4")
+    shards, replicas = groups(cfg, 32)
+    assert (shards.num_ranks, shards.num_nodes, shards.per_node) == (8, 1, 8)
+    assert (replicas.num_ranks, replicas.num_nodes, replicas.per_node) == (4, 4, 1)
+    totals = sent(["parallel.replicate=4"], 32)
+    assert totals["all_gather"][1] == totals["reduce_scatter"][1] == 0
+    near, far = totals["all_reduce"]
+    assert near == far == pytest.approx(2 * 3 / 4 * 4 * num_parameters(cfg.model) / 8, rel=1e-3)
+    crowded = groups(config("parallel.replicate=16"), 32)
+    assert [group.per_node for group in crowded] == [2, 4], "four copies on each machine"
+
+
+def test_replicas_sum_once_a_step_whatever_the_number_of_micro_batches() -> None:
+    once, thrice = ["parallel.replicate=4"], ["parallel.replicate=4", "train.batch_size=96", "train.micro_batch_size=1"]
+    assert sent(thrice, 32)["all_reduce"] == sent(once, 32)["all_reduce"]
+    assert sent(thrice, 32)["reduce_scatter"] == (3 * sent(once, 32)["reduce_scatter"][0], 0)
+
+
+def test_padding_takes_as_long_as_what_counts() -> None:
+    cfg = config("train.batch_size=64")
+    even, uneven = (pace(cfg, world_size=ranks, mfu=0.5) for ranks in (32, 33))
+    assert even is not None
+    assert uneven is not None
+    assert uneven.work_s == pytest.approx(even.work_s), "the largest share is two sequences on both"
+    assert uneven.mfu < even.mfu
+
+
+def test_seconds_of_a_ring() -> None:
+    cluster = config().cluster
+    group = Group(num_ranks=16, num_nodes=2, per_node=8)
+    call = Collective(kind=CollectiveKind.all_gather, of="block", num_calls=1, num_bytes=16 * 10**9, group=group)
+    wire_s = 15 / (8 * 50 * LINK_EFFICIENCY)
+    assert seconds(call, cluster) == pytest.approx(START_S + 14 * NEAR_HOP_S + FAR_HOP_S + wire_s)
+    assert seconds(call, replace(cluster, inter_node_gb_s=None)) is None
+
+
+def test_one_rank_does_not_communicate() -> None:
+    cfg = load(["+experiment=1b_bf16"])
+    alone = pace(cfg, world_size=1)
+    assert alone is not None
+    assert (alone.traffic_s, alone.waiting_s) == (0.0, 0.0)
+    assert alone.step_time_s == alone.work_s == alone.parts.total_s
+    assert alone.mfu == alone.device_mfu
+
+
+def test_a_given_mfu_replaces_the_kernel_time() -> None:
+    cfg = load(["+experiment=1b_bf16"])
+    given = pace(cfg, world_size=1, mfu=0.4)
+    assert given is not None
+    assert given.mfu == pytest.approx(0.4)
+    assert given.tokens_per_s == pytest.approx(0.4 * 989e12 / 9.604e9, rel=1e-3)
+
+
+def test_slow_links_are_waited_for_and_fast_ones_hide() -> None:
+    cfg = load(["+experiment=1b_bf16", "train.batch_size=64", "launch.nproc=8"])
+    fast, slow, unknown = (
+        pace(replace(cfg, cluster=replace(cfg.cluster, inter_node_gb_s=rate)), world_size=32, mfu=0.5)
+        for rate in (50.0, 0.5, None)
+    )
+    assert fast is not None
+    assert slow is not None
+    assert unknown is not None
+    assert fast.work_s == slow.work_s == unknown.work_s == unknown.step_time_s
+    assert fast.traffic_s is not None
+    assert slow.traffic_s is not None
+    assert fast.waiting_s < 0.25 * fast.traffic_s, "hidden behind the work"
+    assert slow.waiting_s > slow.traffic_s - slow.work_s, "no more than the work can hide"
+    assert slow.mfu < 0.1 < fast.mfu < 0.5
+    assert unknown.traffic_s is None
+
+
+def test_the_plan_of_a_price() -> None:
+    read = plan(config("cluster.price_per_gpu_hour=3.6", "train.num_steps=500"), world_size=8)
+    assert read.step_time_s is not None
+    assert read.price is not None
+    a_step = 8 * 0.001 * read.step_time_s
+    assert read.price.run == pytest.approx(500 * a_step)
+    assert read.price.thousand_steps == pytest.approx(1000 * a_step)
+    assert read.price.rewind_at_most == pytest.approx(12 * a_step)
+    assert read.price.rollback_at_most == pytest.approx(121 * a_step)
+    assert plan(config(), world_size=8).price is None
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    [
+        ([], 1),
+        (["launch.nproc=4"], 4),
+        (["launch.nodes=2", "launch.nproc=4"], 8),
+        (["launch.nodes=2", "cluster=h100"], 16),
+        (["launch=slurm", "cluster=h100"], 8),
+        (["launch=slurm", "launch.slurm.gpus_per_node=4", "cluster=h100", "launch.nodes=3"], 12),
+    ],
+)
+def test_ranks_that_a_configuration_asks_for(words: list[str], ranks: int) -> None:
+    assert num_ranks(load(words)) == ranks

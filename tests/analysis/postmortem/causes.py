@@ -1,0 +1,44 @@
+"""What the post-mortem of each numeric drill must blame, surely enough to be called known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.analysis.postmortem.gather import gather, incidents, remarks, told
+from harness.analysis.postmortem.measures import measure
+from harness.analysis.postmortem.rules.causes import Cause
+from harness.analysis.postmortem.rules.hypotheses import judge, root_cause
+from harness.core.rundir import RunDir
+
+INJECTED = {
+    "nan_loss": Cause.corrupted_rank,
+    "nan_grad": Cause.corrupted_rank,
+    "inf_grad": Cause.corrupted_rank,
+    "big_grad": Cause.corrupted_rank,
+    "bit_flip": Cause.corrupted_rank,
+    "bit_flip_weight": Cause.corrupted_rank,
+    "replica_mismatch": Cause.corrupted_rank,
+    "poisoned_batch": Cause.long_tail_token,
+    "poisoned_burst": Cause.long_tail_token,
+    "scrambled_batch": Cause.scrambled_data,
+    "duplicate_batch": Cause.data_duplicate,
+    "repeated_batch": Cause.data_duplicate,
+    "data_shift": Cause.other_data,
+    "data_shift_planned": Cause.other_data,
+    "lr_spike": Cause.lr_discontinuity,
+    "warmup_cut": Cause.lr_discontinuity,
+    "beta2_stale": Cause.beta2_stale,
+    "optimizer_reset": Cause.optimizer_reset,
+    "fp16_overflow": Cause.fp16_overflow,
+    "fp8_outlier": Cause.fp8_range,
+    "logit_growth": Cause.structural,
+}
+
+
+def blamed(directory: Path) -> Cause | None:
+    """The root cause of the first incident of a run, or else of its first remark; None: not known."""
+    run = RunDir(directory)
+    log = told(run.events)
+    evidence = gather(run, (incidents(log) or remarks(log))[0])
+    first = root_cause(judge(evidence, measure(evidence)))
+    return None if first is None else first.cause

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from harness.analysis.postmortem import evidence as schema
+from harness.analysis.postmortem.evidence import SCHEMA, Cost, Evidence, GuiltyBatch, RunFacts
+from harness.analysis.postmortem.rules.causes import Cause
+from harness.config.schema import ConfigError
+from tests.analysis.postmortem import stories
+
+DOCUMENT = (Path(__file__).parents[3] / "docs" / "evidence.md").read_text()
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    evidence = stories.evidence_of(stories.write(tmp_path / "run", stories.one_rank()))
+    path = tmp_path / "evidence.json"
+    schema.write(evidence, path)
+    assert json.loads(path.read_text()) == schema.to_tree(schema.read(path))
+    again = schema.read(path)
+    assert (again.incident, again.cost, again.batches) == (evidence.incident, evidence.cost, evidence.batches)
+    assert len(again.records) == len(evidence.records)
+    nan = [record for record in again.records if record.grad_norm != record.grad_norm]
+    assert [record.nonfinite_ranks for record in nan] == [[1]]
+
+
+def test_the_document_names_every_key_and_cause() -> None:
+    assert f"schema {SCHEMA}" in DOCUMENT.splitlines()[0]
+    for kind in (Evidence, RunFacts, GuiltyBatch, Cost):
+        missing = [each.name for each in fields(kind) if f"`{each.name}`" not in DOCUMENT]
+        assert missing == [], kind.__name__
+    assert [cause for cause in Cause if f"| {cause} |" not in DOCUMENT] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{}", "has schema None, this version reads 1"),
+        ('{"schema": 2}', "has schema 2, this version reads 1"),
+        ('{"schema": 1}', "is not evidence of an incident: 'records'"),
+        ("no", "is not JSON"),
+    ],
+)
+def test_another_file_is_refused_by_name(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "evidence.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        schema.read(path)
+    assert str(error.value) == f"{path}: {complaint}"
+
+
+def test_a_batch_that_is_not_what_lies_on_disk() -> None:
+    assert GuiltyBatch(index=1, fingerprint="ab", reread="cd").is_changed
+    assert not GuiltyBatch(index=1, fingerprint="ab", reread="ab").is_changed
+    assert not GuiltyBatch(index=1, fingerprint="ab").is_changed

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from harness.analysis.diagnose.decision_tree import render, walk
+from harness.analysis.postmortem import evidence as schema
+from harness.analysis.postmortem import gather as room
+from harness.analysis.postmortem.gather import find, gather, incidents, remarks, steps, told
+from harness.analysis.postmortem.overrides import overrides_of, said
+from harness.analysis.postmortem.report import markdown_report
+from harness.config import compose
+from harness.config.schema import ConfigError
+from harness.core.events import ActionKind, Event, FindingKind, Incident, StepRecord, to_json
+from harness.core.rundir import RunDir
+from tests.analysis.postmortem import stories
+from tests.analysis.postmortem.stories import ONSET, evidence_of, log_of, write
+from tests.sentinel.series import config, record
+
+
+def test_the_window_and_what_belongs_to_it(tmp_path: Path) -> None:
+    evidence = evidence_of(write(tmp_path / "run", stories.poisoned()))
+    assert [record.iteration for record in evidence.records] == list(range(ONSET + 51))
+    assert evidence.folder == "001"
+    assert [finding.kind for finding in evidence.findings] == [FindingKind.grad_spike]
+    assert [action.kind for action in evidence.actions] == [ActionKind.skip]
+    assert evidence.run.world_size == 2
+    assert evidence.run.settings["optim.beta2"] == 0.95
+    (batch,) = evidence.batches
+    assert (batch.index, batch.refused, batch.iteration) == (ONSET, True, ONSET)
+    assert [(rare.token, rare.num_in_batch, rare.num_in_corpus) for rare in batch.rarest] == [
+        (255, 40, 0),
+        (254, 35, 3),
+    ]
+
+
+def test_a_slow_stretch_beside_an_incident_blames_no_batch(tmp_path: Path) -> None:
+    slow = stories.finding(FindingKind.slow, ONSET + 3, "half the usual throughput")
+    evidence = evidence_of(write(tmp_path / "run", [*stories.poisoned(), slow]))
+    assert FindingKind.slow in [finding.kind for finding in evidence.findings]
+    assert [batch.index for batch in evidence.batches] == [ONSET]
+
+
+def test_passwords_stay_behind(tmp_path: Path) -> None:
+    """Evidence is sent around."""
+    secret = "https://me:secret@tracking.example"
+    run = write(tmp_path / "run", stories.poisoned(), f"{stories.SETTINGS}telemetry: {{tracking_uri: '{secret}'}}\n")
+    run.mlflow.write_text(f'{{"tracking_uri": "{secret}", "run_id": "abc"}}')
+    evidence = evidence_of(run)
+    assert "secret" not in str(schema.to_tree(evidence))
+    assert evidence.run.tracking == "https://***@tracking.example abc"
+
+
+def test_cost_in_steps_seconds_tokens_and_money(tmp_path: Path) -> None:
+    cost = evidence_of(write(tmp_path / "run", stories.lost_moments())).cost
+    assert (cost.undone_steps, cost.refused_steps, cost.raised_steps, cost.steps) == (12, 0, 0, 12)
+    assert cost.seconds == pytest.approx(12 * 0.25 + 2.0)
+    assert cost.tokens == 12 * 256
+    assert cost.gpu_hours == pytest.approx(10 / 3600)
+    assert cost.money == pytest.approx(10.0)
+
+
+def test_a_spike_that_was_kept_costs_its_raised_steps(tmp_path: Path) -> None:
+    changes = {at: (lambda row: replace(row, loss=4.0)) for at in range(ONSET, ONSET + 6)}
+    cost = evidence_of(write(tmp_path / "run", log_of(changes, [stories.ended(last=ONSET + 10)]))).cost
+    assert (cost.raised_steps, cost.steps) == (6, 6)
+
+
+def test_an_incident_that_nobody_told_the_end_of(tmp_path: Path) -> None:
+    """As after a kill, or while the run goes on: put together from its actions and findings."""
+    log = [event for event in stories.poisoned() if not isinstance(event, Incident)]
+    run = write(tmp_path / "run", log)
+    (incident,) = incidents(told(run.events))
+    assert (incident.number, incident.onset, incident.is_open) == (1, ONSET, True)
+    assert (incident.kinds, incident.groups) == (["grad_spike"], ["embedding"])
+    assert find(run, 1) == incident
+    with pytest.raises(ConfigError, match="has no incident 4; there are 1"):
+        find(run, 4)
+
+
+def test_a_long_window_is_thinned_but_not_where_it_matters(tmp_path: Path) -> None:
+    rows: list[Event] = [stories.healthy(at) for at in range(4000)]
+    rows[2500] = replace(stories.healthy(2500), refused=True)
+    run = write(tmp_path / "run", [*rows, stories.ended(last=3900)])
+    evidence = evidence_of(run)
+    kept = {record.iteration for record in evidence.records}
+    assert len(kept) <= room.MOST_RECORDS + 1
+    assert {*range(ONSET, ONSET + room.NEAR), 2500} <= kept
+    assert evidence.num_thinned == 3951 - len(kept)
+    assert evidence.cost.refused_steps == 1
+
+
+def test_duplicate_batches_without_an_incident_are_a_remark(tmp_path: Path) -> None:
+    def twice(at: int) -> Event:
+        return stories.finding(FindingKind.duplicate_batch, at, "the same tokens", cursors=[at - 1, at])
+
+    log = [twice(20), twice(40), twice(120), *stories.skipped(), twice(ONSET + 20)]
+    alone = remarks(log)
+    assert [(each.onset, each.last) for each in alone] == [(20, 40)]
+    assert [room.folder_of(each) for each in alone] == ["remark-001"]
+    run = write(tmp_path / "run", log_of({}, [twice(20), twice(40)]))
+    assert [finding.iteration for finding in evidence_of(run).findings] == [20, 40]
+
+
+def test_steps_are_read_by_iteration_also_from_a_log_in_another_order_of_keys(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", stories.poisoned())
+    with run.events.open("a") as log:
+        log.write('{"iteration": 500, ' + to_json(record(500, 2.0))[1:].replace('"iteration":500,', "") + "\n")
+        log.write('{"event":"step","time":0,"iteration":501,"torn')
+    assert [row.iteration for row in steps(run.events, 228, 600)] == [228, 229, 500]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["model=50m", "precision=bf16", "optim.lr=3e-4", "optim.clip_norm=null", "data.phases=[]"],
+        ["data=synthetic", "data.synthetic.rare_tokens=8", "optim=adamw_wsd", "train.num_steps=500", "parallel=hsdp"],
+        ["data=mixture", "+data.sources={web: {kind: files, paths: ['/data/a b.bin', /data/c]}}", "run.seed=9"],
+    ],
+)
+def test_words_give_the_configuration_again(words: list[str]) -> None:
+    cfg = compose.load([*words, "run.name=first", "telemetry=plain"])
+    found = overrides_of(cfg)
+    assert said(compose.load(found)) == said(cfg)
+    assert len(found) <= len(words) + 2
+
+
+numbers = st.floats(width=32) | st.sampled_from([math.nan, math.inf, -math.inf, 0.0, 1e30])
+rows = st.builds(
+    lambda at, loss, norm, **facts: replace(record(at, loss, norm), **facts),
+    st.integers(0, 40),
+    numbers,
+    numbers,
+    step=st.integers(0, 40),
+    lr=numbers,
+    refused=st.booleans(),
+    step_time_s=numbers,
+    tokens_per_s=numbers,
+    loss_scale=st.none() | numbers,
+    v_norm=st.none() | numbers,
+    square_ratio=st.none() | numbers,
+    group_param_norms=st.just({}) | st.fixed_dictionaries({"head": numbers}),
+    group_grad_norms=st.just({}) | st.fixed_dictionaries({"embedding": numbers}),
+    activation_rms=st.just({}) | st.fixed_dictionaries({"blocks.0": numbers}),
+    nonfinite_ranks=st.lists(st.integers(0, 3), max_size=3),
+    ranks=st.just({})
+    | st.fixed_dictionaries(
+        {
+            "grad_norm": st.fixed_dictionaries(
+                {"median": numbers, "spread": numbers, "worst": st.just([[0, "nan"], [1, 2.0]])}
+            )
+        }
+    ),
+    batch=st.just({}) | st.fixed_dictionaries({"entropy_nats": numbers, "rarest": st.just([[1, 2, None], "odd"])}),
+)
+findings = st.builds(
+    lambda kind, at, onset: stories.finding(kind, at, "a message", onset=onset),
+    st.sampled_from(FindingKind),
+    st.integers(0, 40),
+    st.integers(-5, 45),
+)
+actions = st.builds(
+    lambda kind, at, number, scale: stories.action(
+        kind, at, incident=number, onset=at - 2, lr_scale=scale, exclude=[at, at]
+    ),
+    st.sampled_from(ActionKind),
+    st.integers(0, 40),
+    st.integers(0, 3),
+    st.none() | numbers,
+)
+outcomes = st.builds(
+    lambda kind, at, lost, taken: stories.outcome(kind, at, steps_lost=lost, seconds=taken),
+    st.sampled_from(ActionKind),
+    st.integers(0, 40),
+    st.integers(-3, 20),
+    numbers,
+)
+ends = st.builds(
+    lambda at, number: stories.ended(last=at, onset=at - 3, number=number), st.integers(0, 40), st.integers(1, 3)
+)
+junk = st.sampled_from(["", "{", '{"event":"step"}', "null", '{"event":"action","time":0,"iteration":"x"}', "[]"])
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.generate],
+)
+@given(st.lists(rows | findings | actions | outcomes | ends | junk, max_size=40))
+def test_any_log_can_be_gathered_written_and_diagnosed(log: list[Event | str]) -> None:
+    with TemporaryDirectory() as directory:
+        run = RunDir(Path(directory))
+        run.events.write_text("".join(f"{each if isinstance(each, str) else to_json(each)}\n" for each in log))
+        known = told(run.events)
+        for incident in [*incidents(known), *remarks(known)]:
+            evidence = gather(run, incident)
+            assert markdown_report.render(evidence).startswith("# Incident")
+            tree = schema.to_tree(evidence)
+            assert schema.to_tree(schema.from_tree(tree)) == tree
+        told_rows = [event for event in steps(run.events, 0, 1000) if isinstance(event, StepRecord)]
+        assert "=>" in render(walk(told_rows, {}, detect=config()))

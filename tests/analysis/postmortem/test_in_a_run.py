@@ -1,0 +1,54 @@
+"""A real run on two ranks with a fault in it: the post-mortem is there when it ends, and its command really runs."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from harness.analysis.postmortem import evidence as schema
+from harness.analysis.postmortem.measures import measure
+from harness.analysis.postmortem.rules.hypotheses import judge
+from harness.analysis.postmortem.write import EVIDENCE, MARKDOWN, PAGE
+from harness.core.rundir import RunDir
+from launch.cli.main import main
+from tests.distributed import cases, trouble
+from tests.distributed.pool import Pool
+from tests.distributed.trouble import Fault
+
+pytestmark = pytest.mark.full
+
+WORDS = (
+    "run.name=victim",
+    "train.num_steps=60",
+    "optim.warmup_steps=5",
+    "telemetry.postmortem=true",
+    "cluster.price_per_gpu_hour=2.5",
+)
+
+
+def test_a_run_writes_its_post_mortem_and_the_check_in_it_passes(ranks: Pool, tmp_path: Path) -> None:
+    """A large gradient of one rank is refused; nobody asks for a report, and the run waits for it at its end."""
+    fault = Fault("gradient", 1, factor=float("nan"), batch=40)
+    first, _ = ranks.run(2, trouble.run, str(tmp_path), fault, *WORDS)
+    assert first.code == 0
+    folder = RunDir(tmp_path / "victim").incidents / "001"
+    evidence = schema.read(folder / EVIDENCE)
+    assert judge(evidence, measure(evidence))[0].cause == "corrupted rank"
+    assert evidence.incident.ranks == [1]
+    (batch,) = evidence.batches
+    assert batch.reread == batch.fingerprint, "what was trained on is what the configuration gives"
+    assert batch.samples
+    assert evidence.cost.money is not None
+    assert (folder / PAGE).stat().st_size > 100_000
+
+    lines = [line.strip() for line in (folder / MARKDOWN).read_text().splitlines()]
+    train, look = (
+        shlex.split(next(line for line in lines if line.startswith(f"harness {word} ")))
+        for word in ("train", "diagnose")
+    )
+    words = [word for word in train[2:] if not word.startswith("run.dir=")]
+    ((code, records), _) = ranks.run(2, cases.run, str(tmp_path), *words)
+    assert (code, records[-1].step) == (0, 60)
+    assert main(look[1:]) == 0

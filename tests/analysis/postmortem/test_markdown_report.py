@@ -1,0 +1,107 @@
+"""The pages themselves: golden Markdown, HTML without a network, pictures that are there."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from harness.analysis.postmortem import evidence as schema
+from harness.analysis.postmortem.evidence import Evidence, RunFacts
+from harness.analysis.postmortem.report import html_report, markdown_report
+from harness.analysis.postmortem.report.panels import PAINTERS, draw
+from harness.analysis.postmortem.report.wording import FILES, NOT_MEASURED
+from harness.analysis.postmortem.rules.causes import Panel
+from harness.analysis.postmortem.write import EVIDENCE, MARKDOWN, PAGE, write_folder
+from harness.core.events import Event
+from tests.analysis.postmortem import stories
+from tests.analysis.postmortem.stories import evidence_of, write
+
+GOLDEN = Path(__file__).parent / "golden"
+WORDS = ["optim.lr=0.001", "optim.clip_norm=1.0", "precision=fp16", "train.num_steps=400"]
+SECTIONS = (
+    "## Spike #1",
+    "### Symptoms",
+    "### Evidence",
+    "### Classification",
+    "### Recovery action",
+    "### Outcome",
+    "### Lessons / followups",
+    "# Loss spike post-mortem",
+    "## 1. Symptoms",
+    "## 2. Hypotheses",
+    "## 3. Discriminating evidence",
+    "## 4. Root cause",
+    "## 5. Remediation",
+    "## 6. Verification",
+    "## 7. Lesson",
+)
+
+
+def story(tmp_path: Path, name: str) -> Evidence:
+    make: Callable[[], list[Event]] = getattr(stories, name)
+    settings = {"overflow": stories.FP16, "unfit": stories.FP8}.get(name, stories.SETTINGS)
+    evidence = evidence_of(write(tmp_path / "run", make(), settings))
+    evidence.run.path, evidence.run.overrides = "runs/run", WORDS
+    return evidence
+
+
+@pytest.mark.parametrize("name", ["poisoned", "one_rank", "overflow", "duplicated", "unfit"])
+def test_markdown_is_as_approved(tmp_path: Path, name: str) -> None:
+    assert markdown_report.render(story(tmp_path, name)) == (GOLDEN / f"{name}.md").read_text()
+
+
+def test_all_sections_of_both_templates_in_order(tmp_path: Path) -> None:
+    words = markdown_report.render(story(tmp_path, "poisoned"))
+    places = [words.index(f"\n{section}") for section in SECTIONS]
+    assert places == sorted(places)
+
+
+def test_what_nobody_measured_says_so(tmp_path: Path) -> None:
+    bare = Evidence(folder="001", run=RunFacts(name="run", path="run"), incident=stories.ended())
+    words = markdown_report.render(bare)
+    assert "## 4. Root cause\nnot known yet\n" in words
+    assert f"- Pre-spike loss: {NOT_MEASURED}" in words
+    assert f"## Guilty batches\n{NOT_MEASURED}" in words
+    assert draw(bare, tmp_path) == list(Panel)
+
+
+def test_what_fits_into_fp8_is_drawn_where_a_run_has_it(tmp_path: Path) -> None:
+    figure = Figure()
+    assert PAINTERS[Panel.scale](figure, story(tmp_path / "unfit", "unfit"))
+    labels = [axes.get_legend_handles_labels()[1] for axes in figure.axes]
+    assert labels == [["became zero, worst layer group", "in bf16"], ["activations", "weights"]]
+    assert not PAINTERS[Panel.scale](Figure(), story(tmp_path / "poisoned", "poisoned"))
+
+
+def test_the_page_needs_no_network_and_escapes_data(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"\x89PNG")
+    words = "# A <b>\n\n- one `<i>`\n  - two\n1. three\n\n      harness train 'a'\n\n![one](a.png)\n![gone](b.png)\n"
+    page = html_report.render(words, tmp_path, title="x & y")
+    assert "<h1>A &lt;b&gt;</h1>\n<ul>\n<li>one <code>&lt;i&gt;</code></li>\n<ul>\n<li>two</li>\n</ul>\n</ul>" in page
+    assert "</ul>\n<ol>\n<li>three</li>\n</ol>" in page
+    assert "<pre><code>harness train &#x27;a&#x27;</code></pre>" in page
+    assert 'src="data:image/png;base64,iVBORw=="' in page
+    assert "gone: b.png is missing" in page
+    assert "prefers-color-scheme: dark" in page
+    assert not re.search(r"https?://|<script|<link", page)
+
+
+def test_the_folder_is_whole_and_can_be_written_again(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", stories.poisoned())
+    incident = evidence_of(run).incident
+    folder = write_folder(run, incident)
+    first = {path.name for path in folder.iterdir()}
+    assert {EVIDENCE, MARKDOWN, PAGE, *FILES.values()} == first
+    assert schema.read(folder / EVIDENCE).incident == incident
+    for name in FILES.values():
+        data = (folder / name).read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert struct.unpack(">II", data[16:24]) == (836, 297)
+    assert (folder / MARKDOWN).read_text().count("![panel") == len(Panel)
+    assert write_folder(run, incident) == folder
+    assert {path.name for path in folder.iterdir()} == first

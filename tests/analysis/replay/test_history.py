@@ -1,0 +1,118 @@
+"""The log as a tree: which state a step was made on, and the way back to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.analysis.replay.history import guilty, older, read, way
+from harness.config.schema import ConfigError
+from harness.core.events import (
+    Action,
+    ActionKind,
+    CheckpointSaved,
+    Event,
+    Finding,
+    FindingKind,
+    Outcome,
+    RunStarted,
+    StepRecord,
+)
+
+
+def started(iteration: int, resumed_from: str | None = None, size: int = 2) -> RunStarted:
+    return RunStarted(time=0.0, iteration=iteration, world_size=size, num_steps=100, step=0, resumed_from=resumed_from)
+
+
+def step(iteration: int, *, refused: bool = False, cursor: int | None = None) -> StepRecord:
+    return StepRecord(
+        time=0.0,
+        iteration=iteration,
+        step=iteration,
+        cursor=iteration - 1 if cursor is None else cursor,
+        tokens=0,
+        loss=1.0,
+        grad_norm=1.0,
+        lr=1.0,
+        tokens_per_s=1.0,
+        refused=refused,
+        stop_requested=False,
+        step_time_s=1.0,
+        flops_per_s=1.0,
+    )
+
+
+def saved(iteration: int) -> CheckpointSaved:
+    return CheckpointSaved(time=0.0, iteration=iteration, step=iteration, directory=f"at-{iteration}", seconds=0.0)
+
+
+def outcome(target: str, kind: ActionKind = ActionKind.rewind, *, succeeded: bool = True) -> Outcome:
+    return Outcome(time=0.0, iteration=0, kind=kind, incident=1, succeeded=succeeded, step=0, target=target)
+
+
+def action(iteration: int, onset: int, incident: int = 1) -> Action:
+    return Action(
+        time=0.0, iteration=iteration, kind=ActionKind.skip, step=0, incident=incident, reason="", onset=onset
+    )
+
+
+def finding(iteration: int, onset: int) -> Finding:
+    return Finding(
+        time=0.0, iteration=iteration, kind=FindingKind.loss_spike, step=0, onset=onset, value=1, bound=1, message=""
+    )
+
+
+def iterations(log: list[Event], iteration: int, *available: str) -> tuple[str | None, list[int]]:
+    found = way(read(log), iteration, available)
+    return found.checkpoint, [record.iteration for record in found.records]
+
+
+PLAIN: list[Event] = [started(0), *map(step, range(1, 5)), saved(4), *map(step, range(5, 9)), saved(8), step(9)]
+
+
+def test_the_way_begins_at_the_newest_checkpoint_that_is_there() -> None:
+    assert iterations(PLAIN, 9, "at-4", "at-8") == ("at-8", [9])
+    assert iterations(PLAIN, 9, "at-4") == ("at-4", [5, 6, 7, 8, 9])
+    assert iterations(PLAIN, 3, "at-4", "at-8") == (None, [1, 2, 3])
+    assert older(read(PLAIN), 9, ["at-4", "at-8"], "at-8") == "at-4"
+    assert older(read(PLAIN), 9, ["at-4", "at-8"], "at-4") is None
+
+
+def test_a_refused_update_is_left_out_on_the_way_and_is_never_lost_as_the_goal() -> None:
+    log = [started(0), step(1), step(2, refused=True), step(3), step(4, refused=True)]
+    assert iterations(log, 4) == (None, [1, 3, 4])
+
+
+@pytest.mark.parametrize("target", ["snapshot of iteration 4", "at-4", "at-4; at-8/manifest.json: hash differs"])
+def test_a_restore_leads_back_to_the_state_it_took(target: str) -> None:
+    log = [*PLAIN, outcome(target), step(10), step(11)]
+    assert iterations(log, 11, "at-4", "at-8") == ("at-4", [10, 11])
+    assert iterations(log, 9, "at-4", "at-8") == ("at-8", [9]), "what was undone is still there"
+    assert older(read(log), 11, ["at-4", "at-8"], "at-4") is None, "a checkpoint of what was undone is not on the way"
+
+
+def test_a_restore_that_failed_changes_nothing() -> None:
+    log = [*PLAIN, outcome("", succeeded=False), step(10)]
+    assert iterations(log, 10, "at-8") == ("at-8", [9, 10])
+
+
+def test_a_restart_goes_on_from_the_checkpoint_it_names() -> None:
+    log = [*PLAIN, started(9, "at-8", size=4), step(10), step(11)]
+    assert iterations(log, 11, "at-8") == ("at-8", [10, 11])
+    assert read(log).world_size(9) == 2
+    assert read(log).world_size(10) == 4
+    again = [*PLAIN, started(9), step(10)]
+    assert iterations(again, 10, "at-8") == (None, [10])
+
+
+def test_the_guilty_step_is_the_one_that_was_refused_else_the_onset() -> None:
+    log = [*PLAIN, step(10, refused=True), step(11), finding(10, 10), action(11, 10)]
+    assert guilty(read(log), 1).iteration == 10
+    log = [*PLAIN, step(10), step(11), finding(11, 9), action(11, 10)]
+    assert guilty(read(log), 1).iteration == 9
+
+
+def test_an_unknown_incident_is_named_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="no incident 7; there are 1, 2"):
+        guilty(read([*PLAIN, action(9, 9), action(9, 9, incident=2)]), 7)
+    with pytest.raises(ConfigError, match="the run has none"):
+        guilty(read(PLAIN), 1)

@@ -1,0 +1,217 @@
+"""From logs on disk to the report: to the letter."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness.analysis.sweeps import sweep_record
+from harness.analysis.sweeps.job_result import result_of
+from harness.analysis.sweeps.picture import cell_text, draw_all
+from harness.analysis.sweeps.ranking import rank
+from harness.analysis.sweeps.render import markdown, short_names, table, verdict
+from harness.analysis.sweeps.sweep_record import Job, Sweep
+from harness.config.schema import ConfigError
+from harness.core.events import ActionKind
+from launch.cli import sweep as command
+from tests.analysis.sweeps.job_logs import acted, ended, evaluated, finished, job, started, step, write_log
+
+BAD = Job(
+    name="bad", overrides={"optim.lr": "-1", "optim.beta2": "0.9"}, problem="optim.lr: must be positive, got -1.0"
+)
+
+TABLE = """\
+lr     beta2    loss    best  spikes  incidents  refused  skip/rew/roll  tokens/s  step  end
+0.001  0.9    1.5000  1.5000       -   6.67e+03        1          1/1/0       200     3  done (0)
+0.002  0.9    2.5000  2.5000       -          0        0          0/0/0       100     1  interrupted (75)
+0.004  0.9         -       -       -          -        0          0/0/0         -     0  not begun
+-1     0.9         -       -       -          -        0          0/0/0         -     0  bad config (2)"""
+
+VERDICT = "Only one job is finished: optim.lr=0.001 optim.beta2=0.9, held-out loss 1.5000."
+
+PAGE = f"""\
+# Sweep some
+
+{VERDICT}
+
+    harness train model=tiny optim.lr=0.001 optim.beta2=0.9
+
+| lr | beta2 | loss | best | spikes | incidents | refused | skip/rew/roll | tokens/s | step | end |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+| 0.001 | 0.9 | 1.5000 | 1.5000 | - | 6.67e+03 | 1 | 1/1/0 | 200 | 3 | done (0) |
+| 0.002 | 0.9 | 2.5000 | 2.5000 | - | 0 | 0 | 0/0/0 | 100 | 1 | interrupted (75) |
+| 0.004 | 0.9 | - | - | - | - | 0 | 0/0/0 | - | 0 | not begun |
+| -1 | 0.9 | - | - | - | - | 0 | 0/0/0 | - | 0 | bad config (2) |
+
+Spikes: share of steps whose loss is more than 7 sigma above the mean of the 1,000 steps before, once
+there are 100; incidents: cases that the sentinel opened, in 10,000 steps; refused: updates that the gate did
+not apply; skip/rew/roll: batches skipped, rewinds, rollbacks.
+
+Never started:
+
+- optim.lr=-1 optim.beta2=0.9: optim.lr: must be positive, got -1.0
+
+![loss curves](curves.png)
+
+Swept with:
+
+    harness train --multirun model=tiny optim.lr=0.001,0.002,0.004,-1 optim.beta2=0.9
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A sweep with a job of every kind."""
+    done, stopped, waiting = (job(lr=lr, beta2="0.9") for lr in ("0.001", "0.002", "0.004"))
+    events = [started(3), step(0, 3.0), step(1, math.inf, refused=True), *acted(ActionKind.skip, 1)]
+    events += [*acted(ActionKind.rewind, 2), *acted(ActionKind.rollback, 2, succeeded=False)]
+    events += acted(ActionKind.cool, 0)  # by a person
+    write_log(tmp_path / done.name, [*events, step(2, 2.0), evaluated(2, 1.5), ended(3)])
+    write_log(tmp_path / stopped.name, [started(3), step(0, 3.0), evaluated(0, 2.5), ended(1, 75)])
+    sweep = Sweep(
+        name="some",
+        created=0.0,
+        words=["--multirun", "model=tiny", "optim.lr=0.001,0.002,0.004,-1", "optim.beta2=0.9"],
+        fixed=["model=tiny"],
+        jobs=[done, stopped, waiting, BAD],
+    )
+    sweep_record.write(sweep, tmp_path)
+    return tmp_path
+
+
+def test_text_and_page(directory: Path) -> None:
+    sweep = sweep_record.read(directory)
+    ranking = rank([result_of(directory, each) for each in sweep.jobs])
+    assert table(sweep, ranking) == TABLE
+    assert verdict(ranking) == VERDICT
+    assert markdown(sweep, ranking, [("loss curves", "curves.png")]) == PAGE
+
+
+def test_command(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["report", str(directory), "--json", "--output", str(directory / "page.md")]) == 0
+    printed = capsys.readouterr().out
+    assert TABLE in printed
+    assert "\nharness train model=tiny optim.lr=0.001 optim.beta2=0.9\n" in printed
+    found = json.loads(printed.splitlines()[-1])
+    assert found["best"] == "harness train model=tiny optim.lr=0.001 optim.beta2=0.9"
+    assert [each["final_loss"] for each in found["jobs"]] == [1.5, 2.5, None, None]
+    assert [each["exit_code"] for each in found["jobs"]] == [0, 75, None, 2]
+    assert found["jobs"][0]["num_skips"] == found["jobs"][0]["num_rewinds"] == 1
+    assert found["jobs"][0]["best_or_equal"]
+    page = (directory / "page.md").read_text()
+    assert "![loss curves of all jobs](page-curves.png)" in page
+    assert "![held-out loss by lr](page-optim.lr.png)" in page
+    for picture in ("page-curves.png", "page-optim.lr.png"):
+        assert (directory / picture).read_bytes().startswith(b"\x89PNG")
+    assert not (directory / "report.md").exists()
+
+
+def test_a_resumed_job_counts_as_it_stands_now(tmp_path: Path) -> None:
+    each = job(lr="1")
+    write_log(tmp_path / each.name, [started(2), step(0, 3.0), ended(1, 75), started(2, at=1), step(1, 2.0)])
+    result = result_of(tmp_path, each)
+    assert (result.exit_code, result.is_finished, result.step) == (None, False, 2)
+    assert result.tokens_per_s == 150.0
+
+
+def test_verdicts() -> None:
+    def of(*evaluations: list[float]) -> str:
+        return verdict(rank([finished(job(lr=str(place)), each) for place, each in enumerate(evaluations, start=1)]))
+
+    assert of() == "No job is finished with a finite loss: there is nothing to choose from."
+    assert of([1.0], [1.5]) == (
+        "optim.lr=1 is best with a held-out loss of 1.0000, 0.5000 below optim.lr=2. Whether that is more than chance "
+        "cannot be said: it takes 4 evaluations of each."
+    )
+    assert of([4.0, 3.0, 2.0, 1.0], [4.5, 3.5, 2.5, 1.5]) == (
+        "optim.lr=1 is best with a held-out loss of 1.0000, 0.5000 below optim.lr=2; chance alone explains 0.0000."
+    )
+    assert of([2.0, 1.0, 2.0, 1.0], [2.0, 1.0, 2.0, 1.1], [9.0, 9.0, 9.0, 9.0]) == (
+        "No winner. optim.lr=1 has the lowest held-out loss, 1.0000, but the losses waver: within chance of it lies "
+        "optim.lr=2 (next 0.1000 above, chance explains 1.7680)."
+    )
+
+
+def test_keys_that_end_alike_are_told_in_full() -> None:
+    names = short_names(["optim.eps", "model.norm.eps", "optim.lr"])
+    assert list(names.values()) == ["optim.eps", "model.norm.eps", "lr"]
+
+
+def test_cells_of_a_heat_map() -> None:
+    assert cell_text(1.23456, 0, is_lowest=False) == "1.2346"
+    assert cell_text(1.23456, 2, is_lowest=True) == "1.2346 \N{BULLET}\n2 missing"
+    assert cell_text(math.nan, 1, is_lowest=False) == "1 missing"
+    assert cell_text(math.nan, 0, is_lowest=False) == ""
+
+
+def test_a_picture_for_each_pair_of_numbers(tmp_path: Path) -> None:
+    results = [
+        finished(job(lr=lr, beta2=beta2, eps=eps), [1.0], losses=[math.nan])
+        for lr, beta2, eps in [("1", "0.9", "1"), ("2", "0.9", "1"), ("1", "0.95", "2"), ("2", "0.95", "2")]
+    ]
+    sweep = Sweep(name="s", created=0.0, words=[], fixed=[], jobs=[each.job for each in results])
+    drawn = draw_all(sweep, rank(results), tmp_path, "report")
+    assert [file for _, file in drawn] == [
+        "report-curves.png",
+        "report-optim.lr-optim.beta2.png",
+        "report-optim.lr-optim.eps.png",
+        "report-optim.beta2-optim.eps.png",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(file for _, file in drawn)
+    assert draw_all(sweep, rank([]), tmp_path, "report") == []
+
+
+def test_words_swept_again_extend_a_sweep() -> None:
+    def sweep(*jobs: Job, words: list[str], created: float) -> Sweep:
+        return Sweep(name="s", created=created, words=words, fixed=[], jobs=list(jobs))
+
+    first = sweep(job(lr="10"), job(lr="9"), BAD, words=["old"], created=1.0)
+    now = sweep(job(lr="9"), job(lr="2"), words=["new"], created=2.0)
+    both = sweep_record.extended(first, now)
+    assert [each.overrides["optim.lr"] for each in both.jobs] == ["2", "9", "10"]
+    assert (both.created, both.words) == (1.0, ["new"])
+    assert sweep_record.extended(None, now) is now
+    assert both.values("optim.lr") == ["2", "9", "10"]
+
+
+def test_any_directory_of_runs_is_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, lr, seed in (("b", 1e-3, 0), ("a", 2e-3, 0)):
+        config = {"run": {"name": name, "seed": seed}, "optim": {"lr": lr, "clip_norm": None}}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(config))
+    sweep = sweep_record.read(tmp_path)
+    assert [(each.name, each.overrides) for each in sweep.jobs] == [
+        ("b", {"optim.lr": "0.001"}),
+        ("a", {"optim.lr": "0.002"}),
+    ]
+    assert command.main(["report", str(tmp_path)]) == 0
+    assert "nothing to choose from" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "harness: sweep: which command? choose report, or --help\n"),
+        (["fly"], "harness: sweep: no command 'fly'; choose report, or --help\n"),
+        (["report"], "harness: sweep report: the following arguments are required: DIR; --help says more\n"),
+        (["report", "nowhere"], "harness: nowhere: is not a directory\n"),
+        (["report", "."], "harness: .: holds neither a sweep.yaml nor directories of runs\n"),
+    ],
+)
+def test_bad_words(
+    words: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command.main(words) == 2
+    assert capsys.readouterr() == ("", line)
+
+
+def test_a_record_that_is_none(tmp_path: Path) -> None:
+    for text in ("jobs: 3\n", "[]\n", "{name: [\n"):
+        (tmp_path / "sweep.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"sweep\.yaml: is not the record of a sweep"):
+            sweep_record.read(tmp_path)

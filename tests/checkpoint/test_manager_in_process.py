@@ -1,0 +1,453 @@
+"""What is saved when, what counts as good and what may be gone back to, step by step on one rank in this process."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.checkpoint import catalog, integrity, store
+from harness.checkpoint import manager as keeper
+from harness.checkpoint.catalog import Health, name_of
+from harness.checkpoint.manager import Keeper
+from harness.checkpoint.ring import Ring
+from harness.checkpoint.ring_cost import rollback_cost
+from harness.config.compose import load
+from harness.core.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, ReducedRecord
+from harness.core.state import RunState
+from harness.distributed.world import World
+from tests.checkpoint.storage import failing
+
+COMPOSED = load(["parallel.device=cpu", "train.num_steps=100", "checkpoint.retry_s=0"])
+
+
+KEEPERS: list[Keeper] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """No thread outlives its test."""
+    yield
+    while KEEPERS:
+        KEEPERS.pop().close()
+
+
+class Played:
+    """A run without a model: one tensor, filled with the number of the iteration. Reports come back at once."""
+
+    def __init__(self, root: Path, world: World, *, slots: int = 2, snapshot_every: int = 1, **section: Any) -> None:
+        self.cfg = deepcopy(COMPOSED)
+        options = {"every_steps": 2, "good_after_steps": 3, "keep": 100, "keep_every_steps": 0} | section
+        for name, value in options.items():
+            setattr(self.cfg.checkpoint, name, value)
+        self.cfg.checkpoint.ring.slots, self.cfg.checkpoint.ring.every_steps = slots, snapshot_every
+        self.root, self.state, self.tensor = root, RunState(), torch.zeros(3)
+        self.num_refused = 0
+        self.ring = Ring({"model.weight": self.tensor}, cfg=self.cfg.checkpoint.ring, world=world)
+        self.keeper = Keeper(self.cfg, root, ring=self.ring, world=world)
+        KEEPERS.append(self.keeper)
+        self.log: list[Event] = []
+
+    def issue(self) -> bool:
+        """One update; whether the state after it goes to disk."""
+        self.state.advance(next_cursor=self.state.cursor + 1, tokens=10)
+        self.tensor.fill_(self.state.iteration)
+        return self.keeper.take_if_due(self.state)
+
+    def report(self, iteration: int, *, refused: bool = False, doubtful_since: int | None = None, **flags: Any) -> None:
+        self.state.learn(refused=refused)
+        self.num_refused += refused
+        record = ReducedRecord(
+            time=0.0,
+            iteration=iteration,
+            step=iteration - self.num_refused,
+            cursor=iteration,
+            tokens=self.state.tokens,
+            loss=1.0,
+            grad_norm=1.0,
+            lr=0.1,
+            refused=refused,
+            stop_requested=False,
+            **flags,
+        )
+        self.keeper.learn(
+            record, self.state, doubtful_since=doubtful_since, remembered=lambda: {"reports": self.state.iteration}
+        )
+
+    def step(self, **flags: Any) -> bool:
+        is_saved = self.issue()
+        self.report(self.state.iteration, **flags)
+        self.settle()
+        return is_saved
+
+    def settle(self) -> None:
+        """Wait for the disk, and take the events."""
+        self.keeper.finish()
+        self.log.extend(self.keeper.news())
+
+    def steps(self, count: int) -> list[int]:
+        """Those after which the state went to disk."""
+        return [self.state.step for _ in range(count) if self.step()]
+
+    @property
+    def saved(self) -> list[int]:
+        return [event.step for event in self.log if isinstance(event, CheckpointSaved)]
+
+    @property
+    def judged(self) -> list[tuple[str, str]]:
+        return [(event.directory, event.reason) for event in self.log if isinstance(event, CheckpointJudged)]
+
+    @property
+    def health(self) -> dict[int, Health]:
+        return {each.step: each.health for each in catalog.saved(self.root)}
+
+    @property
+    def in_memory(self) -> list[int]:
+        return sorted(slot.state.iteration for slot in self.ring._slots if slot.is_taken)
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "expected"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (2, [2, 4, 6]), (3, [3, 6])]
+)
+def test_every_so_many_steps_are_saved(tmp_path: Path, world: World, every_steps: int, expected: list[int]) -> None:
+    run = Played(tmp_path, world, every_steps=every_steps)
+    assert run.steps(7) == expected
+    assert run.saved == list(run.health) == expected
+
+
+def test_a_save_that_somebody_asks_for_comes_after_the_next_update(tmp_path: Path, world: World) -> None:
+    run = Played(tmp_path, world, every_steps=0)
+    assert not run.step(save_requested=True)
+    assert run.step()
+    assert run.steps(2) == []
+    run.keeper.ask()
+    assert run.steps(3) == [5]
+    assert run.saved == [2, 5]
+
+
+def test_a_save_waits_for_its_report_and_the_next_one_for_it(tmp_path: Path, world: World) -> None:
+    run = Played(tmp_path, world, every_steps=2)
+    assert [run.issue() for _ in range(5)] == [False, True, False, False, False]
+    assert run.keeper._queued is not None
+    assert run.keeper._queued.is_leased, "or the ring would write over it"
+    for iteration in (1, 2):
+        run.report(iteration)
+    run.settle()
+    assert run.saved == [2], "the one of step 4 was due before the report of step 2"
+    assert run.issue(), "and comes as soon as it can"
+    for iteration in range(3, 7):
+        run.report(iteration)
+    run.settle()
+    assert run.saved == [2, 6]
+    assert not any(slot.is_leased for slot in run.ring._slots)
+
+
+@pytest.mark.parametrize(
+    ("slots", "snapshot_every", "expected"), [(0, 1, [6]), (2, 1, [5, 6, 7]), (2, 2, [2, 4, 6]), (2, 3, [3, 6])]
+)
+def test_snapshots_are_taken_between_saves(
+    tmp_path: Path, world: World, slots: int, snapshot_every: int, expected: list[int]
+) -> None:
+    run = Played(tmp_path, world, slots=slots, snapshot_every=snapshot_every, every_steps=6)
+    run.steps(7)
+    assert run.in_memory == expected
+
+
+def test_a_snapshot_is_complete_once_its_report_came_and_trusted_once_the_next_was_clean(
+    tmp_path: Path, world: World
+) -> None:
+    run = Played(tmp_path, world, every_steps=0)
+    run.issue()
+    (slot,) = [slot for slot in run.ring._slots if slot.is_taken]
+    run.report(1, refused=True)
+    assert (slot.is_settled, slot.state.step, slot.state.refused_in_row, slot.state.sentinel) == (
+        True,
+        0,
+        1,
+        {"reports": 1},
+    )
+    run.step()
+    assert slot.is_trusted
+    run.step(doubtful_since=1)
+    assert not slot.is_trusted
+
+
+@pytest.mark.parametrize(
+    ("unclean", "judged_after"),
+    [({}, 5), ({1: "refused"}, 5), ({3: "refused"}, 6), ({4: "doubtful"}, 7), ({3: "refused", 5: "doubtful"}, 8)],
+)
+def test_a_checkpoint_is_good_once_three_clean_steps_in_a_row_followed(
+    tmp_path: Path, world: World, unclean: dict[int, str], judged_after: int
+) -> None:
+    run = Played(tmp_path, world, every_steps=0)
+    flags = {None: {}, "refused": {"refused": True}, "doubtful": {"doubtful_since": 2}}
+    for iteration in range(1, judged_after + 1):
+        assert run.judged == []
+        if iteration == 2:
+            run.keeper.ask()
+        run.step(**flags[unclean.get(iteration)])  # type: ignore[arg-type]
+    (directory,) = [each.name for each in catalog.saved(tmp_path)]
+    first_clean = max([2, *(each for each in unclean if each > 2)])
+    assert run.judged == [(directory, f"{judged_after - first_clean} clean steps followed")]
+    assert [*run.health.values()] == [Health.good]
+
+
+def test_what_was_saved_says_what_the_run_knew(tmp_path: Path, world: World) -> None:
+    run = Played(tmp_path, world, every_steps=0)
+    run.step(refused=True)
+    run.keeper.ask()
+    run.step()
+    (event,) = run.log
+    path = tmp_path / name_of(1, 0)
+    manifest = integrity.verify(path)
+    assert isinstance(event, CheckpointSaved)
+    assert (event.iteration, event.step, event.directory, event.bytes) == (2, 1, path.name, manifest.bytes)
+    assert 0 <= event.blocked_s < time.monotonic()
+    assert 0 <= event.seconds < time.monotonic()
+    assert (manifest.step, manifest.iteration, manifest.tokens) == (1, 2, 20)
+    assert manifest.rollback == rollback_cost(run.cfg).as_dict()
+    state = store.read_state(path)
+    assert (state.step, state.refused_in_row, state.sentinel) == (1, 0, {"reports": 2})
+    assert store.read_tensors(path, ["model.weight"])["model.weight"].tolist() == [2.0] * 3
+    assert run.keeper._planned.plan is not None, "the next save needs no new plan"
+
+
+def test_the_same_step_is_not_saved_twice(tmp_path: Path, world: World) -> None:
+    run = Played(tmp_path, world, every_steps=1)
+    run.steps(2)
+    run.step(refused=True)
+    assert run.saved == [1, 2]
+    assert not any(slot.is_leased for slot in run.ring._slots)
+
+
+def test_what_is_not_finite_or_has_no_room_is_an_event_and_the_next_save_tries_again(
+    tmp_path: Path, world: World
+) -> None:
+    run = Played(tmp_path / "root", world, every_steps=1)
+    run.tensor.fill_(math.nan)
+    run.state.advance(next_cursor=1, tokens=10)
+    run.keeper.take_if_due(run.state)
+    run.report(1)
+    run.settle()
+    run.root.write_text("a file where the directory should be")
+    run.step()
+    run.root.unlink()
+    run.step()
+    assert [type(event) for event in run.log] == [CheckpointFailed, CheckpointFailed, CheckpointSaved]
+    failed = [event.reason for event in run.log if isinstance(event, CheckpointFailed)]
+    assert failed[0] == "weights or moments are not finite"
+    assert "Not a directory" in failed[1]
+    assert "\n" not in failed[1]
+    assert run.saved == [3]
+    assert not any(slot.is_leased for slot in run.ring._slots)
+
+
+@pytest.mark.parametrize(("good_after", "expected"), [(100, [2, 8]), (3, [4, 6, 8])])
+def test_what_may_go_goes_after_a_save_and_after_a_judgement(
+    tmp_path: Path, world: World, good_after: int, expected: list[int]
+) -> None:
+    run = Played(tmp_path, world, keep=1, good_after_steps=good_after)
+    run.steps(8)
+    assert list(run.health) == expected
+    run.steps(1)
+    assert list(run.health) == ([2, 8] if good_after == 100 else [6, 8]), "6 is good now, and 4 may go"
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "is_done", "refused_at", "expected", "reason"),
+    [
+        (3, True, None, Health.good, "3 clean steps led up to the end of the run"),
+        (2, True, None, Health.candidate, ""),
+        (3, False, None, Health.candidate, ""),
+        (4, True, 1, Health.good, "3 clean steps led up to the end of the run"),
+        (4, True, 2, Health.candidate, ""),
+    ],
+)
+def test_the_last_state_of_a_run_is_good_after_clean_steps(
+    tmp_path: Path, world: World, num_steps: int, is_done: bool, refused_at: int | None, expected: Health, reason: str
+) -> None:
+    run = Played(tmp_path, world, every_steps=0)
+    for iteration in range(1, num_steps + 1):
+        run.step(refused=iteration == refused_at)
+    assert run.keeper.save_last(run.state, is_done=is_done, remembered=lambda: {"reports": "all"})
+    run.settle()
+    path = tmp_path / name_of(run.state.step, 0)
+    assert (catalog.health_of(path), [each for _, each in run.judged]) == (expected, [reason] if reason else [])
+    assert store.read_state(path).sentinel == {"reports": "all"}
+    assert run.keeper.save_last(run.state, is_done=is_done), "it is on disk already"
+    run.settle()
+    assert len(run.saved) == 1
+
+
+def test_a_last_state_that_could_not_be_saved_is_said(tmp_path: Path, world: World) -> None:
+    run = Played(tmp_path, world, every_steps=0)
+    run.step()
+    run.tensor.fill_(math.nan)
+    assert not run.keeper.save_last(run.state, is_done=True)
+
+
+def test_a_resumed_run_proves_its_checkpoint_good(tmp_path: Path, world: World) -> None:
+    Played(tmp_path, world).steps(2)
+    run = Played(tmp_path, world, every_steps=0)
+    run.state = RunState(step=2, iteration=2)
+    run.keeper.continue_from(name_of(2, 0), run.state)
+    assert run.keeper.save_last(run.state, is_done=True), "nothing to save"
+    assert run.saved == []
+    run.steps(2)
+    assert run.judged == []
+    run.steps(2)
+    assert run.judged == [(name_of(2, 0), "3 clean steps followed")]
+    again = Played(tmp_path, world, every_steps=0)
+    again.keeper.continue_from(name_of(2, 0), run.state)
+    assert not again.keeper._candidates, "it is good"
+
+
+def test_a_mark_that_cannot_be_made_is_tried_again(tmp_path: Path, world: World) -> None:
+    run = Played(tmp_path, world, every_steps=0)
+    run.keeper.ask()
+    run.step()
+    obstacle = tmp_path / name_of(1, 0) / catalog.HEALTH
+    obstacle.mkdir()
+    run.steps(3)
+    assert run.judged == []
+    obstacle.rmdir()
+    run.steps(1)
+    assert run.judged == [(name_of(1, 0), "4 clean steps followed")]
+
+
+def test_a_checkpoint_that_was_deleted_by_hand_is_not_judged(tmp_path: Path, world: World) -> None:
+    run = Played(tmp_path, world)
+    run.steps(2)
+    assert catalog.drop(tmp_path / name_of(2, 0))
+    run.steps(4)
+    assert run.judged == []
+
+
+@pytest.fixture
+def five(tmp_path: Path, world: World) -> Played:
+    """Checkpoints of the steps 2 to 10: two are good, one is tainted, two are candidates."""
+    run = Played(tmp_path, world, good_after_steps=100)
+    run.steps(10)
+    for step, health in ((2, Health.good), (4, Health.good), (6, Health.tainted)):
+        catalog.mark(tmp_path / name_of(step, 0), health, "a test")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [4, 2]),
+        ({"before": 5}, [4, 2]),
+        ({"before": 4}, [2]),
+        ({"before": 2}, []),
+        ({"until_step": 10}, [10, 8, 4, 2]),
+        ({"until_step": 8}, [8, 4, 2]),
+        ({"until_step": 7}, [4, 2]),
+        ({"until_step": 8, "before": 4}, [2]),
+    ],
+)
+def test_what_a_run_may_go_back_to(five: Played, options: dict[str, float], expected: list[int]) -> None:
+    assert five.keeper.targets(**options) == [(name_of(step, 0), step) for step in expected]
+
+
+def resumed(run: Played, world: World, **options: Any) -> Keeper:
+    """A keeper that remembers nothing."""
+    return Played(run.root, world, **options).keeper
+
+
+def test_what_cannot_be_read_is_no_target(five: Played, world: World) -> None:
+    for file in (integrity.MANIFEST, catalog.HEALTH):
+        with failing(f"{name_of(4, 0)}/{file}") as failed:
+            assert resumed(five, world).targets() == [(name_of(2, 0), 2)]
+        assert len(failed) > 1, "asked again before it was left out"
+        with failing(f"{name_of(4, 0)}/{file}", times=2 if file == catalog.HEALTH else 1):
+            assert resumed(five, world, retry_s=0.01).targets() == [(name_of(4, 0), 4), (name_of(2, 0), 2)]
+    (five.root / name_of(4, 0) / integrity.MANIFEST).write_text("{}")
+    assert resumed(five, world).targets() == [(name_of(2, 0), 2)], "it is damaged"
+    (five.root / name_of(2, 0) / catalog.HEALTH).write_text(json.dumps({"health": "archived"}))
+    assert resumed(five, world).targets() == [], "a newer version wrote that"
+
+
+def test_what_was_saved_since_is_tainted(five: Played, world: World) -> None:
+    (five.root / name_of(10, 0) / integrity.MANIFEST).write_text("{}")
+    keeper = resumed(five, world)
+    keeper.taint_since(4, "a test")
+    assert five.health == {
+        2: Health.good,
+        4: Health.good,
+        6: Health.tainted,
+        8: Health.tainted,
+        10: Health.candidate,
+    }, "whose manifest is damaged is refused anyway"
+    assert json.loads((five.root / name_of(8, 0) / catalog.HEALTH).read_text())["reason"] == "a test"
+
+
+def test_nothing_that_waited_or_was_taken_since_outlives_going_back(tmp_path: Path, world: World) -> None:
+    run = Played(tmp_path, world, every_steps=2)
+    run.steps(4)
+    run.issue()
+    run.issue()
+    waiting = run.keeper._queued
+    assert waiting is not None
+    assert run.in_memory == [3, 5, 6]
+    run.keeper.go_back(4)
+    assert (run.keeper._queued, run.in_memory) == (None, [3])
+    assert run.keeper._candidates == {name_of(2, 0): 2, name_of(4, 0): 4}, "those taken until then may prove good"
+    assert run.keeper._last_unclean == 4, "and clean steps are counted anew"
+    run.keeper.go_back(3)
+    assert (run.in_memory, run.keeper._last_unclean) == ([3], 4)
+    assert run.keeper._candidates == {name_of(2, 0): 2}
+
+
+class Clock:
+    """Time that only a test moves."""
+
+    now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def time(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(keeper, "time", clock)
+    return clock
+
+
+def test_the_clock_asks_once_each_interval_and_counts_from_the_last_save(
+    tmp_path: Path, world: World, clock: Clock
+) -> None:
+    run = Played(tmp_path, world, every_steps=0, every_minutes=2.0)
+    never = Played(tmp_path, world, every_steps=0, every_minutes=None)
+
+    def is_due(seconds: float) -> bool:
+        clock.now_s = 1000.0 + seconds
+        assert not never.keeper.is_due_by_clock()
+        return run.keeper.is_due_by_clock()
+
+    asked = [is_due(seconds) for seconds in (0, 119, 120, 121, 239, 240, 241)]
+    assert asked == [False, False, True, False, False, True, False]
+    clock.now_s = 1300.0
+    run.keeper.ask()
+    run.step()
+    assert [is_due(seconds) for seconds in (360, 419, 420)] == [False, False, True]
+
+
+@pytest.mark.parametrize(("retry_s", "expected"), [(3.0, 3.0), (5.0, 4.0)])
+def test_rank_0_alone_retries_no_longer_than_half_the_timeout_of_a_collective(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, retry_s: float, expected: float
+) -> None:
+    monkeypatch.setattr(COMPOSED.parallel, "timeout_s", 8.0)
+    keeper = Played(tmp_path, world, retry_s=retry_s).keeper
+    assert (keeper.retry_s, keeper._retry_alone_s) == (retry_s, expected)

@@ -1,0 +1,161 @@
+"""Values and types fit: every YAML composes, both doors read alike, and every complaint is one line about its key."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness.config import compose
+from harness.config.schema import Config, ConfigError
+
+OVERLAYS = ("experiment", "sweep")
+GROUPS = compose.groups()
+OPTIONS = [(group, option) for group in GROUPS for option in compose.options_of(group)]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_file_composes(group: str, option: str) -> None:
+    needed = ["data.sources.main.paths=[corpus]"] if option == "files" else []
+    cfg = compose.load([f"+{group}={option}" if group in OVERLAYS else f"{group}={option}", *needed])
+    assert set(compose.plain(cfg)) == set(compose.keys_of(""))
+
+
+def test_every_group_is_a_section_or_an_overlay() -> None:
+    assert set(GROUPS) <= {*compose.keys_of(""), *OVERLAYS}
+    chosen_in_file = {field.name for field in fields(Config)} - set(GROUPS)
+    assert chosen_in_file == {"run", "train", "eval"}
+
+
+def test_every_field_has_a_value() -> None:
+    cfg = compose.load()
+    for field in fields(Config):
+        section = getattr(cfg, field.name)
+        assert is_dataclass(section)
+        assert "???" not in compose.flat({field.name: compose.plain(cfg)[field.name]}).values()
+
+
+def test_overrides_arrive() -> None:
+    cfg = compose.load(["model=1b", "precision=bf16", "optim.lr=1e-4", "train.batch_tokens=1024", "run.name=x"])
+    assert (cfg.model.dim, cfg.precision.kind, cfg.optim.lr, cfg.train.batch_size) == (2048, "bf16", 1e-4, 4)
+    assert compose.load(["+experiment=1b_bf16"]).model.num_layers == 24
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("model=9b", "model: no '9b'; choose one of 125m, 13b, 1b, 3b, 50m, 70b, 7b, tiny"),
+        ("+experiment=nope", "experiment: no 'nope'; choose one of 1b_bf16, mechanism, rare_tail"),
+        ("experiment=rare_tail", "experiment: not chosen by default; add it with +experiment=rare_tail"),
+        ("optim=null", "optim: no 'null'; choose one of adamw, adamw_wsd"),
+        ("optim=3", "optim: no '3'; choose one of adamw, adamw_wsd"),
+        ("data.synthetic.zipf=1", "data.synthetic.zipf: no such key; data.synthetic has num_samples, zipf_exponent, "),
+        ("model.dimm=1", "model.dimm: no such key; model has "),
+        ("+model.dimm=1", "model.dimm: no such key; model has "),
+        ("++optim.q=1", "optim.q: no such key; optim has lr, "),
+        ("checkpoint.retry_s=-1", "checkpoint.retry_s: must be 0 or more seconds, and finite, got -1"),
+        ("foo=1", "foo: no such key; the configuration has run, train, "),
+        ("+foo=1", "foo: no such key; the configuration has run, train, "),
+        ("~model.dim", "model.dim: cannot be left out"),
+        ("~model", "model: has no value"),
+        ("optim.lr=abc", "optim.lr: must be a number, got 'abc'"),
+        ("optim.lr=", "optim.lr: must be a number, got ''"),
+        ("optim.lr=null", "optim.lr: must not be null"),
+        ("optim.lr=???", "optim.lr: has no value"),
+        ("optim.lr=${nope}", "optim.lr: Interpolation key 'nope' not found"),
+        ("optim.lr=1,2", "optim.lr: got several values, 1,2; add --multirun to sweep over them"),
+        ("train.num_steps=1.5", "train.num_steps: must be a whole number, got '1.5'"),
+        ("model.tied_head=perhaps", "model.tied_head: must be true or false, got 'perhaps'"),
+        ("run.name=[a]", "run.name: must be a text, got ['a']"),
+        ("model.attention=wild", "model.attention: must be one of fused, fp32, got 'wild'"),
+        ("train=abc", "train: is a section, got abc; it has the keys num_steps, "),
+        ("model.dim", "model.dim: cannot be read; write key=value"),
+        ("model.dim=[1", "model.dim=[1: cannot be read; write key=value"),
+        ("model.num_heads=3", "model.num_heads: must divide model.dim=128, got 3"),
+        ("optim.lr=-1", "optim.lr: must be positive, got -1.0"),
+        ("run.name=a/b", "run.name: must be a plain directory name, got 'a/b'"),
+        ("train.batch_tokens=100", "train.batch_tokens: must be a multiple of train.sequence_length=256, got 100"),
+        ("data=files", "data.sources.main.paths: must name at least one file, prefix or glob for kind=files"),
+        ("data.kind=synthetic", "data.kind: no such key; data has eval_fraction, document_mask, sources, phases, "),
+        (
+            "data.sources.main.pathz=[a]",
+            "data.sources.main.pathz: no such key; data.sources.main has kind, weight, seed, ",
+        ),
+        ("data.sources.main.kind=web", "data.sources.main.kind: must be one of embedded, synthetic, files, got 'web'"),
+        ("data.sources.main.paths=a", "data.sources.main.paths: must be a list, as [...]"),
+        ("data.sources.main.paths=[a]", "data.sources.main.paths: must be empty for kind=embedded, got ['a']"),
+        ("data.sources.main.weight=0", "data.sources.main.weight: must be positive, got 0.0"),
+        ("data.sources.main.weight=-1", "data.sources.main.weight: must be positive, got -1.0"),
+        ("data.sources.main.seed=-1", "data.sources.main.seed: must be in 0 .. 2**63 - 1 or null, got -1"),
+        ("data.sources=3", "data.sources: must map names to sections, as {name: {...}}"),
+        ("~data.sources.main", "data.sources: must name at least one source"),
+        (
+            "data.sources.web.kind=files",
+            "data.sources.web: is not there; add it with +data.sources={web: {...}} and the ",
+        ),
+        (
+            "+data.sources.web.kind=files",
+            "data.sources.web: is not there; add it with +data.sources={web: {...}} and the ",
+        ),
+        ("+data.sources={web: {knd: files}}", "data.sources.web.knd: no such key; data.sources.web has kind, weight, "),
+        ("+data.sources={web: {weight: 1}}", "data.sources.web.kind: has no value"),
+        (
+            "data.phases=[{from_batch: 1, weight: {main: 1}}]",
+            "data.phases.weight: no such key; data.phases has from_batch",
+        ),
+        ("data.phases=[{from_batch: 1, weights: {a: 1}}]", "data.phases[0].weights: no source 'a'; there are main"),
+        (
+            "data.phases=[{from_batch: 1, weights: {main: -1}}]",
+            "data.phases[0].weights.main: must be 0 (off) or more, got",
+        ),
+        (
+            "data.phases=[{from_batch: 1, weights: {main: 0}}]",
+            "data.phases[0].weights: must leave a source with a weight",
+        ),
+        ("data.phases=[{from_batch: -1, weights: {main: 1}}]", "data.phases[0].from_batch: must be 0 or more, got -1"),
+        (
+            "data.phases=[{from_batch: 5, weights: {main: 1}}, {from_batch: 5, weights: {main: 2}}]",
+            "data.phases[1].from_batch: must be above 5, where the phase before begins, got 5",
+        ),
+        ("data.stratify.rare_below=-1", "data.stratify.rare_below: must be 0 (off) or more, got -1"),
+        ("data.stratify.max_per_batch=0", "data.stratify.max_per_batch: must be at least 1, got 0"),
+        ("optim.warmup_steps=999", "optim.warmup_steps: must not exceed train.num_steps=200, got 999"),
+    ],
+)
+def test_a_bad_override_is_one_line(override: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose.load(["run.seed=1", override])
+    message = str(caught.value)
+    assert message.startswith(line)
+    assert "\n" not in message
+    assert "search path" not in message
+    assert caught.value.__cause__ is None
+
+
+def test_sources_are_added_and_turned_off_on_the_command_line() -> None:
+    web = "+data.sources={web: {kind: files, paths: [/data/web], weight: 2}}"
+    cfg = compose.load(["data=mixture", web, "data.phases=[{from_batch: 9, weights: {web: 0}}]"])
+    assert list(cfg.data.sources) == ["text", "synthetic", "web"]
+    assert cfg.data.sources["web"].paths == ["/data/web"]
+    assert cfg.data.phases[0].weights == {"web": 0.0}
+    assert compose.flat(compose.plain(cfg))["data.sources.web.weight"] == 2.0
+    assert "files" in compose.to_yaml(cfg)
+
+
+def test_a_close_key_is_suggested() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean warmup_steps\?$"):
+        compose.load(["optim.warmup_step=1"])
+
+
+def test_what_is_no_complaint_about_an_override_stays_as_it_is() -> None:
+    error = AttributeError("a mistake of ours")
+    assert compose.explain(error, ["optim.lr=1", "model=tiny"]) is error
+
+
+def test_a_run_directory_from_before_a_key_existed_still_opens(tmp_path: Path) -> None:
+    tree = compose.plain(compose.load())
+    del tree["checkpoint"]["retry_s"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert compose.read(tmp_path / "config.yaml").checkpoint.retry_s == compose.load().checkpoint.retry_s

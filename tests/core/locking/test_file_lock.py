@@ -1,0 +1,121 @@
+"""One process at a time, on file systems with file locks and on those without."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from harness.config.schema import ConfigError
+from harness.core.locking.file_lock import exclusive
+from harness.core.rundir import RunDir
+from harness.telemetry.tracking.parent_run import one_parent
+from harness.telemetry.tracking.progress import sole_sender
+from harness.telemetry.tracking.store_uri import schema_lock
+from launch.sweeps.scheduler import sole_sweeper
+from tests.forks import forks
+
+ANSWERS = ["works", "ENOSYS", "EOPNOTSUPP", "ENOLCK"]
+"""What flock says; "works" is this machine's."""
+
+
+def use_flock(answer: str) -> None:
+    """Let flock say this from now on, in this process."""
+
+    def refuse(*_: object) -> None:
+        number = getattr(errno, answer)
+        raise OSError(number, os.strerror(number))
+
+    if answer != "works":
+        fcntl.flock = refuse
+
+
+@pytest.fixture(params=ANSWERS)
+def flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(fcntl, "flock", fcntl.flock)
+    use_flock(request.param)
+    return str(request.param)
+
+
+def once(path: Path) -> AbstractContextManager[object]:
+    return exclusive(path, keep_trying=lambda: False)
+
+
+def test_a_second_holder_is_turned_away_until_the_first_has_left(tmp_path: Path, flock: str) -> None:
+    path = tmp_path / ".lock"
+    with once(path) as first, once(path) as second:
+        assert (first is not None, second) == (True, None)
+    with once(path) as third:
+        assert third is not None
+    assert (tmp_path / ".lock.lease").exists() == (flock != "works")
+
+
+def hold_and_die(path: Path, answer: str, reports: Connection) -> None:
+    use_flock(answer)
+    with once(path) as lock:
+        reports.send(lock is not None)
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("flock", ["works", "ENOSYS"], indirect=True)
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path, flock: str) -> None:
+    ours, theirs = forks().Pipe()
+    process = forks().Process(target=hold_and_die, args=(tmp_path / ".lock", flock, theirs))
+    process.start()
+    assert ours.poll(60)
+    assert ours.recv()
+    with once(tmp_path / ".lock") as lock:
+        assert lock is None
+    process.kill()
+    process.join()
+    with once(tmp_path / ".lock") as lock:
+        assert lock is not None
+
+
+@contextmanager
+def sent(directory: Path) -> Iterator[None]:
+    with sole_sender(RunDir(directory), None) as alone:
+        assert alone
+        with sole_sender(RunDir(directory), None) as another:
+            assert not another
+        yield
+
+
+@contextmanager
+def swept(directory: Path) -> Iterator[None]:
+    with sole_sweeper(directory) as lock:
+        assert os.fstat(lock.fileno())
+        with pytest.raises(ConfigError, match=r"^run\.name: .* is being swept"), sole_sweeper(directory):
+            pass
+        yield
+
+
+USERS: dict[str, Callable[[Path], AbstractContextManager[None]]] = {
+    "sender": sent,
+    "sweep": swept,
+    "store": lambda directory: schema_lock(f"sqlite:///{directory}/mlflow.db"),
+    "parent": lambda directory: one_parent(RunDir(directory)),
+}
+
+
+@pytest.mark.parametrize("flock", ["ENOSYS"], indirect=True)
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.usefixtures("flock")
+def test_mlflow_and_sweeps_do_without_flock(tmp_path: Path, user: str) -> None:
+    for _ in range(2):
+        with USERS[user](tmp_path):
+            pass
+
+
+def test_any_other_error_of_flock_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", fcntl.flock)
+    use_flock("EIO")
+    with pytest.raises(OSError, match="Input/output"), once(tmp_path / ".lock"):
+        pass

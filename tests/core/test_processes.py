@@ -1,0 +1,118 @@
+"""What the harness starts takes the harness's own code, also where modules of the same names lie around."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from harness.analysis.postmortem.write import MARKDOWN
+from harness.config import compose
+from harness.core.rundir import locate, prepare
+from harness.telemetry.postmortem_process import Scribe
+from launch.sweeps import scheduler
+from launch.sweeps.scheduler import Room
+from tests.analysis.postmortem import stories
+from tests.launch.cli.test_main import ROOT, TINY
+
+pytestmark = pytest.mark.full
+
+STRAY = ("harness/__init__.py", "launch/__init__.py", "json.py")
+TRAP = """\
+import sys
+with open({trapped!r}, "a") as log: print(__file__, "in", sys.orig_argv, file=log)
+raise ImportError("trapped")
+"""
+BEGIN = """\
+import subprocess
+from harness import children
+subprocess.run(children.command("look"), env=children.environment(), cwd="/", check=True)
+"""
+LOOK = """\
+import harness, json, os
+print(json.dumps([harness.__file__, os.environ.get("PYTHONPATH")]))
+"""
+
+
+@pytest.fixture
+def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Is written once a stray module of the working directory is imported."""
+    log, here = tmp_path / "trapped", tmp_path / "here"
+    for name in STRAY:
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(TRAP.format(trapped=str(log)))
+    monkeypatch.chdir(here)
+    return log
+
+
+def caught(log: Path) -> str:
+    return log.read_text() if log.exists() else ""
+
+
+def test_a_post_mortem_is_written_from_among_strays(trapped: Path, tmp_path: Path) -> None:
+    run = stories.write(tmp_path / "run", stories.poisoned())
+    writer = Scribe(run)
+    writer.hear(stories.ended())
+    written = writer.finish(60)
+    assert caught(trapped) == ""
+    assert written
+    assert (run.incidents / "001" / MARKDOWN).exists()
+
+
+def test_a_run_and_its_sender_start_from_among_strays(trapped: Path, tmp_path: Path) -> None:
+    """The launcher of a sweep's job, its rank, and the process in which that has its events sent."""
+    words = [*TINY, f"run.dir={tmp_path / 'runs'}", "run.name=job", "telemetry.mlflow=true"]
+    words.append("telemetry.exit_wait_s=200")
+    cfg = compose.load(words)
+    run = locate(cfg)
+    prepare(cfg, run)
+    with scheduler.sole_sweeper(tmp_path) as lock:
+        codes, _ = scheduler.work_off([run], [Room(threads=1)], lock, lambda *_: None)
+    assert caught(trapped) == ""
+    assert codes == {"job": 0}, (run.logs / "console.txt").read_text()
+    assert json.loads(run.mlflow.read_text())["run_id"]
+
+
+def look(python: Path | str, cwd: Path, places: str | None) -> tuple[str, str | None]:
+    """Where a process that is started from `cwd` finds the harness, and the PYTHONPATH that it has."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {} if places is None else {"PYTHONPATH": places}
+    done = subprocess.run(
+        [python, "-c", BEGIN], cwd=cwd, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    )
+    found, named = json.loads(done.stdout)
+    return found, named
+
+
+@pytest.mark.parametrize(
+    ("given", "handed_on"),
+    [
+        (None, "{here}"),
+        ("", "{here}"),
+        ("/a:/b", "{here}:/a:/b"),
+        ("{here}:/a", "{here}:/a"),
+        ("/a:{here}", "{here}:/a"),
+    ],
+)
+def test_a_copy_of_the_code_starts_itself(given: str | None, handed_on: str, tmp_path: Path) -> None:
+    """Though Python would find another by itself, that of the tests."""
+    (tmp_path / "harness").symlink_to(ROOT / "harness")
+    (tmp_path / "look.py").write_text(LOOK)
+    places = None if given is None else given.format(here=tmp_path)
+    found = str(tmp_path / "harness" / "__init__.py")
+    assert look(sys.executable, tmp_path, places) == (found, handed_on.format(here=tmp_path))
+
+
+def test_an_installed_package_is_found_without_being_named(tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "harness").symlink_to(ROOT / "harness")
+    (site / "look.py").write_text(LOOK)
+    found = str(site / "harness" / "__init__.py")
+    assert look(tmp_path / "venv" / "bin" / "python", tmp_path, None) == (found, None)
+    assert look(tmp_path / "venv" / "bin" / "python", tmp_path, "/a") == (found, "/a")

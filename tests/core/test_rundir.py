@@ -1,0 +1,97 @@
+"""A run directory is created, resumed, or refused with the keys that differ."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness.config.compose import load, plain
+from harness.config.schema import Config, ConfigError
+from harness.core import rundir
+
+
+def config(root: Path, *overrides: str) -> Config:
+    return load([f"run.dir={root}", "run.name=a", *overrides])
+
+
+def start(cfg: Config) -> rundir.RunDir:
+    """A run as it is once it has begun."""
+    run = rundir.locate(cfg)
+    rundir.prepare(cfg, run)
+    run.events.touch()
+    return run
+
+
+def test_the_resolved_configuration_is_written(tmp_path: Path) -> None:
+    cfg = config(tmp_path, "optim.beta2=0.99")
+    run = rundir.locate(cfg)
+    assert rundir.prepare(cfg, run) == {}
+    assert yaml.safe_load(run.config.read_text()) == plain(cfg)
+
+
+def test_a_disagreeing_configuration_is_refused_with_its_keys_and_changes_nothing(tmp_path: Path) -> None:
+    run = start(config(tmp_path))
+    before = run.config.read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"^run\.name: .*optim\.lr was 0\.003, is 0\.1.*run\.resume=changed"
+    ) as refusal:
+        rundir.prepare(config(tmp_path, "optim.lr=0.1", "optim.beta1=0.8"), run)
+    assert "optim.beta1" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert run.config.read_bytes() == before
+
+
+def test_where_and_how_visibly_a_run_happens_may_differ(tmp_path: Path) -> None:
+    run = start(config(tmp_path))
+    assert rundir.prepare(config(tmp_path, "launch.nproc=4", "telemetry=plain", "cluster=h100"), run) == {}
+
+
+def test_a_run_that_never_began_may_be_corrected(tmp_path: Path) -> None:
+    wrong, right = config(tmp_path, "optim.lr=0.1"), config(tmp_path)
+    run = rundir.locate(wrong)
+    rundir.prepare(wrong, run)
+    assert rundir.prepare(right, run) == {}
+    assert yaml.safe_load(run.config.read_text()) == plain(right)
+    assert not run.interventions.exists()
+
+
+def test_an_asked_for_change_is_an_intervention(tmp_path: Path) -> None:
+    run = start(config(tmp_path))
+    changed = config(tmp_path, "optim.lr=0.1", "run.resume=changed")
+    assert rundir.prepare(changed, run) == {"optim.lr": [0.003, 0.1]}
+    [entry] = [json.loads(line) for line in run.interventions.read_text().splitlines()]
+    assert entry["changes"] == {"optim.lr": [0.003, 0.1]}
+    assert entry["who"]
+    assert yaml.safe_load(run.config.read_text())["optim"]["lr"] == 0.1
+
+
+def test_a_run_without_a_name_gets_its_model_and_the_time(tmp_path: Path) -> None:
+    cfg = load([f"run.dir={tmp_path}"])
+    rundir.name_run(cfg)
+    assert cfg.run.name is not None
+    assert cfg.run.name.startswith("tiny-2")
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_place_that_cannot_be_is_named(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    cfg = config(tmp_path / place)
+    with pytest.raises(ConfigError, match=r"^run\.dir: cannot create"):
+        rundir.prepare(cfg, rundir.locate(cfg))
+
+
+def test_writing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    rundir.write_atomically(path, "old")
+
+    def fail(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        rundir.write_atomically(path, "new")
+    assert path.read_text() == "old"

@@ -1,0 +1,156 @@
+"""The record of a run's data: what changed is found, and a corpus that grows moves no window."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.config.schema import ConfigError, StorageError
+from harness.data.corpus.corpora import split
+from harness.data.corpus.corpus_record import (
+    Addition,
+    DataRecord,
+    FileRecord,
+    SourceRecord,
+    compare,
+    later_stretches,
+    next_pass,
+    read_record,
+    render_record,
+    resized,
+)
+from harness.data.corpus.file_probe import Listed
+from harness.data.order.mixture import Size
+from harness.data.order.order import Stretch, num_unrepeated, samples_in
+
+FILES = tuple(FileRecord(path=f"/data/{name}.bin", num_bytes=size) for name, size in (("a", 10), ("b", 20), ("c", 30)))
+
+
+def listed(*names: str, **sizes: int) -> list[Listed]:
+    known = {"a": 10, "b": 20, "c": 30} | sizes
+    return [Listed(f"/data/{name}.bin", known.get(name, 99), 0) for name in names]
+
+
+def grown(first: range, additions: list[tuple[int, range]]) -> tuple[Stretch, ...]:
+    return (Stretch(0, 0, (first,)), *later_stretches(first, additions))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    num_first=st.integers(5, 40),
+    eval_fraction=st.floats(0.05, 0.5),
+    growth=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 30)), max_size=4),
+    seed=st.integers(0, 2**40),
+)
+def test_a_corpus_that_grows_repeats_nothing_early_and_never_trains_on_held_out_windows(
+    num_first: int, eval_fraction: float, growth: list[tuple[int, int]], seed: int
+) -> None:
+    """At any turn, add any number of windows: what was seen stays what it was, and passes stay whole."""
+    train, held_out = split(num_first, eval_fraction, source="main")
+    additions: list[tuple[int, range]] = []
+    end, turn = num_first, 0
+    for later, num_windows in growth:
+        before = grown(train, additions)
+        turn += later
+        additions.append((next_pass(before, turn), range(end, end + num_windows)))
+        end += num_windows
+        seen = np.arange(turn)
+        np.testing.assert_array_equal(
+            samples_in(seen, before, seed=seed), samples_in(seen, grown(train, additions), seed=seed)
+        )
+    stretches = grown(train, additions)
+    assert all(first.from_turn < second.from_turn for first, second in pairwise(stretches))
+    num_turns = stretches[-1].from_turn + 2 * stretches[-1].num_samples
+    order = samples_in(np.arange(num_turns), stretches, seed=seed)
+    assert not set(order.tolist()).intersection(held_out)
+    assert set(order.tolist()) == set(train).union(*(windows for _, windows in additions))
+    unrepeated = num_unrepeated(stretches)
+    assert len(set(order[:unrepeated].tolist())) == unrepeated, "nothing comes twice before that turn"
+    assert order[unrepeated] in set(order[:unrepeated].tolist())
+    for stretch, following in zip(stretches, [*stretches[1:], None], strict=True):
+        stop = num_turns if following is None else following.from_turn
+        num_passes, rest = divmod(stop - stretch.from_turn, stretch.num_samples)
+        assert rest == 0, "no pass is cut short"
+        for number in range(num_passes):
+            start = stretch.from_turn + number * stretch.num_samples
+            once = order[start : start + stretch.num_samples]
+            assert sorted(once.tolist()) == sorted(sample for part in stretch.parts for sample in part)
+
+
+def test_added_windows_come_before_old_ones_come_again() -> None:
+    additions = [(10, range(12, 16))]
+    order = samples_in(np.arange(28), grown(range(10), additions), seed=3)
+    assert set(order[:10].tolist()) == set(range(10))
+    assert set(order[10:14].tolist()) == set(range(12, 16))
+    assert set(order[14:28].tolist()) == {*range(10), *range(12, 16)}
+
+
+@pytest.mark.parametrize(
+    ("now", "changed", "broken"),
+    [
+        (listed("a", "b", "c"), "", ""),
+        (listed("a", "b", "c", "d"), "/data/d.bin was added", ""),
+        (listed("0", "a", "b", "c"), "/data/0.bin was added", ""),
+        (listed("a", "c"), "/data/b.bin was removed", "/data/b.bin was removed"),
+        (listed("a", "b", "c", b=21), "/data/b.bin grew from 20 to 21 bytes", "/data/b.bin grew from 20 to 21 bytes"),
+        (listed("a", "b", "c", b=7), "/data/b.bin shrank from 20 to 7 bytes", "/data/b.bin shrank from 20 to 7 bytes"),
+        (listed("a", "x", "c", x=20), "/data/b.bin is now /data/x.bin", ""),
+    ],
+)
+def test_what_changed_is_named(now: list[Listed], changed: str, broken: str) -> None:
+    found = compare(SourceRecord(files=FILES), now)
+    assert (found.changed, found.broken) == (changed, broken)
+
+
+def test_recorded_files_keep_their_order_and_added_ones_follow() -> None:
+    found = compare(SourceRecord(files=FILES), listed("0", "a", "b", "c", "d"))
+    assert [Path(file.path).stem for file in found.files] == ["a", "b", "c", "0", "d"]
+    assert found.num_added == 2
+
+
+def test_an_index_that_changed_is_named() -> None:
+    files = (FileRecord(path="/data/a.bin", num_bytes=10, index_bytes=50),)
+    found = compare(SourceRecord(files=files), [Listed("/data/a.bin", 10, 58)])
+    assert found.broken == "/data/a.idx had 50 bytes and has 58"
+
+
+def test_of_many_files_some_are_named() -> None:
+    found = compare(SourceRecord(files=FILES[:1]), listed("a", "d", "e", "f", "g", "h"))
+    assert found.changed.endswith("/data/f.bin was added, and 2 more")
+
+
+def test_the_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    source = SourceRecord(files=FILES, additions=(Addition(num_files=1, from_turn=30),))
+    record = DataRecord(sizes=(Size(0, 8), Size(5, 16)), sources={"main": source, "text": SourceRecord(text="f00d")})
+    path = tmp_path / "corpus.json"
+    path.write_text(render_record(record))
+    assert read_record(path) == record
+    assert source.num_first == 2
+    assert read_record(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("spoil", [{"version": 2}, {"sources": {"main": {}}}, {"batch_sizes": []}])
+def test_a_record_that_cannot_be_read_is_refused_with_its_name(tmp_path: Path, spoil: dict[str, object]) -> None:
+    path = tmp_path / "corpus.json"
+    content = json.loads(render_record(DataRecord(sizes=(Size(0, 8),))))
+    path.write_text(json.dumps(content | spoil))
+    with pytest.raises(ConfigError, match=rf"^{path}: (has version 2, allowed is 1|is not the record of a corpus)"):
+        read_record(path)
+
+
+def test_sizes_that_held_for_no_batch_are_forgotten() -> None:
+    assert resized([Size(0, 8)], 16, from_batch=10) == (Size(0, 8), Size(10, 16))
+    assert resized([Size(0, 8), Size(10, 16)], 4, from_batch=10) == (Size(0, 8), Size(10, 4))
+    assert resized([Size(0, 8), Size(10, 16)], 8, from_batch=10) == (Size(0, 8),)
+    assert resized([Size(0, 8)], 16, from_batch=0) == (Size(0, 16),)
+
+
+def test_storage_that_does_not_answer_is_not_a_wrong_record(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=rf"^{tmp_path}: cannot be read"):
+        read_record(tmp_path)

@@ -1,0 +1,73 @@
+"""A file is known by its sizes and a few blocks, at a cost that does not grow with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.config.schema import ConfigError
+from harness.data.corpus.file_probe import BLOCK_BYTES, READS_PER_FILE, measure, positions, probe
+from tests.data.token_files import KEY, write_pair
+
+
+def probe_of(path: Path) -> str:
+    return probe(measure(path, key=KEY), key=KEY)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    draw = np.random.default_rng(0)
+    write_pair(tmp_path / "a", [draw.integers(0, 250, 500).tolist() for _ in range(400)])
+    return tmp_path / "a.bin"
+
+
+def test_the_first_and_the_last_block_and_some_between_are_read() -> None:
+    for num_bytes in (1, BLOCK_BYTES, BLOCK_BYTES + 1, 10**6, 10**12):
+        places = positions(num_bytes, 4)
+        assert places[0] == 0
+        assert num_bytes <= places[-1] + BLOCK_BYTES
+        assert len(places) <= 4
+        assert places == positions(num_bytes, 4)
+
+
+def test_reads_do_not_grow_with_the_file(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    pread = os.pread
+
+    def counted(descriptor: int, num_bytes: int, position: int) -> bytes:
+        reads.append(num_bytes)
+        return pread(descriptor, num_bytes, position)
+
+    monkeypatch.setattr(os, "pread", counted)
+    probe_of(pair)
+    assert len(reads) == READS_PER_FILE
+    assert sum(reads) == READS_PER_FILE * BLOCK_BYTES
+
+
+def test_equal_files_have_equal_probes_and_another_block_another(pair: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for ending in (".bin", ".idx"):
+        (tmp_path / "there" / f"b{ending}").write_bytes(pair.with_suffix(ending).read_bytes())
+    other = tmp_path / "there" / "b.bin"
+    assert probe_of(pair) == probe_of(other)
+    for path in (other, other.with_suffix(".idx")):
+        kept = path.read_bytes()
+        for place in (0, len(kept) - 1):
+            spoiled = bytearray(kept)
+            spoiled[place] ^= 1
+            path.write_bytes(spoiled)
+            assert probe_of(other) != probe_of(pair)
+        path.write_bytes(kept)
+    other.with_suffix(".idx").unlink()
+    assert probe_of(other) != probe_of(pair)
+
+
+def test_a_file_that_vanished_is_named(pair: Path) -> None:
+    file = measure(pair, key=KEY)
+    pair.unlink()
+    for ask in (lambda: probe(file, key=KEY), lambda: measure(pair, key=KEY)):
+        with pytest.raises(ConfigError, match=rf"^{KEY}: {pair}: cannot be read"):
+            ask()

@@ -1,0 +1,190 @@
+"""Files of tokens: found by name or pattern, never scanned, written so that nothing half done is taken for whole."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.config.schema import ConfigError
+from harness.data.corpus.megatron_index import WRITABLE
+from harness.data.corpus.token_files import IndexedWriter, expand
+from tests.data.token_files import (
+    DOCUMENTS,
+    KEY,
+    fresh_directory,
+    index_bytes,
+    opened,
+    refused,
+    write_pair,
+)
+
+INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "uint16")
+
+
+@settings(deadline=None, max_examples=60)
+@given(documents=DOCUMENTS, dtype=st.sampled_from(INTEGERS))
+def test_what_was_written_is_read(documents: list[list[int]], dtype: str) -> None:
+    with fresh_directory() as directory:
+        write_pair(directory / "corpus", documents, dtype)
+        file = opened(directory / "corpus")
+        flat = [token for document in documents for token in document]
+        assert file.dtype == np.dtype(dtype)
+        assert (file.num_tokens, file.num_documents) == (len(flat), len(documents))
+        assert file.read(0, file.num_tokens).tolist() == flat
+        bounds = [file.document(number) for number in range(file.num_documents)]
+        assert [flat[first:end] for first, end in bounds] == documents
+
+
+@pytest.mark.parametrize("dtype", sorted(WRITABLE, key=str), ids=str)
+def test_extremes_of_a_dtype_survive(tmp_path: Path, dtype: np.dtype[Any]) -> None:
+    tokens = np.array([np.iinfo(dtype).min, 0, np.iinfo(dtype).max], dtype=dtype)
+    with IndexedWriter(tmp_path / "corpus", dtype) as writer:
+        writer.add(tokens.astype(np.int64))
+    read = opened(tmp_path / "corpus.bin").read(0, 3)
+    assert read.dtype == dtype
+    np.testing.assert_array_equal(read, tokens)
+
+
+@pytest.mark.parametrize("name", ["corpus", "corpus.bin", "corpus.idx"])
+def test_a_pair_answers_to_three_names(tmp_path: Path, name: str) -> None:
+    write_pair(tmp_path / "corpus", [[1], [2]])
+    file = opened(str(tmp_path / name))
+    assert file.path == tmp_path / "corpus.bin"
+    assert file.num_documents == 2
+
+
+@pytest.mark.parametrize(("present", "absent"), [(".bin", ".idx"), (".idx", ".bin")])
+def test_a_prefix_needs_both_files(tmp_path: Path, present: str, absent: str) -> None:
+    write_pair(tmp_path / "corpus", [[1, 2]])
+    (tmp_path / f"corpus{absent}").unlink()
+    refused(tmp_path / "corpus", "is missing", names=tmp_path / f"corpus{absent}")
+    with pytest.raises(ConfigError, match="is missing"):
+        expand([str(tmp_path / "corpus")], key=KEY)
+    if present == ".idx":
+        refused(tmp_path / "corpus.idx", "is missing", names=tmp_path / "corpus.bin")
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "no such file", names=tmp_path / "nowhere")
+    refused(tmp_path / "nowhere.bin", "no such file", names=tmp_path / "nowhere.bin")
+    refused(tmp_path, "is a directory", names=tmp_path)
+
+
+def test_a_view_cannot_be_written_to(tmp_path: Path) -> None:
+    write_pair(tmp_path / "corpus", [[1, 2]])
+    with pytest.raises(ValueError, match="read-only"):
+        opened(tmp_path / "corpus").read(0, 2)[0] = 7
+
+
+def test_a_file_that_changes_under_a_run_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.bin"
+    path.write_bytes(bytes(1 << 16))
+    file = opened(path)
+    path.write_bytes(bytes(10))
+    with pytest.raises(ConfigError, match=rf"^{KEY}: {path}: changed while it was read, from 65536 to 10 bytes$"):
+        file.read(20_000, 5)
+    path.unlink()
+    with pytest.raises(ConfigError, match=rf"^{KEY}: {path}: vanished while it was read"):
+        file.read(0, 1)
+
+
+def test_opening_does_not_depend_on_the_size(tmp_path: Path) -> None:
+    """Two billion tokens, of which none is on the disk; whatever scans or copies them needs gigabytes."""
+    num_tokens = 2**31
+    for name in ("flat.bin", "corpus.bin"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(2 * num_tokens)
+    lengths = [2**31 - 1, 1]
+    (tmp_path / "corpus.idx").write_bytes(index_bytes(lengths))
+    tracemalloc.start()
+    for name in ("flat.bin", "corpus"):
+        file_of_tokens = opened(tmp_path / name)
+        assert file_of_tokens.num_tokens == num_tokens
+        assert file_of_tokens.read(num_tokens - 3, 3).tolist() == [0, 0, 0]
+        file_of_tokens.fingerprint()
+    assert file_of_tokens.document_at(num_tokens - 1) == (1, num_tokens - 1, num_tokens)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_fingerprints_tell_files_apart(tmp_path: Path) -> None:
+    contents = {"a": [[1, 2], [3]], "b": [[1], [2, 3]], "c": [[1, 2], [4]], "d": [[1, 2, 3]], "e": [[1, 2], [3], []]}
+    for name, documents in contents.items():
+        write_pair(tmp_path / name, documents)
+    write_pair(tmp_path / "f", contents["a"], "int32")
+    write_pair(tmp_path / "again", contents["a"])
+    assert len({opened(tmp_path / name).fingerprint() for name in "abcdef"}) == 6
+    assert opened(tmp_path / "again").fingerprint() == opened(tmp_path / "a").fingerprint()
+
+
+def test_expand_sorts_what_names_and_patterns_stand_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b", "a", "deep/c"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_pair(tmp_path / name, [[1, 2]])
+    for name in ("z.npy", "a.counts.npy", "a.meta.json", "odd[1].bin"):
+        (tmp_path / name).write_bytes(bytes(2))
+
+    def names(*paths: str) -> list[str]:
+        return [path.relative_to(tmp_path).as_posix() for path in expand([str(tmp_path / p) for p in paths], key=KEY)]
+
+    assert names("b", "a.idx", "a.bin", "a") == ["a.bin", "b.bin"]
+    assert names("*") == ["a.bin", "b.bin", "odd[1].bin", "z.npy"]
+    assert names("[ab].*") == ["a.bin", "b.bin"]
+    assert names("**/*.idx") == ["a.bin", "b.bin", "deep/c.bin"]
+    assert names("odd[1].bin", "z.npy") == ["odd[1].bin", "z.npy"]
+    monkeypatch.chdir(tmp_path)
+    assert expand(["?.bin"], key=KEY) == [Path("a.bin"), Path("b.bin")]
+
+
+@pytest.mark.parametrize("pattern", ["*.bin", "nowhere/*", "*.json"])
+def test_expand_names_a_pattern_without_files(tmp_path: Path, pattern: str) -> None:
+    (tmp_path / "a.meta.json").touch()
+    with pytest.raises(ConfigError, match=r"matches no \.bin or \.npy file") as caught:
+        expand([str(tmp_path / pattern)], key=KEY)
+    assert str(caught.value).startswith(f"{KEY}: {tmp_path / pattern}: ")
+
+
+def test_an_exception_leaves_the_older_pair(tmp_path: Path) -> None:
+    write_pair(tmp_path / "corpus", [[1, 2]])
+
+    def fail() -> None:
+        with IndexedWriter(tmp_path / "corpus", np.dtype(np.uint16)) as writer:
+            writer.add(np.array([7, 8, 9]))
+            raise RuntimeError("tokenizer fell")
+
+    with pytest.raises(RuntimeError, match="fell"):
+        fail()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.bin", "corpus.idx"]
+    assert opened(tmp_path / "corpus").read(0, 2).tolist() == [1, 2]
+
+
+def test_nothing_has_its_name_before_the_end(tmp_path: Path) -> None:
+    writer = IndexedWriter(tmp_path / "corpus.v1", np.dtype(np.uint16))
+    writer.add(np.array([7, 8, 9]))
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.v1.bin.tmp"]
+    writer.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.v1.bin", "corpus.v1.idx"]
+    assert opened(tmp_path / "corpus.v1").read(0, 3).tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "uint64", "float32", ">u2"])
+def test_what_megatron_cannot_read_is_not_written(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(ValueError, match="Megatron has no code for"):
+        IndexedWriter(tmp_path / "corpus", np.dtype(dtype))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("token", [-1, 65536])
+def test_ids_that_do_not_fit_are_not_wrapped(tmp_path: Path, token: int) -> None:
+    with IndexedWriter(tmp_path / "corpus", np.dtype(np.uint16)) as writer:
+        writer.add(np.array([1, 65535]))
+        with pytest.raises(ValueError, match=r"document 1 has ids .* too wide for uint16"):
+            writer.add(np.array([1, token]))
+    assert opened(tmp_path / "corpus").read(0, 2).tolist() == [1, 65535]

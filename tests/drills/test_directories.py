@@ -1,0 +1,91 @@
+"""Directories of drills: nothing of anybody else's is touched, and a twin serves again only where it is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.config import compose
+from harness.config.schema import Config, ConfigError
+from harness.core import events
+from harness.core.events import RunEnded, to_json
+from harness.core.rundir import RunDir, append_line
+from harness.drills import directories
+from tests.drills import logs
+
+
+def config(runs: Path, *overrides: str) -> Config:
+    return directories.configure(["telemetry=plain"], [f"run.dir={runs}", *overrides])
+
+
+def trained(cfg: Config, run: RunDir, exit_code: int = 0) -> RunDir:
+    """A twin with a log, and a checkpoint, as a trainer leaves it."""
+    assert not directories.lay_out_twin(cfg, run)
+    for event in (logs.started(), logs.step(1), logs.ended(exit_code=exit_code)):
+        append_line(run.events, to_json(event))
+    (run.checkpoints / "step-1").mkdir(parents=True)
+    (run.checkpoints / "step-1/weights").write_text("w")
+    return run
+
+
+def test_an_equal_twin_is_copied_and_kept_in_its_place(tmp_path: Path) -> None:
+    first = trained(config(tmp_path), RunDir(tmp_path / "drill-a-twin"))
+    second = RunDir(tmp_path / "drill-b-twin")
+    assert directories.lay_out_twin(config(tmp_path, "launch.hang_after_s=5"), second)
+    assert second.events.read_text() == first.events.read_text()
+    assert (second.checkpoints / "step-1/weights").samefile(first.checkpoints / "step-1/weights")
+    assert compose.read(second.config).run.name == "drill-b-twin"
+    assert directories.lay_out_twin(config(tmp_path), first)
+    append_line(second.events, to_json(logs.ended()))
+    assert len(list(events.read(first.events))) == 3
+    inside = RunDir(tmp_path / "campaign-1/twin")
+    assert directories.lay_out_twin(config(tmp_path), inside)
+
+
+@pytest.mark.parametrize("overrides", [["optim.lr=1e-4"], ["launch.nproc=1"], ["checkpoint.every_steps=7"]])
+def test_another_configuration_is_another_twin(tmp_path: Path, overrides: list[str]) -> None:
+    trained(config(tmp_path), RunDir(tmp_path / "drill-a-twin"))
+    assert not directories.lay_out_twin(config(tmp_path, *overrides), RunDir(tmp_path / "drill-b-twin"))
+
+
+def test_a_twin_that_did_not_finish_is_trained_again(tmp_path: Path) -> None:
+    run = trained(config(tmp_path), RunDir(tmp_path / "drill-a-twin"), exit_code=75)
+    assert not directories.lay_out_twin(config(tmp_path), RunDir(tmp_path / "drill-b-twin"))
+    assert not directories.lay_out_twin(config(tmp_path), run)
+    assert not run.events.exists()
+
+
+def test_other_code_is_another_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(config(tmp_path), RunDir(tmp_path / "drill-a-twin"))
+    monkeypatch.setattr(directories, "code_digest", lambda: "other")
+    assert not directories.lay_out_twin(config(tmp_path), RunDir(tmp_path / "drill-b-twin"))
+
+
+def test_what_is_no_drill_is_not_touched(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "drill-kill_rank")
+    run.path.mkdir()
+    directories.lay_out(config(tmp_path), run)
+    (run.path / "thesis.txt").write_text("years of work")
+    for lay_out in (directories.lay_out, directories.lay_out_twin):
+        with pytest.raises(ConfigError, match=r"^run.dir: .*drill-kill_rank is there and is no drill; move it away"):
+            lay_out(config(tmp_path), run)
+    assert (run.path / "thesis.txt").read_text() == "years of work"
+    run.drill.write_text("{}")
+    directories.lay_out(config(tmp_path), run)
+    assert not (run.path / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("word", ["run.name=mine", "launch.dry_run=true"])
+def test_what_a_drill_decides_itself_is_refused(tmp_path: Path, word: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{word.partition('=')[0]}: "):
+        config(tmp_path, word)
+
+
+def test_the_end_of_a_run_is_told_from_the_end_of_a_start(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert not directories.has_finished(run)
+    for event in (logs.started(), logs.ended(9, 9, exit_code=75), logs.started(9, 9), logs.ended()):
+        append_line(run.events, to_json(event))
+    assert isinstance(list(events.read(run.events))[-1], RunEnded)
+    assert not directories.has_finished(run)

@@ -1,0 +1,150 @@
+"""Lists of tensors in one launch: the update, sums and joined gradients as torch has them, over sizes that fill no
+whole piece."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.distributed.torch_private import chunk_cat
+from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
+from harness.sentinel.device.local_sums import (
+    StateSums,
+    square_sums,
+    square_sums_in_one_launch,
+    state_sums,
+    state_sums_in_one_pass,
+)
+from tests.gpu.where import DEVICE, IS_INTERPRETED, MARKS
+
+pytestmark = MARKS
+
+Shapes = list[tuple[int, ...]]
+
+ODD: Shapes = [(3,), (1024,), (7, 5), (0, 4), (130, 133), (64, 80)]
+EVEN: Shapes = [(8,), (1024,), (0, 4), (136, 128), (64, 80)]
+"""Where a thread may load all that it can; like the others with a tensor of more than one piece, and one of none."""
+if not IS_INTERPRETED:
+    ODD, EVEN = [*ODD, (1000, 333)], [*EVEN, (4096, 512)]
+NUM_LARGE = 300_001 if IS_INTERPRETED else 5_000_001
+"""Numbers of a tensor of many pieces."""
+
+
+def parts(shapes: Shapes, num_steps: float = 3.0) -> list[Part]:
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+
+    def numbers(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, device=DEVICE, generator=generator)
+
+    return [
+        Part(numbers(shape), numbers(shape), numbers(shape), numbers(shape).square(), scalar(num_steps))
+        for shape in shapes
+    ]
+
+
+def scalar(value: float) -> Tensor:
+    return torch.tensor(value, device=DEVICE)
+
+
+def rule() -> Rule:
+    return Rule(scalar(0.01), weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+
+
+@pytest.mark.parametrize("shapes", [ODD, EVEN])
+def test_a_pass_does_what_torchs_kernel_does_and_leaves_the_gradient(shapes: Shapes) -> None:
+    ours, theirs = parts(shapes), parts(shapes)
+    for _ in range(3):
+        step_in_one_pass(ours, rule(), refuse=scalar(0.0), divisor=scalar(4.0))
+        for part in theirs:
+            given = part.gradient.clone()
+            step_fused([part], rule(), refuse=scalar(0.0), divisor=scalar(4.0))
+            part.gradient.copy_(given)  # it writes the divided one back
+    for own, their, begun in zip(ours, theirs, parts(shapes), strict=True):
+        torch.testing.assert_close(tuple(own), tuple(their), rtol=1e-5, atol=1e-6)
+        assert own.step == 6
+        assert torch.equal(own.gradient, begun.gradient)
+        assert not torch.equal(own.parameter, begun.parameter) or not own.parameter.numel()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
+def test_a_refused_pass_leaves_every_bit(bad: float) -> None:
+    ours, before = parts(ODD, 0.0), parts(ODD, 0.0)
+    for part in ours:
+        part.gradient.fill_(bad)
+    step_in_one_pass(ours, rule(), refuse=scalar(1.0), divisor=scalar(bad))
+    for own, old in zip(ours, before, strict=True):
+        kept = zip(own._replace(gradient=own.step), old._replace(gradient=old.step), strict=True)
+        assert all(torch.equal(now, then) for now, then in kept)
+
+
+def exact_sums(
+    weights: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], *, correction: float, eps: float
+) -> StateSums:
+    rows = []
+    for weight, first, second in zip(weights, firsts, seconds, strict=True):
+        moment = second.double()
+        direction = first.double() / ((moment / scalar(correction).double()).sqrt() + eps)
+        rows.append([weight.double().square().sum(), moment.sum(), moment.square().sum(), direction.square().sum()])
+    return StateSums(*torch.tensor(rows, dtype=torch.float64, device=DEVICE).unbind(dim=1))
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_one_pass_sums_the_state_as_torch_does(is_sound: bool) -> None:
+    half, none, mean, square = (torch.full((NUM_LARGE,), value, device=DEVICE) for value in (0.5, 0.0, -2e-3, 1e-6))
+    large = Part(half, none, mean, square, scalar(1.0))
+    every = [*parts(ODD if is_sound else EVEN), large]
+    if not is_sound:
+        every[1].parameter[-1], every[3].first[0, 0], every[4].second[0, 0] = math.nan, math.inf, math.nan
+    weights, _, firsts, seconds, _ = (list(column) for column in zip(*every, strict=True))
+    one = state_sums_in_one_pass(weights, firsts, seconds, scalar(0.2), eps=1e-8)
+    exact = exact_sums(weights, firsts, seconds, correction=0.2, eps=1e-8)
+    for name, own, expected in zip(StateSums._fields, one, exact, strict=True):
+        torch.testing.assert_close(own.double(), expected, rtol=1e-5, atol=0.0, equal_nan=True, msg=name)
+    if not IS_INTERPRETED:  # torch adds up roughly on a CPU
+        for own, theirs in zip(one, state_sums(weights, firsts, seconds, scalar(0.2), eps=1e-8), strict=True):
+            torch.testing.assert_close(own, theirs, rtol=1e-4, atol=0.0, equal_nan=True)
+    assert one.weight_squares[-1].item() == pytest.approx(0.25 * NUM_LARGE)
+    spoiled = (one.weight_squares.isnan().sum(), one.seconds.isnan().sum(), one.directions.isinf().sum())
+    assert [count.item() for count in spoiled] == ([0, 0, 0] if is_sound else [1, 1, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 8])
+@pytest.mark.parametrize("shapes", [[shape for shape in shapes if 0 not in shape] for shapes in (ODD, EVEN)])
+def test_fsdps_operator_joins_gradients_as_torch_does(shapes: Shapes, num_chunks: int, dtype: torch.dtype) -> None:
+    chunk_cat.install("CPU" if IS_INTERPRETED else "CUDA")
+    every = [part.gradient.to(dtype) for part in parts(shapes)]
+    width = sum(-(-each.shape[0] // num_chunks) * each[:1].numel() for each in every)
+    own, theirs = torch.full((num_chunks, width), 9.0, device=DEVICE), torch.empty(num_chunks, width, device=DEVICE)
+    torch.ops.fsdp.chunk_cat(every, 0, num_chunks, out=own)
+    torch._chunk_cat(every, 0, num_chunks, out=theirs)
+    assert torch.equal(own, theirs)
+
+
+@pytest.mark.parametrize("shapes", [ODD, EVEN])
+def test_squares_are_summed_as_torch_does(shapes: Shapes) -> None:
+    gradients = [part.gradient for part in parts(shapes)]
+    one = square_sums_in_one_launch(gradients)
+    torch.testing.assert_close(one, square_sums(gradients), rtol=1e-5, atol=0.0)
+    assert torch.equal(square_sums_in_one_launch(gradients), one), "added up in another order"
+    gradients[0][-1], gradients[-1][0, 0] = math.nan, math.inf
+    spoiled = square_sums_in_one_launch(gradients)
+    assert spoiled[0].isnan()
+    assert spoiled[-1].isinf()
+    assert torch.equal(spoiled[1:-1], one[1:-1])
+
+
+def test_a_table_is_sent_once_and_another_where_a_tensor_moved() -> None:
+    from harness.kernels.multi_tensor import table_of
+
+    gradients = [part.gradient for part in parts(EVEN)]
+    table = table_of(gradients)
+    assert table_of(list(gradients)) is table
+    assert table.unit == 4
+    moved = [*gradients[:-1], gradients[-1].clone()]
+    assert table_of(moved) is not table
+    crooked = torch.zeros(9, device=DEVICE)[1:]
+    assert table_of([*gradients, crooked]).unit == 1

@@ -1,0 +1,399 @@
+"""Models leave a run and enter one: `transformers` is the judge of what leaves, our own model of what enters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from harness.checkpoint import catalog, integrity, store
+from harness.checkpoint.catalog import Health
+from harness.config import compose
+from harness.config.schema import Config, ConfigError, PrecisionKind
+from harness.core.rundir import RunDir
+from harness.core.state import RunState
+from harness.data.prepare.prepare import prepare
+from harness.data.prepare.prepared_files import Options
+from harness.data.prepare.tokenizer import EOD_TOKEN, open_tokenizer
+from harness.distributed.world import connect, disconnect
+from harness.huggingface import convert
+from harness.model.init import initialize
+from harness.model.transformer import Transformer
+from harness.precision.mixed_precision import linear
+
+SEQUENCE_LENGTH = 19
+SMALL = [
+    f"train.sequence_length={SEQUENCE_LENGTH}",
+    "model.dim=32",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.ffn_dim=48",
+]
+VARIANTS = [
+    [],
+    ["model.tied_head=true", "model.num_kv_heads=1", "model.rope_theta=500000.0"],
+    ["model.qk_norm=true", "model.norm_eps=0.01", "model.attention=fp32"],
+    ["model.mup_base_width=8"],
+    ["model.mup_base_width=8", "model.qk_norm=true"],
+    ["model.mup_base_width=8", "model.tied_head=true", "model.num_kv_heads=4"],
+    ["model.embedding_norm=true"],
+    ["model.embedding_norm=true", "model.tied_head=true"],
+]
+
+
+@cache
+def loaded(*overrides: str) -> Config:
+    return compose.load(overrides)
+
+
+def make_model(cfg: Config, *, seed: int = 3) -> Transformer:
+    """Weights far from their first values, so that no term is small."""
+    model = Transformer(cfg.model, sequence_length=SEQUENCE_LENGTH, linear=linear)
+    initialize(model, cfg.model, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    return model
+
+
+def make_run(path: Path, *overrides: str, steps: tuple[int, ...] = (5,)) -> tuple[RunDir, Config, Transformer]:
+    """A run directory with a checkpoint of each step, and the model of the last."""
+    cfg = loaded(*SMALL, *overrides)
+    run = RunDir(path)
+    path.mkdir(parents=True)
+    run.config.write_text(compose.to_yaml(cfg))
+    world = connect(loaded("parallel.device=cpu").parallel)
+    try:
+        for step in steps:
+            model = make_model(cfg, seed=step)
+            tensors = convert.first_state({name: weight.detach() for name, weight in model.named_parameters()})
+            store.write(run.checkpoints, tensors, RunState(step=step), world=world, rollback={})
+    finally:
+        disconnect()
+    return run, cfg, model
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain model that has left its run."""
+    directory = tmp_path_factory.mktemp("plain")
+    run, _, _ = make_run(directory / "run")
+    return export(run, directory / "exported")
+
+
+def export(run: RunDir, output: Path, *, dtype: PrecisionKind = PrecisionKind.fp32, **options: int) -> Path:
+    convert.export(run, convert.choose(run), output, dtype=dtype, **options)
+    return output
+
+
+def stream(vocab_size: int) -> Tensor:
+    return torch.randint(vocab_size, (3, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def logits_of(directory: Path, tokens: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    found: Any = AutoModelForCausalLM.from_pretrained(
+        directory, local_files_only=True, attn_implementation="eager", output_loading_info=True
+    )
+    model, report = found
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    with torch.no_grad():
+        logits: Tensor = model(tokens, use_cache=False).logits
+    return logits.float()
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def content(directory: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("overrides", VARIANTS, ids=str)
+def test_transformers_computes_the_same_logits(tmp_path: Path, overrides: list[str]) -> None:
+    run, cfg, model = make_run(tmp_path / "run", *overrides)
+    directory = export(run, tmp_path / "exported")
+    tokens = stream(cfg.model.vocab_size)
+    with torch.no_grad():
+        ours = model.logits(tokens)
+    assert relative_error(ours, logits_of(directory, tokens)) < 2e-6
+    described = json.loads((directory / "config.json").read_text())
+    assert described["architectures"] == ["Qwen3ForCausalLM" if cfg.model.qk_norm else "LlamaForCausalLM"]
+    assert described["max_position_embeddings"] == SEQUENCE_LENGTH
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("overrides", VARIANTS[:3], ids=str)
+def test_out_and_in_and_out_again_keeps_every_bit(tmp_path: Path, overrides: list[str]) -> None:
+    run, cfg, model = make_run(tmp_path / "run", *overrides)
+    first = export(run, tmp_path / "first", file_bytes=10_000)
+    path, options = convert.import_model(first, RunDir(tmp_path / "new"))
+    assert replace(cfg.model, **options) == cfg.model
+    assert path == tmp_path / "new" / "checkpoints" / "step-00000000-gen-0"
+    assert catalog.health_of(path) is Health.candidate
+    assert integrity.verify(path).step == 0
+    assert RunState(**json.loads((path / store.STATE_FILE).read_text())) == RunState()
+    read = store.read_tensors(path, store.read_shapes(path))
+    expected = convert.first_state({name: weight.detach() for name, weight in model.named_parameters()})
+    assert {name: tensor.dtype for name, tensor in read.items()} == {n: t.dtype for n, t in expected.items()}
+    assert same(read, expected)
+
+    shutil.copy(run.config, tmp_path / "new")
+    second = export(RunDir(tmp_path / "new"), tmp_path / "second")
+    assert same(content(first), content(second))
+    assert (first / "config.json").read_bytes() == (second / "config.json").read_bytes()
+
+
+def test_what_was_folded_comes_back_with_the_same_logits(tmp_path: Path) -> None:
+    run, cfg, model = make_run(tmp_path / "run", "model.mup_base_width=8", "model.tied_head=true")
+    path, options = convert.import_model(export(run, tmp_path / "exported"), RunDir(tmp_path / "new"))
+    plain = replace(cfg.model, mup_base_width=None, **options)
+    again = Transformer(plain, sequence_length=SEQUENCE_LENGTH, linear=linear)
+    names = [f"model.{name}" for name, _ in again.named_parameters()]
+    read = store.read_tensors(path, names)
+    again.load_state_dict({name.removeprefix("model."): tensor for name, tensor in read.items()})
+    tokens = stream(plain.vocab_size)
+    with torch.no_grad():
+        assert relative_error(again.logits(tokens), model.logits(tokens)) < 2e-6
+
+
+def test_many_files_hold_what_one_does(tmp_path: Path) -> None:
+    run, cfg, _ = make_run(tmp_path / "run")
+    one, many = export(run, tmp_path / "one"), export(run, tmp_path / "many", file_bytes=30_000)
+    index = json.loads((many / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in many.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    for file in files:
+        held = load_file(many / file)
+        assert {name for name, place in index["weight_map"].items() if place == file} == set(held)
+        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 30_000
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in content(many).values())
+    assert same(content(one), content(many))
+    tokens = stream(cfg.model.vocab_size)
+    assert torch.equal(logits_of(one, tokens), logits_of(many, tokens))
+
+
+def test_a_run_in_fp8_leaves_like_any_other(tmp_path: Path) -> None:
+    outputs = []
+    for precision in ("fp8", "fp32"):
+        run, _, _ = make_run(tmp_path / f"{precision}-run", f"precision={precision}", "train.sequence_length=32")
+        outputs.append(export(run, tmp_path / precision))
+    assert same(*map(content, outputs))
+
+
+@pytest.mark.parametrize("dtype", [PrecisionKind.bf16, PrecisionKind.fp16])
+def test_weights_are_rounded_once(tmp_path: Path, dtype: PrecisionKind) -> None:
+    run, _, _ = make_run(tmp_path / "run")
+    wide, narrow = content(export(run, tmp_path / "wide")), content(export(run, tmp_path / "narrow", dtype=dtype))
+    torch_dtype = {PrecisionKind.bf16: torch.bfloat16, PrecisionKind.fp16: torch.float16}[dtype]
+    assert same({name: tensor.to(torch_dtype) for name, tensor in wide.items()}, narrow)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "narrow", local_files_only=True)
+    assert model.dtype == torch_dtype
+
+
+def test_a_number_that_does_not_fit_is_not_made_infinite() -> None:
+    with pytest.raises(ConfigError, match=r"^--dtype: lm_head.weight holds 70000, beyond 65504; use fp32 or bf16$"):
+        convert.cast("lm_head.weight", torch.tensor([1.0, -70000.0]), torch.float16)
+    assert convert.cast("x", torch.tensor([torch.nan]), torch.float16).isnan().all()
+
+
+def test_the_newest_good_checkpoint_is_taken(tmp_path: Path) -> None:
+    run, _, _ = make_run(tmp_path / "run", steps=(5, 10, 15))
+    assert convert.choose(run).step == 15
+    catalog.mark(run.checkpoints / "step-00000010-gen-0", Health.good, "a test")
+    assert convert.choose(run).step == 10
+    assert convert.choose(run, step=5).step == 5
+    assert convert.choose(run, name="step-00000015-gen-0").step == 15
+    with pytest.raises(ConfigError, match=r"^--step: no checkpoint of step 7; there are step-00000005-gen-0, "):
+        convert.choose(run, step=7)
+    with pytest.raises(ConfigError, match=r"^--checkpoint: no '../x'; there are step-00000005-gen-0, "):
+        convert.choose(run, name="../x")
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
+def test_a_damaged_checkpoint_is_refused_by_the_file(tmp_path: Path, file: str) -> None:
+    run, _, _ = make_run(tmp_path / "run")
+    path = convert.choose(run).path / file
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ConfigError) as caught:
+        export(run, tmp_path / "exported")
+    assert str(caught.value).startswith(f"{path}: ")
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_configuration_of_another_shape_is_refused(tmp_path: Path) -> None:
+    run, _, _ = make_run(tmp_path / "run")
+    run.config.write_text(compose.to_yaml(loaded(*SMALL, "model.ffn_dim=64")))
+    with pytest.raises(ConfigError, match=r"holds model.blocks.0.mlp.gate.weight as \[48, 32\], .* needs \[64, 32\]"):
+        export(run, tmp_path / "exported")
+    run.config.write_text("model: [")
+    with pytest.raises(ConfigError, match=r"config.yaml: cannot be read: "):
+        export(run, tmp_path / "exported")
+    run.config.unlink()
+    with pytest.raises(ConfigError, match=r"config.yaml: is missing"):
+        export(run, tmp_path / "exported")
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_is_there_is_not_touched(tmp_path: Path) -> None:
+    run, _, _ = make_run(tmp_path / "run")
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(ConfigError, match=r"^--output: .*taken exists; choose another name$"):
+        export(run, tmp_path / "taken")
+    assert not list((tmp_path / "taken").iterdir())
+    (tmp_path / ".busy.part").mkdir()
+    with pytest.raises(ConfigError, match=r"busy.part is there: another export is writing it, or was killed"):
+        export(run, tmp_path / "busy")
+    assert (tmp_path / ".busy.part").is_dir()
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, OSError])
+def test_an_interrupted_export_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interruption: type[BaseException]
+) -> None:
+    run, _, _ = make_run(tmp_path / "run")
+    written: list[Any] = []
+
+    def save_once(tensors: dict[str, Tensor], path: Path, **options: Any) -> None:
+        if written:
+            raise interruption
+        save_file(tensors, path, **options)
+        written.append(path)
+
+    monkeypatch.setattr(convert, "save_file", save_once)
+    with pytest.raises(interruption):
+        export(run, tmp_path / "exported", file_bytes=10_000)
+    assert written
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+    monkeypatch.undo()
+    export(run, tmp_path / "exported", file_bytes=10_000)
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    text = "the quick brown fox jumps over the lazy dog. " * 20
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(8)))
+    options = Options(bpe_size=280, eod_token=EOD_TOKEN, append_eod=True)
+    prepare(
+        [tmp_path / "in.jsonl"],
+        tmp_path / "corpus",
+        options,
+        num_workers=1,
+        shard_bytes=1 << 20,
+        progress=lambda *_: None,
+    )
+    data = ["data=files", f"data.sources.main.paths=[{tmp_path}/corpus]", "model.vocab_size=280"]
+    run, _, _ = make_run(tmp_path / "run", *data)
+    directory = export(run, tmp_path / "exported")
+    ours = open_tokenizer(tmp_path / "corpus.tokenizer.json")
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    assert theirs(text)["input_ids"] == ours.encode([text])[0].tolist()
+    assert theirs.eos_token_id == ours.eod(EOD_TOKEN)
+    assert json.loads((directory / "config.json").read_text())["eos_token_id"] == ours.eod(EOD_TOKEN)
+
+
+def test_a_run_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
+    run, _, _ = make_run(tmp_path / "run")
+    directory = export(run, tmp_path / "exported")
+    with pytest.raises(ConfigError, match="holds checkpoints already"):
+        convert.import_model(directory, run)
+    catalog.set_aside(convert.choose(run).path)
+    with pytest.raises(ConfigError, match="holds checkpoints already"):
+        convert.import_model(directory, run)
+
+
+def drop(weights: dict[str, Tensor]) -> None:
+    del weights["model.norm.weight"]
+
+
+def add(weights: dict[str, Tensor]) -> None:
+    weights["model.layers.2.mlp.up_proj.weight"] = torch.zeros(48, 32)
+
+
+def bend(weights: dict[str, Tensor]) -> None:
+    weights["lm_head.weight"] = torch.zeros(255, 32)
+
+
+def quantize(weights: dict[str, Tensor]) -> None:
+    weights["model.norm.weight"] = torch.zeros(32, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (drop, "exported: model.norm.weight is missing"),
+        (add, "exported: model.layers.2.mlp.up_proj.weight has no place in a model of config.json"),
+        (bend, "model.safetensors: lm_head.weight has shape [255, 32], config.json needs [256, 32]"),
+        (quantize, "model.safetensors: model.norm.weight is of type I8; allowed are BF16, F16, F32"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    tmp_path: Path, exported: Path, change: Any, complaint: str
+) -> None:
+    path = shutil.copytree(exported, tmp_path / "exported") / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path)
+    with pytest.raises(ConfigError) as caught:
+        convert.import_model(tmp_path / "exported", RunDir(tmp_path / "new"))
+    assert str(caught.value).endswith(complaint)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "complaint"),
+    [
+        ("config.json", None, "is missing"),
+        ("config.json", "{", "cannot be read: "),
+        ("config.json", "[]", "is not a JSON object"),
+        ("config.json", '{"architectures": ["BertModel"]}', "architectures: must be one of LlamaForCausalLM, "),
+        ("model.safetensors", None, "is missing"),
+        ("model.safetensors", "no tensors", "cannot be read: "),
+        ("model.safetensors.index.json", '{"weight_map": {"x": "../x.safetensors"}}', "weight_map: '../x.safetensors'"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused_by_name(
+    tmp_path: Path, exported: Path, file: str, text: str | None, complaint: str
+) -> None:
+    path = shutil.copytree(exported, tmp_path / "exported") / file
+    path.unlink(missing_ok=True)
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        convert.import_model(tmp_path / "exported", RunDir(tmp_path / "new"))
+    assert str(caught.value).startswith(f"{path}: {complaint}")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_half_precision_and_old_tables_are_taken(tmp_path: Path) -> None:
+    run, _, _ = make_run(tmp_path / "run")
+    path = export(run, tmp_path / "exported", dtype=PrecisionKind.bf16) / "model.safetensors"
+    weights = load_file(path)
+    save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}, path)
+    checkpoint, _ = convert.import_model(tmp_path / "exported", RunDir(tmp_path / "new"))
+    read = store.read_tensors(checkpoint, ["model.head.weight"])["model.head.weight"]
+    assert read.dtype == torch.float32
+    assert torch.equal(read, weights["lm_head.weight"].float())

@@ -1,0 +1,130 @@
+"""`harness dashboard`, `watch` and `report` as a person starts them."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.cli.main import main
+from tests.analysis.dashboard.logs import BEGUN, long_run, record
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return long_run(tmp_path / "runs" / "first", 60)
+
+
+def test_the_page_is_written_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dashboard", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run}/dashboard.html\n"
+    assert (run / "dashboard.html").read_text(encoding="utf-8").rstrip().endswith("</html>")
+    assert not list(run.glob(".*"))
+    assert main(["dashboard", str(run), "--output", str(run / "elsewhere.html")]) == 0
+    assert (run / "elsewhere.html").exists()
+
+
+def test_a_summary_where_there_is_no_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(run)]) == 0
+    assert capsys.readouterr().out.startswith("first: done · exit code 0 · all steps done · 8 ranks\nstep 60/60 ━━━")
+
+
+def test_a_run_that_has_not_begun_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("{}", encoding="utf-8")
+    assert main(["watch", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path.name}: silent · nothing is in its log\n"
+    assert main(["dashboard", str(tmp_path)]) == 0
+
+
+def test_the_index_links_the_pages_that_are_there(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = run.parent
+    assert main(["report", str(root)]) == 0
+    assert capsys.readouterr().out == f"{root}/index.html\n"
+    assert "first/dashboard.html" not in (root / "index.html").read_text(encoding="utf-8")
+    assert main(["report", str(root), "--build"]) == 0
+    assert 'href="first/dashboard.html"' in (root / "index.html").read_text(encoding="utf-8")
+    assert (run / "dashboard.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["dashboard", "{}/nowhere"], "{}/nowhere: is no run directory: it has neither events.jsonl nor config.yaml"),
+        (["watch", "{}/nowhere"], "{}/nowhere: is no run directory: it has neither events.jsonl nor config.yaml"),
+        (["report", "{}/nowhere"], "{}/nowhere: is no directory"),
+        (["report", "{}/empty"], "{}/empty: has no run at or below it: no events.jsonl"),
+        (
+            ["dashboard", "{}/runs/first", "--output", "{}/no/a"],
+            "{}/no/a: cannot be written: No such file or directory",
+        ),
+        (
+            ["dashboard", "{}/runs/first", "--serve", "--port", "70000"],
+            "--port: must be 0 (any that is free) to 65535, got 70000",
+        ),
+        (["dashboard", "--serve"], "dashboard: the following arguments are required: RUN; --help says more"),
+        (["watch", "a", "--often"], "watch: unrecognized arguments: --often; --help says more"),
+    ],
+)
+def test_complaints_are_one_line(
+    run: Path, tmp_path: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert run.exists()
+    assert main([word.format(tmp_path) for word in words]) == 2
+    assert capsys.readouterr().err == f"harness: {complaint.format(tmp_path)}\n"
+
+
+def test_a_port_that_is_taken_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["dashboard", str(run), "--serve", "--port", str(port)]) == 2
+    expected = f"harness: --port: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_the_server_and_the_terminal_view_leave_with_ctrl_c(run: Path) -> None:
+    """Both real processes; the view on a real terminal, of a run that goes on."""
+    log = run / "events.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+    log.write_text("".join(lines[:-1]), encoding="utf-8")
+    server = start("dashboard", str(run), "--serve", "--port", "0")
+    terminal, inner = pty.openpty()
+    view = start("watch", str(run), stdout=inner)
+    os.close(inner)
+    assert server.stdout is not None
+    assert server.stdout.readline().startswith("http://127.0.0.1:")
+    seen = read_until(terminal, "step 60/60")
+    with log.open("a", encoding="utf-8") as more:
+        more.write(record(61, step=42, time=BEGUN + 40) + "\n")
+    seen = read_until(terminal, "step 42/60")
+    assert "first: silent" in seen
+    for process in (server, view):
+        process.send_signal(signal.SIGINT)
+    assert (server.wait(timeout=30), view.wait(timeout=30)) == (0, 0)
+    os.close(terminal)
+    server.stdout.close()
+
+
+def start(*words: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "TERM": "xterm", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "launch.cli.main", *words]
+    return subprocess.Popen(command, stdout=stdout, text=True, env=environment, start_new_session=True)
+
+
+def read_until(terminal: int, text: str) -> str:
+    seen, until_s = "", time.monotonic() + 60
+    while text not in seen:
+        ready, _, _ = select.select([terminal], [], [], max(0.0, until_s - time.monotonic()))
+        assert ready, f"never saw {text!r} in {seen!r}"
+        seen += os.read(terminal, 65536).decode(errors="replace")
+    return seen

@@ -1,0 +1,255 @@
+"""`harness data` as a user meets it: real processes, exit codes, what is printed and what is left on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.config.compose import load
+from harness.core.rundir import locate
+from harness.data.corpus.corpora import embedded_documents
+from harness.data.order.ledger import Ledger
+from harness.data.prepare.parts import part_path
+from harness.data.prepare.prepared_files import CorpusFiles
+from harness.data.prepare.tokenizer import open_tokenizer
+from launch.cli import data
+
+ROOT = Path(__file__).parents[3]
+SMALL = ["train.batch_size=4", "train.sequence_length=32"]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+
+
+def words(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "launch.cli.main", "data", *arguments]
+
+
+def harness(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words(*arguments), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def look(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert data.main(["inspect", *SMALL, *arguments, "--json"]) == 0
+    view = json.loads(capsys.readouterr().out)
+    assert isinstance(view, dict)
+    return view
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prefix, of one document a topic."""
+    directory = tmp_path_factory.mktemp("corpus")
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in embedded_documents())
+    (directory / "in.jsonl").write_text(lines)
+    arguments = ["in.jsonl", "--output", "made/topics", "--train-bpe", "500", "--append-eod", "--workers", "2"]
+    result = harness("prepare", *arguments, cwd=directory)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    for part in ("documents    79 of ", "rare tokens  ", "longest      ", "tokens/s", "output       made/topics"):
+        assert part in result.stdout
+    assert sorted(path.name for path in (directory / "made").iterdir()) == [
+        "topics.bin",
+        "topics.counts.npy",
+        "topics.idx",
+        "topics.meta.json",
+        "topics.tokenizer.json",
+    ]
+    return directory / "made" / "topics"
+
+
+def test_prepare_and_help_need_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("some text")
+    script = (
+        "import sys\n"
+        "from launch.cli.main import main\n"
+        "if __name__ == '__main__':\n"
+        "    assert main(['data', '--help']) == 0\n"
+        "    assert main(['data', 'prepare', 'in.txt', '--output', 'out', '--bytes', '--workers', '1']) == 0\n"
+        "    assert main(['data', 'inspect', '--batch', '1', 'optim.lr=-1']) == 2\n"
+        "    assert 'torch' not in sys.modules\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "script.py"]
+    subprocess.run(command, cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "harness: data: which command? choose prepare, inspect, or --help"),
+        (["fly"], "harness: data: no command 'fly'; choose prepare, inspect, or --help"),
+        (
+            ["prepare", "in.txt"],
+            "harness: data prepare: the following arguments are required: --output; --help says more",
+        ),
+        (["prepare", "gone.txt", "--output", "new/out"], "harness: gone.txt: no such file"),
+        (
+            ["prepare", "in.doc", "--output", "new/out"],
+            "harness: in.doc: is not known by its ending; allowed are .txt,",
+        ),
+        (
+            ["prepare", "in.txt", "--output", "new/"],
+            "harness: --output: must be the beginning of a file name, got 'new/'",
+        ),
+        (
+            ["prepare", "in.txt", "--output", "new/out", "--workers", "0"],
+            "harness: --workers: must be at least 1, got 0",
+        ),
+        (
+            ["prepare", "in.txt", "--output", "in.doc/out"],
+            "harness: --output: cannot create in.doc: File exists",
+        ),
+        (
+            ["prepare", "in.txt", "--output", "new/out", "--bytes", "--train-bpe", "300"],
+            "harness: data prepare: argument --train-bpe: not allowed with argument --bytes; --help says more",
+        ),
+        (
+            ["prepare", "in.txt", "--output", "new/out", "--tokenizer", "in.doc"],
+            "harness: in.doc: is not a tokenizer.json: ",
+        ),
+        (["inspect"], "harness: data inspect: the following arguments are required: --batch; --help says more"),
+        (["inspect", "--batch", "-1"], "harness: --batch: must be 0 or more, got -1"),
+        (["inspect", "--batch", "0", "model=9b"], "harness: model: no '9b'; choose one of "),
+        (
+            ["inspect", "--batch", "0", "data=files", "data.sources.main.paths=[gone]"],
+            "harness: data.sources.main.paths: gone: no such file",
+        ),
+    ],
+)
+def test_bad_words_are_one_line_and_leave_nothing(
+    arguments: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("in.txt", "in.doc"):
+        (tmp_path / name).write_text("text")
+    assert data.main(arguments) == 2
+    output, complaint = capsys.readouterr()
+    assert output == ""
+    assert complaint.startswith(line)
+    assert complaint.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.doc", "in.txt"]
+
+
+def test_a_broken_line_is_named_with_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    result = harness("prepare", "in.jsonl", "--output", "out", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("harness: in.jsonl, line 2: is not JSON: ")
+    assert result.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_run_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
+    """An interrupt from the terminal, which reaches all processes, and the death of a worker."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in embedded_documents() * 8)
+    (tmp_path / "in.jsonl").write_text(lines)
+    arguments = ["in.jsonl", "--output", "out", "--train-bpe", "400", "--workers", "1", "--shard-bytes", "9000"]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+    process = subprocess.Popen(
+        words("prepare", *arguments),
+        cwd=tmp_path,
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    signal.signal(signal.SIGINT, before)
+    end_s = time.monotonic() + 60
+    while not part_path(tmp_path / "out", 3).exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    if number is signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        os.kill(int(workers[0]), number)
+    _, complaint = process.communicate(timeout=60)
+    assert process.returncode == 75, complaint
+    assert "the same words go on from here" in complaint
+    assert complaint.count("harness: ") == 1, "on a slow machine there is a line of progress too"
+    second = harness("prepare", *arguments, cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    meta = CorpusFiles(tmp_path / "out").read_meta()
+    assert meta is not None
+    assert meta["timing"]["tokens_per_s"] * meta["timing"]["seconds"] < meta["tokens"]
+
+
+def test_one_output_has_one_writer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in.txt").write_text("text")
+    with CorpusFiles(tmp_path / "out").lock():
+        assert data.main(["prepare", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"harness: --output: {tmp_path / 'out'} is being written by another process\n"
+
+
+@pytest.mark.full
+def test_inspect_shows_the_text_of_a_prepared_corpus(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["data=files", f"data.sources.main.paths=[{corpus}]", "model.vocab_size=500"]
+    view = look([*overrides, "--batch", "7"], capsys)
+    assert view == look(["--batch", "7", *overrides, "launch.nproc=4"], capsys)
+    assert view != look([*overrides, "--batch", "8"], capsys)
+    assert view["rows_by_source"] == {"main": 4}
+    assert not view["excluded"]
+    total = sum(int(row["fingerprint"], 16) for row in view["rows"]) % 2**64
+    assert view["fingerprint"] == f"{total:016x}"
+    texts = embedded_documents()
+    counts = np.load(CorpusFiles(corpus).counts)
+    tokenizer = open_tokenizer(CorpusFiles(corpus).tokenizer)
+    for row in view["rows"]:
+        assert row["file"] == f"{corpus}.bin"
+        numbers = range(row["first_document"], row["last_document"] + 1)
+        for number, text in zip(numbers, row["texts"], strict=True):
+            assert text.removesuffix("<|endoftext|>").strip("\N{REPLACEMENT CHARACTER}") in texts[number]
+    for rare in view["rarest"]:
+        assert rare["num_in_corpus"] == counts[rare["token"]]
+        assert rare["text"] == tokenizer.spell(rare["token"])
+        assert all(rare["text"] in "".join(view["rows"][row]["texts"]) for row in rare["rows"])
+    assert data.main(["inspect", *SMALL, *overrides, "--batch", "7", "--chars", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert f"fingerprint  {view['fingerprint']}\n" in shown
+    assert repr(view["rows"][0]["texts"][0][:5] + "…") in shown
+
+
+def test_inspect_shows_bytes_ids_and_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row, *_) = look(["--batch", "0"], capsys)["rows"]
+    assert all(any(text.strip("\n") in topic for topic in embedded_documents()) for text in row["texts"])
+    (row, *_) = look(["data=synthetic", "--batch", "0"], capsys)["rows"]
+    assert [token.isdigit() for token in row["texts"][0].split()] == [True] * 33
+    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "flat.bin")
+    overrides = [
+        "data=files",
+        f"data.sources.main.paths=[{tmp_path}/flat.bin]",
+        "model.vocab_size=1000",
+        "eval.every_steps=0",
+    ]
+    (row, *_) = look([*overrides, "--batch", "0"], capsys)["rows"]
+    first = row["first_token"]
+    assert row["texts"] == [" ".join(map(str, range(first, first + 33)))]
+    assert set(look(["data=mixture", "--batch", "0"], capsys)["rows_by_source"]) == {"text", "synthetic"}
+
+
+def test_inspect_heeds_the_ledger_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = [f"run.dir={tmp_path}", "run.name=x"]
+    path = locate(load(run)).ledger
+    path.parent.mkdir(parents=True)
+    Ledger.load(path).exclude(3, 4, "poisoned")
+    written = path.read_bytes()
+    assert look([*run, "--batch", "3"], capsys)["excluded"]
+    assert not look([*run, "--batch", "5"], capsys)["excluded"]
+    assert not look([*run, "--batch", "3", "--held-out"], capsys)["excluded"]
+    assert path.read_bytes() == written

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from launch.cli.main import main
+from tests.analysis.postmortem import stories
+from tests.sentinel.series import losses
+
+
+def csv(path: Path, values: list[float]) -> str:
+    path.write_text("step,train/loss\n" + "".join(f"{step},{value}\n" for step, value in enumerate(values)))
+    return str(path)
+
+
+def test_a_run_directory_with_its_numbers_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(stories.write(tmp_path / "run", stories.one_rank()).path)
+    assert main(["diagnose", run]) == 10
+    shown = capsys.readouterr().out
+    assert "Q1.2  What was the dtype regime?\n      fp32 " in shown
+    assert shown.splitlines()[-1] == "=> not finite from step 150 on ranks 1; layer groups not named"
+    assert main(["diagnose", run, "--json"]) == 10
+    told = json.loads(capsys.readouterr().out)
+    assert (told["finds"], told["exit_code"]) == ("not_finite", 10)
+    assert [node["question"] for node in told["nodes"]] == ["Q1.1", "Q1.2", "Q1.3", "Q1.4"]
+
+
+def test_a_bare_table_of_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spiked = losses(600)
+    spiked[400:403] = [9.0, 8.0, 7.0]
+    assert main(["diagnose", csv(tmp_path / "a.csv", losses(600))]) == 0
+    assert main(["diagnose", csv(tmp_path / "b.csv", spiked)]) == 20
+    assert "back at step 403" in capsys.readouterr().out
+    assert main(["diagnose", csv(tmp_path / "c.csv", [*losses(300), math.nan]), "--precision", "bf16"]) == 10
+    assert "as fp32, or an overflow of the exponent" in capsys.readouterr().out
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = stories.write(tmp_path / "run", [])
+    assert main(["diagnose", str(run.path)]) == 0
+    assert capsys.readouterr().out == "=> no step is in the log yet\n"
+
+
+def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty, odd = tmp_path / "empty", tmp_path / "odd.csv"
+    empty.mkdir()
+    odd.write_text("a,b\n1,2\n")
+    for words, line in (
+        ([str(tmp_path / "gone")], f"harness: {tmp_path / 'gone'}: no such run directory or file\n"),
+        ([str(empty)], f"harness: {empty}: is no run: it has no events.jsonl\n"),
+        ([str(odd)], f"harness: {odd}: no column for the loss; name one with --column loss=NAME, of 'a', 'b'\n"),
+        ([], "harness: diagnose: the following arguments are required: RUN; --help says more\n"),
+    ):
+        assert main(["diagnose", *words]) == 2
+        assert capsys.readouterr().err == line
+    assert main(["diagnose", str(odd), "--precision", "fp9"]) == 2
+    assert capsys.readouterr().err.startswith("harness: diagnose: argument --precision: invalid choice: 'fp9'")

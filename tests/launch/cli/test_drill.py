@@ -1,0 +1,131 @@
+"""`harness drill` as an operator meets it: real runs that really die, exit codes, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.core import events
+from harness.core.events import DrillScored, RunEnded
+from harness.core.rundir import RunDir
+from harness.drills.scenario import names
+from launch.cli import drill
+
+ROOT = Path(__file__).parents[3]
+PATIENCE_S = 500
+"""A drill is several starts of torch; a busy machine takes its time."""
+SMALL = ("train.num_steps=40", "parallel.device=cpu", "launch.nproc=2", "launch.threads=1")
+
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(2 * PATIENCE_S)]
+
+
+def harness(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "launch.cli.main", "drill", *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("place")
+
+
+@pytest.fixture(scope="module")
+def killed(place: Path) -> subprocess.CompletedProcess[str]:
+    return harness("kill_rank", "drill.fault.at=27", *SMALL, cwd=place)
+
+
+def test_a_killed_rank_is_survived_and_scored(killed: subprocess.CompletedProcess[str], place: Path) -> None:
+    assert killed.returncode == 0, killed.stdout + killed.stderr
+    assert killed.stdout.startswith("drill kill_rank: one rank is killed with SIGKILL\n")
+    assert "rank 1 was killed by SIGKILL" in killed.stderr
+    run, twin = RunDir(place / "runs/drill-kill_rank"), RunDir(place / "runs/drill-kill_rank-twin")
+    card = json.loads((run.path / "score.json").read_text())
+    assert card["passed"]
+    assert (card["score"]["starts"], card["score"]["identical"], card["score"]["right_rank"]) == (2, True, True)
+    assert run.score_card.read_text().startswith("# Drill kill_rank: passed\n")
+    assert [start["exit_code"] for start in json.loads(run.drill.read_text())["starts"]] == [1, 0]
+    assert [type(event) for event in events.read(run.events)][-2:] == [RunEnded, DrillScored]
+    assert not twin.drill.exists()
+    assert harness("score", "runs/drill-kill_rank", cwd=place).stdout == killed.stdout[:-1]
+
+
+def test_mlflow_holds_the_scores(killed: subprocess.CompletedProcess[str], place: Path) -> None:
+    assert killed.returncode == 0
+    run_id = json.loads((place / "runs/drill-kill_rank/mlflow.json").read_text())["run_id"]
+    with sqlite3.connect(place / "runs/mlflow.db") as store:
+        query = "select key, value from latest_metrics where run_uuid = ? and key like 'drill/%'"
+        scores = dict(store.execute(query, (run_id,)).fetchall())
+        (status,) = store.execute("select status from runs where run_uuid = ?", (run_id,)).fetchone()
+    assert scores["drill/passed"] == scores["drill/identical"] == 1
+    assert scores["drill/starts"] == 2
+    assert status == "FINISHED"
+    assert list((place / "runs/mlartifacts").rglob("score.md"))
+
+
+def test_a_bound_that_does_not_hold_is_exit_code_1(killed: subprocess.CompletedProcess[str], place: Path) -> None:
+    """Its twin is the one of the drill before."""
+    assert killed.returncode == 0
+    words = ("clock_jump", "drill.fault.at=27", "drill.expected.notices=[all is well]", "--no-mlflow", *SMALL)
+    done = harness(*words, cwd=place)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "drill-clock_jump-twin: taken over from an equal one, not trained again\n" in done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines() if line.endswith("BROKEN")] == ["detected"]
+    assert not json.loads((place / "runs/drill-clock_jump/score.json").read_text())["passed"]
+    assert not (place / "runs/drill-clock_jump/mlflow.json").exists()
+
+
+def test_all_scenarios_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert drill.main(["list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(names())
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["kil_rank"], "drill: no 'kil_rank'; choose among "),
+        (["optim.lr=1"], "drill: which? choose among "),
+        (["kill_rank", "drill.bounds.second=1"], "drill.bounds.second: no such key; "),
+        (["kill_rank", "optim.lrr=1"], "optim.lrr: no such key; "),
+        (["kill_rank", "run.name=mine"], "run.name: is not yours to choose"),
+        (["kill_rank", "--fast"], "drill: unrecognized arguments: --fast; --help says more"),
+        (["score"], "drill score: which drill? "),
+        (["score", "nowhere"], "nowhere: is no drill: it has no drill.json"),
+        (["full_disk", "launch=slurm"], "launch: full_disk needs launch=local, got slurm"),
+        (["campaign", "--minutes", "0"], "--minutes: must be positive, got 0"),
+        (["campaign", "--seed", "x"], "drill campaign: argument --seed: invalid int value: 'x'"),
+        (["campaign", "train.num_steps=50"], "train.num_steps: must be at least 120 for a campaign, got 50"),
+    ],
+)
+def test_bad_words_are_one_line_and_nothing_on_disk(
+    words: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert drill.main(words) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"harness: {line}")
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_drill_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "drill-kill_rank-twin" / "kept"
+    kept.parent.mkdir()
+    kept.write_text("mine")
+    assert drill.main(["kill_rank", f"run.dir={tmp_path}"]) == 2
+    assert "is there and is no drill" in capsys.readouterr().err
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
+    (tmp_path / "campaign-3").mkdir()
+    (tmp_path / "campaign-3" / "kept").write_text("mine")
+    assert drill.main(["campaign", "--seed", "3", f"run.dir={tmp_path}"]) == 2
+    assert "is there and is no campaign" in capsys.readouterr().err

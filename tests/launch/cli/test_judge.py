@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.analysis.judge.picture import MOST_COLUMNS, Trace
+from launch.cli.main import main
+from tests.sentinel.series import losses
+
+
+def write(path: Path, values: list[float]) -> str:
+    path.write_text("step,loss\n" + "".join(f"{step},{value}\n" for step, value in enumerate(values)))
+    return str(path)
+
+
+def spiked() -> list[float]:
+    values = losses(1500)
+    values[1000:1030] = [1.4 * value for value in values[1000:1030]]
+    return values
+
+
+def incidents(output: str) -> list[dict[str, Any]]:
+    found = json.loads(output.splitlines()[-1])["incidents"]
+    assert isinstance(found, list)
+    return found
+
+
+def test_incidents_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["judge", write(tmp_path / "log.csv", spiked()), "--json"]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("1,500 rows, steps 0 to 1,499: 1 incident\nkind ")
+    (incident,) = incidents(output)
+    assert (incident["kind"], incident["onset_step"], incident["spike_type"]) == ("loss_spike", 1000, 1)
+    assert incident["severity"] == "low"
+    assert 1000 <= incident["detected_step"] <= incident["end_step"] <= 1045
+
+
+def test_a_clean_log_and_one_of_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["judge", write(tmp_path / "clean.csv", losses(500)), "--json"]) == 0
+    output = capsys.readouterr().out
+    assert output.splitlines()[0].endswith("nothing found")
+    assert incidents(output) == []
+    assert main(["judge", write(tmp_path / "nan.csv", [math.nan] * 30), "--json"]) == 0
+    (incident,) = incidents(capsys.readouterr().out)
+    assert (incident["kind"], incident["onset_step"], incident["end_step"]) == ("nonfinite", 0, None)
+    assert incident["peak_loss"] is None
+
+
+def test_columns_and_options_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("a,b\n" + "".join(f"{step},{value}\n" for step, value in enumerate(spiked())))
+    named = ["--column", "step=a", "--column", "loss=b", "--json"]
+    assert main(["judge", str(path), *named]) == 0
+    assert len(incidents(capsys.readouterr().out)) == 1
+    assert main(["judge", str(path), *named, "--set", "spike_sigmas=1e9"]) == 0
+    assert incidents(capsys.readouterr().out) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["absent.csv"], "absent.csv: no such file"),
+        (
+            ["log.csv", "--column", "loss=c"],
+            "log.csv: no column for the loss; name one with --column loss=NAME, of 'a', 'b'",
+        ),
+        (["log.csv", "--column", "speed=a"], "--column: must be NAME=COLUMN"),
+        (["log.csv", "--set", "speed=1"], "--set: must be NAME=VALUE"),
+        (["log.csv", "--set", "spike_sigmas=much"], "--set spike_sigmas: must be a number"),
+        (["log.csv", "--set", "spike_sigmas=-1"], "sentinel.detect.spike_sigmas: must be positive"),
+        (["none.csv"], "none.csv: has no row with a loss"),
+        ([], "judge: the following arguments are required: FILE"),
+    ],
+)
+def test_what_cannot_be_judged_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    complaint: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("log.csv").write_text("a,b\n1,2\n")
+    Path("none.csv").write_text("step,loss\n1,\n")
+    assert main(["judge", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert complaint in captured.err
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    out = tmp_path / "out.png"
+    assert main(["judge", write(tmp_path / "log.csv", spiked()), "--plot", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_long_log_is_thinned_without_losing_its_spikes() -> None:
+    trace = Trace()
+    for step in range(50_000):
+        trace.add(step, 9.0 if step == 31_234 else math.nan if step == 7 else 3.0)
+    assert len(trace.columns) < MOST_COLUMNS
+    (spike,) = [step for step, _, high in trace.columns if high == 9.0]
+    assert 0 <= 31_234 - spike < trace.rows_each
+    assert (trace.num_rows, trace.first_step, trace.last_step) == (50_000, 0, 49_999)
+    assert all(low == 3.0 for _, low, _ in trace.columns)

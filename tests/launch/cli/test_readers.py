@@ -1,0 +1,152 @@
+"""Commands that read a run change nothing in it; those that write a file write that file and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from threading import Thread
+from urllib.request import urlopen
+
+import pytest
+
+from harness.analysis.dashboard.serve import open_server
+from harness.checkpoint import catalog
+from harness.core.rundir import RunDir
+from launch.cli import main
+from tests.checkpoint.storage import tree
+from tests.distributed import trouble
+from tests.distributed.pool import Pool
+from tests.forks import Launched
+
+RUN = (
+    "train.num_steps=40",
+    "optim.warmup_steps=5",
+    "checkpoint.every_steps=10",
+    "checkpoint.good_after_steps=3",
+    "checkpoint.keep=100",
+    "checkpoint.ring.every_steps=4",
+)
+GUILTY = 36
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with an incident; rank 1's gradient is NaN once."""
+    directory = tmp_path_factory.mktemp("readers")
+    fault = trouble.Fault("gradient", 1, factor=float("nan"), iteration=GUILTY)
+    ranks.run(2, trouble.run, str(directory), fault, "run.name=victim", *RUN)
+    return directory
+
+
+@pytest.fixture
+def whole(trained: Path, tmp_path: Path) -> RunDir:
+    """A copy of it."""
+    shutil.copytree(trained, tmp_path / "runs", copy_function=shutil.copy2)
+    return RunDir(tmp_path / "runs" / "victim")
+
+
+@pytest.fixture
+def run(whole: RunDir) -> RunDir:
+    """The same with what a reader might be tempted to tidy up: a save on its way in, a deletion on its way out, a
+    damaged checkpoint, and one whose health cannot be read."""
+    first, second, *_ = (each.path for each in catalog.saved(whole.checkpoints))
+    shutil.copytree(first, whole.checkpoints / ".step-00000050-gen-0.part")
+    shutil.copytree(first, whole.checkpoints / ".step-00000005-gen-0.gone-0a1b")
+    os.truncate(first / "__0_0.distcp", 100)
+    (second / catalog.HEALTH).unlink(missing_ok=True)
+    (second / catalog.HEALTH).mkdir()
+    return whole
+
+
+READERS = {
+    "status": (["status", "RUN"], 0),
+    "status-json": (["status", "RUN", "--json"], 0),
+    "watch": (["watch", "RUN", "--once"], 0),
+    "diagnose": (["diagnose", "RUN"], None),
+    "judge": (["judge", "RUN/events.jsonl"], 0),
+    "list": (["checkpoint", "list", "RUN"], 0),
+    "list-json": (["checkpoint", "list", "RUN", "--json"], 0),
+    "verify": (["checkpoint", "verify", "RUN"], 1),
+    "prune-dry": (["checkpoint", "prune", "RUN", "--dry-run"], 2),
+    "prune-unread": (["checkpoint", "prune", "RUN", "--keep", "1"], 2),
+    "export-elsewhere": (["checkpoint", "export", "RUN", "--output", "OUT"], 0),
+    "export-damaged": (["checkpoint", "export", "RUN", "--step", "10", "--output", "OUT"], 2),
+    "dashboard-elsewhere": (["dashboard", "RUN", "--output", "OUT"], 0),
+    "report-elsewhere": (["report", "RUN", "--output", "OUT"], 0),
+    "sweep-elsewhere": (["sweep", "report", "RUN/..", "--output", "OUT"], 0),
+}
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_a_reader_leaves_the_run_as_it_is_bit_for_bit(
+    run: RunDir, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, code = READERS[command]
+    before = tree(tmp_path / "runs")
+    places = {"RUN": str(run.path), "OUT": str(tmp_path / "out")}
+    words = [word.replace("RUN", places["RUN"]).replace("OUT", places["OUT"]) for word in words]
+    found = main.main(words)
+    said = capsys.readouterr()
+    assert code is None or found == code, said.err
+    assert "Traceback" not in said.err
+    assert tree(tmp_path / "runs") == before
+
+
+def test_a_served_page_leaves_the_run_as_it_is(run: RunDir, tmp_path: Path) -> None:
+    before = tree(tmp_path / "runs")
+    with open_server(run, host="127.0.0.1", port=0) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with urlopen(f"http://127.0.0.1:{server.server_port}/") as answer:
+                assert b"victim" in answer.read()
+        finally:
+            server.shutdown()
+            thread.join()
+    assert tree(tmp_path / "runs") == before
+
+
+WRITERS = {
+    "dashboard": (["dashboard", "RUN"], ["dashboard.html"]),
+    "report": (["report", "RUN"], ["index.html"]),
+    "postmortem": (["postmortem", "RUN"], ["incidents"]),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_command_that_writes_a_page_writes_nothing_else(run: RunDir, command: str) -> None:
+    words, written = WRITERS[command]
+    before = tree(run.path)
+    assert main.main([word.replace("RUN", str(run.path)) for word in words]) == 0
+    after = tree(run.path)
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert changed
+    assert {name.partition("/")[0] for name in changed} == set(written)
+
+
+def replayed(run: RunDir, output: Path) -> tuple[int, str]:
+    with Launched("launch.cli.main", "replay", str(run.path), "--iteration", str(GUILTY), output=output) as process:
+        return process.wait(timeout=120), process.stderr
+
+
+@pytest.mark.full
+def test_a_replay_writes_its_result_and_nothing_else(whole: RunDir, tmp_path: Path) -> None:
+    shutil.copytree(catalog.saved(whole.checkpoints)[0].path, whole.checkpoints / ".step-00000050-gen-0.part")
+    before = tree(whole.path)
+    code, complaint = replayed(whole, tmp_path / "output")
+    assert code == 0, complaint
+    after = tree(whole.path)
+    folder = f"incidents/iteration-{GUILTY}"
+    assert set(after) - set(before) <= {"incidents", folder, f"{folder}/replay.json"}
+    assert before.items() - {("incidents", before.get("incidents"))} <= after.items()
+
+
+@pytest.mark.full
+def test_a_replay_from_a_damaged_checkpoint_is_refused_and_changes_nothing(run: RunDir, tmp_path: Path) -> None:
+    before = tree(run.path)
+    code, complaint = replayed(run, tmp_path / "output")
+    assert code == 2
+    assert "step-00000010-gen-0 is damaged" in complaint
+    assert tree(run.path) == before

@@ -1,0 +1,194 @@
+"""`harness status`: real heartbeat files in, words and exit code out."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from harness.core.events import Finding, FindingKind, to_json
+from harness.core.rundir import RunDir, append_line
+from harness.telemetry import heartbeat
+from harness.telemetry.heartbeat import Beat, Phase
+from launch.cli import main, status
+from launch.cli.status import Life, life_of, render, status_of
+from launch.slurm import requeue
+from launch.slurm.node_exclusion import Exclusion
+from launch.slurm.requeue import End
+
+NOW = 1_800_000_000.0
+BEAT = Beat(
+    rank=0,
+    world_size=3,
+    host="host1",
+    pid=500,
+    phase=Phase.train,
+    iteration=120,
+    step=118,
+    beats=240,
+    writes=60,
+    every_s=1.0,
+    beat_time=NOW - 0.4,
+    time=NOW - 0.3,
+)
+RUNNING = {
+    "state": "running",
+    "phase": "train",
+    "step": 118,
+    "num_steps": 2000,
+    "iteration": 120,
+    "loss": 2.34567,
+    "eta_s": 5400.0,
+    "exit_code": None,
+    "reason": "",
+    "world_size": 3,
+    "time": NOW,
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(Path("runs/first"))
+    run.heartbeat.mkdir(parents=True)
+    run.config.touch()
+    return run
+
+
+def told(run: RunDir, *beats: Beat, **words: object) -> None:
+    for beat in beats:
+        heartbeat.replace_file(heartbeat.file_of(run, beat.rank), asdict(beat))
+    heartbeat.replace_file(run.status, RUNNING | words)
+
+
+def three(**second: object) -> list[Beat]:
+    return [BEAT, replace(BEAT, rank=1, pid=501, **second), replace(BEAT, rank=2, host="host2")]  # type: ignore[arg-type]
+
+
+def test_all_alive(run: RunDir) -> None:
+    told(run, *three())
+    found = status_of(run, now=NOW)
+    assert found.verdict() == 0
+    assert render(found) == (
+        "runs/first: running, step 118/2000 (5.9%), loss 2.3457, 90 min left, 3 of 3 ranks alive\n"
+        "rank  host   pid         phase  iteration    moved  heard of\n"
+        "   0  host1  500  fresh  train        120  0 s ago   0 s ago\n"
+        "   1  host1  501  fresh  train        120  0 s ago   0 s ago\n"
+        "   2  host2  500  fresh  train        120  0 s ago   0 s ago"
+    )
+
+
+def test_one_is_silent_and_one_was_never_heard_of(run: RunDir) -> None:
+    first, second, _ = three(time=NOW - 300, beat_time=NOW - 301)
+    told(run, first, second)
+    found = status_of(run, now=NOW)
+    assert found.verdict() == 1
+    first_line, _, *rows = render(found).splitlines()
+    assert first_line.endswith(", 1 of 3 ranks alive")
+    assert rows == [
+        "   0  host1  500  fresh   train        120    0 s ago    0 s ago",
+        "   1  host1  501  silent  train        120  5 min ago  5 min ago",
+        "   2  ?        ?  silent  ?              ?      never      never",
+    ]
+    assert [rank.life for rank in found.ranks] == [Life.fresh, Life.silent, Life.silent]
+
+
+@pytest.mark.parametrize(
+    ("changes", "life"),
+    [
+        ({}, Life.fresh),
+        ({"beat_time": NOW - 31}, Life.late),
+        ({"beat_time": NOW - 31, "phase": Phase.save}, Life.fresh),
+        ({"beat_time": NOW - 500, "phase": Phase.start}, Life.fresh),
+        ({"time": NOW - 31}, Life.silent),
+        ({"time": NOW - 31, "every_s": 20.0}, Life.fresh),
+        ({"time": NOW - 101, "every_s": 20.0}, Life.silent),
+        ({"time": NOW - 1000, "exit_code": 0, "phase": Phase.end}, Life.ended),
+        ({"time": NOW + 5, "beat_time": NOW + 5}, Life.fresh),
+    ],
+)
+def test_what_a_heartbeat_says(changes: dict[str, object], life: Life) -> None:
+    assert life_of(replace(BEAT, **changes), now=NOW) is life  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("code", "verdict"), [(0, 0), (75, 0), (1, 1), (3, 1)])
+def test_a_run_that_has_ended(run: RunDir, code: int, verdict: int) -> None:
+    gone = {"time": NOW - 1000, "beat_time": NOW - 1000}
+    told(run, *three(**gone), state="ended", exit_code=code, reason="all steps done", eta_s=None)
+    found = status_of(run, now=NOW)
+    assert found.verdict() == verdict
+    first, *_ = render(found).splitlines()
+    assert first == f"runs/first: ended, step 118/2000 (5.9%), loss 2.3457, exit code {code}: all steps done"
+
+
+def test_ranks_that_hold_the_others_up(run: RunDir) -> None:
+    told(run, *three())
+    with run.events.open("w") as log:
+        for iteration in (5, 100):
+            finding = Finding(
+                time=NOW,
+                iteration=iteration,
+                kind=FindingKind.slow,
+                step=iteration,
+                onset=iteration,
+                value=1.0,
+                bound=2.0,
+                message="rank 1 is slow",
+                ranks=[1],
+            )
+            log.write(to_json(finding) + "\n")
+    assert render(status_of(run, now=NOW)).splitlines()[-1] == "iteration 100: rank 1 is slow"
+    assert status_of(run, now=NOW).slow == ["iteration 100: rank 1 is slow"]
+
+
+def test_a_run_that_has_not_begun(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["status", str(run.path)]) == 1
+    assert capsys.readouterr().out == "runs/first: no rank has written anything yet\n"
+
+
+def test_json_and_torn_files(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    now = time.time()
+    told(run, *(replace(beat, time=now, beat_time=now) for beat in three()), loss="nan")
+    heartbeat.file_of(run, 1).write_text("{")
+    assert status.main([str(run.path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [rank["life"] for rank in found["ranks"]] == ["fresh", "silent", "fresh"]
+    run.status.write_text("[]")
+    assert status.main([str(run.path)]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == "runs/first: starting, 2 of 3 ranks alive"
+
+
+def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"harness: {tmp_path}: is no run directory: it has no config.yaml\n"
+
+
+def test_a_rank_that_writes_rarely_is_not_late() -> None:
+    """With 16,384 ranks each writes every 164 s, and nobody sees it move in between."""
+    beat = replace(BEAT, every_s=163.84, time=NOW, beat_time=NOW - 1.0)
+    assert life_of(beat, now=NOW + 160.0) is Life.fresh
+    assert life_of(beat, now=NOW + 320.0) is Life.fresh
+    assert life_of(beat, now=NOW + 340.0) is Life.late
+    assert life_of(replace(beat, every_s=1.0), now=NOW + 29.0) is Life.fresh
+    assert life_of(replace(beat, every_s=1.0, time=NOW + 29.9), now=NOW + 29.9) is Life.late
+
+
+def test_excluded_nodes_are_shown_until_they_expire(run: RunDir) -> None:
+    told(run, *three())
+    assert status_of(run, now=NOW).excluded == []
+    sick = Exclusion(node="n7", reason="has 7 GPUs, 8 are wanted", num_failures=2, until=NOW + 60.0)
+    gone = replace(sick, node="n8", until=NOW - 60.0)
+    earlier = replace(sick, node="n9")
+    for excluded in ((earlier,), (sick, gone)):
+        end = End(time=NOW, job="7", start=1, exit_code=69, good=None, requeued=True, reason="", excluded=excluded)
+        append_line(requeue.book(run), json.dumps(asdict(end)))
+    found = status_of(run, now=NOW)
+    assert found.excluded == [sick]
+    assert found.verdict() == 0
+    last = render(found).splitlines()[-1]
+    assert last.startswith("node n7 is excluded until 20")
+    assert last.endswith(": failed 2 health checks, last: has 7 GPUs, 8 are wanted")
+    assert json.loads(json.dumps(asdict(found)))["excluded"][0]["node"] == "n7"

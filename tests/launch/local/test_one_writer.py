@@ -1,0 +1,153 @@
+"""A run that is alive is not started twice: real launchers, ranks and torchrun, on a system without flock."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.checkpoint import catalog
+from harness.config import compose
+from harness.config.schema import ConfigError
+from harness.core import events
+from harness.core.events import RunEnded, RunStarted, StepRecord
+from harness.core.locking import directory_lease, lease_holder
+from harness.core.locking.lease_holder import this_process
+from harness.core.rundir import RunDir, prepare
+from launch import train
+from tests.distributed import cases
+from tests.forks import ROOT, Launched
+
+pytestmark = pytest.mark.full
+
+ENDLESS = ("train.num_steps=100000", "optim.schedule=constant")
+IN_USE = r"harness: run\.name: {run} is in use by pid {pid} on \S+, held for \d+ s, last heartbeat \d+ s ago; [^\n]*\n"
+
+
+def without_flock() -> None:
+    """In this process and all that it forks."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    fcntl.flock = refuse
+
+
+def overrides(run: RunDir) -> list[str]:
+    return [*cases.TINY, *ENDLESS, f"run.dir={run.path.parent}", f"run.name={run.path.name}"]
+
+
+def started(run: RunDir, output: str) -> Launched:
+    words = ("train", *overrides(run), "launch.nproc=2")
+    return Launched("launch.cli.main", *words, output=run.path.parent / output, first=without_flock)
+
+
+def wait_for_step(run: RunDir, process: Launched, num_starts: int) -> None:
+    """Until a start of the run has begun to train."""
+    deadline = time.monotonic() + 60
+    while True:
+        log = list(events.read(run.events)) if run.events.exists() else []
+        if sum(isinstance(event, RunStarted) for event in log) == num_starts and isinstance(log[-1], StepRecord):
+            return
+        assert process.poll() is None, process.stderr
+        assert time.monotonic() < deadline, "the run does not begin"
+        time.sleep(0.05)
+
+
+def content(run: RunDir) -> dict[str, str]:
+    """Every file and directory, by what is in it."""
+    found = sorted(run.path.rglob("*"))
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "" for path in found}
+
+
+@contextmanager
+def standing_still(process: Launched) -> Iterator[None]:
+    """Its files do not change meanwhile; it is as alive as before."""
+    os.killpg(process.pid, signal.SIGSTOP)
+    time.sleep(0.2)
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGCONT)
+
+
+def test_a_living_run_is_not_started_again_and_a_killed_one_is_at_once(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "once")
+    with started(run, "first") as first:
+        wait_for_step(run, first, 1)
+        seen = directory_lease.newest(run.lease)
+        assert seen is not None
+        assert seen.holder is not None
+        line = IN_USE.format(run=re.escape(str(run.path)), pid=seen.holder.pid)
+        with standing_still(first):
+            before = content(run)
+            with started(run, "second") as second:
+                assert second.wait(timeout=60) == 2
+                assert re.fullmatch(line, second.stderr), second.stderr
+            door = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "harness.train", *overrides(run)]
+            again = subprocess.run([sys.executable, *door], cwd=ROOT, capture_output=True, text=True, check=False)
+            assert again.returncode == 1, "what torchrun says, whatever its workers say"
+            assert len(re.findall(line, again.stderr)) == 1, again.stderr
+            assert content(run) == before
+        first.kill_group()
+    with started(run, "third") as third:
+        wait_for_step(run, third, 2)
+        third.send_signal(signal.SIGTERM)
+        assert third.wait(timeout=60) == 75, third.stderr
+    seen = directory_lease.newest(run.lease)
+    assert seen is not None
+    assert seen.released
+
+
+def saved(run: RunDir) -> dict[str, str]:
+    """Every checkpoint that has a name, by what is in it."""
+    return {
+        path: kept for path, kept in content(run).items() if re.search(r"checkpoints/step-[^/]*(/[^.][^/]*)?$", path)
+    }
+
+
+def on_another_machine() -> None:
+    """In this process and all that it forks."""
+    lease_holder.this_machine = lambda: "another machine"
+
+
+def test_a_run_that_was_taken_over_leaves_with_2_and_saves_nothing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "stalled")
+    words = ("train", *overrides(run), "launch.nproc=2", "run.lease_s=1", "checkpoint.every_steps=5")
+    with Launched("launch.cli.main", *words, output=tmp_path / "output", first=on_another_machine) as process:
+        wait_for_step(run, process, 1)
+        while not catalog.saved(run.checkpoints):
+            time.sleep(0.05)
+        with standing_still(process):
+            held = directory_lease.acquire(run.lease, this_process(), on_lost=lambda _: None)
+            before = saved(run)
+        assert process.wait(timeout=60) == 2, process.stderr
+        assert f"harness: this run was taken over by pid {os.getpid()} on " in process.stderr
+        assert saved(run) == before
+        assert not isinstance(list(events.read(run.events))[-1], RunEnded)
+        held.release()
+
+
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_every_door_refuses_a_run_that_lives_on_another_machine(tmp_path: Path, kind: str) -> None:
+    cfg = compose.load([*cases.TINY, f"launch={kind}", f"run.dir={tmp_path}", "run.name=far"])
+    run = RunDir(tmp_path / "far")
+    far = replace(this_process(6.0), machine="another machine", host="node7", job="99")
+    held = directory_lease.acquire(run.lease, far, on_lost=lambda _: None)
+    for door in (lambda: train.start(cfg), lambda: prepare(cfg, run)):
+        with pytest.raises(ConfigError, match=r"^run\.name: .* is in use by pid \d+ on node7, job 99, held for "):
+            door()
+    assert sorted(path.name for path in run.path.iterdir()) == ["lease"]
+    held.release()

@@ -1,0 +1,298 @@
+"""The launcher with real processes: how ranks end decides the exit code and what is said about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.config.schema import ConfigError, DeviceKind
+from harness.core.rundir import locate
+from launch.local import start, worker_pool
+from launch.local.thread_count import ranks_expected, threads_of_a_rank
+from tests.forks import ROOT, Launched
+from tests.launch import workers
+
+STOPPING = "harness: stopping in order; a second Ctrl-C or SIGTERM kills the workers\n"
+
+Launch = Callable[..., Launched]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    """A launcher of its own."""
+    return lambda name: Launched("tests.launch.workers", name, str(tmp_path), output=tmp_path / f"{name}.output")
+
+
+def ended(launcher: Launched) -> tuple[int, str, str]:
+    """How a launcher ended that needs no help: exit code, stdout, stderr."""
+    with launcher:
+        return launcher.wait(timeout=60), launcher.stdout, launcher.stderr
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process started."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def session_of(leader: int) -> list[int]:
+    """Processes of a session that are alive."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(session) == leader and state not in "ZX":
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"{paths} never came"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def process(request: pytest.FixtureRequest, launch: Launch, tmp_path: Path) -> Iterator[Launched]:
+    """A launcher whose workers work."""
+    name = str(request.param)
+    with launch(name) as launcher:
+        wait_for(tmp_path / name / "ready-0", tmp_path / name / "ready-1")
+        yield launcher
+
+
+def test_worst_code_of_the_ranks_and_where_their_words_go(launch: Launch, tmp_path: Path) -> None:
+    launcher = launch("halt_on_one")
+    assert ended(launcher) == (3, "rank 0 of 2 with 1 threads\n", "")
+    (log,) = (tmp_path / "halt_on_one" / "logs").glob("*/rank-1.stdout")
+    assert log.read_text() == "rank 1 of 2 with 1 threads\n"
+    assert session_of(launcher.pid) == [], "nothing is left behind"
+
+
+@pytest.mark.full
+def test_a_launcher_that_must_not_fork_starts_its_ranks_anew(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert worker_pool.THREADS_OF_TORCH != "3"
+    assert start.launch(workers.config(tmp_path, "halt_on_one"), workers.halt_on_one) == 3
+    assert capfd.readouterr() == ("rank 0 of 2 with 3 threads\n", "")
+    (log,) = (tmp_path / "halt_on_one" / "logs").glob("*/rank-1.stdout")
+    assert log.read_text() == "rank 1 of 2 with 3 threads\n"
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_nothing_is_forked_beside_a_thread() -> None:
+    leave = threading.Event()
+    beside = threading.Thread(target=leave.wait)
+    beside.start()
+    try:
+        assert not worker_pool.can_fork()
+    finally:
+        leave.set()
+        beside.join()
+
+
+def test_what_is_forked_has_no_thread_and_no_cuda() -> None:
+    """In a launcher as it is when it forks: torch and the trainer are loaded for several threads, none was needed yet.
+    (The one that NumPy's algebra starts is ended by the fork itself.)"""
+    program = (
+        "import os, torch, launch.local, harness.train, harness.faults.worker\n"
+        "from launch.local.worker_pool import Orders, can_fork, reserve\n"
+        "with reserve(1, forked=can_fork()) as (process,):\n"
+        "    process.begin(Orders(call=os.getppid))\n"
+        "    assert process.returned(60) == os.getpid()\n"
+        "    print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized(), os.environ['OMP_NUM_THREADS'])\n"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "4"}
+    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (said.stdout, said.stderr) == ("1 False 4\n", "")
+
+
+def test_crash_names_the_first_rank_with_its_traceback(launch: Launch) -> None:
+    code, _, err = ended(launch("crash"))
+    assert code == 1
+    first, *rest = err.splitlines()
+    assert first.startswith("harness: rank 1 exited with code 1; its log: ")
+    assert first.endswith("rank-1.stderr")
+    assert rest[0].startswith("Traceback")
+    assert rest[-1] == "ZeroDivisionError: the first to fall"
+    assert "victim" not in err
+
+
+def test_killed_rank_is_named_though_another_one_raised(launch: Launch) -> None:
+    code, _, err = ended(launch("killed"))
+    assert code == 1
+    (line,) = err.splitlines()
+    assert line.startswith("harness: rank 1 was killed by SIGKILL; its log: ")
+
+
+def test_rank_that_leaves_without_a_word_has_fallen(launch: Launch) -> None:
+    code, _, err = ended(launch("vanish"))
+    assert code == 1
+    (line,) = err.splitlines()
+    assert line.startswith("harness: rank 1 exited with code 0; its log: ")
+
+
+def test_bad_configuration_found_by_the_workers_is_one_line(launch: Launch) -> None:
+    assert ended(launch("refuse")) == (2, "", "harness: data.path: no such file\n")
+
+
+def test_exit_code_of_the_contract_passes_through(launch: Launch) -> None:
+    assert ended(launch("exit_late")) == (75, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize("process", ["patient"], indirect=True)
+def test_stop_lets_the_workers_finish(process: Launched, tmp_path: Path, number: signal.Signals) -> None:
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 75
+    saved = [(tmp_path / "patient" / f"saved-{rank}").read_text() for rank in range(2)]
+    assert saved == ["SIGTERM", "SIGTERM"], "what the workers were told"
+    assert process.stderr == STOPPING
+
+
+@pytest.mark.parametrize("process", ["stubborn"], indirect=True)
+def test_second_stop_kills(process: Launched) -> None:
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 75
+
+
+@pytest.mark.parametrize("process", ["patient"], indirect=True)
+def test_sigusr1_to_every_process_twice_kills_nobody(process: Launched, tmp_path: Path) -> None:
+    """As a scheduler sends it that knows no launcher from a worker."""
+    everybody = [process.pid, *children(process.pid)]
+    assert len(everybody) == 3, "launcher and two workers, no helper"
+    for _ in range(2):
+        for pid in everybody:
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.1)
+    assert not [pid for pid in everybody if "zombie" in Path(f"/proc/{pid}/status").read_text()]
+    assert process.wait(timeout=30) == 75
+    saved = [(tmp_path / "patient" / f"saved-{rank}").read_text() for rank in range(2)]
+    assert saved == ["SIGUSR1", "SIGUSR1"]
+    assert process.stderr == STOPPING
+
+
+@pytest.mark.parametrize("process", ["stubborn"], indirect=True)
+def test_sigusr1_is_not_counted_among_those_that_kill(process: Launched) -> None:
+    for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+        process.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 75
+
+
+@pytest.mark.parametrize("process", ["stubborn"], indirect=True)
+def test_workers_die_with_a_launcher_that_was_killed(process: Launched) -> None:
+    assert len(session_of(process.pid)) == 3
+    os.kill(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 2
+    while session_of(process.pid):
+        assert time.monotonic() < deadline, "an orphan"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("process", ["stubborn"], indirect=True)
+def test_ranks_can_be_told_apart(process: Launched) -> None:
+    names = [Path(f"/proc/{pid}/comm").read_text() for pid in children(process.pid)]
+    assert sorted(names) == ["rank-0\n", "rank-1\n"]
+
+
+def test_a_rank_that_hangs_is_named_and_shown_and_all_are_killed(launch: Launch, tmp_path: Path) -> None:
+    begun_s = time.monotonic()
+    code, _, err = ended(launch("hang"))
+    assert code == 1
+    assert time.monotonic() - begun_s < 60
+    (line,) = err.splitlines()
+    assert re.match(r"harness: rank 1 on \S+ has not moved for \d+ s, in iteration 4 \(train\); its process", line)
+    assert "is silent too" in line
+    (stacks,) = (tmp_path / "hang" / "logs").glob("*/rank-0.stacks")
+    assert "in hang" in stacks.read_text()
+    found = json.loads((tmp_path / "hang" / "status.json").read_text())
+    assert (found["state"], found["exit_code"]) == ("ended", 1)
+    assert found["reason"].startswith("rank 1 on ")
+
+
+def test_nothing_listens_beyond_this_machine(launch: Launch) -> None:
+    """Neither torch's store nor gloo, where a run has one machine to itself."""
+    code, out, _ = ended(launch("listening"))
+    assert code == 0
+    addresses = out.split()
+    assert addresses
+    assert set(addresses) <= {"0100007F", "0000000000000000FFFF00000100007F"}, "127.0.0.1, and the same within IPv6"
+
+
+def test_stop_while_workers_start(launch: Launch, tmp_path: Path) -> None:
+    with launch("slow") as launcher:
+        wait_for(tmp_path / "slow" / "logs")
+        os.killpg(launcher.pid, signal.SIGINT)
+        assert launcher.wait(timeout=60) == 75
+    assert launcher.stderr == STOPPING
+
+
+def test_unusable_directory_names_the_key(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    code, _, err = ended(Launched("tests.launch.workers", "exit_late", str(blocked), output=tmp_path / "output"))
+    assert (code, err.partition(": cannot create ")[0]) == (2, "run.dir")
+
+
+def test_threads_are_shared_out_unless_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
+    cfg = workers.config(tmp_path, "threads")
+    with threads_of_a_rank(cfg, 2):
+        assert os.environ["OMP_NUM_THREADS"] == "3"
+    cfg.launch.threads = 5
+    with threads_of_a_rank(cfg, 2):
+        assert os.environ["OMP_NUM_THREADS"] == "5"
+    assert "OMP_NUM_THREADS" not in os.environ
+    assert not locate(cfg).path.exists()
+
+
+def test_ranks_follow_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = workers.config(tmp_path, "ranks")
+    cfg.launch.nproc = None
+    monkeypatch.setattr(start, "num_gpus", lambda: 4)
+    assert start.num_ranks(cfg) == 2
+    cfg.parallel.device = DeviceKind.auto
+    assert start.num_ranks(cfg) == 4
+    cfg.launch.nproc = 8
+    with pytest.raises(ConfigError, match=r"^launch\.nproc: must not exceed the 4 GPUs"):
+        start.num_ranks(cfg)
+    monkeypatch.setattr(start, "num_gpus", lambda: 0)
+    cfg.parallel.device = DeviceKind.cuda
+    with pytest.raises(ConfigError, match=r"^parallel\.device: no CUDA device"):
+        start.num_ranks(cfg)
+
+
+def test_ranks_are_expected_where_the_system_shows_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = workers.config(tmp_path, "ranks")
+    assert ranks_expected(cfg) == 2
+    cfg.launch.nproc = None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5")
+    assert ranks_expected(cfg) == 2, "on CPU"
+    cfg.parallel.device = DeviceKind.auto
+    assert ranks_expected(cfg) == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert ranks_expected(cfg) == 2
+    cfg.launch.nproc = 8
+    assert ranks_expected(cfg) == 8

@@ -1,0 +1,322 @@
+"""Sweeps as a user meets them: real jobs side by side, one that fails, one that is stopped; the same words again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness.config import compose
+from harness.config.schema import Config, ConfigError
+from harness.core.events import RunEnded, RunStarted, StepRecord, read, to_json
+from harness.core.rundir import RunDir
+from launch.cli import sweep as sweep_command
+from launch.sweeps import jobs, multirun, scheduler
+from launch.sweeps.jobs import Composed, Need
+from launch.sweeps.scheduler import Room, rooms
+from tests.launch.cli.test_main import ROOT, TINY, harness
+
+pytestmark = pytest.mark.full
+
+PATIENCE_S = 240.0
+GPUS = [str(number) for number in range(8)]
+
+
+def launcher(words: Sequence[str], cwd: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
+    command = [sys.executable, "-m", "launch.cli.main", "train", "--multirun", *words]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def starts(run: Path) -> int:
+    return sum(isinstance(event, RunStarted) for event in read(run / "events.jsonl"))
+
+
+def test_a_failed_job_stops_nothing_and_the_same_words_run_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--multirun",
+        *TINY,
+        "eval.every_steps=1",
+        "launch.at_once=2",
+        "run.name=sweep",
+        "optim.lr=-1,1e-3,2e-3,4e-3",
+    ]
+    sweep = tmp_path / "runs" / "sweep"
+    obstacle = sweep / "optim.lr=0.002" / "manifest.json"
+    obstacle.mkdir(parents=True)
+
+    result = harness("train", *words, cwd=tmp_path, within_s=PATIENCE_S)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert result.stderr == "harness: job 0 (optim.lr=-1): optim.lr: must be positive, got -1.0\n"
+    lines = result.stdout.splitlines()
+    assert lines[0] == "sweep runs/sweep: 3 of 3 jobs to run, 2 at once"
+    assert [line[:12] for line in lines[1:3]] == ["[2/4] start ", "[3/4] start "]
+    assert any(line.startswith("[3/4] crashed in ") for line in lines)
+    assert lines[-3] == "2 done, 1 crashed, 1 refused" or lines[-3] == "1 crashed, 2 done, 1 refused"
+    assert lines[-2] == "report  harness sweep report runs/sweep"
+    assert lines[-1].startswith("again   harness train --multirun ")
+    names = ["optim.lr=0.001", "optim.lr=0.002", "optim.lr=0.004"]
+    assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == names
+    assert "IsADirectoryError" in (sweep / "optim.lr=0.002" / "logs" / "console.txt").read_text()
+    for name in names:
+        saved = yaml.safe_load((sweep / name / "config.yaml").read_text())
+        assert f"optim.lr={saved['optim']['lr']}" == name
+        assert saved["telemetry"]["tracking_uri"] == f"sqlite:///{tmp_path}/runs/mlflow.db"
+
+    obstacle.rmdir()
+    result = harness("train", *words, cwd=tmp_path, within_s=PATIENCE_S)
+    assert result.returncode == 2, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "sweep runs/sweep: 1 of 3 jobs to run, 2 finished before, 1 at once"
+    assert lines[1] == "[3/4] resume  optim.lr=0.002"
+    assert lines[-2] == "1 done, 1 refused"
+    assert [starts(sweep / name) for name in names] == [1, 1, 1]
+    for name in names:
+        *_, last = read(sweep / name / "events.jsonl")
+        assert isinstance(last, RunEnded)
+        assert last.exit_code == 0
+
+    assert sweep_command.main(["report", str(sweep)]) == 0
+    printed = capsys.readouterr().out
+    assert "sweep: 4 jobs by held-out loss\n" in printed
+    assert printed.count("done (0)") == 3
+    assert printed.count("bad config (2)") == 1
+    best = f"harness train {' '.join([*TINY, 'eval.every_steps=1'])} optim.lr=0.00"
+    assert best in printed
+    assert (sweep / "report-optim.lr.png").exists()
+
+
+def test_a_sweep_that_is_told_to_stop(tmp_path: Path) -> None:
+    words = [*TINY, "telemetry.postmortem=no", "train.num_steps=1000000", "launch.at_once=1", "run.name=long"]
+    words.append("optim.lr=1e-3,2e-3")
+    first = tmp_path / "runs" / "long" / "optim.lr=0.001"
+    process = launcher(words, tmp_path)
+    try:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (first / "events.jsonl").exists() or not any(
+            isinstance(event, StepRecord) for event in read(first / "events.jsonl")
+        ):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.2)
+        refused = harness("train", "--multirun", *words, cwd=tmp_path)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert (
+            refused.stderr == "harness: run.name: runs/long is being swept, or a job of it goes on; wait, or stop it\n"
+        )
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=PATIENCE_S)
+    finally:
+        for _ in range(2):  # to no effect where all went well; the second one kills
+            process.terminate()
+            time.sleep(0.5)
+        process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 75, printed
+    assert "\n1 interrupted, 1 not begun\n" in printed
+    assert printed.splitlines()[-1].startswith("again   harness train --multirun ")
+    *_, last = read(first / "events.jsonl")
+    assert isinstance(last, RunEnded)
+    assert last.exit_code == 75
+    assert list((first / "checkpoints").glob("step-*"))
+    assert not (tmp_path / "runs" / "long" / "optim.lr=0.002" / "events.jsonl").exists()
+
+
+@cache
+def loaded(words: tuple[str, ...]) -> Config:
+    return compose.load([*TINY, *words])
+
+
+def config(*words: str) -> Config:
+    """A configuration of one's own."""
+    return deepcopy(loaded(words))
+
+
+def log(run: RunDir, exit_code: int | None, *, step: int = 2) -> None:
+    run.path.mkdir(parents=True, exist_ok=True)
+    events = [RunStarted(time=0.0, iteration=0, world_size=1, num_steps=2, step=0)]
+    ended = [] if exit_code is None else [RunEnded(time=0.0, iteration=step, step=step, exit_code=exit_code, reason="")]
+    run.events.write_text("".join(f"{to_json(event)}\n" for event in [*events, *ended]))
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "step", "words", "left"),
+    [
+        (0, 2, [], Need.finished),
+        (0, 1, [], Need.run),
+        (75, 1, [], Need.run),
+        (1, 1, [], Need.run),
+        (None, 1, [], Need.run),
+        (3, 1, [], Need.halted),
+        (3, 1, ["run.resume=changed"], Need.run),
+    ],
+)
+def test_what_is_left_of_a_job(exit_code: int | None, step: int, words: list[str], left: Need, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    assert jobs.need(run, config(*words)) is Need.run
+    log(run, exit_code, step=step)
+    assert jobs.need(run, config(*words)) is left
+
+
+def composed(cfg: Config | None, problem: str = "", **overrides: str) -> Composed:
+    swept = {key.replace("__", "."): value for key, value in overrides.items()}
+    return Composed(sweep=Path("runs/s"), overrides=swept, cfg=cfg, problem=problem)
+
+
+def test_jobs_get_names_of_their_own(tmp_path: Path) -> None:
+    long = "x" * 200
+    given = [
+        composed(config(), data__path="a/b"),
+        composed(config(), data__path="a b"),
+        composed(config(), data__path="a/b"),
+        composed(config(), data__path=long),
+        composed(None, "no good", data__path="c"),
+        composed(config("train.batch_size=1", "launch.nproc=2"), data__path="d"),
+    ]
+    named = jobs.named(tmp_path, given)
+    names = [job.name for job, _ in named]
+    assert names[0] == "data.path=a-b"
+    assert names[1].startswith("job-")
+    assert names[2].startswith("job-")
+    assert names[1] != names[2]
+    assert names == [job.name for job, _ in jobs.named(tmp_path, given)]
+    assert [job.problem for job, _ in named[:3]] == ["", "", ""]
+    assert [(job.problem, cfg) for job, cfg in named[3:]] == [
+        ("no good", None),
+        ("train.batch_size: must be at least the number of ranks (2): each takes one sequence or more, got 1", None),
+    ]
+    first = named[0][1]
+    assert first is not None
+    assert (first.run.dir, first.run.name) == (str(tmp_path), "data.path=a-b")
+    assert [job.name for job, _ in jobs.named(tmp_path, [composed(config())])] == ["job-0"]
+
+
+def test_another_configuration_under_the_same_name_is_refused(tmp_path: Path) -> None:
+    ((_, cfg),) = jobs.named(tmp_path, [composed(config("optim.lr=1"), optim__lr="1")])
+    assert cfg is not None
+    log(multirun.lay_out(cfg), 75)
+    ((job, _),) = jobs.named(tmp_path, [composed(config("optim.lr=1", "run.seed=7"), optim__lr="1")])
+    assert "has another configuration: run.seed was 0, is 7" in job.problem
+    ((job, cfg),) = jobs.named(
+        tmp_path, [composed(config("optim.lr=1", "run.seed=7", "run.resume=changed"), optim__lr="1")]
+    )
+    assert (job.problem, cfg is None) == ("", False)
+    assert cfg is not None
+    run = multirun.lay_out(cfg)
+    assert '"run.seed":[0,7]' in run.interventions.read_text()
+    assert '"run.seed":[0,7]' in run.events.read_text()
+    assert compose.read(run.config).run.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "num_cores", "gpus", "expected"),
+    [
+        ([], 2, [], [Room(threads=1)] * 2),
+        ([], 16, [], [Room(threads=4)] * 4),
+        (["launch.threads=8"], 16, [], [Room(threads=8)] * 2),
+        (["launch.nproc=32"], 16, [], [Room(threads=1)]),
+        (["launch.at_once=3"], 2, [], [Room(threads=1)] * 3),
+        (["launch.at_once=9"], 2, [], [Room(threads=1)] * 4),
+        (["launch.nproc=4"], 32, GPUS, [Room(threads=2)] * 4),
+    ],
+)
+def test_cores_are_shared_out(words: list[str], num_cores: int, gpus: list[str], expected: list[Room]) -> None:
+    cfgs = [config("launch.threads=null", *words)] * 4
+    assert rooms(cfgs, num_cores=num_cores, gpus=gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "expected"),
+    [
+        (["launch.nproc=4"], GPUS, ["0,1,2,3", "4,5,6,7"]),
+        (["launch.nproc=3"], GPUS, ["0,1,2", "3,4,5"]),
+        (["launch.nproc=null"], GPUS, ["0,1,2,3,4,5,6,7"]),
+        (["launch.nproc=8", "launch.at_once=2"], GPUS, ["0,1,2,3,4,5,6,7"] * 2),
+        (["launch.nproc=1"], ["GPU-a", "GPU-b"], ["GPU-a", "GPU-b"]),
+    ],
+)
+def test_gpus_are_shared_out(
+    words: list[str], gpus: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    shared = rooms([config("parallel.device=auto", *words)] * 9, num_cores=16, gpus=gpus)
+    assert [room.environment()["CUDA_VISIBLE_DEVICES"] for room in shared] == expected
+    assert {room.environment()["OMP_NUM_THREADS"] for room in shared} == {str(shared[0].threads)}
+
+
+def test_how_a_job_ended() -> None:
+    assert [scheduler.contract(code, is_stopping=False) for code in (0, 3, 75, -9)] == [0, 3, 75, 1]
+    assert scheduler.contract(-15, is_stopping=True) == 75
+    assert multirun.worst([0, 75, 3]) == 3
+    assert multirun.worst([0, 75, 1, 139]) == 1
+    assert multirun.worst([]) == 0
+
+
+def test_one_launcher_at_a_time(tmp_path: Path) -> None:
+    refused = pytest.raises(ConfigError, match=r"^run\.name: .* is being swept")
+    with scheduler.sole_sweeper(tmp_path), refused, scheduler.sole_sweeper(tmp_path):
+        pass
+    with scheduler.sole_sweeper(tmp_path):
+        pass
+
+
+def test_the_words_of_the_best_job() -> None:
+    words = ["-m", "model=tiny", "run.name=x", "optim.lr=1,2", "launch.at_once=2", "hydra.job.name=y", "+sweep=lr_mup"]
+    (job, _), *_ = jobs.named(Path("runs/s"), [composed(config(), optim__lr="1")])
+    assert multirun.shared_words(words, job) == ["model=tiny", "+sweep=lr_mup"]
+    assert multirun.words_again(["-m", "a=1,2"], "sweep-1") == ["-m", "a=1,2", "run.name=sweep-1"]
+    assert multirun.words_again(words, "x") == words
+
+
+def test_nothing_is_left_of_a_sweep_that_cannot_be(tmp_path: Path) -> None:
+    result = harness("train", "--multirun", *TINY, "run.name=no", "optim.lr=-1,-2", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 2
+    assert not list((tmp_path / "runs").iterdir())
+    preset = harness("train", *TINY, "+sweep=beta2_clip_wd", "optim.clip_norm=1", cwd=tmp_path)
+    assert preset.returncode == 2
+    assert preset.stderr == (
+        "harness: sweep: is for many runs: add --multirun, or give a value to optim.beta2, optim.weight_decay\n"
+    )
+
+
+def test_an_array_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a real one does is in tests/cluster; this is what a user sees of it, and what stays on disk."""
+    monkeypatch.setenv("PATH", "")
+    directory = tmp_path / "s"
+
+    def sweep(*words: str) -> int:
+        directory.mkdir(exist_ok=True)
+        (directory / "multirun.yaml").write_text("by Hydra")
+        each = [composed(config(*words, f"optim.lr={lr}"), optim__lr=lr) for lr in ("1", "2")]
+        return multirun.sweep_over(directory, [*each, composed(None, "no", optim__lr="-1")], list(words))
+
+    assert sweep("launch=slurm", "launch.dry_run=true", "launch.at_once=1") == 2
+    printed = capsys.readouterr()
+    assert "#SBATCH --array=0-1%1\n" in printed.out
+    assert printed.err == "harness: job 2 (optim.lr=-1): no\n"
+    assert not directory.exists()
+    assert sweep("launch=slurm") == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("harness: launch: sbatch is not on this machine; ")
+    assert not directory.exists()
+    assert sweep("launch.dry_run=true") == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("harness: launch.dry_run: is for launch=slurm; ")
+    assert not directory.exists()
+    assert multirun.submitted(Path("runs/it is"), "7").splitlines() == [
+        "job 7: runs/it is",
+        "  logs    runs/it is/slurm/slurm-7_*.log",
+        "  report  harness sweep report 'runs/it is'",
+        "  cancel  scancel 7",
+    ]

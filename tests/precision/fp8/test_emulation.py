@@ -1,0 +1,177 @@
+"""fp8 in plain torch: rounding against the table of all its numbers, products against the numbers it stands for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.config.compose import load
+from harness.config.schema import ConfigError
+from harness.precision.fp8 import engine as module
+from harness.precision.fp8.emulation import Emulated, block_scale
+from harness.precision.fp8.engine import BLOCK, FORWARD, GRADIENT, LIMITS, Blocks, Side, require_engine
+from harness.precision.fp8.meters import LARGEST_SCALE, largest_of, scale_of
+
+BOTH = pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
+BF16_ERROR = 2.0**-8
+EMULATED = Emulated()
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers over twelve powers of ten, in bf16."""
+    generator = torch.Generator().manual_seed(seed)
+    magnitudes = 10.0 ** (12 * torch.rand(*shape, generator=generator) - 6)
+    return (torch.randn(*shape, generator=generator) * magnitudes).to(torch.bfloat16)
+
+
+def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The number of the format that is nearest, of two the one whose last digit is 0; found by looking at all."""
+    every = torch.arange(256, dtype=torch.uint8).view(dtype)
+    finite = every[every.float().isfinite()]
+    distances = (values.double().flatten()[:, None] - finite.double()).abs()
+    is_odd = (finite.view(torch.uint8) & 1).double()
+    is_nearest = distances == distances.amin(dim=1, keepdim=True)
+    chosen = torch.where(is_nearest, is_odd, 2.0).argmin(dim=1)
+    return finite.float()[chosen].view_as(values)
+
+
+def widened(side: Side, *, is_square: bool) -> Tensor:
+    """What the numbers of a side stand for, one block at a time."""
+    wide = side.numbers.double()
+    height = BLOCK if is_square else 1
+    for row in range(side.inverse.shape[0]):
+        for column in range(side.inverse.shape[1]):
+            block = wide[row * height : (row + 1) * height, column * BLOCK : (column + 1) * BLOCK]
+            block.mul_(side.inverse[row, column].double())
+    return wide
+
+
+@BOTH
+def test_it_rounds_to_the_nearest_number_and_not_beyond_the_largest(dtype: torch.dtype) -> None:
+    values = numbers(24, 40)
+    largest = torch.tensor(5.0)
+    found = EMULATED.round(values, torch.tensor(3.7), dtype=dtype, both=True, largest=largest)
+    scaled = values.float() * 3.7
+    assert (scaled.abs() > LIMITS[dtype]).any(), "some are beyond the range"
+    assert torch.equal(found.rows.float(), nearest(scaled, dtype))
+    assert torch.equal(found.columns.float(), found.rows.float().T)
+    assert found.row_inverse.item() == found.column_inverse.item() == pytest.approx(1 / 3.7)
+    assert largest == values.abs().max()
+    assert not EMULATED.round(values, torch.tensor(1.0), dtype=dtype, both=False, largest=largest).columns.numel()
+
+
+@BOTH
+def test_halves_are_rounded_to_even(dtype: torch.dtype) -> None:
+    ones = torch.tensor([[1 + (number + 0.5) * torch.finfo(dtype).eps for number in range(4)]])
+    found = EMULATED.round(ones, torch.tensor(1.0), dtype=dtype, both=False, largest=None)
+    assert torch.equal(found.rows.float(), nearest(ones, dtype))
+    assert found.rows.view(torch.uint8).bitwise_and(1).sum() == 0
+
+
+@BOTH
+def test_nan_stays_nan_alone_and_an_infinity_makes_nan_of_the_product(dtype: torch.dtype) -> None:
+    values = torch.ones(4, 16)
+    values[1, 2] = torch.nan
+    other = Side(torch.ones(2, 16).to(FORWARD), torch.ones(1))
+    scale = scale_of(largest_of(values), LIMITS[dtype])
+    found = EMULATED.round(values, scale, dtype=dtype, both=False, largest=None)
+    assert torch.equal(found.rows.float().isnan(), values.isnan())
+    values[1, 2] = -torch.inf
+    scale = scale_of(largest_of(values), LIMITS[dtype])
+    found = EMULATED.round(values, scale, dtype=dtype, both=False, largest=None)
+    assert EMULATED.multiply(found.by_rows, other, out=None, blocks=Blocks.none, exact=True).isnan().all()
+
+
+def test_scales_are_powers_of_two_that_put_the_largest_number_near_the_edge() -> None:
+    largest = torch.tensor([0.0, 2.0, 1.75, 448.0, 449.0, 1e-38])
+    assert scale_of(largest, 448.0).tolist() == [1.0, 128.0, 256.0, 1.0, 0.5, LARGEST_SCALE]
+    assert scale_of(largest, 448.0, step=4).tolist() == [1.0, 16.0, 256.0, 1.0, 2.0**-4, LARGEST_SCALE]
+    assert scale_of(largest, 448.0, step=2).tolist() == [1.0, 64.0, 256.0, 1.0, 0.25, LARGEST_SCALE]
+    for step in (1, 2, 4):
+        assert scale_of(torch.tensor(torch.inf), 448.0, step=step) == 0.0, "which makes NaN of it"
+    assert scale_of(torch.tensor(torch.nan), 448.0) == 1.0, "NaN is seen in the numbers themselves"
+    zeros = EMULATED.round(torch.zeros(2, 3), scale_of(torch.zeros(()), 448.0), dtype=FORWARD, both=True, largest=None)
+    assert not zeros.rows.float().any()
+
+
+@BOTH
+def test_scales_of_blocks_are_powers_of_two_that_fill_the_range(dtype: torch.dtype) -> None:
+    largest = torch.cat([numbers(500).float().abs(), torch.tensor([LIMITS[dtype], LIMITS[dtype] * (1 + 2.0**-20)])])
+    scale = block_scale(largest, dtype)
+    assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
+    assert ((largest * scale <= LIMITS[dtype]) & (2 * largest * scale > LIMITS[dtype])).all()
+    assert block_scale(torch.zeros(1), dtype) == 1.0
+    assert block_scale(torch.tensor(torch.inf), dtype).isnan()
+
+
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize("shape", [(128, 256), (130, 300), (7, 5)])
+def test_each_block_has_its_scale_whatever_the_shape(shape: tuple[int, int], square: bool) -> None:
+    values = numbers(*shape)
+    values[0, :] = 0.0
+    found = EMULATED.round_blocks(values, dtype=FORWARD, both=True, square=square)
+    for side, original in ((found.by_rows, values), (found.by_columns, values.T)):
+        assert side.numbers.shape == original.shape
+        assert side.inverse.shape == EMULATED.block_scales(*original.shape, square=square)
+        height = BLOCK if square else 1
+        for row, column in ((0, 0), (side.inverse.shape[0] - 1, side.inverse.shape[1] - 1)):
+            block = original[row * height : (row + 1) * height, column * BLOCK : (column + 1) * BLOCK].float()
+            scale = block_scale(block.abs().amax(), FORWARD)
+            assert side.inverse[row, column] == 1 / scale
+            place = side.numbers[row * height : (row + 1) * height, column * BLOCK : (column + 1) * BLOCK]
+            assert torch.equal(place.float(), nearest(block * scale, FORWARD))
+    alone = EMULATED.round_blocks(values, dtype=FORWARD, both=False, square=square)
+    assert torch.equal(alone.rows.float(), found.rows.float())
+    assert not alone.columns.numel()
+
+
+def test_an_infinity_in_a_block_is_seen_in_its_row_alone() -> None:
+    values = torch.ones(3, 200)
+    values[1, 150] = torch.inf
+    left = EMULATED.round_blocks(values, dtype=FORWARD, both=False, square=False)
+    right = EMULATED.round_blocks(torch.ones(4, 200), dtype=FORWARD, both=False, square=True)
+    product = EMULATED.multiply(left.by_rows, right.by_rows, out=None, blocks=Blocks.squares, exact=True)
+    assert product.isnan().all(dim=1).tolist() == [False, True, False]
+    assert (product[0] == 200.0).all()
+
+
+@pytest.mark.parametrize("blocks", list(Blocks))
+def test_products_are_those_of_the_rounded_numbers(blocks: Blocks) -> None:
+    values, others = numbers(20, 300).clamp(-9, 9), numbers(24, 300, seed=1).clamp(-9, 9)
+    if blocks is Blocks.none:
+        left, right = (
+            EMULATED.round(each, torch.tensor(scale), dtype=FORWARD, both=False, largest=None).by_rows
+            for each, scale in ((values, 3.0), (others, 0.7))
+        )
+        exact = (left.numbers.double() * left.inverse) @ (right.numbers.double() * right.inverse).T
+    else:
+        is_square = blocks is Blocks.squares
+        left = EMULATED.round_blocks(values, dtype=FORWARD, both=False, square=False).by_rows
+        right = EMULATED.round_blocks(others, dtype=FORWARD, both=False, square=is_square).by_rows
+        exact = widened(left, is_square=False) @ widened(right, is_square=is_square).T
+    product = EMULATED.multiply(left, right, out=None, blocks=blocks, exact=False)
+    assert product.dtype is torch.bfloat16
+    torch.testing.assert_close(product.double(), exact, rtol=BF16_ERROR, atol=1e-4)
+    before = numbers(20, 24, seed=2)
+    total = before.clone()
+    assert EMULATED.multiply(left, right, out=total, blocks=blocks, exact=True) is total
+    torch.testing.assert_close(total.double(), before.double() + exact, rtol=BF16_ERROR, atol=1e-4)
+
+
+def test_without_a_gpu_transformer_engine_is_refused_and_the_rehearsal_is_not() -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"^precision: fp8 needs a GPU .*; use bf16, or .* precision=fp8_emulated$"):
+        require_engine(load(["precision=fp8"]).precision, cpu)
+    for words in (["precision=fp8_emulated", "precision.fp8.recipe=block"], ["precision=bf16"]):
+        require_engine(load(words).precision, cpu)
+
+
+def test_what_is_said_to_install_is_what_the_project_asks_for() -> None:
+    project = Path(module.__file__).parents[3] / "pyproject.toml"
+    found = re.search(r'^fp8 = \["([^;"]+)', project.read_text(), re.MULTILINE)
+    assert found is not None
+    assert f"--no-build-isolation '{found[1].strip()}'" in Path(module.__file__).read_text()

@@ -1,0 +1,135 @@
+"""Runs in fp8 on real ranks: what they save fits any other precision, and what they report comes from all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.build import Parts, build
+from harness.checkpoint import store
+from harness.config.schema import Config
+from harness.core import events
+from harness.core.events import Action, ActionKind, RunStarted
+from harness.core.rundir import RunDir
+from harness.core.state import RunState
+from harness.distributed.world import connect, disconnect, local
+from harness.precision.fp8.layers import PRIMED_STEPS
+from harness.precision.fp8.meters import Column, Role
+from harness.recovery import recover
+from harness.step import forward_backward, judge_and_update
+from tests.distributed import cases
+from tests.distributed.pool import Pool
+
+
+class Loaded(NamedTuple):
+    names: list[str]
+    digest: str
+    """Of every tensor, on all ranks."""
+    has_kept_its_own: bool
+    """Whether the weights are still those that the seed gave."""
+
+
+def loaded(directory: str, *overrides: str) -> Loaded:
+    """What a run of this configuration holds once it has read the newest checkpoint of a directory."""
+    cfg, run = cases.tiny(*overrides), RunDir(Path(directory))
+    parts = build(cfg, connect(cfg.parallel), run)
+    before = cases.digest(parts.update.parameters)
+    found = store.load_newest(run.checkpoints, parts.tensors(), world=parts.world)
+    assert found.loaded is not None
+    tensors = parts.tensors()
+    parts.close()
+    return Loaded(sorted(tensors), cases.digest(tensors), cases.digest(parts.update.parameters) == before)
+
+
+@pytest.mark.full
+def test_a_checkpoint_moves_between_precisions_and_numbers_of_ranks(ranks: Pool, tmp_path: Path) -> None:
+    common = ("run.name=a", "checkpoint.every_steps=2", "run.resume=changed", "sentinel.probe_every=2")
+    starts = ((2, "fp8_emulated", 2), (1, "bf16", 4), (2, "fp8_emulated", 6), (1, "fp32", 8))
+    for size, precision, until in starts:
+        overrides = (*common, f"precision={precision}", f"train.num_steps={until}", "optim.schedule=constant")
+        code, records = ranks.run(size, cases.run, str(tmp_path), *overrides)[0]
+        assert (code, len(records)) == (0, until), "each goes on where the other stopped"
+        if until in (2, 4):
+            found = [ranks.run(1, loaded, str(tmp_path / "a"), f"precision={other}")[0] for other in ("bf16", "fp32")]
+            found += ranks.run(2, loaded, str(tmp_path / "a"), "precision=fp8_emulated")
+            assert all(each == found[0] for each in found), "the same names, and the same bits under them"
+            assert not found[0].has_kept_its_own
+    resumed = [
+        event.resumed_from for event in events.read(tmp_path / "a" / "events.jsonl") if isinstance(event, RunStarted)
+    ]
+    assert resumed == [None, *(f"step-{step:08d}-gen-0" for step in (2, 4, 6))]
+    assert [record.in_fp8 for record in records] == [True, True, None, None, True, True, None, None]
+    assert records[-1].loss < records[0].loss
+    told = [record for record in records if record.fp8]
+    assert [record.iteration for record in told] == [1, 5]
+    for record in told:
+        assert list(record.fp8) == [role.name for role in Role]
+        assert list(record.fp8_underflow) == ["blocks.0", "blocks.1"]
+        assert all(health["saturated"] == 0.0 for health in record.fp8.values())
+        assert all(0 <= share < 0.2 for share in record.fp8_underflow.values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_a_refused_update_leaves_no_trace_in_fp8_either(ranks: Pool, recipe: str) -> None:
+    """Not so `delayed`, which remembers how large the numbers of the refused step were."""
+    words = ("precision=fp8_emulated", f"precision.fp8.recipe={recipe}")
+    for outcome in ranks.run(2, cases.refusal, math.nan, 1, *words):
+        assert all(outcome.values()), outcome
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    yield
+    disconnect()
+
+
+def started(directory: Path, *overrides: str) -> tuple[Config, Parts]:
+    cfg = cases.tiny("precision=fp8_emulated", *overrides)
+    return cfg, build(cfg, connect(cfg.parallel), RunDir(directory))
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_activations_that_are_computed_again_give_the_same_gradients(recipe: str, tmp_path: Path) -> None:
+    """`selective` keeps what fp8 made, and counts it once; `full` makes it twice."""
+    expected: list[Tensor] = []
+    for kind, times in (("none", 1), ("selective", 1), ("full", 2)):
+        words = (f"parallel.activation_checkpointing={kind}", f"precision.fp8.recipe={recipe}")
+        cfg, parts = started(tmp_path, *words)
+        forward_backward(parts, parts.batches[0], cfg=cfg, probe=True)
+        found = [local(each.grad).clone() for each in parts.update.parameters.values() if each.grad is not None]
+        expected = expected or found
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        nonzeros = parts.products.table[..., Column.nonzeros]
+        sizes = [each.weight.numel() for each in parts.products.maps]
+        assert nonzeros[:, Role.weights].tolist() == [times * size for size in sizes]
+        judge_and_update(parts, cfg=cfg, probe=True)
+        assert not parts.products.table[..., : Column.guess].any(), "each probed step counts from the beginning"
+        parts.close()
+        disconnect()
+
+
+@pytest.mark.usefixtures("alone")
+def test_scales_of_weights_that_were_left_behind_are_forgotten(tmp_path: Path) -> None:
+    cfg, parts = started(tmp_path, "precision.fp8.recipe=delayed", "checkpoint.ring.every_steps=1")
+    state = RunState()
+    for index in range(2):
+        forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
+        judge_and_update(parts, cfg=cfg, probe=False)
+    assert (parts.products.primed_steps, bool(parts.products.history.any())) == (PRIMED_STEPS - 2, True)
+    action = Action(time=0.0, iteration=2, kind=ActionKind.rewind, step=2, incident=1, reason="a test", onset=2)
+    assert not recover(action, parts, state, root=tmp_path).succeeded, "there is nothing to go back to yet"
+    assert (parts.products.primed_steps, bool(parts.products.history.any())) == (PRIMED_STEPS - 2, True)
+    parts.ring.take(state).settle(step=0, refused_in_row=0)
+    parts.ring.trust(1)
+    assert recover(action, parts, state, root=tmp_path).succeeded
+    assert (parts.products.primed_steps, bool(parts.products.history.any())) == (PRIMED_STEPS, False)
+    parts.close()

@@ -1,0 +1,127 @@
+"""Queries, keys and values of one product: what three maps and a rotation make, and the same gradients; also compiled,
+and computed again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.config.compose import load
+from harness.config.schema import ActivationCheckpointing, Fp8Recipe, ModelConfig
+from harness.distributed.fsdp import wrap
+from harness.model.transformer import Attention, Block, rotary_tables
+from harness.precision import fused_qkv
+from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch
+from harness.precision.fused_qkv import are_joined, rotate, rotated_heads
+from harness.precision.mixed_precision import linear
+
+MakeConfig = Callable[..., ModelConfig]
+NUM_ROWS, LENGTH = 2, 6
+LIKE_INDUCTOR = "aot_eager_decomp_partition"
+"""Its graphs, not its kernels: what is computed again is decided before there are any."""
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is compiled meanwhile joins its heads, as if it were for a GPU."""
+    monkeypatch.setattr(fused_qkv, "is_compiled_for_cuda", lambda _hidden: torch.compiler.is_compiling())
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=LIKE_INDUCTOR))
+    yield
+    torch._dynamo.reset()
+
+
+def tables(cfg: ModelConfig) -> tuple[Tensor, Tensor]:
+    cos, sin = rotary_tables(cfg, LENGTH)
+    return cos.float(), sin.float()
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def three_maps(hidden: Tensor, maps: Sequence[nn.Module], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    query, key, value = (each(hidden).unflatten(-1, (-1, 2 * cos.shape[1])) for each in maps)
+    return tuple(each.flatten(2) for each in (rotate(query, cos, sin), rotate(key, cos, sin), value))
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys", "head_dim"), [(4, 2, 8), (3, 1, 2), (2, 2, 12)])
+def test_one_product_does_what_three_maps_do(num_queries: int, num_keys: int, head_dim: int) -> None:
+    maps = [linear(20, count * head_dim) for count in (num_queries, num_keys, num_keys)]
+    hidden, angles = numbers(NUM_ROWS, LENGTH, 20).requires_grad_(), numbers(LENGTH, head_dim // 2)
+    cos, sin = angles.cos(), angles.sin()
+    expected, made = (way(hidden, maps, cos, sin) for way in (three_maps, rotated_heads))
+    torch.testing.assert_close(made, expected)
+    slopes = [numbers(*each.shape) for each in expected]
+    wanted = (hidden, *(each.get_parameter("weight") for each in maps))
+    ours, theirs = (torch.autograd.grad(each, wanted, slopes) for each in (made, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_graph_is_told_the_truth() -> None:
+    hidden, weights = numbers(NUM_ROWS * LENGTH, 16), [numbers(16, 16), numbers(8, 16), numbers(8, 16)]
+    angles = numbers(LENGTH, 4)
+    cos, sin = angles.cos(), angles.sin()
+    operators = torch.ops.harness
+    slopes = operators.project_rotated(hidden, weights, cos, sin)
+    torch.library.opcheck(operators.project_rotated_backward.default, (slopes, hidden, weights, cos, sin))
+    learned = (hidden.requires_grad_(), [weight.requires_grad_() for weight in weights])
+    torch.library.opcheck(operators.project_rotated.default, (*learned, cos, sin))
+
+
+def gradients(block: Block, cfg: ModelConfig) -> tuple[Tensor, ...]:
+    """What a block gives, then the gradients of what it was given, and of its parameters."""
+    given = tuple(numbers(NUM_ROWS, LENGTH, cfg.dim).mul(factor).requires_grad_() for factor in (1.0, 0.5))
+    made = block(*given, *tables(cfg))
+    slopes = [numbers(*each.shape) for each in made]
+    return (*made, *torch.autograd.grad(made, (*given, *block.parameters()), slopes))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler gives two
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which the compiler looks at, of any tensor
+@pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize(("kind", "num_products"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_a_compiled_block_joins_its_heads(make_config: MakeConfig, kind: str, num_products: int) -> None:
+    cfg = make_config()
+    plain, compiled = Block(cfg, linear=linear), Block(cfg, linear=linear)
+    compiled.load_state_dict(plain.state_dict())
+    parallel = replace(load().parallel, compile=True, activation_checkpointing=ActivationCheckpointing(kind))
+    wrap(compiled, parallel)
+    torch.testing.assert_close(gradients(compiled, cfg), gradients(plain, cfg))
+    with torch.profiler.profile(acc_events=True) as seen:  # once it is compiled: a compiler calls operators too
+        gradients(compiled, cfg)
+    names = [event.name for event in seen.events()]
+    assert names.count("harness::project_rotated") == num_products
+    assert names.count("harness::project_rotated_backward") == 1
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"dim": 24, "num_heads": 4}], ids=str)
+def test_other_heads_go_by_themselves(make_config: MakeConfig, changes: dict[str, int]) -> None:
+    """Those that a norm sees before they are turned, and those of which a half is no power of two."""
+    cfg = make_config(**changes)
+    attention = Attention(cfg, linear=linear)
+    hidden = numbers(NUM_ROWS, LENGTH, cfg.dim)
+    compiled = torch.compile(attention, fullgraph=True)
+    with torch.profiler.profile(acc_events=True) as seen:
+        made = compiled(hidden, *tables(cfg), None)
+    torch.testing.assert_close(made, attention(hidden, *tables(cfg), None))
+    assert "harness::project_rotated" not in [event.name for event in seen.events()]
+
+
+def test_only_plain_maps_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, cos = numbers(1, LENGTH, 16), numbers(LENGTH, 4)
+    plain, biased = linear(16, 16), nn.Linear(16, 16)
+    in_fp8 = Fp8Linear(16, 16, recipe=Recipe(Fp8Recipe.current, "emulated"), switch=Switch())
+    assert not are_joined(hidden, [plain, plain, plain], cos), "on a CPU, and nothing is compiled"
+    monkeypatch.setattr(fused_qkv, "is_compiled_for_cuda", lambda _hidden: True)
+    assert are_joined(hidden, [plain, plain, plain], cos)
+    assert not are_joined(hidden, [plain, plain, biased], cos)
+    assert not are_joined(hidden, [in_fp8, plain, plain], cos)
+    assert not are_joined(hidden, [plain, plain, plain], numbers(LENGTH, 3))

@@ -1,0 +1,124 @@
+"""Products in half precision on a CPU that has none: taken in fp32, and rounded as the hardware would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from harness.config.compose import load
+from harness.config.schema import ActivationCheckpointing, PrecisionKind
+from harness.distributed.fsdp import wrap
+from harness.model.transformer import Block, rotary_tables
+from harness.precision import mixed_precision
+from harness.precision.mixed_precision import DTYPES, able_products, has_products, linear, widened
+
+CPU = torch.device("cpu")
+
+
+HALVES = [PrecisionKind.bf16, PrecisionKind.fp16]
+
+
+@pytest.fixture
+def unable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_precision, "has_products", lambda _: False)
+
+
+@pytest.fixture(params=HALVES)
+def dtype(request: pytest.FixtureRequest, unable: None) -> Iterator[torch.dtype]:  # noqa: ARG001
+    """Within."""
+    with able_products(request.param, CPU):
+        yield DTYPES[request.param]
+
+
+def modes() -> list[object]:
+    return list(torch.overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Whole ones, whose products add up exactly in any order, and to more than half precision can tell apart."""
+    return torch.randint(-50, 51, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def test_a_product_is_the_exact_one_rounded(dtype: torch.dtype) -> None:
+    left, right = numbers(24, 40, dtype=dtype), numbers(16, 40, dtype=dtype)
+    exact = (left.double() @ right.double().T).to(dtype)
+    into = torch.empty_like(exact)
+    made = [
+        F.linear(left, right),
+        left @ right.T,
+        left.matmul(right.T),
+        torch.matmul(left, right.T),
+        torch.mm(left, right.T),
+        torch.mm(left, right.T, out=into),
+    ]
+    assert all(torch.equal(each, exact) for each in made)
+    assert made[-1] is into
+    query = numbers(2, 3, 8, 16, dtype=dtype)
+    attended = F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    wide = query.float()
+    expected = F.scaled_dot_product_attention(wide, wide, wide, is_causal=True)
+    assert torch.equal(attended, expected.to(dtype))
+    assert torch.equal(F.linear(input=left, weight=right), exact), "by name too"
+
+
+def test_its_gradients_are_rounded_once_too(dtype: torch.dtype) -> None:
+    left, right = (numbers(*shape, dtype=dtype).requires_grad_() for shape in ((24, 40), (16, 40)))
+    slope = numbers(24, 16, dtype=dtype)
+    torch.autograd.backward(F.linear(left, right), slope)
+    wide = slope.double()
+    assert left.grad is not None
+    assert right.grad is not None
+    assert left.grad.dtype is right.grad.dtype is dtype
+    assert torch.equal(left.grad, (wide @ right.double()).to(dtype))
+    assert torch.equal(right.grad, (wide.T @ left.double()).to(dtype))
+
+
+def test_other_numbers_are_left_alone(dtype: torch.dtype) -> None:
+    left, right = numbers(24, 40, dtype=torch.float32), numbers(16, 40, dtype=torch.float32)
+    assert F.linear(left, right).dtype is torch.float32
+    half = numbers(4, dtype=dtype)
+    assert (half + half).dtype is dtype
+
+
+@pytest.mark.parametrize("kind", [ActivationCheckpointing.full, ActivationCheckpointing.selective])
+def test_what_is_computed_again_in_backward_is_the_same(dtype: torch.dtype, kind: ActivationCheckpointing) -> None:
+    cfg = load(["model.dim=32", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=48"])
+    plain, checkpointed = Block(cfg.model, linear=linear).to(dtype), Block(cfg.model, linear=linear).to(dtype)
+    checkpointed.load_state_dict(plain.state_dict())
+    wrap(checkpointed, replace(cfg.parallel, activation_checkpointing=kind), recomputing=widened(dtype, CPU))
+    hidden = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    cos, sin = (table.float() for table in rotary_tables(cfg.model, 6))
+    found = []
+    for block in (plain, checkpointed):
+        kept, change = block(hidden.requires_grad_(), torch.zeros_like(hidden), cos, sin)
+        found.append(torch.autograd.grad((kept + change).float().square().sum(), [hidden, *block.parameters()]))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.usefixtures("unable")
+@pytest.mark.parametrize(
+    ("kind", "device", "is_widened"),
+    [
+        (PrecisionKind.bf16, "cpu", True),
+        (PrecisionKind.fp8, "cpu", True),
+        (PrecisionKind.fp32, "cpu", False),
+        (PrecisionKind.fp16, "cpu", True),
+        (PrecisionKind.bf16, "cuda", False),
+    ],
+)
+def test_only_where_it_is_needed(kind: PrecisionKind, device: str, is_widened: bool) -> None:
+    before = modes()
+    with able_products(kind, torch.device(device)):
+        assert len(modes()) == len(before) + is_widened
+    assert modes() == before
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_a_cpu_that_is_able_takes_its_own(kind: PrecisionKind) -> None:
+    with able_products(kind, CPU):
+        assert bool(modes()) != has_products(DTYPES[kind])

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.sentinel.detect.baseline import (
+    FIELDS,
+    FLOATS,
+    State,
+    advance,
+    begin,
+    begin_late,
+    beyond,
+    bound,
+    expected,
+    gate_bounds,
+    reopen,
+    tolerance,
+)
+from tests.sentinel.series import config, losses, norms
+
+CFG = config()
+
+
+class TensorOps:
+    """What the gate uses on a device."""
+
+    absolute, log, exp = staticmethod(torch.abs), staticmethod(torch.log), staticmethod(torch.exp)
+
+    @staticmethod
+    def where(condition: Any, chosen: Any, otherwise: Any) -> Tensor:
+        return torch.where(condition, chosen, otherwise)
+
+    @staticmethod
+    def choose(condition: Any, chosen: State, otherwise: State) -> State:
+        return tuple(torch.where(condition, new, old) for new, old in zip(chosen, otherwise, strict=True))
+
+    @staticmethod
+    def minimum(number: Tensor, other: Any) -> Tensor:
+        return number.clamp(max=other)
+
+    @staticmethod
+    def maximum(number: Tensor, other: Any) -> Tensor:
+        return number.clamp(min=other)
+
+
+TENSORS = TensorOps()
+
+
+def learn(values: list[float], state: State | None = None) -> State:
+    state = begin() if state is None else state
+    for value in values:
+        state = advance(state, value, True, CFG, FLOATS)
+    return state
+
+
+def level(state: State) -> float:
+    return math.exp(expected(state, CFG, FLOATS)[0])
+
+
+def test_a_device_learns_the_same_numbers() -> None:
+    """But for the last bit of a logarithm, which is the library's."""
+    values = losses(300)
+    values[150:160] = [9.0] * 10
+    host, device = begin(), torch.tensor(begin(), dtype=torch.float64).unbind()
+    for place, value in enumerate(values):
+        accept = place % 7 != 3
+        host = advance(host, value, accept, CFG, FLOATS)
+        tensor = torch.tensor(value, dtype=torch.float64)
+        device = advance(device, tensor, torch.tensor(accept), CFG, TENSORS)
+        assert torch.stack(device).tolist() == pytest.approx(list(host), rel=1e-12, abs=1e-15)
+    with_tensors = bound(device, CFG, TENSORS, sigmas=10.0, factor=1.2)
+    assert float(with_tensors) == pytest.approx(bound(host, CFG, FLOATS, sigmas=10.0, factor=1.2), rel=1e-12)
+
+
+def test_nothing_branches_on_a_value() -> None:
+    """A tensor without data cannot be asked for its truth: any branch would raise."""
+    state = torch.zeros(len(FIELDS), dtype=torch.float64, device="meta").unbind()
+    value = torch.zeros((), dtype=torch.float64, device="meta")
+    bounds = gate_bounds(state, state, CFG, TENSORS, warming=value)
+    refused = beyond(value, value, bounds)
+    assert len(advance(state, value, refused, CFG, TENSORS)) == len(FIELDS)
+    assert len(reopen(state, value, refused, TENSORS)) == len(FIELDS)
+
+
+def test_both_signals_fit_into_one_pass() -> None:
+    pairs = list(zip(losses(50), norms(50), strict=True))
+    both = torch.tensor([begin(), begin()], dtype=torch.float64).unbind(dim=1)
+    for pair in pairs:
+        both = advance(both, torch.tensor(pair, dtype=torch.float64), torch.tensor([True, True]), CFG, TENSORS)
+    assert torch.stack(both)[:, 0].tolist() == pytest.approx(list(learn([loss for loss, _ in pairs])), rel=1e-12)
+    assert torch.stack(both)[:, 1].tolist() == pytest.approx(list(learn([norm for _, norm in pairs])), rel=1e-12)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -3.0, 1e300])
+@pytest.mark.parametrize("rows", [0, 1, 200])
+def test_a_refused_value_changes_nothing(value: float, rows: int) -> None:
+    state = learn(losses(rows))
+    assert advance(state, value, False, CFG, FLOATS) == state
+    tensors = torch.tensor(state, dtype=torch.float64)
+    after = advance(tensors.unbind(), torch.tensor(value, dtype=torch.float64), torch.tensor(False), CFG, TENSORS)
+    assert torch.equal(torch.stack(after), tensors)
+
+
+def test_the_level_follows_a_fall_and_not_a_spike() -> None:
+    state = learn(losses(1000))
+    spiked = learn([6.0] * 20, state)
+    assert level(spiked) < 1.05 * level(state)
+    fallen = learn([2.4] * 40, state)
+    assert fallen[1] < state[1] - 0.1
+
+
+def test_coming_back_to_where_the_loss_was_is_expected() -> None:
+    state = learn(losses(1500))
+    dipped = learn([value * 0.9 for value in losses(1700, seed=3)[1500:]], state)
+    assert dipped[1] < state[1] - 0.08
+    assert level(dipped) == pytest.approx(level(state), rel=0.03)
+
+
+def test_noise_that_is_heavy_by_nature_is_tolerated() -> None:
+    values = losses(2000)
+    assert tolerance(learn(values), CFG, FLOATS) < 1.1
+    values[::50] = [value * 1.08 for value in values[::50]]
+    assert tolerance(learn(values), CFG, FLOATS) > 1.3
+
+
+def test_bounds_are_wide_at_first_and_while_the_learning_rate_rises() -> None:
+    def width(state: State, warming: float = 0.0) -> float:
+        return math.log(bound(state, CFG, FLOATS, sigmas=10.0, factor=1.0, warming=warming) / level(state))
+
+    early, late = learn(losses(10)), learn(losses(500))
+    assert width(early) > 5 * width(late)
+    assert width(late, warming=1.0) == pytest.approx(CFG.warmup_widening * width(late))
+
+
+def refusals(values: list[float], grad_norms: list[float]) -> list[int]:
+    """What a gate does: judge first, learn only from what is applied."""
+    loss_state, grad_state = begin(), begin()
+    refused = []
+    for place, (loss, norm) in enumerate(zip(values, grad_norms, strict=True)):
+        bounds = gate_bounds(loss_state, grad_state, CFG, FLOATS)
+        accept = math.isfinite(loss) and math.isfinite(norm) and not beyond(loss, norm, bounds)
+        loss_state = advance(loss_state, loss, accept, CFG, FLOATS)
+        grad_state = advance(grad_state, norm, accept, CFG, FLOATS)
+        refused += [] if accept else [place]
+    return refused
+
+
+def test_the_gate_lets_healthy_training_pass() -> None:
+    assert refusals(losses(3000), norms(3000)) == []
+
+
+def test_one_nan_costs_one_update() -> None:
+    values = losses(400)
+    values[200] = math.nan
+    assert refusals(values, norms(400)) == [200]
+
+
+def test_a_sustained_jump_is_never_accepted_by_waiting() -> None:
+    values = losses(600)
+    values[300:] = [2 * value for value in values[300:]]
+    assert refusals(values, norms(600)) == list(range(300, 600))
+
+
+def test_a_gradient_of_a_thousand_is_refused_and_a_harmless_burst_is_not() -> None:
+    grad_norms = norms(600)
+    grad_norms[300] *= 8
+    grad_norms[400] *= 1000
+    assert refusals(losses(600), grad_norms) == [400]
+
+
+def test_loss_and_gradient_together_need_less() -> None:
+    values, grad_norms = losses(600), norms(600)
+    values[300] *= 1.12
+    grad_norms[400] *= 6
+    values[500], grad_norms[500] = 1.12 * values[500], 6 * grad_norms[500]
+    assert refusals(values, grad_norms) == [500]
+
+
+def test_a_row_at_its_bound_passes() -> None:
+    bounds = (4.0, 8.0, 3.0, 2.0)
+    assert not beyond(4.0, 2.0, bounds)
+    assert beyond(4.01, 0.0, bounds)
+    assert not beyond(3.0, 8.0, bounds)
+    assert beyond(0.0, 8.01, bounds)
+    assert beyond(3.01, 2.01, bounds)
+    assert not beyond(math.nan, math.nan, bounds)
+
+
+def test_a_restart_is_guarded_from_its_first_row() -> None:
+    state = learn(losses(300))
+    again = tuple(json.loads(json.dumps(state)))
+    assert again == state
+    assert gate_bounds(again, again, CFG, FLOATS) == gate_bounds(state, state, CFG, FLOATS)
+
+
+def test_a_new_level_is_taken_when_it_is_accepted() -> None:
+    state = learn(losses(300))
+    raised = reopen(state, 4.0, True, FLOATS)
+    assert level(raised) == pytest.approx(4.0)
+    assert raised[5] == state[5]
+    assert bound(raised, CFG, FLOATS, sigmas=10.0, factor=1.0) > 4.2
+    assert reopen(state, math.nan, False, FLOATS) == state
+
+
+def test_a_log_that_begins_late_is_judged_sooner() -> None:
+    early, late = learn([3.0]), begin_late(3.0)
+    assert bound(late, CFG, FLOATS, sigmas=10.0, factor=1.0) < bound(early, CFG, FLOATS, sigmas=10.0, factor=1.0)

@@ -1,0 +1,346 @@
+"""Where a finding begins: at its bound, at its number of rows, and not before."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from harness.core.events import Finding, FindingKind, StepRecord
+from harness.sentinel.detect.detectors import Detectors
+from harness.sentinel.detect.guards import outlying
+from harness.sentinel.detect.loss_curve import loud_ranks, slow_change
+from tests.sentinel.series import config, kinds, record
+
+CFG = config()
+SPREAD = 0.25
+"""Of blocks; sums of it are exact."""
+LARGE = math.log(1.5)
+
+
+def watch(rows: list[StepRecord]) -> list[Finding]:
+    detectors = Detectors(CFG)
+    return [finding for row in rows for finding in detectors.observe(row)]
+
+
+class TestSlowChange:
+    """8 blocks make the floor, 12 the ceiling before them."""
+
+    def test_it_takes_nine_blocks(self) -> None:
+        rising = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
+        assert slow_change(rising, SPREAD) == ""
+        assert slow_change([0.0, *rising], SPREAD) == "divergence"
+
+    @pytest.mark.parametrize(("rise", "shown"), [(0.5, ""), (0.5625, "level_shift")])
+    def test_a_floor_two_spreads_above_the_ceiling_is_a_shift(self, rise: float, shown: str) -> None:
+        assert slow_change([0.0] * 12 + [rise] * 8, SPREAD) == shown
+
+    def test_a_shift_needs_all_blocks_of_floor_and_ceiling(self) -> None:
+        flat = [0.0] * 11 + [0.375] * 8
+        assert slow_change(flat, 0.125) == ""
+        assert slow_change([0.0, *flat], 0.125) == "level_shift"
+
+    @pytest.mark.parametrize("place", range(12, 20))
+    def test_each_block_of_the_floor_counts(self, place: int) -> None:
+        means = [0.0] * 12 + [0.375] * 8
+        means[place] = 0.25
+        assert slow_change(means, 0.125) == ""
+
+    @pytest.mark.parametrize("place", range(12))
+    def test_each_block_of_the_ceiling_counts(self, place: int) -> None:
+        means = [0.0] * 12 + [0.375] * 8
+        means[place] = 0.125
+        assert slow_change(means, 0.125) == ""
+        assert slow_change([9.0, *([0.0] * 12 + [0.375] * 8)], 0.125) == "level_shift", "older ones do not"
+
+    @pytest.mark.parametrize(("num", "shown"), [(3, ""), (4, "divergence"), (5, "")])
+    def test_four_blocks_far_above_all_before_diverge(self, num: int, shown: str) -> None:
+        """It shows once, with the fourth."""
+        assert slow_change([0.0] * 12 + [LARGE + 0.01] * num, 10.0) == shown
+
+    @pytest.mark.parametrize(("height", "shown"), [(LARGE, ""), (LARGE + 1e-9, "divergence")])
+    def test_far_is_half_as_much_again(self, height: float, shown: str) -> None:
+        assert slow_change([-1.0] * 10 + [0.0] + [height] * 4, 10.0) == shown
+
+    def test_one_low_block_among_the_four_is_a_return(self) -> None:
+        assert slow_change([0.0] * 12 + [1.0, 1.0, 0.1, 1.0], 10.0) == ""
+
+    @pytest.mark.parametrize(
+        ("rising", "shown"),
+        [
+            ([0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.125], "divergence"),
+            ([0.25, 0.375, 0.3125, 0.625, 0.75, 0.875, 1.0, 1.125], "divergence"),
+            ([0.25, 0.375, 0.3125, 0.625, 0.5, 0.875, 1.0, 1.125], ""),
+            ([0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.125, 1.0], ""),
+            ([0.25, 0.26, 0.27, 0.28, 0.29, 0.30, 0.31, 1.125], ""),
+            ([0.25, 0.26, 0.27, 0.28, 0.4375, 0.5, 0.6, 1.125], ""),
+            ([0.25, 0.26, 0.27, 0.28, 0.4376, 0.5, 0.6, 1.125], "divergence"),
+            ([0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 0.95, 1.0], ""),
+            ([0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 0.95, 1.001], "divergence"),
+        ],
+        ids=[
+            "all rise",
+            "one falls",
+            "two fall",
+            "the last falls",
+            "the last alone is high",
+            "half way at the bound",
+            "half way above it",
+            "three spreads",
+            "more than three",
+        ],
+    )
+    def test_eight_blocks_that_rise_diverge(self, rising: list[float], shown: str) -> None:
+        assert slow_change([0.25, 0.25, *rising], SPREAD) == shown
+
+    @pytest.mark.parametrize(("before", "shown"), [(0.25, "divergence"), (0.5, "")])
+    def test_they_must_rise_above_all_before_them(self, before: float, shown: str) -> None:
+        rising = [0.25, 0.375, 0.5, 0.625, 0.76, 0.875, 1.0, 1.125]
+        assert slow_change([before, 0.0, *rising], SPREAD) == shown
+
+    @staticmethod
+    def creeping(step: float, *, earlier: float = 0.0, num: int = 40) -> list[float]:
+        """Twenty blocks, then four groups of five, each a little higher than the one before."""
+        return ([earlier] * 20 + [step * quarter for quarter in (0, 1, 2, 3) for _ in range(5)])[40 - num :]
+
+    @pytest.mark.parametrize(
+        ("step", "earlier", "num", "shown"),
+        [
+            (0.1875, 0.0, 40, ""),
+            (0.1876, 0.0, 40, "divergence"),
+            (0.1876, 0.0, 39, ""),
+            (0.1876, 0.37, 40, "divergence"),
+            (0.1876, 0.38, 40, ""),
+        ],
+        ids=["at the bound", "above it", "too few blocks", "above the earlier half", "not above it"],
+    )
+    def test_a_slow_creep_over_forty_blocks_diverges(self, step: float, earlier: float, num: int, shown: str) -> None:
+        means = self.creeping(step, earlier=earlier, num=num)
+        assert slow_change(means, SPREAD) == shown
+
+    @pytest.mark.parametrize("place", range(20))
+    def test_one_high_block_of_the_earlier_half_is_enough_against_a_creep(self, place: int) -> None:
+        means = self.creeping(0.1876)
+        means[place] = 0.5
+        assert slow_change(means, SPREAD) == ""
+
+    def test_each_quarter_of_a_creep_must_rise(self) -> None:
+        for first in (20, 25, 30, 35):
+            means = self.creeping(0.1876)
+            means[first : first + 5] = [0.28] * 5
+            assert slow_change(means, SPREAD) == "", first
+
+
+class TestLoudRanks:
+    def loud(self, worst: list[list[float]], *, median: float = 1.0, grad_norm: float = 40.0) -> list[int]:
+        ranks: dict[str, Any] = {"grad_norm": {"median": median, "spread": 1.0, "worst": worst}}
+        return loud_ranks(record(1, 3.0, grad_norm, ranks=ranks))
+
+    def test_most_of_the_norm_and_ten_times_the_quietest(self) -> None:
+        assert self.loud([[7, 20.0], [3, 40.0]]) == [3, 7]
+        assert self.loud([[3, 19.99]]) == [], "less than half of it"
+        assert self.loud([[3, 20.0]], median=2.0) == [], "exactly ten times the median"
+        assert self.loud([[3, 20.01]], median=2.0) == [3]
+        assert self.loud([[3, 20.0], [5, 1.0]], median=9.0) == [3], "the quietest may be one that is named"
+        assert loud_ranks(record(1, 3.0, 40.0)) == []
+
+
+class TestGuards:
+    @pytest.mark.parametrize(
+        ("value", "spread", "sigmas"),
+        [(3.0, 0.5, 2.0), (3.0, 0.0, 25.0), (1.0, 0.5, 2.0), (2.0, 0.0, 0.0)],
+        ids=["of the spread", "at least 2 % of the median", "below", "equal"],
+    )
+    def test_distances_of_ranks(self, value: float, spread: float, sigmas: float) -> None:
+        ((rank, shown, distance),) = outlying({"median": 2.0, "spread": spread, "worst": [[4, value], [5, math.nan]]})
+        assert (rank, shown) == (4, value)
+        assert distance == pytest.approx(sigmas)
+
+    def test_ranks_without_a_median_have_no_distance(self) -> None:
+        assert outlying(None) == []
+        assert outlying({"median": math.nan, "spread": 0.5, "worst": [[4, 3.0]]}) == []
+        ((_, _, distance),) = outlying({"median": 0.0, "spread": 0.0, "worst": [[4, 1e-12]]})
+        assert distance == pytest.approx(1.0)
+
+    @pytest.mark.parametrize(("value", "found"), [(5.0, []), (5.001, ["rank_outlier"])])
+    def test_eight_sigmas_for_five_rows(self, value: float, found: list[str]) -> None:
+        spread: dict[str, Any] = {"loss": {"median": 1.0, "spread": 0.5, "worst": [[2, value]]}}
+        assert kinds(watch([record(step, 3.0, ranks=spread) for step in range(5)])) == found
+        assert watch([record(step, 3.0, ranks=spread) for step in range(4)]) == []
+
+    @pytest.mark.parametrize(
+        ("name", "value", "sigma", "found"),
+        [
+            ("loss", 2.0, 0.01, []),
+            ("loss", 2.001, 0.01, ["rank_outlier"]),
+            ("loss", 2.5, 0.075, []),
+            ("loss", 2.501, 0.075, ["rank_outlier"]),
+            ("grad_norm", 10.0, 0.1, []),
+            ("grad_norm", 10.001, 0.1, ["rank_outlier"]),
+        ],
+    )
+    def test_twenty_sigmas_and_a_multiple_of_the_median_at_once(
+        self, name: str, value: float, sigma: float, found: list[str]
+    ) -> None:
+        spread: dict[str, Any] = {name: {"median": 1.0, "spread": sigma, "worst": [[2, value]]}}
+        assert kinds(watch([record(1, 3.0, 0.5, ranks=spread)])) == found
+
+    def test_a_row_without_the_outlier_starts_the_count_again(self) -> None:
+        far: dict[str, Any] = {"loss": {"median": 1.0, "spread": 0.1, "worst": [[2, 1.95]]}}
+        near: dict[str, Any] = {"loss": {"median": 1.0, "spread": 0.1, "worst": [[2, 1.1]]}}
+        rows = [record(step, 3.0, ranks=near if step in (4, 9) else far) for step in range(14)]
+        assert watch(rows) == []
+        assert [finding.step for finding in watch([*rows, record(14, 3.0, ranks=far)])] == [14]
+
+    def test_another_rank_starts_the_count_again_and_each_is_raised_once(self) -> None:
+        def far(rank: int) -> dict[str, Any]:
+            return {"loss": {"median": 1.0, "spread": 0.1, "worst": [[rank, 1.95]]}}
+
+        rows = [record(step, 3.0, ranks=far(1 if step < 7 else 3)) for step in range(20)]
+        assert [(finding.step, finding.ranks) for finding in watch(rows)] == [(4, [1]), (11, [3])]
+
+    @pytest.mark.parametrize(("scale", "found"), [(1.0, []), (0.999, ["scale_collapse"])])
+    def test_a_loss_scale_below_one(self, scale: float, found: list[str]) -> None:
+        assert kinds(watch([record(1, 3.0, loss_scale=scale)])) == found
+
+    def test_a_loss_scale_that_five_overflows_do_not_move(self) -> None:
+        stuck = [record(1, 3.0, math.inf, loss_scale=64.0, refused=True) for _ in range(6)]
+        assert kinds(watch(stuck[:5])) == ["nonfinite"], "the first sets it, four find it unmoved"
+        found = watch(stuck)
+        assert (kinds(found), found[1].value, found[1].bound) == (["nonfinite", "scale_collapse"], 64.0, 1.0)
+        moved = [*stuck[:5], record(1, 3.0, math.inf, loss_scale=32.0, refused=True), *stuck[:4]]
+        assert kinds(watch(moved)) == ["nonfinite"]
+        applied = [*stuck[:5], record(2, 3.0, 0.3, loss_scale=64.0), *stuck[:4]]
+        assert "scale_collapse" not in kinds(watch(applied))
+
+    @pytest.mark.parametrize(
+        ("norm", "found"), [(20.0, []), (20.01, ["weight_drift"]), (5.0, []), (4.99, ["weight_drift"])]
+    )
+    def test_weights_that_more_than_double_or_halve(self, norm: float, found: list[str]) -> None:
+        assert kinds(watch([record(100, 3.0, param_norm=10.0), record(300, 3.0, param_norm=norm)])) == found
+
+    def test_weights_are_compared_within_200_steps_and_from_step_100_on(self) -> None:
+        assert watch([record(100, 3.0, param_norm=10.0), record(301, 3.0, param_norm=30.0)]) == []
+        assert watch([record(99, 3.0, param_norm=10.0), record(150, 3.0, param_norm=30.0)]) == []
+        (finding,) = watch([record(100, 3.0, param_norm=10.0), record(150, 3.0, param_norm=30.0)])
+        assert (finding.value, finding.bound, finding.groups) == (3.0, 2.0, ["all"])
+
+    def test_weights_are_kept_every_twenty_steps(self) -> None:
+        sparse = [
+            record(100, 3.0, param_norm=10.0),
+            record(119, 3.0, param_norm=6.0),
+            record(302, 3.0, param_norm=13.0),
+        ]
+        assert watch(sparse) == [], "19 steps after the last one nothing is kept"
+        kept = [record(100, 3.0, param_norm=10.0), record(120, 3.0, param_norm=6.0), record(302, 3.0, param_norm=13.0)]
+        assert kinds(watch(kept)) == ["weight_drift"]
+
+    def test_weights_of_the_same_step_are_not_compared(self) -> None:
+        """As after a restart at a step that was probed before."""
+        assert watch([record(120, 3.0, param_norm=10.0), record(120, 3.0, param_norm=30.0)]) == []
+
+    def test_drift_is_raised_once_for_each_group_until_it_ends(self) -> None:
+        def of(step: int, **norms: float) -> StepRecord:
+            return record(step, 3.0, group_param_norms=norms)
+
+        rows = [of(100, a=1.0, b=1.0), of(110, a=2.5, b=1.0), of(115, a=2.6, b=1.0), of(118, a=2.6, b=4.0)]
+        assert [(each.step, each.groups, each.value) for each in watch(rows)] == [(110, ["a"], 2.5), (118, ["b"], 4.0)]
+        again = [*rows[:2], of(112, a=1.5, b=1.0), of(114, a=3.0, b=1.0)]
+        assert [each.step for each in watch(again)] == [110, 114]
+
+    def test_a_learning_rate_is_judged_from_the_twentieth_row_on(self) -> None:
+        def rates(num: int) -> list[StepRecord]:
+            return [record(step, 3.0, lr=1e-3) for step in range(num)] + [record(num, 3.0, lr=2e-3)]
+
+        assert watch(rates(19)) == []
+        (finding,) = watch(rates(20))
+        assert (finding.kind, finding.value, finding.bound) == (FindingKind.lr_jump, 2e-3, 1e-3)
+
+    @pytest.mark.parametrize(
+        ("rate", "found"),
+        [(0.8, []), (0.79, ["lr_jump"]), (1.25, []), (1.26, ["lr_jump"])],
+    )
+    def test_a_jump_is_a_tenth_of_the_peak_and_a_fifth_of_the_value(self, rate: float, found: list[str]) -> None:
+        rows = [record(step, 3.0, lr=1.0) for step in range(30)]
+        assert kinds(watch([*rows, record(30, 3.0, lr=rate)])) == found
+        decayed = [record(step, 3.0, lr=max(0.08, 1.0 - 0.01 * step)) for step in range(200)]
+        assert watch([*decayed, record(200, 3.0, lr=0.17)]) == [], "less than a tenth of the peak"
+        assert kinds(watch([*decayed, record(200, 3.0, lr=0.19)])) == ["lr_jump"]
+
+    def test_a_learning_rate_of_an_earlier_step_is_no_jump(self) -> None:
+        rows = [record(step, 3.0, lr=1.0) for step in range(30)]
+        assert watch([*rows, record(10, 3.0, lr=0.5), record(11, 3.0, lr=0.5)]) == []
+        assert watch([*rows, record(29, 3.0, lr=0.5)]) == []
+
+    def test_a_change_that_was_announced_may_take_fifty_rows(self) -> None:
+        def jumps_after(num: int) -> list[str]:
+            detectors = Detectors(CFG)
+            rows = [record(step, 3.0, lr=1.0) for step in range(30 + num)] + [record(30 + num, 3.0, lr=2.0)]
+            before = [finding for row in rows[:30] for finding in detectors.observe(row)]
+            detectors.expect_lr_change()
+            return kinds(before + [finding for row in rows[30:] for finding in detectors.observe(row)])
+
+        assert jumps_after(49) == []
+        assert jumps_after(50) == ["lr_jump"]
+
+    def test_512_batches_are_remembered(self) -> None:
+        rows = [record(step, 3.0, fingerprint=str(step), cursor=step) for step in range(512)]
+        (finding,) = watch([*rows, record(512, 3.0, fingerprint="0", cursor=512)])
+        assert (finding.value, finding.bound, finding.cursors) == (512, 0, [0, 512])
+        rows.append(record(512, 3.0, fingerprint="512", cursor=512))
+        assert watch([*rows, record(513, 3.0, fingerprint="0", cursor=513)]) == []
+        assert kinds(watch([*rows, record(513, 3.0, fingerprint="1", cursor=513)])) == ["duplicate_batch"]
+
+    def test_what_is_not_finite_names_the_weights_first(self) -> None:
+        rows = [record(1, 3.0, math.inf, group_param_norms={"a": math.nan, "b": 1.0}, group_grad_norms={"c": math.inf})]
+        (finding,) = watch(rows)
+        assert (finding.groups, finding.value, finding.bound) == (["a"], math.inf, math.inf)
+        (finding,) = watch([record(1, 3.0, -math.inf, group_grad_norms={"c": math.inf})])
+        assert (finding.groups, finding.value) == (["c"], -math.inf)
+        (finding,) = watch([record(1, -math.inf, math.inf)])
+        assert finding.value == -math.inf
+
+    def test_what_is_not_finite_is_raised_again_after_a_finite_row(self) -> None:
+        rows = [record(step, math.nan if step in (1, 2, 4) else 3.0, 0.5) for step in range(6)]
+        assert [finding.step for finding in watch(rows)] == [1, 4]
+
+    def test_data_that_differs_is_raised_for_each_rank_once(self) -> None:
+        differing = [{"rows": [1]}, {"rows": [1, 2]}, {"plan": [1]}, {"rows": [1]}]
+        rows = [record(step, 3.0, other_data=what) for step, what in enumerate(differing)]
+        assert [(finding.step, finding.ranks, finding.value) for finding in watch(rows)] == [
+            (0, [1], 1),
+            (1, [2], 1),
+            (2, [1], 1),
+            (3, [1], 1),
+        ]
+
+
+class TestMoments:
+    @pytest.mark.parametrize(
+        ("facts", "found"),
+        [
+            ({"square_ratio": 4.0}, []),
+            ({"square_ratio": 4.01}, ["v_stale"]),
+            ({"v_norm": 10.0}, []),
+            ({"v_norm": 10.01}, ["v_stale"]),
+            ({"v_norm": 0.3}, []),
+            ({"v_norm": 0.299}, ["optimizer_reset"]),
+            ({"v_norm": 0.99 * 0.5, "beta2": 0.5}, []),
+            ({"v_norm": 0.98 * 0.5, "beta2": 0.5}, ["optimizer_reset"]),
+            ({"v_norm": math.inf}, []),
+        ],
+    )
+    def test_bounds_of_the_second_moment(self, facts: dict[str, Any], found: list[str]) -> None:
+        known = [record(step, 3.0, v_norm=1.0, beta2=facts.get("beta2")) for step in (100, 101, 102)]
+        assert kinds(watch([*known, record(103, 3.0, **facts)])) == found
+
+    def test_moments_are_judged_from_step_100_on(self) -> None:
+        assert watch([record(98, 3.0, v_norm=1.0), record(99, 3.0, v_norm=0.1, square_ratio=9.0)]) == []
+        found = watch([record(99, 3.0, v_norm=1.0), record(100, 3.0, v_norm=0.1, square_ratio=9.0)])
+        assert kinds(found) == ["v_stale", "optimizer_reset"]
+        assert [(finding.value, finding.bound) for finding in found] == [(9.0, 4.0), (0.1, 0.3)]
+
+    def test_a_burst_is_raised_once_while_it_lasts(self) -> None:
+        rows = [record(100 + step, 3.0, square_ratio=5.0 if step in (1, 2, 4) else 1.0) for step in range(6)]
+        assert [finding.step for finding in watch(rows)] == [101, 104]

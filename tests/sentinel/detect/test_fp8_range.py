@@ -1,0 +1,72 @@
+"""How the numbers of a step fitted into fp8: sums of all ranks in, fields of a record out; and where they travel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from harness.precision.fp8.meters import SCALE_EXPONENTS, Role
+from harness.sentinel.device.fp8_usage import fp8_range
+from harness.sentinel.device.signals import PARTS, Layout
+
+GROUPS = ("embedding", "blocks.0", "blocks.1")
+LAYOUT = Layout(groups=GROUPS, layers=("blocks.0",), sources=("web",), num_ranks=2)
+FP8_PARTS = [name for name in PARTS if name.startswith("fp8_")]
+
+
+def sums(**changes: Any) -> dict[str, list[float]]:
+    """Of two ranks: activations and weights were seen in blocks.0, activations and gradients in blocks.1."""
+    scales = torch.zeros(len(Role), len(SCALE_EXPONENTS))
+    scales[Role.activations, 16] = scales[Role.activations, 20] = scales[Role.weights, 0] = 2.0
+    scales[Role.gradients, -1] = 1.0
+    found: dict[str, list[float]] = {
+        "fp8_zeros": [0, 0, 0, 10, 0, 0, 30, 0, 5],
+        "fp8_nonzeros": [0, 0, 0, 100, 50, 0, 300, 0, 10],
+        "fp8_saturated": [1, 0, 0],
+        "fp8_tensors": [4, 2, 1],
+        "fp8_scales": scales.flatten().tolist(),
+    }
+    return found | changes
+
+
+def test_sums_become_shares_by_role_and_by_group() -> None:
+    health, underflow = fp8_range(GROUPS, sums())
+    assert health == {
+        "activations": {"underflow": 0.1, "saturated": 0.25, "scale_log2": [0, 10]},
+        "weights": {"underflow": 0.0, "saturated": 0.0, "scale_log2": [-32, -30]},
+        "gradients": {"underflow": 0.5, "saturated": 0.0, "scale_log2": [94, 96]},
+    }
+    assert underflow == {"blocks.0": 0.1, "blocks.1": 0.5}, "the worst role of each group that was seen"
+
+
+def test_what_was_not_seen_is_not_told() -> None:
+    nothing = {name: [0.0] * len(values) for name, values in sums().items()}
+    assert fp8_range(GROUPS, nothing) == ({}, {})
+    without = sums(fp8_nonzeros=[0, 0, 0, 100, 50, 0, 300, 0, 0], fp8_zeros=[0, 0, 0, 10, 0, 0, 30, 0, 0])
+    health, underflow = fp8_range(GROUPS, without)
+    assert list(health) == ["activations", "weights"]
+    assert underflow == {"blocks.0": 0.1, "blocks.1": 0.1}
+
+
+def test_a_run_without_fp8_sends_nothing_of_it() -> None:
+    watched = replace(LAYOUT, has_fp8=True)
+    lengths = {name: place.stop - place.start for name, place in watched.parts.items()}
+    assert [lengths[name] for name in FP8_PARTS] == [9, 9, 3, 3, 3 * len(SCALE_EXPONENTS)]
+    assert {name: length for name, length in lengths.items() if name not in FP8_PARTS} == {
+        name: place.stop - place.start for name, place in LAYOUT.parts.items() if name not in FP8_PARTS
+    }
+    assert all(place.start == place.stop for name, place in LAYOUT.parts.items() if name in FP8_PARTS)
+    assert watched.size - LAYOUT.size == sum(lengths[name] for name in FP8_PARTS)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, replace(LAYOUT, has_fp8=True)], ids=["without", "with"])
+def test_parts_follow_each_other_without_a_gap(layout: Layout) -> None:
+    places = list(layout.parts.values())
+    assert [places[0].start, *(place.stop for place in places)] == [
+        0,
+        *(place.start for place in places[1:]),
+        layout.size,
+    ]

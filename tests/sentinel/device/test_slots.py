@@ -1,0 +1,151 @@
+"""Summaries of what ranks said for themselves."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import ArrayLike
+
+from harness.sentinel.device.slots import (
+    LIMBS,
+    MAX_NAMED,
+    MAX_WORST,
+    SLOTS,
+    Numbers,
+    holders,
+    limbs_of,
+    mismatched,
+    misread,
+    spread,
+    sum_of_fingerprints,
+    summarise,
+)
+
+
+def table(num_ranks: int, **rows: ArrayLike) -> Numbers:
+    filled = np.zeros((len(SLOTS), num_ranks), dtype=np.float32)
+    for name, values in rows.items():
+        filled[SLOTS.index(name)] = np.asarray(values)
+    return filled
+
+
+@given(st.lists(st.one_of(st.floats(-1e6, 1e6, width=32), st.just(math.nan), st.just(math.inf)), min_size=1))
+def test_a_spread_is_that_of_the_finite_values(values: list[float]) -> None:
+    numbers = np.array(values, dtype=np.float32)
+    finite = numbers[np.isfinite(numbers)].astype(np.float64)
+    found = spread(numbers)
+    if not len(finite):
+        assert found == {}
+        return
+    assert found["median"] == np.median(finite)
+    distances = np.abs(finite - np.median(finite))
+    assert found["spread"] == pytest.approx(1.4826 * np.median(distances), rel=1e-5, abs=1e-6)
+    assert len(found["worst"]) == min(len(finite), MAX_WORST)
+    assert all(numbers[rank] == value for rank, value in found["worst"])
+    assert len({rank for rank, _ in found["worst"]}) == len(found["worst"])
+    named = [abs(value - found["median"]) for _, value in found["worst"]]
+    assert named == pytest.approx(sorted(distances, reverse=True)[: len(named)], rel=1e-5, abs=1e-6)
+
+
+def test_gradients_are_told_in_true_units_and_time_by_its_name() -> None:
+    found = summarise(
+        table(3, loss=[1.0, 2.0, 9.0], grad_square=[4.0, 16.0, 36.0], busy_s=[0.5, 0.5, 0.75]), divisor=2.0, replicate=1
+    )
+    assert found.ranks["loss"]["worst"][0] == [2, 9.0]
+    assert dict(found.ranks["grad_norm"]["worst"]) == {0: 1.0, 1: 2.0, 2: 3.0}
+    assert found.ranks["step_time_s"] == {"median": 0.5, "spread": 0.0, "worst": [[2, 0.75], [0, 0.5], [1, 0.5]]}
+    assert (found.nonfinite_ranks, found.mismatched_ranks, found.digests) == ([], [], {})
+
+
+def test_what_nobody_measured_is_not_told() -> None:
+    assert summarise(table(3, loss=[1.0, 2.0, 3.0]), divisor=1.0, replicate=1).ranks.keys() == {"loss"}
+
+
+def test_a_lone_rank_has_no_spread_but_may_be_guilty() -> None:
+    found = summarise(table(1, loss=[1.0], grad_square=[math.nan]), divisor=1.0, replicate=1)
+    assert found.ranks == {}
+    assert found.nonfinite_ranks == [0]
+
+
+def test_bad_ranks_are_named_and_do_not_spoil_the_spread() -> None:
+    rows = table(5, loss=[1.0, math.nan, 1.0, 1.0, 2.0], grad_square=[1.0, 1.0, math.inf, 1.0, 1.0])
+    found = summarise(rows, divisor=1.0, replicate=1)
+    assert found.nonfinite_ranks == [1, 2]
+    assert found.ranks["loss"]["median"] == 1.0
+    assert found.ranks["loss"]["worst"][0] == [4, 2.0]
+    assert all(math.isfinite(value) for _, value in found.ranks["grad_norm"]["worst"])
+
+
+def test_a_record_does_not_grow_with_the_cluster() -> None:
+    rows = table(1000, loss=math.nan, decision=np.arange(1000), weight_digest=np.arange(1000))
+    found = summarise(rows, divisor=1.0, replicate=2)
+    assert len(found.nonfinite_ranks) == len(found.mismatched_ranks) == MAX_NAMED
+    assert len(found.digests) <= 8
+    assert found.ranks == {}, "no finite loss"
+
+
+@pytest.mark.parametrize(
+    ("digests", "replicate", "expected"),
+    [
+        ([5, 6, 5, 6], 2, []),
+        ([5, 6, 5, 7], 2, [1, 3]),
+        ([5, 6, 5, 6, 5, 7], 3, [5]),
+        ([8, 6, 5, 6, 5, 7], 3, [0, 5]),
+        ([1, 1, 2, 2], 4, [0, 1, 2, 3]),
+        ([1, 1, 2, 1], 4, [2]),
+        ([1, 2, 3], 3, [0, 1, 2]),
+    ],
+)
+def test_replicas_that_differ_from_the_majority(digests: list[int], replicate: int, expected: list[int]) -> None:
+    assert mismatched(np.array(digests, dtype=np.float32), replicate=replicate) == expected
+
+
+def test_decisions_are_told_only_where_they_differ() -> None:
+    largest = 2**24 - 1
+    assert holders(np.full(6, largest, dtype=np.float32)) == {}
+    told = holders(np.array([7, largest, 7, 7, 7, 7], dtype=np.float32))
+    assert told == {"000007": [0, 2, 3, 4], "ffffff": [1]}
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=200))
+def test_fingerprints_travel_as_floats_and_add_up_exactly(fingerprints: list[int]) -> None:
+    rows = np.array([limbs_of(each) for each in fingerprints], dtype=np.float32).T
+    assert sum_of_fingerprints(*rows) == sum(fingerprints) % 2**64
+    said = summarise(table(len(fingerprints), **dict(zip(LIMBS, rows, strict=True))), divisor=1.0, replicate=1)
+    total = sum(fingerprints) % 2**64
+    assert said.fingerprint == (f"{total:016x}" if total else "")
+
+
+def test_the_step_time_that_all_ranks_share_is_the_median() -> None:
+    assert summarise(table(1, step_s=[0.5]), divisor=1.0, replicate=1).median_step_s == 0.5
+    assert summarise(table(3, step_s=[0.5, 9.0, 0.25]), divisor=1.0, replicate=1).median_step_s == 0.5
+
+
+def test_a_rank_with_another_plan_is_named() -> None:
+    said = summarise(table(4, plan=[7, 7, 9, 7]), divisor=1.0, replicate=1)
+    assert said.other_data == {"plan": [2]}
+    assert summarise(table(2, plan=[7, 9]), divisor=1.0, replicate=1).other_data == {"plan": [0, 1]}
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "wrong"), [(3, [1]), (5, [0]), (5, [4]), (16, [3]), (16, [4, 5, 6])])
+def test_a_rank_that_reads_other_bytes_is_named(num_ranks: int, wrong: list[int], stride: int) -> None:
+    """The owner of row r and the rank `stride` before it read it; a wrong rank reads everything otherwise."""
+    true = np.arange(1, num_ranks + 1, dtype=np.float32)
+    own, other = true.copy(), np.roll(true, -stride)
+    assert misread(own, other, stride=stride) == []
+    own[wrong] += 100
+    other[wrong] += 1000
+    assert misread(own, other, stride=stride) == wrong
+
+
+def test_where_two_ranks_differ_once_both_are_named() -> None:
+    own, other = np.array([1, 2, 3, 4], dtype=np.float32), np.array([2, 3, 4, 1], dtype=np.float32)
+    other[1] = 9
+    assert misread(own, other, stride=1) == [1, 2]
+    assert misread(np.zeros(4, dtype=np.float32), np.zeros(4, dtype=np.float32), stride=1) == []

@@ -1,0 +1,185 @@
+"""From device numbers to a record, and through the mailbox."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.config.compose import load
+from harness.core.events import TOKEN_LOSS_EDGES, StepRecord
+from harness.sentinel.device.gate import Gate, Judgement
+from harness.sentinel.device.mailbox import Mailbox
+from harness.sentinel.device.signals import SCALARS, Layout
+from harness.sentinel.device.slots import SLOTS
+from harness.sentinel.device.step_report import DECIDED, HostFacts, pack, totals, unpack
+
+LAYOUT = Layout(groups=("embedding", "blocks.0"), layers=("blocks.0",), sources=("web", "code", "books"), num_ranks=4)
+FACTS = HostFacts(
+    iteration=7, cursor=9, tokens=700, probed=True, posted_s=0.0, memory_bytes=1, batch={"fingerprint": "f"}
+)
+
+
+def make_reduced(**values: float) -> Tensor:
+    vector = torch.zeros(LAYOUT.size)
+    for name, value in values.items():
+        vector[SCALARS.index(name)] = value
+    parts = {
+        "group_squares": [9.0, 16.0],
+        "group_params": [1.0, 3.0],
+        "group_moments": [0.25, 1.0],
+        "layer_squares": [400.0],
+        "source_losses": [30.0, 0.0, 170.0],
+        "source_tokens": [10.0, 0.0, 40.0],
+        "token_losses": [1.0, 49.0] + [0.0] * (len(TOKEN_LOSS_EDGES) - 1),
+    }
+    for name, numbers in parts.items():
+        LAYOUT.part(vector, name).copy_(torch.tensor(numbers))
+    slots = {
+        "loss": [4.0, 4.0, 3.0, 5.0],
+        "grad_square": [16.0, 64.0, 16.0, 16.0],
+        "busy_s": [1.0, 1.0, 1.0, 2.0],
+        "decision": [9.0, 9.0, 9.0, 9.0],
+        "weight_digest": [1.0, 2.0, 1.0, 3.0],
+    }
+    for name, numbers in slots.items():
+        LAYOUT.slots(vector)[SLOTS.index(name)] = torch.tensor(numbers)
+    return vector
+
+
+def judged(vector: Tensor, *, refuse: float = 0.0, scale: float = 1.0, expected_tokens: int = 50) -> Tensor:
+    """The report of a step that nobody would refuse for its size."""
+    scales = torch.tensor(scale)
+    judgement = Judgement(
+        refuse=torch.tensor(refuse), overflow=torch.tensor(refuse), bounds=torch.tensor([8.0, math.inf])
+    )
+    return pack(
+        vector,
+        totals(LAYOUT, vector, scale=scales, expected_tokens=expected_tokens),
+        judgement=judgement,
+        lr=torch.tensor(0.5),
+        step=torch.tensor(6),
+        scale=scales,
+    )
+
+
+def read(report: Tensor, facts: HostFacts = FACTS, *, clip_norm: float | None = None) -> StepRecord:
+    return unpack(LAYOUT, facts, report, dim=2, dynamic_scale=False, clip_norm=clip_norm, replicate=2)
+
+
+def test_numbers_come_back_as_they_were_meant() -> None:
+    vector = make_reduced(loss=200.0, z_loss=10.0, tokens=50.0, v=9.0, update=0.04)
+    total = totals(LAYOUT, vector, scale=torch.tensor(8.0), expected_tokens=100)
+    assert float(total.divisor) == 4.0, "the scale, and half of the expected tokens"
+    assert float(total.loss) == 4.0
+    assert float(total.grad_norm) == 5.0 / 4.0
+    report = judged(vector, scale=8.0, expected_tokens=100)
+    assert len(report) == LAYOUT.size + DECIDED
+    record = unpack(LAYOUT, FACTS, report, dim=2, dynamic_scale=True, clip_norm=None, replicate=2)
+    assert (record.iteration, record.cursor, record.tokens, record.step) == (7, 9, 700, 6)
+    assert (record.loss, record.z_loss, record.grad_norm, record.lr) == (4.0, 0.2, 1.25, 0.5)
+    assert record.group_grad_norms == {"embedding": 0.75, "blocks.0": 1.0}
+    assert (record.param_norm, record.v_norm, record.loss_scale) == (2.0, 3.0, 8.0)
+    assert record.group_param_norms == {"embedding": 1.0, "blocks.0": math.sqrt(3)}
+    assert record.update_ratio == pytest.approx(0.1)
+    assert record.square_ratio == 1.5, "the embedding's: 0.75 over the root of 0.25"
+    assert record.activation_rms == {"blocks.0": 2.0}
+    assert record.source_losses == {"web": 3.0, "books": 4.25}, "a source that gave no token has no loss"
+    assert record.token_loss_counts[:3] == [1, 49, 0]
+    assert record.bounds == {"loss": 8.0, "grad_norm": math.inf}
+    assert record.batch == {"fingerprint": "f"}
+    said = (record.refused, record.stop_requested, record.save_requested, record.command_waits)
+    assert said == (False,) * 4
+
+
+def test_ranks_come_back_in_true_units() -> None:
+    record = read(judged(make_reduced(loss=200.0, tokens=50.0), scale=2.0))
+    assert record.ranks["loss"]["median"] == 4.0
+    assert record.ranks["grad_norm"]["worst"][0] == [1, 4.0], "stored twice as large"
+    assert record.ranks["step_time_s"]["worst"][0] == [3, 2.0]
+    assert record.mismatched_ranks == [1, 3]
+    assert (record.digests, record.nonfinite_ranks) == ({}, [])
+
+
+def test_what_was_not_probed_is_not_told() -> None:
+    record = read(judged(make_reduced(loss=200.0, tokens=50.0)), replace(FACTS, probed=False))
+    assert (record.param_norm, record.v_norm, record.update_ratio, record.square_ratio) == (None,) * 4
+    assert (record.group_param_norms, record.activation_rms, record.token_loss_counts) == ({}, {}, [])
+    assert record.mismatched_ranks == []
+
+
+def test_the_ratio_to_the_second_moment_is_that_of_the_clipped_gradient() -> None:
+    report = judged(make_reduced(loss=200.0, tokens=50.0))
+    assert read(report).square_ratio == 6.0
+    assert read(report, clip_norm=10.0).square_ratio == 6.0, "a norm of 5 is not clipped"
+    assert read(report, clip_norm=1.0).square_ratio == pytest.approx(1.2)
+
+
+def test_before_the_first_update_nothing_is_stale() -> None:
+    vector = make_reduced(loss=200.0, tokens=50.0)
+    LAYOUT.part(vector, "group_moments").zero_()
+    assert read(judged(vector)).square_ratio is None
+
+
+@pytest.mark.parametrize("name", ["stop", "save", "command"])
+def test_one_asking_rank_is_heard_and_so_are_many(name: str) -> None:
+    for asking in (1.0, 3.0):
+        record = read(judged(make_reduced(loss=200.0, tokens=50.0, **{name: asking})))
+        heard = {
+            "stop": record.stop_requested,
+            "save": record.save_requested,
+            "command": record.command_waits,
+        }
+        assert heard == {each: each == name for each in heard}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_group_and_rank_are_named_and_poison_no_other(bad: float) -> None:
+    vector = make_reduced(loss=200.0, tokens=50.0)
+    LAYOUT.group_squares(vector)[1] = bad
+    LAYOUT.slots(vector)[SLOTS.index("grad_square"), 2] = bad
+    record = read(judged(vector, refuse=1.0))
+    assert record.refused
+    assert record.loss == 4.0
+    assert record.group_grad_norms["embedding"] == 3.0
+    assert not math.isfinite(record.group_grad_norms["blocks.0"])
+    assert record.nonfinite_ranks == [2]
+    assert record.ranks["grad_norm"]["worst"][0] == [1, 8.0]
+    assert record.square_ratio is None
+    assert record.loss_scale is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "grad_norm", "expected"),
+    [(1.0, 1.0, 0.0), (math.nan, 1.0, 1.0), (1.0, math.nan, 1.0), (math.inf, 1.0, 1.0), (math.nan, math.nan, 1.0)],
+)
+def test_the_gate_says_zero_or_one(loss: float, grad_norm: float, expected: float) -> None:
+    gate = Gate(load([]).sentinel.detect, device=torch.device("cpu"))
+    warming = torch.zeros((), dtype=torch.float64)
+    judgement = gate.judge(loss=torch.tensor(loss), grad_norm=torch.tensor(grad_norm), warming=warming)
+    assert float(judgement.refuse) == expected
+    assert float(judgement.overflow) == expected
+
+
+def test_a_batch_without_tokens_is_refused_and_still_told() -> None:
+    vector = make_reduced()
+    total = totals(LAYOUT, vector, scale=torch.tensor(1.0), expected_tokens=50)
+    gate = Gate(load([]).sentinel.detect, device=torch.device("cpu"))
+    judgement = gate.judge(loss=total.loss, grad_norm=total.grad_norm, warming=torch.zeros((), dtype=torch.float64))
+    assert float(judgement.refuse) == 1.0
+    assert math.isnan(read(judged(vector)).loss)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_mail_comes_in_order_and_late_by_the_lag(lag: int) -> None:
+    mailbox: Mailbox[int] = Mailbox(size=1, lag=lag, device=torch.device("cpu"))
+    seen: list[tuple[int, float]] = []
+    for number in range(6):
+        mailbox.post(number, torch.tensor([number * 1.5]))
+        seen += [(facts, float(values[0])) for facts, values in mailbox.take()]
+        assert len(seen) == max(0, number + 1 - lag)
+    seen += [(facts, float(values[0])) for facts, values in mailbox.take(everything=True)]
+    assert seen == [(number, number * 1.5) for number in range(6)]

@@ -1,0 +1,96 @@
+"""The picture is drawn whatever the log holds, and shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from harness.core.events import EvalRecord, Event, RunStarted, StepRecord
+from harness.telemetry.event_log import EventLog
+from harness.telemetry.run_picture import collect, draw, smooth
+
+MakeStep = Callable[..., StepRecord]
+RED = (0xC8, 0x32, 0x2B)
+ORANGE = (0xE0, 0x7B, 0x1F)
+BLUE = (0x25, 0x63, 0xA8)
+
+
+def picture_of(events: list[Event], directory: Path) -> np.ndarray:
+    log = EventLog(directory / "events.jsonl")
+    for event in events:
+        log.write(event)
+    log.close()
+    out = directory / "loss.png"
+    draw(directory / "events.jsonl", out)
+    assert [path.name for path in directory.iterdir() if path.name.startswith(".")] == []
+    return (matplotlib.image.imread(out)[:, :, :3] * 255).round().astype(int)
+
+
+def num_pixels(image: np.ndarray, color: tuple[int, int, int]) -> int:
+    return int((np.abs(image - np.array(color)).max(axis=-1) <= 8).sum())
+
+
+def test_it_shows_loss_evaluations_and_refusals(tmp_path: Path, make_step: MakeStep) -> None:
+    events: list[Event] = [make_step(iteration) for iteration in range(30)]
+    events[12] = make_step(12, loss=math.nan, grad_norm=math.inf, refused=True)
+    events.append(EvalRecord(time=0.0, iteration=29, step=30, loss=5.3, tokens=8))
+    image = picture_of(events, tmp_path)
+    assert image.shape == (705, 1200, 3)
+    assert num_pixels(image, BLUE) > 500
+    assert num_pixels(image, ORANGE) > 50
+    assert num_pixels(image, RED) > 50
+
+
+def test_a_falling_loss_falls(tmp_path: Path, make_step: MakeStep) -> None:
+    image = picture_of([make_step(iteration) for iteration in range(30)], tmp_path)
+    rows, columns = np.nonzero(np.abs(image[:400] - np.array(BLUE)).max(axis=-1) <= 8)
+    rows, columns = rows[rows > 100], columns[rows > 100]
+    assert rows[columns.argmax()] > rows[columns.argmin()] + 100
+
+
+def test_without_refusals_nothing_is_red(tmp_path: Path, make_step: MakeStep) -> None:
+    assert num_pixels(picture_of([make_step(0), make_step(1)], tmp_path), RED) == 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_the_shortest_runs_have_a_picture(tmp_path: Path, make_step: MakeStep, num_steps: int) -> None:
+    image = picture_of([make_step(iteration) for iteration in range(num_steps)], tmp_path)
+    assert image.std() > 5
+
+
+def test_a_run_of_nothing_but_nan_has_a_picture(tmp_path: Path, make_step: MakeStep) -> None:
+    events: list[Event] = [make_step(i, loss=math.nan, grad_norm=math.nan, lr=math.nan) for i in range(5)]
+    assert picture_of(events, tmp_path).std() > 5
+
+
+def test_gradient_norms_of_all_sizes(tmp_path: Path, make_step: MakeStep) -> None:
+    events: list[Event] = [make_step(i, grad_norm=10.0 ** (i - 4) if i else 0.0) for i in range(9)]
+    assert num_pixels(picture_of(events, tmp_path), BLUE) > 500
+
+
+def test_a_missing_log_is_an_empty_one(tmp_path: Path) -> None:
+    draw(tmp_path / "events.jsonl", tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+def test_the_series_of_a_log(tmp_path: Path, make_step: MakeStep, started: RunStarted) -> None:
+    resumed = RunStarted(time=0.0, iteration=1, world_size=2, num_steps=9, step=1, resumed_from="step-1")
+    picture_of([started, make_step(0, loss=math.inf, refused=True), resumed, make_step(1, loss=3.0)], tmp_path)
+    curves = collect(tmp_path / "events.jsonl")
+    assert curves.iterations == [0, 1]
+    assert math.isnan(curves.losses[0])
+    assert curves.losses[1:] == [3.0]
+    assert (curves.refused, curves.resumed) == ([0], [1])
+
+
+def test_smoothing_keeps_a_constant_and_steps_over_gaps() -> None:
+    assert smooth([2.0, math.nan, 2.0, 2.0]) == [2.0] * 4
+    assert smooth([]) == []
+    assert math.isnan(smooth([math.nan])[0])
+    noisy = [float(index % 2) for index in range(600)]
+    assert max(smooth(noisy)[20:]) - min(smooth(noisy)[20:]) < 0.2

@@ -1,0 +1,296 @@
+"""What reaches a real sqlite store: everything, once, under one run, whatever was interrupted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from harness.config.schema import EXIT_INTERRUPTED, Config
+from harness.core.events import DrillScored, EvalRecord, Event, Incident, RunEnded, RunStarted, StepRecord
+from harness.core.rundir import RunDir
+from harness.telemetry.event_log import EventLog
+from harness.telemetry.tracking.mlflow_run import create_run, open_client
+from harness.telemetry.tracking.mlflow_sink import Delivery, follow, main, pause_s
+from harness.telemetry.tracking.progress import Ticket, Trainer, load_ticket, sole_sender
+from harness.telemetry.tracking.store_uri import tracking_uri
+
+MakeRun = Callable[..., tuple[RunDir, Config]]
+MakeStep = Callable[..., StepRecord]
+
+# MLflow's own use of its libraries is not ours to mend.
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("ready_store")]
+
+
+def append(run: RunDir, *events: Event) -> None:
+    log = EventLog(run.events)
+    for event in events:
+        log.write(event)
+    log.close()
+
+
+def stored(cfg: Config, run: RunDir) -> tuple[Any, Any]:
+    """MLflow's client and its view of the run."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=tracking_uri(cfg))
+    run_id = load_ticket(run, None).run_id
+    assert run_id is not None
+    return client, client.get_run(run_id)
+
+
+def history(client: Any, run: Any, name: str) -> list[tuple[int, float, int]]:
+    return [(row.step, row.value, row.timestamp) for row in client.get_metric_history(run.info.run_id, name)]
+
+
+@pytest.mark.full
+def test_a_whole_run(make_run: MakeRun, make_step: MakeStep, started: RunStarted, ended: RunEnded) -> None:
+    run, cfg = make_run("whole", experiment="tests")
+    run.picture.write_bytes(b"png")
+    run.manifest.write_text(json.dumps({"commit": "a" * 40, "starts": [{"commit": "b" * 40}]}))
+    steps = [make_step(iteration) for iteration in range(150)]
+    steps[7] = make_step(7, loss=math.nan, grad_norm=math.inf, refused=True)
+    evaluated = EvalRecord(time=1_700_000_149.5, iteration=149, step=150, loss=2.5, tokens=8)
+    append(run, started, *steps, evaluated, ended)
+    assert follow(run, None) == 0
+
+    client, seen = stored(cfg, run)
+    assert (seen.info.run_name, seen.info.status, seen.info.end_time) == ("whole", "FINISHED", 1_700_001_000_000)
+    assert seen.info.start_time == 1_700_000_000_000
+    assert client.get_experiment(seen.info.experiment_id).name == "tests"
+    clean = [(record.iteration, record.loss, round(record.time * 1000)) for record in steps if not record.refused]
+    assert history(client, seen, "loss") == clean
+    assert history(client, seen, "loss_nonfinite") == [(7, 1.0, 1_700_000_007_000)]
+    assert history(client, seen, "grad_norm_nonfinite") == [(7, 1.0, 1_700_000_007_000)]
+    assert history(client, seen, "eval/loss") == [(149, 2.5, 1_700_000_149_500)]
+    assert len(history(client, seen, "lr")) == 150
+    assert seen.data.params["optim.lr"] == "0.003"
+    assert seen.data.params["train.batch_tokens"] == "None"
+    assert seen.data.tags["run_dir"] == str(run.path)
+    assert seen.data.tags["commit"] == "b" * 40
+    assert [artifact.path for artifact in client.list_artifacts(seen.info.run_id)] == ["loss.png"]
+    assert (run.path.parent / "mlartifacts").is_dir()
+
+
+def test_a_drill_is_scored_after_its_end(make_run: MakeRun, started: RunStarted, ended: RunEnded) -> None:
+    run, cfg = make_run("drill-nan_grad")
+    append(run, started, ended)
+    run.score_card.write_text("# passed")
+    scored = DrillScored(time=ended.time + 9, iteration=100, scenario="nan_grad", passed=True, scores={"seconds": 2.5})
+    append(run, scored)
+    assert follow(run, None) == 0
+    client, seen = stored(cfg, run)
+    assert (seen.info.status, seen.info.end_time) == ("FINISHED", 1_700_001_000_000)
+    assert (seen.data.metrics["drill/passed"], seen.data.metrics["drill/seconds"]) == (1.0, 2.5)
+    assert seen.data.tags["drill.nan_grad"] == "passed"
+    assert [artifact.path for artifact in client.list_artifacts(seen.info.run_id)] == ["score.md"]
+
+
+def test_an_incident_is_a_tag_and_its_post_mortem_an_artifact(
+    make_run: MakeRun, started: RunStarted, ended: RunEnded
+) -> None:
+    run, cfg = make_run("spiked")
+    folder = run.incidents / "001"
+    folder.mkdir(parents=True)
+    (folder / "postmortem.md").write_text("# Incident 001")
+    (folder / "1-loss.png").write_bytes(b"png")
+    incident = Incident(
+        time=ended.time,
+        iteration=90,
+        number=1,
+        kinds=["grad_spike", "loss_spike"],
+        onset=70,
+        onset_step=70,
+        last=75,
+        last_step=74,
+        verdict="cured",
+    )
+    append(run, started, incident, ended)
+    assert follow(run, None) == 0
+    client, seen = stored(cfg, run)
+    assert seen.data.tags["incident.001"] == "grad_spike, loss_spike from iteration 70: cured"
+    sent = [artifact.path for artifact in client.list_artifacts(seen.info.run_id, "incidents/001")]
+    assert sent == ["incidents/001/1-loss.png", "incidents/001/postmortem.md"]
+
+
+def test_a_resumed_run_goes_on_under_its_id(
+    make_run: MakeRun, make_step: MakeStep, started: RunStarted, ended: RunEnded
+) -> None:
+    run, cfg = make_run()
+    append(run, started, make_step(0), replace(ended, exit_code=EXIT_INTERRUPTED))
+    assert follow(run, None) == 0
+    client, first = stored(cfg, run)
+    assert first.info.status == "KILLED"
+
+    settings = yaml.safe_load(run.config.read_text())
+    settings["optim"]["lr"] = 1e-3
+    settings["new"] = {"key": "x" * 9000}
+    run.config.write_text(yaml.safe_dump(settings))
+    append(run, replace(started, resumed_from="step-1"), make_step(1))
+    delivery = Delivery(run, load_ticket(run, None))
+    delivery.send()
+    client, second = stored(cfg, run)
+    assert (second.info.run_id, second.info.status) == (first.info.run_id, "RUNNING")
+    assert second.data.params["optim.lr"] == "0.003"
+    assert second.data.tags["changed.optim.lr"] == "0.001"
+    assert len(second.data.params["new.key"]) == 500
+    assert {name for name in second.data.tags if name.startswith("changed.")} == {"changed.optim.lr"}
+
+    append(run, replace(ended, exit_code=3))
+    delivery.send()
+    client, third = stored(cfg, run)
+    assert third.info.status == "FAILED"
+    assert [row[0] for row in history(client, third, "loss")] == [0, 1]
+
+
+def test_what_is_sent_twice_is_stored_once(make_run: MakeRun, make_step: MakeStep, ended: RunEnded) -> None:
+    run, cfg = make_run()
+    steps = [make_step(iteration) for iteration in range(100)]
+    append(run, *steps)
+    assert follow(run, None) == 0
+    ticket = load_ticket(run, None)
+    assert ticket.offset == run.events.stat().st_size
+    ticket.offset = 0
+    ticket.save(run)
+    append(run, make_step(100), ended)
+    assert follow(run, None) == 0
+    client, seen = stored(cfg, run)
+    assert [row[0] for row in history(client, seen, "loss")] == list(range(101))
+    assert len(client.search_runs([seen.info.experiment_id])) == 1
+
+
+def test_a_torn_line_is_neither_sent_nor_in_the_way(make_run: MakeRun, make_step: MakeStep, ended: RunEnded) -> None:
+    run, cfg = make_run()
+    append(run, make_step(0))
+    with run.events.open("a") as file:
+        file.write('{"event":"step","iteration":1,"lo')
+    assert follow(run, None) == 0
+    client, seen = stored(cfg, run)
+    assert seen.info.status == "FAILED"
+    append(run, make_step(2), ended)
+    assert follow(run, None) == 0
+    client, seen = stored(cfg, run)
+    assert [row[0] for row in history(client, seen, "loss")] == [0, 2]
+    assert seen.info.status == "FINISHED"
+
+
+def test_a_run_whose_creation_was_never_confirmed_is_found_again(make_run: MakeRun, make_step: MakeStep) -> None:
+    run, cfg = make_run()
+    append(run, make_step(0))
+    ticket = load_ticket(run, None)
+    client = open_client(ticket.tracking_uri)
+    create_run(client, run, ticket, cfg.telemetry.experiment)
+    unconfirmed = Ticket(tracking_uri=ticket.tracking_uri, key=ticket.key)
+    create_run(client, run, unconfirmed, cfg.telemetry.experiment)
+    assert unconfirmed == ticket
+    assert len(client.search_runs([ticket.experiment_id])) == 1
+
+
+def test_a_run_deleted_from_the_store_or_sent_to_another_starts_over(
+    make_run: MakeRun, make_step: MakeStep, ended: RunEnded
+) -> None:
+    run, cfg = make_run()
+    append(run, make_step(0), make_step(1), ended)
+    assert follow(run, None) == 0
+    client, seen = stored(cfg, run)
+    client.delete_run(seen.info.run_id)
+    assert follow(run, None) == 0
+    client, again = stored(cfg, run)
+    assert again.info.run_id != seen.info.run_id
+    assert [row[0] for row in history(client, again, "loss")] == [0, 1]
+
+    moved = load_ticket(run, f"sqlite:///{run.path / 'other.db'}")
+    assert (moved.run_id, moved.offset) == (None, 0)
+
+
+def test_a_store_that_takes_half_a_batch_loses_nothing(
+    make_run: MakeRun, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    run, cfg = make_run()
+    append(run, *(make_step(iteration) for iteration in range(150)))
+    real, calls = MlflowClient.log_batch, []
+
+    def fails_once(client: Any, run_id: str, metrics: Any = (), params: Any = (), tags: Any = ()) -> None:
+        calls.append(len(metrics))
+        if len(metrics) and sum(map(bool, calls)) == 2:
+            raise ConnectionError("the wire was cut")
+        real(client, run_id, metrics=metrics, params=params, tags=tags)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", fails_once)
+    assert follow(run, None) == 1
+    assert load_ticket(run, None).offset == 0
+    assert follow(run, None) == 0
+    client, seen = stored(cfg, run)
+    assert [row[0] for row in history(client, seen, "loss")] == list(range(150))
+    assert max(calls) == 1000
+
+
+@pytest.mark.full
+def test_runs_that_start_at_once_share_one_fresh_database(
+    ready_store: Path, make_run: MakeRun, make_step: MakeStep, ended: RunEnded
+) -> None:
+    ready_store.unlink()
+    runs = [make_run(f"run-{index}") for index in range(2)]
+    for run, _ in runs:
+        append(run, make_step(0), ended)
+    command = [sys.executable, "-m", "harness.telemetry.tracking.mlflow_sink"]
+    senders = [subprocess.Popen([*command, str(run.path)], stderr=subprocess.PIPE, text=True) for run, _ in runs]
+    complaints = [sender.communicate(timeout=60)[1] for sender in senders]
+    assert [sender.returncode for sender in senders] == [0, 0], complaints
+    seen = [stored(cfg, run)[1] for run, cfg in runs]
+    assert len({view.info.run_id for view in seen}) == 2
+    assert len({view.info.experiment_id for view in seen}) == 1
+    assert {view.info.status for view in seen} == {"FINISHED"}
+
+
+def test_two_senders_by_hand_do_not_mix(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = make_run()
+    with sole_sender(run, None) as first, sole_sender(run, None) as second:
+        assert (first, second) == (True, False)
+    with sole_sender(run, None) as third:
+        assert third
+    assert main([str(run.path / "nothing")]) == 2
+    assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_the_sender_of_a_living_trainer_waits_for_the_one_before(make_run: MakeRun) -> None:
+    run, _ = make_run()
+    living, gone = Trainer(os.getppid(), 0), Trainer(-1, 0)
+
+    def take(trainer: Trainer) -> bool:
+        with sole_sender(run, trainer) as alone:
+            return alone
+
+    with ThreadPoolExecutor(2) as pool:
+        with sole_sender(run, None):
+            waiting = pool.submit(take, living)
+            assert pool.submit(take, gone).result(timeout=30) is False
+            assert not waiting.done()
+        assert waiting.result(timeout=30) is True
+
+
+def test_a_hopeless_uri_is_told_from_a_silent_server(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    hopeless, _ = make_run("hopeless", tracking_uri="bogus://nowhere")
+    assert follow(hopeless, None) == 2
+    assert "telemetry.tracking_uri" in capsys.readouterr().err
+    silent, _ = make_run("silent", tracking_uri="http://127.0.0.1:9")
+    assert follow(silent, None) == 1
+    assert "gave up; sent 0 bytes of events.jsonl" in capsys.readouterr().err
+
+
+def test_pauses_grow_and_are_bounded() -> None:
+    pauses = [pause_s(num_failures) for num_failures in range(2000)]
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[1], pauses[-1]) == (1.0, 2.0, 15.0)

@@ -1,0 +1,135 @@
+"""A sweep in a real sqlite store: one run that unfolds into its jobs, whoever comes first and whatever fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.analysis.sweeps import sweep_record
+from harness.analysis.sweeps.sweep_record import Job, Sweep
+from harness.config import compose
+from harness.config.schema import EXIT_INTERRUPTED, Config
+from harness.core import rundir
+from harness.core.events import RunEnded, RunStarted, StepRecord
+from harness.core.rundir import RunDir
+from harness.telemetry.event_log import EventLog
+from harness.telemetry.tracking.mlflow_run import PARENT_TAG
+from harness.telemetry.tracking.mlflow_sink import follow, main
+from launch.sweeps import multirun
+
+MakeStep = Callable[..., StepRecord]
+
+# MLflow's own use of its libraries is not ours to mend.
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("ready_store")]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> tuple[Path, dict[str, RunDir]]:
+    """Three jobs laid out in the directory of their sweep, one of them refused."""
+    directory = tmp_path / "runs" / "many"
+    jobs = [Job(name=f"optim.lr={lr}", overrides={"optim.lr": lr}) for lr in ("1", "2")]
+    jobs.append(Job(name="optim.lr=-1", overrides={"optim.lr": "-1"}, problem="must be positive"))
+    runs = {job.name: lay_out(directory, job) for job in jobs if not job.problem}
+    write(directory, jobs)
+    return directory, runs
+
+
+def lay_out(directory: Path, job: Job, **telemetry: str) -> RunDir:
+    run = rundir.locate(configuration(directory, job, **telemetry))
+    rundir.prepare(configuration(directory, job, **telemetry), run)
+    return run
+
+
+def configuration(directory: Path, job: Job, **telemetry: str) -> Config:
+    place = {"run.dir": directory, "run.name": f"'{job.name}'", "telemetry.tracking_uri": store(directory)}
+    place |= {f"telemetry.{key}": value for key, value in telemetry.items()}
+    return compose.load([f"{key}={value}" for key, value in place.items()])
+
+
+def store(directory: Path) -> str:
+    return f"sqlite:///{directory.parent / 'mlflow.db'}"
+
+
+def write(directory: Path, jobs: list[Job]) -> None:
+    sweep_record.write(Sweep(name=directory.name, created=0.0, words=[], fixed=[], jobs=jobs), directory)
+
+
+def seen(directory: Path) -> dict[str, Any]:
+    """All runs of the store by name."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=store(directory))
+    known = client.get_experiment_by_name("pretraining")
+    assert known is not None
+    runs = client.search_runs([known.experiment_id])
+    assert len({run.info.run_name for run in runs}) == len(runs)
+    return {run.info.run_name: run for run in runs}
+
+
+def tell(run: RunDir, *events: StepRecord | RunStarted | RunEnded) -> None:
+    log = EventLog(run.events)
+    for event in events:
+        log.write(event)
+    log.close()
+
+
+def test_jobs_lie_under_their_sweep(
+    sweep: tuple[Path, dict[str, RunDir]], make_step: MakeStep, started: RunStarted, ended: RunEnded
+) -> None:
+    directory, runs = sweep
+    first, second = runs.values()
+    tell(first, started, make_step(0), ended)
+    assert follow(first, None) == 0
+    found = seen(directory)
+    assert set(found) == {"many", "optim.lr=1"}
+    parent = found["many"]
+    assert (parent.info.status, parent.data.tags["swept.optim.lr"]) == ("RUNNING", "1, 2, -1")
+    assert parent.data.tags["run_dir"] == str(directory)
+    assert PARENT_TAG not in parent.data.tags
+
+    write(directory, [Job(name=name, overrides={"optim.lr": name[-1]}) for name in runs])
+    tell(second, started, make_step(0), replace(ended, exit_code=EXIT_INTERRUPTED))
+    assert follow(second, None) == 0
+    found = seen(directory)
+    assert {found[name].data.tags[PARENT_TAG] for name in runs} == {parent.info.run_id}
+    assert (found["many"].info.run_id, found["many"].info.status) == (parent.info.run_id, "KILLED")
+
+    tell(second, started, make_step(1), ended)
+    assert follow(second, None) == 0
+    assert seen(directory)["many"].info.status == "FINISHED"
+
+
+def test_the_launcher_has_the_last_word(sweep: tuple[Path, dict[str, RunDir]], started: RunStarted) -> None:
+    directory, runs = sweep
+    tell(next(iter(runs.values())), started)
+    assert main([str(directory)]) == 0
+    assert {name: run.info.status for name, run in seen(directory).items()} == {"many": "FAILED"}
+
+
+def test_a_run_beside_a_sweep_is_none_of_its_jobs(
+    sweep: tuple[Path, dict[str, RunDir]], started: RunStarted, ended: RunEnded
+) -> None:
+    directory, _ = sweep
+    stranger = lay_out(directory, Job(name="stranger"))
+    tell(stranger, started, ended)
+    assert follow(stranger, None) == 0
+    assert {name: PARENT_TAG in run.data.tags for name, run in seen(directory).items()} == {"stranger": False}
+
+
+@pytest.mark.full
+def test_a_silent_server_costs_a_line_and_no_more(
+    sweep: tuple[Path, dict[str, RunDir]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory, _ = sweep
+    silent = {"tracking_uri": "http://127.0.0.1:9", "exit_wait_s": "60"}
+    job = Job(name="optim.lr=1", overrides={"optim.lr": "1"})
+    lay_out(directory, job, **silent)
+    multirun.end_in_mlflow(directory, [configuration(directory, job, **silent)])
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("warning: how the sweep ended did not reach MLflow: ")
+    multirun.end_in_mlflow(directory, [configuration(directory, job, mlflow="false")])
+    assert capfd.readouterr().err == ""

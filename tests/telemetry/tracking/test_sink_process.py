@@ -1,0 +1,230 @@
+"""The sender as the trainer knows it: a real process, a real server that dies, a trainer that dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import final
+
+import pytest
+
+from harness.config.schema import Config
+from harness.core.events import RunEnded, RunStarted, StepRecord
+from harness.core.rundir import RunDir
+from harness.telemetry.event_log import EventLog
+from harness.telemetry.tracking.mlflow_sink import follow
+from harness.telemetry.tracking.progress import load_ticket
+from harness.telemetry.tracking.sink_process import Shipper, last_line
+from harness.telemetry.tracking.store_uri import tracking_uri
+from launch.drills.fault_environment import SERVER_ENVIRONMENT
+from launch.local.ports import reserved_port
+
+MakeRun = Callable[..., tuple[RunDir, Config]]
+MakeStep = Callable[..., StepRecord]
+
+# MLflow's own use of its libraries is not ours to mend.
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("ready_store"),
+]
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.1)
+
+
+def iterations(cfg: Config, run: RunDir) -> list[int]:
+    """The iterations whose loss MLflow has; empty while it has no run."""
+    run_id = load_ticket(run, None).run_id if run.mlflow.exists() else None
+    if run_id is None:
+        return []
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=tracking_uri(cfg))
+    return [row.step for row in client.get_metric_history(run_id, "loss")]
+
+
+def status(cfg: Config, run: RunDir) -> str:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=tracking_uri(cfg))
+    return str(client.get_run(run_id_of(run)).info.status)
+
+
+def run_id_of(run: RunDir) -> str:
+    run_id = load_ticket(run, None).run_id
+    assert run_id is not None
+    return run_id
+
+
+def process_of(shipper: Shipper) -> subprocess.Popen[bytes]:
+    process = shipper._process
+    assert process is not None
+    return process
+
+
+@final
+class Server:
+    """`mlflow server` on loopback, over a database that outlives it."""
+
+    def __init__(self, directory: Path, port: int) -> None:
+        self.port = port
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self._directory = directory
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        if self._process is not None:
+            return
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--backend-store-uri", f"sqlite:///{self._directory / 'server.db'}", "--workers", "1"]
+        command += ["--artifacts-destination", str(self._directory / "artifacts")]
+        with (self._directory / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, env=os.environ | SERVER_ENVIRONMENT, stdout=log, stderr=log, start_new_session=True
+            )
+        wait_until(self._answers, "the server answers")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=1) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Server]:
+    """Not running yet: it takes seconds to start, and each test says when."""
+    directory = tmp_path_factory.mktemp("server")
+    shutil.copy(empty_store, directory / "server.db")
+    with reserved_port() as port:
+        server = Server(directory, port)
+        yield server
+        server.kill()
+
+
+def test_what_a_dead_server_did_not_take_is_sent_later(
+    server: Server, make_run: MakeRun, make_step: MakeStep, ended: RunEnded, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server.kill()
+    run, cfg = make_run(tracking_uri=server.uri)
+    log = EventLog(run.events)
+    shipper = Shipper.start(run)
+    log.write(make_step(0))
+    log.write(ended)
+    log.close()
+    wait_until(lambda: "next try in" in last_line(run.logs / "mlflow.log"), "the sender has met the silence")
+    assert not shipper.finish(wait_s=0)
+    assert process_of(shipper).returncode == -signal.SIGTERM
+    assert "warning: not everything reached MLflow" in capfd.readouterr().err
+    assert load_ticket(run, None).offset == 0
+    server.start()
+    assert follow(run, None) == 0
+    assert iterations(cfg, run) == [0]
+    assert status(cfg, run) == "FINISHED"
+
+
+def test_a_server_that_dies_and_comes_back_has_everything_once(
+    server: Server, make_run: MakeRun, make_step: MakeStep, started: RunStarted, ended: RunEnded
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    server.start()
+    run, cfg = make_run(tracking_uri=server.uri)
+    run.picture.write_bytes(b"png")
+    log = EventLog(run.events)
+    shipper = Shipper.start(run)
+    log.write(started)
+    for iteration in range(60):
+        log.write(make_step(iteration))
+    wait_until(lambda: len(iterations(cfg, run)) == 60, "the first half has arrived")
+    server.kill()
+    for iteration in range(60, 120):
+        log.write(make_step(iteration))
+    wait_until(lambda: "next try in" in last_line(run.logs / "mlflow.log"), "the loss of the server is noticed")
+    assert process_of(shipper).poll() is None
+    server.start()
+    for iteration in range(120, 180):
+        log.write(make_step(iteration))
+    log.write(ended)
+    log.close()
+    assert shipper.finish(wait_s=60)
+    assert iterations(cfg, run) == list(range(180))
+    assert status(cfg, run) == "FINISHED"
+    client = MlflowClient(tracking_uri=server.uri)
+    assert [artifact.path for artifact in client.list_artifacts(run_id_of(run))] == ["loss.png"]
+
+
+def test_a_killed_trainer_leaves_its_events_in_mlflow_and_no_process(make_run: MakeRun, make_step: MakeStep) -> None:
+    run, cfg = make_run()
+    log = EventLog(run.events)
+    log.write(make_step(0))
+    log.close()
+    program = f"""
+import os, signal
+from pathlib import Path
+from harness.core.rundir import RunDir
+from harness.telemetry.tracking.sink_process import Shipper
+print(Shipper.start(RunDir(Path({str(run.path)!r})))._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    trainer = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=30)
+    assert trainer.returncode == -signal.SIGKILL
+    sender = Path("/proc") / trainer.stdout.decode().strip()
+    wait_until(lambda: not sender.exists() or "State:\tZ" in (sender / "status").read_text(), "the sender is gone")
+    assert iterations(cfg, run) == [0]
+    assert status(cfg, run) == "FAILED"
+
+
+def test_neither_an_old_last_word_nor_an_interrupt_ends_the_sender(
+    make_run: MakeRun, make_step: MakeStep, ended: RunEnded
+) -> None:
+    run, cfg = make_run()
+    log = EventLog(run.events)
+    log.write(make_step(0))
+    log.write(ended)
+    assert log.flush(), "an earlier start left all of this in the file"
+    shipper = Shipper.start(run)
+    wait_until(lambda: iterations(cfg, run) == [0], "the first start is sent")
+    process_of(shipper).send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert process_of(shipper).poll() is None
+    log.write(make_step(1))
+    log.write(ended)
+    log.close()
+    assert shipper.finish(wait_s=60)
+    assert iterations(cfg, run) == [0, 1]
+
+
+def test_a_sender_that_cannot_start_costs_a_warning(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = make_run()
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert not Shipper.start(run).finish(wait_s=60)
+    assert "warning: cannot start the MLflow shipper" in capfd.readouterr().err
+
+
+def test_the_sender_is_light() -> None:
+    tracking = "harness.telemetry.tracking"
+    program = f"import sys, {tracking}.sink_process, {tracking}.mlflow_sink; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    assert not {"torch", "mlflow", "matplotlib", "hydra"} & set(modules)
