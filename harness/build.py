@@ -18,14 +18,18 @@ from torch import Tensor
 from harness.checkpoint.manager import Keeper
 from harness.checkpoint.ring import Ring
 from harness.checkpoint.ring_cost import rollback_cost
-from harness.config.schema import Config, ConfigError, ParallelConfig, PrecisionKind
+from harness.config.errors import ConfigError
+from harness.config.parallel import ParallelConfig
+from harness.config.precision import PrecisionKind
+from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.data.batches import Batches
 from harness.data.order.ledger import Ledger
 from harness.data.sources import Known, make_rare_index, open_data
+from harness.distributed.collectives import from_first, jointly, minimum, together
 from harness.distributed.compute_clock import ComputeClock
 from harness.distributed.fsdp import Collectives, shard
-from harness.distributed.world import World, device_memory_bytes, from_first, jointly, minimum, together
+from harness.distributed.world import World, device_memory_bytes
 from harness.held_out import HeldOut, open_held_out
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
@@ -35,7 +39,8 @@ from harness.optim.update import Group, Update, build_update
 from harness.planned_changes import Planned
 from harness.precision.fp8.engine import require_engine
 from harness.precision.fp8.layers import Products, lower
-from harness.precision.mixed_precision import DTYPES, LossScale, linear, loss_scale, policy
+from harness.precision.loss_scale import LossScale, loss_scale
+from harness.precision.mixed_precision import DTYPES, linear, policy
 from harness.run_corpus import recorded_data
 from harness.sentinel.device.gate import Gate
 from harness.sentinel.device.mailbox import Mailbox

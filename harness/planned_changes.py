@@ -13,7 +13,8 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
-from harness.config.schema import Config, ScheduleKind
+from harness.config.optim import ScheduleKind
+from harness.config.schema import Config
 from harness.core.events import ChangePlanned
 from harness.core.state import RunState
 from harness.data.order.ledger import Ledger

@@ -24,7 +24,7 @@ from harness.checkpoint import store
 from harness.checkpoint.io_retry import Patience
 from harness.core.events import Action, ActionKind, Outcome
 from harness.core.state import RunState
-from harness.distributed.world import from_first, together
+from harness.distributed.collectives import from_first, together
 from harness.sentinel.policy.state import RESTORES
 from harness.step import held_out_sums
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from harness.build import Parts
 from harness.checkpoint import store
-from harness.config.schema import Config, ConfigError
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
 from harness.control import stop_requests
 from harness.control.apply import ordered_factor
 from harness.core import rundir
@@ -17,7 +18,7 @@ from harness.core.locking import run_lease
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.data.corpus.corpus_record import render_record
-from harness.distributed.world import from_first, jointly
+from harness.distributed.collectives import from_first, jointly
 from harness.recovery import set_rate
 from harness.run_corpus import RunData
 from harness.telemetry.event_log import events_since, last_iteration

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from harness.build import Parts
-from harness.config.schema import EXIT_HALTED, Config
+from harness.config.errors import EXIT_HALTED
+from harness.config.schema import Config
 from harness.control.stop_requests import StopRequest
 from harness.control.watcher import Watcher
 from harness.core.events import StepRecord

@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.checkpoint import catalog, store
-from harness.config.schema import Config, DataKind, ResumePolicy, StorageError, require
+from harness.config.data import DataKind
+from harness.config.errors import StorageError, require
+from harness.config.run import ResumePolicy
+from harness.config.schema import Config
 from harness.core import rundir
 from harness.core.rundir import RunDir
 from harness.data.corpus.corpora import EmbeddedCorpus
@@ -37,7 +40,8 @@ from harness.data.corpus.host_agreement import Asked, agree_on_files
 from harness.data.order.ledger import Exclusion, Ledger
 from harness.data.order.mixture import Change, Size
 from harness.data.sources import open_sources, recipe
-from harness.distributed.world import World, from_first
+from harness.distributed.collectives import from_first
+from harness.distributed.world import World
 
 FIXED = ("train.sequence_length", "data.eval_fraction", "data.synthetic.num_samples")
 FIXED_IN_SOURCES = (".kind", ".dtype")

@@ -15,8 +15,8 @@ from harness.config.schema import Config
 from harness.core.events import EvalRecord
 from harness.core.state import RunState
 from harness.data.batch import Batch
+from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.fsdp import free_gathered_weights, reduce_replicas
-from harness.distributed.world import all_reduce_sum
 from harness.model.transformer import document_mask
 from harness.sentinel.device.step_report import pack, totals
 

@@ -18,17 +18,16 @@ from torch import Tensor
 
 from harness.build import Parts, build, describe, held, meter
 from harness.config import compose
-from harness.config.schema import (
+from harness.config.errors import (
     EXIT_BAD_CONFIG,
     EXIT_CRASHED,
     EXIT_DONE,
     EXIT_HALTED,
     EXIT_INTERRUPTED,
-    Config,
     ConfigError,
     StorageError,
-    check_world,
 )
+from harness.config.schema import Config, check_world
 from harness.control import stop_requests
 from harness.control.apply import action_of, changes_of, refusal_of
 from harness.control.commands import Command, Pause, Rate, Resume, SaveCheckpoint
@@ -43,18 +42,11 @@ from harness.core.rundir import append_line
 from harness.core.state import RunState
 from harness.data.batch import Batch
 from harness.data.batch_facts import as_record
-from harness.distributed.world import (
-    World,
-    broadcast,
-    connected,
-    entered,
-    from_first,
-    jointly,
-    rank_from_environment,
-    together,
-)
+from harness.distributed.collectives import broadcast, entered, from_first, jointly, together
+from harness.distributed.world import World, connected, rank_from_environment
+from harness.precision.attention import fast_attention
 from harness.precision.fp8.engine import require_engine
-from harness.precision.mixed_precision import able_products, fast_attention
+from harness.precision.mixed_precision import able_products
 from harness.recovery import recover
 from harness.resume import Opened, open_run, resume
 from harness.run import Ending, Run

@@ -19,17 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.compose import check, conf_dir, explain, register
-from harness.config.schema import (
-    EXIT_BAD_CONFIG,
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
-    Config,
-    ConfigError,
-    LaunchKind,
-    StorageError,
-    check_world,
-    require,
-)
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
+from harness.config.launch import LaunchKind
+from harness.config.schema import Config, check_world
 from harness.core.credentials import require_variable
 from harness.core.fast_imports import loading
 from harness.core.locking.run_lease import require_free

@@ -11,7 +11,8 @@ import torch
 
 from harness.checkpoint.store import STATE_FILE
 from harness.config.compose import load
-from harness.config.schema import Config, ConfigError
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
 from harness.core import rundir
 from harness.data.corpus.corpus_record import DataRecord, read_record, render_record
 from harness.data.order.ledger import Ledger

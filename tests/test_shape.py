@@ -48,6 +48,8 @@ DOORS = {
     "safetensors": {"harness/huggingface/convert.py"},
     "torch.distributed": {
         "harness/distributed/world.py",
+        "harness/distributed/collectives.py",
+        "harness/distributed/shards.py",
         "harness/precision/mixed_precision.py",
         "harness/distributed/torch_private/single_rank.py",
         "harness/distributed/torch_private/chunk_cat.py",
@@ -58,10 +60,7 @@ DOORS = {
         "launch/local/start.py",
         "launch/local/ranks.py",
     },
-    "triton": {
-        f"harness/kernels/{name}.py"
-        for name in ("adamw", "fp8_quantize", "grad_norm", "multi_tensor", "rope", "swiglu")
-    },
+    "triton": {f"harness/kernels/{path.name}" for path in ROOT.glob("harness/kernels/*.py")},
     "transformer_engine": {"harness/precision/fp8/te_backend.py"},
     "transformer_engine_torch": {"harness/precision/fp8/te_backend.py"},
 }
@@ -236,6 +235,26 @@ def test_imports_point_down() -> None:
         f"{name_of(path)} imports {upward}"
         for path in sorted(ROOT.glob("harness/**/*.py"))
         for upward in upward_imports(path)
+    )
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    """Between modules, imports inside functions included."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sources()}
+    below = {module: {name for name in imports(path) if name in modules} for module, path in modules.items()}
+    while removable := [module for module, others in below.items() if not others & below.keys()]:
+        for module in removable:
+            del below[module]
+    assert_none(f"{module} imports {', '.join(sorted(others & below.keys()))}" for module, others in below.items())
+
+
+def test_training_does_not_import_the_offline_tools() -> None:
+    assert_none(
+        f"{name_of(path)} imports {name}"
+        for path in sorted(ROOT.glob("harness/**/*.py"))
+        if room(path) not in LAYERS[-1]
+        for name in imports(path)
+        if name.startswith(tuple(f"harness.{offline}" for offline in LAYERS[-1]))
     )
 
 

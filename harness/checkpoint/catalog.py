@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import final
 
 from harness.checkpoint.integrity import OtherVersion, unreadable
-from harness.config.schema import StorageError
+from harness.config.errors import StorageError
 from harness.core.locking import run_lease
 from harness.core.rundir import write_atomically
 

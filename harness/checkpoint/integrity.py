@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from harness.config.schema import ConfigError, StorageError
+from harness.config.errors import ConfigError, StorageError
 from harness.core.rundir import write_atomically
 
 T = TypeVar("T")

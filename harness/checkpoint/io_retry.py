@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar, final
 
-from harness.config.schema import StorageError
+from harness.config.errors import StorageError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 

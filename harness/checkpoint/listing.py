@@ -14,7 +14,7 @@ from typing import final
 
 from harness.checkpoint import catalog, integrity
 from harness.checkpoint.integrity import Damaged, OtherVersion
-from harness.config.schema import StorageError
+from harness.config.errors import StorageError
 
 SET_ASIDE = "damaged"
 """What stands in the place of health for a checkpoint that was set aside."""

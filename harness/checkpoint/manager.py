@@ -25,10 +25,12 @@ from harness.checkpoint.io_retry import Patience
 from harness.checkpoint.ring import Ring, Slot
 from harness.checkpoint.ring_cost import rollback_cost
 from harness.checkpoint.writer_thread import Clerk
-from harness.config.schema import Config, StorageError
+from harness.config.errors import StorageError
+from harness.config.schema import Config
 from harness.core.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, ReducedRecord
 from harness.core.state import RunState
-from harness.distributed.world import World, from_first, together
+from harness.distributed.collectives import from_first, together
+from harness.distributed.world import World
 
 
 @final

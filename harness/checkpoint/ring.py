@@ -21,9 +21,12 @@ from torch import Tensor
 
 from harness.checkpoint.host_memory import Block, aligned, free_bytes
 from harness.checkpoint.ring_cost import num_buffers
-from harness.config.schema import ConfigError, RingConfig
+from harness.config.checkpoint import RingConfig
+from harness.config.errors import ConfigError
 from harness.core.state import RunState
-from harness.distributed.world import World, like_on_host, local, minimum, num_local_ranks, together
+from harness.distributed.collectives import minimum, together
+from harness.distributed.shards import like_on_host, local
+from harness.distributed.world import World, num_local_ranks
 
 BYTES_PER_GB = 1e9
 

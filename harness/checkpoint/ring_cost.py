@@ -29,7 +29,8 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
-from harness.config.schema import Config, RingConfig
+from harness.config.checkpoint import RingConfig
+from harness.config.schema import Config
 
 
 @final

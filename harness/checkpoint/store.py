@@ -47,10 +47,12 @@ from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, Entry, Manifest, OtherVersion, unreadable
 from harness.checkpoint.io_retry import Patience
 from harness.checkpoint.tensor_index import METADATA_FILE, Description
-from harness.config.schema import ConfigError, StorageError
+from harness.config.errors import ConfigError, StorageError
 from harness.core.rundir import write_atomically
 from harness.core.state import RunState
-from harness.distributed.world import World, from_first, local, together
+from harness.distributed.collectives import from_first, together
+from harness.distributed.shards import local
+from harness.distributed.world import World
 
 STATE_FILE = "state.json"
 LEAST_FREE_BYTES = 1 << 20

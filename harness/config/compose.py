@@ -19,7 +19,8 @@ from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
-from harness.config.schema import Config, ConfigError, require
+from harness.config.errors import ConfigError, require
+from harness.config.schema import Config
 from harness.core.credentials import require_no_credentials, without_credentials
 
 T = TypeVar("T")

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from typing import Any
 
 from harness.build import Parts
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.control.commands import ExcludeSource, Order, Precision, Rate, Rollback, Skip
 from harness.control.inbox import REFUSED, check, interventions
 from harness.core.events import Action, ActionKind, Outcome
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.data.order.ledger import Ledger
-from harness.distributed.world import from_first
+from harness.distributed.collectives import from_first
 
 BY_A_PERSON = 0
 

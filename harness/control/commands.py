@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, assert_never, final
 
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 
 LONGEST_REASON = 1000
 MOST_BATCHES = 1_000_000

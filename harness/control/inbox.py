@@ -27,7 +27,7 @@ import yaml
 
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Checkpoint, Health
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 from harness.control.commands import (
     Command,
     ExcludeSource,

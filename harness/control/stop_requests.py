@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import final
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.control.commands import one_line
 from harness.core.events import Intervention
 from harness.core.rundir import RunDir, write_atomically

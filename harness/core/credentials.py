@@ -12,7 +12,7 @@ import os
 import re
 from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 
 ENVIRONMENT = "env:"
 KEY = "telemetry.tracking_uri"

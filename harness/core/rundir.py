@@ -19,7 +19,9 @@ from typing import Any
 import yaml
 
 from harness.config.compose import flat, plain, to_yaml
-from harness.config.schema import Config, ConfigError, ResumePolicy
+from harness.config.errors import ConfigError
+from harness.config.run import ResumePolicy
+from harness.config.schema import Config
 from harness.core.credentials import require_no_credentials
 from harness.core.events import Intervention, to_json
 from harness.core.locking import run_lease

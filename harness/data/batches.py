@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 from harness.core.batch_shares import Sharing
 from harness.data.batch import IGNORED, Batch
 from harness.data.batch_facts import BatchFacts, Compared, GlobalFacts, fingerprint, global_facts, row_digest, stride_of

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from harness.config.schema import Config, require
+from harness.config.errors import require
+from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.data.batches import Batches, Share, Source
 from harness.data.corpus.corpora import build_corpus, split

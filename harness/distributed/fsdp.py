@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import harness.precision.fused_qkv  # noqa: F401  (both define operators)
-from harness.config.schema import ActivationCheckpointing, ParallelConfig
+from harness.config.parallel import ActivationCheckpointing, ParallelConfig
 from harness.distributed.torch_private import chunk_cat
 from harness.distributed.torch_private.single_rank import Unscattered, gather_in_one_pass
 from harness.distributed.world import World

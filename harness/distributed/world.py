@@ -8,22 +8,17 @@ Left out: tensor, pipeline and context parallelism.
 from __future__ import annotations
 
 import os
-import pickle
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
-from harness.config.schema import ConfigError, DeviceKind, ParallelConfig
-
-T = TypeVar("T")
+from harness.config.errors import ConfigError
+from harness.config.parallel import DeviceKind, ParallelConfig
 
 ASIDE_TIMEOUT_S = 3600.0
 """How long a thread beside training waits for another rank: as long as a slow disk may take."""
@@ -139,96 +134,3 @@ def disconnect() -> None:
     """Leave the process group, in order when the others still answer."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def write_local(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's part of `full` into a parameter, sharded or not."""
-    with torch.no_grad():
-        if not isinstance(parameter, DTensor):
-            parameter.copy_(full)
-            return
-        mesh = parameter.device_mesh
-        for axis, placement in enumerate(parameter.placements):
-            if isinstance(placement, Shard):
-                parts = full.chunk(mesh.size(axis), dim=placement.dim)
-                index = mesh.get_local_rank(axis)
-                full = parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)
-        parameter.to_local().copy_(full)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def like_on_host(tensor: Tensor, part: Tensor, *, world: World) -> Tensor:
-    """A tensor whose part on this rank is `part`, in host memory, and which is sharded like `tensor`."""
-    if not isinstance(tensor, DTensor):
-        return part
-    return DTensor.from_local(
-        part, world.host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
-def all_reduce_sum(vector: Tensor) -> Tensor:
-    """Sum over all ranks, in place."""
-    dist.all_reduce(vector, op=dist.ReduceOp.SUM)
-    return vector
-
-
-def minimum(value: int) -> int:
-    """The least over all ranks, by way of the hosts."""
-    box = torch.tensor(value)
-    dist.all_reduce(box, op=dist.ReduceOp.MIN)
-    return int(box)  # sync: it lies in host memory
-
-
-def broadcast(value: T) -> T:
-    """Rank 0's value, on every rank."""
-    box: list[Any] = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]  # type: ignore[no-any-return]
-
-
-def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Do something on every rank of a group; the results in rank order, or on every rank the first failure of any."""
-    outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, _outcome_of(work), group=group)
-    for each in outcomes:
-        if isinstance(each, Exception):
-            raise each
-    return outcomes
-
-
-def jointly(work: Callable[[], T]) -> T:
-    """Do something on every rank and return this rank's own result; raises on every rank the first failure of any."""
-    done: list[T] = []
-    together(lambda: done.append(work()))
-    return done[0]
-
-
-def from_first(work: Callable[[], T]) -> T:
-    """Do something on rank 0; its result, or its failure, on every rank."""
-    outcome = broadcast(_outcome_of(work) if dist.get_rank() == 0 else None)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome  # type: ignore[return-value]
-
-
-@contextmanager
-def entered(manager: AbstractContextManager[T]) -> Iterator[T]:
-    """Enter a context on all ranks, or raise on all of them."""
-    with ExitStack() as stack:
-        yield jointly(lambda: stack.enter_context(manager))
-
-
-def _outcome_of(work: Callable[[], T]) -> T | Exception:
-    """The result, or the exception in a form that another process can read."""
-    try:
-        return work()
-    except Exception as error:
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            return RuntimeError(f"{type(error).__name__}: {error}")
-        return error

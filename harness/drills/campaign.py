@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 from harness.config import compose
-from harness.config.schema import require
+from harness.config.errors import require
 from harness.core.rundir import MAY_DIFFER
 from harness.drills import scenario as scenarios
 from harness.drills.drill_record import Evidence

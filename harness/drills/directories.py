@@ -20,7 +20,8 @@ from typing import Any
 
 import harness
 from harness.config import compose
-from harness.config.schema import EXIT_DONE, Config, ConfigError, require
+from harness.config.errors import EXIT_DONE, ConfigError, require
+from harness.config.schema import Config
 from harness.core import events, rundir
 from harness.core.events import RunEnded, RunStarted
 from harness.core.locking import run_lease

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
 from harness.config import compose
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core import events
 from harness.core.events import EvalRecord, Event, FaultInjected, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir, write_atomically

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
 from harness.config import compose
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 from harness.core.events import ActionKind, FindingKind
 from harness.faults.plan import Fault, Plan
 

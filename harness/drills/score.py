@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, final
 
-from harness.config.schema import EXIT_DONE
+from harness.config.errors import EXIT_DONE
 from harness.core.events import ABOUT_SPEED, Action, ActionKind, DrillScored, Finding, Outcome
 from harness.core.rundir import RunDir
 from harness.drills.drill_record import Evidence, gather, read_dossier

@@ -18,7 +18,7 @@ from typing import NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.config.schema import require
+from harness.config.errors import require
 from harness.core.batch_shares import Sharing
 from harness.core.rundir import RunDir
 from harness.data.batches import Batches, Source

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from harness.config.schema import require
+from harness.config.errors import require
 from harness.distributed.fsdp import unwrap
 from harness.faults.site import Site
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.distributed.fsdp import Collectives, WatchedScatter
-from harness.distributed.world import local
+from harness.distributed.shards import local
 from harness.faults.plan import FaultKind
 from harness.faults.site import Site, watched
 from harness.sentinel.device.signals import group_of

@@ -7,8 +7,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from harness.config.schema import require
-from harness.distributed.world import local
+from harness.config.errors import require
+from harness.distributed.shards import local
 from harness.faults.gradient import flip
 from harness.faults.site import Site
 

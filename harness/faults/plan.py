@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, final
 
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 from harness.core.rundir import RunDir
 
 

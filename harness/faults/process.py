@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core.rundir import RunDir
 from harness.faults.plan import FaultKind
 from harness.faults.site import Site

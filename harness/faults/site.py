@@ -16,11 +16,11 @@ from typing import Any, Protocol, TypeVar, cast, final
 
 from torch import Tensor, nn
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core import events
 from harness.core.events import FaultInjected, to_json
 from harness.core.rundir import append_line
-from harness.distributed.world import local
+from harness.distributed.shards import local
 from harness.faults.plan import OF_THE_DATA, Fault
 from harness.run import Run
 

@@ -30,7 +30,11 @@ from harness.checkpoint import catalog, integrity, store
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged
 from harness.config import compose
-from harness.config.schema import Config, ConfigError, DataKind, ModelConfig, PrecisionKind, require
+from harness.config.data import DataKind
+from harness.config.errors import ConfigError, require
+from harness.config.model import ModelConfig
+from harness.config.precision import PrecisionKind
+from harness.config.schema import Config
 from harness.core.rundir import RunDir, write_atomically
 from harness.core.state import RunState
 from harness.data.corpus.token_files import expand

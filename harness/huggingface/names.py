@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from harness.config.schema import ConfigError, ModelConfig, require
+from harness.config.errors import ConfigError, require
+from harness.config.model import ModelConfig
 from harness.model.mup import attention_scale, output_multiplier
 from harness.model.transformer import Transformer
 from harness.precision.mixed_precision import linear

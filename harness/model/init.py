@@ -13,8 +13,8 @@ from hashlib import blake2b
 import torch
 from torch import nn
 
-from harness.config.schema import ModelConfig
-from harness.distributed.world import write_local
+from harness.config.model import ModelConfig
+from harness.distributed.shards import write_local
 from harness.model.mup import parameter_table, role_of
 from harness.model.transformer import Transformer
 

@@ -101,7 +101,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, objective_gradient: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         times: Callable[[Tensor, Tensor], Tensor] = torch.mul
         if ctx.has_kernels:
-            from harness.kernels.grad_norm import scaled as times
+            from harness.kernels.cross_entropy import scaled as times
         of_hidden, of_weight = (times(gradient, objective_gradient) for gradient in ctx.saved_tensors)
         return of_hidden, of_weight, None, None, None
 
@@ -154,7 +154,7 @@ def _chunk_gradient_in_place(
     logits: Tensor, targets: Tensor, seed: Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same on CUDA, by one kernel: the logits become their gradient where they are."""
-    from harness.kernels.grad_norm import differentiate_loss
+    from harness.kernels.cross_entropy import differentiate_loss
 
     losses, z_terms = differentiate_loss(
         logits, targets, seed, multiplier=options.output_multiplier, z_loss=options.z_loss, ignored=IGNORED

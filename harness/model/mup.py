@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from harness.config.schema import InitKind, ModelConfig
+from harness.config.model import InitKind, ModelConfig
 
 
 class Role(StrEnum):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from math import prod
 
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 
 Shape = tuple[int, ...]
 

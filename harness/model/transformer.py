@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from harness.config.schema import AttentionKind, ModelConfig
+from harness.config.model import AttentionKind, ModelConfig
 from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy, count_losses
 from harness.model.mup import attention_scale, output_multiplier
 from harness.precision.fp8.linear import project

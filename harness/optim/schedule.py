@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from harness.config.schema import OptimConfig, ScheduleKind
+from harness.config.optim import OptimConfig, ScheduleKind
 
 
 def multiplier(cfg: OptimConfig, *, step: int, num_steps: int) -> float:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from harness.config.schema import OptimConfig
-from harness.distributed.world import local
+from harness.config.optim import OptimConfig
+from harness.distributed.shards import local
 from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
 from harness.optim.schedule import table
 

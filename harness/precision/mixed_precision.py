@@ -11,17 +11,15 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from harness.config.schema import PrecisionConfig, PrecisionKind
+from harness.config.precision import PrecisionKind
 
 DTYPES = {
     PrecisionKind.fp32: torch.float32,
@@ -40,52 +38,6 @@ def linear(in_features: int, out_features: int) -> nn.Module:
 def policy(kind: PrecisionKind) -> MixedPrecisionPolicy:
     """How FSDP2 casts. Inputs are left alone: rotary tables and the loss seed must stay fp32."""
     return MixedPrecisionPolicy(param_dtype=DTYPES[kind], reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-@dataclass(slots=True)
-class LossScale:
-    """Keeps small fp16 gradients above underflow; constant 1 for every other precision."""
-
-    scale: Tensor
-    clean_steps: Tensor
-    """Steps since the last overflow or doubling."""
-    growth_interval: int | None
-    """None: the scale never moves."""
-
-    def update(self, *, overflow: Tensor, refused: Tensor) -> None:
-        """Halve at an overflow, double after `growth_interval` clean steps, stand still where an update was refused for
-        its size; no host sync."""
-        if self.growth_interval is None:
-            return
-        overflowed = overflow > 0
-        clean_steps = torch.where(overflowed, 0, self.clean_steps + (refused == 0))
-        grown = clean_steps >= self.growth_interval
-        factor = torch.where(overflowed, 0.5, torch.where(grown, 2.0, 1.0))
-        self.scale.mul_(factor)
-        self.clean_steps.copy_(torch.where(grown, 0, clean_steps))
-
-
-def loss_scale(cfg: PrecisionConfig, device: torch.device) -> LossScale:
-    """The scale to start with."""
-    dynamic = cfg.kind is PrecisionKind.fp16
-    return LossScale(
-        scale=torch.tensor(cfg.initial_loss_scale if dynamic else 1.0, dtype=torch.float32, device=device),
-        clean_steps=torch.zeros((), dtype=torch.int64, device=device),
-        growth_interval=cfg.loss_scale_growth_interval if dynamic else None,
-    )
-
-
-@contextmanager
-def fast_attention() -> Iterator[None]:
-    """Let attention take the fastest kernel the device has: on Hopper cuDNN's, ahead of FlashAttention."""
-    order = [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
-    with sdpa_kernel(order, set_priority=True):
-        yield
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self, final
 
-from harness.config.schema import SentinelConfig
+from harness.config.sentinel import SentinelConfig
 from harness.core.events import Action, ActionKind, Event, Finding, HeldOutMeasured, Incident, Outcome, ReducedRecord
 from harness.sentinel.detect.detectors import Detectors
 from harness.sentinel.device.slots import DIGEST_BITS

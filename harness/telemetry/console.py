@@ -18,7 +18,7 @@ from typing import TextIO, cast, final
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from harness.config.schema import EXIT_DONE
+from harness.config.errors import EXIT_DONE
 from harness.core.credentials import ENVIRONMENT, without_credentials
 from harness.core.events import (
     Action,

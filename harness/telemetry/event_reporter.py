@@ -16,7 +16,8 @@ import time
 from dataclasses import replace
 from typing import Self, final
 
-from harness.config.schema import EXIT_INTERRUPTED, Config
+from harness.config.errors import EXIT_INTERRUPTED
+from harness.config.schema import Config
 from harness.core.events import Action, ActionKind, Event, Intervention, RunEnded, StepRecord
 from harness.core.rundir import RunDir
 from harness.distributed.world import World

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 import harness
-from harness.config.schema import Config, PrecisionConfig, PrecisionKind
+from harness.config.precision import PrecisionConfig, PrecisionKind
+from harness.config.schema import Config
 from harness.core.credentials import without_credentials
 from harness.core.rundir import RunDir, write_atomically
 from harness.telemetry.provenance import code

@@ -15,7 +15,8 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.config.schema import EXIT_DONE, Config, ConfigError, require
+from harness.config.errors import EXIT_DONE, ConfigError, require
+from harness.config.schema import Config
 from harness.core.events import RunStarted
 from harness.core.rundir import RunDir, write_atomically
 from harness.drills import campaign as campaigns

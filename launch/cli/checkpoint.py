@@ -26,7 +26,7 @@ from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, OtherVersion
 from harness.checkpoint.listing import SET_ASIDE, bytes_of, render, rows_of, size_text
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.core.rundir import RunDir
 from launch.cli.parser import Parser
 from launch.cli.progress_bar import Bar

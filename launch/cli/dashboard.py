@@ -8,7 +8,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.core.rundir import RunDir, write_atomically
 from launch.cli.parser import Parser
 

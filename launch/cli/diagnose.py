@@ -18,7 +18,8 @@ from typing import Any
 from harness.analysis.diagnose.decision_tree import Diagnosis, Finds, render, walk
 from harness.analysis.judge.foreign_logs import NAMES, records
 from harness.analysis.postmortem.gather import RECENT_BYTES, recent_steps, settings_of
-from harness.config.schema import EXIT_BAD_CONFIG, ConfigError, PrecisionKind, require
+from harness.config.errors import EXIT_BAD_CONFIG, ConfigError, require
+from harness.config.precision import PrecisionKind
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
 from launch.cli.judge import detect_config, named_columns

@@ -24,16 +24,8 @@ from harness.analysis.judge.foreign_logs import NAMES, records
 from harness.analysis.judge.incident_groups import Incident, Incidents
 from harness.analysis.judge.picture import Trace, draw
 from harness.config.compose import conf_dir
-from harness.config.schema import (
-    EXIT_BAD_CONFIG,
-    EXIT_DONE,
-    BudgetConfig,
-    BudgetsConfig,
-    ConfigError,
-    DetectConfig,
-    PolicyConfig,
-    require,
-)
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
+from harness.config.sentinel import BudgetConfig, BudgetsConfig, DetectConfig, PolicyConfig
 from harness.core.events import Action, ActionKind, Finding, Outcome, StepRecord
 from harness.sentinel.detect.detectors import Detectors
 from harness.sentinel.policy.policy import Policy

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE
 
 SUMMARIES = {
     "train": "train a model, or resume a run: harness train [group=option] [key=value] ...",

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from harness.analysis.mechanism.experiment import CELLS, Cell, Effect, answers, effect, plan, table
 from harness.config.compose import load
-from harness.config.schema import EXIT_DONE, require
+from harness.config.errors import EXIT_DONE, require
 from harness.core import events
 from harness.core.events import RunEnded, StepRecord
 from harness.core.rundir import RunDir, write_atomically

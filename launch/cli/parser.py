@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import NoReturn
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 
 
 class Parser(ArgumentParser):

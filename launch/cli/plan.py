@@ -16,7 +16,8 @@ from harness.analysis.plan.fit import refusal
 from harness.analysis.plan.plan import num_ranks, plan
 from harness.analysis.plan.render import as_dict, render, render_table
 from harness.config import compose
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, Config, ConfigError, require
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
+from harness.config.schema import Config
 from launch.cli.parser import Parser
 
 DESCRIPTION = """\

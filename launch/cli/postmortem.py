@@ -13,7 +13,7 @@ from pathlib import Path
 
 from harness.analysis.postmortem.gather import find, folder_of, incidents, remarks, told
 from harness.analysis.postmortem.write import MARKDOWN, write_folder
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.core.events import Incident
 from harness.core.rundir import RunDir
 from launch.cli.parser import Parser

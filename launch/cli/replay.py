@@ -24,15 +24,8 @@ from harness.analysis.replay.wording import render
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
 from harness.config import compose
-from harness.config.schema import (
-    EXIT_BAD_CONFIG,
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
-    Config,
-    ConfigError,
-    StorageError,
-    require,
-)
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
+from harness.config.schema import Config
 from harness.core import events
 from harness.core.rundir import RunDir, write_atomically
 from launch.cli.parser import Parser

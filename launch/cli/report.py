@@ -12,7 +12,7 @@ from harness.analysis.dashboard.index import Row, find_runs, render, row_of
 from harness.analysis.dashboard.page import render as render_page
 from harness.analysis.dashboard.page_data import page_data
 from harness.analysis.dashboard.story import Story
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.core.rundir import RunDir, write_atomically
 from launch.cli.parser import Parser
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, final
 
 from harness.checkpoint.listing import age_text
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
 from harness.core.events import ABOUT_SPEED, Finding
 from harness.core.rundir import RunDir
 from harness.telemetry import heartbeat

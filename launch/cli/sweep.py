@@ -19,7 +19,7 @@ from harness.analysis.sweeps.job_result import result_of
 from harness.analysis.sweeps.picture import draw_all
 from harness.analysis.sweeps.ranking import rank
 from harness.analysis.sweeps.render import as_json, markdown, text
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.core.rundir import write_atomically
 from launch.cli.parser import Parser
 

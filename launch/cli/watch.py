@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from harness.analysis.dashboard.story import Story
 from harness.analysis.dashboard.terminal_view import Line, frame
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.core.rundir import RunDir
 from harness.telemetry.heartbeat import read_all
 from launch.cli.dashboard import opened

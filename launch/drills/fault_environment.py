@@ -22,7 +22,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, final
 
-from harness.config.schema import Config, ConfigError, LaunchKind
+from harness.config.errors import ConfigError
+from harness.config.launch import LaunchKind
+from harness.config.schema import Config
 from harness.core import processes
 from harness.core.events import CheckpointSaved
 from harness.core.rundir import RunDir

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import final
 
 from harness.config import compose
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED, Config, LaunchKind
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED
+from harness.config.launch import LaunchKind
+from harness.config.schema import Config
 from harness.core import processes
 from harness.core.events import to_json
 from harness.core.rundir import RunDir, append_line, write_atomically

@@ -16,15 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.config import compose
-from harness.config.schema import (
-    EXIT_BAD_CONFIG,
-    EXIT_INTERRUPTED,
-    Config,
-    ConfigError,
-    StorageError,
-    check_world,
-    require,
-)
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_INTERRUPTED, ConfigError, StorageError, require
+from harness.config.schema import Config, check_world
 from harness.core.fast_imports import loading
 from harness.core.locking.run_lease import require_free
 from harness.core.rundir import RunDir, check_resume

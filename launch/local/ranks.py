@@ -14,7 +14,7 @@ from typing import final
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_HALTED, EXIT_INTERRUPTED, ConfigError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_HALTED, EXIT_INTERRUPTED, ConfigError
 
 PID_FILE = "HARNESS_PID_FILE"
 """Environment variable of a worker: where it says that it can be told to stop."""

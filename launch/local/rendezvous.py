@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from launch.local.node_group import POLL_S, Link, Machines, Place
 
 HELLO_WITHIN_S = 5.0

@@ -30,7 +30,9 @@ from types import FrameType
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from harness.config.schema import EXIT_CRASHED, EXIT_INTERRUPTED, Config, DeviceKind, require
+from harness.config.errors import EXIT_CRASHED, EXIT_INTERRUPTED, require
+from harness.config.parallel import DeviceKind
+from harness.config.schema import Config
 from harness.control.stop_requests import STOP_SIGNALS
 from harness.core.locking.run_lease import cleared
 from harness.core.rundir import locate

@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Thread
 from typing import final
 
-from harness.config.schema import LaunchConfig
+from harness.config.launch import LaunchConfig
 from harness.core.rundir import RunDir
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import MOVING, Beat

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness.config.schema import Config, DeviceKind
+from harness.config.parallel import DeviceKind
+from harness.config.schema import Config
 
 THREADS = "OMP_NUM_THREADS"
 

@@ -35,7 +35,8 @@ from typing import Any, NoReturn, final
 
 import torch
 
-from harness.config.schema import EXIT_CRASHED, EXIT_INTERRUPTED, Config, ConfigError, StorageError
+from harness.config.errors import EXIT_CRASHED, EXIT_INTERRUPTED, ConfigError, StorageError
+from harness.config.schema import Config
 from harness.control.stop_requests import STOP_SIGNALS
 from harness.core.fast_imports import loading
 from harness.core.rundir import write_atomically

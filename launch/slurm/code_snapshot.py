@@ -17,7 +17,7 @@ from pathlib import Path
 import harness
 import launch
 from harness.config.compose import conf_dir
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.telemetry.provenance import CARRIED, code
 
 DIGEST_LENGTH = 12

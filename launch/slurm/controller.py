@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 
 WAITING = (
     "PENDING",

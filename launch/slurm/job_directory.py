@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import final
 
 from harness.config import compose
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, Config, ConfigError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
+from harness.config.schema import Config
 from harness.control import stop_requests
 from harness.core import rundir
 from harness.core.events import to_json

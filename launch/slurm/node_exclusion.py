@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-from harness.config.schema import SlurmConfig
+from harness.config.launch import SlurmConfig
 
 NUM_FAILURES = 2
 HOUR_S = 3600.0

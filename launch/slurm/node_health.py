@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import final
 
 from harness.config import compose
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, Config, ConfigError, DeviceKind, ParallelConfig
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
+from harness.config.parallel import DeviceKind, ParallelConfig
+from harness.config.schema import Config
 from harness.core.fast_imports import loading
 from harness.core.rundir import RunDir
 from launch.slurm.job_directory import folder
@@ -194,7 +196,8 @@ def meet(cfg: ParallelConfig, run: RunDir, node: str, within_s: float) -> list[C
     with loading():
         import torch
 
-        from harness.distributed.world import all_reduce_sum, connect, disconnect, together
+        from harness.distributed.collectives import all_reduce_sum, together
+        from harness.distributed.world import connect, disconnect
 
     world = connect(replace(cfg, replicate=1, timeout_s=within_s))
     try:

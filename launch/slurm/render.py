@@ -14,7 +14,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness.config.schema import LaunchConfig, SlurmConfig, require
+from harness.config.errors import require
+from harness.config.launch import LaunchConfig, SlurmConfig
 
 DIRECTIVE = "#SBATCH "
 SETTING = re.compile(r"(\w+)=\$\{HARNESS_\w+:-.*\}")

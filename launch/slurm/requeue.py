@@ -23,15 +23,8 @@ from typing import Any, NamedTuple, final
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
 from harness.config import compose
-from harness.config.schema import (
-    EXIT_BAD_CONFIG,
-    EXIT_DONE,
-    EXIT_HALTED,
-    EXIT_INTERRUPTED,
-    ConfigError,
-    SlurmConfig,
-    StorageError,
-)
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED, ConfigError, StorageError
+from harness.config.launch import SlurmConfig
 from harness.control import stop_requests
 from harness.core.locking.run_lease import require_free
 from harness.core.rundir import RunDir, append_line

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.analysis.plan.fit import refusal
-from harness.config.schema import EXIT_DONE, Config, ConfigError, DeviceKind, check_world, require
+from harness.config.errors import EXIT_DONE, ConfigError, require
+from harness.config.parallel import DeviceKind
+from harness.config.schema import Config, check_world
 from harness.core.rundir import RunDir, locate, write_atomically
 from launch.slurm import code_snapshot, requeue
 from launch.slurm.controller import WAITING, ask, ask_sbatch, queue_state

@@ -10,7 +10,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from harness.analysis.sweeps.sweep_record import Job
-from harness.config.schema import EXIT_HALTED, Config, ConfigError, LaunchKind, ResumePolicy, check_world
+from harness.config.errors import EXIT_HALTED, ConfigError
+from harness.config.launch import LaunchKind
+from harness.config.run import ResumePolicy
+from harness.config.schema import Config, check_world
 from harness.core.events import RunEnded
 from harness.core.rundir import RunDir, check_resume, locate
 from harness.telemetry.event_log import tail

@@ -21,16 +21,9 @@ from pathlib import Path
 
 from harness.analysis.sweeps import sweep_record
 from harness.analysis.sweeps.sweep_record import Job, Sweep
-from harness.config.schema import (
-    EXIT_BAD_CONFIG,
-    EXIT_DONE,
-    EXIT_HALTED,
-    EXIT_INTERRUPTED,
-    Config,
-    ConfigError,
-    LaunchKind,
-    require,
-)
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED, ConfigError, require
+from harness.config.launch import LaunchKind
+from harness.config.schema import Config
 from harness.core import processes
 from harness.core.events import EvalRecord, to_json
 from harness.core.rundir import RunDir, append_line, intervention, locate, prepare

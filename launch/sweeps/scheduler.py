@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, final
 
-from harness.config.schema import EXIT_CRASHED, EXIT_INTERRUPTED, Config, ConfigError, DeviceKind
+from harness.config.errors import EXIT_CRASHED, EXIT_INTERRUPTED, ConfigError
+from harness.config.parallel import DeviceKind
+from harness.config.schema import Config
 from harness.control.stop_requests import STOP_SIGNALS
 from harness.core import processes
 from harness.core.locking.file_lock import exclusive

@@ -42,9 +42,10 @@ from harness.build import build
 from harness.checkpoint.ring_cost import num_buffers
 from harness.config.compose import load
 from harness.core.rundir import RunDir
-from harness.distributed.world import connect, disconnect, local
+from harness.distributed.shards import local
+from harness.distributed.world import connect, disconnect
 from harness.model.size import num_parameters
-from harness.precision.mixed_precision import fast_attention
+from harness.precision.attention import fast_attention
 from tests.bench.clock import order
 from tests.bench.intervals import COVERAGE, estimate
 from tests.bench.savers import CONTROL, OURS, Contender, Loop, Save, contenders, control

@@ -34,7 +34,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from harness.build import parameter_groups
 from harness.config.compose import load
-from harness.config.schema import Config, PrecisionKind
+from harness.config.precision import PrecisionKind
+from harness.config.schema import Config
 from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data
 from harness.faults.site import watched

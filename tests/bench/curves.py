@@ -27,7 +27,7 @@ from random import Random
 import numpy as np
 
 from harness.analysis.judge.foreign_logs import empty_record
-from harness.config.schema import DetectConfig
+from harness.config.sentinel import DetectConfig
 from harness.core.events import FindingKind
 from harness.sentinel.detect.baseline import FLOATS, advance, begin, beyond, gate_bounds
 from harness.sentinel.detect.detectors import Detectors

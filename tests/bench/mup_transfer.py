@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from harness.config.compose import load
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 from harness.data.corpus.corpora import embedded_documents
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of

@@ -27,10 +27,11 @@ from harness.analysis.plan.memory import memory
 from harness.analysis.plan.plan import plan
 from harness.build import Parts, build
 from harness.config.compose import load
-from harness.config.schema import Config, PrecisionKind
+from harness.config.precision import PrecisionKind
+from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.distributed.world import connect, disconnect
-from harness.precision.mixed_precision import fast_attention
+from harness.precision.attention import fast_attention
 from harness.step import forward_backward, judge_and_update, mask_of
 from tests.bench.step import one_step
 

@@ -31,7 +31,7 @@ from harness.build import Parts
 from harness.checkpoint import store
 from harness.config.schema import Config
 from harness.core.state import RunState
-from harness.distributed.world import local
+from harness.distributed.shards import local
 from harness.step import forward_backward, judge_and_update
 from tests.bench.clock import wait_for
 

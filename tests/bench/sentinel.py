@@ -34,7 +34,8 @@ import torch
 
 from harness.build import Parts, build, meter
 from harness.config.compose import load
-from harness.config.schema import Config, PrecisionKind
+from harness.config.precision import PrecisionKind
+from harness.config.schema import Config
 from harness.core.events import Action, ActionKind
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
@@ -43,7 +44,7 @@ from harness.data.batch_facts import as_record
 from harness.distributed.world import connect, disconnect
 from harness.model.size import num_parameters
 from harness.optim.schedule import table
-from harness.precision.mixed_precision import fast_attention
+from harness.precision.attention import fast_attention
 from harness.recovery import recover
 from harness.sentinel.device.local_sums import square_sums, square_sums_in_one_launch
 from harness.sentinel.device.step_report import HostFacts, unpack

@@ -23,7 +23,7 @@ from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.distributed.world import connect, disconnect
 from harness.model.size import flops_per_token, num_parameters
-from harness.precision.mixed_precision import fast_attention
+from harness.precision.attention import fast_attention
 from harness.step import forward_backward, judge_and_update
 from harness.telemetry.meters import peak_flops
 from tests.bench.clock import WARMUP_STEPS, led, let_go, matmul_flops_per_s, nothing, timed

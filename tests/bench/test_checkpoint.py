@@ -18,7 +18,8 @@ import torch
 from harness.build import build
 from harness.config.compose import load
 from harness.core.rundir import RunDir
-from harness.distributed.world import connect, disconnect, local
+from harness.distributed.shards import local
+from harness.distributed.world import connect, disconnect
 from tests.bench.checkpoint import SNAPSHOT, Cost, Measured, check_restores, cost_of_save, measure, render
 from tests.bench.intervals import estimate
 from tests.bench.savers import CONTROL, OURS, Contender, Loop, Save, begin_torch, contenders, control, restore_torch

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from harness.config.schema import ConfigError, PrecisionKind
+from harness.config.errors import ConfigError
+from harness.config.precision import PrecisionKind
 from harness.core.rundir import RunDir
 from harness.distributed.fsdp import WatchedScatter
+from harness.distributed.shards import local
 from harness.distributed.torch_private.single_rank import Unscattered
-from harness.distributed.world import connect, disconnect, local
+from harness.distributed.world import connect, disconnect
 from harness.precision.mixed_precision import able_products
 from tests.bench.clock import SETTLING_STEPS, Block, in_turns, led, order
 from tests.bench.gpu import beside, titan

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from harness.config.compose import load
-from harness.config.schema import ParallelConfig
+from harness.config.parallel import ParallelConfig
 from harness.distributed.world import World, connect, disconnect
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Checkpoint, Health, expendable, name_of
 from harness.checkpoint.integrity import OtherVersion
-from harness.config.schema import StorageError
+from harness.config.errors import StorageError
 from harness.core.locking import run_lease
 
 AGES = st.tuples(st.integers(0, 3), st.integers(0, 60))

@@ -36,7 +36,7 @@ from harness.checkpoint.integrity import (
     verify,
     write_manifest,
 )
-from harness.config.schema import ConfigError, StorageError
+from harness.config.errors import ConfigError, StorageError
 
 CONTENTS = {
     ".metadata": b"not really a pickle",

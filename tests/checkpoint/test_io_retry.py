@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from harness.checkpoint.io_retry import Patience, pauses
-from harness.config.schema import StorageError
+from harness.config.errors import StorageError
 
 
 @pytest.mark.parametrize(

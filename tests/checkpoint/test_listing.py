@@ -12,7 +12,7 @@ from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import Health, name_of
 from harness.checkpoint.integrity import MANIFEST, Manifest
 from harness.checkpoint.listing import Row, age_text, bytes_of, render, row_of, rows_of, size_text
-from harness.config.schema import StorageError
+from harness.config.errors import StorageError
 
 SHARD = "__0_0.distcp"
 SAVED_S = 1.5e9

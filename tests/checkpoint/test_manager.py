@@ -19,7 +19,7 @@ from harness.checkpoint.catalog import Health
 from harness.checkpoint.manager import Keeper
 from harness.checkpoint.ring import Ring
 from harness.config.compose import load
-from harness.config.schema import StorageError
+from harness.config.errors import StorageError
 from harness.core import events
 from harness.core.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, RunEnded, StepRecord
 from harness.core.state import RunState

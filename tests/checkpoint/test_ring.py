@@ -9,10 +9,12 @@ import pytest
 
 from harness.build import Parts, build
 from harness.config.compose import load
-from harness.config.schema import Config, ConfigError
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
-from harness.distributed.world import connect, local
+from harness.distributed.shards import local
+from harness.distributed.world import connect
 from harness.step import forward_backward, judge_and_update
 from tests.checkpoint.test_ring_in_process import Bench
 from tests.distributed.cases import digest, run, tiny

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from harness.checkpoint import ring
 from harness.checkpoint.ring import Ring, Slot
+from harness.config.checkpoint import RingConfig
 from harness.config.compose import load
-from harness.config.schema import ConfigError, RingConfig
+from harness.config.errors import ConfigError
 from harness.core.state import RunState
 from harness.distributed.world import World
 

@@ -23,7 +23,7 @@ from harness.checkpoint.integrity import OtherVersion
 from harness.checkpoint.io_retry import Patience
 from harness.checkpoint.tensor_index import METADATA_FILE
 from harness.config.compose import load
-from harness.config.schema import ConfigError, StorageError
+from harness.config.errors import ConfigError, StorageError
 from harness.core import events
 from harness.core.events import CheckpointJudged, RunStarted
 from harness.core.state import RunState

@@ -24,9 +24,10 @@ from harness.checkpoint import catalog, integrity, store, tensor_index
 from harness.checkpoint.catalog import Health, name_of
 from harness.checkpoint.integrity import MANIFEST, Damaged, OtherVersion
 from harness.checkpoint.io_retry import Patience
-from harness.config.schema import ConfigError, StorageError
+from harness.config.errors import ConfigError, StorageError
 from harness.core.state import RunState
-from harness.distributed.world import World, together
+from harness.distributed.collectives import together
+from harness.distributed.world import World
 from tests.checkpoint.storage import failing, tree
 
 SHARD = "__0_0.distcp"

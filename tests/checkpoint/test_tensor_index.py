@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from harness.checkpoint import tensor_index
 from harness.checkpoint.integrity import OtherVersion
-from harness.config.schema import StorageError
+from harness.config.errors import StorageError
 
 Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
 """Offsets and sizes."""

@@ -26,7 +26,8 @@ import pytest
 
 from harness.checkpoint import catalog
 from harness.config import compose
-from harness.config.schema import Config, ConfigError
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
 from harness.control import inbox
 from harness.control.commands import Pause
 from harness.core import events

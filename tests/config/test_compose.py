@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from harness.config import compose
-from harness.config.schema import Config, ConfigError
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
 
 OVERLAYS = ("experiment", "sweep")
 GROUPS = compose.groups()

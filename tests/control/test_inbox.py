@@ -16,7 +16,7 @@ import pytest
 
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.control import inbox as commands
 from harness.control.commands import (
     ORDERS,

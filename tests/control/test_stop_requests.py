@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.control import stop_requests
 from harness.control.stop_requests import Asked, StopRequest, signals_to
 from harness.core.rundir import RunDir

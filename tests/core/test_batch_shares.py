@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 
 from harness.config.compose import load
-from harness.config.schema import ConfigError, check_world
+from harness.config.errors import ConfigError
+from harness.config.schema import check_world
 from harness.core.batch_shares import Sharing
 
 CASES = [

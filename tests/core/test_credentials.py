@@ -14,7 +14,7 @@ from threading import Thread
 import pytest
 
 from harness.config import compose
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core import rundir
 from harness.core.credentials import holds_credentials, through_environment, without_credentials
 from harness.core.rundir import RunDir

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from harness.config.compose import load, plain
-from harness.config.schema import Config, ConfigError
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
 from harness.core import rundir
 
 

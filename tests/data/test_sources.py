@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from harness.config.compose import load
-from harness.config.schema import Config, ConfigError
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
 from harness.data.batches import Batches
 from harness.data.corpus.token_files import IndexedWriter
 from harness.data.order.ledger import Ledger

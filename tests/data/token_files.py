@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from harness.config.schema import ConfigError, TokenDtype
+from harness.config.data import TokenDtype
+from harness.config.errors import ConfigError
 from harness.data.corpus.token_files import IndexedWriter, TokenFile, open_tokens
 
 KEY = "data.sources.main.paths"

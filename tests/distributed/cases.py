@@ -26,13 +26,16 @@ from harness import train
 from harness.build import Parts, build
 from harness.checkpoint import store
 from harness.config.compose import load
-from harness.config.schema import Config, ConfigError
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
 from harness.core import events, rundir
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
+from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.fsdp import WatchedScatter
-from harness.distributed.world import World, all_reduce_sum, connect, local
+from harness.distributed.shards import local
+from harness.distributed.world import World, connect
 from harness.faults.site import watched
 from harness.run import Run
 from harness.step import forward_backward, judge_and_update, loss_sums

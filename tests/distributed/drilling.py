@@ -15,7 +15,7 @@ from harness.config import compose
 from harness.core import events
 from harness.core.events import FaultInjected
 from harness.core.rundir import RunDir
-from harness.distributed.world import local
+from harness.distributed.shards import local
 from harness.faults.injuries import injury
 from harness.faults.plan import Fault, FaultKind
 from harness.faults.site import Injury, Site, earlier_strikes

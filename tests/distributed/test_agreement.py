@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core import events
 from harness.core.events import Finding, FindingKind, RunEnded
 from harness.core.rundir import RunDir

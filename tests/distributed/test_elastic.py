@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.distributed.world import all_reduce_sum, broadcast, connect, together
+from harness.distributed.collectives import all_reduce_sum, broadcast, together
+from harness.distributed.world import connect
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 

@@ -30,7 +30,7 @@ from harness.config.compose import load
 from harness.config.schema import Config
 from harness.core import events, rundir
 from harness.core.events import RunEnded, RunStarted, StepRecord
-from harness.distributed.world import local
+from harness.distributed.shards import local
 from tests.distributed import cases
 from tests.distributed.mortal import KILLED, AtPlace, AtTime, Death, Mortals, Place, When, die_in
 

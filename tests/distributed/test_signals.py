@@ -16,7 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from harness.build import Parts
 from harness.config.schema import Config
 from harness.core.events import StepRecord, to_json
-from harness.distributed.world import connect, local
+from harness.distributed.shards import local
+from harness.distributed.world import connect
 from harness.model.transformer import Transformer
 from harness.precision.mixed_precision import linear
 from harness.sentinel.device.step_report import HostFacts, unpack

@@ -16,7 +16,7 @@ from harness.build import Parts
 from harness.core import events
 from harness.core.events import Event
 from harness.core.rundir import RunDir, locate
-from harness.distributed.world import local
+from harness.distributed.shards import local
 from harness.faults.data import spoil
 from harness.faults.plan import Fault as Shift
 from harness.faults.plan import FaultKind

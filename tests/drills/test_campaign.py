@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config import compose
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core.events import ActionKind, FindingKind
 from harness.drills import campaign
 from harness.drills.campaign import EARLIEST, MARGIN, MOST_FAULTS, Drawn

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.config import compose
-from harness.config.schema import Config, ConfigError
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
 from harness.core import events
 from harness.core.events import RunEnded, to_json
 from harness.core.rundir import RunDir, append_line

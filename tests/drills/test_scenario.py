@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from harness.config import compose
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.drills import directories, scenario
 from harness.faults.plan import FaultKind
 

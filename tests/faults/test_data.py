@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.config.compose import load
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.data.batches import Batches
 from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core.events import FaultInjected, to_json
 from harness.core.rundir import RunDir, append_line
 from harness.faults.gradient import flip

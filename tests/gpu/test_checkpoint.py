@@ -16,7 +16,8 @@ from harness.config.schema import Config
 from harness.core.events import CheckpointSaved
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
-from harness.distributed.world import connect, disconnect, local
+from harness.distributed.shards import local
+from harness.distributed.world import connect, disconnect
 from harness.step import forward_backward, judge_and_update
 from tests.gpu.test_step import SMALL
 

@@ -15,9 +15,10 @@ from harness.config.compose import load
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.distributed.world import connect, disconnect
-from harness.precision.fp8.engine import FORWARD, GRADIENT, Blocks, Engine, Side, engine_of
+from harness.precision.attention import fast_attention
+from harness.precision.fp8.engine import Engine, engine_of
+from harness.precision.fp8.formats import FORWARD, GRADIENT, Blocks, Side
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch, project
-from harness.precision.mixed_precision import fast_attention
 from harness.step import forward_backward, judge_and_update
 
 pytestmark = [

@@ -10,7 +10,7 @@ from harness.model.loss import IGNORED, LossOptions, _chunk_gradient, _chunk_gra
 from harness.precision.fp8 import meters
 from harness.precision.fp8.custom_ops import round_noted
 from harness.precision.fp8.emulation import Emulated
-from harness.precision.fp8.engine import FORWARD, GRADIENT, SCALE_STEPS, VANISHING
+from harness.precision.fp8.formats import FORWARD, GRADIENT, SCALE_STEPS, VANISHING
 from harness.precision.fp8.meters import METER, Column, Role, probing
 from harness.precision.fp8.swiglu import product_by_kernels, product_of, slopes_by_kernels, slopes_of
 from tests.gpu.where import DEVICE, IS_INTERPRETED, MARKS
@@ -168,7 +168,7 @@ def test_logits_become_their_gradient(width: int, multiplier: float, z_loss: flo
 
 
 def test_a_tensor_times_a_number_of_the_device() -> None:
-    from harness.kernels import grad_norm as kernels
+    from harness.kernels import cross_entropy as kernels
 
     for shape in [(3,), (100, 33), (64, 80)]:
         plain = torch.randn(shape, device=DEVICE)

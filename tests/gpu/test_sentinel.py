@@ -14,14 +14,17 @@ import torch
 
 from harness.build import Parts, build, meter
 from harness.config.compose import load
-from harness.config.schema import EXIT_DONE, Config, DetectConfig
+from harness.config.errors import EXIT_DONE
+from harness.config.schema import Config
+from harness.config.sentinel import DetectConfig
 from harness.control.stop_requests import StopRequest
 from harness.core.events import Action, ActionKind, StepRecord, read
 from harness.core.gc_schedule import Collector
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
-from harness.distributed.world import connect, disconnect, local
-from harness.precision.mixed_precision import fast_attention
+from harness.distributed.shards import local
+from harness.distributed.world import connect, disconnect
+from harness.precision.attention import fast_attention
 from harness.recovery import recover
 from harness.run import Run
 from harness.sentinel.detect.baseline import FLOATS, advance, begin, beyond, gate_bounds

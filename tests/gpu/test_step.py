@@ -13,8 +13,9 @@ from harness.build import Parts, build
 from harness.config.compose import load
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
-from harness.distributed.world import connect, disconnect, local
-from harness.precision.mixed_precision import fast_attention
+from harness.distributed.shards import local
+from harness.distributed.world import connect, disconnect
+from harness.precision.attention import fast_attention
 from harness.sentinel.device.step_report import HostFacts, unpack
 from harness.step import evaluate, forward_backward, judge_and_update
 

@@ -17,7 +17,9 @@ from torch import Tensor
 from harness.checkpoint import catalog, integrity, store
 from harness.checkpoint.catalog import Health
 from harness.config import compose
-from harness.config.schema import Config, ConfigError, PrecisionKind
+from harness.config.errors import ConfigError
+from harness.config.precision import PrecisionKind
+from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.data.prepare.prepare import prepare

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from harness.config.schema import ConfigError, ModelConfig
+from harness.config.errors import ConfigError
+from harness.config.model import ModelConfig
 from harness.huggingface import names
 from harness.huggingface.names import Origin
 from harness.model.size import num_parameters

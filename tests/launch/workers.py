@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.config import compose
-from harness.config.schema import Config, ConfigError
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
 from harness.control.stop_requests import StopRequest, signals_to
 from harness.core.rundir import locate
 from harness.core.state import RunState

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.config.compose import load
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 
 MakeConfig = Callable[..., ModelConfig]
 

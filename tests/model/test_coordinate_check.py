@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
 from harness.model.transformer import Transformer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config.schema import AttentionKind, ModelConfig
+from harness.config.model import AttentionKind, ModelConfig
 from harness.model.init import initialize
 from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy
 from harness.model.transformer import Attention, Output, Transformer

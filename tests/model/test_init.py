@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness.config.schema import ModelConfig
-from harness.distributed.world import local
+from harness.config.model import ModelConfig
+from harness.distributed.shards import local
 from harness.model.init import initialize
 from harness.model.mup import Role, parameter_table, role_of
 from harness.model.transformer import Transformer

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from harness.config.schema import InitKind, ModelConfig
+from harness.config.model import InitKind, ModelConfig
 from harness.model.mup import Role, Treatment, attention_scale, output_multiplier, parameter_table, role_of
 from harness.model.transformer import Transformer
 from harness.precision.mixed_precision import linear

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from harness.config.schema import AttentionKind, ModelConfig
+from harness.config.model import AttentionKind, ModelConfig
 from harness.huggingface.names import name_of
 from harness.model.init import initialize
 from harness.model.transformer import Transformer

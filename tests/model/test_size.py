@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.config.compose import conf_dir, load
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 from harness.model.size import (
     block_shapes,
     flops_per_token,

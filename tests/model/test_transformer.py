@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from harness.config.schema import ModelConfig
+from harness.config.model import ModelConfig
 from harness.model.init import initialize
 from harness.model.loss import IGNORED
 from harness.model.transformer import Transformer, document_mask, sampled_layers

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from harness.config.compose import load
-from harness.config.schema import OptimConfig, ScheduleKind
+from harness.config.optim import OptimConfig, ScheduleKind
 from harness.optim.schedule import table
 
 NUM_STEPS, WARMUP = 100, 10

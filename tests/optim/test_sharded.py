@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.config.compose import load
-from harness.distributed.world import World, connect, disconnect, local
+from harness.distributed.shards import local
+from harness.distributed.world import World, connect, disconnect
 from harness.optim.update import Group, Update, build_update
 from tests.distributed.pool import Pool
 

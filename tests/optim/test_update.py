@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.compose import load
-from harness.config.schema import OptimConfig
+from harness.config.optim import OptimConfig
 from harness.optim.update import Group, Update, build_update
 
 CPU = torch.device("cpu")

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.compose import load
-from harness.config.schema import ActivationCheckpointing, Fp8Recipe, ModelConfig
+from harness.config.model import ModelConfig
+from harness.config.parallel import ActivationCheckpointing
+from harness.config.precision import Fp8Recipe
 from harness.distributed.fsdp import wrap
 from harness.model.transformer import Attention, Block, rotary_tables
 from harness.precision import fused_qkv

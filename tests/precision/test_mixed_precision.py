@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from harness.config.compose import load
-from harness.config.schema import ActivationCheckpointing, PrecisionKind
+from harness.config.parallel import ActivationCheckpointing
+from harness.config.precision import PrecisionKind
 from harness.distributed.fsdp import wrap
 from harness.model.transformer import Block, rotary_tables
 from harness.precision import mixed_precision

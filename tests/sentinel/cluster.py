@@ -11,7 +11,7 @@ import math
 import random
 from dataclasses import dataclass, field, replace
 
-from harness.config.schema import BudgetConfig, BudgetsConfig, PolicyConfig
+from harness.config.sentinel import BudgetConfig, BudgetsConfig, PolicyConfig
 from harness.core.events import (
     Action,
     ActionKind,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from harness.config import compose
-from harness.config.schema import PolicyConfig
+from harness.config.sentinel import PolicyConfig
 from harness.core.events import (
     Action,
     ActionKind,

@@ -17,7 +17,7 @@ import pytest
 
 from harness.analysis.dashboard.story import Story
 from harness.analysis.postmortem import gather
-from harness.config.schema import EXIT_DONE, EXIT_INTERRUPTED
+from harness.config.errors import EXIT_DONE, EXIT_INTERRUPTED
 from harness.core import events
 from harness.core.events import Event, RunEnded, StepRecord, read, to_json
 from harness.core.rundir import RunDir, append_line

@@ -30,7 +30,7 @@ from harness.analysis.diagnose.log_numbers import (
     thirds_of,
 )
 from harness.analysis.postmortem.measures import zeroed
-from harness.config.schema import DetectConfig
+from harness.config.sentinel import DetectConfig
 from harness.core.events import ABOUT_SPEED, Finding, FindingKind, StepRecord
 
 RECOVERED_SIGMAS, RECOVERED_ROWS = 0.5, 50

@@ -11,7 +11,7 @@ from typing import final
 from harness.analysis.postmortem.batch_facts import rare_count
 from harness.analysis.postmortem.measures import middle
 from harness.analysis.postmortem.rules.data_rules import RARE_FACTOR
-from harness.config.schema import DetectConfig
+from harness.config.sentinel import DetectConfig
 from harness.core.events import Finding, FindingKind, StepRecord
 from harness.sentinel.detect.detectors import Detectors
 

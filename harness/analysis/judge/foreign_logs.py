@@ -18,7 +18,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core.events import StepRecord, parse
 
 NAMES: dict[str, tuple[str, ...]] = {

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import final
 
-from harness.config.schema import DetectConfig
+from harness.config.sentinel import DetectConfig
 from harness.core.events import ActionKind, Finding, FindingKind, ReducedRecord
 
 UP_ROWS, DOWN_ROWS, SPREAD_ROWS, SMOOTHED_ROWS = 32, 8, 100, 4

@@ -35,7 +35,10 @@ Left out: what a kernel takes and returns within itself.
 from __future__ import annotations
 
 from harness.analysis.plan.fp8 import Maps, numbers_of, rounded_bytes
-from harness.config.schema import ActivationCheckpointing, AttentionKind, Config, Fp8Recipe, ModelConfig, PrecisionKind
+from harness.config.model import AttentionKind, ModelConfig
+from harness.config.parallel import ActivationCheckpointing
+from harness.config.precision import Fp8Recipe, PrecisionKind
+from harness.config.schema import Config
 
 FP32_BYTES = 4
 

@@ -11,15 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from harness.analysis.plan.work import H200_GB_S, H200_TFLOPS
-from harness.config.schema import (
-    ActivationCheckpointing,
-    AttentionKind,
-    Config,
-    Fp8Engine,
-    Fp8Recipe,
-    PrecisionKind,
-    sharing,
-)
+from harness.config.model import AttentionKind
+from harness.config.parallel import ActivationCheckpointing
+from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionKind
+from harness.config.schema import Config, sharing
 from harness.model.size import num_parameters
 
 NUM_STEPS = 25

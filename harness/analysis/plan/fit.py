@@ -16,7 +16,9 @@ from itertools import combinations, product
 
 from harness.analysis.plan.memory import Memory, memory
 from harness.analysis.plan.resharding import BYTES_PER_GB, resharded
-from harness.config.schema import ActivationCheckpointing, Config, ConfigError, check_world, sharing
+from harness.config.errors import ConfigError
+from harness.config.parallel import ActivationCheckpointing
+from harness.config.schema import Config, check_world, sharing
 
 MOST_RANKS = 16384
 NAMES = {"in_flight": "buffers in flight", "gathered": "gathered weights", "other": "batch and workspaces"}

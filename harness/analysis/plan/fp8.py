@@ -13,7 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from harness.config.schema import ActivationCheckpointing, Config, Fp8Engine, Fp8Recipe, ModelConfig, PrecisionKind
+from harness.config.model import ModelConfig
+from harness.config.parallel import ActivationCheckpointing
+from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionKind
+from harness.config.schema import Config
 from harness.model.size import flops_per_token
 
 BLOCK = 128

@@ -18,7 +18,8 @@ from harness.analysis.plan.step_time import Pace, pace
 from harness.analysis.plan.traffic import Collective, collectives, num_per_node
 from harness.analysis.plan.work import FP8_SPEEDUP
 from harness.checkpoint.ring_cost import RollbackCost, num_buffers, rewind_cost, rollback_cost
-from harness.config.schema import Config, LaunchKind, check_world, sharing
+from harness.config.launch import LaunchKind
+from harness.config.schema import Config, check_world, sharing
 from harness.model.size import flops_per_token, num_parameters
 
 HOUR_S = 3600

@@ -12,7 +12,7 @@ from harness.analysis.plan.plan import Fp8, Plan
 from harness.analysis.plan.traffic import LINK_EFFICIENCY, CollectiveKind
 from harness.analysis.plan.work import RATES
 from harness.checkpoint.ring_cost import RollbackCost
-from harness.config.schema import Fp8Engine
+from harness.config.precision import Fp8Engine
 
 WIDTH = 18
 MOMENTS = {

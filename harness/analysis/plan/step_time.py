@@ -19,7 +19,8 @@ from typing import final
 from harness.analysis.plan.resharding import resharded
 from harness.analysis.plan.traffic import Collective, CollectiveKind, collectives, seconds
 from harness.analysis.plan.work import Work, work
-from harness.config.schema import ClusterConfig, Config, sharing
+from harness.config.parallel import ClusterConfig
+from harness.config.schema import Config, sharing
 from harness.model.size import flops_per_token
 
 

@@ -19,7 +19,8 @@ from typing import final
 from harness.analysis.plan.activations import FP32_BYTES, element_bytes
 from harness.analysis.plan.memory import padded
 from harness.analysis.plan.resharding import BYTES_PER_GB, resharded
-from harness.config.schema import ClusterConfig, Config, sharing
+from harness.config.parallel import ClusterConfig
+from harness.config.schema import Config, sharing
 from harness.model.size import block_shapes, root_shapes
 
 LINK_EFFICIENCY = 0.8

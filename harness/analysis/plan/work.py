@@ -32,15 +32,10 @@ from typing import final
 from harness.analysis.plan.activations import FP32_BYTES, element_bytes
 from harness.analysis.plan.fp8 import NO_MAPS, Maps, maps_of, quantized_bytes
 from harness.analysis.plan.resharding import BYTES_PER_GB, resharded
-from harness.config.schema import (
-    ActivationCheckpointing,
-    AttentionKind,
-    ClusterConfig,
-    Config,
-    Fp8Engine,
-    PrecisionKind,
-    sharing,
-)
+from harness.config.model import AttentionKind
+from harness.config.parallel import ActivationCheckpointing, ClusterConfig
+from harness.config.precision import Fp8Engine, PrecisionKind
+from harness.config.schema import Config, sharing
 from harness.model.size import num_parameters
 
 H200_TFLOPS, H200_GB_S = 989.0, 4800.0

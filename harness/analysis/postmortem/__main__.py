@@ -13,7 +13,7 @@ from pathlib import Path
 
 from harness.analysis.postmortem.gather import find, remarks, told
 from harness.analysis.postmortem.write import write_folder
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.core.rundir import RunDir
 
 NICENESS = 10

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.analysis.postmortem.evidence import GuiltyBatch, Token
 from harness.config import compose
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core.rundir import RunDir
 
 NUM_COMMON, NUM_COUNTS = 12, 2000

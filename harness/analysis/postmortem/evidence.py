@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, final
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core import events
 from harness.core.events import (
     Action,

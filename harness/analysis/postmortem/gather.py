@@ -21,7 +21,7 @@ from harness.analysis.postmortem.batch_facts import entropy, rarest
 from harness.analysis.postmortem.costs import cost_of
 from harness.analysis.postmortem.evidence import OTHERS, Evidence, GuiltyBatch, RunFacts, Token
 from harness.config import compose
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 from harness.core import events
 from harness.core.credentials import without_credentials
 from harness.core.events import (

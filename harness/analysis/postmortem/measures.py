@@ -16,7 +16,8 @@ from typing import final
 from harness.analysis.postmortem.batch_facts import entropy, rare_count
 from harness.analysis.postmortem.costs import level_of
 from harness.analysis.postmortem.evidence import Evidence
-from harness.config.schema import ConfigError, OptimConfig, ScheduleKind
+from harness.config.errors import ConfigError
+from harness.config.optim import OptimConfig, ScheduleKind
 from harness.core.events import ActionKind, Intervention, StepRecord
 from harness.optim.schedule import multiplier
 

@@ -15,7 +15,10 @@ from typing import Any
 import yaml
 
 from harness.config import compose
-from harness.config.schema import Config, ConfigError, DataKind, ScheduleKind
+from harness.config.data import DataKind
+from harness.config.errors import ConfigError
+from harness.config.optim import ScheduleKind
+from harness.config.schema import Config
 from harness.core.rundir import MAY_DIFFER, RunDir
 
 NOT_SAID = (*MAY_DIFFER, "run.name")

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core.events import Action, CheckpointSaved, Event, Finding, Outcome, RunStarted, StepRecord
 from harness.sentinel.policy.state import RESTORES
 

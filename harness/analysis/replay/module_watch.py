@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from harness.distributed.world import local
+from harness.distributed.shards import local
 
 
 @final

@@ -24,12 +24,16 @@ from harness.analysis.replay.verdict import Cause, Nature, Numbers, Standing, ca
 from harness.build import Parts, build, held
 from harness.checkpoint import store
 from harness.checkpoint.io_retry import Patience
-from harness.config.schema import EXIT_DONE, Config, ConfigError
+from harness.config.errors import EXIT_DONE, ConfigError
+from harness.config.schema import Config
 from harness.core.events import StepRecord, encode
 from harness.core.rundir import RunDir, write_atomically
 from harness.core.state import RunState
-from harness.distributed.world import World, all_reduce_sum, connected, local, together
-from harness.precision.mixed_precision import able_products, fast_attention
+from harness.distributed.collectives import all_reduce_sum, together
+from harness.distributed.shards import local
+from harness.distributed.world import World, connected
+from harness.precision.attention import fast_attention
+from harness.precision.mixed_precision import able_products
 from harness.recovery import set_rate
 from harness.sentinel.device.step_report import HostFacts, unpack
 from harness.step import forward_backward, judge_and_update, loss_sums

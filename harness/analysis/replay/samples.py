@@ -14,7 +14,8 @@ import torch
 from harness.build import Parts
 from harness.data.batch import Batch
 from harness.data.batch_view import look
-from harness.distributed.world import local, together
+from harness.distributed.collectives import together
+from harness.distributed.shards import local
 from harness.step import mask_of
 
 LONGEST_TEXT = 160

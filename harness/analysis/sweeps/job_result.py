@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness.analysis.sweeps.spike_score import SpikeScore, spike_score
 from harness.analysis.sweeps.sweep_record import Job
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE
 from harness.core.events import (
     Action,
     ActionKind,

@@ -15,7 +15,7 @@ from harness.analysis.sweeps.job_result import ANSWERS, Result
 from harness.analysis.sweeps.ranking import FEWEST_MARKS, Ranking, Standing, joint_noise, margin
 from harness.analysis.sweeps.spike_score import FEWEST_ROWS, SIGMAS, WINDOW_ROWS
 from harness.analysis.sweeps.sweep_record import Sweep
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED
 from harness.core.events import ActionKind
 
 ENDINGS = {

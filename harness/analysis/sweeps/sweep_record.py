@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from harness.config.compose import flat
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 from harness.core.rundir import RunDir, write_atomically
 from harness.telemetry.tracking.parent_run import SWEEP_FILE
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from harness.config.schema import EXIT_BAD_CONFIG, ConfigError, StorageError
+from harness.config.errors import EXIT_BAD_CONFIG, ConfigError, StorageError
 from harness.core.locking import directory_lease
 from harness.core.locking.directory_lease import InUseError, Lease, Seen
 from harness.core.locking.lease_holder import this_process

@@ -19,7 +19,8 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.config.schema import DataKind, SourceConfig, SyntheticConfig, require
+from harness.config.data import DataKind, SourceConfig, SyntheticConfig
+from harness.config.errors import require
 from harness.data.corpus.corpus import MIN_SAMPLES, Corpus, Origin, SampleShape, Tokens, digest
 from harness.data.corpus.corpus_record import FileRecord
 from harness.data.corpus.token_files import expand, open_tokens

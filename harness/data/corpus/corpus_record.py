@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from harness.config.schema import ConfigError, StorageError
+from harness.config.errors import ConfigError, StorageError
 from harness.data.corpus.file_probe import Listed
 from harness.data.order.mixture import Size
 from harness.data.order.order import Stretch

@@ -13,7 +13,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.config.schema import ConfigError, DataKind, SourceConfig
+from harness.config.data import DataKind, SourceConfig
+from harness.config.errors import ConfigError
 from harness.data.corpus.token_files import expand
 
 BLOCK_BYTES = 4096

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from harness.config.schema import ConfigError, TokenDtype, require
+from harness.config.data import TokenDtype
+from harness.config.errors import ConfigError, require
 
 NUMPY_MAGIC = b"\x93NUMPY"
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.data.corpus.file_probe import Listed, measure, probe
-from harness.distributed.world import World, together
+from harness.distributed.collectives import together
+from harness.distributed.world import World
 
 
 class Asked(NamedTuple):

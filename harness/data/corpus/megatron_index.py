@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, final
 
 import numpy as np
 
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

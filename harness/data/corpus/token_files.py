@@ -23,7 +23,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from harness.config.schema import ConfigError, TokenDtype, require
+from harness.config.data import TokenDtype
+from harness.config.errors import ConfigError, require
 from harness.data.corpus.headerless import flat_layout
 from harness.data.corpus.mapped_file import map_file
 from harness.data.corpus.megatron_index import WRITABLE, MegatronIndex, write_index

@@ -19,7 +19,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 from harness.data.corpus.corpus import MIN_SAMPLES, Origin, SampleShape, Tokens, digest
 from harness.data.corpus.token_files import NUM_PROBES, TokenFile, probes_per_file
 

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self, final
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core.rundir import append_line
 
 VERSION = 1

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.data.order.order import shuffled
 
 Ints = NDArray[np.int64]

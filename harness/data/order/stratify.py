@@ -25,7 +25,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 from harness.data.corpus.corpus import Corpus, Tokens
 from harness.data.order.order import turns_of
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, final
 
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 
 COMPRESSED = (".gz", ".zst")
 JSON_LINES = (".jsonl", ".json", ".ndjson")

@@ -30,7 +30,7 @@ from typing import Any, final
 
 import numpy as np
 
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 from harness.core.rundir import write_atomically
 from harness.data.corpus.token_files import IndexedWriter
 from harness.data.prepare.corpus_report import Tally

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 from harness.data.prepare.parts import part_paths
 
 VERSION = 1

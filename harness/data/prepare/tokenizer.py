@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.config.schema import ConfigError, require
+from harness.config.errors import ConfigError, require
 
 if TYPE_CHECKING:
     import tokenizers

@@ -18,7 +18,7 @@ from torch import Tensor
 def join(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
     """Cut each tensor along its first axis into `num_chunks`, the last ones filled up with zeros, and lay the first of
     all side by side in the first row of `out`, and so on."""
-    from harness.kernels.grad_norm import join_gradients
+    from harness.kernels.chunk_cat import join_gradients
 
     assert dim == 0, "FSDP cuts the first axis"
     widths = [-(-tensor.shape[0] // num_chunks) * tensor[:1].numel() for tensor in tensors]

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.config.schema import Fp8Recipe
-from harness.precision.fp8.engine import FORWARD, LIMITS, Blocks, Engine, Rounded, Side, engine_of
+from harness.config.precision import Fp8Recipe
+from harness.precision.fp8.engine import Engine, engine_of
+from harness.precision.fp8.formats import FORWARD, LIMITS, Blocks, Rounded, Side
 from harness.precision.fp8.meters import (
     PROBE,
     Column,

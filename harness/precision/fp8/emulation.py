@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from harness.precision.fp8.engine import BLOCK, LIMITS, SCALE_STEPS, Blocks, Rounded, Side
+from harness.precision.fp8.formats import BLOCK, LIMITS, SCALE_STEPS, Blocks, Rounded, Side
 from harness.precision.fp8.meters import largest_of, scale_of
 
 

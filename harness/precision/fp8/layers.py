@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from harness.config.schema import Fp8Config, Fp8Recipe, PrecisionConfig, PrecisionKind
-from harness.precision.fp8.engine import LIMITS
+from harness.config.precision import Fp8Config, Fp8Recipe, PrecisionConfig, PrecisionKind
+from harness.precision.fp8.formats import LIMITS
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch
 from harness.precision.fp8.meters import METER, SCALE_EXPONENTS, Column, Role, dtype_of, probing, scale_of
 

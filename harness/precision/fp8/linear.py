@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from harness.config.schema import Fp8Recipe
+from harness.config.precision import Fp8Recipe
 from harness.precision.fp8.custom_ops import fp8_backward, fp8_forward, thirds
-from harness.precision.fp8.engine import LIMITS
+from harness.precision.fp8.formats import LIMITS
 from harness.precision.fp8.meters import METER, Role, dtype_of, largest_of, scale_of
 
 

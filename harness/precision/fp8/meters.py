@@ -15,8 +15,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from harness.config.schema import Fp8Recipe
-from harness.precision.fp8.engine import FORWARD, GRADIENT
+from harness.config.precision import Fp8Recipe
+from harness.precision.fp8.formats import FORWARD, GRADIENT
 
 LARGEST_SCALE = 2.0**100
 MANTISSA_BITS = 23

@@ -19,19 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from harness.config.schema import Fp8Recipe
+from harness.config.precision import Fp8Recipe
 from harness.precision.fp8.custom_ops import define, round_noted, scale_used, scales_used, thirds
-from harness.precision.fp8.engine import (
-    FORWARD,
-    GRADIENT,
-    SCALE_STEPS,
-    VANISHING,
-    Blocks,
-    Engine,
-    Rounded,
-    Side,
-    engine_of,
-)
+from harness.precision.fp8.engine import Engine, engine_of
+from harness.precision.fp8.formats import FORWARD, GRADIENT, SCALE_STEPS, VANISHING, Blocks, Rounded, Side
 from harness.precision.fp8.linear import Fp8Linear, project, weight_scale
 from harness.precision.fp8.meters import PROBE, Column, Role, guess_in, sample_of, stride_of
 

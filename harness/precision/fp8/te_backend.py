@@ -20,7 +20,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
-from harness.precision.fp8.engine import BLOCK, FORWARD, GRADIENT, SCALE_STEPS, Blocks, Rounded, Side
+from harness.precision.fp8.formats import BLOCK, FORWARD, GRADIENT, SCALE_STEPS, Blocks, Rounded, Side
 
 NAMES = {FORWARD: extension.DType.kFloat8E4M3, GRADIENT: extension.DType.kFloat8E5M2}
 

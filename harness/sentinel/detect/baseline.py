@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from harness.config.schema import DetectConfig
+from harness.config.sentinel import DetectConfig
 
 Number = Any
 """A float on the host, a float64 scalar on a device."""

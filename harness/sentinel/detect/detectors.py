@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, final
 
-from harness.config.schema import DetectConfig
+from harness.config.sentinel import DetectConfig
 from harness.core.events import Finding, ReducedRecord
 from harness.sentinel.detect import loss_curve
 from harness.sentinel.detect.fp8_range import RangeGuard

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-from harness.config.schema import DetectConfig
+from harness.config.sentinel import DetectConfig
 from harness.core.events import Finding, FindingKind, ReducedRecord
 from harness.sentinel.detect.guards import found_now
 

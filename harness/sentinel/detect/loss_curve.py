@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, final
 
-from harness.config.schema import DetectConfig
+from harness.config.sentinel import DetectConfig
 from harness.core.events import Finding, FindingKind, ReducedRecord
 from harness.sentinel.detect.baseline import (
     FLOATS,

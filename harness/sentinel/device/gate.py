@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from harness.config.schema import DetectConfig
+from harness.config.sentinel import DetectConfig
 from harness.sentinel.detect import baseline
 from harness.sentinel.detect.baseline import Number, State
 

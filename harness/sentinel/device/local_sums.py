@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.distributed.world import local
+from harness.distributed.shards import local
 from harness.sentinel.device.slots import DIGEST_BITS
 
 DIGEST_MODULUS = 2**DIGEST_BITS - 3

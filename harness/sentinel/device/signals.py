@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from harness.core.events import TOKEN_LOSS_EDGES
+from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.fsdp import Collectives
-from harness.distributed.world import World, all_reduce_sum
+from harness.distributed.world import World
 from harness.precision.fp8.meters import SCALE_EXPONENTS, Role
 from harness.sentinel.device.local_sums import (
     square_sums,

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Self, final
 
-from harness.config.schema import BudgetConfig, BudgetsConfig
+from harness.config.sentinel import BudgetConfig, BudgetsConfig
 from harness.core.events import ActionKind
 
 

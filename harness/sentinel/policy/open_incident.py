@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple, Self, final
 
-from harness.config.schema import PolicyConfig
+from harness.config.sentinel import PolicyConfig
 from harness.core.events import Action, ActionKind, FindingKind
 from harness.sentinel.policy.lineage import Branch
 

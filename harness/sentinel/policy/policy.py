@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple, Self, final
 
-from harness.config.schema import PolicyConfig
+from harness.config.sentinel import PolicyConfig
 from harness.core.events import (
     Action,
     ActionKind,

@@ -10,7 +10,7 @@ no such state is left, and the run had passed the place since the last restore, 
 
 from __future__ import annotations
 
-from harness.config.schema import PolicyConfig
+from harness.config.sentinel import PolicyConfig
 from harness.sentinel.policy.lineage import Branch
 from harness.sentinel.policy.open_incident import Case, Rung
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, final
 
-from harness.config.schema import PolicyConfig
+from harness.config.sentinel import PolicyConfig
 from harness.core.events import Action, ActionKind, Finding, FindingKind, HeldOutMeasured, Outcome, ReducedRecord
 from harness.sentinel.policy.budgets import Budgets
 from harness.sentinel.policy.held_out_level import Health, is_at_level

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
-from harness.config.schema import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError
 from harness.core.credentials import without_credentials
 from harness.core.events import DrillScored, Event, Incident, RunEnded, RunStarted
 from harness.core.rundir import RunDir

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from harness.config.schema import EXIT_DONE, EXIT_INTERRUPTED
+from harness.config.errors import EXIT_DONE, EXIT_INTERRUPTED
 from harness.core.events import RunEnded
 from harness.core.locking.file_lock import exclusive
 from harness.core.rundir import RunDir

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.judge.foreign_logs import find_columns, records
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core.events import to_json
 from tests.sentinel.series import record
 

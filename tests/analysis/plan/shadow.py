@@ -32,7 +32,8 @@ from harness.analysis.plan.resharding import resharded
 from harness.config.compose import load
 from harness.config.schema import Config
 from harness.distributed.fsdp import reduce_replicas, shard
-from harness.distributed.world import World, local
+from harness.distributed.shards import local
+from harness.distributed.world import World
 from harness.model.transformer import Transformer
 from harness.precision.fp8.layers import lower
 from harness.precision.mixed_precision import linear, policy

@@ -14,7 +14,9 @@ from torch import Tensor
 from harness.analysis.plan.activations import kept_bytes
 from harness.analysis.plan.fp8 import maps_of
 from harness.config.compose import load
-from harness.config.schema import ActivationCheckpointing, Config, PrecisionKind
+from harness.config.parallel import ActivationCheckpointing
+from harness.config.precision import PrecisionKind
+from harness.config.schema import Config
 from harness.distributed.fsdp import wrap
 from harness.model.transformer import Block, document_mask, rotary_tables
 from harness.precision import fused_qkv

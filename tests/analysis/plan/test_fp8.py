@@ -13,7 +13,9 @@ from harness.analysis.plan.memory import memory
 from harness.analysis.plan.plan import Plan, plan
 from harness.analysis.plan.render import as_dict, render
 from harness.config.compose import load
-from harness.config.schema import ActivationCheckpointing, Config, Fp8Engine, Fp8Recipe, PrecisionKind
+from harness.config.parallel import ActivationCheckpointing
+from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionKind
+from harness.config.schema import Config
 
 TOKENS, DIM, WIDE, NUM_BLOCKS = 8 * 4096, 2048, 5632, 24
 """Of the experiment 1b_bf16."""

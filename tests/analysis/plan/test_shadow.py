@@ -12,7 +12,8 @@ import pytest
 from harness.analysis.plan.memory import WORKSPACE_BYTES, memory
 from harness.analysis.plan.traffic import CollectiveKind, collectives
 from harness.config.compose import load
-from harness.config.schema import Config, PrecisionKind
+from harness.config.precision import PrecisionKind
+from harness.config.schema import Config
 
 pytestmark = pytest.mark.full
 

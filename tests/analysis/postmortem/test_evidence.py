@@ -9,7 +9,7 @@ import pytest
 from harness.analysis.postmortem import evidence as schema
 from harness.analysis.postmortem.evidence import SCHEMA, Cost, Evidence, GuiltyBatch, RunFacts
 from harness.analysis.postmortem.rules.causes import Cause
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from tests.analysis.postmortem import stories
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "evidence.md").read_text()

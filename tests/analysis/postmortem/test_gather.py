@@ -16,7 +16,7 @@ from harness.analysis.postmortem.gather import find, gather, incidents, remarks,
 from harness.analysis.postmortem.overrides import overrides_of, said
 from harness.analysis.postmortem.report import markdown_report
 from harness.config import compose
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core.events import ActionKind, Event, FindingKind, Incident, StepRecord, to_json
 from harness.core.rundir import RunDir
 from tests.analysis.postmortem import stories

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from harness.analysis.replay.history import guilty, older, read, way
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core.events import (
     Action,
     ActionKind,

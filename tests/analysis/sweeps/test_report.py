@@ -15,7 +15,7 @@ from harness.analysis.sweeps.picture import cell_text, draw_all
 from harness.analysis.sweeps.ranking import rank
 from harness.analysis.sweeps.render import markdown, short_names, table, verdict
 from harness.analysis.sweeps.sweep_record import Job, Sweep
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core.events import ActionKind
 from launch.cli import sweep as command
 from tests.analysis.sweeps.job_logs import acted, ended, evaluated, finished, job, started, step, write_log

@@ -35,8 +35,8 @@ from typing import Any
 
 import torch
 
-from harness.config.schema import EXIT_BAD_CONFIG, ConfigError
-from harness.precision.mixed_precision import fast_attention
+from harness.config.errors import EXIT_BAD_CONFIG, ConfigError
+from harness.precision.attention import fast_attention
 from tests.bench.clock import let_go
 from tests.bench.gpu import beside
 from tests.bench.gpu.bench import Bench

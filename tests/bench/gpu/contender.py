@@ -26,10 +26,12 @@ from typing import Any, TextIO, final
 
 import torch
 
-from harness.config.schema import ConfigError, PrecisionKind
+from harness.config.errors import ConfigError
+from harness.config.precision import PrecisionKind
 from harness.core.rundir import RunDir
 from harness.distributed.world import World, connect, disconnect
-from harness.precision.mixed_precision import able_products, fast_attention
+from harness.precision.attention import fast_attention
+from harness.precision.mixed_precision import able_products
 from tests.bench.clock import WARMUP_STEPS, heat, matmul_flops_per_s, timed
 from tests.bench.gpu.rows import ROWS, Entry, started
 from tests.bench.gpu.setting import REFILL_STEPS, Setting

@@ -25,10 +25,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from harness.build import build
-from harness.config.schema import EXIT_BAD_CONFIG, ConfigError
+from harness.config.errors import EXIT_BAD_CONFIG, ConfigError
 from harness.core.rundir import RunDir
 from harness.distributed.world import World, connect, disconnect
-from harness.precision.mixed_precision import fast_attention
+from harness.precision.attention import fast_attention
 from tests.bench import sentinel
 from tests.bench.clock import WARMUP_STEPS, let_go
 from tests.bench.gpu import titan

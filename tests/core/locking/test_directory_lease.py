@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from harness.checkpoint import catalog
-from harness.config.schema import EXIT_BAD_CONFIG, ConfigError, StorageError
+from harness.config.errors import EXIT_BAD_CONFIG, ConfigError, StorageError
 from harness.core.locking import directory_lease, lease_holder, run_lease
 from harness.core.locking.directory_lease import InUseError, Lease, Seen
 from harness.core.locking.lease_holder import Holder, this_process

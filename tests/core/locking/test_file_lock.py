@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core.locking.file_lock import exclusive
 from harness.core.rundir import RunDir
 from harness.telemetry.tracking.parent_run import one_parent

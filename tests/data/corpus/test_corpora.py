@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config.schema import ConfigError, DataKind, SourceConfig, SyntheticConfig
+from harness.config.data import DataKind, SourceConfig, SyntheticConfig
+from harness.config.errors import ConfigError
 from harness.data.corpus.corpora import EmbeddedCorpus, SyntheticCorpus, build_corpus, embedded_documents, split
 from harness.data.corpus.corpus import SampleShape, Tokens
 

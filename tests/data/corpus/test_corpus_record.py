@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config.schema import ConfigError, StorageError
+from harness.config.errors import ConfigError, StorageError
 from harness.data.corpus.corpora import split
 from harness.data.corpus.corpus_record import (
     Addition,

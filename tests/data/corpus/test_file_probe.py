@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.data.corpus.file_probe import BLOCK_BYTES, READS_PER_FILE, measure, positions, probe
 from tests.data.token_files import KEY, write_pair
 

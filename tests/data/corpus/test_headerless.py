@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.config.schema import TokenDtype
+from harness.config.data import TokenDtype
 from harness.data.corpus.token_files import Tokens
 from tests.data.token_files import (
     CODES,

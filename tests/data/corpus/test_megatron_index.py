@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.data.corpus.token_files import IndexedWriter
 from tests.data.token_files import (
     CODES,

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config.schema import ConfigError, DataKind, SourceConfig, SyntheticConfig, TokenDtype
+from harness.config.data import DataKind, SourceConfig, SyntheticConfig, TokenDtype
+from harness.config.errors import ConfigError
 from harness.data.corpus.corpora import build_corpus
 from harness.data.corpus.corpus import Corpus, SampleShape, Tokens
 from harness.data.corpus.token_files import IndexedWriter

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.data.order.ledger import VERSION, Exclusion, Ledger, Place, Reweighting
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))), max_size=12)

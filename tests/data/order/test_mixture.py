@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.data.order.mixture import Change, Mixture, Phase, Recipe, Size, Sizes, phases_of
 
 WEIGHTS = st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=7)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from harness.config.compose import load
-from harness.config.schema import Config, ConfigError
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
 from harness.core.rundir import locate
 from harness.data.corpus.corpus import Origin, Tokens
 from harness.data.corpus.token_windows import FilesCorpus

@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from harness.config.schema import ConfigError, TokenDtype
+from harness.config.data import TokenDtype
+from harness.config.errors import ConfigError
 from harness.data.corpus.corpora import embedded_documents
 from harness.data.corpus.token_files import open_tokens
 from harness.data.prepare.corpus_report import parse, render

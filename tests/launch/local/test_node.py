@@ -8,7 +8,7 @@ import pytest
 
 from harness.config import compose
 from harness.config.compose import to_yaml
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from launch.local import node
 from launch.local.node import place_of
 from launch.local.node_group import ALONE, Place

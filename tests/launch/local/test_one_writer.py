@@ -20,7 +20,7 @@ import pytest
 
 from harness.checkpoint import catalog
 from harness.config import compose
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.core import events
 from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.locking import directory_lease, lease_holder

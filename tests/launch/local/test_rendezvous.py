@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from launch.local import rendezvous
 from launch.local.node_group import LOOPBACK, Fall, Machines, Place
 from launch.local.ports import reserved_port

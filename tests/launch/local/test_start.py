@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.schema import ConfigError, DeviceKind
+from harness.config.errors import ConfigError
+from harness.config.parallel import DeviceKind
 from harness.core.rundir import locate
 from launch.local import start, worker_pool
 from launch.local.thread_count import ranks_expected, threads_of_a_rank

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.config import compose
-from harness.config.schema import LaunchConfig
+from harness.config.launch import LaunchConfig
 from harness.core.rundir import RunDir
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Beat, Phase

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config import compose
-from harness.config.schema import ConfigError, SlurmConfig
+from harness.config.errors import ConfigError
+from harness.config.launch import SlurmConfig
 from launch.slurm.node_exclusion import Complaint, Exclusion, Failure, bearable, blamed, excluded, from_json, still
 
 NOW = 1_000_000.0

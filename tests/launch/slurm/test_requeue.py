@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
 from harness.config import compose
-from harness.config.schema import Config, ConfigError
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
 from harness.control import stop_requests
 from harness.core.locking import directory_lease, lease_holder
 from harness.core.locking.run_lease import FOLDER

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from harness.config import compose
-from harness.config.schema import Config, ConfigError
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from launch.slurm import code_snapshot, job_directory, node_health, requeue, submit
 from launch.slurm.render import DIRECTIVE, SETTING, directives, quoted, render

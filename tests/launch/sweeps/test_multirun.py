@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from harness.config import compose
-from harness.config.schema import Config, ConfigError
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
 from harness.core.events import RunEnded, RunStarted, StepRecord, read, to_json
 from harness.core.rundir import RunDir
 from launch.cli import sweep as sweep_command

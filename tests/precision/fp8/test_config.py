@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.config.compose import load
-from harness.config.schema import ConfigError, Fp8Engine, Fp8Recipe, PrecisionKind
+from harness.config.errors import ConfigError
+from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionKind
 from tests.forks import Launched
 
 SIDES = "must give matrices of a multiple of 16 for precision=fp8, gives"

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from harness.config.compose import load
-from harness.config.schema import ConfigError
+from harness.config.errors import ConfigError
 from harness.precision.fp8 import engine as module
 from harness.precision.fp8.emulation import Emulated, block_scale
-from harness.precision.fp8.engine import BLOCK, FORWARD, GRADIENT, LIMITS, Blocks, Side, require_engine
+from harness.precision.fp8.engine import require_engine
+from harness.precision.fp8.formats import BLOCK, FORWARD, GRADIENT, LIMITS, Blocks, Side
 from harness.precision.fp8.meters import LARGEST_SCALE, largest_of, scale_of
 
 BOTH = pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])

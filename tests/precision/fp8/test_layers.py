@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from harness.config.compose import load
-from harness.config.schema import Fp8Recipe
+from harness.config.precision import Fp8Recipe
 from harness.model.transformer import Transformer
 from harness.precision.fp8.layers import PRIMED_STEPS, Products, lower
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.config.compose import load
-from harness.config.schema import Fp8Recipe
+from harness.config.precision import Fp8Recipe
 from harness.model.transformer import Transformer
-from harness.precision.fp8.engine import FORWARD, GRADIENT, LIMITS
+from harness.precision.fp8.formats import FORWARD, GRADIENT, LIMITS
 from harness.precision.fp8.layers import Products, lower
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch, project
 from harness.precision.fp8.meters import Column, Role, dtype_of, probing

@@ -7,7 +7,7 @@ import torch
 
 from harness.precision.fp8 import meters
 from harness.precision.fp8.emulation import Emulated
-from harness.precision.fp8.engine import FORWARD, GRADIENT, LIMITS, VANISHING
+from harness.precision.fp8.formats import FORWARD, GRADIENT, LIMITS, VANISHING
 from harness.precision.fp8.meters import Column
 
 

@@ -18,7 +18,8 @@ from harness.core import events
 from harness.core.events import Action, ActionKind, RunStarted
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
-from harness.distributed.world import connect, disconnect, local
+from harness.distributed.shards import local
+from harness.distributed.world import connect, disconnect
 from harness.precision.fp8.layers import PRIMED_STEPS
 from harness.precision.fp8.meters import Column, Role
 from harness.recovery import recover

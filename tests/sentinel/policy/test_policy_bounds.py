@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.config.schema import BudgetConfig
+from harness.config.sentinel import BudgetConfig
 from harness.core.events import Action, ActionKind, FindingKind, HeldOutMeasured, RunStarted, StepRecord
 from harness.sentinel.policy.budgets import Budgets
 from harness.sentinel.policy.held_out_level import Health, is_at_level

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.config.compose import load
-from harness.config.schema import BudgetConfig
+from harness.config.sentinel import BudgetConfig
 from harness.core.events import Action, ActionKind, Event, FindingKind, RunStarted
 from harness.sentinel.policy.policy import Policy, replayed
 from harness.sentinel.sentinel import Sentinel

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.config.schema import EXIT_INTERRUPTED, Config
+from harness.config.errors import EXIT_INTERRUPTED
+from harness.config.schema import Config
 from harness.core.events import DrillScored, EvalRecord, Event, Incident, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import EventLog

@@ -12,7 +12,8 @@ import pytest
 from harness.analysis.sweeps import sweep_record
 from harness.analysis.sweeps.sweep_record import Job, Sweep
 from harness.config import compose
-from harness.config.schema import EXIT_INTERRUPTED, Config
+from harness.config.errors import EXIT_INTERRUPTED
+from harness.config.schema import Config
 from harness.core import rundir
 from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir

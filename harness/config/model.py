@@ -1,0 +1,79 @@
+"""Config section `model`: the shape of the transformer and its initialization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from harness.config.errors import require
+
+
+class AttentionKind(StrEnum):
+    fused = "fused"
+    fp32 = "fp32"
+
+
+class InitKind(StrEnum):
+    fixed = "fixed"
+    hidden = "hidden"
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelConfig:
+    name: str
+    """What the size is called in run names and reports."""
+    vocab_size: int
+    dim: int
+    """Width of the residual stream."""
+    num_layers: int
+    num_heads: int
+    """Query heads; each is dim / num_heads wide."""
+    num_kv_heads: int
+    """Key and value heads (grouped-query attention); divides num_heads."""
+    ffn_dim: int
+    """Width of the SwiGLU hidden layer."""
+    rope_theta: float
+    norm_eps: float
+    tied_head: bool
+    """Use the embedding as output head."""
+    qk_norm: bool
+    """RMSNorm on queries and keys of each head."""
+    embedding_norm: bool
+    """RMSNorm right after the embedding (BLOOM)."""
+    attention: AttentionKind
+    """fused: the fastest kernel, whose softmax is fp32; fp32: queries, keys and values are raised to fp32 too."""
+    z_loss: float
+    """Coefficient of the squared log-partition; 0: off."""
+    loss_chunk_tokens: int
+    """Tokens whose logits exist at once in the loss."""
+    init: InitKind
+    """fixed: std is init_std; hidden: std is sqrt(1 / (3 dim))."""
+    init_std: float
+    depth_scaled_init: bool
+    """Divide the std of matrices that write into the residual stream by sqrt(2 num_layers)."""
+    mup_base_width: int | None
+    """muP: the width at which lr and init_std were tuned; null: standard parametrization."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "loss_chunk_tokens"):
+            require(getattr(self, name) >= 1, f"model.{name}", f"must be at least 1, got {getattr(self, name)}")
+        require(
+            self.dim % self.num_heads == 0, "model.num_heads", f"must divide model.dim={self.dim}, got {self.num_heads}"
+        )
+        message = f"must be even for rotary embedding, model.dim / model.num_heads is {self.head_dim}"
+        require(self.head_dim % 2 == 0, "model.dim", message)
+        message = f"must divide model.num_heads={self.num_heads}, got {self.num_kv_heads}"
+        require(self.num_heads % self.num_kv_heads == 0, "model.num_kv_heads", message)
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            require(getattr(self, name) > 0, f"model.{name}", f"must be positive, got {getattr(self, name)}")
+        require(self.z_loss >= 0, "model.z_loss", f"must be 0 (off) or more, got {self.z_loss}")
+        if self.mup_base_width is not None:
+            require(
+                self.mup_base_width >= 1,
+                "model.mup_base_width",
+                f"must be at least 1 or null, got {self.mup_base_width}",
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads

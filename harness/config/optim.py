@@ -1,0 +1,64 @@
+"""Config section `optim`: AdamW, gradient clipping and the learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from harness.config.errors import require
+
+
+class ScheduleKind(StrEnum):
+    cosine = "cosine"
+    wsd = "wsd"
+    linear = "linear"
+    constant = "constant"
+    inverse_sqrt = "inverse_sqrt"
+
+
+@dataclass(slots=True, kw_only=True)
+class OptimConfig:
+    lr: float
+    """Peak learning rate; under muP, the one of the base width."""
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    """Decoupled; on matrices, never on norms."""
+    decay_embeddings: bool
+    """Also decay the embedding (and the head tied to it)."""
+    clip_norm: float | None
+    """Largest global gradient norm; null: no clipping."""
+    clip_value: float | None
+    """Largest absolute value of one number of the gradient, after clip_norm; null: no clipping by value."""
+    schedule: ScheduleKind
+    warmup_steps: int
+    """Linear warm-up from lr / warmup_steps."""
+    decay_steps: int
+    """Length of the final descent of schedule wsd; the other schedules do not use it."""
+    min_lr_fraction: float
+    """Where cosine, wsd and linear end, as a fraction of lr."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, "optim.lr", f"must be positive, got {self.lr}")
+        for name in ("beta1", "beta2"):
+            require(
+                0 <= getattr(self, name) < 1,
+                f"optim.{name}",
+                f"must be in 0 .. 1 (1 excluded), got {getattr(self, name)}",
+            )
+        require(self.eps > 0, "optim.eps", f"must be positive, got {self.eps}")
+        require(self.weight_decay >= 0, "optim.weight_decay", f"must be 0 or more, got {self.weight_decay}")
+        if self.clip_norm is not None:
+            require(
+                self.clip_norm > 0,
+                "optim.clip_norm",
+                f"must be positive, or null for no clipping, got {self.clip_norm}",
+            )
+        valid = self.clip_value is None or self.clip_value > 0
+        require(valid, "optim.clip_value", f"must be positive, or null for no clipping by value, got {self.clip_value}")
+        require(self.warmup_steps >= 0, "optim.warmup_steps", f"must be 0 or more, got {self.warmup_steps}")
+        require(self.decay_steps >= 0, "optim.decay_steps", f"must be 0 or more, got {self.decay_steps}")
+        require(
+            0 <= self.min_lr_fraction <= 1, "optim.min_lr_fraction", f"must be in 0 .. 1, got {self.min_lr_fraction}"
+        )

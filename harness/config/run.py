@@ -1,0 +1,75 @@
+"""Config sections `run`, `train` and `eval`: what a run is called, how long it trains, when it evaluates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from harness.config.errors import require
+
+
+class ResumePolicy(StrEnum):
+    same = "same"
+    changed = "changed"
+
+
+@dataclass(slots=True, kw_only=True)
+class RunConfig:
+    name: str | None
+    """Name of the run and of its directory; null: model name and start time."""
+    dir: str
+    """Where run directories live."""
+    seed: int
+    """Weights, data order and synthetic data are pure functions of it."""
+    resume: ResumePolicy
+    """What to do when an existing run is started with another configuration: refuse (same) or record it (changed)."""
+    lease_s: float = 60.0
+    """Seconds without a heartbeat after which a start on another machine takes a run over; on the same machine it does
+    so as soon as the process is gone."""
+
+    def __post_init__(self) -> None:
+        require(self.lease_s >= 1, "run.lease_s", f"must be at least 1 second, got {self.lease_s}")
+        require(0 <= self.seed < 2**63, "run.seed", f"must be in 0 .. 2**63 - 1, got {self.seed}")
+        if self.name is not None:
+            valid = bool(self.name) and "/" not in self.name and not self.name.startswith(".")
+            require(valid, "run.name", f"must be a plain directory name, got {self.name!r}")
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainConfig:
+    num_steps: int
+    """Updates to apply; a refused update does not count."""
+    batch_size: int
+    """Sequences in one global batch, over all ranks and micro-batches."""
+    sequence_length: int
+    """Tokens the model predicts in one sequence."""
+    batch_tokens: int | None
+    """Tokens in one global batch; when set, it decides batch_size."""
+    micro_batch_size: int | None
+    """The most sequences in one forward pass of one rank; null: the rank's whole share of the batch. Passes are of
+    equal size: where this does not divide the share, they are smaller, and filled up with rows that count nothing."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "batch_size", "sequence_length"):
+            require(getattr(self, name) >= 1, f"train.{name}", f"must be at least 1, got {getattr(self, name)}")
+        if self.micro_batch_size is not None:
+            require(
+                self.micro_batch_size >= 1, "train.micro_batch_size", f"must be at least 1, got {self.micro_batch_size}"
+            )
+        if self.batch_tokens is not None:
+            fits = self.batch_tokens >= self.sequence_length and self.batch_tokens % self.sequence_length == 0
+            message = f"must be a multiple of train.sequence_length={self.sequence_length}, got {self.batch_tokens}"
+            require(fits, "train.batch_tokens", message)
+            self.batch_size = self.batch_tokens // self.sequence_length
+
+
+@dataclass(slots=True, kw_only=True)
+class EvalConfig:
+    every_steps: int
+    """Steps between evaluations on held-out data; 0: never. The last step is always evaluated unless 0."""
+    num_batches: int
+    """Held-out batches in one evaluation; fewer where the held-out data has fewer."""
+
+    def __post_init__(self) -> None:
+        require(self.every_steps >= 0, "eval.every_steps", f"must be 0 (never) or more, got {self.every_steps}")
+        require(self.num_batches >= 1, "eval.num_batches", f"must be at least 1, got {self.num_batches}")

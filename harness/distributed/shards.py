@@ -1,0 +1,38 @@
+"""A rank's part of a sharded tensor: reading it, writing it, and a copy of it on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from harness.distributed.world import World
+
+
+def write_local(parameter: Tensor, full: Tensor) -> None:
+    """Copy this rank's part of `full` into a parameter, sharded or not."""
+    with torch.no_grad():
+        if not isinstance(parameter, DTensor):
+            parameter.copy_(full)
+            return
+        mesh = parameter.device_mesh
+        for axis, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard):
+                parts = full.chunk(mesh.size(axis), dim=placement.dim)
+                index = mesh.get_local_rank(axis)
+                full = parts[index] if index < len(parts) else full.narrow(placement.dim, 0, 0)
+        parameter.to_local().copy_(full)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like_on_host(tensor: Tensor, part: Tensor, *, world: World) -> Tensor:
+    """A tensor whose part on this rank is `part`, in host memory, and which is sharded like `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor.from_local(
+        part, world.host_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )

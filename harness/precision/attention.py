@@ -1,0 +1,21 @@
+"""The order in which scaled dot-product attention tries its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+@contextmanager
+def fast_attention() -> Iterator[None]:
+    """Let attention take the fastest kernel the device has: on Hopper cuDNN's, ahead of FlashAttention."""
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
+    with sdpa_kernel(order, set_priority=True):
+        yield
