@@ -1,7 +1,6 @@
-"""The composition root: every part of a run, constructed by name from the configuration.
+"""The composition root: constructs every part of a run from the config.
 
-Why: there is one place to see what a run is made of, and nothing reaches for its parts from afar.
-How: parts are plain objects; which one is taken is decided by an enum and a `match`, never by a registry.
+Parts are plain objects. An enum and a `match` decide which class is used; there is no registry.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from harness.model.mup import parameter_table, role_of
 from harness.model.size import flops_per_token, num_parameters, reshards
 from harness.model.transformer import Transformer, sampled_layers
 from harness.optim.update import Group, Update, build_update
-from harness.planned_changes import Planned
+from harness.planned_changes import PlannedChanges
 from harness.precision.fp8.engine import require_engine
 from harness.precision.fp8.layers import Products, lower
 from harness.precision.loss_scale import LossScale, loss_scale
@@ -53,7 +52,7 @@ from harness.telemetry.meters import Meter, peak_flops
 
 @dataclass(slots=True, kw_only=True)
 class Parts:
-    """Everything a step touches."""
+    """Everything that a step uses."""
 
     world: World
     model: Transformer
@@ -67,8 +66,8 @@ class Parts:
     batches: Batches
     held_out: Batches
     check: HeldOut
-    """The fixed held-out rows that tell a damaged state from different data."""
-    planned: Planned
+    """Fixed held-out rows; their loss tells a damaged state from different data."""
+    planned: PlannedChanges
     ledger: Ledger
     ring: Ring
     keeper: Keeper
@@ -82,12 +81,12 @@ class Parts:
         self.held_out.close()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a snapshot and a checkpoint hold, restored in place."""
+        """The tensors of a snapshot or checkpoint. They are restored in place."""
         return state_tensors(self.update, self.scale, self.gate)
 
 
 def state_tensors(update: Update, scale: LossScale, gate: Gate) -> dict[str, Tensor]:
-    """Every tensor that a step changes, by the name it has on disk."""
+    """Every tensor that a step changes, under its name on disk."""
     moments = {f"optimizer.{name}.{key}": t for name, state in update.state().items() for key, t in state.items()}
     counters = {
         "device.step": update.step,
@@ -100,20 +99,21 @@ def state_tensors(update: Update, scale: LossScale, gate: Gate) -> dict[str, Ten
 
 
 def build(cfg: Config, world: World, run: RunDir) -> Parts:
-    """Construct every part; weights depend on the seed and their names alone, whatever the number of ranks."""
+    """Construct every part. Initial weights depend on the seed and the parameter name only, not on the world size."""
     jointly(lambda: require_engine(cfg.precision, world.device))
     with torch.device("meta"):
         model = Transformer(
             cfg.model, sequence_length=cfg.train.sequence_length, linear=linear, own_kernels=cfg.parallel.compile
         )
         products = lower(model.blocks, cfg.precision)
-    collectives = shard(model, model.blocks, world=world, cfg=settled(cfg), precision=policy(cfg.precision.kind))
+    parallel = resolve_resharding(cfg)
+    collectives = shard(model, model.blocks, world=world, cfg=parallel, precision=policy(cfg.precision.kind))
     model.to_empty(device=world.device)
     initialize(model, cfg.model, seed=cfg.run.seed)
 
     entries = from_first(lambda: Ledger.load(run.ledger, writer=False).entries)
     ledger = Ledger.of(entries, path=run.ledger if world.is_first else None)
-    batches, held_out = open_together(cfg, world, run, ledger)
+    batches, held_out = open_data_on_all_ranks(cfg, world, run, ledger)
     parameters = dict(model.named_parameters())
     layout = Layout(
         groups=tuple(dict.fromkeys(group_of(name) for name in parameters)),
@@ -149,7 +149,7 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         batches=batches,
         held_out=held_out,
         check=open_held_out(cfg, held_out, world=world),
-        planned=Planned(cfg, ledger),
+        planned=PlannedChanges(cfg, ledger),
         ledger=ledger,
         ring=ring,
         keeper=Keeper(cfg, run.checkpoints, ring=ring, world=world),
@@ -158,24 +158,24 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
     )
 
 
-def open_together(cfg: Config, world: World, run: RunDir, ledger: Ledger) -> tuple[Batches, Batches]:
-    """This rank's data. All ranks read the files that rank 0 names; if one rank fails, all of them do."""
+def open_data_on_all_ranks(cfg: Config, world: World, run: RunDir, ledger: Ledger) -> tuple[Batches, Batches]:
+    """Open this rank's training and held-out data. All ranks read the files that rank 0 lists; if one fails, all do."""
     known = Known(from_first(lambda: recorded_data(cfg, run)), run.rare_tokens)
     together(lambda: make_rare_index(cfg, known) if world.is_first else None, world.aside)
-    return jointly(lambda: open_for(cfg, world, ledger, known))
+    return jointly(lambda: open_rank_data(cfg, world, ledger, known))
 
 
-def open_for(cfg: Config, world: World, ledger: Ledger, known: Known) -> tuple[Batches, Batches]:
-    """This rank's data. The corpus is read once for its digest, so that a disk that fails does so here."""
+def open_rank_data(cfg: Config, world: World, ledger: Ledger, known: Known) -> tuple[Batches, Batches]:
+    """Open this rank's data. The plan digest reads the corpus once, so an I/O error appears here."""
     opened = open_data(cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger, known=known)
     opened[0].plan_digest()
     return opened
 
 
 @contextmanager
-def held(parts: Parts) -> Iterator[Parts]:
-    """Close the parts after a run. After a crash the process ends at once: what a thread of theirs waits for may never
-    come, and the death would not be told."""
+def closing_parts(parts: Parts) -> Iterator[Parts]:
+    """Close the parts after a run, but not after a crash: a thread may wait for ranks that never answer, and the crash
+    would not be reported."""
     try:
         yield parts
     except ConfigError:
@@ -184,8 +184,8 @@ def held(parts: Parts) -> Iterator[Parts]:
     parts.close()
 
 
-def settled(cfg: Config) -> ParallelConfig:
-    """How the model is spread over this machine's devices, where that was left to their memory: alike on all ranks."""
+def resolve_resharding(cfg: Config) -> ParallelConfig:
+    """Choose `reshard_after_forward` by the device memory if the config leaves it open; the same on all ranks."""
     if cfg.parallel.reshard_after_forward is not None:
         return cfg.parallel
     size = DTYPES[cfg.precision.kind].itemsize
@@ -194,7 +194,7 @@ def settled(cfg: Config) -> ParallelConfig:
 
 
 def parameter_groups(model: Transformer, cfg: Config) -> list[Group]:
-    """What the optimizer does with each parameter, read from the model's parameter table."""
+    """Group the parameters by learning-rate multiplier and weight decay, from the model's parameter table."""
     treatments = parameter_table(cfg.model, decay_embeddings=cfg.optim.decay_embeddings)
     groups = [
         Group(
@@ -207,8 +207,8 @@ def parameter_groups(model: Transformer, cfg: Config) -> list[Group]:
     return [group for group in groups if group.parameters]
 
 
-def meter(cfg: Config, world: World) -> Meter:
-    """Turns seconds into tokens/s, FLOP/s and MFU of all ranks together."""
+def build_meter(cfg: Config, world: World) -> Meter:
+    """Build the meter of tokens/s, FLOP/s and MFU of all ranks together."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
     peak = peak_flops(device, cfg.cluster.peak_tflops)
     batch_tokens = cfg.train.batch_size * cfg.train.sequence_length
@@ -220,8 +220,8 @@ def meter(cfg: Config, world: World) -> Meter:
     )
 
 
-def describe(cfg: Config, parts: Parts) -> dict[str, Any]:
-    """The manifest of this start, with what going back would cost at its cadence of checkpoints."""
+def run_manifest(cfg: Config, parts: Parts) -> dict[str, Any]:
+    """Build the manifest of this start, with the cost of a rollback at its checkpoint interval."""
     return build_manifest(
         cfg,
         world_size=parts.world.size,

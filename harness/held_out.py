@@ -1,9 +1,9 @@
 """The held-out check: the loss of the current weights on a few fixed held-out rows, forward only, on all ranks.
 
-Why: only these rows can tell damaged weights from different data (`harness.sentinel.policy.held_out_level`).
-How: the rows are the first ones of the held-out order, the same in every run of the same data; each rank keeps its
-share on its device. One forward pass and one all-reduce give the loss. As the run starts and when a checkpoint is
-taken, the number travels to the host like a step's report and is read when a later report is; only an incident waits.
+These rows tell damaged weights from different data (`harness.sentinel.policy.held_out_level`). They are the first rows
+of the held-out order, the same in every run of the same data. Each rank keeps its share on its device. One forward pass
+and one all-reduce give the loss. At the start of the run and with each snapshot for a checkpoint, the loss is copied to
+the host like a step report and read with a later report. Only a check during an incident waits for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from harness.distributed.world import World
 @final
 @dataclass(slots=True)
 class Waiting:
-    """A loss on its way to the host."""
+    """A measurement that is being copied to the host."""
 
     iteration: int
     step: int
@@ -40,11 +40,11 @@ class Waiting:
 @dataclass(slots=True)
 class HeldOut:
     rows: list[Batch]
-    """This rank's share, in micro-batches of the training's size; empty where no check is wanted."""
+    """This rank's share, in micro-batches of the training size; empty if `sentinel.held_out_rows` is 0."""
     waiting: Waiting | None = None
 
     def send(self, sums: Tensor, state: RunState) -> None:
-        """Start to copy reduced sums (loss, tokens) to the host."""
+        """Start a copy of the reduced sums (loss, tokens) to the host."""
         on_gpu = sums.device.type == "cuda"
         here = torch.empty(2, dtype=sums.dtype, pin_memory=on_gpu)
         here.copy_(sums, non_blocking=True)
@@ -55,7 +55,7 @@ class HeldOut:
         self.waiting = Waiting(state.iteration, state.step, here, arrived)
 
     def receive(self, iteration: int) -> HeldOutMeasured | None:
-        """What was measured before this iteration was issued, once; its report has arrived, and so has the loss."""
+        """Return, once, the measurement that was issued before this iteration. The copy has arrived."""
         waiting = self.waiting
         if waiting is None or waiting.iteration >= iteration:
             return None
@@ -66,12 +66,12 @@ class HeldOut:
         return HeldOutMeasured(time=time.time(), iteration=waiting.iteration, step=waiting.step, loss=loss_sum / tokens)
 
     def forget(self) -> None:
-        """The weights it was measured for are given up."""
+        """Drop the pending measurement, because its weights were replaced by a restore."""
         self.waiting = None
 
 
 def open_held_out(cfg: Config, held_out: Batches, *, world: World) -> HeldOut:
-    """The fixed rows, on this rank's device."""
+    """Load this rank's share of the fixed rows onto its device."""
     if cfg.sentinel.held_out_rows == 0:
         return HeldOut([])
     micro = cfg.train.micro_batch_size or max(1, cfg.train.batch_size // world.size)

@@ -1,10 +1,9 @@
 """Planned changes of the data and of the schedule: where they begin, and for how long the gate's bounds are wider.
 
-Why: a phase that the user asked for raises the loss like a bad batch does. It is known in advance, so nothing needs to
-be found out the hard way.
-How: a window follows each change: a phase of `data.phases`, a swap and batches given back (both in the ledger), other
-data after `run.resume=changed`, and the step at which a WSD schedule begins to decay. All of that is configuration,
-ledger and cursor, which all ranks share, so all ranks widen the same steps.
+A data phase that the user configured raises the loss like a bad batch does, but it is known in advance. A window
+follows each planned change: a phase of `data.phases`, a source switched off by the policy, batches given back (both in
+the ledger), different data after `run.resume=changed`, and the step at which a WSD schedule begins to decay. Windows
+follow from config, ledger and cursor, which all ranks share, so all ranks widen the bounds of the same steps.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from harness.data.order.ledger import Ledger
 
 
 class Window(NamedTuple):
-    """The first batch (or step, where `by_step`) of a window, and the one after its last."""
+    """First batch of a window and the one after its last; steps instead of batches if `by_step`."""
 
     first: int
     end: int
@@ -30,7 +29,7 @@ class Window(NamedTuple):
 
 
 def windows(cfg: Config, ledger: Ledger) -> list[Window]:
-    """The window of every change that the configuration and the ledger know of."""
+    """List the windows of all changes in the config and in the ledger."""
     length, train = cfg.sentinel.planned_batches, cfg.train
     if length == 0:
         return []
@@ -46,23 +45,25 @@ def windows(cfg: Config, ledger: Ledger) -> list[Window]:
 
 @final
 @dataclass(slots=True)
-class Planned:
+class PlannedChanges:
+    """All windows of a run."""
+
     cfg: Config
     ledger: Ledger
     known: list[Window] = field(default_factory=list)
     num_entries: int = -1
-    """Of the ledger, when `known` was made of it."""
+    """Number of ledger entries when `known` was computed."""
     resumed: list[Window] = field(default_factory=list)
-    told: Window | None = None
+    announced: Window | None = None
 
     def resume_with_other_data(self, cursor: int) -> None:
-        """The run goes on from this batch with other data."""
+        """Open a window at this batch, because the run was resumed with different data."""
         if self.cfg.sentinel.planned_batches:
             end = cursor + self.cfg.sentinel.planned_batches
-            self.resumed.append(Window(cursor, end, "the run was resumed with other data"))
+            self.resumed.append(Window(cursor, end, "the run was resumed with different data"))
 
     def at(self, cursor: int, state: RunState) -> Window | None:
-        """The newest window that the next step lies in."""
+        """Return the newest window that contains the next step, or None."""
         if len(self.ledger) != self.num_entries:
             self.known, self.num_entries = windows(self.cfg, self.ledger), len(self.ledger)
         places = ((each, state.step if each.by_step else cursor) for each in (*self.known, *self.resumed))
@@ -70,9 +71,9 @@ class Planned:
         return max(open_now, key=lambda each: each.first, default=None)
 
     def announce(self, window: Window | None, cursor: int, state: RunState) -> ChangePlanned | None:
-        """What to tell as a window begins, once."""
-        is_new = window is not None and window != self.told
-        self.told = window
+        """Return the event for the first step of a window, once."""
+        is_new = window is not None and window != self.announced
+        self.announced = window
         if window is None or not is_new:
             return None
         return ChangePlanned(

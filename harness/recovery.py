@@ -1,14 +1,16 @@
-"""Recovery: carries out what was decided, on all ranks at once and inside the running processes.
+"""Recovery: carries out the actions of the policy and of operators, on all ranks at once, inside the running processes.
 
-How: a restore first writes down what it will do, then does it: checkpoints taken since are tainted and the guilty
-batches are in the ledger before the weights change, so a run that is killed in between cannot resume from what it was
-leaving. Weights, moments, counters, loss scale, the gate's history and the detectors' memory come back together with
-the cursor; what the policy remembers, the attempts and the operator's word go on.
-Every action ends in an `Outcome` with its cost; one that could not be carried out says so, and the policy climbs.
-What rank 0 cannot write is an outcome on all ranks: nothing counts before it is on disk. A restore that fails after it
-began to fill the weights leaves them torn, and the run halts.
-Left out: the change to another precision. The loop asks the policy for it in every iteration, so that a restart and a
-restore find it right; here is only said whether the run has one.
+A restore first records what it is about to do, then does it. Checkpoints taken since the target are tainted and the
+excluded batches are in the ledger before the weights change, so a run that is killed in between cannot resume from the
+state that it was leaving. Weights, moments, counters, loss scale, the gate's history and the detectors' memory are
+restored together with the cursor. The policy's state, the iteration counter and the operator's settings are kept.
+
+Every action ends in an `Outcome` with its cost. An action that fails has an outcome too, and the policy escalates. A
+write error on rank 0 is an outcome on all ranks: nothing counts before it is on disk. A restore that fails after it
+began to overwrite the weights leaves them inconsistent, and the run halts.
+
+Left out: a change of precision. The loop asks the policy for it in every iteration, so it is also right after a restart
+and after a restore. Here the outcome only says whether the run can change it.
 """
 
 from __future__ import annotations
@@ -22,24 +24,60 @@ from typing import NamedTuple
 from harness.build import Parts
 from harness.checkpoint import store
 from harness.checkpoint.io_retry import Patience
+from harness.config.errors import EXIT_HALTED
 from harness.core.events import Action, ActionKind, Outcome
 from harness.core.state import RunState
 from harness.distributed.collectives import from_first, together
+from harness.run import Ending, Run
 from harness.sentinel.policy.state import RESTORES
 from harness.step import held_out_sums
+from harness.telemetry.heartbeat import Phase
 
 
 class Restored(NamedTuple):
+    """The run state that was restored, and a description of where it came from."""
+
     state: RunState
     target: str
 
 
 class TornError(Exception):
-    """A restore failed halfway: the weights are neither the old nor the restored ones. Raised on all ranks alike."""
+    """A restore failed halfway: the weights are neither the old nor the restored ones. All ranks raise it."""
+
+
+def run_actions(run: Run, action: Action | None) -> Ending | None:
+    """Carry out an action and those that follow from its outcome; returns why the run must end, or None."""
+    while action is not None:
+        outcome = run_action(run, action)
+        if action.kind is ActionKind.halt:
+            return Ending(EXIT_HALTED, action.reason)
+        if outcome.is_torn:
+            return Ending(EXIT_HALTED, outcome.reason)
+        action = run.parts.sentinel.hear(outcome)
+    return None
+
+
+def run_action(run: Run, action: Action) -> Outcome:
+    """Log an action, carry it out, and log its outcome.
+
+    After a restore, reports of the steps that it undid are logged and not processed. If the restore failed, they stay
+    in the mailbox and are processed like all others.
+    """
+    run.narrator.note(action)
+    if action.kind is ActionKind.check:
+        for facts, values in run.parts.mailbox.take(everything=True):  # these steps stay
+            run.process_report(facts, values)
+    with run.heart.during(Phase.restore):
+        outcome = recover(action, run.parts, run.state, root=run.directory.checkpoints)
+    if action.kind in RESTORES and outcome.succeeded:
+        for facts, values in run.parts.mailbox.take(everything=True):
+            run.log_step(facts, values)
+    run.narrator.emit(outcome)
+    return outcome
 
 
 def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Outcome:
-    """Carry out an action; `state` is changed in place. All ranks must call it with the same action."""
+    """Carry out one action and measure its cost. Changes `state` in place. Every rank must pass the same action."""
     begun_s, before = time.monotonic(), replace(state)
     restored: Restored | None = None
     held_out_loss: float | None = None
@@ -47,7 +85,7 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
     try:
         if action.kind is ActionKind.check:
             held_out_loss = held_out_mean(parts)
-        restored = carry_out(action, parts, state, root=root)
+        restored = dispatch(action, parts, state, root=root)
     except (OSError, TornError) as error:
         failure = error
     if restored is not None:
@@ -77,8 +115,8 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
     )
 
 
-def carry_out(action: Action, parts: Parts, state: RunState, *, root: Path) -> Restored | None:
-    """Do what an action says; `OSError` or `TornError` on all ranks where it cannot be done."""
+def dispatch(action: Action, parts: Parts, state: RunState, *, root: Path) -> Restored | None:
+    """Call the function for this kind of action. Raises `OSError` or `TornError` on all ranks if it fails."""
     match action.kind:
         case ActionKind.rewind:
             return rewind(action, parts)
@@ -96,33 +134,32 @@ def carry_out(action: Action, parts: Parts, state: RunState, *, root: Path) -> R
 
 
 def swap(action: Action, parts: Parts, state: RunState) -> None:
-    """Turn a source off from here on; `OSError` where some later batch would have no source left, which no run could
-    open."""
+    """Set the weight of a source to 0 from here on. Raises `OSError` if a later batch would have no source left."""
     assert action.source is not None
     off = {action.source: 0.0}
     if not parts.batches.can_reweight(state.cursor, off):
         raise OSError(f"without {action.source} no source would have a weight above 0")
-    write_down(parts, lambda: parts.ledger.reweight(state.cursor, off, reason_of(action)))
+    write_ledger(parts, lambda: parts.ledger.reweight(state.cursor, off, reason_with_author(action)))
 
 
 def held_out_mean(parts: Parts) -> float | None:
-    """The loss of the current weights on the fixed held-out rows; None where there are none."""
+    """Return the loss of the current weights on the fixed held-out rows, or None if there are none."""
     if not parts.check.rows:
         return None
-    loss_sum, tokens = held_out_sums(parts).tolist()  # sync: an incident waits for the answer
+    loss_sum, tokens = held_out_sums(parts).tolist()  # sync: the decision about an incident needs the loss
     return float(loss_sum / tokens)
 
 
 def accept(action: Action, parts: Parts, state: RunState) -> None:
-    """Take the loss of the new data as the gate's level, and consume next what was skipped for it."""
+    """Re-anchor the gate at the loss of the new data, and schedule the batches that were skipped because of it."""
     if action.give_back:
         batches, cursor = action.give_back, state.cursor
-        write_down(parts, lambda: parts.ledger.give_back(batches, cursor, reason_of(action)))
+        write_ledger(parts, lambda: parts.ledger.give_back(batches, cursor, reason_with_author(action)))
     parts.gate.reopen(loss=action.level, grad_norm=action.grad_level)
 
 
 def rewind(action: Action, parts: Parts) -> Restored | None:
-    """To the newest snapshot in memory from before the onset that all ranks hold."""
+    """Restore the newest in-memory snapshot from before the onset that every rank has."""
     slot = parts.ring.agree(before=action.onset)
     if slot is None:
         return None
@@ -131,7 +168,7 @@ def rewind(action: Action, parts: Parts) -> Restored | None:
 
 
 def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
-    """To the newest good checkpoint from before the onset that is whole and can be read."""
+    """Restore the newest good checkpoint from before the onset that passes verification."""
     taken = dict(from_first(lambda: targets(action, parts)))
     begun: list[str] = []
 
@@ -162,45 +199,49 @@ def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
 
 
 def targets(action: Action, parts: Parts) -> list[tuple[str, int]]:
-    """Where a rollback may go, newest first; on rank 0. A person's may go to what has not proved good yet."""
+    """List the checkpoints that a rollback may restore, newest first; on rank 0.
+
+    An operator's rollback may also use a checkpoint that is not proven good yet.
+    """
     if action.incident:
         return parts.keeper.targets(before=action.onset)
     return [(name, taken) for name, taken in parts.keeper.targets(until_step=action.step) if taken < action.onset]
 
 
 def prepare(action: Action, parts: Parts, *, iteration: int) -> None:
-    """What must be on disk before the run goes on from the state after `iteration`."""
-    parts.keeper.taint_since(iteration, reason_of(action))
+    """Write what must be on disk before the run continues from the state after `iteration`."""
+    parts.keeper.taint_since(iteration, reason_with_author(action))
     exclude(action, parts)
     parts.keeper.go_back(iteration)
 
 
 def exclude(action: Action, parts: Parts) -> None:
+    """Add the batches of an action to the ledger."""
     if action.exclude:
         first, last = action.exclude
-        write_down(parts, lambda: parts.ledger.exclude(first, last, reason_of(action)))
+        write_ledger(parts, lambda: parts.ledger.exclude(first, last, reason_with_author(action)))
 
 
-def write_down(parts: Parts, write: Callable[[], None]) -> None:
-    """Add to the ledger on rank 0, which has the file, and on the other ranks once it is on disk.
+def write_ledger(parts: Parts, write: Callable[[], None]) -> None:
+    """Add an entry to the ledger: on rank 0, which owns the file, then on the other ranks.
 
-    `OSError` on all ranks where it cannot be written; no rank's ledger has changed then.
+    Raises `OSError` on all ranks if it cannot be written; then no rank's ledger has changed.
     """
     together(lambda: write() if parts.world.is_first else None)
     if not parts.world.is_first:
         write()
 
 
-def reason_of(action: Action) -> str:
-    """Who decided it, and why."""
+def reason_with_author(action: Action) -> str:
+    """Return who decided the action, and why, for the ledger and the catalog."""
     return f"incident {action.incident}: {action.reason}" if action.incident else f"by an operator: {action.reason}"
 
 
 def set_rate(parts: Parts, state: RunState, *, is_restored: bool = True) -> None:
-    """The policy's and the operator's factor on the learning rate, whatever came back with older weights.
+    """Set the learning-rate factor of the policy and the operator again after older weights were restored.
 
-    Where it was lowered since then, it falls once more, and the detectors, which forgot the first time, are told.
+    If the factor was lowered since the restored state, the learning rate drops once more; the detectors expect that.
     """
     parts.update.lr_target = parts.sentinel.policy.lr_scale * state.lr_factor
-    if is_restored and parts.update.lr_scale.item() > parts.update.lr_target:  # sync: older weights are rare
+    if is_restored and parts.update.lr_scale.item() > parts.update.lr_target:  # sync: only after a restore
         parts.sentinel.detectors.expect_lr_change()

@@ -1,4 +1,4 @@
-"""Opening a run: its directory, its newest checkpoint that is whole, and what was ever decided in it."""
+"""Opens a run directory and resumes the run from its newest verified checkpoint."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from harness.telemetry.event_log import events_since, last_iteration
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What rank 0 found on disk, for all ranks to hear."""
+    """What rank 0 found on disk; it is broadcast to all ranks."""
 
     run: RunDir
     last_iteration: int
     changes: dict[str, Any]
-    """Keys that were changed on purpose since the run was last started."""
+    """Config keys that were changed on purpose since the last start."""
     problem: str = ""
 
 
 def open_run(cfg: Config, data: RunData) -> Opened:
-    """Name and create the run directory and take its lease, or say why not."""
+    """Create the run directory if needed and take its lease. `Opened.problem` says why that is not possible."""
     rundir.name_run(cfg)
     run = rundir.locate(cfg)
     seen = 0
@@ -53,19 +53,19 @@ def open_run(cfg: Config, data: RunData) -> Opened:
 
 
 def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Event]]:
-    """Continue from the newest checkpoint that is whole, or begin; what there is to tell comes with it."""
+    """Load the newest verified checkpoint, or start from scratch; returns the state and the events to log."""
     found = store.load_newest(
         opened.run.checkpoints, parts.tensors(), world=parts.world, retry_s=cfg.checkpoint.retry_s
     )
     state, directory = found.loaded or (RunState(), None)
-    recall(parts, state, opened)
+    restore_sentinel(parts, state, opened)
     state.iteration = max(state.iteration, opened.last_iteration)
     if directory is not None:
         parts.keeper.continue_from(directory, state)
     parts.sentinel.policy.chart.resume(state.iteration, state.step)
     set_rate(parts, state)
     now, iteration = time.time(), state.iteration
-    told: list[Event] = [
+    damaged: list[Event] = [
         CheckpointJudged(
             time=now, iteration=iteration, directory=error.path.parent.name, health="damaged", reason=str(error)
         )
@@ -79,11 +79,11 @@ def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Ev
         step=state.step,
         resumed_from=directory,
     )
-    return state, [*told, started]
+    return state, [*damaged, started]
 
 
-def recall(parts: Parts, state: RunState, opened: Opened) -> None:
-    """The detectors as they were at the checkpoint; the policy with all that the log says it has decided since."""
+def restore_sentinel(parts: Parts, state: RunState, opened: Opened) -> None:
+    """Restore the detectors as of the checkpoint, and the policy with everything that the log says it decided since."""
     since = from_first(lambda: events_since(opened.run.events, state.iteration))
     jointly(lambda: parts.sentinel.resume(state.sentinel, since))
     state.lr_factor = from_first(lambda: ordered_factor(opened.run, state.lr_factor))

@@ -1,4 +1,4 @@
-"""A run that goes on: everything the loop holds in its hands, and why it may end."""
+"""A run in progress: everything that the training loop works with, and how one step report is processed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.config.errors import EXIT_HALTED
 from harness.config.schema import Config
 from harness.control.stop_requests import StopRequest
 from harness.control.watcher import Watcher
-from harness.core.events import StepRecord
+from harness.core.events import Action, ReducedRecord, StepRecord
 from harness.core.gc_schedule import Collector
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
@@ -27,8 +27,8 @@ class Ending(NamedTuple):
     exit_code: int
     reason: str
     after: int = 0
-    """The iteration after which it ends. Where ranks have parted, one of them may read the record that says so before
-    the others do; it goes on until they read it too, or they would wait for it."""
+    """The last iteration to issue. If ranks disagree, one rank may read the record that says so before the others do.
+    It keeps issuing iterations until the others have read it too; otherwise they would hang in a collective."""
 
     @property
     def is_halt(self) -> bool:
@@ -37,7 +37,7 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run that goes on."""
+    """A run in progress on this rank."""
 
     cfg: Config
     directory: RunDir
@@ -46,12 +46,12 @@ class Run:
     narrator: Narrator
     stop: StopRequest
     inbox: Watcher | None
-    """On rank 0 alone."""
+    """Operator commands; on rank 0 only."""
     heart: Heartbeat
     collector: Collector
 
-    def tell(self, facts: HostFacts, values: Tensor) -> StepRecord:
-        """The record of an iteration, as it goes into the log."""
+    def log_step(self, facts: HostFacts, values: Tensor) -> StepRecord:
+        """Turn a step report into its record, and write the record to the event log."""
         record = unpack(
             self.parts.signals.layout,
             facts,
@@ -62,6 +62,29 @@ class Run:
             replicate=self.parts.world.replicate,
         )
         record.beta2 = self.cfg.optim.beta2 if facts.probed else None
-        told = self.narrator.emit_step(record, posted_s=facts.posted_s)
-        self.heart.learn(told)
-        return told
+        logged = self.narrator.emit_step(record, posted_s=facts.posted_s)
+        self.heart.learn(logged)
+        return logged
+
+    def process_report(
+        self, facts: HostFacts, values: Tensor, *, is_halted: bool = False
+    ) -> tuple[ReducedRecord, Action | None]:
+        """Log one step report, correct the step counter, run the detectors and the policy; returns the policy's action.
+
+        After a halt, and where ranks disagree, the report is only logged.
+        """
+        parts, state = self.parts, self.state
+        if measured := parts.check.receive(facts.iteration):
+            self.narrator.note(measured)
+            parts.sentinel.measure(measured)
+        record = self.log_step(facts, values)
+        state.learn(refused=record.refused)
+        if is_halted or record.digests:
+            return record, None
+        findings, action = parts.sentinel.judge(record)
+        for finding in findings:
+            self.narrator.note(finding)
+        parts.keeper.learn(
+            record, state, doubtful_since=parts.sentinel.policy.doubtful_since, remembered=parts.sentinel.memory
+        )
+        return record, action

@@ -1,10 +1,10 @@
-"""The data of a run at its start: compared with what the run has recorded, and across hosts.
+"""The corpus of a run at its start: compared with what the run recorded, and across hosts.
 
-Why: a corpus that changed must stop the run before anything is written or trained.
-How: rank 0 lists the files and decides what holds from now on. All hosts probe the files
-(`harness.data.corpus.host_agreement`). The record (`harness.data.corpus.corpus_record`) is written when the run
-directory is opened. A change is refused with one line, unless `run.resume=changed` asks for it and the arithmetic of
-the batches allows it: files that were added, files that were moved, another batch size.
+A corpus that changed must stop the run before anything is written or trained. Rank 0 lists the files and decides what
+this start reads. All hosts probe the files (`harness.data.corpus.host_agreement`). The record
+(`harness.data.corpus.corpus_record`) is written when the run directory is opened. A change is rejected with one line,
+unless `run.resume=changed` asks for it and the batch order can stay the same for what was seen: files appended, files
+moved, another batch size.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from harness.distributed.world import World
 
 FIXED = ("train.sequence_length", "data.eval_fraction", "data.synthetic.num_samples")
 FIXED_IN_SOURCES = (".kind", ".dtype")
-"""Keys that decide which windows there are, and which of them are held out."""
+"""Config keys that decide which windows exist and which are held out."""
 
 NEW_RUN = "or choose another run.name"
 UNDO = f"undo that, {NEW_RUN}"
@@ -55,22 +55,22 @@ WOULD_CHANGE = "what was seen and what is held out would not stay the same"
 class RunData(NamedTuple):
     record: DataRecord
     changes: dict[str, Any]
-    """What differs from the last start and is admitted: key -> [then, now]."""
+    """Admitted changes since the last start: config key -> [old, new]."""
 
 
 class Progress(NamedTuple):
-    """How far a run has come, in batches."""
+    """How far the run has come, in batches."""
 
     resumes_at: int
-    """Where the newest checkpoint goes on."""
+    """The cursor of the newest checkpoint."""
     excluded: int
-    """The first batch behind all exclusions."""
+    """The first batch after all exclusions."""
     furthest: int
-    """The first batch that no checkpoint has consumed and no exclusion names; 0: there is nothing to go on from."""
+    """The first batch that no checkpoint has consumed and no exclusion contains; 0 if there is no checkpoint."""
 
 
-def settle_data(cfg: Config, *, world: World) -> RunData:
-    """The data that this start of the run reads, on every rank alike; refused on every rank alike."""
+def resolve_run_data(cfg: Config, *, world: World) -> RunData:
+    """Decide which data this start reads; every rank gets the same answer or the same error."""
     planned = from_first(lambda: plan_data(cfg))
     files = [
         Asked(key_of(name), file.listed) for name, source in planned.record.sources.items() for file in source.files
@@ -84,7 +84,7 @@ def settle_data(cfg: Config, *, world: World) -> RunData:
 
 
 def recorded_data(cfg: Config, run: RunDir) -> DataRecord:
-    """What a run has recorded of its data, and for sources it has no record of, what is there now."""
+    """Return the recorded data of a run; sources without a record are listed as they are now."""
     record = read_record(run.corpus)
     if record is not None and record.sources.keys() >= cfg.data.sources.keys():
         return record
@@ -93,7 +93,7 @@ def recorded_data(cfg: Config, run: RunDir) -> DataRecord:
 
 
 def plan_data(cfg: Config) -> RunData:
-    """What holds from this start on, without a look inside the files; writes nothing."""
+    """Decide which data this start reads, without reading the files; writes nothing."""
     rundir.name_run(cfg)
     run = rundir.locate(cfg)
     rundir.check_resume(cfg, run)
@@ -102,7 +102,7 @@ def plan_data(cfg: Config) -> RunData:
         return RunData(now, {})
     settings = rundir.differences(cfg, run)
     recorded = read_record(run.corpus)
-    if recorded is None:  # a version that kept none wrote this run: the corpus as it is now has to be believed
+    if recorded is None:  # an older version without records wrote this run: trust the corpus as it is now
         batch_size, _ = settings.get("train.batch_size", (cfg.train.batch_size, None))
         recorded = replace(now, sizes=(Size(0, batch_size),))
     compared = compare_files(recorded, now)
@@ -112,7 +112,7 @@ def plan_data(cfg: Config) -> RunData:
         refuse_unasked(compared)
     else:
         progress = progress_of(run)
-        if progress.furthest == 0:  # it begins again: nothing was seen that could come again
+        if progress.furthest == 0:  # no checkpoint: the run starts again, so nothing was seen yet
             return RunData(now, changes)
     refuse_fixed(settings, recorded, now)
     refuse_broken(compared)
@@ -126,7 +126,7 @@ def plan_data(cfg: Config) -> RunData:
 
 
 def compare_files(recorded: DataRecord, now: DataRecord) -> dict[str, Compared]:
-    """The files of every source that had files then and has files now."""
+    """Compare the files of every source that had files and still has some."""
     return {
         name: compare(then, [file.listed for file in now.sources[name].files])
         for name, then in recorded.sources.items()
@@ -137,7 +137,7 @@ def compare_files(recorded: DataRecord, now: DataRecord) -> dict[str, Compared]:
 def add_files(
     cfg: Config, run: RunDir, record: DataRecord, name: str, compared: Compared, *, from_batch: int
 ) -> DataRecord:
-    """The record with added files, which are read when the source has finished the pass that it is in at a batch."""
+    """Return the record with added files. The source reads them after the pass that it is in at `from_batch`."""
     message = f"{compared.changed}, but the limits of data.stratify hold for the files that a run began with"
     require(cfg.data.stratify.rare_below == 0, key_of(name), f"{message}; {UNDO}")
     amendments = [
@@ -153,7 +153,7 @@ def add_files(
 
 
 def first_record(cfg: Config) -> DataRecord:
-    """The data as it is now, as the first start of a run records it."""
+    """Record the data as it is now, as at the first start of a run."""
     listed = list_files(cfg.data.sources)
     sources = {}
     for name, source in cfg.data.sources.items():
@@ -172,21 +172,21 @@ def key_of(name: str) -> str:
 
 
 def refuse_unasked(compared: dict[str, Compared]) -> None:
-    """Refuse what differs from the last start, where no change was asked for."""
+    """Reject any difference from the last start, if `run.resume` does not allow it."""
     for name, each in compared.items():
         advice = UNDO if each.broken else f"undo that, set run.resume=changed, {NEW_RUN}"
         require(not each.changed, key_of(name), f"the corpus of the run changed: {each.changed}; {advice}")
 
 
 def refuse_broken(compared: dict[str, Compared]) -> None:
-    """Refuse what would give windows other numbers."""
+    """Reject changes that would renumber the windows."""
     for name, each in compared.items():
         message = f"the corpus of the run changed: {each.broken}: {WOULD_CHANGE}"
         require(not each.broken, key_of(name), f"{message}; {UNDO}")
 
 
 def refuse_fixed(settings: dict[str, tuple[Any, Any]], recorded: DataRecord, now: DataRecord) -> None:
-    """Refuse, by their keys, settings that decide which windows there are and which of them are held out."""
+    """Reject changed config keys that decide which windows exist and which are held out."""
     for key, (then, value) in settings.items():
         is_of_source = key.startswith("data.sources.") and key.endswith(FIXED_IN_SOURCES)
         is_fixed = (key in FIXED or is_of_source) and then is not None and value is not None
@@ -199,9 +199,9 @@ def refuse_fixed(settings: dict[str, tuple[Any, Any]], recorded: DataRecord, now
 
 
 def admit_size(cfg: Config, recorded: DataRecord, progress: Progress) -> tuple[Size, ...]:
-    """The batch sizes of the run with the one that is asked for; it holds from the batch where the run goes on.
+    """Append the new batch size to the sizes of the run; it applies from the batch where the run resumes.
 
-    Where batches further on are excluded, it holds from behind them: they stay excluded, sample for sample.
+    If later batches are excluded, it applies after them, so that they stay excluded sample for sample.
     """
     then, now = recorded.sizes[-1].batch_size, cfg.train.batch_size
     if then == now:
@@ -214,7 +214,7 @@ def admit_size(cfg: Config, recorded: DataRecord, progress: Progress) -> tuple[S
 
 
 def with_probes(name: str, source: SourceRecord, probes: Sequence[str]) -> SourceRecord:
-    """The record with what was read of its files; refused where that is not what was read at an earlier start."""
+    """Return the record with the probes of its files; rejected if a probe differs from an earlier start."""
     differ = [file.path for file, now in zip(source.files, probes, strict=True) if file.probes not in ("", now)]
     message = f"the corpus of the run changed: the content of {some(differ)} is not what it was: {WOULD_CHANGE}"
     require(not differ, key_of(name), f"{message}; {UNDO}")
@@ -227,7 +227,7 @@ def with_probes(name: str, source: SourceRecord, probes: Sequence[str]) -> Sourc
 
 
 def progress_of(run: RunDir) -> Progress:
-    """How far the checkpoints and the ledger of a run go."""
+    """Read from checkpoints and ledger how far the run has come."""
     cursors = [
         cursor_of(each.path) for each in catalog.saved(run.checkpoints) if each.health is not catalog.Health.tainted
     ]
@@ -237,7 +237,7 @@ def progress_of(run: RunDir) -> Progress:
 
 
 def cursor_of(checkpoint: Path) -> int:
-    """The next batch of a checkpoint; 0 where its state is broken, which is found out when it is loaded."""
+    """Return the cursor of a checkpoint; 0 if its state cannot be parsed, which loading reports later."""
     path = checkpoint / store.STATE_FILE
     try:
         return int(json.loads(path.read_text(encoding="utf-8"))["cursor"])

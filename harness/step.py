@@ -1,12 +1,13 @@
-"""One step: gradients, one all-reduce of signals, one bit that refuses or applies; and an evaluation, which is none.
+"""One training step: forward/backward, one all-reduce of signals, the gate, the update. Also evaluation.
 
-Everything here is issued to the device and not waited for.
+Every function only issues work to the device. Nothing waits for it, except at the end of an evaluation.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -18,11 +19,12 @@ from harness.data.batch import Batch
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.fsdp import free_gathered_weights, reduce_replicas
 from harness.model.transformer import document_mask
-from harness.sentinel.device.step_report import pack, totals
+from harness.sentinel.device.gate import Judgement
+from harness.sentinel.device.step_report import Totals, pack, totals
 
 
 def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) -> None:
-    """Gradients of the mean loss over the global batch, one micro-batch at a time."""
+    """Compute the gradients of the mean loss over the global batch, one micro-batch at a time."""
     seed = parts.scale.scale / (cfg.train.batch_size * cfg.train.sequence_length)
     micro_batches = batch.micro_batches(cfg.train.micro_batch_size)
     for number, rows in enumerate(micro_batches, start=1):
@@ -43,14 +45,22 @@ def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) ->
 
 
 def mask_of(rows: Batch) -> torch.Tensor | None:
-    """Who may attend to whom, where documents are kept apart."""
+    """Return the attention mask that keeps documents apart, or None if documents attend to each other."""
     return None if rows.documents is None else document_mask(rows.documents)
 
 
+class StepSignals(NamedTuple):
+    """The signals of one step after the all-reduce: on the device, equal on every rank."""
+
+    reduced: torch.Tensor
+    totals: Totals
+    loss_scale: torch.Tensor
+    """The loss scale that the gradients of this step were computed with."""
+
+
 @torch.no_grad()
-def judge_and_update(parts: Parts, *, cfg: Config, probe: bool, planned: bool = False) -> torch.Tensor:
-    """Reduce the signals, refuse or apply the update, and report; all on the device. `planned`: a planned change of the
-    data or of the schedule has just begun."""
+def reduce_signals(parts: Parts, *, cfg: Config, probe: bool) -> StepSignals:
+    """Sum the signals of all ranks in one all-reduce. A probe adds sums over weights, moments and fp8 meters."""
     parts.signals.add_gradients()
     if probe:
         betas = (cfg.optim.beta1, cfg.optim.beta2)
@@ -61,19 +71,55 @@ def judge_and_update(parts: Parts, *, cfg: Config, probe: bool, planned: bool = 
     reduced = parts.signals.reduce()
     scale = parts.scale.scale.clone()
     expected = cfg.train.batch_size * cfg.train.sequence_length
-    total = totals(parts.signals.layout, reduced, scale=scale, expected_tokens=expected)
-    judgement = parts.gate.judge(
-        loss=total.loss, grad_norm=total.grad_norm, warming=parts.update.warming, planned=planned
+    return StepSignals(
+        reduced, totals(parts.signals.layout, reduced, scale=scale, expected_tokens=expected), loss_scale=scale
     )
-    parts.products.learn(judgement.refuse)
-    lr = parts.update.apply(refuse=judgement.refuse, grad_norm=total.grad_norm, divisor=total.divisor)
-    parts.scale.update(overflow=judgement.overflow, refused=judgement.refuse)
-    return pack(reduced, total, judgement=judgement, lr=lr, step=parts.update.step, scale=scale)
+
+
+@torch.no_grad()
+def gate(parts: Parts, signals: StepSignals, *, planned: bool) -> Judgement:
+    """Accept or reject the update, from the reduced loss and gradient norm.
+
+    The decision is one bit on the device, equal on every rank. `planned` widens the bounds after a planned change of
+    the data or of the schedule.
+    """
+    loss, grad_norm, _ = signals.totals
+    return parts.gate.judge(loss=loss, grad_norm=grad_norm, warming=parts.update.warming, planned=planned)
+
+
+@torch.no_grad()
+def apply_update(parts: Parts, signals: StepSignals, decision: Judgement) -> torch.Tensor:
+    """Apply the clipped AdamW update, or leave every parameter and moment bit for bit as it is if it was rejected.
+
+    Returns the report of the step: everything that the host reads later, as one vector.
+    """
+    parts.products.learn(decision.refuse)
+    _, grad_norm, divisor = signals.totals
+    lr = parts.update.apply(refuse=decision.refuse, grad_norm=grad_norm, divisor=divisor)
+    parts.scale.update(overflow=decision.overflow, refused=decision.refuse)
+    return pack(
+        signals.reduced,
+        signals.totals,
+        judgement=decision,
+        lr=lr,
+        step=parts.update.step,
+        scale=signals.loss_scale,
+    )
+
+
+def finish_step(parts: Parts, *, cfg: Config, probe: bool, planned: bool = False) -> torch.Tensor:
+    """Everything after the backward pass: reduce the signals, gate, update. Returns the report of the step."""
+    signals = reduce_signals(parts, cfg=cfg, probe=probe)
+    return apply_update(parts, signals, gate(parts, signals, planned=planned))
 
 
 @torch.no_grad()
 def _forward_only(parts: Parts, micro_batches: Iterable[Batch]) -> torch.Tensor:
-    """This rank's summed loss and its tokens [2], without gradients."""
+    """Return this rank's summed loss and token count [2], without gradients.
+
+    FSDP2 keeps weights gathered after a forward pass without a backward pass. They are freed here: a later restore
+    writes to the shards, and the next step must not compute with the old gathered weights.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
     with parts.products.probing(False):
         for rows in micro_batches:
@@ -84,28 +130,28 @@ def _forward_only(parts: Parts, micro_batches: Iterable[Batch]) -> torch.Tensor:
 
 
 def loss_sums(parts: Parts, batch: Batch, *, cfg: Config) -> torch.Tensor:
-    """This rank's summed loss of a batch and its tokens [2]."""
+    """Return this rank's summed loss of a batch and its token count [2]."""
     return _forward_only(parts, batch.micro_batches(cfg.train.micro_batch_size))
 
 
 def held_out_sums(parts: Parts) -> torch.Tensor:
-    """Summed loss and tokens [2] of the fixed held-out rows, over all ranks; on the device and not waited for."""
+    """Return the summed loss and token count [2] of the fixed held-out rows over all ranks, without a host sync."""
     return all_reduce_sum(_forward_only(parts, parts.check.rows))
 
 
 def measure_held_out(parts: Parts, state: RunState) -> None:
-    """Refresh the clean level of the held-out check; the loss is read when a later report is."""
+    """Issue a measurement of the held-out loss. The host reads it together with a later step report."""
     if parts.check.rows:
         parts.check.send(held_out_sums(parts), state)
 
 
 def evaluate(parts: Parts, state: RunState, *, cfg: Config, beat: Callable[[], None] = lambda: None) -> EvalRecord:
-    """Mean loss on the held-out batches, the same ones every time; `beat` says that it goes on."""
+    """Return the mean loss on the held-out batches, the same batches every time. `beat` is called before each batch."""
     sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
     for index in range(min(cfg.eval.num_batches, len(parts.held_out))):
         beat()
         sums += loss_sums(parts, parts.held_out[index], cfg=cfg)
-    loss_sum, tokens = all_reduce_sum(sums).tolist()  # sync: an evaluation is rare and its end is waited for
+    loss_sum, tokens = all_reduce_sum(sums).tolist()  # sync: an evaluation is rare, and its result is needed now
     return EvalRecord(
         time=time.time(), iteration=state.iteration, step=state.step, loss=loss_sum / tokens, tokens=int(tokens)
     )

@@ -1,4 +1,7 @@
-"""What an operator orders, as actions that all ranks carry out alike; their incident is 0, which is a person's."""
+"""Runs operator commands inside the training loop: rank 0 reads them, all ranks apply them at the same iteration.
+
+A command becomes the same `Action` that the policy uses, with incident number 0.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,86 @@ from dataclasses import asdict
 from typing import Any
 
 from harness.build import Parts
-from harness.config.errors import ConfigError
-from harness.control.commands import ExcludeSource, Order, Precision, Rate, Rollback, Skip
-from harness.control.inbox import REFUSED, check, interventions
+from harness.config.errors import EXIT_HALTED, EXIT_INTERRUPTED, ConfigError
+from harness.control.commands import (
+    Command,
+    ExcludeSource,
+    Order,
+    Pause,
+    Precision,
+    Rate,
+    Resume,
+    Rollback,
+    SaveCheckpoint,
+    Skip,
+)
+from harness.control.inbox import REFUSED, check, intervention_event, interventions
 from harness.core.events import Action, ActionKind, Outcome
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.data.order.ledger import Ledger
-from harness.distributed.collectives import from_first
+from harness.distributed.collectives import broadcast, from_first, together
+from harness.recovery import run_action, run_actions
+from harness.run import Ending, Run
+from harness.telemetry.heartbeat import Phase
 
-BY_A_PERSON = 0
+BY_OPERATOR = 0
+PAUSE_POLL_S = 1.0
+
+
+def run_operator_commands(run: Run) -> Ending | None:
+    """Apply all waiting commands. A paused run stays in this function until it is resumed or stopped."""
+    is_paused = False
+    while True:
+        for command in broadcast(run.inbox.take() if run.inbox else []):
+            is_paused = isinstance(command.order, Pause) or (is_paused and not isinstance(command.order, Resume))
+            changes, ending = apply_command(run, command)
+            event = intervention_event(command, run.state.iteration, changes)
+            run.narrator.emit(event)
+            if run.inbox:
+                run.inbox.done(command, event)
+            if ending is not None:
+                return ending
+        if not is_paused:
+            return None
+        run.heart.beat(run.state, Phase.pause)
+        if run.inbox:
+            run.inbox.wait(PAUSE_POLL_S)
+        if any(together(lambda: bool(run.stop))):
+            return Ending(EXIT_INTERRUPTED, "stopped")
+
+
+def apply_command(run: Run, command: Command) -> tuple[dict[str, Any], Ending | None]:
+    """Apply one command if it can be done; returns its result for the log, and why the run must end, or None."""
+    order, parts = command.order, run.parts
+    if refusal := broadcast(refusal_of(run.directory, order) if run.inbox else ""):
+        return {REFUSED: refusal}, None
+    if isinstance(order, SaveCheckpoint):
+        parts.keeper.ask()
+    if isinstance(order, Rate):
+        run.state.lr_factor = order.factor
+    try:
+        action = action_of(order, command.reason, parts, run.state)
+    except OSError as error:
+        return {REFUSED: f"cannot be done: {error}"}, None
+    if action is None:
+        return changes_of(order, None, None), None
+    parts.sentinel.obey(action)
+    outcome = run_action(run, action)
+    changes = changes_of(order, action, outcome)
+    if outcome.is_torn:
+        return changes, Ending(EXIT_HALTED, outcome.reason)
+    return changes, run_actions(run, parts.sentinel.hear(outcome))
 
 
 def action_of(order: Order, reason: str, parts: Parts, state: RunState) -> Action | None:
-    """The action that answers an order; None where it takes none. All ranks must ask."""
+    """Return the action for a command, or None if it needs none. A collective: every rank calls it."""
     action = Action(
         time=time.time(),
         iteration=state.iteration,
         kind=ActionKind.watch,
         step=state.step,
-        incident=BY_A_PERSON,
+        incident=BY_OPERATOR,
         reason=reason,
         onset=state.iteration,
     )
@@ -49,15 +112,17 @@ def action_of(order: Order, reason: str, parts: Parts, state: RunState) -> Actio
 
 
 def next_batches(ledger: Ledger, cursor: int, num_batches: int) -> list[int]:
-    """First and last index of the next batches that would be seen; those excluded before do not count."""
+    """Return the first and last index of the next `num_batches` batches that are not excluded yet."""
     first = ledger.next_index(cursor)
     num_seen = bisect_left(range(first + 1), first, key=ledger.nth)
     return [first, ledger.nth(num_seen + num_batches - 1)]
 
 
 def refusal_of(run: RunDir, order: Order) -> str:
-    """Why this run cannot do that; empty where it can. On rank 0, which sees the disk; a disk that does not answer is
-    a reason too, because the other ranks wait for one."""
+    """Return why this run cannot do it, or an empty string; on rank 0, which reads the disk.
+
+    An I/O error is a reason too, because the other ranks wait for the answer.
+    """
     try:
         check(run, order)
     except ConfigError as error:
@@ -68,19 +133,18 @@ def refusal_of(run: RunDir, order: Order) -> str:
 
 
 def ordered_factor(run: RunDir, otherwise: float) -> float:
-    """The last factor on the learning rate that was ordered, which also holds where an older checkpoint does not know
-    it."""
+    """Return the newest learning-rate factor that an operator set. It outlives a restore."""
     done = [event.changes for event in interventions(run) if REFUSED not in event.changes]
     return next((float(changes["factor"]) for changes in reversed(done) if "factor" in changes), otherwise)
 
 
 def changes_of(order: Order, action: Action | None, outcome: Outcome | None) -> dict[str, Any]:
-    """What came of an order, for the books."""
+    """Return the result of a command, as it is logged."""
     changes: dict[str, Any] = asdict(order)
     if action is None or outcome is None:
         return changes
     if not outcome.succeeded:
-        return changes | {REFUSED: outcome.reason or "there is nothing to go back to"}
+        return changes | {REFUSED: outcome.reason or "there is no state to restore"}
     batches = {"batches": action.exclude} if action.exclude else {}
     cost = {"target": outcome.target, "steps_lost": outcome.steps_lost} if outcome.target else {}
     return changes | batches | cost | {"step": outcome.step}

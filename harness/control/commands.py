@@ -1,11 +1,11 @@
-"""What an operator may ask of a run that goes on, in words that are checked wherever they come from.
+"""The operator commands of `harness ctl`, and their JSON form.
 
-Why: the command line writes them, the run reads them, perhaps in another version and days later; both must hold the
-same thing for possible, and say in one line what is not.
-How: an order is a small dataclass that refuses what can never be; a command is an order with who gave it, when and why.
-In a file it is one JSON object. Keys that are missing, unknown or of another type are refused, not guessed.
-Left out: what depends on the run (is there such a source, such a checkpoint) is known to those who have the run.
-Stop is none of these, because it must also be heard from a plain `touch`: see `harness.control.stop_requests`.
+The command line writes a command and the run reads it, perhaps in another version of the code and days later. Both
+sides validate with the same dataclasses. Keys that are missing, unknown or of the wrong type are rejected.
+
+Left out: checks that need the run (does this source exist, is there such a checkpoint), which are in
+`harness.control.inbox`, and the stop command, which must also work as a plain `touch STOP`
+(`harness.control.stop_requests`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.config.errors import ConfigError, require
 
 LONGEST_REASON = 1000
 MOST_BATCHES = 1_000_000
-"""The ledger is append-only: a slip of the finger must not exclude a corpus."""
+"""A typing error must not exclude a whole corpus: the ledger is append-only."""
 LARGEST_FACTOR = 10.0
 PRECISIONS = ("bf16", "fp8")
 
@@ -28,7 +28,7 @@ PRECISIONS = ("bf16", "fp8")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
-    """Never see the next batches."""
+    """Exclude the next batches."""
 
     num_batches: int
 
@@ -40,7 +40,7 @@ class Skip:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
-    """Go back to the newest sound checkpoint at or before a step."""
+    """Roll back to the newest checkpoint at or before a step that is not tainted."""
 
     to_step: int
 
@@ -51,7 +51,7 @@ class Rollback:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Multiply the learning rate of the schedule; 1 restores it."""
+    """Multiply the scheduled learning rate; a factor of 1 restores it."""
 
     factor: float
 
@@ -63,7 +63,7 @@ class Rate:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExcludeSource:
-    """Read a source of data no more."""
+    """Set the weight of a data source to 0."""
 
     source: str
 
@@ -74,7 +74,7 @@ class ExcludeSource:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Compute a run in fp8 in bf16 until told otherwise, or in fp8 again."""
+    """Switch an fp8 run to bf16, or back to fp8."""
 
     kind: str
 
@@ -85,19 +85,19 @@ class Precision:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpoint:
-    """Save now."""
+    """Save a checkpoint now."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """Stay where the run is, in memory, and hear commands."""
+    """Pause the loop with its state in memory. Commands are still processed."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Go on after a pause."""
+    """Continue after a pause."""
 
 
 Order = Skip | Rollback | Rate | ExcludeSource | Precision | SaveCheckpoint | Pause | Resume
@@ -112,14 +112,14 @@ ORDERS: dict[str, type[Order]] = {
     "pause": Pause,
     "resume": Resume,
 }
-"""Word of the command line and of the file -> what it asks for."""
+"""Command name, on the command line and in the file -> its dataclass."""
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """An order, and who gave it."""
+    """An order, with its author, time and reason."""
 
     id: str
     """Name of its file, without .json."""
@@ -137,13 +137,13 @@ class Command:
         require(0 <= self.time < 1e12, "time", f"must be in seconds since 1970, got {self.time}")
 
     def to_json(self) -> str:
-        (word,) = [word for word, kind in ORDERS.items() if isinstance(self.order, kind)]
+        (name,) = [name for name, kind in ORDERS.items() if isinstance(self.order, kind)]
         given = {"who": self.who, "time": self.time, "reason": self.reason}
-        return json.dumps({"command": word} | asdict(self.order) | given)
+        return json.dumps({"command": name} | asdict(self.order) | given)
 
 
 def in_words(order: Order) -> str:
-    """What is asked, to be read after "asked the run to"."""
+    """Describe an order, to be read after "asked the run to"."""
     match order:
         case Skip(num_batches=1):
             return "skip 1 batch"
@@ -170,32 +170,32 @@ def in_words(order: Order) -> str:
 
 
 def from_json(text: bytes, *, id: str) -> Command:
-    """The command a file holds; a `ConfigError` says in one line why it holds none."""
+    """Parse a command file. Raises `ConfigError` with one line if it is not a valid command."""
     try:
-        words = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
         raise ConfigError("", "is not JSON") from None
-    match words:
-        case {"command": str(word), "who": str(who), "time": int() | float() as when, "reason": str(reason), **rest}:
-            require(word in ORDERS, "", f"has no known command: {reprlib.repr(word)}; known are {', '.join(ORDERS)}")
-            order = order_of(word, {str(key): value for key, value in rest.items()})
+    match content:
+        case {"command": str(name), "who": str(who), "time": int() | float() as when, "reason": str(reason), **rest}:
+            require(name in ORDERS, "", f"has no known command: {reprlib.repr(name)}; known are {', '.join(ORDERS)}")
+            order = parse_order(name, {str(key): value for key, value in rest.items()})
             return Command(id=id, order=order, who=one_line(who), time=when, reason=one_line(reason))
         case _:
             raise ConfigError("", "needs command, who, time and reason")
 
 
-def order_of(word: str, given: Mapping[str, Any]) -> Order:
-    """The order with that word and those fields."""
-    expected = {field.name: str(field.type) for field in fields(ORDERS[word])}
+def parse_order(name: str, given: Mapping[str, Any]) -> Order:
+    """Build the order with this name from its fields."""
+    expected = {field.name: str(field.type) for field in fields(ORDERS[name])}
     message = f"takes {', '.join(expected) or 'nothing'}, got {reprlib.repr(sorted(given))}"
-    require(given.keys() == expected.keys(), word, message)
-    for name, kind in expected.items():
-        valid = type(given[name]) in _TYPES[kind]
-        require(valid, word, f"{name} must be of type {kind}, got {reprlib.repr(given[name])}")
-    return ORDERS[word](**given)
+    require(given.keys() == expected.keys(), name, message)
+    for key, kind in expected.items():
+        valid = type(given[key]) in _TYPES[kind]
+        require(valid, name, f"{key} must be of type {kind}, got {reprlib.repr(given[key])}")
+    return ORDERS[name](**given)
 
 
 def one_line(text: str) -> str:
-    """Words that any log and any terminal can show."""
-    words = " ".join(text.encode(errors="replace").decode().split())
-    return "".join(letter if letter.isprintable() else "?" for letter in words)
+    """Return the text as one line of printable characters."""
+    line = " ".join(text.encode(errors="replace").decode().split())
+    return "".join(character if character.isprintable() else "?" for character in line)

@@ -1,14 +1,16 @@
-"""How a command of an operator reaches a run, and how its answer comes back: files in RUN/control.
+"""Operator commands as files in RUN/control: sending, checking, reading, answering.
 
-Why: who may change a run is who may write in its directory; nobody needs a port, a password or a process number. And
-what a person changed must be on paper like a drug in a trial: who, when, why, what came of it.
-How: one JSON file a command, put there whole by a rename, in the order of their names, which begin with the time. A
-thread of rank 0 looks once a second (`harness.control.watcher`); the loop carries the word through the step's
-all-reduce, takes what waits, and applies it on all ranks at the same iteration. The answer is an intervention: it is
-written down first and then the file goes, so that a run that is killed in between does not do the same thing twice. A
-command belongs to the run and not to its processes: what nobody took waits for the next start. What cannot be read is
-set aside as *.refused with one line on stderr; nothing in that directory can stop a run.
-Left out: whether `who` is true. Whoever may write the file may write any name.
+Whoever may write to the run directory may change the run; no port, password or PID is needed. Every change is logged
+with who asked, when, why, and what came of it.
+
+A command is one JSON file, moved into place by a rename. File names begin with the time, and commands apply in that
+order. A thread of rank 0 polls once a second (`harness.control.watcher`). The step's all-reduce carries the flag to all
+ranks, and they apply the commands at the same iteration. The answer is an `Intervention` event. It is written first,
+then the file is removed, so a run that is killed in between does not apply a command twice. A command that nobody took
+waits for the next start of the run. A file that cannot be parsed is renamed to *.refused with one line on stderr;
+nothing in that directory can stop a run.
+
+Left out: authentication. `who` is what the writer of the file claims.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from harness.telemetry.event_log import tail
 POLL_S = 0.2
 LONGEST_BYTES = 65536
 REFUSED = "refused"
-"""Key of an intervention's changes: why the run did not do what it was asked."""
+"""Key of an intervention's changes: why the run rejected the command."""
 
 
 def path_of(run: RunDir, id: str) -> Path:
@@ -61,12 +63,12 @@ def path_of(run: RunDir, id: str) -> Path:
 
 
 def refused_path_of(run: RunDir, id: str) -> Path:
-    """What a command is called that the run could not read."""
+    """The new name of a command file that the run could not parse."""
     return run.control / f"{id}.json.{REFUSED}"
 
 
 def make_control(run: RunDir) -> None:
-    """Create the directory of commands, with the permissions of the run's."""
+    """Create RUN/control with the permissions of the run directory."""
     try:
         run.control.mkdir()
     except FileExistsError:
@@ -75,7 +77,7 @@ def make_control(run: RunDir) -> None:
 
 
 def send(run: RunDir, order: Order, *, who: str, reason: str) -> Command:
-    """Put a command where rank 0 will find it, readable by the run whoever it belongs to."""
+    """Write a command file for rank 0, readable by the run's user."""
     now_ns = time.time_ns()
     begin = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now_ns // 10**9))
     id = f"{begin}-{now_ns // 1000 % 10**6:06d}-{secrets.token_hex(4)}"
@@ -94,7 +96,7 @@ def send(run: RunDir, order: Order, *, who: str, reason: str) -> Command:
 
 
 def waiting(run: RunDir) -> list[Command]:
-    """Commands that nobody took yet, in order; what cannot be read is passed over, and left to the run."""
+    """List the commands that wait, in order. Files that cannot be parsed are left to the run."""
     found = []
     for path in _listed(run):
         with suppress(OSError, ConfigError):
@@ -103,19 +105,19 @@ def waiting(run: RunDir) -> list[Command]:
 
 
 def interventions(run: RunDir) -> list[Intervention]:
-    """What people changed so far, in order."""
+    """List the interventions so far, in order."""
     if not run.interventions.exists():
         return []
     return [event for event in events.read(run.interventions) if isinstance(event, Intervention)]
 
 
 def answer(run: RunDir, id: str) -> Intervention | None:
-    """What came of a command; None: nothing yet."""
+    """Return the answer to a command, or None if there is none yet."""
     return next((event for event in interventions(run) if event.changes.get("id") == id), None)
 
 
-def intervention(command: Command, iteration: int, changes: Mapping[str, Any]) -> Intervention:
-    """The answer to a command, for interventions.jsonl and the log; the key `REFUSED` says why nothing was done."""
+def intervention_event(command: Command, iteration: int, changes: Mapping[str, Any]) -> Intervention:
+    """Build the answer to a command, for interventions.jsonl and the event log. Key `REFUSED`: why it was rejected."""
     asked = {"command": in_words(command.order), "id": command.id, "asked_time": command.time}
     return Intervention(
         time=time.time(), iteration=iteration, who=command.who, reason=command.reason, changes=asked | dict(changes)
@@ -123,15 +125,15 @@ def intervention(command: Command, iteration: int, changes: Mapping[str, Any]) -
 
 
 def rollback_targets(run: RunDir, to_step: int) -> list[Checkpoint]:
-    """Checkpoints at or before a step that are not tainted, the best first: of the newest generation, the latest."""
+    """List the untainted checkpoints at or before a step, newest generation and step first."""
     sound = [each for each in catalog.saved(run.checkpoints) if each.health is not Health.tainted]
     return [each for each in reversed(sound) if each.step <= to_step]
 
 
 def check(run: RunDir, order: Order, *, before: Sequence[Order] = ()) -> None:
-    """Refuse what this run cannot do, as far as its directory tells, after the orders `before`.
+    """Raise `ConfigError` if this run cannot carry out an order after the orders `before`, judging by its directory.
 
-    The command line asks before it sends, and the run before it acts, because much may happen in between.
+    The command line calls it before it sends a command, and the run before it applies one: things change in between.
     """
     match order:
         case Rollback():
@@ -176,18 +178,18 @@ def _check_precision(run: RunDir) -> None:
     match _tree(run):
         case {"precision": {"kind": "fp8"}}:
             return
-    raise ConfigError("precision", f"{run.path} was not started in fp8, and has nothing to choose between")
+    raise ConfigError("precision", f"{run.path} was not started in fp8, so it has no precision to change")
 
 
 def _data_section(run: RunDir) -> dict[str, Any]:
     match _tree(run):
         case {"data": {"sources": dict(), "phases": list()} as data}:
             return dict(data)
-    raise ConfigError(str(run.config), "does not say what the sources are under `data`")
+    raise ConfigError(str(run.config), "has no data.sources and data.phases")
 
 
 def _tree(run: RunDir) -> dict[str, Any]:
-    """The configuration of a run; empty where it cannot be understood."""
+    """Return the config of a run, or an empty dict if it cannot be parsed."""
     try:
         tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
     except (ValueError, yaml.YAMLError):
@@ -196,25 +198,24 @@ def _tree(run: RunDir) -> dict[str, Any]:
 
 
 def last_record(run: RunDir) -> StepRecord | None:
-    """The newest step in the log; None where there is none near its end."""
+    """Return the newest step record near the end of the log, or None."""
     return next((event for event in reversed(tail(run.events)) if isinstance(event, StepRecord)), None)
 
 
 @final
 class Inbox:
-    """The commands of a run on disk; none of its methods raises because of a disk or a file, all of them may wait for
-    one."""
+    """The command files of a run. Its methods never raise because of a disk or a file; they may block on one."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._ignored: set[str] = set()
-        """Files that are done with and cannot be removed."""
+        """Files that were processed and could not be removed."""
         with suppress(OSError):
             make_control(run)
         self._answered = {event.changes.get("id") for event in interventions(run)}
 
     def take(self) -> list[Command]:
-        """All that waits, in order; until it is done with, a command is taken again. What is none is set aside."""
+        """List all waiting commands, in order, until `done` is called for them. Invalid files are renamed."""
         taken = []
         for path in _listed(self._run):
             if path.name in self._ignored:
@@ -224,15 +225,15 @@ class Inbox:
                 require(command.id not in self._answered, "", "was applied before")
                 taken.append(command)
             except ConfigError as error:
-                self._set_aside(path, str(error))
+                self._rename_refused(path, str(error))
             except PermissionError as error:
-                self._set_aside(path, f"cannot be read: {error.strerror}")
+                self._rename_refused(path, f"cannot be read: {error.strerror}")
             except OSError:
-                continue  # withdrawn meanwhile, or a disk that may answer next time
+                continue  # removed meanwhile, or an I/O error that may be gone next time
         return taken
 
     def done(self, command: Command, event: Intervention) -> None:
-        """Write down what came of a command, then remove it."""
+        """Write the answer to a command, then remove its file."""
         self._answered.add(command.id)
         try:
             append_line(self._run.interventions, to_json(event))
@@ -245,7 +246,7 @@ class Inbox:
             self._ignored.add(path.name)
             _warn(f"{path} was applied and cannot be removed: {error.strerror}")
 
-    def _set_aside(self, path: Path, why: str) -> None:
+    def _rename_refused(self, path: Path, why: str) -> None:
         _warn(f"{self._run.control}: {reprlib.repr(path.name)} was refused: {why}")
         try:
             path.rename(path.with_name(f"{path.name}.{REFUSED}"))
@@ -254,7 +255,7 @@ class Inbox:
 
 
 def _listed(run: RunDir) -> list[Path]:
-    """Files that are there whole, in order; none where the directory cannot be read."""
+    """List the complete command files, in order; none if the directory cannot be read."""
     try:
         return sorted(path for path in run.control.iterdir() if path.suffix == ".json" and path.name[0] != ".")
     except OSError:

@@ -1,14 +1,12 @@
-"""What the outside asks of a run, gathered on one rank until the next all-reduce carries it to the others.
+"""Stop requests: signals, the file STOP, and Ctrl-C, collected on a rank until the step's all-reduce shares them.
 
-Why: a scheduler sends a signal, an operator writes a file, Ctrl-C is pressed; the loop must hear one word, at a moment
-when every rank can save the same step.
-How: signal handlers only write a number down. On rank 0 a thread also looks for the file STOP in the run directory
-(`harness.control.watcher`); the loop itself never waits for the file system. The loop asks `if stop` in every step and
-puts the answer into the step's all-reduce, which every rank reads `sentinel.lag` steps later: after a signal at most
-lag + 1 further steps begin, one of them because it came just after the loop had asked. STOP stays as long as the run is
-stopped, as a sign that this was wanted; the next start clears it away.
-Left out: what is asked of a run that goes on, which is `harness.control.inbox`; and taking a request back. Once seen,
-it holds for this start of the run.
+A signal handler only appends a number. On rank 0 a thread also polls for the file STOP in the run directory
+(`harness.control.watcher`); the loop itself never waits for the file system. The loop puts the request into every
+step's all-reduce, and all ranks read it `sentinel.lag` steps later. So at most lag + 1 further steps begin after a
+signal: one because it may arrive just after the loop has looked. The file STOP stays while the run is stopped, as a
+record that somebody wanted this. The next start removes it.
+
+Left out: other commands (`harness.control.inbox`), and withdrawing a request. Once seen, it holds for this start.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from harness.core.events import Intervention
 from harness.core.rundir import RunDir, write_atomically
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""SIGUSR1 is what Slurm is told to send some time before a job's time is up."""
+"""Slurm sends SIGUSR1 some time before the job's time limit."""
 LONGEST_STOP_BYTES = 65536
 ELSEWHERE = "a signal to another rank"
 
@@ -36,20 +34,20 @@ ELSEWHERE = "a signal to another rank"
 @final
 @dataclass(slots=True)
 class StopRequest:
-    """True once this rank was asked to stop; made before the process group, so that no signal is lost."""
+    """True once this rank was asked to stop. Created before the process group, so that no signal is lost."""
 
     received: list[int] = field(default_factory=list)
     _file_says: str = ""
-    """Who asked by the file STOP, once it was seen; empty before."""
+    """The reason from the file STOP, once it was seen; empty before."""
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """The signal handler; who presses Ctrl-C twice will not wait."""
+        """The signal handler. A second Ctrl-C raises KeyboardInterrupt."""
         if number == signal.SIGINT and signal.SIGINT in self.received:
             raise KeyboardInterrupt
         self.received.append(number)
 
     def look(self, run: RunDir) -> None:
-        """See whether the file STOP is there; for rank 0 alone, because a thousand ranks would ask one disk."""
+        """Look for the file STOP. Only rank 0 calls it, to spare the file system."""
         if self._file_says:
             return
         try:
@@ -64,7 +62,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """Who or what asked, in a few words, for a run that is stopping."""
+        """Who or what requested the stop."""
         if self.received:
             return signal.Signals(self.received[0]).name
         return self._file_says or ELSEWHERE
@@ -72,7 +70,7 @@ class StopRequest:
 
 @contextmanager
 def signals_to(stop: StopRequest) -> Iterator[None]:
-    """Every stop signal is a request; a second SIGINT insists."""
+    """Install the handler for all stop signals."""
     before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
         yield
@@ -83,8 +81,8 @@ def signals_to(stop: StopRequest) -> Iterator[None]:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What STOP says where `harness ctl` wrote it."""
+class StopFile:
+    """Content of the file STOP, if `harness ctl` wrote it."""
 
     who: str
     time: float
@@ -96,22 +94,23 @@ class Asked:
 
 
 def ask(run: RunDir, *, who: str, reason: str) -> None:
-    """Ask a run to save and leave."""
-    write_atomically(run.stop, json.dumps(asdict(Asked(who=who, time=time.time(), reason=reason))) + "\n")
+    """Write the file STOP: the run saves a checkpoint and exits."""
+    write_atomically(run.stop, json.dumps(asdict(StopFile(who=who, time=time.time(), reason=reason))) + "\n")
 
 
-def read(run: RunDir) -> Asked | None:
-    """Who asked the run to stop, and why; None where nobody did, or by a file that says nothing readable."""
+def read(run: RunDir) -> StopFile | None:
+    """Parse the file STOP; None if there is none, or if it has no readable content."""
     try:
         with run.stop.open("rb") as file:
-            words = json.loads(file.read(LONGEST_STOP_BYTES))
-        return Asked(who=one_line(str(words["who"])), time=float(words["time"]), reason=one_line(str(words["reason"])))
+            content = json.loads(file.read(LONGEST_STOP_BYTES))
+        who, reason = (one_line(str(content[key])) for key in ("who", "reason"))
+        return StopFile(who=who, time=float(content["time"]), reason=reason)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
-def intervention(run: RunDir, iteration: int) -> Intervention | None:
-    """The stop that an operator asked for, as an event; None where the file does not say who did."""
+def stop_event(run: RunDir, iteration: int) -> Intervention | None:
+    """Build the event for an operator's stop, or None if the file does not say who asked."""
     asked = read(run)
     if asked is None:
         return None
@@ -121,7 +120,7 @@ def intervention(run: RunDir, iteration: int) -> Intervention | None:
 
 
 def clear(run: RunDir) -> None:
-    """Remove the STOP that ended the run last time; for rank 0, before the run can be asked anew."""
+    """Remove the file STOP of the last start; on rank 0, before the run accepts new requests."""
     try:
         run.stop.unlink(missing_ok=True)
     except OSError as error:

@@ -1,14 +1,13 @@
-"""Rank 0's thread that looks for STOP and for operators' commands, so that the loop only reads memory.
+"""A thread of rank 0 that polls for the file STOP and for operator commands.
 
-Why: the run directory may lie on a file system that stalls for a minute. A loop that asks it for a file waits as long,
-and all other ranks wait for the loop.
-How: one thread looks once a second and keeps what it found in memory. The loop carries it through the step's
-all-reduce as before, so all ranks hear it at the same iteration. The thread also writes the answers to commands
-(`Inbox.done`). The loop waits for an answer to be on disk, for at most `DONE_WAIT_S` a stall; then it goes on with a
-warning. A run that is killed before the answer is on disk applies the command again in its next start.
-Left out: what checks an order against the run directory when it is applied (`harness.control.inbox.check`), and what
-must be on disk before an order takes effect (ledger, marks of checkpoints). Both wait for the file system; both happen
-only when an operator asks for something.
+The run directory may lie on a file system that stalls for a minute. If the loop touched it, all ranks would wait. The
+thread polls once a second and keeps what it found in memory; the loop only reads memory. The thread also writes the
+answers to commands (`Inbox.done`). The loop waits until an answer is on disk, for at most `DONE_WAIT_S` per stall; then
+it continues with a warning. A run that is killed before the answer is on disk applies the command again later.
+
+Left out: checking an order against the run directory when it is applied (`harness.control.inbox.check`), and what must
+be on disk before an order takes effect (ledger, tainted checkpoints). Both wait for the file system, and only when an
+operator has sent a command.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ CLOSE_WAIT_S = 5.0
 
 @final
 class Watcher:
-    """STOP goes to `stop`; commands are taken here."""
+    """Polls for STOP, which goes to `stop`, and for commands, which `take` returns."""
 
     def __init__(self, run: RunDir, stop: StopRequest) -> None:
         self._run = run
         self._stop = stop
         self._inbox = Inbox(run)
         self._found: list[Command] = []
-        """What waited at the last look."""
+        """Commands that waited at the last poll."""
         self._applied: set[str] = set()
-        """Commands that the loop is done with."""
+        """Commands that the loop has applied."""
         self._next_word_s = 0.0
         self._answers: deque[tuple[Command, Intervention]] = deque()
-        """To be written; guarded by the condition, as is what follows."""
+        """Answers to write; the condition guards these and the fields below."""
         self._changed = Condition()
         self._num_answers = self._num_written = 0
         self._gave_up_at = -1
-        """How many were written when the loop last stopped waiting for one."""
+        """Value of `_num_written` when the loop last gave up waiting for an answer."""
         self._ended = False
         self._thread = Thread(target=self._look_on, name="watcher", daemon=True)
 
@@ -70,7 +69,7 @@ class Watcher:
             )
 
     def waits(self) -> bool:
-        """True, at most once a second, as long as a command waits; every time, because a rewind may forget the word."""
+        """Whether a command waits; True at most once a second. It repeats, because a rewind may discard the flag."""
         now_s = time.monotonic()
         if now_s < self._next_word_s or not self.take():
             return False
@@ -78,7 +77,7 @@ class Watcher:
         return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until a command waits, for a run that is paused; False: nothing came in time."""
+        """Block until a command arrives, for a paused run; False after the timeout."""
         deadline_s = time.monotonic() + timeout_s
         while not self.take():
             left_s = deadline_s - time.monotonic()
@@ -88,11 +87,11 @@ class Watcher:
         return True
 
     def take(self) -> list[Command]:
-        """All commands that waited at the last look, in order, without those that are done."""
+        """List the commands that waited at the last poll, in order, without those that were applied."""
         return [command for command in self._found if command.id not in self._applied]
 
     def done(self, command: Command, event: Intervention) -> None:
-        """Have written down what came of a command, then its file removed; waits for it, within limits."""
+        """Queue the answer to a command and wait, for a limited time, until it is on disk and the file is removed."""
         self._applied.add(command.id)
         with self._changed:
             self._answers.append((command, event))
@@ -104,10 +103,10 @@ class Watcher:
             if self._changed.wait_for(lambda: self._num_written >= until, timeout=DONE_WAIT_S):
                 return
             self._gave_up_at = self._num_written
-        _warn(f"{self._run.interventions} takes no data for {DONE_WAIT_S:g} s; training goes on")
+        _warn(f"{self._run.interventions} has accepted no data for {DONE_WAIT_S:g} s; training continues")
 
     def look(self) -> None:
-        """Ask the file system once, in the caller's thread."""
+        """Poll the file system once, in the caller's thread."""
         self._stop.look(self._run)
         self._found = self._inbox.take()
 
@@ -134,7 +133,7 @@ class Watcher:
 
 @contextmanager
 def watching(run: RunDir, stop: StopRequest, *, is_first: bool) -> Iterator[Watcher | None]:
-    """A watcher on rank 0, None on all others."""
+    """Run a watcher on rank 0; yields None on all other ranks."""
     if not is_first:
         yield None
         return

@@ -24,7 +24,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import harness.precision.fused_qkv  # noqa: F401  (both define operators)
+import harness.precision.fp8.swiglu  # noqa: F401  (defines operators)
+import harness.precision.fused_qkv  # noqa: F401  (defines operators)
 from harness.config.parallel import ActivationCheckpointing, ParallelConfig
 from harness.distributed.torch_private import chunk_cat
 from harness.distributed.torch_private.single_rank import Unscattered, gather_in_one_pass

@@ -27,7 +27,7 @@ from harness.control.commands import (
     Rollback,
     in_words,
     one_line,
-    order_of,
+    parse_order,
 )
 from harness.core.events import Intervention, RunEnded, RunStarted, StepRecord
 from harness.core.locking import run_lease
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
 def ask(run: RunDir, word: str, words: Namespace) -> int:
     """Any command that a run goes on after."""
     reason = reason_of(words)
-    order = order_of(word, {key: value for key, value in vars(words).items() if key not in ("reason", "wait")})
+    order = parse_order(word, {key: value for key, value in vars(words).items() if key not in ("reason", "wait")})
     log_bytes = num_bytes_of_log(run)
     check_running(run)
     inbox.check(run, order, before=[command.order for command in inbox.waiting(run)])

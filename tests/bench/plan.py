@@ -32,7 +32,7 @@ from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.distributed.world import connect, disconnect
 from harness.precision.attention import fast_attention
-from harness.step import forward_backward, judge_and_update, mask_of
+from harness.step import finish_step, forward_backward, mask_of
 from tests.bench.step import one_step
 
 BASE = ["+experiment=1b_bf16", "cluster=h200", "checkpoint.ring.slots=0", "train.num_steps=20"]
@@ -88,7 +88,7 @@ def probed_peak(parts: Parts, cfg: Config, index: int) -> int:
     """Of a step in which everything is watched."""
     torch.cuda.reset_peak_memory_stats()
     forward_backward(parts, parts.batches[index], cfg=cfg, probe=True)
-    judge_and_update(parts, cfg=cfg, probe=True)
+    finish_step(parts, cfg=cfg, probe=True)
     return torch.cuda.max_memory_allocated()
 
 
@@ -117,7 +117,7 @@ def dissected(parts: Parts, cfg: Config, index: int, *, sizes: list[str]) -> Pha
         )
         del output
     torch.cuda.reset_peak_memory_stats()
-    judge_and_update(parts, cfg=cfg, probe=True)
+    finish_step(parts, cfg=cfg, probe=True)
     update_peak = torch.cuda.max_memory_allocated()
     forward_peak, backward_peak = max(forward_peaks), max(backward_peaks)
     peak = max(forward_peak, backward_peak, update_peak)

@@ -32,7 +32,7 @@ from harness.checkpoint import store
 from harness.config.schema import Config
 from harness.core.state import RunState
 from harness.distributed.shards import local
-from harness.step import forward_backward, judge_and_update
+from harness.step import finish_step, forward_backward
 from tests.bench.clock import wait_for
 
 OURS = "this harness: snapshot, written by a thread"
@@ -57,7 +57,7 @@ class Loop:
         if before_update is not None:
             before_update()
         self.parts.ring.finish_copy()
-        judge_and_update(self.parts, cfg=self.cfg, probe=False)
+        finish_step(self.parts, cfg=self.cfg, probe=False)
         self.index += 1
         if self.parts.world.device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

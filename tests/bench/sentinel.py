@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import torch
 
-from harness.build import Parts, build, meter
+from harness.build import Parts, build, build_meter
 from harness.config.compose import load
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
@@ -48,7 +48,7 @@ from harness.precision.attention import fast_attention
 from harness.recovery import recover
 from harness.sentinel.device.local_sums import square_sums, square_sums_in_one_launch
 from harness.sentinel.device.step_report import HostFacts, unpack
-from harness.step import forward_backward, judge_and_update, mask_of
+from harness.step import finish_step, forward_backward, mask_of
 from harness.telemetry.meters import Meter, memory_bytes
 from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, in_turns, led, nothing
 
@@ -82,7 +82,7 @@ class Watched:
         parts.signals.add_requests(stop=False, save=parts.keeper.is_due_by_clock(), command=False)
         busy_s = time.perf_counter() - parts.collectives.waited_s - begun_s
         parts.signals.add_host_facts(decision=parts.sentinel.digest, busy_s=busy_s)
-        report = judge_and_update(parts, cfg=cfg, probe=probe)
+        report = finish_step(parts, cfg=cfg, probe=probe)
         parts.mailbox.post(self.facts(batch, probe=probe), report)
         self.hear()
 
@@ -195,7 +195,7 @@ def sides(cfg: Config, parts: Parts, root: RunDir) -> tuple[Watched, Plain]:
     """Both ways to train the same model."""
     state = RunState()
     rates = [cfg.optim.lr * each for each in table(cfg.optim, num_steps=cfg.train.num_steps)]
-    return Watched(cfg, parts, state, root.checkpoints, meter(cfg, parts.world)), Plain(cfg, parts, state, rates)
+    return Watched(cfg, parts, state, root.checkpoints, build_meter(cfg, parts.world)), Plain(cfg, parts, state, rates)
 
 
 def measure(watched: Watched, plain: Plain, *, rounds: int, num_steps: int) -> list[Round]:

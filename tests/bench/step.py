@@ -24,7 +24,7 @@ from harness.core.rundir import RunDir
 from harness.distributed.world import connect, disconnect
 from harness.model.size import flops_per_token, num_parameters
 from harness.precision.attention import fast_attention
-from harness.step import forward_backward, judge_and_update
+from harness.step import finish_step, forward_backward
 from harness.telemetry.meters import peak_flops
 from tests.bench.clock import WARMUP_STEPS, led, let_go, matmul_flops_per_s, nothing, timed
 
@@ -44,7 +44,7 @@ class Row:
 
 def one_step(parts: Parts, cfg: Config, index: int) -> torch.Tensor:
     forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
-    return judge_and_update(parts, cfg=cfg, probe=False)
+    return finish_step(parts, cfg=cfg, probe=False)
 
 
 @dataclass(slots=True)

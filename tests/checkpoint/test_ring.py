@@ -15,7 +15,7 @@ from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.distributed.shards import local
 from harness.distributed.world import connect
-from harness.step import forward_backward, judge_and_update
+from harness.step import finish_step, forward_backward
 from tests.checkpoint.test_ring_in_process import Bench
 from tests.distributed.cases import digest, run, tiny
 from tests.distributed.pool import Pool
@@ -32,7 +32,7 @@ def start(*overrides: str) -> tuple[Parts, Config]:
 def step(parts: Parts, cfg: Config, index: int) -> list[float]:
     forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
     parts.ring.finish_copy()
-    return judge_and_update(parts, cfg=cfg, probe=False).tolist()
+    return finish_step(parts, cfg=cfg, probe=False).tolist()
 
 
 def rewind(*overrides: str) -> dict[str, Any]:

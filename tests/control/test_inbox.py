@@ -32,7 +32,7 @@ from harness.control.commands import (
     Skip,
     from_json,
     in_words,
-    order_of,
+    parse_order,
 )
 from harness.control.inbox import Inbox
 from harness.core.events import StepRecord, to_json
@@ -127,13 +127,13 @@ def test_every_order_has_a_word() -> None:
 )
 def test_what_can_never_be_is_refused_in_one_line(word: str, given: dict[str, Any], complaint: str) -> None:
     for attempt in (
-        lambda: order_of(word, given),
+        lambda: parse_order(word, given),
         lambda: from_json(json.dumps({"command": word} | given | GIVEN).encode(), id="a"),
     ):
         with pytest.raises(ConfigError) as error:
             attempt()
         assert str(error.value) == complaint
-    assert order_of("lr", {"factor": 10}) == Rate(factor=10)
+    assert parse_order("lr", {"factor": 10}) == Rate(factor=10)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_a_disk_that_fails_is_no_command_and_no_crash(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", fail)
         patch.setattr(commands, "append_line", fail)
-        inbox.done(sent, commands.intervention(sent, 7, {}))
+        inbox.done(sent, commands.intervention_event(sent, 7, {}))
     assert "the event log alone has the intervention" in capsys.readouterr().err
     assert inbox.take() == [], "what cannot be removed is done all the same"
 
@@ -226,7 +226,7 @@ def test_a_command_is_answered_once(run: RunDir, capsys: pytest.CaptureFixture[s
     (taken,) = inbox.take()
     path = commands.path_of(run, sent.id)
     content = path.read_bytes()
-    event = commands.intervention(taken, 7, {"excluded": [10, 12]})
+    event = commands.intervention_event(taken, 7, {"excluded": [10, 12]})
     assert (event.iteration, event.who, event.reason) == (7, "ada", "boilerplate")
     inbox.done(taken, event)
     assert not names(run)
@@ -257,7 +257,7 @@ def test_many_operators_at_once(run: RunDir) -> None:
         while not (is_over.is_set() and not commands.waiting(run)):
             for command in inbox.take():
                 taken.append(command)
-                inbox.done(command, commands.intervention(command, len(taken), {}))
+                inbox.done(command, commands.intervention_event(command, len(taken), {}))
 
     def operate(operator: int) -> list[str]:
         return [commands.send(run, Skip(num_batches=n), who=str(operator), reason="-").id for n in range(1, 11)]
@@ -358,7 +358,7 @@ def test_a_source_is_excluded_unless_nothing_is_left(run: RunDir) -> None:
 @pytest.mark.parametrize("content", ["", "[", "data: 3", "data: {sources: [web], phases: []}"])
 def test_a_configuration_without_sources_is_named(run: RunDir, content: str) -> None:
     run.config.write_text(content)
-    with pytest.raises(ConfigError, match=r"config.yaml: does not say what the sources are under `data`"):
+    with pytest.raises(ConfigError, match=r"config.yaml: has no data.sources and data.phases"):
         commands.check(run, ExcludeSource(source="web"))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from harness.config.errors import ConfigError
 from harness.control import stop_requests
-from harness.control.stop_requests import Asked, StopRequest, signals_to
+from harness.control.stop_requests import StopFile, StopRequest, signals_to
 from harness.core.rundir import RunDir
 
 
@@ -60,7 +60,7 @@ def test_an_empty_stop_file_is_a_request(run: RunDir) -> None:
     stop.look(run)
     assert stop
     assert stop.reason == "STOP file"
-    assert stop_requests.intervention(run, 7) is None
+    assert stop_requests.stop_event(run, 7) is None
     run.stop.unlink()
     stop.look(run)
     assert stop, "what was seen holds"
@@ -82,7 +82,7 @@ def test_who_asked_is_told(run: RunDir, clock: Clock, reason: str, in_words: str
     stop.look(run)
     assert stop
     assert stop.reason == in_words
-    event = stop_requests.intervention(run, 7)
+    event = stop_requests.stop_event(run, 7)
     assert event is not None
     assert (event.who, event.iteration, event.time) == ("ada", 7, clock.time())
     assert in_words in (f"asked by ada: {event.reason}", f"asked by ada{event.reason}")
@@ -140,4 +140,4 @@ def test_a_stop_of_last_time_is_cleared(run: RunDir) -> None:
 
 def test_what_is_asked_is_read_back(run: RunDir, clock: Clock) -> None:
     stop_requests.ask(run, who="ada", reason="disk is full")
-    assert stop_requests.read(run) == Asked(who="ada", time=clock.time(), reason="disk is full")
+    assert stop_requests.read(run) == StopFile(who="ada", time=clock.time(), reason="disk is full")

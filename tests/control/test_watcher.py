@@ -50,7 +50,7 @@ def test_what_is_on_disk_is_heard_and_answered_once(run: RunDir) -> None:
         assert inbox.take() == sent
         assert inbox.waits()
         for command in inbox.take():
-            inbox.done(command, commands.intervention(command, 7, {}))
+            inbox.done(command, commands.intervention_event(command, 7, {}))
             assert commands.answer(run, command.id) is not None, "on disk before the loop goes on"
         assert inbox.take() == []
         assert not inbox.waits()
@@ -106,9 +106,9 @@ def test_an_answer_that_cannot_be_written_holds_the_run_up_once_and_not_for_long
         assert within_patience(lambda: len(inbox.take()) == 3)
         run.interventions.symlink_to(stalled.path / "interventions.jsonl")
         for command in sent:
-            inbox.done(command, commands.intervention(command, 7, {}))
+            inbox.done(command, commands.intervention_event(command, 7, {}))
         assert inbox.take() == [], "what is done is not taken again"
         assert len(commands.waiting(run)) == 3, "the file stays until the answer is on disk"
-        assert capfd.readouterr().err.count("takes no data for 0.3 s; training goes on") == 1
+        assert capfd.readouterr().err.count("has accepted no data for 0.3 s; training continues") == 1
         stalled.release()
         assert within_patience(lambda: not commands.waiting(run))

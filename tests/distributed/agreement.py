@@ -161,7 +161,7 @@ class Driven:
         parts, state, cursor = self.parts, self.state, self.state.cursor
         said = self._healthy(cursor)
         spoil(said, at)
-        branches = train.branches_of(self.run, cursor, planned=False)
+        branches = train.choose_branches(self.run, cursor, planned=False)
         report = self._report(said, branches)
         state.advance(next_cursor=cursor + 1, tokens=1)
         facts = HostFacts(

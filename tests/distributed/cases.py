@@ -38,7 +38,7 @@ from harness.distributed.shards import local
 from harness.distributed.world import World, connect
 from harness.faults.site import watched
 from harness.run import Run
-from harness.step import forward_backward, judge_and_update, loss_sums
+from harness.step import finish_step, forward_backward, loss_sums
 
 TINY = (
     "model.dim=32",
@@ -168,7 +168,7 @@ def step(parts: Parts, cfg: Config, index: int, *, poisoned_by: float | None = N
     forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
     if poisoned_by is not None and parts.world.rank == guilty:
         poison(parts, lambda gradient: gradient.view(-1)[0].fill_(poisoned_by))
-    return judge_and_update(parts, cfg=cfg, probe=False).tolist()
+    return finish_step(parts, cfg=cfg, probe=False).tolist()
 
 
 def refusal(value: float, guilty: int, *overrides: str) -> dict[str, Any]:

@@ -48,8 +48,8 @@ def asked_in_step(directory: str, nth: int, rank: int, place: str, *overrides: s
 
         return replaced
 
-    compute, decide = interrupted("forward_backward"), interrupted("judge_and_update")
-    with patch.multiple(train, forward_backward=compute, judge_and_update=decide):
+    compute, decide = interrupted("forward_backward"), interrupted("reduce_signals")
+    with patch.multiple(train, forward_backward=compute, reduce_signals=decide):
         code, _ = cases.run(directory, *overrides)
     return code, begun
 
@@ -182,9 +182,9 @@ def test_an_operator_is_written_down(stopped: dict[str, Stopped]) -> None:
     ("lag", "rank", "place", "heard_late"),
     [
         (0, 0, "forward_backward", 0),
-        (0, 1, "judge_and_update", 1),
+        (0, 1, "reduce_signals", 1),
         (3, 1, "forward_backward", 0),
-        (3, 0, "judge_and_update", 1),
+        (3, 0, "reduce_signals", 1),
     ],
 )
 def test_few_steps_begin_after_a_request(

@@ -69,7 +69,7 @@ def run(directory: str, fault: Fault | None, *overrides: str) -> Ended:
 @contextmanager
 def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
     """Wrap the loop's own functions at the root; the product has no hook for this."""
-    genuine = {name: getattr(train, name) for name in ("build", "forward_backward", "judge_and_update", "leave")}
+    genuine = {name: getattr(train, name) for name in ("build", "forward_backward", "apply_update", "leave")}
     calls = 0
     cursor = -1
 
@@ -102,8 +102,8 @@ def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
         ):
             genuine["forward_backward"](parts, *arguments, **options)
 
-    def judge_and_update(parts: Parts, **options: Any) -> Tensor:
-        report: Tensor = genuine["judge_and_update"](parts, **options)
+    def apply_update(parts: Parts, *arguments: Any) -> Tensor:
+        report: Tensor = genuine["apply_update"](parts, *arguments)
         if fault and fault.kind == "weights" and strikes(parts):
             with torch.no_grad():
                 local(parts.update.parameters[BROKEN_WEIGHT]).mul_(fault.factor)
@@ -121,7 +121,7 @@ def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
     for name, replacement in (
         ("build", build),
         ("forward_backward", forward_backward),
-        ("judge_and_update", judge_and_update),
+        ("apply_update", apply_update),
         ("leave", leave),
     ):
         setattr(train, name, replacement)

@@ -18,7 +18,7 @@ from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.distributed.shards import local
 from harness.distributed.world import connect, disconnect
-from harness.step import forward_backward, judge_and_update
+from harness.step import finish_step, forward_backward
 from tests.gpu.test_step import SMALL
 
 pytestmark = [
@@ -42,7 +42,7 @@ def start(run: Path, *overrides: str) -> tuple[Parts, Config]:
 def step(parts: Parts, cfg: Config, index: int) -> None:
     forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
     parts.ring.finish_copy()
-    judge_and_update(parts, cfg=cfg, probe=False)
+    finish_step(parts, cfg=cfg, probe=False)
 
 
 def copies(parts: Parts) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ from harness.precision.attention import fast_attention
 from harness.precision.fp8.engine import Engine, engine_of
 from harness.precision.fp8.formats import FORWARD, GRADIENT, Blocks, Side
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch, project
-from harness.step import forward_backward, judge_and_update
+from harness.step import finish_step, forward_backward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -130,7 +130,7 @@ def losses(cfg: Config, parts: Parts, first: int, count: int, *, probe: bool = F
     with fast_attention():
         for index in range(first, first + count):
             forward_backward(parts, parts.batches[index], cfg=cfg, probe=probe)
-            report = judge_and_update(parts, cfg=cfg, probe=probe)
+            report = finish_step(parts, cfg=cfg, probe=probe)
             layout = parts.signals.layout
             found.append(float(layout.scalar(report, "loss") / layout.scalar(report, "tokens")))
             if probe:

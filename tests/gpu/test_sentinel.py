@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.build import Parts, build, meter
+from harness.build import Parts, build, build_meter
 from harness.config.compose import load
 from harness.config.errors import EXIT_DONE
 from harness.config.schema import Config
@@ -29,7 +29,7 @@ from harness.recovery import recover
 from harness.run import Run
 from harness.sentinel.detect.baseline import FLOATS, advance, begin, beyond, gate_bounds
 from harness.sentinel.device.gate import Gate
-from harness.step import forward_backward, judge_and_update
+from harness.step import finish_step, forward_backward
 from harness.telemetry.event_reporter import Narrator
 from harness.telemetry.heartbeat import Heartbeat
 from harness.train import train
@@ -65,7 +65,7 @@ def a_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Iterat
     run = RunDir(directory)
     with (
         Heartbeat(run, rank=0, world_size=1, num_steps=cfg.train.num_steps) as heart,
-        Narrator(cfg, run, world=parts.world, meter=meter(cfg, parts.world)) as narrator,
+        Narrator(cfg, run, world=parts.world, meter=build_meter(cfg, parts.world)) as narrator,
         Collector() as collector,
     ):
         yield Run(
@@ -104,7 +104,7 @@ def step(parts: Parts, cfg: Config, index: int, *, factor: float = 1.0) -> bool:
         assert parameter.grad is not None
         local(parameter.grad).mul_(factor)
     before = parts.update.step.clone()
-    judge_and_update(parts, cfg=cfg, probe=False)
+    finish_step(parts, cfg=cfg, probe=False)
     return bool(parts.update.step == before)
 
 

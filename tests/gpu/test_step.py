@@ -17,7 +17,7 @@ from harness.distributed.shards import local
 from harness.distributed.world import connect, disconnect
 from harness.precision.attention import fast_attention
 from harness.sentinel.device.step_report import HostFacts, unpack
-from harness.step import evaluate, forward_backward, judge_and_update
+from harness.step import evaluate, finish_step, forward_backward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,7 +51,7 @@ def start(*overrides: str) -> tuple[Parts, Config]:
 
 def step(parts: Parts, cfg: Config, index: int, *, probe: bool = False) -> torch.Tensor:
     forward_backward(parts, parts.batches[index], cfg=cfg, probe=probe)
-    return judge_and_update(parts, cfg=cfg, probe=probe)
+    return finish_step(parts, cfg=cfg, probe=probe)
 
 
 def facts(index: int) -> HostFacts:
@@ -114,7 +114,7 @@ def test_a_refused_update_leaves_no_trace(value: float) -> None:
     gradient = parts.update.parameters["blocks.1.mlp.up.weight"].grad
     assert gradient is not None
     local(gradient).view(-1)[7] = value
-    judge_and_update(parts, cfg=cfg, probe=False)
+    finish_step(parts, cfg=cfg, probe=False)
     for name, parameter in parts.update.parameters.items():
         assert torch.equal(local(parameter), before[name]), name
         for key, moment in parts.update.state()[name].items():

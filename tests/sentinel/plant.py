@@ -18,7 +18,7 @@ from harness.config.schema import Config
 from harness.core.events import Action, ActionKind, Event, HeldOutMeasured, Outcome, StepRecord
 from harness.core.state import RunState
 from harness.data.order.ledger import Ledger
-from harness.planned_changes import Planned
+from harness.planned_changes import PlannedChanges
 from harness.sentinel.detect.baseline import (
     CAPPED_FROM_COUNT,
     FLOATS,
@@ -72,7 +72,7 @@ class Plant:
 
     def __post_init__(self) -> None:
         self.sentinel = Sentinel.start(self.cfg.sentinel)
-        self.planned = Planned(self.cfg, self.ledger)
+        self.planned = PlannedChanges(self.cfg, self.ledger)
         self.gate: tuple[State, State] = (begin(), begin())
         self.snapshots: list[Snapshot] = []
         self.waiting: deque[StepRecord] = deque()

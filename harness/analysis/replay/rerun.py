@@ -21,7 +21,7 @@ from torch import Tensor
 from harness.analysis.replay.module_watch import Seen, watching
 from harness.analysis.replay.samples import Sample, weigh
 from harness.analysis.replay.verdict import Cause, Nature, Numbers, Standing, cause, is_same, nature
-from harness.build import Parts, build, held
+from harness.build import Parts, build, closing_parts
 from harness.checkpoint import store
 from harness.checkpoint.io_retry import Patience
 from harness.config.errors import EXIT_DONE, ConfigError
@@ -36,7 +36,7 @@ from harness.precision.attention import fast_attention
 from harness.precision.mixed_precision import able_products
 from harness.recovery import set_rate
 from harness.sentinel.device.step_report import HostFacts, unpack
-from harness.step import forward_backward, judge_and_update, loss_sums
+from harness.step import finish_step, forward_backward, loss_sums
 
 NUM_NEIGHBOURS = 4
 """Batches before the guilty one that it is set among."""
@@ -91,7 +91,7 @@ def run_worker(order: Order, cfg: Config) -> int:
     with (
         fast_attention(),
         connected(cfg.parallel) as world,
-        held(build(cfg, world, RunDir(order.run))) as parts,
+        closing_parts(build(cfg, world, RunDir(order.run))) as parts,
         able_products(cfg.precision.kind, world.device),
     ):
         if order.tamper is not None:
@@ -170,7 +170,7 @@ def take(parts: Parts, cfg: Config, record: StepRecord) -> StepRecord:
     """A logged step once more, in the precision that it had; returns what it came to now."""
     parts.products.use_fp8(record.in_fp8 is not False)
     forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=False)
-    report = judge_and_update(parts, cfg=cfg, probe=False)
+    report = finish_step(parts, cfg=cfg, probe=False)
     facts = HostFacts(
         iteration=record.iteration,
         cursor=record.cursor,
@@ -196,7 +196,7 @@ def watch(parts: Parts, cfg: Config, record: StepRecord) -> Seen:
     """The same step with every module watched, which costs the last bits of its gradients."""
     with watching(parts.model) as seen:
         forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=False)
-    judge_and_update(parts, cfg=cfg, probe=False)
+    finish_step(parts, cfg=cfg, probe=False)
     return seen
 
 

@@ -141,7 +141,7 @@ def test_what_the_run_cannot_do_is_not_sent(
 def test_only_a_run_in_fp8_can_leave_it(run: RunDir, config: str, capsys: pytest.CaptureFixture[str]) -> None:
     run.config.write_text(config)
     assert ctl.main([str(run.path), "precision", "bf16", *WHY]) == 2
-    complaint = f"harness: precision: {run.path} was not started in fp8, and has nothing to choose between\n"
+    complaint = f"harness: precision: {run.path} was not started in fp8, so it has no precision to change\n"
     assert capsys.readouterr().err == complaint
 
 
@@ -175,7 +175,7 @@ def test_two_operators_at_once_are_both_heard(run: RunDir) -> None:
 
 def test_wait_tells_what_came_of_it(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     def act(inbox: Inbox, command: Command) -> None:
-        inbox.done(command, commands.intervention(command, 7, {"excluded": [10, 12]}))
+        inbox.done(command, commands.intervention_event(command, 7, {"excluded": [10, 12]}))
 
     tell(run, STARTED)
     with acting(run, act):
@@ -188,7 +188,7 @@ def test_wait_tells_what_came_of_it(run: RunDir, capsys: pytest.CaptureFixture[s
 
 def test_wait_tells_that_the_run_refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     def act(inbox: Inbox, command: Command) -> None:
-        inbox.done(command, commands.intervention(command, 7, {commands.REFUSED: "no room"}))
+        inbox.done(command, commands.intervention_event(command, 7, {commands.REFUSED: "no room"}))
 
     with acting(run, act):
         assert ctl.main([str(run.path), "checkpoint", *WHY, "--wait"]) == 2
@@ -223,7 +223,7 @@ def test_list_shows_what_waits_and_what_was_done(run: RunDir, capsys: pytest.Cap
     sent = commands.send(run, Skip(num_batches=3), who="ada", reason="boilerplate")
     inbox = Inbox(run)
     for number in range(1, 13):
-        inbox.done(sent, commands.intervention(sent, number, {"excluded": [10, 12]}))
+        inbox.done(sent, commands.intervention_event(sent, number, {"excluded": [10, 12]}))
     waits = commands.send(run, Pause(), who="bob", reason="lunch")
     stop_requests.ask(run, who="eve", reason="new nodes")
     tell(run, STARTED, ENDED)

@@ -23,7 +23,7 @@ from harness.distributed.world import connect, disconnect
 from harness.precision.fp8.layers import PRIMED_STEPS
 from harness.precision.fp8.meters import Column, Role
 from harness.recovery import recover
-from harness.step import forward_backward, judge_and_update
+from harness.step import finish_step, forward_backward
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
@@ -112,7 +112,7 @@ def test_activations_that_are_computed_again_give_the_same_gradients(recipe: str
         nonzeros = parts.products.table[..., Column.nonzeros]
         sizes = [each.weight.numel() for each in parts.products.maps]
         assert nonzeros[:, Role.weights].tolist() == [times * size for size in sizes]
-        judge_and_update(parts, cfg=cfg, probe=True)
+        finish_step(parts, cfg=cfg, probe=True)
         assert not parts.products.table[..., : Column.guess].any(), "each probed step counts from the beginning"
         parts.close()
         disconnect()
@@ -124,7 +124,7 @@ def test_scales_of_weights_that_were_left_behind_are_forgotten(tmp_path: Path) -
     state = RunState()
     for index in range(2):
         forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
-        judge_and_update(parts, cfg=cfg, probe=False)
+        finish_step(parts, cfg=cfg, probe=False)
     assert (parts.products.primed_steps, bool(parts.products.history.any())) == (PRIMED_STEPS - 2, True)
     action = Action(time=0.0, iteration=2, kind=ActionKind.rewind, step=2, incident=1, reason="a test", onset=2)
     assert not recover(action, parts, state, root=tmp_path).succeeded, "there is nothing to go back to yet"
