@@ -6,39 +6,43 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-ROOM = "tests/sentinel"
-GOLDEN = f"{ROOM}/test_golden.py::test_seeded_series_give_what_they_gave"
-BOUNDS = f"{ROOM}/test_detector_bounds.py"
+SENTINEL = "tests/sentinel"
+DETECT, POLICY, DEVICE = (f"{SENTINEL}/{package}" for package in ("detect", "policy", "device"))
+GOLDEN = f"{SENTINEL}/test_golden.py::test_seeded_series_give_what_they_gave"
+BOUNDS = f"{DETECT}/test_detector_bounds.py"
 CURVES = tuple(
     f"{GOLDEN}[{name}]"
     for name in ("spikes", "gradient_spikes", "starts", "refusals", "accepted_levels", "odd_losses", "slow_changes")
 )
 DECIDING = (
     f"{GOLDEN}[policy]",
-    f"{ROOM}/test_policy_bounds.py",
-    f"{ROOM}/test_policy.py",
-    f"{ROOM}/test_policy_climbing.py",
+    f"{POLICY}/test_policy_bounds.py",
+    f"{POLICY}/test_policy.py",
+    f"{POLICY}/test_policy_climbing.py",
 )
 
 TESTS = {
     "harness/sentinel/detect/baseline.py": (
         f"{GOLDEN}[baselines]",
         f"{GOLDEN}[accepted_levels]",
-        f"{ROOM}/test_baseline.py",
+        f"{DETECT}/test_baseline.py",
     ),
-    "harness/sentinel/detect/loss_curve.py": (BOUNDS, *CURVES, f"{ROOM}/test_curve_episodes.py"),
-    "harness/sentinel/detect/detectors.py": (f"{GOLDEN}[guards]", BOUNDS, CURVES[0], f"{ROOM}/test_detectors.py"),
+    "harness/sentinel/detect/loss_curve.py": (BOUNDS, *CURVES, f"{DETECT}/test_loss_curve_episodes.py"),
+    "harness/sentinel/detect/detectors.py": (f"{GOLDEN}[guards]", BOUNDS, CURVES[0], f"{DETECT}/test_detectors.py"),
     "harness/sentinel/detect/guards.py": (f"{GOLDEN}[guards]", BOUNDS),
     "harness/sentinel/detect/second_moment.py": (f"{GOLDEN}[guards]", BOUNDS),
-    "harness/sentinel/detect/fp8_range.py": (f"{ROOM}/test_detectors.py",),
-    "harness/sentinel/detect/step_time.py": (f"{GOLDEN}[step_times]", f"{ROOM}/test_speed.py"),
-    **{f"harness/sentinel/{name}.py": DECIDING for name in ("branch", "budgets", "case", "judged", "policy")},
-    **{f"harness/sentinel/{name}.py": DECIDING for name in ("chart", "health", "scope", "suspects", "symptoms")},
-    "harness/sentinel/policy/precision_fallback.py": (*DECIDING, f"{ROOM}/test_fallback.py"),
-    "harness/analysis/judge/incident_groups.py": (f"{GOLDEN}[incidents]", f"{ROOM}/test_incidents.py"),
-    "harness/analysis/judge/foreign_logs.py": (f"{ROOM}/test_foreign.py",),
-    "harness/sentinel/device/fp8_usage.py": (f"{ROOM}/test_fp8_range.py", f"{ROOM}/test_report.py"),
-    "harness/sentinel/": (ROOM,),
+    "harness/sentinel/detect/fp8_range.py": (f"{DETECT}/test_detectors.py",),
+    "harness/sentinel/detect/step_time.py": (f"{GOLDEN}[step_times]", f"{DETECT}/test_step_time.py"),
+    "harness/sentinel/policy/": DECIDING,
+    "harness/sentinel/policy/incident_log.py": (f"{POLICY}/test_incident_log.py",),
+    "harness/sentinel/policy/precision_fallback.py": (*DECIDING, f"{POLICY}/test_precision_fallback.py"),
+    "harness/analysis/judge/incident_groups.py": (
+        f"{GOLDEN}[incidents]",
+        "tests/analysis/judge/test_incident_groups.py",
+    ),
+    "harness/analysis/judge/foreign_logs.py": ("tests/analysis/judge/test_foreign_logs.py",),
+    "harness/sentinel/device/fp8_usage.py": (f"{DETECT}/test_fp8_range.py", f"{DEVICE}/test_step_report.py"),
+    "harness/sentinel/": (SENTINEL,),
     "harness/checkpoint/": ("tests/checkpoint",),
     "harness/checkpoint/ring_cost.py": ("tests/checkpoint/test_ring_cost.py",),
     "harness/checkpoint/catalog.py": ("tests/checkpoint/test_catalog.py",),
