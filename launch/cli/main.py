@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(help_text(), end="")
             return EXIT_DONE
         case [command, *arguments] if command in SUMMARIES:
-            code: int = import_module(f"launch.{command}").main(arguments)
+            module = "launch.train" if command == "train" else f"launch.cli.{command}"
+            code: int = import_module(module).main(arguments)
             return code
         case [unknown, *_]:
             print(f"harness: no command {unknown!r}; choose {COMMANDS}", file=sys.stderr)
