@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checkpoint.manager import Keeper
+from harness.checkpoint.manager import CheckpointManager
 from harness.checkpoint.ring import Ring
 from harness.checkpoint.ring_cost import rollback_cost
 from harness.config.errors import ConfigError
@@ -70,12 +70,12 @@ class Parts:
     planned: PlannedChanges
     ledger: Ledger
     ring: Ring
-    keeper: Keeper
+    checkpoints: CheckpointManager
     gate: Gate
     sentinel: Sentinel
 
     def close(self) -> None:
-        self.keeper.close()
+        self.checkpoints.close()
         self.ring.close()
         self.batches.close()
         self.held_out.close()
@@ -152,7 +152,7 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         planned=PlannedChanges(cfg, ledger),
         ledger=ledger,
         ring=ring,
-        keeper=Keeper(cfg, run.checkpoints, ring=ring, world=world),
+        checkpoints=CheckpointManager(cfg, run.checkpoints, ring=ring, world=world),
         gate=gate,
         sentinel=Sentinel.start(cfg.sentinel),
     )

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from harness.build import Parts
 from harness.checkpoint import store
-from harness.checkpoint.io_retry import Patience
+from harness.checkpoint.io_retry import IoRetry
 from harness.config.errors import EXIT_HALTED
 from harness.core.events import Action, ActionKind, Outcome
 from harness.core.state import RunState
@@ -182,7 +182,7 @@ def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
             taken,
             parts.tensors(),
             world=parts.world,
-            patience=Patience(parts.keeper.retry_s),
+            retry=IoRetry(parts.checkpoints.retry_s),
             prepare=begin,
             passes_over=True,
         )
@@ -204,15 +204,15 @@ def targets(action: Action, parts: Parts) -> list[tuple[str, int]]:
     An operator's rollback may also use a checkpoint that is not proven good yet.
     """
     if action.incident:
-        return parts.keeper.targets(before=action.onset)
-    return [(name, taken) for name, taken in parts.keeper.targets(until_step=action.step) if taken < action.onset]
+        return parts.checkpoints.targets(before=action.onset)
+    return [(name, taken) for name, taken in parts.checkpoints.targets(until_step=action.step) if taken < action.onset]
 
 
 def prepare(action: Action, parts: Parts, *, iteration: int) -> None:
     """Write what must be on disk before the run continues from the state after `iteration`."""
-    parts.keeper.taint_since(iteration, reason_with_author(action))
+    parts.checkpoints.taint_since(iteration, reason_with_author(action))
     exclude(action, parts)
-    parts.keeper.go_back(iteration)
+    parts.checkpoints.discard_after(iteration)
 
 
 def exclude(action: Action, parts: Parts) -> None:

@@ -61,7 +61,7 @@ def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Ev
     restore_sentinel(parts, state, opened)
     state.iteration = max(state.iteration, opened.last_iteration)
     if directory is not None:
-        parts.keeper.continue_from(directory, state)
+        parts.checkpoints.continue_from(directory, state)
     parts.sentinel.policy.chart.resume(state.iteration, state.step)
     set_rate(parts, state)
     now, iteration = time.time(), state.iteration

@@ -81,7 +81,7 @@ def train(run: Run) -> Ending:
         state.advance(next_cursor=place.cursor, given_back=place.given_back, tokens=num_tokens)
         parts.mailbox.post(host_facts(parts, state, batch, branches), report)
         with run.heart.during(Phase.save):
-            if parts.keeper.take_if_due(state):
+            if parts.checkpoints.take_if_due(state):
                 measure_held_out(parts, state)
         ending = process_reports(run, ending=ending)
 
@@ -127,7 +127,7 @@ def choose_branches(run: Run, cursor: int, *, planned: bool = False) -> Branches
         generation=state.generation,
         probe=state.iteration % cfg.sentinel.probe_every == 0 or parts.sentinel.looks_closer,
         in_fp8=parts.products.in_fp8,
-        saves=parts.keeper.is_due(state.step + 1),
+        saves=parts.checkpoints.is_due(state.step + 1),
         evaluates=is_due(cfg.eval.every_steps, state.step + 1, cfg),
         planned=planned,
     )
@@ -151,7 +151,7 @@ def add_host_signals(run: Run, batch: Batch, branches: Branches, *, started_s: f
     parts = run.parts
     parts.signals.add_requests(
         stop=bool(run.stop),
-        save=parts.keeper.is_due_by_clock(),
+        save=parts.checkpoints.is_due_by_clock(),
         command=run.inbox is not None and run.inbox.waits(),
     )
     busy_s = host_clock_s(parts) - started_s
@@ -204,7 +204,7 @@ def process_reports(run: Run, *, everything: bool = False, ending: Ending | None
         ending = further if ending is None or (further is not None and further.is_halt) else ending
         if record.command_waits and ending is None:
             ending = run_operator_commands(run)
-    for event in [*parts.keeper.news(), *parts.sentinel.news()]:
+    for event in [*parts.checkpoints.drain_events(), *parts.sentinel.drain_events()]:
         run.narrator.note(event)
     return ending
 
@@ -219,8 +219,8 @@ def reason_to_end(run: Run, record: ReducedRecord) -> Ending | None:
 def leave(run: Run, ending: Ending) -> Ending:
     """Log who asked for the stop, and save a last checkpoint. A halted run saves nothing: its state may be damaged."""
     if ending.is_halt:
-        run.parts.keeper.finish()
-        for event in run.parts.keeper.news():
+        run.parts.checkpoints.finish()
+        for event in run.parts.checkpoints.drain_events():
             run.narrator.note(event)
         return ending
     if ending.exit_code == EXIT_INTERRUPTED:
@@ -230,8 +230,8 @@ def leave(run: Run, ending: Ending) -> Ending:
             run.narrator.note(asked)
     is_done = ending.exit_code == EXIT_DONE
     with run.heart.during(Phase.save):
-        is_saved = run.parts.keeper.save_last(run.state, is_done=is_done, remembered=run.parts.sentinel.memory)
-    for event in run.parts.keeper.news():
+        is_saved = run.parts.checkpoints.save_last(run.state, is_done=is_done, remembered=run.parts.sentinel.memory)
+    for event in run.parts.checkpoints.drain_events():
         run.narrator.note(event)
     return ending if is_saved else Ending(EXIT_INTERRUPTED, f"{ending.reason}, but the last checkpoint was not saved")
 
@@ -292,7 +292,7 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
         )
         code, reason, _ = leave(run, train(run))
         heart.end(code, reason)
-        for incident in parts.sentinel.news(last=True):
+        for incident in parts.sentinel.drain_events(last=True):
             narrator.note(incident)
         narrator.end(
             RunEnded(time=time.time(), iteration=state.iteration, step=state.step, exit_code=code, reason=reason)

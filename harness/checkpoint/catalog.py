@@ -6,7 +6,7 @@ How: one directory per (step, generation). It comes into being and goes by a ren
 hidden name. Health lies in a small file of its own, because it is known only later: a checkpoint is a *candidate* until
 enough clean steps have followed it, then *good*; one taken after the onset of an incident is *tainted*. Health that
 cannot be read is *unread*, which is never written down; while there is any, nothing is deleted.
-`expendable` is the whole rule of retention, as a pure function.
+`select_for_deletion` is the whole rule of retention, as a pure function.
 """
 
 from __future__ import annotations
@@ -139,12 +139,12 @@ def mark(path: Path, health: Health, reason: str) -> None:
     write_atomically(path / HEALTH, json.dumps({"health": health, "reason": reason, "time": time.time()}))
 
 
-def expendable(checkpoints: Sequence[Checkpoint], *, keep: int, keep_every_steps: int) -> list[Checkpoint]:
+def select_for_deletion(checkpoints: Sequence[Checkpoint], *, keep: int, keep_every_steps: int) -> list[Checkpoint]:
     """Those that may go, oldest first.
 
     The newest `keep` stay, and the first in every `keep_every_steps` steps (0: none); whatever else holds, so do the
     newest good one and its heir, the first candidate after it, which must live until it has proved good itself.
-    None may go while the health of any is unread: that one may be the good one that makes another expendable.
+    None may go while the health of any is unread: that one may be the good one that makes another select_for_deletion.
     """
     if any(checkpoint.health is Health.unread for checkpoint in checkpoints):
         return []
@@ -198,7 +198,7 @@ def drop(path: Path) -> bool:
     return True
 
 
-def set_aside(path: Path) -> Path:
+def quarantine(path: Path) -> Path:
     """Take a damaged checkpoint out of the way, under a name a person will see; returns it."""
     number, aside = 1, path.with_name(f"{path.name}.damaged")
     while aside.exists():
@@ -208,7 +208,7 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def sweep(root: Path) -> None:
+def remove_unfinished(root: Path) -> None:
     """Remove what a killed process left half written or half deleted; no process may be writing."""
     for path in root.glob(".step-*"):
         if _UNFINISHED.fullmatch(path.name):

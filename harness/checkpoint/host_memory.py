@@ -63,7 +63,7 @@ def aligned(num_bytes: int) -> int:
 
 
 @final
-class Block:
+class PinnedBlock:
     """Host memory of a fixed size, page-locked where a GPU copies into it, handed out piece by piece."""
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:

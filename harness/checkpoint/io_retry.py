@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @final
-class Patience:
+class IoRetry:
     """The retries that are left; `retry_s` is shared by all attempts that are made through one of these."""
 
     def __init__(self, retry_s: float) -> None:

@@ -16,7 +16,7 @@ from harness.checkpoint import catalog, integrity
 from harness.checkpoint.integrity import Damaged, OtherVersion
 from harness.config.errors import StorageError
 
-SET_ASIDE = "damaged"
+QUARANTINED = "damaged"
 """What stands in the place of health for a checkpoint that was set aside."""
 
 
@@ -41,7 +41,7 @@ class Row:
 def rows_of(root: Path) -> list[Row]:
     """Checkpoints, oldest first, then those that were set aside."""
     saved = [(each.path, each.health.value) for each in catalog.saved(root)]
-    aside = [(path, SET_ASIDE) for path in catalog.damaged(root)]
+    aside = [(path, QUARANTINED) for path in catalog.damaged(root)]
     rows = [row_of(path, health) for path, health in [*saved, *aside]]
     return [row for row in rows if row is not None]
 

@@ -21,10 +21,10 @@ from typing import Any, final
 from harness.checkpoint import catalog, integrity, store
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, OtherVersion
-from harness.checkpoint.io_retry import Patience
+from harness.checkpoint.io_retry import IoRetry
 from harness.checkpoint.ring import Ring, Slot
 from harness.checkpoint.ring_cost import rollback_cost
-from harness.checkpoint.writer_thread import Clerk
+from harness.checkpoint.writer_thread import WriterThread
 from harness.config.errors import StorageError
 from harness.config.schema import Config
 from harness.core.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, ReducedRecord
@@ -34,21 +34,21 @@ from harness.distributed.world import World
 
 
 @final
-class Keeper:
+class CheckpointManager:
     def __init__(self, cfg: Config, root: Path, *, ring: Ring, world: World) -> None:
         self._cfg = cfg.checkpoint
         self.retry_s = cfg.checkpoint.retry_s
         self._retry_alone_s = min(self.retry_s, cfg.parallel.timeout_s / 2)
         """For how long rank 0 may retry while the others wait for it in a collective."""
-        self._planned = store.Planned()
+        self._plan_cache = store.SavePlanCache()
         self._taken: dict[str, int] = {}
         """Directory -> the iteration it was taken after, of those that were saved or read in this process."""
         self._rollback = rollback_cost(cfg).as_dict()
         self._root = root
         self._ring = ring
         self._world = world
-        self._clerk: Clerk[Event] = Clerk()
-        self._told: list[Event] = []
+        self._writer: WriterThread[Event] = WriterThread()
+        self._events: list[Event] = []
         self._on_disk: set[str] = set()
         self._queued: Slot | None = None
         """Waits for its report before it can be written."""
@@ -93,7 +93,7 @@ class Keeper:
             self._ring.take(state)
         return False
 
-    def learn(
+    def on_step_record(
         self,
         record: ReducedRecord,
         state: RunState,
@@ -120,7 +120,7 @@ class Keeper:
             self._write(slot)
         self._is_asked |= record.save_requested
 
-    def ask(self) -> None:
+    def request_save(self) -> None:
         """Save after the next update."""
         self._is_asked = True
 
@@ -140,7 +140,7 @@ class Keeper:
             return [(name, taken) for name, taken in found if taken is not None and taken < before]
 
         try:
-            return Patience(self._retry_alone_s).through(lambda: find(strict=True))
+            return IoRetry(self._retry_alone_s).call(lambda: find(strict=True))
         except StorageError:
             return find(strict=False)
 
@@ -153,7 +153,7 @@ class Keeper:
         self._finish_writing()
         together(lambda: self._taint(iteration, reason) if self._world.is_first else None)
 
-    def go_back(self, iteration: int) -> None:
+    def discard_after(self, iteration: int) -> None:
         """The run goes on from the state after this iteration: what waits, and what was taken since, is dropped."""
         self._queued = None
         self._ring.forget(iteration + 1)
@@ -168,7 +168,7 @@ class Keeper:
             known = [(each, self._iteration_of(each, strict=True)) for each in catalog.saved(self._root)]
             return [each for each, taken in known if taken is not None and taken > iteration]
 
-        for checkpoint in Patience(self._retry_alone_s).through(find):
+        for checkpoint in IoRetry(self._retry_alone_s).call(find):
             catalog.mark(checkpoint.path, Health.tainted, reason)
 
     def _iteration_of(self, checkpoint: Checkpoint, *, strict: bool) -> int | None:
@@ -185,11 +185,11 @@ class Keeper:
                 return None
         return self._taken[checkpoint.name]
 
-    def news(self) -> Iterator[Event]:
+    def drain_events(self) -> Iterator[Event]:
         """What has become of earlier saves."""
         self._listen()
-        while self._told:
-            yield self._told.pop(0)
+        while self._events:
+            yield self._events.pop(0)
 
     def save_last(self, state: RunState, *, is_done: bool, remembered: Callable[[], dict[str, Any]] = dict) -> bool:
         """Save where the run leaves, every report heard, and wait for it; False where that failed.
@@ -215,7 +215,7 @@ class Keeper:
         self._finish_writing()
 
     def close(self) -> None:
-        self._clerk.close()
+        self._writer.close()
 
     def _take_to_save(self, state: RunState) -> Slot:
         begun_s = time.monotonic()
@@ -227,15 +227,15 @@ class Keeper:
         return slot
 
     def _finish_writing(self) -> None:
-        self._clerk.wait()
+        self._writer.wait()
         self._listen()
 
     def _listen(self) -> None:
         while self._unmarked:
             name, taken = self._unmarked.popleft()
             self._candidates[name] = taken
-        for event in self._clerk.news():
-            self._told.append(event)
+        for event in self._writer.drain_events():
+            self._events.append(event)
             if isinstance(event, CheckpointSaved):
                 self._on_disk.add(event.directory)
                 self._candidates[event.directory] = event.iteration
@@ -246,7 +246,7 @@ class Keeper:
             slot.is_leased = False
             return
         blocked_s = self._blocked_s
-        self._clerk.give(lambda: [self._save(slot, blocked_s)])
+        self._writer.submit(lambda: [self._save(slot, blocked_s)])
 
     def _save(self, slot: Slot, blocked_s: float) -> Event:
         """In the clerk's thread, on every rank."""
@@ -255,7 +255,7 @@ class Keeper:
             if not all(together(lambda: slot.is_finite, self._world.aside)):
                 return _failed(state, "weights or moments are not finite")
             written = store.write(
-                self._root, slot.whole, state, world=self._world, rollback=self._rollback, planned=self._planned
+                self._root, slot.whole, state, world=self._world, rollback=self._rollback, plan_cache=self._plan_cache
             )
         except OSError as error:
             return _failed(state, " ".join(str(error).split()))
@@ -281,7 +281,7 @@ class Keeper:
     def _judge(self, name: str, reason: str) -> None:
         iteration = self._candidates.pop(name)
         if self._world.is_first:
-            self._clerk.give(lambda: self._mark_good(name, iteration, reason))
+            self._writer.submit(lambda: self._mark_good(name, iteration, reason))
 
     def _mark_good(self, name: str, iteration: int, reason: str) -> list[Event]:
         """In the clerk's thread; what has been dropped meanwhile needs no mark, what a full disk refused is tried
@@ -304,7 +304,7 @@ class Keeper:
             return
         keep, every = self._cfg.keep, self._cfg.keep_every_steps
         with suppress(StorageError):
-            for checkpoint in catalog.expendable(catalog.saved(self._root), keep=keep, keep_every_steps=every):
+            for checkpoint in catalog.select_for_deletion(catalog.saved(self._root), keep=keep, keep_every_steps=every):
                 with suppress(OSError):
                     catalog.drop(checkpoint.path)
 

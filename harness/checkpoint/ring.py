@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from harness.checkpoint.host_memory import Block, aligned, free_bytes
+from harness.checkpoint.host_memory import PinnedBlock, aligned, free_bytes
 from harness.checkpoint.ring_cost import num_buffers
 from harness.config.checkpoint import RingConfig
 from harness.config.errors import ConfigError
@@ -36,7 +36,7 @@ BYTES_PER_GB = 1e9
 class Slot:
     """One snapshot, or room for one."""
 
-    block: Block
+    block: PinnedBlock
     tensors: dict[str, Tensor]
     """This rank's part of every tensor."""
     whole: dict[str, Tensor]
@@ -90,7 +90,7 @@ class Ring:
         self._slots = [self._new_slot(tensors, num_bytes, world) for _ in range(num_buffers(cfg))]
 
     def _new_slot(self, tensors: Mapping[str, Tensor], num_bytes: int, world: World) -> Slot:
-        block = Block(num_bytes, pinned=self._on_gpu)
+        block = PinnedBlock(num_bytes, pinned=self._on_gpu)
         parts = {name: block.like(part) for name, part in self._live.items()}
         return Slot(
             block=block,
@@ -101,7 +101,7 @@ class Ring:
 
     def take(self, state: RunState) -> Slot:
         """Begin to copy the state into a slot; on a GPU it is there before the next update."""
-        slot = self._expendable()
+        slot = self._next_slot()
         slot.begin(state)
         if self._stream is None:
             self._copy(slot)
@@ -178,7 +178,7 @@ class Ring:
         earlier = [slot for slot in self._targets() if slot.state.iteration < before]
         return max(earlier, key=lambda slot: slot.state.iteration, default=None)
 
-    def _expendable(self) -> Slot:
+    def _next_slot(self) -> Slot:
         """Where the next snapshot goes: an empty slot, else the oldest; never one being saved or the newest target."""
         trusted = [slot for slot in self._slots if slot.is_trusted]
         kept = max(trusted, key=lambda slot: slot.state.iteration, default=None) if len(self._slots) > 1 else None

@@ -7,7 +7,7 @@ Loading checks the manifest first, all ranks sharing the files, then fills tenso
 final sharding, so the number of ranks may change between runs. A damaged checkpoint is set aside, and the next older
 one taken. An I/O error is retried, and never condemns a checkpoint. Whatever can fail on one rank is done inside
 `together` or `from_first`, so that all ranks take the same next step.
-Planning: DCP plans anew for every save, in Python on rank 0 and with all ranks' plans gathered there. `Planned` keeps
+Planning: DCP plans anew for every save, in Python on rank 0 and with all ranks' plans gathered there. `SavePlanCache` keeps
 what the first save planned, and later saves of the same tensors write without a plan. DCP's own cache
 (`enable_plan_caching`) is not used: it is one for the whole process, whatever the group; it does not see that a dtype
 has changed; and rank 0 still gathers every write and pickles the description anew.
@@ -41,12 +41,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from harness.checkpoint import catalog, integrity
-from harness.checkpoint import tensor_index as description
+from harness.checkpoint import catalog, integrity, tensor_index
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, Entry, Manifest, OtherVersion, unreadable
-from harness.checkpoint.io_retry import Patience
-from harness.checkpoint.tensor_index import METADATA_FILE, Description
+from harness.checkpoint.io_retry import IoRetry
+from harness.checkpoint.tensor_index import METADATA_FILE, TensorIndex
 from harness.config.errors import ConfigError, StorageError
 from harness.core.rundir import write_atomically
 from harness.core.state import RunState
@@ -66,7 +65,7 @@ class Written(NamedTuple):
 
 @final
 @dataclass(slots=True)
-class Planned:
+class SavePlanCache:
     """What the last save of a run planned and wrote, for the next one; belongs to one process group."""
 
     signature: list[Any] = field(default_factory=list)
@@ -89,15 +88,15 @@ def write(
     *,
     world: World,
     rollback: Mapping[str, float],
-    planned: Planned | None = None,
+    plan_cache: SavePlanCache | None = None,
 ) -> Written:
     """Write one checkpoint from host memory; returns when it is safe on disk, or raises `OSError` on every rank."""
     target = root / catalog.name_of(state.step, state.generation)
     scratch = catalog.scratch(root, target.name)
-    planned = Planned() if planned is None else planned
+    plan_cache = SavePlanCache() if plan_cache is None else plan_cache
     try:
         together(lambda: _make_room(scratch) if world.is_first else None, world.aside)
-        _write_shards(scratch, dict(tensors), planned, world)
+        _write_shards(scratch, dict(tensors), plan_cache, world)
         measured = together(lambda: _measure_own(scratch, world.rank), world.aside)
         files = {name: entry for each in measured for name, entry in each.items()}
         finished = together(
@@ -111,41 +110,41 @@ def write(
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _write_shards(scratch: Path, tensors: dict[str, Tensor], planned: Planned, world: World) -> None:
-    """As planned for the last save where every rank's tensors are laid out as they were then; else planned anew."""
+def _write_shards(scratch: Path, tensors: dict[str, Tensor], plan_cache: SavePlanCache, world: World) -> None:
+    """As planned for the last save where every rank's tensors are laid out as they were then; else plan_cache anew."""
     signature = signature_of(tensors)
-    if all(together(lambda: planned.fits(signature), world.aside)):
-        if all(together(lambda: _write_as_planned(scratch, tensors, planned, world), world.aside)):
+    if all(together(lambda: plan_cache.fits(signature), world.aside)):
+        if all(together(lambda: _write_with_cached_plan(scratch, tensors, plan_cache, world), world.aside)):
             return
         together(lambda: _make_room(scratch) if world.is_first else None, world.aside)
-    planned.plan = None
+    plan_cache.plan = None
     writer = _Writer(scratch)
     save_shards(tensors, storage_writer=writer, process_group=world.aside)
-    planned.signature, planned.plan, planned.results = signature, writer.plan, writer.results
+    plan_cache.signature, plan_cache.plan, plan_cache.results = signature, writer.plan, writer.results
 
-    def keep_description() -> None:
+    def keep_metadata() -> None:
         if world.is_first:
-            planned.metadata = (scratch / METADATA_FILE).read_bytes()
+            plan_cache.metadata = (scratch / METADATA_FILE).read_bytes()
 
-    together(keep_description, world.aside)
+    together(keep_metadata, world.aside)
 
 
-def _write_as_planned(scratch: Path, tensors: dict[str, Tensor], planned: Planned, world: World) -> bool:
+def _write_with_cached_plan(scratch: Path, tensors: dict[str, Tensor], plan_cache: SavePlanCache, world: World) -> bool:
     """Write this rank's file, and on rank 0 the description; False if the parts did not come to lie as before."""
-    assert planned.plan is not None
+    assert plan_cache.plan is not None
     writer, planner = _Writer(scratch), DefaultSavePlanner()
     planner.set_up_planner(tensors, is_coordinator=world.is_first)
     writer.set_up_storage_writer(world.is_first, rank=world.rank, use_collectives=True)
     try:
-        writer.write_data(planned.plan, planner)
+        writer.write_data(plan_cache.plan, planner)
         if world.is_first:
-            write_description(scratch, planned.metadata)
+            write_metadata(scratch, plan_cache.metadata)
     except (OSError, RuntimeError) as error:
         raise OSError(_on_disk(f"rank {world.rank}: {error}", scratch.parent)) from None
-    return writer.results == planned.results
+    return writer.results == plan_cache.results
 
 
-def write_description(scratch: Path, metadata: bytes) -> None:
+def write_metadata(scratch: Path, metadata: bytes) -> None:
     """The description of an earlier save, which is also that of this one."""
     with (scratch / METADATA_FILE).open("wb") as file:
         file.write(metadata)
@@ -255,12 +254,12 @@ def load_newest(root: Path, tensors: Mapping[str, Tensor], *, world: World, retr
     It need not have proved good: a run that goes on loses no step that nobody has doubted. Damaged ones are set aside.
     One that cannot be read, or that another version wrote, is an error: an older one would lose work.
     """
-    patience = Patience(retry_s)
-    names = patience.through(lambda: from_first(lambda: _newest_first(root)))
-    found = load_first(root, names, tensors, world=world, patience=patience)
+    retry = IoRetry(retry_s)
+    names = retry.call(lambda: from_first(lambda: _newest_first(root)))
+    found = load_first(root, names, tensors, world=world, retry=retry)
     if found.loaded is not None:
         return found
-    if lost := patience.through(lambda: from_first(lambda: [str(path) for path in catalog.damaged(root)])):
+    if lost := retry.call(lambda: from_first(lambda: [str(path) for path in catalog.damaged(root)])):
         problem = "; ".join(map(str, found.damage)) or f"{len(lost)} were found damaged before"
         raise ConfigError("run.name", f"no checkpoint in {root} is whole ({problem}); remove {lost[-1]} to begin again")
     return found
@@ -272,7 +271,7 @@ def load_first(
     tensors: Mapping[str, Tensor],
     *,
     world: World,
-    patience: Patience | None = None,
+    retry: IoRetry | None = None,
     prepare: Callable[[str], None] = lambda _: None,
     renames: bool = True,
     passes_over: bool = False,
@@ -285,20 +284,20 @@ def load_first(
     `prepare` is called with the name of a checkpoint that has proved whole, before anything is filled.
     All ranks must call this alike, and see the same outcome.
     """
-    patience = patience or Patience(0.0)
+    retry = retry or IoRetry(0.0)
     damage: list[Damaged] = []
     unread: list[StorageError | OtherVersion] = []
     for name in names:
         try:
-            opened = _open(root / name, tensors, world=world, patience=patience)
+            opened = _open(root / name, tensors, world=world, retry=retry)
             prepare(name)
-            _fill(root / name, tensors, opened.description, patience=patience)
+            _fill(root / name, tensors, opened.description, retry=retry)
             return Found(Loaded(opened.state, name), damage, unread)
         except Damaged as error:
             damage.append(error)
             if renames and world.is_first:
                 with suppress(OSError):  # it is only in the way
-                    catalog.set_aside(root / name)
+                    catalog.quarantine(root / name)
         except (StorageError, OtherVersion) as error:
             if not passes_over:
                 raise
@@ -311,7 +310,7 @@ def load_first(
 
 def _newest_first(root: Path) -> list[str]:
     """Names of all that are not tainted; on rank 0. Health that cannot be read is an error: it may say tainted."""
-    catalog.sweep(root)
+    catalog.remove_unfinished(root)
     saved = reversed(catalog.saved(root))
     return [each.name for each in saved if _known_health(each) is not Health.tainted]
 
@@ -322,27 +321,27 @@ def _known_health(checkpoint: Checkpoint) -> Health:
 
 
 class _Opened(NamedTuple):
-    description: Description
+    description: TensorIndex
     state: RunState
 
 
-def _open(path: Path, tensors: Mapping[str, Tensor], *, world: World, patience: Patience) -> _Opened:
+def _open(path: Path, tensors: Mapping[str, Tensor], *, world: World, retry: IoRetry) -> _Opened:
     """What a checkpoint holds, on every rank, once every file is what was saved and fits these tensors.
 
     Every rank hashes its share of the files; all else is read by rank 0 alone. On all ranks alike: `Damaged`, with
     nothing unpickled, `StorageError`, `OtherVersion`, or ConfigError for another model.
     """
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    manifest = patience.through(lambda: from_first(lambda: integrity.read_manifest(path)))
+    manifest = retry.call(lambda: from_first(lambda: integrity.read_manifest(path)))
     whole: list[Manifest] = []
 
     def check() -> None:
         if not whole:  # not again when another rank has to
             whole.append(integrity.verify(path, part=world.rank, parts=world.size, manifest=manifest))
 
-    patience.through(lambda: together(check))
-    state = patience.through(lambda: from_first(lambda: read_state(path)))
-    return _Opened(patience.through(lambda: from_first(lambda: read_description(path, shapes))), state)
+    retry.call(lambda: together(check))
+    state = retry.call(lambda: from_first(lambda: read_state(path)))
+    return _Opened(retry.call(lambda: from_first(lambda: read_index(path, shapes))), state)
 
 
 def read_state(path: Path) -> RunState:
@@ -358,10 +357,10 @@ def read_state(path: Path) -> RunState:
         raise OtherVersion(file, str(error)) from None
 
 
-def read_description(path: Path, shapes: Mapping[str, torch.Size]) -> Description:
+def read_index(path: Path, shapes: Mapping[str, torch.Size]) -> TensorIndex:
     """The description of a verified checkpoint. Refuses, by name, what does not fit the model: that is no damage, but
     another configuration."""
-    found = description.read(path)
+    found = tensor_index.read(path)
     saved = found.shapes
     for name, shape in shapes.items():
         if saved.get(name) != shape:
@@ -370,7 +369,7 @@ def read_description(path: Path, shapes: Mapping[str, torch.Size]) -> Descriptio
     return found
 
 
-def _fill(path: Path, tensors: Mapping[str, Tensor], found: Description, *, patience: Patience) -> None:
+def _fill(path: Path, tensors: Mapping[str, Tensor], found: TensorIndex, *, retry: IoRetry) -> None:
     """Read this rank's part of every tensor; ranks read independently and learn of each other's failures."""
     filled: list[bool] = []
 
@@ -379,12 +378,12 @@ def _fill(path: Path, tensors: Mapping[str, Tensor], found: Description, *, pati
             read_into(path, tensors, found)
             filled.append(True)
 
-    patience.through(lambda: together(fill))
+    retry.call(lambda: together(fill))
 
 
-def read_into(path: Path, tensors: Mapping[str, Tensor], found: Description) -> None:
+def read_into(path: Path, tensors: Mapping[str, Tensor], found: TensorIndex) -> None:
     """Fill this process's part of tensors from a verified checkpoint; needs no process group."""
-    reader = _Reader(path, description.metadata_for(found, tensors))
+    reader = _Reader(path, tensor_index.metadata_for(found, tensors))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is the point
         try:
@@ -398,13 +397,13 @@ def read_into(path: Path, tensors: Mapping[str, Tensor], found: Description) -> 
 
 def read_shapes(path: Path) -> dict[str, torch.Size]:
     """Name and shape of every tensor in a verified checkpoint; needs no process group."""
-    return description.read(path).shapes
+    return tensor_index.read(path).shapes
 
 
-def read_tensors(path: Path, names: Iterable[str], found: Description | None = None) -> dict[str, Tensor]:
+def read_tensors(path: Path, names: Iterable[str], found: TensorIndex | None = None) -> dict[str, Tensor]:
     """Whole tensors of a verified checkpoint, by name; needs no process group. Reads the description if it is not
     given."""
-    found = found or description.read(path)
+    found = found or tensor_index.read(path)
     saved = found.tensors
     tensors = {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in names}
     read_into(path, tensors, found)

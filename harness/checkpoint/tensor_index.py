@@ -1,4 +1,4 @@
-"""The description of a checkpoint: the tensors it holds, and the file, offset and size of each of their parts.
+"""The index of a checkpoint: the tensors it holds, and the file, offset and size of each of their parts.
 
 Why: torch.distributed.checkpoint keeps it as a pickle with several Python objects a part: 2.2 million parts for 70B on
 1,024 ranks. A pickle runs what it holds, and that many objects on every rank cost memory and minutes.
@@ -47,12 +47,12 @@ _MAY_BE_UNPICKLED = frozenset(
         *((_DESCRIPTION, name) for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
     }
 )
-"""What the description of sharded tensors is made of, name by name; dtypes come besides."""
+"""What the index of sharded tensors is made of, name by name; dtypes come besides."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Described:
+class IndexedTensor:
     """One tensor."""
 
     size: torch.Size
@@ -63,17 +63,17 @@ class Described:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Description:
+class TensorIndex:
     files: list[str]
-    tensors: dict[str, Described]
+    tensors: dict[str, IndexedTensor]
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         return {name: tensor.size for name, tensor in self.tensors.items()}
 
 
-def read(checkpoint: Path) -> Description:
-    """The description of a verified checkpoint; `OtherVersion` for what this version does not understand."""
+def read(checkpoint: Path) -> TensorIndex:
+    """The index of a verified checkpoint; `OtherVersion` for what this version does not understand."""
     path = checkpoint / METADATA_FILE
     with _no_collection():
         try:
@@ -89,7 +89,7 @@ def read(checkpoint: Path) -> Description:
             raise OtherVersion(path, str(error)) from None
 
 
-def _pack(metadata: Metadata) -> Description:
+def _pack(metadata: Metadata) -> TensorIndex:
     """The tables, or ValueError where something is not a tensor or lies elsewhere."""
     described: dict[str, TensorStorageMetadata] = {}
     for name, tensor in metadata.state_dict_metadata.items():
@@ -108,10 +108,10 @@ def _pack(metadata: Metadata) -> Description:
         if not is_plain_name(file):
             raise ValueError(f"it names {file!r}, which is outside the checkpoint")
     tensors = {
-        name: Described(tensor.size, tensor.properties.dtype, _table(rows[name], 2 * len(tensor.size) + 3))
+        name: IndexedTensor(tensor.size, tensor.properties.dtype, _table(rows[name], 2 * len(tensor.size) + 3))
         for name, tensor in described.items()
     }
-    return Description(list(numbers), tensors)
+    return TensorIndex(list(numbers), tensors)
 
 
 def _table(row: array[int], num_columns: int) -> NDArray[np.int64]:
@@ -126,16 +126,16 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
 
 
-def metadata_for(description: Description, tensors: Mapping[str, Tensor]) -> Metadata:
+def metadata_for(index: TensorIndex, tensors: Mapping[str, Tensor]) -> Metadata:
     """What torch needs to fill these tensors on this rank: of each, the parts that overlap its local shard."""
     described: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     for name, tensor in tensors.items():
-        saved = description.tensors[name]
+        saved = index.tensors[name]
         rank, chunks = len(saved.size), list[ChunkStorageMetadata]()
         for row in _overlapping(saved.parts, _local_boxes(tensor)).tolist():
             offsets, sizes, (file, offset, length) = row[:rank], row[rank : 2 * rank], row[2 * rank :]
-            stored[MetadataIndex(name, offsets, len(chunks))] = _StorageInfo(description.files[file], offset, length)
+            stored[MetadataIndex(name, offsets, len(chunks))] = _StorageInfo(index.files[file], offset, length)
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         described[name] = TensorStorageMetadata(TensorProperties(dtype=saved.dtype), saved.size, chunks)
     return Metadata(described, storage_data=stored)

@@ -13,28 +13,28 @@ from queue import SimpleQueue
 from threading import Condition, Thread
 from typing import Generic, TypeVar, final
 
-News = TypeVar("News")
+EventT = TypeVar("EventT")
 
 
 @final
-class Clerk(Generic[News]):
+class WriterThread(Generic[EventT]):
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Callable[[], list[News]] | None] = SimpleQueue()
-        self._news: deque[News | BaseException] = deque()
+        self._jobs: SimpleQueue[Callable[[], list[EventT]] | None] = SimpleQueue()
+        self._results: deque[EventT | BaseException] = deque()
         self._num_open = 0
         self._changed = Condition()
         Thread(target=self._work, name="checkpoint clerk", daemon=True).start()
 
-    def give(self, job: Callable[[], list[News]]) -> None:
+    def submit(self, job: Callable[[], list[EventT]]) -> None:
         """Have something done after all that was given before."""
         with self._changed:
             self._num_open += 1
         self._jobs.put(job)
 
-    def news(self) -> Iterator[News]:
+    def drain_events(self) -> Iterator[EventT]:
         """What the jobs that are done have told since the last time."""
-        while self._news:
-            told = self._news.popleft()
+        while self._results:
+            told = self._results.popleft()
             if isinstance(told, BaseException):
                 raise told
             yield told
@@ -51,9 +51,9 @@ class Clerk(Generic[News]):
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                self._news.extend(job())
+                self._results.extend(job())
             except BaseException as error:
-                self._news.append(error)
+                self._results.append(error)
             with self._changed:
                 self._num_open -= 1
                 self._changed.notify_all()

@@ -88,7 +88,7 @@ def export(
     try:
         integrity.verify(checkpoint.path)
         expected = {f"model.{name}": shape for name, shape in huggingface.shapes(cfg.model).items()}
-        read = partial(store.read_tensors, checkpoint.path, found=store.read_description(checkpoint.path, expected))
+        read = partial(store.read_tensors, checkpoint.path, found=store.read_index(checkpoint.path, expected))
         with arriving(output) as scratch:
             has_tokenizer = describe(scratch, cfg, dtype=DTYPES[dtype])
             files = write_weights(read, scratch, cfg=cfg.model, dtype=DTYPES[dtype], file_bytes=file_bytes)

@@ -25,7 +25,7 @@ import yaml
 from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, OtherVersion
-from harness.checkpoint.listing import SET_ASIDE, bytes_of, render, rows_of, size_text
+from harness.checkpoint.listing import QUARANTINED, bytes_of, render, rows_of, size_text
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.core.rundir import RunDir
 from launch.cli.parser import Parser
@@ -148,14 +148,14 @@ def prune_command(arguments: Sequence[str]) -> int:
             catalog.read_health(checkpoint.path)  # raises, and says why nothing is deleted
 
     def expendable() -> list[Checkpoint]:
-        return catalog.expendable(catalog.saved(run.checkpoints), keep=keep, keep_every_steps=keep_every_steps)
+        return catalog.select_for_deletion(catalog.saved(run.checkpoints), keep=keep, keep_every_steps=keep_every_steps)
 
     sizes: list[int] = []
     for checkpoint in expendable():
         if checkpoint in expendable():  # the run may have judged anew while the last one was deleted
             sizes += drop(checkpoint.path, checkpoint.health, dry_run=words.dry_run)
     for path in catalog.damaged(run.checkpoints) if words.damaged else ():
-        sizes += drop(path, SET_ASIDE, dry_run=words.dry_run)
+        sizes += drop(path, QUARANTINED, dry_run=words.dry_run)
     print(f"{'would delete' if words.dry_run else 'deleted'} {len(sizes)}, {size_text(sum(sizes))}")
     return EXIT_DONE
 

@@ -4,7 +4,7 @@
     python -m tests.bench.sentinel +experiment=1b_bf16      1.26B parameters, 4k x 8 tokens
 
 *On* is the loop's own step: signals, probes every `sentinel.probe_every` steps, the all-reduce, the gate, the update
-it can refuse, the report to the host, and there reading it, detectors, policy and the keeper's books. *Off* is the
+it can refuse, the report to the host, and there reading it, detectors, policy and the checkpoint manager. *Off* is the
 least that trains the same model on the same data: forward, backward, the norm of the gradient by the same kernel, and
 the same AdamW with clipping folded in; nothing is read back, and the host stays at most `sentinel.lag` steps ahead, as
 it does in the loop. Both go on with the same weights. Blocks of steps alternate, and so does which of the two comes
@@ -79,7 +79,7 @@ class Watched:
         batch = parts.batches[state.cursor]
         probe = state.iteration % cfg.sentinel.probe_every == 0
         forward_backward(parts, batch, cfg=cfg, probe=probe)
-        parts.signals.add_requests(stop=False, save=parts.keeper.is_due_by_clock(), command=False)
+        parts.signals.add_requests(stop=False, save=parts.checkpoints.is_due_by_clock(), command=False)
         busy_s = time.perf_counter() - parts.collectives.waited_s - begun_s
         parts.signals.add_host_facts(decision=parts.sentinel.digest, busy_s=busy_s)
         report = finish_step(parts, cfg=cfg, probe=probe)
@@ -123,7 +123,7 @@ class Watched:
         state.learn(refused=record.refused)
         _, action = parts.sentinel.judge(record)
         doubtful_since = parts.sentinel.policy.doubtful_since
-        parts.keeper.learn(record, state, doubtful_since=doubtful_since, remembered=parts.sentinel.memory)
+        parts.checkpoints.on_step_record(record, state, doubtful_since=doubtful_since, remembered=parts.sentinel.memory)
         self.act(action)
 
     def act(self, action: Action | None) -> None:

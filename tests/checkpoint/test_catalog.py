@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checkpoint import catalog
-from harness.checkpoint.catalog import Checkpoint, Health, expendable, name_of
+from harness.checkpoint.catalog import Checkpoint, Health, name_of, select_for_deletion
 from harness.checkpoint.integrity import OtherVersion
 from harness.config.errors import StorageError
 from harness.core.locking import run_lease
@@ -47,7 +47,7 @@ def names(root: Path) -> list[str]:
 
 
 def prune(history: Sequence[Checkpoint], *, keep: int, keep_every_steps: int) -> list[Checkpoint]:
-    gone = expendable(history, keep=keep, keep_every_steps=keep_every_steps)
+    gone = select_for_deletion(history, keep=keep, keep_every_steps=keep_every_steps)
     assert len(gone) == len({each.path for each in gone})
     return [each for each in history if each not in gone]
 
@@ -67,7 +67,7 @@ def test_nothing_goes_while_the_health_of_one_is_unread(
     history: list[Checkpoint], keep: int, keep_every_steps: int, age: tuple[int, int]
 ) -> None:
     unread = checkpoint(age[1], age[0], Health.unread)
-    assert expendable([*history, unread], keep=keep, keep_every_steps=keep_every_steps) == []
+    assert select_for_deletion([*history, unread], keep=keep, keep_every_steps=keep_every_steps) == []
 
 
 @given(HISTORIES, KEEP, KEEP_EVERY_STEPS)
@@ -94,14 +94,14 @@ def test_pruning_again_drops_nothing_new(
     history: list[Checkpoint], keep: int, keep_every_steps: int, random: Random
 ) -> None:
     kept = prune(history, keep=keep, keep_every_steps=keep_every_steps)
-    assert expendable(kept, keep=keep, keep_every_steps=keep_every_steps) == []
+    assert select_for_deletion(kept, keep=keep, keep_every_steps=keep_every_steps) == []
     shuffled = sorted(history, key=lambda _: random.random())
     assert set(prune(shuffled, keep=keep, keep_every_steps=keep_every_steps)) == set(kept)
 
 
 @given(HISTORIES, KEEP, KEEP_EVERY_STEPS)
 def test_those_that_go_come_oldest_first(history: list[Checkpoint], keep: int, keep_every_steps: int) -> None:
-    gone = expendable(history, keep=keep, keep_every_steps=keep_every_steps)
+    gone = select_for_deletion(history, keep=keep, keep_every_steps=keep_every_steps)
     assert gone == sorted(gone, key=lambda each: each.age)
 
 
@@ -278,20 +278,20 @@ def test_sweep_removes_what_is_half_there_and_nothing_else(tmp_path: Path) -> No
     foreign = [".step-notes", ".step-00000010-gen-0", ".git", "notes.part", ".step-00000010-gen-0.party"]
     for name in [*half, *whole, *foreign]:
         make(tmp_path, name)
-    catalog.sweep(tmp_path)
+    catalog.remove_unfinished(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*whole, *foreign}
     (tmp_path / half[0]).write_text("a file cannot be deleted as a directory")
     make(tmp_path, half[1])
-    catalog.sweep(tmp_path)
+    catalog.remove_unfinished(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*whole, *foreign, half[0]}
-    catalog.sweep(tmp_path / "nowhere")
+    catalog.remove_unfinished(tmp_path / "nowhere")
 
 
 def test_set_aside_twice_keeps_both(tmp_path: Path) -> None:
     for number in range(3):
         path = make(tmp_path, name_of(10, 0))
         (path / "number").write_text(str(number))
-        aside = catalog.set_aside(path)
+        aside = catalog.quarantine(path)
         assert not path.exists()
         assert (aside / "number").read_text() == str(number)
     assert names(tmp_path) == []
@@ -303,7 +303,7 @@ def test_set_aside_twice_keeps_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize("aside", [False, True])
 def test_drop_leaves_nothing(tmp_path: Path, aside: bool) -> None:
     path, other = make(tmp_path, name_of(10, 0)), make(tmp_path, name_of(20, 0))
-    path = catalog.set_aside(path) if aside else path
+    path = catalog.quarantine(path) if aside else path
     assert catalog.drop(path)
     assert list(tmp_path.iterdir()) == [other]
 
@@ -316,7 +316,7 @@ def test_drop_killed_on_the_way_leaves_no_checkpoint(
         raise KeyboardInterrupt
 
     path = make(tmp_path, name_of(10, 0))
-    path = catalog.set_aside(path) if aside else path
+    path = catalog.quarantine(path) if aside else path
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
@@ -326,7 +326,7 @@ def test_drop_killed_on_the_way_leaves_no_checkpoint(
     assert len(list(tmp_path.iterdir())) == 1
     make(tmp_path, path.name)
     assert catalog.drop(path)
-    catalog.sweep(tmp_path)
+    catalog.remove_unfinished(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -367,7 +367,7 @@ def test_a_sweep_in_the_middle_of_a_drop_is_no_error(tmp_path: Path, monkeypatch
 
     def swept(victim: Path) -> None:
         monkeypatch.setattr(shutil, "rmtree", delete)
-        catalog.sweep(tmp_path)
+        catalog.remove_unfinished(tmp_path)
         delete(victim)
 
     monkeypatch.setattr(shutil, "rmtree", swept)

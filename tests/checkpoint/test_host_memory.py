@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.checkpoint import host_memory
-from harness.checkpoint.host_memory import Block, aligned, free_bytes
+from harness.checkpoint.host_memory import PinnedBlock, aligned, free_bytes
 
 GB = 10**9
 UNLIMITED = str(2**63 - 4096)
@@ -86,7 +86,7 @@ def test_a_pinned_block_is_registered_once_and_released_once(num_bytes: int, mon
     """With a driver that writes down its calls: this needs no GPU."""
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(host_memory, "_driver", lambda *arguments: calls.append(arguments))
-    block = Block(num_bytes, pinned=True)
+    block = PinnedBlock(num_bytes, pinned=True)
     address = block._bytes.data_ptr()
     assert calls == [("cudaHostRegister", address, max(num_bytes, 1), 0)]
     assert block._unlock is not None
@@ -94,12 +94,12 @@ def test_a_pinned_block_is_registered_once_and_released_once(num_bytes: int, mon
     block.release()
     block.release()
     assert calls[1:] == [("cudaHostUnregister", address)]
-    Block(num_bytes, pinned=False).release()
+    PinnedBlock(num_bytes, pinned=False).release()
     assert len(calls) == 2
 
 
 def test_a_block_hands_out_separate_aligned_pieces() -> None:
-    block = Block(64 * 3, pinned=False)
+    block = PinnedBlock(64 * 3, pinned=False)
     pieces = [
         block.like(torch.empty(2, 3)),
         block.like(torch.empty(0)),

@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from harness.checkpoint.io_retry import Patience, pauses
+from harness.checkpoint.io_retry import IoRetry, pauses
 from harness.config.errors import StorageError
 
 
@@ -25,16 +25,16 @@ def test_patience_is_shared_by_all_attempts(
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    patience, failures = Patience(1.5), [True, False, True, True]
+    retry, failures = IoRetry(1.5), [True, False, True, True]
 
     def attempt() -> str:
         if failures.pop(0):
             raise StorageError(errno.EIO, "cannot be read", "file")
         return "read"
 
-    assert patience.through(attempt) == "read"
+    assert retry.call(attempt) == "read"
     with pytest.raises(StorageError, match="file: cannot be read"):
-        patience.through(attempt)
+        retry.call(attempt)
     assert slept == [1.0, 0.5]
     assert capsys.readouterr().err.splitlines() == [
         "warning: file: cannot be read; trying again in 1 s",

@@ -37,7 +37,7 @@ def save(root: Path, step: int, generation: int = 0) -> Path:
 
 
 def test_a_row_says_what_name_manifest_and_files_say(tmp_path: Path) -> None:
-    newest, good, aside = save(tmp_path, 15, 1), save(tmp_path, 20), catalog.set_aside(save(tmp_path, 30))
+    newest, good, aside = save(tmp_path, 15, 1), save(tmp_path, 20), catalog.quarantine(save(tmp_path, 30))
     catalog.mark(good, Health.good, "a test")
     (newest / MANIFEST).unlink()
     os.utime(newest, (7.0, 7.0))

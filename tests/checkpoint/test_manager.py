@@ -16,7 +16,7 @@ import torch
 from harness import train
 from harness.checkpoint import catalog, integrity, store
 from harness.checkpoint.catalog import Health
-from harness.checkpoint.manager import Keeper
+from harness.checkpoint.manager import CheckpointManager
 from harness.checkpoint.ring import Ring
 from harness.config.compose import load
 from harness.config.errors import StorageError
@@ -201,18 +201,21 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(ranks: Pool, small_disk
 
 
 def going_back(directory: str, file: str, iteration: int) -> str:
-    """A keeper goes back to an iteration, and prunes, while rank 0 cannot open these files; what came of it."""
+    """A checkpoints goes back to an iteration, and prunes, while rank 0 cannot open these files; what came of it."""
     cfg = load([*cases.TINY, "checkpoint.retry_s=0.02", "checkpoint.keep=1"])
     world, tensors = connect(cfg.parallel), {"model.weight": torch.zeros(3)}
-    keeper = Keeper(cfg, Path(directory), ring=Ring(tensors, cfg=cfg.checkpoint.ring, world=world), world=world)
+    ring = Ring(tensors, cfg=cfg.checkpoint.ring, world=world)
+    checkpoints = CheckpointManager(cfg, Path(directory), ring=ring, world=world)
+        cfg, Path(directory), ring=Ring(tensors, cfg=cfg.checkpoint.ring, world=world), world=world
+    )
     outcome = "tainted"
     with failing(file) if world.is_first else nullcontext():
         try:
-            keeper.taint_since(iteration, "a test")
+            checkpoints.taint_since(iteration, "a test")
         except StorageError as error:
             outcome = str(error)
-        keeper._prune()
-    keeper.close()
+        checkpoints._prune()
+    checkpoints.close()
     disconnect()
     return outcome
 

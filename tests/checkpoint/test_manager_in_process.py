@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checkpoint import catalog, integrity, store
-from harness.checkpoint import manager as keeper
+from harness.checkpoint import catalog, integrity, manager, store
 from harness.checkpoint.catalog import Health, name_of
-from harness.checkpoint.manager import Keeper
+from harness.checkpoint.manager import CheckpointManager
 from harness.checkpoint.ring import Ring
 from harness.checkpoint.ring_cost import rollback_cost
 from harness.config.compose import load
@@ -28,15 +27,15 @@ from tests.checkpoint.storage import failing
 COMPOSED = load(["parallel.device=cpu", "train.num_steps=100", "checkpoint.retry_s=0"])
 
 
-KEEPERS: list[Keeper] = []
+MANAGERS: list[CheckpointManager] = []
 
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     """No thread outlives its test."""
     yield
-    while KEEPERS:
-        KEEPERS.pop().close()
+    while MANAGERS:
+        MANAGERS.pop().close()
 
 
 class Played:
@@ -51,15 +50,15 @@ class Played:
         self.root, self.state, self.tensor = root, RunState(), torch.zeros(3)
         self.num_refused = 0
         self.ring = Ring({"model.weight": self.tensor}, cfg=self.cfg.checkpoint.ring, world=world)
-        self.keeper = Keeper(self.cfg, root, ring=self.ring, world=world)
-        KEEPERS.append(self.keeper)
+        self.checkpoints = CheckpointManager(self.cfg, root, ring=self.ring, world=world)
+        MANAGERS.append(self.checkpoints)
         self.log: list[Event] = []
 
     def issue(self) -> bool:
         """One update; whether the state after it goes to disk."""
         self.state.advance(next_cursor=self.state.cursor + 1, tokens=10)
         self.tensor.fill_(self.state.iteration)
-        return self.keeper.take_if_due(self.state)
+        return self.checkpoints.take_if_due(self.state)
 
     def report(self, iteration: int, *, refused: bool = False, doubtful_since: int | None = None, **flags: Any) -> None:
         self.state.learn(refused=refused)
@@ -77,7 +76,7 @@ class Played:
             stop_requested=False,
             **flags,
         )
-        self.keeper.learn(
+        self.checkpoints.on_step_record(
             record, self.state, doubtful_since=doubtful_since, remembered=lambda: {"reports": self.state.iteration}
         )
 
@@ -89,8 +88,8 @@ class Played:
 
     def settle(self) -> None:
         """Wait for the disk, and take the events."""
-        self.keeper.finish()
-        self.log.extend(self.keeper.news())
+        self.checkpoints.finish()
+        self.log.extend(self.checkpoints.drain_events())
 
     def steps(self, count: int) -> list[int]:
         """Those after which the state went to disk."""
@@ -127,7 +126,7 @@ def test_a_save_that_somebody_asks_for_comes_after_the_next_update(tmp_path: Pat
     assert not run.step(save_requested=True)
     assert run.step()
     assert run.steps(2) == []
-    run.keeper.ask()
+    run.checkpoints.request_save()
     assert run.steps(3) == [5]
     assert run.saved == [2, 5]
 
@@ -135,8 +134,8 @@ def test_a_save_that_somebody_asks_for_comes_after_the_next_update(tmp_path: Pat
 def test_a_save_waits_for_its_report_and_the_next_one_for_it(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world, every_steps=2)
     assert [run.issue() for _ in range(5)] == [False, True, False, False, False]
-    assert run.keeper._queued is not None
-    assert run.keeper._queued.is_leased, "or the ring would write over it"
+    assert run.checkpoints._queued is not None
+    assert run.checkpoints._queued.is_leased, "or the ring would write over it"
     for iteration in (1, 2):
         run.report(iteration)
     run.settle()
@@ -191,7 +190,7 @@ def test_a_checkpoint_is_good_once_three_clean_steps_in_a_row_followed(
     for iteration in range(1, judged_after + 1):
         assert run.judged == []
         if iteration == 2:
-            run.keeper.ask()
+            run.checkpoints.request_save()
         run.step(**flags[unclean.get(iteration)])  # type: ignore[arg-type]
     (directory,) = [each.name for each in catalog.saved(tmp_path)]
     first_clean = max([2, *(each for each in unclean if each > 2)])
@@ -202,7 +201,7 @@ def test_a_checkpoint_is_good_once_three_clean_steps_in_a_row_followed(
 def test_what_was_saved_says_what_the_run_knew(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world, every_steps=0)
     run.step(refused=True)
-    run.keeper.ask()
+    run.checkpoints.request_save()
     run.step()
     (event,) = run.log
     path = tmp_path / name_of(1, 0)
@@ -216,7 +215,7 @@ def test_what_was_saved_says_what_the_run_knew(tmp_path: Path, world: World) -> 
     state = store.read_state(path)
     assert (state.step, state.refused_in_row, state.sentinel) == (1, 0, {"reports": 2})
     assert store.read_tensors(path, ["model.weight"])["model.weight"].tolist() == [2.0] * 3
-    assert run.keeper._planned.plan is not None, "the next save needs no new plan"
+    assert run.checkpoints._plan_cache.plan is not None, "the next save needs no new plan"
 
 
 def test_the_same_step_is_not_saved_twice(tmp_path: Path, world: World) -> None:
@@ -233,7 +232,7 @@ def test_what_is_not_finite_or_has_no_room_is_an_event_and_the_next_save_tries_a
     run = Played(tmp_path / "root", world, every_steps=1)
     run.tensor.fill_(math.nan)
     run.state.advance(next_cursor=1, tokens=10)
-    run.keeper.take_if_due(run.state)
+    run.checkpoints.take_if_due(run.state)
     run.report(1)
     run.settle()
     run.root.write_text("a file where the directory should be")
@@ -276,12 +275,12 @@ def test_the_last_state_of_a_run_is_good_after_clean_steps(
     run = Played(tmp_path, world, every_steps=0)
     for iteration in range(1, num_steps + 1):
         run.step(refused=iteration == refused_at)
-    assert run.keeper.save_last(run.state, is_done=is_done, remembered=lambda: {"reports": "all"})
+    assert run.checkpoints.save_last(run.state, is_done=is_done, remembered=lambda: {"reports": "all"})
     run.settle()
     path = tmp_path / name_of(run.state.step, 0)
     assert (catalog.health_of(path), [each for _, each in run.judged]) == (expected, [reason] if reason else [])
     assert store.read_state(path).sentinel == {"reports": "all"}
-    assert run.keeper.save_last(run.state, is_done=is_done), "it is on disk already"
+    assert run.checkpoints.save_last(run.state, is_done=is_done), "it is on disk already"
     run.settle()
     assert len(run.saved) == 1
 
@@ -290,28 +289,28 @@ def test_a_last_state_that_could_not_be_saved_is_said(tmp_path: Path, world: Wor
     run = Played(tmp_path, world, every_steps=0)
     run.step()
     run.tensor.fill_(math.nan)
-    assert not run.keeper.save_last(run.state, is_done=True)
+    assert not run.checkpoints.save_last(run.state, is_done=True)
 
 
 def test_a_resumed_run_proves_its_checkpoint_good(tmp_path: Path, world: World) -> None:
     Played(tmp_path, world).steps(2)
     run = Played(tmp_path, world, every_steps=0)
     run.state = RunState(step=2, iteration=2)
-    run.keeper.continue_from(name_of(2, 0), run.state)
-    assert run.keeper.save_last(run.state, is_done=True), "nothing to save"
+    run.checkpoints.continue_from(name_of(2, 0), run.state)
+    assert run.checkpoints.save_last(run.state, is_done=True), "nothing to save"
     assert run.saved == []
     run.steps(2)
     assert run.judged == []
     run.steps(2)
     assert run.judged == [(name_of(2, 0), "3 clean steps followed")]
     again = Played(tmp_path, world, every_steps=0)
-    again.keeper.continue_from(name_of(2, 0), run.state)
-    assert not again.keeper._candidates, "it is good"
+    again.checkpoints.continue_from(name_of(2, 0), run.state)
+    assert not again.checkpoints._candidates, "it is good"
 
 
 def test_a_mark_that_cannot_be_made_is_tried_again(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world, every_steps=0)
-    run.keeper.ask()
+    run.checkpoints.request_save()
     run.step()
     obstacle = tmp_path / name_of(1, 0) / catalog.HEALTH
     obstacle.mkdir()
@@ -354,12 +353,12 @@ def five(tmp_path: Path, world: World) -> Played:
     ],
 )
 def test_what_a_run_may_go_back_to(five: Played, options: dict[str, float], expected: list[int]) -> None:
-    assert five.keeper.targets(**options) == [(name_of(step, 0), step) for step in expected]
+    assert five.checkpoints.targets(**options) == [(name_of(step, 0), step) for step in expected]
 
 
-def resumed(run: Played, world: World, **options: Any) -> Keeper:
-    """A keeper that remembers nothing."""
-    return Played(run.root, world, **options).keeper
+def resumed(run: Played, world: World, **options: Any) -> CheckpointManager:
+    """A checkpoints that remembers nothing."""
+    return Played(run.root, world, **options).checkpoints
 
 
 def test_what_cannot_be_read_is_no_target(five: Played, world: World) -> None:
@@ -377,8 +376,8 @@ def test_what_cannot_be_read_is_no_target(five: Played, world: World) -> None:
 
 def test_what_was_saved_since_is_tainted(five: Played, world: World) -> None:
     (five.root / name_of(10, 0) / integrity.MANIFEST).write_text("{}")
-    keeper = resumed(five, world)
-    keeper.taint_since(4, "a test")
+    checkpoints = resumed(five, world)
+    checkpoints.taint_since(4, "a test")
     assert five.health == {
         2: Health.good,
         4: Health.good,
@@ -394,16 +393,16 @@ def test_nothing_that_waited_or_was_taken_since_outlives_going_back(tmp_path: Pa
     run.steps(4)
     run.issue()
     run.issue()
-    waiting = run.keeper._queued
+    waiting = run.checkpoints._queued
     assert waiting is not None
     assert run.in_memory == [3, 5, 6]
-    run.keeper.go_back(4)
-    assert (run.keeper._queued, run.in_memory) == (None, [3])
-    assert run.keeper._candidates == {name_of(2, 0): 2, name_of(4, 0): 4}, "those taken until then may prove good"
-    assert run.keeper._last_unclean == 4, "and clean steps are counted anew"
-    run.keeper.go_back(3)
-    assert (run.in_memory, run.keeper._last_unclean) == ([3], 4)
-    assert run.keeper._candidates == {name_of(2, 0): 2}
+    run.checkpoints.discard_after(4)
+    assert (run.checkpoints._queued, run.in_memory) == (None, [3])
+    assert run.checkpoints._candidates == {name_of(2, 0): 2, name_of(4, 0): 4}, "those taken until then may prove good"
+    assert run.checkpoints._last_unclean == 4, "and clean steps are counted anew"
+    run.checkpoints.discard_after(3)
+    assert (run.in_memory, run.checkpoints._last_unclean) == ([3], 4)
+    assert run.checkpoints._candidates == {name_of(2, 0): 2}
 
 
 class Clock:
@@ -421,7 +420,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(keeper, "time", clock)
+    monkeypatch.setattr(manager, "time", clock)
     return clock
 
 
@@ -433,13 +432,13 @@ def test_the_clock_asks_once_each_interval_and_counts_from_the_last_save(
 
     def is_due(seconds: float) -> bool:
         clock.now_s = 1000.0 + seconds
-        assert not never.keeper.is_due_by_clock()
-        return run.keeper.is_due_by_clock()
+        assert not never.checkpoints.is_due_by_clock()
+        return run.checkpoints.is_due_by_clock()
 
     asked = [is_due(seconds) for seconds in (0, 119, 120, 121, 239, 240, 241)]
     assert asked == [False, False, True, False, False, True, False]
     clock.now_s = 1300.0
-    run.keeper.ask()
+    run.checkpoints.request_save()
     run.step()
     assert [is_due(seconds) for seconds in (360, 419, 420)] == [False, False, True]
 
@@ -449,5 +448,5 @@ def test_rank_0_alone_retries_no_longer_than_half_the_timeout_of_a_collective(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, retry_s: float, expected: float
 ) -> None:
     monkeypatch.setattr(COMPOSED.parallel, "timeout_s", 8.0)
-    keeper = Played(tmp_path, world, retry_s=retry_s).keeper
-    assert (keeper.retry_s, keeper._retry_alone_s) == (retry_s, expected)
+    checkpoints = Played(tmp_path, world, retry_s=retry_s).checkpoints
+    assert (checkpoints.retry_s, checkpoints._retry_alone_s) == (retry_s, expected)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from harness.checkpoint import catalog, integrity, store
 from harness.checkpoint.integrity import OtherVersion
-from harness.checkpoint.io_retry import Patience
+from harness.checkpoint.io_retry import IoRetry
 from harness.checkpoint.tensor_index import METADATA_FILE
 from harness.config.compose import load
 from harness.config.errors import ConfigError, StorageError
@@ -306,8 +306,8 @@ def load_through(root: str, where: Failing, **options: Any) -> tuple[str, str | 
         try:
             if options:
                 names = [each.name for each in reversed(catalog.saved(Path(root)))]
-                patience = Patience(RETRY_S)
-                found = store.load_first(Path(root), names, into, world=here, patience=patience, **options)
+                retry = IoRetry(RETRY_S)
+                found = store.load_first(Path(root), names, into, world=here, retry=retry, **options)
                 outcome = "; ".join(map(str, [*found.damage, *found.unread])) or outcome
             else:
                 found = store.load_newest(Path(root), into, world=here, retry_s=RETRY_S)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from harness.checkpoint import catalog, integrity, store, tensor_index
 from harness.checkpoint.catalog import Health, name_of
 from harness.checkpoint.integrity import MANIFEST, Damaged, OtherVersion
-from harness.checkpoint.io_retry import Patience
+from harness.checkpoint.io_retry import IoRetry
 from harness.config.errors import ConfigError, StorageError
 from harness.core.state import RunState
 from harness.distributed.collectives import together
@@ -37,9 +37,9 @@ def tensors(value: float) -> dict[str, Tensor]:
     return {"model.weight": torch.full((4, 3), value), "device.step": torch.tensor(int(value))}
 
 
-def save(root: Path, world: World, step: int, planned: store.Planned | None = None) -> Path:
+def save(root: Path, world: World, step: int, plan_cache: store.SavePlanCache | None = None) -> Path:
     state = RunState(step=step, iteration=step + 1, tokens=10 * step)
-    return store.write(root, tensors(step), state, world=world, rollback={"steps": 7.0}, planned=planned).path
+    return store.write(root, tensors(step), state, world=world, rollback={"steps": 7.0}, plan_cache=plan_cache).path
 
 
 class Outcome(NamedTuple):
@@ -92,10 +92,10 @@ def test_files_are_forced_to_disk_before_the_checkpoint_exists(
             forced.append((name, os.fstat(descriptor).st_size))
         fsync(descriptor)
 
-    planned = store.Planned()
-    save(tmp_path, world, 1, planned)
+    plan_cache = store.SavePlanCache()
+    save(tmp_path, world, 1, plan_cache)
     monkeypatch.setattr(os, "fsync", record)
-    path = save(tmp_path, world, 2, planned)
+    path = save(tmp_path, world, 2, plan_cache)
     assert [name for name, _ in forced].count(SHARD) == 2, "by torch, and again once its last buffer is written"
     for name in (SHARD, tensor_index.METADATA_FILE):
         assert (name, (path / name).stat().st_size) in forced, "all of it"
@@ -103,7 +103,7 @@ def test_files_are_forced_to_disk_before_the_checkpoint_exists(
 
 @contextmanager
 def counted_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How often a save was planned."""
+    """How often a save was plan_cache."""
     plans: list[int] = []
 
     def count(*arguments: Any, **options: Any) -> Any:
@@ -118,18 +118,18 @@ def counted_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_a_plan_is_kept_while_the_tensors_stay_as_they_are(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = store.Planned()
+    plan_cache = store.SavePlanCache()
     with counted_plans(monkeypatch) as plans:
         for step in (1, 2, 3):
-            save(tmp_path, world, step, planned)
+            save(tmp_path, world, step, plan_cache)
             assert first(tmp_path, world, step).weight == step
         assert len(plans) == 1
-        assert planned.metadata == (tmp_path / name_of(3, 0) / tensor_index.METADATA_FILE).read_bytes()
-        planned.results = planned.results[:-1]
-        save(tmp_path, world, 4, planned)
-        assert (len(plans), len(planned.results)) == (2, 2), "the parts did not come to lie as planned"
-        planned.signature = []
-        save(tmp_path, world, 5, planned)
+        assert plan_cache.metadata == (tmp_path / name_of(3, 0) / tensor_index.METADATA_FILE).read_bytes()
+        plan_cache.results = plan_cache.results[:-1]
+        save(tmp_path, world, 4, plan_cache)
+        assert (len(plans), len(plan_cache.results)) == (2, 2), "the parts did not come to lie as planned"
+        plan_cache.signature = []
+        save(tmp_path, world, 5, plan_cache)
         assert len(plans) == 3, "other tensors"
         save(tmp_path, world, 6)
         assert len(plans) == 4, "no plan was given"
@@ -142,7 +142,7 @@ def test_a_plan_is_kept_while_the_tensors_stay_as_they_are(
 )
 def test_a_plan_fits_the_tensors_it_was_made_for(signature: list[Any], has_plan: bool, expected: bool) -> None:
     plan: Any = object() if has_plan else None
-    assert store.Planned(signature=["a"], plan=plan).fits(signature) is expected
+    assert store.SavePlanCache(signature=["a"], plan=plan).fits(signature) is expected
 
 
 def test_the_signature_changes_with_everything_a_plan_depends_on(world: World) -> None:
@@ -167,9 +167,9 @@ def test_the_signature_changes_with_everything_a_plan_depends_on(world: World) -
 def test_a_failed_write_is_an_error_of_one_line_and_leaves_nothing(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, is_planned: bool
 ) -> None:
-    planned = store.Planned()
+    plan_cache = store.SavePlanCache()
     if is_planned:
-        save(tmp_path, world, 1, planned)
+        save(tmp_path, world, 1, plan_cache)
     before = tree(tmp_path)
 
     def full(*_: object) -> None:
@@ -178,10 +178,10 @@ def test_a_failed_write_is_an_error_of_one_line_and_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match=r"^rank 0: .*Input/output error"):
-            save(tmp_path, world, 2, planned)
-    assert (planned.plan is not None) is is_planned, "a plan is no worse for a disk that failed"
+            save(tmp_path, world, 2, plan_cache)
+    assert (plan_cache.plan is not None) is is_planned, "a plan is no worse for a disk that failed"
     assert tree(tmp_path).keys() == before.keys()
-    save(tmp_path, world, 2, planned)
+    save(tmp_path, world, 2, plan_cache)
     assert newest(tmp_path, world).weight == 2
 
 
@@ -266,7 +266,7 @@ def test_an_io_error_is_retried_if_it_is_allowed(tmp_path: Path, world: World, f
     with failing(name, times=1), pytest.raises(StorageError):
         first(tmp_path, world, 10, 5)
     with failing(name, times=1):
-        assert first(tmp_path, world, 10, 5, patience=Patience(0.01)).weight == 10
+        assert first(tmp_path, world, 10, 5, retry=IoRetry(0.01)).weight == 10
     with failing(name):
         found, weight = first(tmp_path, world, 10, 5, passes_over=True)
         assert (weight, [type(each) for each in found.unread]) == (5, [StorageError])
@@ -300,7 +300,7 @@ def test_what_is_whole_is_read_once_though_another_rank_failed(
         return done
 
     monkeypatch.setattr(store, "together", unlucky)
-    assert first(tmp_path, world, 5, patience=Patience(0.01)).weight == 5
+    assert first(tmp_path, world, 5, retry=IoRetry(0.01)).weight == 5
     assert (calls, left) == (["read_manifest", "verify", "read_into"], [])
 
 
@@ -333,7 +333,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path, world: World) -> None:
     path = save(tmp_path, world, 5)
     for shape, name, problem in (((4, 4), "model.weight", "holds model.weight as [4, 3]"), ((4,), "x", "not hold x")):
         with pytest.raises(ConfigError, match="this configuration needs") as caught:
-            store.read_description(path, {"device.step": torch.Size(()), name: torch.Size(shape)})
+            store.read_index(path, {"device.step": torch.Size(()), name: torch.Size(shape)})
         assert problem in str(caught.value)
         assert str(caught.value).endswith(f"needs {list(shape)}")
 

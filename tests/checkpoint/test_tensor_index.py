@@ -156,7 +156,7 @@ def test_garbage_collection_is_off_only_while_a_description_is_read(
 ) -> None:
     pack, seen = tensor_index._pack, list[bool]()
 
-    def look(metadata: Metadata) -> tensor_index.Description:
+    def look(metadata: Metadata) -> tensor_index.TensorIndex:
         seen.append(gc.isenabled())
         return pack(metadata)
 

@@ -7,41 +7,41 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.checkpoint.writer_thread import Clerk
+from harness.checkpoint.writer_thread import WriterThread
 
 PATIENCE_S = 10
 
 
 @pytest.fixture
-def clerk() -> Iterator[Clerk[int]]:
-    clerk: Clerk[int] = Clerk()
-    yield clerk
-    clerk.close()
+def writer() -> Iterator[WriterThread[int]]:
+    writer: WriterThread[int] = WriterThread()
+    yield writer
+    writer.close()
 
 
-def test_results_come_back_once_and_in_order(clerk: Clerk[int]) -> None:
-    clerk.wait()
+def test_results_come_back_once_and_in_order(writer: WriterThread[int]) -> None:
+    writer.wait()
     for number in range(3):
-        clerk.give(lambda number=number: [number, 10 * number])  # type: ignore[misc]
-    clerk.wait()
-    assert list(clerk.news()) == [0, 0, 1, 10, 2, 20]
-    assert list(clerk.news()) == []
+        writer.submit(lambda number=number: [number, 10 * number])  # type: ignore[misc]
+    writer.wait()
+    assert list(writer.drain_events()) == [0, 0, 1, 10, 2, 20]
+    assert list(writer.drain_events()) == []
 
 
-def test_an_unexpected_error_is_raised_where_the_loop_asks_and_stops_no_later_job(clerk: Clerk[int]) -> None:
-    clerk.give(lambda: [1 // 0])
-    clerk.give(lambda: [7])
-    clerk.wait()
+def test_an_unexpected_error_is_raised_where_the_loop_asks_and_stops_no_later_job(writer: WriterThread[int]) -> None:
+    writer.submit(lambda: [1 // 0])
+    writer.submit(lambda: [7])
+    writer.wait()
     with pytest.raises(ZeroDivisionError):
-        list(clerk.news())
-    assert list(clerk.news()) == [7]
+        list(writer.drain_events())
+    assert list(writer.drain_events()) == [7]
 
 
-def test_waiting_ends_when_the_last_job_is_done(clerk: Clerk[int]) -> None:
+def test_waiting_ends_when_the_last_job_is_done(writer: WriterThread[int]) -> None:
     may_end = [threading.Event(), threading.Event()]
     for each in may_end:
-        clerk.give(lambda each=each: [int(each.wait(PATIENCE_S))])  # type: ignore[misc]
-    waiting = threading.Thread(target=clerk.wait)
+        writer.submit(lambda each=each: [int(each.wait(PATIENCE_S))])  # type: ignore[misc]
+    waiting = threading.Thread(target=writer.wait)
     waiting.start()
     for each in may_end:
         waiting.join(0.05)
@@ -49,16 +49,16 @@ def test_waiting_ends_when_the_last_job_is_done(clerk: Clerk[int]) -> None:
         each.set()
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
-    assert list(clerk.news()) == [1, 1]
+    assert list(writer.drain_events()) == [1, 1]
 
 
 def test_the_thread_ends_after_the_jobs_that_were_given_and_never_holds_up_the_process() -> None:
     before = set(threading.enumerate())
-    clerk: Clerk[int] = Clerk()
+    writer: WriterThread[int] = WriterThread()
     (thread,) = set(threading.enumerate()) - before
     assert thread.daemon
-    clerk.give(lambda: [7])
-    clerk.close()
+    writer.submit(lambda: [7])
+    writer.close()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-    assert list(clerk.news()) == [7]
+    assert list(writer.drain_events()) == [7]

@@ -282,5 +282,5 @@ def partings(driven: Driven) -> dict[str, Spoil]:
         "fp8": at_the_third(leave_fp8),
         "step": at_the_third(count_otherwise),
         "a finding": another_rate,
-        "save": at_the_third(driven.parts.keeper.ask),  # the last one: nothing takes it back
+        "save": at_the_third(driven.parts.checkpoints.request_save),  # the last one: nothing takes it back
     }

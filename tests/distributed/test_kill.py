@@ -107,7 +107,7 @@ PHASES = (
     Drawn(Place("staging", "harness.checkpoint.store:write"), AROUND, BOTH, SAVES),
     Drawn(Place("shards", f"{WRITER}.write_data", half_a_file), ALL, BOTH, SAVES),
     Drawn(Place("metadata", f"{WRITER}.finish", half_a_file), ALL, (0,)),
-    Drawn(Place("kept metadata", "harness.checkpoint.store:write_description", half_a_file), ALL, (0,)),
+    Drawn(Place("kept metadata", "harness.checkpoint.store:write_metadata", half_a_file), ALL, (0,)),
     Drawn(Place("manifest", "harness.checkpoint.integrity:write_manifest", half_a_file), ALL, (0,), SAVES),
     Drawn(Place("publish", "harness.checkpoint.catalog:publish", half_a_rename), ALL, (0,), SAVES),
     Drawn(Place("health", "harness.checkpoint.catalog:mark", half_a_file), ALL, (0,), SAVES),

@@ -109,8 +109,8 @@ def test_a_save_beside_training_comes_back_from_disk(tmp_path: Path) -> None:
         step(parts, cfg, index)
     state = RunState(iteration=2, step=2, cursor=2)
     before = copies(parts)
-    assert parts.keeper.save_last(state, is_done=False)
-    (saved,) = [event for event in parts.keeper.news() if isinstance(event, CheckpointSaved)]
+    assert parts.checkpoints.save_last(state, is_done=False)
+    (saved,) = [event for event in parts.checkpoints.drain_events() if isinstance(event, CheckpointSaved)]
     assert saved.bytes > sum(tensor.nbytes for tensor in before.values())
     for index in range(2, 4):
         step(parts, cfg, index)

@@ -321,7 +321,7 @@ def test_a_run_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
     directory = export(run, tmp_path / "exported")
     with pytest.raises(ConfigError, match="holds checkpoints already"):
         convert.import_model(directory, run)
-    catalog.set_aside(convert.choose(run).path)
+    catalog.quarantine(convert.choose(run).path)
     with pytest.raises(ConfigError, match="holds checkpoints already"):
         convert.import_model(directory, run)
 

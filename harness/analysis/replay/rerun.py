@@ -23,7 +23,7 @@ from harness.analysis.replay.samples import Sample, weigh
 from harness.analysis.replay.verdict import Cause, Nature, Numbers, Standing, cause, is_same, nature
 from harness.build import Parts, build, closing_parts
 from harness.checkpoint import store
-from harness.checkpoint.io_retry import Patience
+from harness.checkpoint.io_retry import IoRetry
 from harness.config.errors import EXIT_DONE, ConfigError
 from harness.config.schema import Config
 from harness.core.events import StepRecord, encode
@@ -157,8 +157,8 @@ def restore(name: str | None, root: Path, parts: Parts, world: World) -> None:
     """The state of a checkpoint, with the learning rate that was scaled then; nothing to do for the beginning."""
     if name is None:
         return
-    patience = Patience(parts.keeper.retry_s)
-    found = store.load_first(root, [name], parts.tensors(), world=world, patience=patience, renames=False)
+    retry = IoRetry(parts.checkpoints.retry_s)
+    found = store.load_first(root, [name], parts.tensors(), world=world, retry=retry, renames=False)
     if found.loaded is None:
         raise ConfigError("", f"{root / name} is damaged: {found.damage[0]}")
     state: RunState = found.loaded.state

@@ -111,7 +111,7 @@ def test_list_tells_what_there_is(run: RunDir, capsys: pytest.CaptureFixture[str
     save(run, 20)
     save(run, 15, generation=1, health=Health.tainted)
     (save(run, 20, generation=1) / MANIFEST).unlink()
-    catalog.set_aside(save(run, 30))
+    catalog.quarantine(save(run, 30))
     (run.checkpoints / ".step-00000040-gen-1.part").mkdir()
     before = contents(run)
     size = f"{sum(path.stat().st_size for path in (run.checkpoints / name_of(20, 0)).iterdir()) / 1e3:.1f} kB"
@@ -131,7 +131,7 @@ def test_list_tells_what_there_is(run: RunDir, capsys: pytest.CaptureFixture[str
 
 def test_list_as_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(run, 10, health=Health.good)
-    catalog.set_aside(save(run, 20))
+    catalog.quarantine(save(run, 20))
     (line,) = tell(capsys, "list", "runs/first", "--json")
     told = json.loads(line)
     good, aside = told["checkpoints"]
@@ -193,7 +193,7 @@ def test_verify_names_the_file_and_goes_on(run: RunDir, capsys: pytest.CaptureFi
 def test_verify_by_name(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     flip(save(run, 10) / SHARD)
     save(run, 20)
-    catalog.set_aside(save(run, 30))
+    catalog.quarantine(save(run, 30))
     names = ["step-00000030-gen-0.damaged", "step-00000020-gen-0"]
     assert tell(capsys, "verify", "runs/first", *names) == [f"{name}  ok" for name in names]
     tell(capsys, "verify", "runs/first", "step-00000010-gen-0", code=1)
@@ -275,7 +275,7 @@ def test_prune_by_what_is_asked_else_stated(
 def test_a_dry_run_deletes_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (10, 20, 30, 40, 50):
         save(run, step)
-    catalog.set_aside(save(run, 60))
+    catalog.quarantine(save(run, 60))
     before = contents(run)
     lines = tell(capsys, "prune", "runs/first", "--damaged", "--dry-run")
     assert contents(run) == before
@@ -285,8 +285,8 @@ def test_a_dry_run_deletes_nothing(run: RunDir, capsys: pytest.CaptureFixture[st
 
 def test_those_set_aside_go_only_when_asked(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     save(run, 10)
-    catalog.set_aside(save(run, 20))
-    catalog.set_aside(save(run, 20))
+    catalog.quarantine(save(run, 20))
+    catalog.quarantine(save(run, 20))
     assert tell(capsys, "prune", "runs/first") == ["deleted 0, 0 B"]
     assert len(catalog.damaged(run.checkpoints)) == 2
     lines = tell(capsys, "prune", "runs/first", "--damaged")

@@ -44,19 +44,19 @@ def save_in_turn(root: str, series: list[dict[str, Any]]) -> tuple[int, list[dic
     there of each."""
     world = connect(load(["parallel.device=cpu"]).parallel)
     with patch("harness.checkpoint.store.save_shards", wraps=save) as counted:
-        kept = save_all(Path(root) / "kept", series, world, store.Planned())
+        kept = save_all(Path(root) / "kept", series, world, store.SavePlanCache())
     anew = save_all(Path(root) / "anew", series, world, None)
     disconnect()
     return counted.call_count, kept, anew
 
 
 def save_all(
-    root: Path, series: list[dict[str, Any]], world: World, planned: store.Planned | None
+    root: Path, series: list[dict[str, Any]], world: World, plan_cache: store.SavePlanCache | None
 ) -> list[dict[str, str]]:
     found = []
     for step, options in enumerate(series):
         now = tensors(world, step, **options)
-        path = store.write(root, now, RunState(step=step), world=world, rollback={}, planned=planned).path
+        path = store.write(root, now, RunState(step=step), world=world, rollback={}, plan_cache=plan_cache).path
         found.append(files_of(path))
         back = {name: torch.zeros_like(tensor) for name, tensor in now.items()}
         store.load_first(root, [path.name], back, world=world)
@@ -87,23 +87,23 @@ def test_tensors_of_another_type_or_shape_are_planned_anew(ranks: Pool, tmp_path
 def save_odd_one(root: str) -> tuple[int, str]:
     """Rank 1 alone has other tensors than the plan was made for; and a plan that does not say where things lie."""
     world = connect(load(["parallel.device=cpu"]).parallel)
-    planned = store.Planned()
+    plan_cache = store.SavePlanCache()
 
     def write(step: int) -> store.Written:
         now = tensors(world, step)
-        return store.write(Path(root), now, RunState(step=step), world=world, rollback={}, planned=planned)
+        return store.write(Path(root), now, RunState(step=step), world=world, rollback={}, plan_cache=plan_cache)
 
     write(0)
     if world.rank == 1:
-        planned.signature = []
+        plan_cache.signature = []
     write(1)
     if world.rank == 1:
-        planned.results = planned.results[:-1]
+        plan_cache.results = plan_cache.results[:-1]
     path = write(2).path
     integrity.verify(path)
     content = hashlib.sha256((path / "__1_0.distcp").read_bytes()).hexdigest()
     disconnect()
-    return len(planned.results), content
+    return len(plan_cache.results), content
 
 
 def test_what_one_rank_finds_changed_all_ranks_plan_anew(ranks: Pool, tmp_path: Path) -> None:
