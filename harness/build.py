@@ -24,7 +24,7 @@ from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.data.batches import Batches
 from harness.data.order.ledger import Ledger
-from harness.data.sources import Known, make_rare_index, open_data
+from harness.data.sources import RecordedData, make_rare_index, open_data
 from harness.distributed.collectives import from_first, jointly, minimum, together
 from harness.distributed.compute_clock import ComputeClock
 from harness.distributed.fsdp import Collectives, shard
@@ -160,14 +160,14 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
 
 def open_data_on_all_ranks(cfg: Config, world: World, run: RunDir, ledger: Ledger) -> tuple[Batches, Batches]:
     """Open this rank's training and held-out data. All ranks read the files that rank 0 lists; if one fails, all do."""
-    known = Known(from_first(lambda: recorded_data(cfg, run)), run.rare_tokens)
-    together(lambda: make_rare_index(cfg, known) if world.is_first else None, world.aside)
-    return jointly(lambda: open_rank_data(cfg, world, ledger, known))
+    recorded = RecordedData(from_first(lambda: recorded_data(cfg, run)), run.rare_tokens)
+    together(lambda: make_rare_index(cfg, recorded) if world.is_first else None, world.aside)
+    return jointly(lambda: open_rank_data(cfg, world, ledger, recorded))
 
 
-def open_rank_data(cfg: Config, world: World, ledger: Ledger, known: Known) -> tuple[Batches, Batches]:
+def open_rank_data(cfg: Config, world: World, ledger: Ledger, recorded: RecordedData) -> tuple[Batches, Batches]:
     """Open this rank's data. The plan digest reads the corpus once, so an I/O error appears here."""
-    opened = open_data(cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger, known=known)
+    opened = open_data(cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger, recorded=recorded)
     opened[0].plan_digest()
     return opened
 

@@ -160,7 +160,7 @@ def accept(action: Action, parts: Parts, state: RunState) -> None:
 
 def rewind(action: Action, parts: Parts) -> Restored | None:
     """Restore the newest in-memory snapshot from before the onset that every rank has."""
-    slot = parts.ring.agree(before=action.onset)
+    slot = parts.ring.agree_on_target(before=action.onset)
     if slot is None:
         return None
     prepare(action, parts, iteration=slot.state.iteration)
@@ -169,7 +169,7 @@ def rewind(action: Action, parts: Parts) -> Restored | None:
 
 def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
     """Restore the newest good checkpoint from before the onset that passes verification."""
-    taken = dict(from_first(lambda: targets(action, parts)))
+    taken = dict(from_first(lambda: rollback_targets(action, parts)))
     begun: list[str] = []
 
     def begin(name: str) -> None:
@@ -184,7 +184,7 @@ def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
             world=parts.world,
             retry=IoRetry(parts.checkpoints.retry_s),
             prepare=begin,
-            passes_over=True,
+            skip_unreadable=True,
         )
     except OSError as error:
         if begun:
@@ -198,14 +198,14 @@ def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
     return Restored(found.loaded.state, "; ".join([found.loaded.name, *map(str, [*found.damage, *found.unread])]))
 
 
-def targets(action: Action, parts: Parts) -> list[tuple[str, int]]:
+def rollback_targets(action: Action, parts: Parts) -> list[tuple[str, int]]:
     """List the checkpoints that a rollback may restore, newest first; on rank 0.
 
     An operator's rollback may also use a checkpoint that is not proven good yet.
     """
     if action.incident:
-        return parts.checkpoints.targets(before=action.onset)
-    return [(name, taken) for name, taken in parts.checkpoints.targets(until_step=action.step) if taken < action.onset]
+        return parts.checkpoints.rollback_targets(before=action.onset)
+    return [(name, taken) for name, taken in parts.checkpoints.rollback_targets(until_step=action.step) if taken < action.onset]
 
 
 def prepare(action: Action, parts: Parts, *, iteration: int) -> None:

@@ -25,21 +25,21 @@ from harness.core.rundir import RunDir
 from harness.data.corpus.corpora import EmbeddedCorpus
 from harness.data.corpus.corpus_record import (
     Addition,
-    Compared,
+    CorpusDiff,
     DataRecord,
     FileRecord,
     SourceRecord,
     compare,
     next_pass,
     read_record,
-    resized,
-    some,
+    append_batch_size,
+    join_first,
 )
-from harness.data.corpus.file_probe import Listed, list_files
-from harness.data.corpus.host_agreement import Asked, agree_on_files
+from harness.data.corpus.file_probe import ListedFile, list_files
+from harness.data.corpus.host_agreement import KeyedFile, agree_on_files
 from harness.data.order.ledger import Exclusion, Ledger
-from harness.data.order.mixture import Change, Size
-from harness.data.sources import open_sources, recipe
+from harness.data.order.mixture import BatchSize, Change
+from harness.data.sources import open_sources, train_recipe
 from harness.distributed.collectives import from_first
 from harness.distributed.world import World
 
@@ -73,7 +73,7 @@ def resolve_run_data(cfg: Config, *, world: World) -> RunData:
     """Decide which data this start reads; every rank gets the same answer or the same error."""
     planned = from_first(lambda: plan_data(cfg))
     files = [
-        Asked(key_of(name), file.listed) for name, source in planned.record.sources.items() for file in source.files
+        KeyedFile(key_of(name), file.listed) for name, source in planned.record.sources.items() for file in source.files
     ]
     probes = iter(agree_on_files(files, world=world))
     sources = {
@@ -104,9 +104,9 @@ def plan_data(cfg: Config) -> RunData:
     recorded = read_record(run.corpus)
     if recorded is None:  # an older version without records wrote this run: trust the corpus as it is now
         batch_size, _ = settings.get("train.batch_size", (cfg.train.batch_size, None))
-        recorded = replace(now, sizes=(Size(0, batch_size),))
+        recorded = replace(now, sizes=(BatchSize(0, batch_size),))
     compared = compare_files(recorded, now)
-    changes = {f"data.sources.{name}.files": each.told for name, each in compared.items() if each.changed}
+    changes = {f"data.sources.{name}.files": each.before_after for name, each in compared.items() if each.changed}
     progress = Progress(0, 0, 0)
     if cfg.run.resume is not ResumePolicy.changed:
         refuse_unasked(compared)
@@ -125,8 +125,8 @@ def plan_data(cfg: Config) -> RunData:
     return RunData(record, changes)
 
 
-def compare_files(recorded: DataRecord, now: DataRecord) -> dict[str, Compared]:
-    """Compare the files of every source that had files and still has some."""
+def compare_files(recorded: DataRecord, now: DataRecord) -> dict[str, CorpusDiff]:
+    """Compare the files of every source that had files and still has join_first."""
     return {
         name: compare(then, [file.listed for file in now.sources[name].files])
         for name, then in recorded.sources.items()
@@ -135,7 +135,7 @@ def compare_files(recorded: DataRecord, now: DataRecord) -> dict[str, Compared]:
 
 
 def add_files(
-    cfg: Config, run: RunDir, record: DataRecord, name: str, compared: Compared, *, from_batch: int
+    cfg: Config, run: RunDir, record: DataRecord, name: str, compared: CorpusDiff, *, from_batch: int
 ) -> DataRecord:
     """Return the record with added files. The source reads them after the pass that it is in at `from_batch`."""
     message = f"{compared.changed}, but the limits of data.stratify hold for the files that a run began with"
@@ -144,7 +144,7 @@ def add_files(
         Change(entry.from_batch, entry.weights) for entry in Ledger.load(run.ledger, writer=False).reweightings
     ]
     number = list(cfg.data.sources).index(name)
-    turn = recipe(cfg, record).mixture(amendments).turns_before(from_batch)[number]
+    turn = train_recipe(cfg, record).mixture(amendments).turns_before(from_batch)[number]
     sources, _ = open_sources(cfg, record)
     addition = Addition(num_files=compared.num_added, from_turn=next_pass(sources[number].stretches, turn))
     source = record.sources[name]
@@ -160,10 +160,10 @@ def first_record(cfg: Config) -> DataRecord:
         is_text = source.kind is DataKind.embedded
         text = EmbeddedCorpus(cfg.train.sequence_length).fingerprint() if is_text else ""
         sources[name] = SourceRecord(files=tuple(map(as_record, listed.get(name, []))), text=text)
-    return DataRecord(sizes=(Size(0, cfg.train.batch_size),), sources=sources)
+    return DataRecord(sizes=(BatchSize(0, cfg.train.batch_size),), sources=sources)
 
 
-def as_record(file: Listed) -> FileRecord:
+def as_record(file: ListedFile) -> FileRecord:
     return FileRecord(path=file.path, num_bytes=file.num_bytes, index_bytes=file.index_bytes)
 
 
@@ -171,14 +171,14 @@ def key_of(name: str) -> str:
     return f"data.sources.{name}.paths"
 
 
-def refuse_unasked(compared: dict[str, Compared]) -> None:
+def refuse_unasked(compared: dict[str, CorpusDiff]) -> None:
     """Reject any difference from the last start, if `run.resume` does not allow it."""
     for name, each in compared.items():
         advice = UNDO if each.broken else f"undo that, set run.resume=changed, {NEW_RUN}"
         require(not each.changed, key_of(name), f"the corpus of the run changed: {each.changed}; {advice}")
 
 
-def refuse_broken(compared: dict[str, Compared]) -> None:
+def refuse_broken(compared: dict[str, CorpusDiff]) -> None:
     """Reject changes that would renumber the windows."""
     for name, each in compared.items():
         message = f"the corpus of the run changed: {each.broken}: {WOULD_CHANGE}"
@@ -198,7 +198,7 @@ def refuse_fixed(settings: dict[str, tuple[Any, Any]], recorded: DataRecord, now
         require(is_same, f"data.sources.{name}.kind", f"{message}; use that Python, {NEW_RUN}")
 
 
-def admit_size(cfg: Config, recorded: DataRecord, progress: Progress) -> tuple[Size, ...]:
+def admit_size(cfg: Config, recorded: DataRecord, progress: Progress) -> tuple[BatchSize, ...]:
     """Append the new batch size to the sizes of the run; it applies from the batch where the run resumes.
 
     If later batches are excluded, it applies after them, so that they stay excluded sample for sample.
@@ -210,13 +210,13 @@ def admit_size(cfg: Config, recorded: DataRecord, progress: Progress) -> tuple[S
     require(cfg.run.resume is ResumePolicy.changed, "train.batch_size", f"{message}; run.resume=changed admits it")
     limited = f"{message}, but the limits of data.stratify hold for batches of one size; keep it, {NEW_RUN}"
     require(cfg.data.stratify.rare_below == 0, "train.batch_size", limited)
-    return resized(recorded.sizes, now, from_batch=max(progress.resumes_at, progress.excluded))
+    return append_batch_size(recorded.sizes, now, from_batch=max(progress.resumes_at, progress.excluded))
 
 
 def with_probes(name: str, source: SourceRecord, probes: Sequence[str]) -> SourceRecord:
     """Return the record with the probes of its files; rejected if a probe differs from an earlier start."""
     differ = [file.path for file, now in zip(source.files, probes, strict=True) if file.probes not in ("", now)]
-    message = f"the corpus of the run changed: the content of {some(differ)} is not what it was: {WOULD_CHANGE}"
+    message = f"the corpus of the run changed: the content of {join_first(differ)} is not what it was: {WOULD_CHANGE}"
     require(not differ, key_of(name), f"{message}; {UNDO}")
     files = tuple(replace(file, probes=now) for file, now in zip(source.files, probes, strict=True))
     first = {file.probes: file.path for file in reversed(files[: source.num_first])}
@@ -229,7 +229,7 @@ def with_probes(name: str, source: SourceRecord, probes: Sequence[str]) -> Sourc
 def progress_of(run: RunDir) -> Progress:
     """Read from checkpoints and ledger how far the run has come."""
     cursors = [
-        cursor_of(each.path) for each in catalog.saved(run.checkpoints) if each.health is not catalog.Health.tainted
+        cursor_of(each.path) for each in catalog.list_checkpoints(run.checkpoints) if each.health is not catalog.Health.tainted
     ]
     entries = Ledger.load(run.ledger, writer=False)
     excluded = max((entry.last + 1 for entry in entries if isinstance(entry, Exclusion)), default=0)

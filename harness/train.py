@@ -37,7 +37,7 @@ from harness.core.locking import run_lease
 from harness.core.rundir import append_line
 from harness.core.state import RunState
 from harness.data.batch import Batch
-from harness.data.batch_facts import as_record
+from harness.data.batch_facts import facts_to_record
 from harness.distributed.collectives import entered, from_first, jointly
 from harness.distributed.world import World, connected, rank_from_environment
 from harness.precision.attention import fast_attention
@@ -63,7 +63,7 @@ def train(run: Run) -> Ending:
     while state.step < cfg.train.num_steps and (ending is None or state.iteration < ending.after):
         run.heart.beat(state)
         started_s = host_clock_s(parts)
-        place = parts.ledger.following(state.cursor, state.given_back)
+        place = parts.ledger.next_batch(state.cursor, state.given_back)
         window = parts.planned.at(place.position, state)
         if event := parts.planned.announce(window, place.batch, state):
             run.narrator.note(event)
@@ -81,7 +81,7 @@ def train(run: Run) -> Ending:
         state.advance(next_cursor=place.cursor, given_back=place.given_back, tokens=num_tokens)
         parts.mailbox.post(host_facts(parts, state, batch, branches), report)
         with run.heart.during(Phase.save):
-            if parts.checkpoints.take_if_due(state):
+            if parts.checkpoints.snapshot_if_due(state):
                 measure_held_out(parts, state)
         ending = process_reports(run, ending=ending)
 
@@ -177,7 +177,7 @@ def host_facts(parts: Parts, state: RunState, batch: Batch, branches: Branches) 
         probed=branches.probe,
         posted_s=time.perf_counter(),
         memory_bytes=memory_bytes(parts.world.device),
-        batch=as_record(batch.facts, parts.batches.source_names),
+        batch=facts_to_record(batch.facts, parts.batches.source_names),
         in_fp8=branches.in_fp8,
         in_planned_change=branches.planned,
         stride=parts.batches.compared_stride(branches.cursor) or 1,

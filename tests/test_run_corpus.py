@@ -16,8 +16,8 @@ from harness.config.schema import Config
 from harness.core import rundir
 from harness.data.corpus.corpus_record import DataRecord, read_record, render_record
 from harness.data.order.ledger import Ledger
-from harness.data.order.mixture import Size
-from harness.data.sources import Known, known_data, open_data
+from harness.data.order.mixture import BatchSize
+from harness.data.sources import RecordedData, open_data, read_recorded_data
 from harness.run_corpus import RunData, plan_data, recorded_data, with_probes
 from tests.data.token_files import write_pair
 
@@ -66,8 +66,8 @@ def admit(cfg: Config) -> RunData:
     return data
 
 
-def windows(cfg: Config, known: Known, batches: range) -> list[tuple[str, int]]:
-    train, held_out = open_data(cfg, rank=0, world_size=1, device=CPU, ledger=Ledger(), known=known)
+def windows(cfg: Config, known: RecordedData, batches: range) -> list[tuple[str, int]]:
+    train, held_out = open_data(cfg, rank=0, world_size=1, device=CPU, ledger=Ledger(), recorded=known)
     train.close()
     held_out.close()
     return [origin[:2] for index in batches for origin in train.origins(index)]
@@ -85,7 +85,7 @@ def test_the_first_start_records_files_and_batch_size(shards: Path) -> None:
     record = read_record(run.corpus)
     assert record is not None
     assert [file.path for file in record.sources["main"].files] == [f"{shards}/b.bin", f"{shards}/c.bin"]
-    assert record.sizes == (Size(0, 8),)
+    assert record.sizes == (BatchSize(0, 8),)
     assert plan_data(cfg) == RunData(record, {})
 
 
@@ -93,7 +93,7 @@ def test_the_first_start_records_files_and_batch_size(shards: Path) -> None:
 def test_an_added_file_is_read_after_the_pass_that_is_under_way(shards: Path, name: str) -> None:
     cfg = config(shards)
     run = begin(cfg, cursor=10)
-    before = windows(cfg, known_data(run), range(20))
+    before = windows(cfg, read_recorded_data(run), range(20))
     write_shard(shards / name)
     refused(cfg, rf"data\.sources\.main\.paths: .*{name} was added; .*run\.resume=changed")
     grown = config(shards, "run.resume=changed")
@@ -103,7 +103,7 @@ def test_an_added_file_is_read_after_the_pass_that_is_under_way(shards: Path, na
     num_train = 200 - round(200 * 0.05) - 1
     (addition,) = data.record.sources["main"].additions
     assert (addition.num_files, addition.from_turn) == (1, num_train)
-    after = windows(cfg, known_data(run), range(36))
+    after = windows(cfg, read_recorded_data(run), range(36))
     assert after[: len(before)] == before
     assert len(set(after[: num_train + 99])) == num_train + 99
     assert {path for path, _ in after[num_train : num_train + 99]} == {f"{shards}/{name}"}
@@ -135,11 +135,11 @@ def test_a_copy_of_what_is_partly_held_out_is_refused(shards: Path) -> None:
 
 def test_files_that_moved_are_the_same_corpus(shards: Path) -> None:
     run = begin(config(shards), cursor=10)
-    before = windows(config(shards), known_data(run), range(5))
+    before = windows(config(shards), read_recorded_data(run), range(5))
     moved = shards.rename(shards.with_name("moved"))
     data = admit(config(moved, "run.resume=changed"))
     assert [file.path for file in data.record.sources["main"].files] == [f"{moved}/b.bin", f"{moved}/c.bin"]
-    after = windows(config(moved), known_data(run), range(5))
+    after = windows(config(moved), read_recorded_data(run), range(5))
     assert [(Path(path).name, first) for path, first in after] == [(Path(path).name, first) for path, first in before]
 
 
@@ -160,17 +160,19 @@ def test_a_run_that_begins_again_may_have_other_data(shards: Path) -> None:
     write_shard(shards / "d.bin", 4000)
     refused(config(shards), r"data\.sources\.main\.paths: .*b\.bin was removed, .*d\.bin was added")
     data = plan_data(config(shards, "run.resume=changed", "train.sequence_length=8", "train.batch_size=4"))
-    assert data.record.sizes == (Size(0, 4),)
+    assert data.record.sizes == (BatchSize(0, 4),)
     assert [Path(file.path).name for file in data.record.sources["main"].files] == ["c.bin", "d.bin"]
 
 
 def test_another_batch_size_goes_on_where_the_run_was(shards: Path) -> None:
     cfg = config(shards)
     run = begin(cfg, cursor=5)
-    before = windows(cfg, known_data(run), range(20))
+    before = windows(cfg, read_recorded_data(run), range(20))
     larger = config(shards, "train.batch_size=10", "run.resume=changed")
-    assert admit(larger).record.sizes == (Size(0, 8), Size(5, 10))
-    assert windows(larger, known_data(run), range(17)) == before, "5 batches of 8 and 12 of 10, in the same order"
+    assert admit(larger).record.sizes == (BatchSize(0, 8), BatchSize(5, 10))
+    assert windows(larger, read_recorded_data(run), range(17)) == before, (
+        "5 batches of 8 and 12 of 10, in the same order"
+    )
     refused(cfg, r"run\.name: .*train\.batch_size was 10, is 8")
 
 
@@ -178,12 +180,12 @@ def test_excluded_batches_stay_excluded_sample_for_sample(shards: Path) -> None:
     cfg = config(shards)
     run = begin(cfg, cursor=5)
     Ledger.load(run.ledger).exclude(3, 8, "spike")
-    spoiled = set(windows(cfg, known_data(run), range(3, 9)))
+    spoiled = set(windows(cfg, read_recorded_data(run), range(3, 9)))
     larger = config(shards, "train.batch_size=10", "run.resume=changed")
-    assert admit(larger).record.sizes == (Size(0, 8), Size(9, 10))
+    assert admit(larger).record.sizes == (BatchSize(0, 8), BatchSize(9, 10))
     ledger = Ledger.load(run.ledger)
     seen = [index for index in range(17) if not ledger.is_excluded(index)]
-    trained = [window for index in seen for window in windows(larger, known_data(run), range(index, index + 1))]
+    trained = [window for index in seen for window in windows(larger, read_recorded_data(run), range(index, index + 1))]
     assert not spoiled.intersection(trained)
     assert len(set(trained)) == len(trained) == 3 * 8 + 8 * 10
 
@@ -202,16 +204,16 @@ def test_limits_on_rare_tokens_hold_for_one_size_and_one_corpus(shards: Path) ->
 def test_a_run_of_an_earlier_version_has_its_batch_size_in_its_configuration(shards: Path) -> None:
     run = begin(config(shards), cursor=5)
     run.corpus.unlink()
-    assert plan_data(config(shards)).record.sizes == (Size(0, 8),)
+    assert plan_data(config(shards)).record.sizes == (BatchSize(0, 8),)
     larger = config(shards, "train.batch_size=16", "run.resume=changed")
-    assert plan_data(larger).record.sizes == (Size(0, 8), Size(5, 16))
+    assert plan_data(larger).record.sizes == (BatchSize(0, 8), BatchSize(5, 16))
 
 
 def test_a_start_that_died_before_it_wrote_the_configuration_is_taken_up_again(shards: Path) -> None:
     run = begin(config(shards), cursor=5)
     larger = config(shards, "train.batch_size=16", "run.resume=changed")
     run.corpus.write_text(render_record(plan_data(larger).record))
-    assert admit(larger).record.sizes == (Size(0, 8), Size(5, 16))
+    assert admit(larger).record.sizes == (BatchSize(0, 8), BatchSize(5, 16))
 
 
 def test_another_embedded_text_is_refused(tmp_path: Path) -> None:
@@ -227,13 +229,13 @@ def test_another_embedded_text_is_refused(tmp_path: Path) -> None:
 def test_tools_read_the_files_that_the_run_has_recorded(shards: Path) -> None:
     cfg = config(shards)
     run = begin(cfg)
-    before = windows(cfg, known_data(run), range(3))
+    before = windows(cfg, read_recorded_data(run), range(3))
     write_shard(shards / "a.bin")
-    assert windows(cfg, known_data(run), range(3)) == before
+    assert windows(cfg, read_recorded_data(run), range(3)) == before
     assert [Path(file.path).name for file in recorded_data(cfg, run).sources["main"].files] == ["b.bin", "c.bin"]
     write_shard(shards / "b.bin", 1701)
     with pytest.raises(ConfigError, match=r"b\.bin: had 3202 bytes when the run recorded it, has 3402"):
-        windows(cfg, known_data(run), range(3))
+        windows(cfg, read_recorded_data(run), range(3))
 
 
 def test_a_source_without_a_record_is_read_as_it_is(shards: Path) -> None:

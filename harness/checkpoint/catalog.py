@@ -24,7 +24,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import final
 
-from harness.checkpoint.integrity import OtherVersion, unreadable
+from harness.checkpoint.integrity import OtherVersion, storage_error
 from harness.config.errors import StorageError
 from harness.core.locking import run_lease
 from harness.core.rundir import write_atomically
@@ -71,14 +71,14 @@ def name_of(step: int, generation: int) -> str:
     return f"step-{step:08d}-gen-{generation}"
 
 
-def numbers_in(name: str) -> tuple[int, int]:
+def parse_name(name: str) -> tuple[int, int]:
     """Step and generation, also of a checkpoint that was set aside."""
     match = _NAME.match(name)
     assert match is not None, f"{name} is not the name of a checkpoint"
     return int(match[1]), int(match[2])
 
 
-def saved(root: Path) -> list[Checkpoint]:
+def list_checkpoints(root: Path) -> list[Checkpoint]:
     """Checkpoints that exist, oldest first; `StorageError` where that cannot be found out."""
     found = [
         Checkpoint(path=path, step=int(match[1]), generation=int(match[2]), health=health_of(path))
@@ -88,7 +88,7 @@ def saved(root: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.age)
 
 
-def damaged(root: Path) -> list[Path]:
+def list_damaged(root: Path) -> list[Path]:
     """Checkpoints that were found to be damaged and set aside."""
     return sorted(path for path in _directories(root) if _DAMAGED.fullmatch(path.name))
 
@@ -100,10 +100,10 @@ def _directories(root: Path) -> list[Path]:
             return [root / entry.name for entry in entries if entry.is_dir()]
     except FileNotFoundError as error:
         if root.is_symlink():
-            raise unreadable(root, error) from None
+            raise storage_error(root, error) from None
         return []
     except OSError as error:
-        raise unreadable(root, error) from None
+        raise storage_error(root, error) from None
 
 
 def health_of(path: Path) -> Health:
@@ -121,10 +121,10 @@ def read_health(path: Path) -> Health:
         stated = json.loads(file.read_text(encoding="utf-8"))["health"]
     except FileNotFoundError as error:
         if not os.path.isdir(path):  # noqa: PTH112 -- the mount is gone, or the checkpoint; `Path.is_dir` may raise
-            raise unreadable(file, error) from None
+            raise storage_error(file, error) from None
         return Health.candidate
     except OSError as error:
-        raise unreadable(file, error) from None
+        raise storage_error(file, error) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         return Health.candidate
     if not isinstance(stated, str):
@@ -168,20 +168,20 @@ def _milestones(ordered: Sequence[Checkpoint], every_steps: int) -> list[Checkpo
     return list(first.values())
 
 
-def scratch(root: Path, name: str) -> Path:
+def scratch_path(root: Path, name: str) -> Path:
     """Where a checkpoint is written before it exists."""
     return root / f".{name}.part"
 
 
 def publish(scratch: Path, target: Path) -> None:
     """The moment a checkpoint exists: it and the name are on disk when this returns."""
-    sync(scratch)
+    fsync(scratch)
     run_lease.guard()
     scratch.rename(target)
-    sync(target.parent)
+    fsync(target.parent)
 
 
-def drop(path: Path) -> bool:
+def delete(path: Path) -> bool:
     """Delete a checkpoint, or one that was set aside; False where another process was first.
 
     Killed on the way, what is left has no name that anybody reads. That name is this call's alone, so that a run and an
@@ -215,7 +215,7 @@ def remove_unfinished(root: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Force the content of a file, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -38,13 +38,15 @@ def _allowed_bytes(root: Path) -> Iterator[int]:
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
             if not controllers:
-                yield from _left(root / "sys/fs/cgroup", group, "memory.max", "memory.current", "inactive_file")
+                yield from _cgroup_headroom(
+                    root / "sys/fs/cgroup", group, "memory.max", "memory.current", "inactive_file"
+                )
             elif "memory" in controllers.split(","):
                 top, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-                yield from _left(top, group, *names, "total_inactive_file")
+                yield from _cgroup_headroom(top, group, *names, "total_inactive_file")
 
 
-def _left(top: Path, group: str, limit: str, usage: str, cache: str) -> Iterator[int]:
+def _cgroup_headroom(top: Path, group: str, limit: str, usage: str, cache: str) -> Iterator[int]:
     """What a group and each one above it allow; file cache can be given back. A container may not see its own group
     below the top, which then is its own. No limit is the word "max" in version 2, and in version 1 a number beyond any
     machine's memory."""
@@ -58,7 +60,7 @@ def _left(top: Path, group: str, limit: str, usage: str, cache: str) -> Iterator
             yield allowed - int((path / usage).read_text()) + int(stat.get(cache, 0))
 
 
-def aligned(num_bytes: int) -> int:
+def align_up(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -73,8 +75,8 @@ class PinnedBlock:
         self._unlock: finalize[..., Any] | None = None
         if pinned:
             address = self._bytes.data_ptr()
-            _driver("cudaHostRegister", address, self._bytes.numel(), 0)
-            self._unlock = finalize(self, _driver, "cudaHostUnregister", address)
+            _call_cudart("cudaHostRegister", address, self._bytes.numel(), 0)
+            self._unlock = finalize(self, _call_cudart, "cudaHostUnregister", address)
             self._unlock.atexit = False
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +84,7 @@ class PinnedBlock:
         if tensor.numel() == 0:
             return torch.empty_like(tensor, device="cpu")
         piece = torch.frombuffer(self._buffer, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
-        self._used += aligned(tensor.nbytes)
+        self._used += align_up(tensor.nbytes)
         return piece.view(tensor.shape)
 
     def release(self) -> None:
@@ -91,6 +93,6 @@ class PinnedBlock:
             self._unlock()
 
 
-def _driver(function: str, *arguments: int) -> None:
+def _call_cudart(function: str, *arguments: int) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     torch.cuda.check_error(int(getattr(runtime, function)(*arguments)))

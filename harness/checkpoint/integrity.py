@@ -75,7 +75,7 @@ class OtherVersion(ConfigError):  # noqa: N818 -- says what the checkpoint is
         return OtherVersion, (self.path, self.problem)
 
 
-def unreadable(path: Path, error: OSError) -> StorageError:
+def storage_error(path: Path, error: OSError) -> StorageError:
     """An I/O error, with the file and the machine that got it."""
     problem = f"cannot be read on {socket.gethostname()}: {error.strerror or error}"
     return StorageError(error.errno or errno.EIO, problem, str(path))
@@ -113,7 +113,7 @@ def is_plain_name(name: str) -> bool:
     return _PLAIN_NAME.fullmatch(name) is not None
 
 
-def measure(path: Path, progress: Callable[[int], object] | None = None) -> Entry:
+def hash_file(path: Path, progress: Callable[[int], object] | None = None) -> Entry:
     """Size and hash of a file as it lies on disk; `progress` is told the bytes of each chunk."""
     digest, num_bytes, chunk = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -125,38 +125,38 @@ def measure(path: Path, progress: Callable[[int], object] | None = None) -> Entr
     return Entry(bytes=num_bytes, sha256=digest.hexdigest())
 
 
-def measure_all(directory: Path, names: Iterable[str]) -> dict[str, Entry]:
+def hash_files(directory: Path, names: Iterable[str]) -> dict[str, Entry]:
     """Size and hash of several files, a few at a time."""
     listed = sorted(names)
     with ThreadPoolExecutor(max_workers=READERS) as pool:
-        return dict(zip(listed, pool.map(lambda name: measure(directory / name), listed), strict=True))
+        return dict(zip(listed, pool.map(lambda name: hash_file(directory / name), listed), strict=True))
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """The last file of a checkpoint; ValueError, and no file, for what could not be read back."""
     content = {"version": VERSION} | asdict(manifest)
     text = json.dumps(content | {"sha256": _digest(content)}, indent=1)
-    _parse(_signed(json.loads(text)))
+    _parse(_check_own_hash(json.loads(text)))
     write_atomically(directory / MANIFEST, text)
 
 
 def read_manifest(directory: Path) -> Manifest:
     """The manifest, whole and leading nowhere else; `Damaged`, `StorageError` or `OtherVersion` if not."""
-    return _looked_at_twice(lambda again: _read_manifest(directory / MANIFEST, again=again))
+    return _check_twice(lambda again: _read_manifest(directory / MANIFEST, again=again))
 
 
 def _read_manifest(path: Path, *, again: bool) -> Manifest:
     _size_of(path)
     try:
         if again:
-            forget_cached(path)
+            drop_page_cache(path)
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise unreadable(path, error) from None
+        raise storage_error(path, error) from None
     except ValueError as error:
         raise Damaged(path, f"is not a manifest: {error}") from None
     try:
-        content = _signed(json.loads(text))
+        content = _check_own_hash(json.loads(text))
     except RecursionError:
         raise Damaged(path, "is not a manifest: it is nested too deeply") from None
     except ValueError as error:
@@ -190,7 +190,7 @@ def verify(
     return manifest
 
 
-def _looked_at_twice(look: Callable[[bool], T]) -> T:
+def _check_twice(look: Callable[[bool], T]) -> T:
     """What a look at a file came to; what seems damaged is looked at again, and `look` is told that it is the second
     time."""
     try:
@@ -206,7 +206,7 @@ def _check_size(path: Path, entry: Entry) -> None:
         if (num_bytes := _size_of(path)) != entry.bytes:
             raise Damaged(path, f"has {num_bytes:,} bytes, {entry.bytes:,} were saved")
 
-    _looked_at_twice(look)
+    _check_twice(look)
 
 
 def _size_of(path: Path) -> int:
@@ -216,7 +216,7 @@ def _size_of(path: Path) -> int:
     except FileNotFoundError as error:
         raise _missing(path, error) from None
     except OSError as error:
-        raise unreadable(path, error) from None
+        raise storage_error(path, error) from None
     if stat.S_ISLNK(status.st_mode):
         raise Damaged(path, "is a link, and a checkpoint holds files only")
     if not stat.S_ISREG(status.st_mode):
@@ -229,9 +229,9 @@ def _missing(path: Path, error: OSError) -> Damaged | StorageError:
     try:
         names = [each.name for each in path.parent.iterdir()]
     except OSError as worse:
-        return unreadable(path.parent, worse)
+        return storage_error(path.parent, worse)
     if not names or path.name in names:
-        return unreadable(path, error)
+        return storage_error(path, error)
     return Damaged(path, "is missing")
 
 
@@ -239,19 +239,19 @@ def _check_content(path: Path, entry: Entry, progress: Callable[[int], object] |
     def look(again: bool) -> None:
         try:
             if again:
-                forget_cached(path)
-            found = measure(path, None if again else progress)
+                drop_page_cache(path)
+            found = hash_file(path, None if again else progress)
         except FileNotFoundError as error:
             raise _missing(path, error) from None
         except OSError as error:
-            raise unreadable(path, error) from None
+            raise storage_error(path, error) from None
         if found != entry:
             raise Damaged(path, "its content is not what was saved (sha256 differs)")
 
-    _looked_at_twice(look)
+    _check_twice(look)
 
 
-def forget_cached(path: Path) -> None:
+def drop_page_cache(path: Path) -> None:
     """Drop what this machine's page cache holds of a file, so that the next read asks the storage."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -260,7 +260,7 @@ def forget_cached(path: Path) -> None:
         os.close(descriptor)
 
 
-def _signed(content: Any) -> dict[str, Any]:
+def _check_own_hash(content: Any) -> dict[str, Any]:
     """What JSON says, if its own hash fits; or ValueError."""
     if not isinstance(content, dict) or "sha256" not in content:
         raise ValueError("it has no sha256")

@@ -22,7 +22,7 @@ QUARANTINED = "damaged"
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CheckpointRow:
     """One checkpoint, as `list` tells it."""
 
     name: str
@@ -38,17 +38,17 @@ class Row:
     """Why its manifest cannot be used."""
 
 
-def rows_of(root: Path) -> list[Row]:
+def rows_of(root: Path) -> list[CheckpointRow]:
     """Checkpoints, oldest first, then those that were set aside."""
-    saved = [(each.path, each.health.value) for each in catalog.saved(root)]
-    aside = [(path, QUARANTINED) for path in catalog.damaged(root)]
+    saved = [(each.path, each.health.value) for each in catalog.list_checkpoints(root)]
+    aside = [(path, QUARANTINED) for path in catalog.list_damaged(root)]
     rows = [row_of(path, health) for path, health in [*saved, *aside]]
     return [row for row in rows if row is not None]
 
 
-def row_of(path: Path, health: str) -> Row | None:
+def row_of(path: Path, health: str) -> CheckpointRow | None:
     """What can be told of a checkpoint without reading it all; None when it has gone meanwhile."""
-    step, generation = catalog.numbers_in(path.name)
+    step, generation = catalog.parse_name(path.name)
     manifest, problem = None, None
     try:
         manifest = integrity.read_manifest(path)
@@ -62,7 +62,7 @@ def row_of(path: Path, health: str) -> Row | None:
         return None
     except OSError:
         changed_s = 0.0
-    return Row(
+    return CheckpointRow(
         name=path.name,
         step=step,
         generation=generation,
@@ -83,7 +83,7 @@ def bytes_of(directory: Path) -> int:
     return total
 
 
-def render(rows: Sequence[Row], *, now_s: float) -> str:
+def render(rows: Sequence[CheckpointRow], *, now_s: float) -> str:
     """A table for a terminal."""
     table = [("name", "step", "generation", "health", "age", "size", "tokens", "")]
     for row in rows:

@@ -38,10 +38,10 @@ class CheckpointManager:
     def __init__(self, cfg: Config, root: Path, *, ring: Ring, world: World) -> None:
         self._cfg = cfg.checkpoint
         self.retry_s = cfg.checkpoint.retry_s
-        self._retry_alone_s = min(self.retry_s, cfg.parallel.timeout_s / 2)
+        self._rank0_retry_s = min(self.retry_s, cfg.parallel.timeout_s / 2)
         """For how long rank 0 may retry while the others wait for it in a collective."""
         self._plan_cache = store.SavePlanCache()
-        self._taken: dict[str, int] = {}
+        self._iterations: dict[str, int] = {}
         """Directory -> the iteration it was taken after, of those that were saved or read in this process."""
         self._rollback = rollback_cost(cfg).as_dict()
         self._root = root
@@ -52,7 +52,7 @@ class CheckpointManager:
         self._on_disk: set[str] = set()
         self._queued: Slot | None = None
         """Waits for its report before it can be written."""
-        self._is_asked = False
+        self._save_requested = False
         self._blocked_s = 0.0
         self._interval_s = 60 * (self._cfg.every_minutes or math.inf)
         self._next_save_s = time.monotonic() + self._interval_s
@@ -79,18 +79,18 @@ class CheckpointManager:
 
     def is_due(self, step: int) -> bool:
         """Whether the state after this update is to be saved: by the count of steps, or because somebody asked."""
-        return self._is_asked or (self._cfg.every_steps > 0 and step % self._cfg.every_steps == 0)
+        return self._save_requested or (self._cfg.every_steps > 0 and step % self._cfg.every_steps == 0)
 
-    def take_if_due(self, state: RunState) -> bool:
+    def snapshot_if_due(self, state: RunState) -> bool:
         """Snapshot the state that the last update left, for the ring, for the disk, or for both; True where it goes to
         disk, on all ranks alike."""
         is_due = self.is_due(state.step)
-        self._is_asked = is_due and self._queued is not None
+        self._save_requested = is_due and self._queued is not None
         if is_due and self._queued is None:
-            self._queued = self._take_to_save(state)
+            self._queued = self._snapshot_to_save(state)
             return True
         if self._cfg.ring.slots and state.iteration % self._cfg.ring.every_steps == 0:
-            self._ring.take(state)
+            self._ring.take_snapshot(state)
         return False
 
     def on_step_record(
@@ -105,11 +105,11 @@ class CheckpointManager:
 
         While something is under suspicion, nothing that was taken since it began is trusted or good.
         """
-        slot = self._ring.unsettled(record.iteration)
+        slot = self._ring.find_incomplete(record.iteration)
         if slot is not None:
-            slot.settle(step=record.step, refused_in_row=state.refused_in_row, sentinel=remembered())
+            slot.complete(step=record.step, refused_in_row=state.refused_in_row, sentinel=remembered())
         if doubtful_since is not None:
-            self._ring.doubt(doubtful_since)
+            self._ring.distrust(doubtful_since)
         if record.refused or doubtful_since is not None:
             self._last_unclean = record.iteration
         else:
@@ -118,13 +118,13 @@ class CheckpointManager:
         if slot is not None and slot is self._queued:
             self._queued = None
             self._write(slot)
-        self._is_asked |= record.save_requested
+        self._save_requested |= record.save_requested
 
     def request_save(self) -> None:
         """Save after the next update."""
-        self._is_asked = True
+        self._save_requested = True
 
-    def targets(self, *, before: float = math.inf, until_step: float = math.inf) -> list[tuple[str, int]]:
+    def rollback_targets(self, *, before: float = math.inf, until_step: float = math.inf) -> list[tuple[str, int]]:
         """Checkpoints to go back to and the iteration each was taken after, newest first; on rank 0. Those from before
         an iteration must be good; a person who names a step may have candidates too, but nothing tainted.
 
@@ -134,13 +134,13 @@ class CheckpointManager:
         allowed = {Health.good} if until_step == math.inf else {Health.good, Health.candidate}
 
         def find(*, strict: bool) -> list[tuple[str, int]]:
-            saved = reversed(catalog.saved(self._root))
+            saved = reversed(catalog.list_checkpoints(self._root))
             near = [each for each in saved if each.step <= until_step and _is_allowed(each, allowed, strict=strict)]
             found = [(each.name, self._iteration_of(each, strict=strict)) for each in near]
             return [(name, taken) for name, taken in found if taken is not None and taken < before]
 
         try:
-            return IoRetry(self._retry_alone_s).call(lambda: find(strict=True))
+            return IoRetry(self._rank0_retry_s).call(lambda: find(strict=True))
         except StorageError:
             return find(strict=False)
 
@@ -156,7 +156,7 @@ class CheckpointManager:
     def discard_after(self, iteration: int) -> None:
         """The run goes on from the state after this iteration: what waits, and what was taken since, is dropped."""
         self._queued = None
-        self._ring.forget(iteration + 1)
+        self._ring.discard_from(iteration + 1)
         self._last_unclean = max(self._last_unclean, iteration)
         self._candidates = {name: taken for name, taken in self._candidates.items() if taken <= iteration}
 
@@ -165,29 +165,29 @@ class CheckpointManager:
         that cannot be read."""
 
         def find() -> list[Checkpoint]:
-            known = [(each, self._iteration_of(each, strict=True)) for each in catalog.saved(self._root)]
+            known = [(each, self._iteration_of(each, strict=True)) for each in catalog.list_checkpoints(self._root)]
             return [each for each, taken in known if taken is not None and taken > iteration]
 
-        for checkpoint in IoRetry(self._retry_alone_s).call(find):
+        for checkpoint in IoRetry(self._rank0_retry_s).call(find):
             catalog.mark(checkpoint.path, Health.tainted, reason)
 
     def _iteration_of(self, checkpoint: Checkpoint, *, strict: bool) -> int | None:
         """After which iteration it was taken. None for one that a resume refuses by itself: its manifest is damaged, or
         another version wrote it; and, unless `strict`, for one that storage does not tell of."""
-        if checkpoint.name not in self._taken:
+        if checkpoint.name not in self._iterations:
             try:
-                self._taken[checkpoint.name] = integrity.read_manifest(checkpoint.path).iteration
+                self._iterations[checkpoint.name] = integrity.read_manifest(checkpoint.path).iteration
             except (Damaged, OtherVersion):
                 return None
             except StorageError:
                 if strict:
                     raise
                 return None
-        return self._taken[checkpoint.name]
+        return self._iterations[checkpoint.name]
 
     def drain_events(self) -> Iterator[Event]:
         """What has become of earlier saves."""
-        self._listen()
+        self._collect_events()
         while self._events:
             yield self._events.pop(0)
 
@@ -200,13 +200,13 @@ class CheckpointManager:
         name = catalog.name_of(state.step, state.generation)
         self._finish_writing()
         if name not in self._on_disk:
-            slot = self._take_to_save(state)
-            slot.settle(step=state.step, refused_in_row=state.refused_in_row, sentinel=remembered())
+            slot = self._snapshot_to_save(state)
+            slot.complete(step=state.step, refused_in_row=state.refused_in_row, sentinel=remembered())
             self._write(slot)
             self._finish_writing()
         num_clean = state.iteration - self._last_unclean
         if is_done and num_clean >= self._cfg.good_after_steps and name in self._candidates:
-            self._judge(name, f"{num_clean} clean steps led up to the end of the run")
+            self._submit_good_mark(name, f"{num_clean} clean steps led up to the end of the run")
             self._finish_writing()
         return name in self._on_disk
 
@@ -217,20 +217,20 @@ class CheckpointManager:
     def close(self) -> None:
         self._writer.close()
 
-    def _take_to_save(self, state: RunState) -> Slot:
+    def _snapshot_to_save(self, state: RunState) -> Slot:
         begun_s = time.monotonic()
         self._finish_writing()
-        slot = self._ring.take(state)
-        slot.is_leased = True
+        slot = self._ring.take_snapshot(state)
+        slot.is_saving = True
         self._next_save_s = time.monotonic() + self._interval_s
         self._blocked_s = time.monotonic() - begun_s
         return slot
 
     def _finish_writing(self) -> None:
         self._writer.wait()
-        self._listen()
+        self._collect_events()
 
-    def _listen(self) -> None:
+    def _collect_events(self) -> None:
         while self._unmarked:
             name, taken = self._unmarked.popleft()
             self._candidates[name] = taken
@@ -239,11 +239,11 @@ class CheckpointManager:
             if isinstance(event, CheckpointSaved):
                 self._on_disk.add(event.directory)
                 self._candidates[event.directory] = event.iteration
-                self._taken[event.directory] = event.iteration
+                self._iterations[event.directory] = event.iteration
 
     def _write(self, slot: Slot) -> None:
         if catalog.name_of(slot.state.step, slot.state.generation) in self._on_disk:
-            slot.is_leased = False
+            slot.is_saving = False
             return
         blocked_s = self._blocked_s
         self._writer.submit(lambda: [self._save(slot, blocked_s)])
@@ -260,7 +260,7 @@ class CheckpointManager:
         except OSError as error:
             return _failed(state, " ".join(str(error).split()))
         finally:
-            slot.is_leased = False
+            slot.is_saving = False
         self._prune()
         return CheckpointSaved(
             time=time.time(),
@@ -276,9 +276,9 @@ class CheckpointManager:
         for name, taken in list(self._candidates.items()):
             num_clean = iteration - max(taken, self._last_unclean)
             if num_clean >= self._cfg.good_after_steps:
-                self._judge(name, f"{num_clean} clean steps followed")
+                self._submit_good_mark(name, f"{num_clean} clean steps followed")
 
-    def _judge(self, name: str, reason: str) -> None:
+    def _submit_good_mark(self, name: str, reason: str) -> None:
         iteration = self._candidates.pop(name)
         if self._world.is_first:
             self._writer.submit(lambda: self._mark_good(name, iteration, reason))
@@ -304,9 +304,11 @@ class CheckpointManager:
             return
         keep, every = self._cfg.keep, self._cfg.keep_every_steps
         with suppress(StorageError):
-            for checkpoint in catalog.select_for_deletion(catalog.saved(self._root), keep=keep, keep_every_steps=every):
+            for checkpoint in catalog.select_for_deletion(
+                catalog.list_checkpoints(self._root), keep=keep, keep_every_steps=every
+            ):
                 with suppress(OSError):
-                    catalog.drop(checkpoint.path)
+                    catalog.delete(checkpoint.path)
 
 
 def _is_allowed(checkpoint: Checkpoint, allowed: set[Health], *, strict: bool) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from harness.checkpoint.host_memory import PinnedBlock, aligned, free_bytes
+from harness.checkpoint.host_memory import PinnedBlock, align_up, free_bytes
 from harness.checkpoint.ring_cost import num_buffers
 from harness.config.checkpoint import RingConfig
 from harness.config.errors import ConfigError
@@ -44,18 +44,18 @@ class Slot:
     copied: torch.cuda.Event | None
     state: RunState = field(default_factory=RunState)
     is_taken: bool = False
-    is_settled: bool = False
+    is_complete: bool = False
     """Every step up to it has reported."""
     is_trusted: bool = False
     """Every step up to it was judged clean, and one computed from it; then it is also taken and settled."""
-    is_leased: bool = False
+    is_saving: bool = False
     """It is being saved and must stay as it is."""
     _is_finite: bool | None = None
 
-    def settle(self, *, step: int, refused_in_row: int, sentinel: dict[str, Any] | None = None) -> None:
+    def complete(self, *, step: int, refused_in_row: int, sentinel: dict[str, Any] | None = None) -> None:
         """Complete what the host knew with what the reports up to the same iteration say."""
         self.state = replace(self.state, step=step, refused_in_row=refused_in_row, sentinel=sentinel or {})
-        self.is_settled = True
+        self.is_complete = True
 
     def wait(self) -> None:
         """Until the copy is complete."""
@@ -75,7 +75,7 @@ class Slot:
     def begin(self, state: RunState) -> None:
         """A new snapshot takes the place of the old one."""
         self.state = replace(state)
-        self.is_taken, self.is_settled, self.is_trusted, self._is_finite = True, False, False, None
+        self.is_taken, self.is_complete, self.is_trusted, self._is_finite = True, False, False, None
 
 
 @final
@@ -85,7 +85,7 @@ class Ring:
         self._on_gpu = world.device.type == "cuda"
         self._stream = torch.cuda.Stream(world.device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._copying: Slot | None = None
-        num_bytes = sum(aligned(part.nbytes) for part in self._live.values())
+        num_bytes = sum(align_up(part.nbytes) for part in self._live.values())
         check_budget(num_bytes, cfg=cfg)
         self._slots = [self._new_slot(tensors, num_bytes, world) for _ in range(num_buffers(cfg))]
 
@@ -99,7 +99,7 @@ class Ring:
             copied=torch.cuda.Event() if self._on_gpu else None,  # type: ignore[no-untyped-call]
         )
 
-    def take(self, state: RunState) -> Slot:
+    def take_snapshot(self, state: RunState) -> Slot:
         """Begin to copy the state into a slot; on a GPU it is there before the next update."""
         slot = self._next_slot()
         slot.begin(state)
@@ -124,30 +124,30 @@ class Ring:
             torch.cuda.current_stream().wait_event(self._copying.copied)
         self._copying = None
 
-    def unsettled(self, iteration: int) -> Slot | None:
+    def find_incomplete(self, iteration: int) -> Slot | None:
         """The snapshot of an iteration whose report has just come, if one was taken."""
-        waiting = (slot for slot in self._slots if slot.is_taken and not slot.is_settled)
+        waiting = (slot for slot in self._slots if slot.is_taken and not slot.is_complete)
         return next((slot for slot in waiting if slot.state.iteration == iteration), None)
 
     def trust(self, iteration: int) -> None:
         """The update of this iteration was judged clean, and so was every one before it."""
         for slot in self._slots:
-            if slot.is_taken and slot.is_settled and slot.state.iteration < iteration:
+            if slot.is_taken and slot.is_complete and slot.state.iteration < iteration:
                 slot.is_trusted = True
 
-    def doubt(self, iteration: int) -> None:
+    def distrust(self, iteration: int) -> None:
         """Something may have gone wrong at this iteration: until it is trusted again, nothing since is a target."""
         for slot in self._slots:
             if slot.state.iteration >= iteration:
                 slot.is_trusted = False
 
-    def forget(self, iteration: int) -> None:
+    def discard_from(self, iteration: int) -> None:
         """The run goes on from before this iteration: what was taken since never was."""
         for slot in self._slots:
             if slot.state.iteration >= iteration:
-                slot.is_taken = slot.is_trusted = slot.is_leased = False
+                slot.is_taken = slot.is_trusted = slot.is_saving = False
 
-    def agree(self, *, before: int) -> Slot | None:
+    def agree_on_target(self, *, before: int) -> Slot | None:
         """The newest target from before an iteration that every rank holds, or None; all ranks must ask."""
         while True:
             mine = self._newest_target(before)
@@ -158,7 +158,7 @@ class Ring:
 
     def restore(self, slot: Slot) -> RunState:
         """Put a snapshot back in place, bit for bit; returns where the run stood."""
-        assert slot.is_settled, "only a whole snapshot can be restored"
+        assert slot.is_complete, "only a whole snapshot can be restored"
         slot.wait()
         self.finish_copy()
         torch._foreach_copy_(list(self._live.values()), list(slot.tensors.values()), non_blocking=True)
@@ -182,7 +182,7 @@ class Ring:
         """Where the next snapshot goes: an empty slot, else the oldest; never one being saved or the newest target."""
         trusted = [slot for slot in self._slots if slot.is_trusted]
         kept = max(trusted, key=lambda slot: slot.state.iteration, default=None) if len(self._slots) > 1 else None
-        free = [slot for slot in self._slots if not slot.is_leased and slot is not kept]
+        free = [slot for slot in self._slots if not slot.is_saving and slot is not kept]
         assert free, "wait for the save before taking another snapshot"
         return min(free, key=lambda slot: slot.state.iteration if slot.is_taken else -1)
 

@@ -1,7 +1,7 @@
 """Checkpoints on disk: written whole or not at all, verified before they are read.
 
 How: all ranks write their shards with torch.distributed.checkpoint into a hidden directory, one file each, and hash
-what lies there; rank 0 adds the numbers of the host and the manifest, and renames the directory, which is the moment it
+what lies there; rank 0 adds the numbers of the host and the manifest, and quarantines the directory, which is the moment it
 exists. `write` needs nothing but host memory and a process group of its own, so it runs in a thread beside training.
 Loading checks the manifest first, all ranks sharing the files, then fills tensors in place that already have their
 final sharding, so the number of ranks may change between runs. A damaged checkpoint is set aside, and the next older
@@ -43,7 +43,7 @@ from torch.futures import Future
 
 from harness.checkpoint import catalog, integrity, tensor_index
 from harness.checkpoint.catalog import Checkpoint, Health
-from harness.checkpoint.integrity import Damaged, Entry, Manifest, OtherVersion, unreadable
+from harness.checkpoint.integrity import Damaged, Entry, Manifest, OtherVersion, storage_error
 from harness.checkpoint.io_retry import IoRetry
 from harness.checkpoint.tensor_index import METADATA_FILE, TensorIndex
 from harness.config.errors import ConfigError, StorageError
@@ -92,19 +92,19 @@ def write(
 ) -> Written:
     """Write one checkpoint from host memory; returns when it is safe on disk, or raises `OSError` on every rank."""
     target = root / catalog.name_of(state.step, state.generation)
-    scratch = catalog.scratch(root, target.name)
+    scratch = catalog.scratch_path(root, target.name)
     plan_cache = SavePlanCache() if plan_cache is None else plan_cache
     try:
-        together(lambda: _make_room(scratch) if world.is_first else None, world.aside)
+        together(lambda: _recreate_directory(scratch) if world.is_first else None, world.aside)
         _write_shards(scratch, dict(tensors), plan_cache, world)
-        measured = together(lambda: _measure_own(scratch, world.rank), world.aside)
+        measured = together(lambda: _hash_own_shards(scratch, world.rank), world.aside)
         files = {name: entry for each in measured for name, entry in each.items()}
         finished = together(
-            lambda: _finish(scratch, target, state, files, world, rollback) if world.is_first else 0, world.aside
+            lambda: _publish(scratch, target, state, files, world, rollback) if world.is_first else 0, world.aside
         )
         return Written(target, max(finished))
     except CheckpointException as error:
-        raise OSError(_on_disk(_first_failure(error), root)) from None
+        raise OSError(_explain_write_error(_first_failure(error), root)) from None
     finally:
         if world.is_first:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -116,7 +116,7 @@ def _write_shards(scratch: Path, tensors: dict[str, Tensor], plan_cache: SavePla
     if all(together(lambda: plan_cache.fits(signature), world.aside)):
         if all(together(lambda: _write_with_cached_plan(scratch, tensors, plan_cache, world), world.aside)):
             return
-        together(lambda: _make_room(scratch) if world.is_first else None, world.aside)
+        together(lambda: _recreate_directory(scratch) if world.is_first else None, world.aside)
     plan_cache.plan = None
     writer = _Writer(scratch)
     save_shards(tensors, storage_writer=writer, process_group=world.aside)
@@ -140,7 +140,7 @@ def _write_with_cached_plan(scratch: Path, tensors: dict[str, Tensor], plan_cach
         if world.is_first:
             write_metadata(scratch, plan_cache.metadata)
     except (OSError, RuntimeError) as error:
-        raise OSError(_on_disk(f"rank {world.rank}: {error}", scratch.parent)) from None
+        raise OSError(_explain_write_error(f"rank {world.rank}: {error}", scratch.parent)) from None
     return writer.results == plan_cache.results
 
 
@@ -179,20 +179,20 @@ class _Writer(FileSystemWriter):
         return written
 
 
-def _make_room(scratch: Path) -> None:
+def _recreate_directory(scratch: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
 
 
-def _measure_own(scratch: Path, rank: int) -> dict[str, Entry]:
+def _hash_own_shards(scratch: Path, rank: int) -> dict[str, Entry]:
     """Size and hash of this rank's shards, once they are on disk: DCP syncs before it has written its last buffer."""
     own = list(scratch.glob(f"__{rank}_*.distcp"))
     for path in own:
-        catalog.sync(path)
-    return integrity.measure_all(scratch, [path.name for path in own])
+        catalog.fsync(path)
+    return integrity.hash_files(scratch, [path.name for path in own])
 
 
-def _finish(
+def _publish(
     scratch: Path,
     target: Path,
     state: RunState,
@@ -202,7 +202,7 @@ def _finish(
 ) -> int:
     """Rank 0's last touches; the rename makes it a checkpoint. Returns its size."""
     write_atomically(scratch / STATE_FILE, json.dumps(asdict(state)))
-    files |= integrity.measure_all(scratch, [METADATA_FILE, STATE_FILE])
+    files |= integrity.hash_files(scratch, [METADATA_FILE, STATE_FILE])
     manifest = Manifest(
         step=state.step,
         generation=state.generation,
@@ -215,7 +215,7 @@ def _finish(
     )
     integrity.write_manifest(scratch, manifest)
     if catalog.health_of(target) is Health.tainted:
-        catalog.drop(target)
+        catalog.delete(target)
     catalog.publish(scratch, target)
     return manifest.bytes
 
@@ -225,29 +225,29 @@ def _first_failure(error: CheckpointException) -> str:
     return f"rank {rank}: {cause}"
 
 
-def _on_disk(reason: str, root: Path) -> str:
+def _explain_write_error(reason: str, root: Path) -> str:
     """A failed write with its cause: torch's writer, told that the disk is full, may only say that it failed."""
     full = os.strerror(errno.ENOSPC)
     is_full = shutil.disk_usage(root).free < LEAST_FREE_BYTES
     return f"{reason} ({full})" if is_full and full not in reason else reason
 
 
-class Loaded(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     state: RunState
     name: str
 
 
-class Found(NamedTuple):
+class LoadResult(NamedTuple):
     """What a look for a checkpoint came to."""
 
-    loaded: Loaded | None
+    loaded: LoadedCheckpoint | None
     damage: list[Damaged]
     """What was wrong with each damaged one, newest first."""
     unread: list[StorageError | OtherVersion] = []  # noqa: RUF012 -- never changed
     """Why others were passed over that may be whole; they were left as they are."""
 
 
-def load_newest(root: Path, tensors: Mapping[str, Tensor], *, world: World, retry_s: float = 0.0) -> Found:
+def load_newest(root: Path, tensors: Mapping[str, Tensor], *, world: World, retry_s: float = 0.0) -> LoadResult:
     """Fill `tensors` in place from the newest whole checkpoint that is not tainted; nothing is filled where none was
     ever saved.
 
@@ -259,7 +259,7 @@ def load_newest(root: Path, tensors: Mapping[str, Tensor], *, world: World, retr
     found = load_first(root, names, tensors, world=world, retry=retry)
     if found.loaded is not None:
         return found
-    if lost := retry.call(lambda: from_first(lambda: [str(path) for path in catalog.damaged(root)])):
+    if lost := retry.call(lambda: from_first(lambda: [str(path) for path in catalog.list_damaged(root)])):
         problem = "; ".join(map(str, found.damage)) or f"{len(lost)} were found damaged before"
         raise ConfigError("run.name", f"no checkpoint in {root} is whole ({problem}); remove {lost[-1]} to begin again")
     return found
@@ -273,13 +273,13 @@ def load_first(
     world: World,
     retry: IoRetry | None = None,
     prepare: Callable[[str], None] = lambda _: None,
-    renames: bool = True,
-    passes_over: bool = False,
-) -> Found:
+    quarantines: bool = True,
+    skip_unreadable: bool = False,
+) -> LoadResult:
     """Fill `tensors` in place from the first of these checkpoints that is whole.
 
-    A damaged one is set aside if `renames`, and the next one is tried. One that cannot be read, or that another version
-    wrote, is an error; if `passes_over`, the next one is tried. Then `StorageError` is raised only if none could be
+    A damaged one is set aside if `quarantines`, and the next one is tried. One that cannot be read, or that another version
+    wrote, is an error; if `skip_unreadable`, the next one is tried. Then `StorageError` is raised only if none could be
     loaded: tensors may be half filled.
     `prepare` is called with the name of a checkpoint that has proved whole, before anything is filled.
     All ranks must call this alike, and see the same outcome.
@@ -292,30 +292,30 @@ def load_first(
             opened = _open(root / name, tensors, world=world, retry=retry)
             prepare(name)
             _fill(root / name, tensors, opened.description, retry=retry)
-            return Found(Loaded(opened.state, name), damage, unread)
+            return LoadResult(LoadedCheckpoint(opened.state, name), damage, unread)
         except Damaged as error:
             damage.append(error)
-            if renames and world.is_first:
+            if quarantines and world.is_first:
                 with suppress(OSError):  # it is only in the way
                     catalog.quarantine(root / name)
         except (StorageError, OtherVersion) as error:
-            if not passes_over:
+            if not skip_unreadable:
                 raise
             unread.append(error)
     for each in unread:
         if isinstance(each, StorageError):
             raise each
-    return Found(None, damage, unread)
+    return LoadResult(None, damage, unread)
 
 
 def _newest_first(root: Path) -> list[str]:
     """Names of all that are not tainted; on rank 0. Health that cannot be read is an error: it may say tainted."""
     catalog.remove_unfinished(root)
-    saved = reversed(catalog.saved(root))
-    return [each.name for each in saved if _known_health(each) is not Health.tainted]
+    saved = reversed(catalog.list_checkpoints(root))
+    return [each.name for each in saved if _require_health(each) is not Health.tainted]
 
 
-def _known_health(checkpoint: Checkpoint) -> Health:
+def _require_health(checkpoint: Checkpoint) -> Health:
     is_unread = checkpoint.health is Health.unread
     return catalog.read_health(checkpoint.path) if is_unread else checkpoint.health
 
@@ -350,7 +350,7 @@ def read_state(path: Path) -> RunState:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise unreadable(file, error) from None
+        raise storage_error(file, error) from None
     try:
         return RunState(**json.loads(text))
     except (ValueError, TypeError) as error:
@@ -391,7 +391,7 @@ def read_into(path: Path, tensors: Mapping[str, Tensor], found: TensorIndex) -> 
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             if isinstance(cause, OSError):
-                raise unreadable(path, cause) from None
+                raise storage_error(path, cause) from None
             raise RuntimeError(f"{path} could not be loaded: {cause}") from cause
 
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
-from harness.checkpoint.integrity import OtherVersion, is_plain_name, unreadable
+from harness.checkpoint.integrity import OtherVersion, is_plain_name, storage_error
 
 METADATA_FILE = ".metadata"
 _DESCRIPTION = "torch.distributed.checkpoint.metadata"
@@ -80,7 +80,7 @@ def read(checkpoint: Path) -> TensorIndex:
             with path.open("rb") as file:
                 metadata = _Unpickler(file).load()
         except OSError as error:
-            raise unreadable(path, error) from None
+            raise storage_error(path, error) from None
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError, ValueError) as error:
             raise OtherVersion(path, str(error)) from None
         try:

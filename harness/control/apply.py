@@ -98,7 +98,7 @@ def action_of(order: Order, reason: str, parts: Parts, state: RunState) -> Actio
         case Skip():
             action.kind, action.exclude = ActionKind.skip, next_batches(parts.ledger, state.cursor, order.num_batches)
         case Rollback():
-            targets = from_first(lambda: parts.checkpoints.targets(until_step=order.to_step))
+            targets = from_first(lambda: parts.checkpoints.rollback_targets(until_step=order.to_step))
             action.kind, action.onset = ActionKind.rollback, targets[0][1] + 1 if targets else 0
         case Rate():
             action.kind, action.lr_scale = ActionKind.cool, parts.sentinel.policy.lr_scale * order.factor

@@ -126,7 +126,7 @@ def intervention_event(command: Command, iteration: int, changes: Mapping[str, A
 
 def rollback_targets(run: RunDir, to_step: int) -> list[Checkpoint]:
     """List the untainted checkpoints at or before a step, newest generation and step first."""
-    sound = [each for each in catalog.saved(run.checkpoints) if each.health is not Health.tainted]
+    sound = [each for each in catalog.list_checkpoints(run.checkpoints) if each.health is not Health.tainted]
     return [each for each in reversed(sound) if each.step <= to_step]
 
 

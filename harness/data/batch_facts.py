@@ -27,7 +27,7 @@ from harness.data.corpus.corpus import Tokens
 NUM_RAREST = 8
 
 
-class RareToken(NamedTuple):
+class RareBatchToken(NamedTuple):
     token: int
     num_in_batch: int
     num_in_corpus: int | None
@@ -38,7 +38,7 @@ class RareToken(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalFacts:
     fingerprint: int
-    rarest: tuple[RareToken, ...]
+    rarest: tuple[RareBatchToken, ...]
     """The rarest first."""
     entropy_nats: float
     """Of the distribution of token ids in the batch."""
@@ -46,7 +46,7 @@ class GlobalFacts:
     """In the order of the sources."""
 
 
-class Compared(NamedTuple):
+class RowComparison(NamedTuple):
     """One row of this rank and one of another, each in brief: what `row_digest` gives."""
 
     own: int
@@ -62,7 +62,7 @@ class BatchFacts:
     """Of the global batch, in the order of the sources; known from the plan, without reading it."""
     own: GlobalFacts | None
     """Of this rank's rows alone; on rank 0 only, for the log."""
-    compared: Compared | None
+    compared: RowComparison | None
     """None in a batch in which no rows are compared."""
 
 
@@ -78,7 +78,7 @@ def row_digest(row: Tokens) -> int:
     return 1 + fingerprint(row[None, :]) % (2**24 - 1)
 
 
-def stride_of(turn: int, world_size: int) -> int:
+def comparison_stride(turn: int, world_size: int) -> int:
     """How far ahead the rank lies whose row a rank reads too, at the `turn`-th comparison.
 
     It changes, so that ranks of one machine are compared with those of others. It is never half of the ranks: two ranks
@@ -109,7 +109,7 @@ def _entropy_nats(counts: NDArray[np.int64], num_tokens: int) -> float:
     return max(0.0, math.log(num_tokens) - float((num_with[often] * often * np.log(often)).sum()) / num_tokens)
 
 
-def _rarest(counts: NDArray[np.int64], frequencies: NDArray[np.int64] | None) -> tuple[RareToken, ...]:
+def _rarest(counts: NDArray[np.int64], frequencies: NDArray[np.int64] | None) -> tuple[RareBatchToken, ...]:
     present = np.flatnonzero(counts)
     ranks = (counts if frequencies is None else frequencies)[present]
     if len(present) > NUM_RAREST:
@@ -119,12 +119,12 @@ def _rarest(counts: NDArray[np.int64], frequencies: NDArray[np.int64] | None) ->
         present, ranks = present[chosen], ranks[chosen]
     first = np.lexsort((-present, ranks))[:NUM_RAREST]
     return tuple(
-        RareToken(token, int(counts[token]), None if frequencies is None else int(frequencies[token]))
+        RareBatchToken(token, int(counts[token]), None if frequencies is None else int(frequencies[token]))
         for token in present[first].tolist()
     )
 
 
-def as_record(facts: BatchFacts | None, source_names: Sequence[str]) -> dict[str, Any]:
+def facts_to_record(facts: BatchFacts | None, source_names: Sequence[str]) -> dict[str, Any]:
     """Facts as they stand in a step's record, but for the fingerprint of the global batch, which is a sum over ranks;
     empty where there are none."""
     if facts is None or facts.own is None:

@@ -16,10 +16,10 @@ from typing import final
 
 import numpy as np
 
-from harness.data.batch_facts import RareToken, fingerprint
+from harness.data.batch_facts import RareBatchToken, fingerprint
 from harness.data.batches import Batches
 from harness.data.corpus.corpora import EmbeddedCorpus
-from harness.data.corpus.corpus import Corpus, Origin, Tokens
+from harness.data.corpus.corpus import Corpus, SampleOrigin, Tokens
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.prepare.prepared_files import CorpusFiles
 from harness.data.prepare.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
@@ -27,7 +27,7 @@ from harness.data.prepare.tokenizer import ByteTokenizer, JsonTokenizer, Tokeniz
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RowView:
     source: str
     file: str
     first_token: int
@@ -42,7 +42,7 @@ class Row:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rare:
+class RareTokenView:
     token: int
     text: str
     num_in_batch: int
@@ -53,52 +53,52 @@ class Rare:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class BatchView:
     batch: int
     excluded: bool
     """Whether the ledger of the run excludes it."""
     fingerprint: str
     entropy_nats: float
     rows_by_source: dict[str, int]
-    rarest: list[Rare]
+    rarest: list[RareTokenView]
     """The rarest first."""
-    rows: list[Row]
+    rows: list[RowView]
 
 
-def look(batches: Batches, index: int, *, excluded: bool) -> View:
+def view_batch(batches: Batches, index: int, *, excluded: bool) -> BatchView:
     """The global batch with that index, the targets of its last tokens included."""
     facts, tokens = batches.facts(index), batches.rows(index)
     places = [(batches.sources[source], int(sample)) for source, sample in zip(*batches.samples(index), strict=True)]
     origins = batches.origins(index)
-    tokenizers = [tokenizer_of(source.corpus, origin) for (source, _), origin in zip(places, origins, strict=True)]
+    tokenizers = [row_tokenizer(source.corpus, origin) for (source, _), origin in zip(places, origins, strict=True)]
     rows = [
-        Row(
+        RowView(
             source=source.name,
             file=origin.file,
             first_token=origin.first_token,
             first_document=origin.first_document,
             last_document=origin.last_document,
             fingerprint=f"{fingerprint(row[None]):016x}",
-            texts=[decode(tokenizer, piece) for piece in pieces(row, source.corpus.documents(sample))],
+            texts=[decode(tokenizer, piece) for piece in split_documents(row, source.corpus.documents(sample))],
         )
         for row, (source, sample), origin, tokenizer in zip(tokens, places, origins, tokenizers, strict=True)
     ]
-    return View(
+    return BatchView(
         batch=index,
         excluded=excluded,
         fingerprint=f"{facts.fingerprint:016x}",
         entropy_nats=facts.entropy_nats,
         rows_by_source=dict(zip(batches.source_names, facts.rows_by_source, strict=True)),
-        rarest=[explain(rare, tokens, tokenizers) for rare in facts.rarest],
+        rarest=[view_rare_token(rare, tokens, tokenizers) for rare in facts.rarest],
         rows=rows,
     )
 
 
-def explain(rare: RareToken, tokens: Tokens, tokenizers: list[Tokenizer | None]) -> Rare:
+def view_rare_token(rare: RareBatchToken, tokens: Tokens, tokenizers: list[Tokenizer | None]) -> RareTokenView:
     """A rare token in words, and the rows that hold it."""
     rows = np.flatnonzero((tokens == rare.token).any(axis=1)).tolist()
     tokenizer = tokenizers[rows[0]]
-    return Rare(
+    return RareTokenView(
         token=rare.token,
         text="" if tokenizer is None else tokenizer.spell(rare.token),
         num_in_batch=rare.num_in_batch,
@@ -107,7 +107,7 @@ def explain(rare: RareToken, tokens: Tokens, tokenizers: list[Tokenizer | None])
     )
 
 
-def pieces(row: Tokens, documents: Tokens) -> list[Tokens]:
+def split_documents(row: Tokens, documents: Tokens) -> list[Tokens]:
     """A row cut where a document ends."""
     return np.split(row, np.flatnonzero(np.diff(documents)) + 1)
 
@@ -116,7 +116,7 @@ def decode(tokenizer: Tokenizer | None, tokens: Tokens) -> str:
     return " ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(tokens.tolist())
 
 
-def tokenizer_of(corpus: Corpus, origin: Origin) -> Tokenizer | None:
+def row_tokenizer(corpus: Corpus, origin: SampleOrigin) -> Tokenizer | None:
     """What gives the tokens of a row their meaning, where that is known."""
     match corpus:
         case EmbeddedCorpus():
@@ -138,7 +138,7 @@ def tokenizer_beside(data: Path) -> Tokenizer | None:
     return ByteTokenizer() if meta is not None and meta["options"]["tokenizer"] == {"kind": "bytes"} else None
 
 
-def render(view: View, *, num_characters: int) -> str:
+def render(view: BatchView, *, num_characters: int) -> str:
     """The view as text; of each document at most `num_characters`, or all where that is 0."""
     by_source = ", ".join(f"{name} {count}" for name, count in view.rows_by_source.items())
     lines = [
@@ -156,9 +156,9 @@ def render(view: View, *, num_characters: int) -> str:
         last = f" to {row.last_document}" if row.last_document != row.first_document else ""
         where = f"{row.file}, from token {row.first_token}, document {row.first_document}{last}"
         lines += ["", f"row {number}: {row.source}, {where}, fingerprint {row.fingerprint}"]
-        lines += [f"  {cut(text, num_characters)!r}" for text in row.texts]
+        lines += [f"  {truncate(text, num_characters)!r}" for text in row.texts]
     return "\n".join(lines)
 
 
-def cut(text: str, num_characters: int) -> str:
+def truncate(text: str, num_characters: int) -> str:
     return text if num_characters == 0 or len(text) <= num_characters else text[:num_characters] + "…"

@@ -29,12 +29,20 @@ from torch import Tensor
 from harness.config.errors import ConfigError, require
 from harness.core.batch_shares import Sharing
 from harness.data.batch import IGNORED, Batch
-from harness.data.batch_facts import BatchFacts, Compared, GlobalFacts, fingerprint, global_facts, row_digest, stride_of
-from harness.data.corpus.corpus import Corpus, Origin, Tokens, digest
+from harness.data.batch_facts import (
+    BatchFacts,
+    GlobalFacts,
+    RowComparison,
+    comparison_stride,
+    fingerprint,
+    global_facts,
+    row_digest,
+)
+from harness.data.corpus.corpus import Corpus, SampleOrigin, Tokens, digest
 from harness.data.order.ledger import Ledger
-from harness.data.order.mixture import Change, Mixture, Recipe, Size, Sizes
+from harness.data.order.mixture import BatchSize, BatchSizes, Change, Mixture, MixtureRecipe
 from harness.data.order.order import Stretch, num_unrepeated, samples_in
-from harness.data.order.stratify import Stratified
+from harness.data.order.stratify import StratifiedOrder
 
 Ints = NDArray[np.int64]
 
@@ -117,18 +125,18 @@ class Batches:
         self,
         sources: Sequence[Source],
         *,
-        recipe: Recipe,
+        recipe: MixtureRecipe,
         share: Share,
         ledger: Ledger,
         document_mask: bool = False,
-        stratified: Stratified | None = None,
+        stratified: StratifiedOrder | None = None,
         with_facts: bool = False,
     ) -> None:
         assert list(recipe.weights) == [source.name for source in sources]
         assert all(source.samples.step == 1 for source in sources), "a corpus is split into contiguous parts"
         assert recipe.batch_size >= share.world_size, "check_world comes first"
         assert stratified is None or len(sources) == 1
-        self._sizes = Sizes(recipe.sizes or [Size(0, recipe.batch_size)])
+        self._sizes = BatchSizes(recipe.sizes or [BatchSize(0, recipe.batch_size)])
         self._parts: dict[int, _Part] = {}
         self.sources = tuple(sources)
         self.source_names = tuple(recipe.weights)
@@ -214,7 +222,7 @@ class Batches:
         """The global batch, rows x (sequence_length + 1), for inspection."""
         return self._read(*self.samples(index))
 
-    def origins(self, index: int) -> list[Origin]:
+    def origins(self, index: int) -> list[SampleOrigin]:
         """Where each row of the global batch comes from."""
         pairs = zip(*self.samples(index), strict=True)
         return [self.sources[source].corpus.origin(int(sample)) for source, sample in pairs]
@@ -335,9 +343,9 @@ class Batches:
         """How far ahead the rank lies whose row each rank reads too in this batch; None: no rows are compared."""
         if not self._compare_every or index % self._compare_every:
             return None
-        return stride_of(index // self._compare_every, self._share.world_size)
+        return comparison_stride(index // self._compare_every, self._share.world_size)
 
-    def _compare(self, index: int, tokens: Ints, sources: Ints, samples: Ints) -> Compared | None:
+    def _compare(self, index: int, tokens: Ints, sources: Ints, samples: Ints) -> RowComparison | None:
         stride = self.compared_stride(index)
         if stride is None:
             return None
@@ -345,7 +353,7 @@ class Batches:
         other = self._part(index).sharing.rows_of((self._share.rank + stride) % self._share.world_size)
         at = other.start + turn % (other.stop - other.start)
         (row,) = self._read(sources[at : at + 1], samples[at : at + 1])
-        return Compared(own=row_digest(tokens[turn % len(tokens)]), other=row_digest(row))
+        return RowComparison(own=row_digest(tokens[turn % len(tokens)]), other=row_digest(row))
 
     def _samples(self, index: int, mixture: Mixture) -> tuple[Ints, Ints]:
         """Looked up in the plan; where batches are asked for one after the other, many are planned at once."""

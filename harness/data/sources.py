@@ -22,8 +22,8 @@ from harness.data.corpus.corpus import Corpus, SampleShape
 from harness.data.corpus.corpus_record import DataRecord, SourceRecord, later_stretches, read_record
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.ledger import Ledger
-from harness.data.order.mixture import Change, Recipe
-from harness.data.order.stratify import Stratified, make_index, rare_tokens
+from harness.data.order.mixture import Change, MixtureRecipe
+from harness.data.order.stratify import StratifiedOrder, make_index, rare_tokens
 
 HELD_OUT_SEED = 2**63
 """The order of held-out data: one above every `run.seed`, and the same for all, so that runs are judged alike."""
@@ -32,7 +32,7 @@ NUM_PASSES_CHECKED = 64
 """Passes over the data for which the limit on rare tokens is tried out; few runs take more."""
 
 
-class Known(NamedTuple):
+class RecordedData(NamedTuple):
     """What the directory of a run says of its data."""
 
     record: DataRecord | None
@@ -40,9 +40,9 @@ class Known(NamedTuple):
     """The counts that `data.stratify` needs; where there is no such file the data is scanned."""
 
 
-def known_data(run: RunDir) -> Known:
+def read_recorded_data(run: RunDir) -> RecordedData:
     """What a run has written down, for tools that only read it."""
-    return Known(read_record(run.corpus), run.rare_tokens)
+    return RecordedData(read_record(run.corpus), run.rare_tokens)
 
 
 def open_data(
@@ -52,26 +52,26 @@ def open_data(
     world_size: int,
     device: torch.device,
     ledger: Ledger,
-    known: Known | None = None,
+    recorded: RecordedData | None = None,
 ) -> tuple[Batches, Batches]:
-    """What this rank trains on and what it is judged by; without `known`, from the corpus as it is now."""
-    record, rare_index = (None, None) if known is None else known
+    """What this rank trains on and what it is judged by; without `recorded`, from the corpus as it is now."""
+    record, rare_index = (None, None) if recorded is None else recorded
     train_sources, held_out_sources = open_sources(cfg, record)
     share = Share(rank, world_size, device, cfg.train.micro_batch_size, compare_every=cfg.sentinel.probe_every)
     mask, size = cfg.data.document_mask, cfg.train.batch_size
     train = Batches(
         train_sources,
-        recipe=recipe(cfg, record),
+        recipe=train_recipe(cfg, record),
         share=share,
         ledger=ledger,
         document_mask=mask,
-        stratified=stratify(cfg, train_sources, rare_index),
+        stratified=build_stratified_order(cfg, train_sources, rare_index),
         with_facts=True,
     )
-    message = f"must be at most the {room(train)} there are to train on, got {size}"
+    message = f"must be at most the {describe_capacity(train)} there are to train on, got {size}"
     require(len(train) > 0, "train.batch_size", message)
     held_out = Batches(held_out_sources, recipe=held_out_recipe(cfg), share=share, ledger=Ledger(), document_mask=mask)
-    message = f"holds out {room(held_out)}, less than one batch of {size} takes"
+    message = f"holds out {describe_capacity(held_out)}, less than one batch of {size} takes"
     require(len(held_out) > 0 or cfg.eval.every_steps == 0, "data.eval_fraction", message)
     return train, held_out
 
@@ -92,23 +92,23 @@ def open_sources(cfg: Config, record: DataRecord | None = None) -> tuple[list[So
     return train, held_out
 
 
-class Windows(NamedTuple):
+class SourceWindows(NamedTuple):
     num_first: int
     """Windows of the files that the run began with."""
     added: list[tuple[int, range]]
     """Those of each addition, with the turn from which they are read."""
 
 
-def split_windows(corpus: Corpus, recorded: SourceRecord | None) -> Windows:
+def split_windows(corpus: Corpus, recorded: SourceRecord | None) -> SourceWindows:
     """Which windows were there when the run began, and which were added."""
     if recorded is None or not isinstance(corpus, FilesCorpus):
-        return Windows(corpus.num_samples, [])
+        return SourceWindows(corpus.num_samples, [])
     added, num_files = [], recorded.num_first
     for addition in recorded.additions:
         ends = [corpus.num_windows(count) for count in (num_files, num_files + addition.num_files)]
         added.append((addition.from_turn, range(*ends)))
         num_files += addition.num_files
-    return Windows(corpus.num_windows(recorded.num_first), added)
+    return SourceWindows(corpus.num_windows(recorded.num_first), added)
 
 
 def open_corpus(cfg: Config, name: str, *, seed: int, recorded: SourceRecord | None = None) -> Corpus:
@@ -136,38 +136,40 @@ def source_seed(cfg: Config, name: str) -> int:
     return int.from_bytes(word, "little") >> 1
 
 
-def recipe(cfg: Config, record: DataRecord | None = None) -> Recipe:
+def train_recipe(cfg: Config, record: DataRecord | None = None) -> MixtureRecipe:
     """What the run is to train on, batch by batch."""
     changes = [Change(phase.from_batch, phase.weights) for phase in cfg.data.phases]
     sizes = () if record is None else record.sizes
-    return Recipe(
-        weights=weights(cfg), changes=changes, batch_size=cfg.train.batch_size, seed=cfg.run.seed, sizes=sizes
+    return MixtureRecipe(
+        weights=source_weights(cfg), changes=changes, batch_size=cfg.train.batch_size, seed=cfg.run.seed, sizes=sizes
     )
 
 
-def held_out_recipe(cfg: Config, *, batch_size: int | None = None) -> Recipe:
+def held_out_recipe(cfg: Config, *, batch_size: int | None = None) -> MixtureRecipe:
     size = cfg.train.batch_size if batch_size is None else batch_size
-    return Recipe(weights=weights(cfg), changes=(), batch_size=size, seed=HELD_OUT_SEED)
+    return MixtureRecipe(weights=source_weights(cfg), changes=(), batch_size=size, seed=HELD_OUT_SEED)
 
 
-def weights(cfg: Config) -> dict[str, float]:
+def source_weights(cfg: Config) -> dict[str, float]:
     return {name: source.weight for name, source in cfg.data.sources.items()}
 
 
-def make_rare_index(cfg: Config, known: Known) -> None:
+def make_rare_index(cfg: Config, recorded: RecordedData) -> None:
     """Scan the data for rare tokens where that is needed and was not done before."""
-    if cfg.data.stratify.rare_below and known.rare_index is not None and known.rare_index.parent.is_dir():
-        (source,), _ = open_sources(cfg, known.record)
-        make_index(known.rare_index, source.corpus, source.samples, below=cfg.data.stratify.rare_below)
+    if cfg.data.stratify.rare_below and recorded.rare_index is not None and recorded.rare_index.parent.is_dir():
+        (source,), _ = open_sources(cfg, recorded.record)
+        make_index(recorded.rare_index, source.corpus, source.samples, below=cfg.data.stratify.rare_below)
 
 
-def stratify(cfg: Config, sources: list[Source], rare_index: Path | None = None) -> Stratified | None:
+def build_stratified_order(
+    cfg: Config, sources: list[Source], rare_index: Path | None = None
+) -> StratifiedOrder | None:
     """The limit on rare tokens, where it is asked for; that it can be kept is tried out before the first step."""
     limits = cfg.data.stratify
     if limits.rare_below == 0:
         return None
     (source,) = sources
-    stratified = Stratified(
+    stratified = StratifiedOrder(
         rare_tokens(source.corpus, source.samples, below=limits.rare_below, index=rare_index),
         num_samples=len(source.samples),
         batch_size=cfg.train.batch_size,
@@ -176,11 +178,11 @@ def stratify(cfg: Config, sources: list[Source], rare_index: Path | None = None)
     )
     num_passes = -(-cfg.train.num_steps * cfg.train.batch_size // len(source.samples))
     for epoch in reversed(range(min(num_passes, NUM_PASSES_CHECKED))):
-        stratified.exchanged(epoch)
+        stratified.swaps(epoch)
     return stratified
 
 
-def room(batches: Batches) -> str:
+def describe_capacity(batches: Batches) -> str:
     """How many sequences there are, of the source that runs out first."""
     _, source = batches.first_repeat()
     named = f" of {source.name}" if len(batches.sources) > 1 else ""

@@ -22,7 +22,7 @@ from harness.config.errors import require
 from harness.core.batch_shares import Sharing
 from harness.core.rundir import RunDir
 from harness.data.batches import Batches, Source
-from harness.data.corpus.corpus import Corpus, Origin, Tokens
+from harness.data.corpus.corpus import Corpus, SampleOrigin, Tokens
 from harness.faults.plan import OF_THE_DATA, Fault, FaultKind, read_plan
 from harness.faults.site import Site
 
@@ -56,7 +56,7 @@ class TamperedCorpus:
     def before(self, iteration: int) -> None:
         """The corpus lies in wait; told by the rank whose rows they are, by the first where they are all ranks'."""
         run, fault = self._site.run, self._site.fault
-        cursor = run.parts.ledger.following(run.state.cursor, run.state.given_back).batch
+        cursor = run.parts.ledger.next_batch(run.state.cursor, run.state.given_back).batch
         if fault.strikes_at(cursor) and run.parts.world.rank == fault.rank_of(run.parts.world.size):
             whose = f"batch {cursor}" if fault.rank is None else f"this rank's part of batch {cursor}"
             what = MESSAGES.get(fault.kind, f"holds the tokens of batch {fault.at - 1}")
@@ -167,7 +167,7 @@ class _Tampered:
         changed = self._changed.get(index)
         return self._corpus.documents(index) if changed is None else changed.documents
 
-    def origin(self, index: int) -> Origin:
+    def origin(self, index: int) -> SampleOrigin:
         return self._corpus.origin(index)
 
     def token_counts(self) -> NDArray[np.int64] | None:

@@ -92,7 +92,7 @@ class DamagedCheckpoint:
         reported = run.state.step - run.cfg.sentinel.lag
         due_step = reported // every * every if (every := run.cfg.checkpoint.every_steps) else 0
         deadline_s = time.monotonic() + WRITTEN_WITHIN_S
-        while not (found := catalog.saved(run.directory.checkpoints)) or found[-1].step < due_step:
+        while not (found := catalog.list_checkpoints(run.directory.checkpoints)) or found[-1].step < due_step:
             message = f"no checkpoint of step {due_step} came within {WRITTEN_WITHIN_S:g} s"
             require(time.monotonic() < deadline_s, str(run.directory.checkpoints), message)
             time.sleep(POLL_S)

@@ -42,7 +42,7 @@ from harness.data.prepare.prepared_files import CorpusFiles
 from harness.data.prepare.tokenizer import open_tokenizer
 from harness.distributed.world import connect, disconnect
 from harness.huggingface import names as huggingface
-from harness.huggingface.names import Origin
+from harness.huggingface.names import TensorSource
 from harness.precision.mixed_precision import DTYPES
 from harness.sentinel.device.gate import first_history
 
@@ -63,9 +63,9 @@ class Exported:
     has_tokenizer: bool
 
 
-def choose(run: RunDir, *, step: int | None = None, name: str | None = None) -> Checkpoint:
+def choose_checkpoint(run: RunDir, *, step: int | None = None, name: str | None = None) -> Checkpoint:
     """The checkpoint of that step or name; else the newest good one, or the newest where none is good yet."""
-    saved = catalog.saved(run.checkpoints)
+    saved = catalog.list_checkpoints(run.checkpoints)
     require(bool(saved), str(run.path), "holds no checkpoint")
     listed = ", ".join(checkpoint.name for checkpoint in saved)
     if name is not None:
@@ -79,7 +79,7 @@ def choose(run: RunDir, *, step: int | None = None, name: str | None = None) -> 
     return saved[-1]
 
 
-def export(
+def export_model(
     run: RunDir, checkpoint: Checkpoint, output: Path, *, dtype: PrecisionKind, file_bytes: int = FILE_BYTES
 ) -> Exported:
     """Write the model of a checkpoint as a directory that `transformers` loads; there whole or not at all."""
@@ -87,10 +87,10 @@ def export(
     cfg = read_config(run)
     try:
         integrity.verify(checkpoint.path)
-        expected = {f"model.{name}": shape for name, shape in huggingface.shapes(cfg.model).items()}
+        expected = {f"model.{name}": shape for name, shape in huggingface.parameter_shapes(cfg.model).items()}
         read = partial(store.read_tensors, checkpoint.path, found=store.read_index(checkpoint.path, expected))
-        with arriving(output) as scratch:
-            has_tokenizer = describe(scratch, cfg, dtype=DTYPES[dtype])
+        with atomic_directory(output) as scratch:
+            has_tokenizer = write_config_and_tokenizer(scratch, cfg, dtype=DTYPES[dtype])
             files = write_weights(read, scratch, cfg=cfg.model, dtype=DTYPES[dtype], file_bytes=file_bytes)
     except Damaged as error:
         raise ConfigError("", str(error)) from None
@@ -108,7 +108,7 @@ def read_config(run: RunDir) -> Config:
 
 
 @contextmanager
-def arriving(output: Path) -> Iterator[Path]:
+def atomic_directory(output: Path) -> Iterator[Path]:
     """A directory with a hidden name, which gets its own name at the end, or is gone."""
     scratch = output.with_name(f".{output.name}.part")
     try:
@@ -134,13 +134,13 @@ def write_weights(
     read: Read, directory: Path, *, cfg: ModelConfig, dtype: torch.dtype, file_bytes: int
 ) -> dict[str, int]:
     """Read, fold, cast and write the tensors of one file after another; returns the bytes in each."""
-    layout, shapes = huggingface.layout(cfg), huggingface.shapes(cfg)
+    layout, shapes = huggingface.exported_tensors(cfg), huggingface.parameter_shapes(cfg)
     sizes = {name: shapes[origin.parameter].numel() * dtype.itemsize for name, origin in layout.items()}
-    files = huggingface.share_out(sizes, file_bytes)
+    files = huggingface.assign_files(sizes, file_bytes)
     for file, names in files.items():
         tensors = read_folded(read, {name: layout[name] for name in names}, cfg=cfg, dtype=dtype)
         save_file(tensors, directory / file, metadata={"format": "pt"})
-        to_disk(directory / file)
+        fsync_file(directory / file)
         del tensors
     if len(files) > 1:
         places = {name: file for file, names in files.items() for name in names}
@@ -149,15 +149,18 @@ def write_weights(
 
 
 def read_folded(
-    read: Read, origins: Mapping[str, Origin], *, cfg: ModelConfig, dtype: torch.dtype
+    read: Read, origins: Mapping[str, TensorSource], *, cfg: ModelConfig, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Tensors of the exported model, from those of a verified checkpoint."""
     keys = dict.fromkeys(f"model.{parameter}" for origin in origins.values() for parameter in origin.parameters)
     parameters = {key.removeprefix("model."): tensor for key, tensor in read(keys).items()}
-    return {name: cast(name, huggingface.fold(origin, parameters, cfg=cfg), dtype) for name, origin in origins.items()}
+    return {
+        name: cast_weight(name, huggingface.fold(origin, parameters, cfg=cfg), dtype)
+        for name, origin in origins.items()
+    }
 
 
-def cast(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_weight(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight in another precision, unless that would make an infinity of a number."""
     small = weight.to(dtype)
     if torch.isfinite(weight).all() and not torch.isfinite(small).all():
@@ -166,18 +169,18 @@ def cast(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return small.contiguous()
 
 
-def describe(directory: Path, cfg: Config, *, dtype: torch.dtype) -> bool:
+def write_config_and_tokenizer(directory: Path, cfg: Config, *, dtype: torch.dtype) -> bool:
     """What lies beside the weights: the configuration, and the tokenizer; returns whether there was one."""
     found = find_tokenizer(cfg)
     eos_token_id = None
     if found is not None:
         path, eos_token = found
         shutil.copyfile(path, directory / TOKENIZER)
-        to_disk(directory / TOKENIZER)
+        fsync_file(directory / TOKENIZER)
         facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
         write_json(directory / "tokenizer_config.json", facts)
         eos_token_id = None if eos_token is None else open_tokenizer(path).eod(eos_token)
-    content = huggingface.describe(
+    content = huggingface.render_config(
         cfg.model, sequence_length=cfg.train.sequence_length, dtype=dtype, eos_token_id=eos_token_id
     )
     write_json(directory / CONFIG, content)
@@ -201,25 +204,25 @@ def find_tokenizer(cfg: Config) -> tuple[Path, str | None] | None:
 
 def import_model(source: Path, run: RunDir) -> tuple[Path, dict[str, Any]]:
     """Make the weights of a directory the first checkpoint of a run; returns it and the options of `model` that fit."""
-    occupied = [*catalog.saved(run.checkpoints), *catalog.damaged(run.checkpoints)]
+    occupied = [*catalog.list_checkpoints(run.checkpoints), *catalog.list_damaged(run.checkpoints)]
     require(not occupied, str(run.path), "holds checkpoints already; import into a new run")
     path = source / CONFIG
     content, default = read_json(path), compose.load(["parallel.device=cpu"])
     try:
-        options = huggingface.parse(content)
+        options = huggingface.parse_config(content)
         cfg = replace(default.model, **options)
     except ConfigError as error:
         raise ConfigError(str(path), str(error)) from None
     weights = read_weights(source, cfg)
     world = connect(default.parallel)
     try:
-        written = store.write(run.checkpoints, first_state(weights), RunState(), world=world, rollback={})
+        written = store.write(run.checkpoints, initial_tensors(weights), RunState(), world=world, rollback={})
     finally:
         disconnect()
     return written.path, options
 
 
-def first_state(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def initial_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All tensors of a checkpoint in which nothing has been learned since; zeros take no memory."""
     tensors = {f"model.{name}": weight for name, weight in weights.items()}
     for name, weight in weights.items():
@@ -240,7 +243,8 @@ def read_weights(source: Path, cfg: ModelConfig) -> dict[str, Tensor]:
     """Every parameter of the model in fp32, by our name; what is missing, left over or of another shape is refused."""
     places = find_tensors(source)
     shapes = {
-        huggingface.name_of(parameter): (parameter, shape) for parameter, shape in huggingface.shapes(cfg).items()
+        huggingface.hf_name(parameter): (parameter, shape)
+        for parameter, shape in huggingface.parameter_shapes(cfg).items()
     }
     for name in shapes:
         require(name in places, str(source), f"{name} is missing")
@@ -248,7 +252,7 @@ def read_weights(source: Path, cfg: ModelConfig) -> dict[str, Tensor]:
         require(name in shapes, str(source), f"{name} has no place in a model of {CONFIG}")
     weights: dict[str, Tensor] = {}
     for file in sorted(set(places.values())):
-        with opened(file) as tensors:
+        with open_safetensors(file) as tensors:
             for name in sorted(name for name, place in places.items() if place == file):
                 parameter, shape = shapes[name]
                 view = tensors.get_slice(name)
@@ -263,7 +267,7 @@ def read_weights(source: Path, cfg: ModelConfig) -> dict[str, Tensor]:
 def find_tensors(source: Path) -> dict[str, Path]:
     """The file of every tensor, as the index says, or of the only file there is."""
     if not (source / INDEX).exists():
-        with opened(source / huggingface.ONLY_FILE) as tensors:
+        with open_safetensors(source / huggingface.ONLY_FILE) as tensors:
             return {name: source / huggingface.ONLY_FILE for name in tensors.keys() if not name.endswith(NO_WEIGHT)}  # noqa: SIM118
     try:
         places = huggingface.parse_index(read_json(source / INDEX))
@@ -273,7 +277,7 @@ def find_tensors(source: Path) -> dict[str, Path]:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
     """The tensors of a file, read when asked for."""
     try:
         with safe_open(path, framework="pt") as tensors:
@@ -300,6 +304,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
-def to_disk(path: Path) -> None:
+def fsync_file(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -71,7 +71,7 @@ class Architecture(StrEnum):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class TensorSource:
     """What a tensor of the exported model is made of."""
 
     parameter: str
@@ -84,7 +84,7 @@ class Origin:
         return (self.parameter,) if self.norm is None else (self.parameter, self.norm)
 
 
-def name_of(parameter: str) -> str:
+def hf_name(parameter: str) -> str:
     """What a parameter of `Transformer` is called there."""
     if not parameter.startswith("blocks."):
         return NAMES[parameter]
@@ -92,24 +92,24 @@ def name_of(parameter: str) -> str:
     return f"model.layers.{index}.{NAMES[module]}.weight"
 
 
-def shapes(cfg: ModelConfig) -> dict[str, torch.Size]:
+def parameter_shapes(cfg: ModelConfig) -> dict[str, torch.Size]:
     """Every parameter of the model, by our name."""
     with torch.device("meta"):
         model = Transformer(cfg, sequence_length=1, linear=linear)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def layout(cfg: ModelConfig) -> dict[str, Origin]:
+def exported_tensors(cfg: ModelConfig) -> dict[str, TensorSource]:
     """Every tensor of the exported model, by its name there."""
     origins = {
-        name_of(parameter): Origin(parameter=parameter, factor=_factor(parameter, cfg))
-        for parameter in shapes(cfg)
+        hf_name(parameter): TensorSource(parameter=parameter, factor=_factor(parameter, cfg))
+        for parameter in parameter_shapes(cfg)
         if parameter != EMBEDDING_NORM
     }
     if cfg.embedding_norm:
-        origins[name_of(EMBEDDING)] = Origin(parameter=EMBEDDING, norm=EMBEDDING_NORM)
+        origins[hf_name(EMBEDDING)] = TensorSource(parameter=EMBEDDING, norm=EMBEDDING_NORM)
     if cfg.tied_head and not stays_tied(cfg):
-        origins[name_of(HEAD)] = Origin(parameter=EMBEDDING, factor=output_multiplier(cfg))
+        origins[hf_name(HEAD)] = TensorSource(parameter=EMBEDDING, factor=output_multiplier(cfg))
     return origins
 
 
@@ -118,7 +118,7 @@ def stays_tied(cfg: ModelConfig) -> bool:
     return cfg.tied_head and output_multiplier(cfg) == 1.0 and not cfg.embedding_norm
 
 
-def fold(origin: Origin, parameters: Mapping[str, Tensor], *, cfg: ModelConfig) -> Tensor:
+def fold(origin: TensorSource, parameters: Mapping[str, Tensor], *, cfg: ModelConfig) -> Tensor:
     """A tensor of the exported model; the parameter itself, bit for bit, where there is nothing to fold."""
     weight = parameters[origin.parameter]
     if origin.norm is not None:
@@ -135,7 +135,9 @@ def _factor(parameter: str, cfg: ModelConfig) -> float:
     return 1.0
 
 
-def describe(cfg: ModelConfig, *, sequence_length: int, dtype: torch.dtype, eos_token_id: int | None) -> dict[str, Any]:
+def render_config(
+    cfg: ModelConfig, *, sequence_length: int, dtype: torch.dtype, eos_token_id: int | None
+) -> dict[str, Any]:
     """The content of config.json; `sequence_length` is what the model was trained with."""
     architecture = Architecture.qwen3 if cfg.qk_norm else Architecture.llama
     return {
@@ -162,7 +164,7 @@ def describe(cfg: ModelConfig, *, sequence_length: int, dtype: torch.dtype, eos_
     } | ({"mlp_bias": False} if architecture is Architecture.llama else {"use_sliding_window": False})
 
 
-def share_out(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
+def assign_files(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
     """The files of an export and the tensors in each, in order; one larger than a file gets a file of its own."""
     groups: list[list[str]] = [[]]
     room = file_bytes
@@ -188,7 +190,7 @@ def parse_index(content: Mapping[str, Any]) -> dict[str, str]:
     return places
 
 
-def parse(content: Mapping[str, Any]) -> dict[str, Any]:
+def parse_config(content: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `ModelConfig` that a config.json decides; what we cannot compute is refused by its key."""
     architecture = _architecture(content.get("architectures"))
     for key, only in FIXED.items():

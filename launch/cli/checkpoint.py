@@ -124,7 +124,7 @@ def verify_command(arguments: Sequence[str]) -> int:
     parser.add_argument("name", nargs="*", metavar="NAME", help="a checkpoint, as list prints it; default: all")
     words = parser.parse_args(arguments)
     run = run_at(words.run)
-    paths = named(run, words.name) if words.name else [each.path for each in catalog.saved(run.checkpoints)]
+    paths = named(run, words.name) if words.name else [each.path for each in catalog.list_checkpoints(run.checkpoints)]
     if not paths:
         print(f"{run.path} has no checkpoints")
     codes = {EXIT_DONE}
@@ -143,18 +143,20 @@ def prune_command(arguments: Sequence[str]) -> int:
     words = prune_parser().parse_args(arguments)
     run = run_at(words.run)
     keep, keep_every_steps = retention(run, words)
-    for checkpoint in catalog.saved(run.checkpoints):
+    for checkpoint in catalog.list_checkpoints(run.checkpoints):
         if checkpoint.health is Health.unread:
             catalog.read_health(checkpoint.path)  # raises, and says why nothing is deleted
 
     def expendable() -> list[Checkpoint]:
-        return catalog.select_for_deletion(catalog.saved(run.checkpoints), keep=keep, keep_every_steps=keep_every_steps)
+        return catalog.select_for_deletion(
+            catalog.list_checkpoints(run.checkpoints), keep=keep, keep_every_steps=keep_every_steps
+        )
 
     sizes: list[int] = []
     for checkpoint in expendable():
         if checkpoint in expendable():  # the run may have judged anew while the last one was deleted
             sizes += drop(checkpoint.path, checkpoint.health, dry_run=words.dry_run)
-    for path in catalog.damaged(run.checkpoints) if words.damaged else ():
+    for path in catalog.list_damaged(run.checkpoints) if words.damaged else ():
         sizes += drop(path, QUARANTINED, dry_run=words.dry_run)
     print(f"{'would delete' if words.dry_run else 'deleted'} {len(sizes)}, {size_text(sum(sizes))}")
     return EXIT_DONE
@@ -192,7 +194,7 @@ def run_at(word: str) -> RunDir:
 
 def named(run: RunDir, names: Sequence[str]) -> list[Path]:
     """Checkpoints by name, also those that were set aside."""
-    listed = [each.path for each in catalog.saved(run.checkpoints)] + catalog.damaged(run.checkpoints)
+    listed = [each.path for each in catalog.list_checkpoints(run.checkpoints)] + catalog.list_damaged(run.checkpoints)
     paths = {path.name: path for path in listed}
     for name in names:
         require(name in paths, name, f"no such checkpoint; {run.path} has {', '.join(paths) or 'none'}")
@@ -252,7 +254,7 @@ def counter(bar: Bar, stage: str, total: int) -> Callable[[int], None]:
 def drop(path: Path, health: str, *, dry_run: bool) -> list[int]:
     """Delete one and say so; returns its bytes, or nothing where it had gone already."""
     num_bytes = bytes_of(path)
-    if not dry_run and not catalog.drop(path):
+    if not dry_run and not catalog.delete(path):
         return []
     print(f"{path.name}  {health}  {size_text(num_bytes)}", flush=True)
     return [num_bytes]

@@ -105,7 +105,7 @@ def prepare(arguments: Sequence[str]) -> int:
         raise ConfigError(str(error.filename or output), error.strerror or str(error)) from None
     timing = meta["timing"]
     facts = {"speed": f"{timing['tokens_per_s']:,.0f} tokens/s, {timing['seconds']:.1f} s", "output": str(output)}
-    print(corpus_report.render(corpus_report.parse(meta["report"]), facts))
+    print(corpus_report.render(corpus_report.parse_report(meta["report"]), facts))
     return EXIT_DONE
 
 
@@ -119,17 +119,17 @@ def inspect(arguments: Sequence[str]) -> int:
     cfg = compose.load(words.override)
     import torch
 
-    from harness.data.batch_view import look, render
+    from harness.data.batch_view import render, view_batch
     from harness.data.order.ledger import Ledger
-    from harness.data.sources import known_data, open_data
+    from harness.data.sources import open_data, read_recorded_data
 
     ledger = Ledger() if cfg.run.name is None else Ledger.load(locate(cfg).ledger, writer=False)
-    known = None if cfg.run.name is None else known_data(locate(cfg))
-    batches, held_out = open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=ledger, known=known)
+    known = None if cfg.run.name is None else read_recorded_data(locate(cfg))
+    batches, held_out = open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=ledger, recorded=known)
     try:
         chosen = held_out if words.held_out else batches
         excluded = not words.held_out and ledger.is_excluded(words.batch)
-        view = look(chosen, words.batch, excluded=excluded)
+        view = view_batch(chosen, words.batch, excluded=excluded)
     finally:
         batches.close()
         held_out.close()

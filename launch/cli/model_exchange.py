@@ -66,8 +66,8 @@ def export(arguments: Sequence[str]) -> None:
     require(bool(output.name), "--output", f"must be the name of a new directory, got {words.output!r}")
     from harness.huggingface import convert
 
-    checkpoint = convert.choose(run, step=words.step, name=words.checkpoint)
-    exported = convert.export(run, checkpoint, output, dtype=PrecisionKind(words.dtype))
+    checkpoint = convert.choose_checkpoint(run, step=words.step, name=words.checkpoint)
+    exported = convert.export_model(run, checkpoint, output, dtype=PrecisionKind(words.dtype))
     count = "1 file" if len(exported.files) == 1 else f"{len(exported.files)} files"
     print(f"checkpoint  {checkpoint.name}, {checkpoint.health}")
     print(f"weights     {sum(exported.files.values()) / 1e9:,.3f} GB of {words.dtype} in {count}")

@@ -79,7 +79,11 @@ def replay(run: RunDir, cfg: Config, words: Namespace) -> Path:
     iteration = iteration_of(log, words)
     ranks = words.ranks or log.world_size(iteration)
     require(ranks >= 1, "--ranks", f"must be at least 1, got {ranks}")
-    good = [each.name for each in catalog.saved(run.checkpoints) if each.health in (Health.good, Health.candidate)]
+    good = [
+        each.name
+        for each in catalog.list_checkpoints(run.checkpoints)
+        if each.health in (Health.good, Health.candidate)
+    ]
     way = history.way(log, iteration, good)
     report = run.incidents / (f"{words.incident:03d}" if words.incident else f"iteration-{iteration}") / "replay.json"
 

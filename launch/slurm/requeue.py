@@ -164,7 +164,7 @@ def end_in(words: Mapping[str, Any]) -> End:
 def newest(run: RunDir, *healths: Health) -> Age | None:
     """None where there is none, and where storage does not tell: that start counts as one without progress."""
     try:
-        found = [each for each in catalog.saved(run.checkpoints) if each.health in healths]
+        found = [each for each in catalog.list_checkpoints(run.checkpoints) if each.health in healths]
     except StorageError:
         return None
     return found[-1].age if found else None

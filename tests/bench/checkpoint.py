@@ -105,14 +105,14 @@ def cost_of_snapshot(loop: Loop, *, num_steps: int) -> Cost:
     plain_s = loop.step_s(num_steps)
     ring, state = loop.parts.ring, loop.state
     begun_s = time.perf_counter()
-    slot = ring.take(state)
+    slot = ring.take_snapshot(state)
     called_s = time.perf_counter() - begun_s
     for _ in range(num_steps):
         loop.step()
     loop.wait()
     total_s = time.perf_counter() - begun_s
     plain_s = (plain_s + loop.step_s(num_steps)) / 2
-    slot.settle(step=state.step, refused_in_row=0)
+    slot.complete(step=state.step, refused_in_row=0)
     restored_s = seconds_of(loop, lambda: ring.restore(slot))
     return Cost(plain_s, called_s, total_s - num_steps * plain_s, restored_s=restored_s)
 

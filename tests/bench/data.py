@@ -39,7 +39,7 @@ from harness.config.compose import load
 from harness.data.batches import Batches, Share
 from harness.data.corpus.token_files import IndexedWriter
 from harness.data.order.ledger import Ledger
-from harness.data.sources import open_sources, recipe
+from harness.data.sources import open_sources, train_recipe
 from tests.bench.peers import (
     BATCH_SIZE,
     SEQUENCE_LENGTH,
@@ -102,7 +102,7 @@ def harness_opener(directory: Path, device: torch.device, *, with_facts: bool) -
 
     def opened() -> Loader:
         sources, _ = open_sources(cfg)
-        batches = Batches(sources, recipe=recipe(cfg), share=share, ledger=Ledger(), with_facts=with_facts)
+        batches = Batches(sources, recipe=train_recipe(cfg), share=share, ledger=Ledger(), with_facts=with_facts)
         num_batches = len(batches)
         return Loader(at=lambda number: batches[number % num_batches], stream=lambda: map(batches.__getitem__, count()))
 

@@ -109,8 +109,8 @@ def done() -> Save:
 def begin_own(writer: Executor, loop: Loop, path: Path) -> Save:
     """As in a run: a snapshot, which a thread writes."""
     ring, state = loop.parts.ring, loop.state
-    slot = ring.take(state)
-    slot.settle(step=state.step, refused_in_row=0)
+    slot = ring.take_snapshot(state)
+    slot.complete(step=state.step, refused_in_row=0)
 
     def write() -> None:
         slot.wait()

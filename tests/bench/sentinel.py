@@ -40,7 +40,7 @@ from harness.core.events import Action, ActionKind
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.data.batch import Batch
-from harness.data.batch_facts import as_record
+from harness.data.batch_facts import facts_to_record
 from harness.distributed.world import connect, disconnect
 from harness.model.size import num_parameters
 from harness.optim.schedule import table
@@ -96,7 +96,7 @@ class Watched:
             probed=probe,
             posted_s=time.perf_counter(),
             memory_bytes=memory_bytes(self.parts.world.device),
-            batch=as_record(batch.facts, self.parts.batches.source_names),
+            batch=facts_to_record(batch.facts, self.parts.batches.source_names),
             in_fp8=self.parts.products.in_fp8,
         )
 

@@ -43,7 +43,7 @@ def make(root: Path, name: str) -> Path:
 
 
 def names(root: Path) -> list[str]:
-    return [each.name for each in catalog.saved(root)]
+    return [each.name for each in catalog.list_checkpoints(root)]
 
 
 def prune(history: Sequence[Checkpoint], *, keep: int, keep_every_steps: int) -> list[Checkpoint]:
@@ -148,7 +148,7 @@ def test_retention_by_example() -> None:
 def test_a_rewound_run_is_newer_than_what_it_left_behind(tmp_path: Path) -> None:
     for step, generation in [(90, 0), (40, 1), (100, 0), (50, 1), (10, 2)]:
         make(tmp_path, name_of(step, generation))
-    assert [(each.step, each.generation) for each in catalog.saved(tmp_path)] == [
+    assert [(each.step, each.generation) for each in catalog.list_checkpoints(tmp_path)] == [
         (90, 0),
         (100, 0),
         (40, 1),
@@ -161,28 +161,28 @@ def test_names_are_sorted_as_numbers_beyond_their_width(tmp_path: Path) -> None:
     ages = [(9, 0), (99_999_999, 0), (100_000_000, 0), (1_000_000_000, 0), (5, 9), (5, 10)]
     for step, generation in reversed(ages):
         make(tmp_path, name_of(step, generation))
-    assert [(each.step, each.generation) for each in catalog.saved(tmp_path)] == ages
+    assert [(each.step, each.generation) for each in catalog.list_checkpoints(tmp_path)] == ages
     assert names(tmp_path)[0] == "step-00000009-gen-0"
     assert names(tmp_path)[2] == "step-100000000-gen-0"
-    assert [catalog.numbers_in(name) for name in names(tmp_path)] == ages
-    assert catalog.numbers_in(f"{name_of(5, 9)}.damaged-2") == (5, 9)
+    assert [catalog.parse_name(name) for name in names(tmp_path)] == ages
+    assert catalog.parse_name(f"{name_of(5, 9)}.damaged-2") == (5, 9)
 
 
 def test_what_is_no_checkpoint_is_invisible(tmp_path: Path) -> None:
-    assert catalog.saved(tmp_path / "nowhere") == []
-    assert catalog.damaged(tmp_path / "nowhere") == []
+    assert catalog.list_checkpoints(tmp_path / "nowhere") == []
+    assert catalog.list_damaged(tmp_path / "nowhere") == []
     make(tmp_path, name_of(10, 0))
-    make(tmp_path, catalog.scratch(tmp_path, name_of(20, 0)).name)
+    make(tmp_path, catalog.scratch_path(tmp_path, name_of(20, 0)).name)
     for name in ("step-1-gen-0", "step-00000010-gen-", "xstep-00000010-gen-0", "step-00000030-gen-0.copy", "last"):
         make(tmp_path, name)
     (tmp_path / name_of(40, 0)).write_text("a file")
     assert names(tmp_path) == [name_of(10, 0)]
-    assert catalog.damaged(tmp_path) == []
+    assert catalog.list_damaged(tmp_path) == []
 
 
 def test_a_checkpoint_exists_once_it_is_published(tmp_path: Path) -> None:
     target = tmp_path / name_of(10, 0)
-    scratch = make(tmp_path, catalog.scratch(tmp_path, target.name).name)
+    scratch = make(tmp_path, catalog.scratch_path(tmp_path, target.name).name)
     assert names(tmp_path) == []
     catalog.publish(scratch, target)
     assert names(tmp_path) == [target.name]
@@ -192,7 +192,7 @@ def test_a_checkpoint_exists_once_it_is_published(tmp_path: Path) -> None:
 
 def test_content_and_name_are_on_disk_when_publish_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / name_of(10, 0)
-    scratch = make(tmp_path, catalog.scratch(tmp_path, target.name).name)
+    scratch = make(tmp_path, catalog.scratch_path(tmp_path, target.name).name)
     descriptors, synced = Path("/proc/self/fd"), list[tuple[Path, bool]]()
 
     def record(descriptor: int) -> None:
@@ -211,11 +211,11 @@ def test_a_run_that_was_taken_over_publishes_and_drops_nothing(tmp_path: Path, m
 
     monkeypatch.setattr(run_lease, "guard", lost)
     path = make(tmp_path, name_of(10, 0))
-    scratch = make(tmp_path, catalog.scratch(tmp_path, name_of(20, 0)).name)
+    scratch = make(tmp_path, catalog.scratch_path(tmp_path, name_of(20, 0)).name)
     with pytest.raises(SystemExit):
         catalog.publish(scratch, tmp_path / name_of(20, 0))
     with pytest.raises(SystemExit):
-        catalog.drop(path)
+        catalog.delete(path)
     assert sorted(tmp_path.iterdir()) == sorted([path, scratch])
 
 
@@ -225,7 +225,7 @@ def test_health_comes_back(tmp_path: Path) -> None:
     for health in (Health.good, Health.tainted, Health.candidate):
         catalog.mark(path, health, "a test")
         assert catalog.health_of(path) is health
-        assert [each.health for each in catalog.saved(tmp_path)] == [health]
+        assert [each.health for each in catalog.list_checkpoints(tmp_path)] == [health]
     assert sorted(each.name for each in path.iterdir()) == ["__0_0.distcp", catalog.HEALTH]
 
 
@@ -242,19 +242,19 @@ def test_health_that_cannot_be_read_is_unread_and_none_a_candidate(tmp_path: Pat
     path = make(tmp_path, name_of(10, 0))
     assert catalog.health_of(path) is Health.candidate
     (path / catalog.HEALTH).mkdir()
-    assert [each.health for each in catalog.saved(tmp_path)] == [Health.unread]
+    assert [each.health for each in catalog.list_checkpoints(tmp_path)] == [Health.unread]
     with pytest.raises(StorageError, match=r"health\.json: cannot be read on .*: Is a directory"):
         catalog.read_health(path)
     assert catalog.health_of(tmp_path / "gone") is Health.unread, "the mount may be gone"
 
 
 def test_a_list_that_cannot_be_read_is_not_empty(tmp_path: Path) -> None:
-    assert not catalog.saved(tmp_path / "nowhere")
-    assert not catalog.damaged(tmp_path / "nowhere")
+    assert not catalog.list_checkpoints(tmp_path / "nowhere")
+    assert not catalog.list_damaged(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "unmounted")
     for root in (tmp_path / "file", tmp_path / "link"):
-        for look in (catalog.saved, catalog.damaged):
+        for look in (catalog.list_checkpoints, catalog.list_damaged):
             with pytest.raises(StorageError):
                 look(root)
 
@@ -273,7 +273,7 @@ def test_a_torn_health_file_makes_a_candidate(tmp_path: Path) -> None:
 
 
 def test_sweep_removes_what_is_half_there_and_nothing_else(tmp_path: Path) -> None:
-    half = [catalog.scratch(tmp_path, name_of(20, 0)).name, catalog.scratch(tmp_path, name_of(10**8, 3)).name]
+    half = [catalog.scratch_path(tmp_path, name_of(20, 0)).name, catalog.scratch_path(tmp_path, name_of(10**8, 3)).name]
     whole = [name_of(10, 0), name_of(5, 1), f"{name_of(10, 0)}.damaged", f"{name_of(10, 0)}.damaged-2"]
     foreign = [".step-notes", ".step-00000010-gen-0", ".git", "notes.part", ".step-00000010-gen-0.party"]
     for name in [*half, *whole, *foreign]:
@@ -296,7 +296,7 @@ def test_set_aside_twice_keeps_both(tmp_path: Path) -> None:
         assert (aside / "number").read_text() == str(number)
     assert names(tmp_path) == []
     name = name_of(10, 0)
-    listed = [path.name for path in catalog.damaged(tmp_path)]
+    listed = [path.name for path in catalog.list_damaged(tmp_path)]
     assert listed == [f"{name}.damaged", f"{name}.damaged-2", f"{name}.damaged-3"]
 
 
@@ -304,7 +304,7 @@ def test_set_aside_twice_keeps_both(tmp_path: Path) -> None:
 def test_drop_leaves_nothing(tmp_path: Path, aside: bool) -> None:
     path, other = make(tmp_path, name_of(10, 0)), make(tmp_path, name_of(20, 0))
     path = catalog.quarantine(path) if aside else path
-    assert catalog.drop(path)
+    assert catalog.delete(path)
     assert list(tmp_path.iterdir()) == [other]
 
 
@@ -320,20 +320,20 @@ def test_drop_killed_on_the_way_leaves_no_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            catalog.drop(path)
+            catalog.delete(path)
     assert names(tmp_path) == []
-    assert catalog.damaged(tmp_path) == []
+    assert catalog.list_damaged(tmp_path) == []
     assert len(list(tmp_path.iterdir())) == 1
     make(tmp_path, path.name)
-    assert catalog.drop(path)
+    assert catalog.delete(path)
     catalog.remove_unfinished(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_another_process_dropped_first_is_no_error(tmp_path: Path) -> None:
     path = make(tmp_path, name_of(10, 0))
-    assert catalog.drop(path)
-    assert not catalog.drop(path)
+    assert catalog.delete(path)
+    assert not catalog.delete(path)
 
 
 def test_two_that_drop_the_same_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,13 +348,13 @@ def test_two_that_drop_the_same_do_not_disturb_each_other(tmp_path: Path, monkey
         delete(victim)
 
     results: list[bool] = []
-    first = threading.Thread(target=lambda: results.append(catalog.drop(path)))
+    first = threading.Thread(target=lambda: results.append(catalog.delete(path)))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", slow)
         first.start()
         assert begun.wait(10)
         patch.setattr(shutil, "rmtree", delete)
-        assert not catalog.drop(path)
+        assert not catalog.delete(path)
         other_is_done.set()
         first.join()
     assert results == [True]
@@ -371,5 +371,5 @@ def test_a_sweep_in_the_middle_of_a_drop_is_no_error(tmp_path: Path, monkeypatch
         delete(victim)
 
     monkeypatch.setattr(shutil, "rmtree", swept)
-    assert catalog.drop(path)
+    assert catalog.delete(path)
     assert not list(tmp_path.iterdir())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.checkpoint import host_memory
-from harness.checkpoint.host_memory import PinnedBlock, aligned, free_bytes
+from harness.checkpoint.host_memory import PinnedBlock, align_up, free_bytes
 
 GB = 10**9
 UNLIMITED = str(2**63 - 4096)
@@ -78,14 +78,14 @@ def test_this_machine_has_memory() -> None:
 
 
 def test_pieces_begin_at_multiples_of_64_bytes() -> None:
-    assert [aligned(num_bytes) for num_bytes in (0, 1, 63, 64, 65)] == [0, 64, 64, 64, 128]
+    assert [align_up(num_bytes) for num_bytes in (0, 1, 63, 64, 65)] == [0, 64, 64, 64, 128]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 192])
 def test_a_pinned_block_is_registered_once_and_released_once(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a driver that writes down its calls: this needs no GPU."""
     calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(host_memory, "_driver", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(host_memory, "_call_cudart", lambda *arguments: calls.append(arguments))
     block = PinnedBlock(num_bytes, pinned=True)
     address = block._bytes.data_ptr()
     assert calls == [("cudaHostRegister", address, max(num_bytes, 1), 0)]

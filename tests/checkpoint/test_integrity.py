@@ -30,8 +30,8 @@ from harness.checkpoint.integrity import (
     Entry,
     Manifest,
     OtherVersion,
-    measure,
-    measure_all,
+    hash_file,
+    hash_files,
     read_manifest,
     verify,
     write_manifest,
@@ -63,7 +63,7 @@ def make(directory: Path) -> Path:
     directory.mkdir()
     for name, content in CONTENTS.items():
         (directory / name).write_bytes(content)
-    write_manifest(directory, manifest_of(measure_all(directory, CONTENTS)))
+    write_manifest(directory, manifest_of(hash_files(directory, CONTENTS)))
     return directory
 
 
@@ -199,7 +199,7 @@ def test_an_io_error_is_not_damage_and_names_file_and_machine(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.chdir(whole.parent)
-    monkeypatch.setattr(integrity, "measure", broken)
+    monkeypatch.setattr(integrity, "hash_file", broken)
     with pytest.raises(StorageError) as caught:
         verify(Path(whole.name))
     assert str(caught.value) == (
@@ -233,9 +233,9 @@ def test_a_hash_that_fits_the_second_time_is_not_damage(whole: Path, monkeypatch
 
     def garbled_once(path: Path, _progress: object = None) -> Entry:
         looks.append(path)
-        return replace(measure(path), sha256="0" * 64) if looks.count(path) == 1 else measure(path)
+        return replace(hash_file(path), sha256="0" * 64) if looks.count(path) == 1 else hash_file(path)
 
-    monkeypatch.setattr(integrity, "measure", garbled_once)
+    monkeypatch.setattr(integrity, "hash_file", garbled_once)
     verify(whole)
     assert sorted(looks) == sorted([whole / name for name in CONTENTS] * 2)
 
@@ -267,7 +267,7 @@ def test_the_second_look_asks_the_storage_not_the_page_cache(whole: Path, monkey
 
 
 def test_an_error_without_a_number_is_an_io_error() -> None:
-    error = integrity.unreadable(Path("a"), OSError("it broke"))
+    error = integrity.storage_error(Path("a"), OSError("it broke"))
     assert (error.errno, str(error)) == (errno.EIO, f"a: cannot be read on {socket.gethostname()}: it broke")
 
 
@@ -284,9 +284,9 @@ def test_a_file_is_missing_only_beside_others_without_it(tmp_path: Path) -> None
 def test_a_file_that_vanishes_while_it_is_read_is_missing(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def vanish(path: Path, _progress: object = None) -> Entry:
         path.unlink(missing_ok=True)
-        return measure(path)
+        return hash_file(path)
 
-    monkeypatch.setattr(integrity, "measure", vanish)
+    monkeypatch.setattr(integrity, "hash_file", vanish)
     assert damage_of(whole).problem == "is missing"
 
 
@@ -316,7 +316,7 @@ def test_a_directory_that_is_gone_or_empty_is_a_mount_that_is_gone(whole: Path) 
 
 def test_every_flipped_byte_of_a_manifest_is_found_or_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"content")
-    write_manifest(tmp_path, manifest_of(measure_all(tmp_path, ["a"])))
+    write_manifest(tmp_path, manifest_of(hash_files(tmp_path, ["a"])))
     path, told = tmp_path / MANIFEST, read_manifest(tmp_path)
     content = path.read_bytes()
     num_damaged, num_tried = 0, 0
@@ -357,7 +357,7 @@ def test_every_flipped_byte_of_a_manifest_is_found_or_changes_nothing(tmp_path: 
 def test_a_name_that_leads_elsewhere_is_refused(whole: Path, name: str) -> None:
     outside = whole.parent / "x"
     outside.write_bytes(b"outside")
-    forge(whole, lambda content: content["files"].update({name: {"bytes": 7, "sha256": measure(outside).sha256}}))
+    forge(whole, lambda content: content["files"].update({name: {"bytes": 7, "sha256": hash_file(outside).sha256}}))
     with pytest.raises((OtherVersion, StorageError, Damaged)) as caught:  # a name may be too long for the file system
         verify(whole)
     assert name == "x" * 300 or caught.type is OtherVersion
@@ -551,7 +551,7 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
 def test_the_format_of_version_1_stays(tmp_path: Path) -> None:
     assert VERSION == 1
     (tmp_path / "a").write_bytes(b"abc")
-    write_manifest(tmp_path, replace(manifest_of(measure_all(tmp_path, ["a"])), rollback={}))
+    write_manifest(tmp_path, replace(manifest_of(hash_files(tmp_path, ["a"])), rollback={}))
     text = (tmp_path / MANIFEST).read_text()
     assert text.startswith('{\n "version": 1,\n "step": 7,\n'), "one key a line"
     content = json.loads(text)

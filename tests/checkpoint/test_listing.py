@@ -11,7 +11,7 @@ import pytest
 from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import Health, name_of
 from harness.checkpoint.integrity import MANIFEST, Manifest
-from harness.checkpoint.listing import Row, age_text, bytes_of, render, row_of, rows_of, size_text
+from harness.checkpoint.listing import CheckpointRow, age_text, bytes_of, render, row_of, rows_of, size_text
 from harness.config.errors import StorageError
 
 SHARD = "__0_0.distcp"
@@ -30,7 +30,7 @@ def save(root: Path, step: int, generation: int = 0) -> Path:
         tokens=1000 * step,
         time=SAVED_S,
         world_size=1,
-        files=integrity.measure_all(path, [SHARD]),
+        files=integrity.hash_files(path, [SHARD]),
     )
     integrity.write_manifest(path, manifest)
     return path
@@ -42,7 +42,7 @@ def test_a_row_says_what_name_manifest_and_files_say(tmp_path: Path) -> None:
     (newest / MANIFEST).unlink()
     os.utime(newest, (7.0, 7.0))
     assert rows_of(tmp_path) == [
-        Row(
+        CheckpointRow(
             name=good.name,
             step=20,
             generation=0,
@@ -52,7 +52,7 @@ def test_a_row_says_what_name_manifest_and_files_say(tmp_path: Path) -> None:
             tokens=20_000,
             problem=None,
         ),
-        Row(
+        CheckpointRow(
             name=newest.name,
             step=15,
             generation=1,
@@ -62,7 +62,7 @@ def test_a_row_says_what_name_manifest_and_files_say(tmp_path: Path) -> None:
             tokens=None,
             problem="manifest.json: is missing",
         ),
-        Row(
+        CheckpointRow(
             name=aside.name,
             step=30,
             generation=0,
@@ -94,7 +94,7 @@ def test_what_cannot_be_read_has_a_row_and_what_is_gone_has_none(
 
 def test_the_table_stays() -> None:
     rows = [
-        Row(
+        CheckpointRow(
             name="step-00000100-gen-0",
             step=100,
             generation=0,
@@ -104,7 +104,7 @@ def test_the_table_stays() -> None:
             tokens=123_456,
             problem=None,
         ),
-        Row(
+        CheckpointRow(
             name="step-00000200-gen-1.damaged",
             step=200,
             generation=1,

@@ -41,7 +41,7 @@ def saved_steps(directory: Path) -> list[int]:
 
 
 def health(directory: Path) -> dict[int, Health]:
-    return {each.step: each.health for each in catalog.saved(directory / "a" / "checkpoints")}
+    return {each.step: each.health for each in catalog.list_checkpoints(directory / "a" / "checkpoints")}
 
 
 def test_candidates_prove_good_and_only_what_may_go_goes(ranks: Pool, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_run_that_goes_nan_cannot_delete_its_last_good_checkpoint(ranks: Pool,
     assert good
     assert max(left) <= 20, "what is broken was never written"
     root = tmp_path / "a" / "checkpoints"
-    for checkpoint in catalog.saved(root):
+    for checkpoint in catalog.list_checkpoints(root):
         integrity.verify(checkpoint.path)
     code, records = ranks.run(2, cases.run, str(tmp_path), *overrides)[0]
     assert code == 0, "and from it the run goes on"
@@ -155,7 +155,7 @@ def test_a_save_at_every_step_is_the_state_of_that_step(ranks: Pool, tmp_path: P
     saves = saved_steps(tmp_path)
     assert saves[-1] == 8
     assert len(saves) >= 8 // (lag + 1)
-    for checkpoint in catalog.saved(tmp_path / "a" / "checkpoints"):
+    for checkpoint in catalog.list_checkpoints(tmp_path / "a" / "checkpoints"):
         state = cases.state_on_disk(checkpoint.path)
         assert state.step == state.cursor == state.iteration == checkpoint.step == cases.device_step(checkpoint.path)
 
@@ -192,7 +192,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(ranks: Pool, small_disk
     assert log[-1].reason == "all steps done, but the last checkpoint was not saved"
     assert [path.name for path in small_disk.iterdir()] == ["step-00000005-gen-0"], "nothing half-written is left"
     integrity.verify(small_disk / "step-00000005-gen-0")
-    catalog.drop(small_disk / "step-00000005-gen-0")
+    catalog.delete(small_disk / "step-00000005-gen-0")
     code, records = ranks.run(
         2, cases.run, str(directory), *overrides, "checkpoint.keep=1", "checkpoint.every_steps=0"
     )[0]
@@ -206,8 +206,6 @@ def going_back(directory: str, file: str, iteration: int) -> str:
     world, tensors = connect(cfg.parallel), {"model.weight": torch.zeros(3)}
     ring = Ring(tensors, cfg=cfg.checkpoint.ring, world=world)
     checkpoints = CheckpointManager(cfg, Path(directory), ring=ring, world=world)
-        cfg, Path(directory), ring=Ring(tensors, cfg=cfg.checkpoint.ring, world=world), world=world
-    )
     outcome = "tainted"
     with failing(file) if world.is_first else nullcontext():
         try:
@@ -236,7 +234,7 @@ def test_what_cannot_be_read_is_neither_tainted_nor_pruned_nor_is_anything_for_i
     ranks.run(2, three_good, str(tmp_path))
     for outcome in ranks.run(2, going_back, str(tmp_path), f"step-00000030-gen-0/{file}", 45):
         assert ("cannot be read" in outcome) is (file == integrity.MANIFEST)
-    left = {each.step: each.health for each in catalog.saved(tmp_path)}
+    left = {each.step: each.health for each in catalog.list_checkpoints(tmp_path)}
     assert left == dict.fromkeys([10, 20, 30] if file == catalog.HEALTH else [30], Health.good)
 
 
@@ -244,5 +242,5 @@ def test_what_was_taken_since_is_tainted_though_another_health_is_unread(ranks: 
     ranks.run(2, three_good, str(tmp_path))
     file = f"step-00000010-gen-0/{catalog.HEALTH}"
     assert ranks.run(2, going_back, str(tmp_path), file, 15) == ["tainted"] * 2
-    left = {each.step: each.health for each in catalog.saved(tmp_path)}
+    left = {each.step: each.health for each in catalog.list_checkpoints(tmp_path)}
     assert left == {10: Health.good, 20: Health.tainted, 30: Health.tainted}

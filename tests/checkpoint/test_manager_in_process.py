@@ -58,7 +58,7 @@ class Played:
         """One update; whether the state after it goes to disk."""
         self.state.advance(next_cursor=self.state.cursor + 1, tokens=10)
         self.tensor.fill_(self.state.iteration)
-        return self.checkpoints.take_if_due(self.state)
+        return self.checkpoints.snapshot_if_due(self.state)
 
     def report(self, iteration: int, *, refused: bool = False, doubtful_since: int | None = None, **flags: Any) -> None:
         self.state.learn(refused=refused)
@@ -83,7 +83,7 @@ class Played:
     def step(self, **flags: Any) -> bool:
         is_saved = self.issue()
         self.report(self.state.iteration, **flags)
-        self.settle()
+        self.complete()
         return is_saved
 
     def settle(self) -> None:
@@ -105,7 +105,7 @@ class Played:
 
     @property
     def health(self) -> dict[int, Health]:
-        return {each.step: each.health for each in catalog.saved(self.root)}
+        return {each.step: each.health for each in catalog.list_checkpoints(self.root)}
 
     @property
     def in_memory(self) -> list[int]:
@@ -135,17 +135,17 @@ def test_a_save_waits_for_its_report_and_the_next_one_for_it(tmp_path: Path, wor
     run = Played(tmp_path, world, every_steps=2)
     assert [run.issue() for _ in range(5)] == [False, True, False, False, False]
     assert run.checkpoints._queued is not None
-    assert run.checkpoints._queued.is_leased, "or the ring would write over it"
+    assert run.checkpoints._queued.is_saving, "or the ring would write over it"
     for iteration in (1, 2):
         run.report(iteration)
-    run.settle()
+    run.complete()
     assert run.saved == [2], "the one of step 4 was due before the report of step 2"
     assert run.issue(), "and comes as soon as it can"
     for iteration in range(3, 7):
         run.report(iteration)
-    run.settle()
+    run.complete()
     assert run.saved == [2, 6]
-    assert not any(slot.is_leased for slot in run.ring._slots)
+    assert not any(slot.is_saving for slot in run.ring._slots)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_snapshot_is_complete_once_its_report_came_and_trusted_once_the_next_w
     run.issue()
     (slot,) = [slot for slot in run.ring._slots if slot.is_taken]
     run.report(1, refused=True)
-    assert (slot.is_settled, slot.state.step, slot.state.refused_in_row, slot.state.sentinel) == (
+    assert (slot.is_complete, slot.state.step, slot.state.refused_in_row, slot.state.sentinel) == (
         True,
         0,
         1,
@@ -192,7 +192,7 @@ def test_a_checkpoint_is_good_once_three_clean_steps_in_a_row_followed(
         if iteration == 2:
             run.checkpoints.request_save()
         run.step(**flags[unclean.get(iteration)])  # type: ignore[arg-type]
-    (directory,) = [each.name for each in catalog.saved(tmp_path)]
+    (directory,) = [each.name for each in catalog.list_checkpoints(tmp_path)]
     first_clean = max([2, *(each for each in unclean if each > 2)])
     assert run.judged == [(directory, f"{judged_after - first_clean} clean steps followed")]
     assert [*run.health.values()] == [Health.good]
@@ -223,7 +223,7 @@ def test_the_same_step_is_not_saved_twice(tmp_path: Path, world: World) -> None:
     run.steps(2)
     run.step(refused=True)
     assert run.saved == [1, 2]
-    assert not any(slot.is_leased for slot in run.ring._slots)
+    assert not any(slot.is_saving for slot in run.ring._slots)
 
 
 def test_what_is_not_finite_or_has_no_room_is_an_event_and_the_next_save_tries_again(
@@ -232,9 +232,9 @@ def test_what_is_not_finite_or_has_no_room_is_an_event_and_the_next_save_tries_a
     run = Played(tmp_path / "root", world, every_steps=1)
     run.tensor.fill_(math.nan)
     run.state.advance(next_cursor=1, tokens=10)
-    run.checkpoints.take_if_due(run.state)
+    run.checkpoints.snapshot_if_due(run.state)
     run.report(1)
-    run.settle()
+    run.complete()
     run.root.write_text("a file where the directory should be")
     run.step()
     run.root.unlink()
@@ -245,7 +245,7 @@ def test_what_is_not_finite_or_has_no_room_is_an_event_and_the_next_save_tries_a
     assert "Not a directory" in failed[1]
     assert "\n" not in failed[1]
     assert run.saved == [3]
-    assert not any(slot.is_leased for slot in run.ring._slots)
+    assert not any(slot.is_saving for slot in run.ring._slots)
 
 
 @pytest.mark.parametrize(("good_after", "expected"), [(100, [2, 8]), (3, [4, 6, 8])])
@@ -276,12 +276,12 @@ def test_the_last_state_of_a_run_is_good_after_clean_steps(
     for iteration in range(1, num_steps + 1):
         run.step(refused=iteration == refused_at)
     assert run.checkpoints.save_last(run.state, is_done=is_done, remembered=lambda: {"reports": "all"})
-    run.settle()
+    run.complete()
     path = tmp_path / name_of(run.state.step, 0)
     assert (catalog.health_of(path), [each for _, each in run.judged]) == (expected, [reason] if reason else [])
     assert store.read_state(path).sentinel == {"reports": "all"}
     assert run.checkpoints.save_last(run.state, is_done=is_done), "it is on disk already"
-    run.settle()
+    run.complete()
     assert len(run.saved) == 1
 
 
@@ -324,7 +324,7 @@ def test_a_mark_that_cannot_be_made_is_tried_again(tmp_path: Path, world: World)
 def test_a_checkpoint_that_was_deleted_by_hand_is_not_judged(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world)
     run.steps(2)
-    assert catalog.drop(tmp_path / name_of(2, 0))
+    assert catalog.delete(tmp_path / name_of(2, 0))
     run.steps(4)
     assert run.judged == []
 
@@ -353,7 +353,7 @@ def five(tmp_path: Path, world: World) -> Played:
     ],
 )
 def test_what_a_run_may_go_back_to(five: Played, options: dict[str, float], expected: list[int]) -> None:
-    assert five.checkpoints.targets(**options) == [(name_of(step, 0), step) for step in expected]
+    assert five.checkpoints.rollback_targets(**options) == [(name_of(step, 0), step) for step in expected]
 
 
 def resumed(run: Played, world: World, **options: Any) -> CheckpointManager:
@@ -364,14 +364,14 @@ def resumed(run: Played, world: World, **options: Any) -> CheckpointManager:
 def test_what_cannot_be_read_is_no_target(five: Played, world: World) -> None:
     for file in (integrity.MANIFEST, catalog.HEALTH):
         with failing(f"{name_of(4, 0)}/{file}") as failed:
-            assert resumed(five, world).targets() == [(name_of(2, 0), 2)]
+            assert resumed(five, world).rollback_targets() == [(name_of(2, 0), 2)]
         assert len(failed) > 1, "asked again before it was left out"
         with failing(f"{name_of(4, 0)}/{file}", times=2 if file == catalog.HEALTH else 1):
-            assert resumed(five, world, retry_s=0.01).targets() == [(name_of(4, 0), 4), (name_of(2, 0), 2)]
+            assert resumed(five, world, retry_s=0.01).rollback_targets() == [(name_of(4, 0), 4), (name_of(2, 0), 2)]
     (five.root / name_of(4, 0) / integrity.MANIFEST).write_text("{}")
-    assert resumed(five, world).targets() == [(name_of(2, 0), 2)], "it is damaged"
+    assert resumed(five, world).rollback_targets() == [(name_of(2, 0), 2)], "it is damaged"
     (five.root / name_of(2, 0) / catalog.HEALTH).write_text(json.dumps({"health": "archived"}))
-    assert resumed(five, world).targets() == [], "a newer version wrote that"
+    assert resumed(five, world).rollback_targets() == [], "a newer version wrote that"
 
 
 def test_what_was_saved_since_is_tainted(five: Played, world: World) -> None:
@@ -449,4 +449,4 @@ def test_rank_0_alone_retries_no_longer_than_half_the_timeout_of_a_collective(
 ) -> None:
     monkeypatch.setattr(COMPOSED.parallel, "timeout_s", 8.0)
     checkpoints = Played(tmp_path, world, retry_s=retry_s).checkpoints
-    assert (checkpoints.retry_s, checkpoints._retry_alone_s) == (retry_s, expected)
+    assert (checkpoints.retry_s, checkpoints._rank0_retry_s) == (retry_s, expected)

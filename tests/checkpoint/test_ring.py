@@ -40,13 +40,13 @@ def rewind(*overrides: str) -> dict[str, Any]:
     parts, cfg = start(*overrides)
     first = [step(parts, cfg, index) for index in range(2)]
     state = RunState(step=2, iteration=2, cursor=2, tokens=512)
-    slot = parts.ring.take(state)
+    slot = parts.ring.take_snapshot(state)
     at_snapshot = digest(parts.tensors())
     second = [step(parts, cfg, index) for index in (2, 3)]
     at_end = digest(parts.tensors())
-    slot.settle(step=2, refused_in_row=0)
+    slot.complete(step=2, refused_in_row=0)
     parts.ring.trust(3)
-    agreed = parts.ring.agree(before=4)
+    agreed = parts.ring.agree_on_target(before=4)
     assert agreed is slot
     returned = parts.ring.restore(agreed)
     return {
@@ -87,7 +87,7 @@ def ranks_agree_on_the_oldest_of_their_newest() -> list[int | None]:
         bench.ring.trust(21)
     seen.append(bench.target())
     if bench.world.rank == 1:
-        bench.ring.forget(10)
+        bench.ring.discard_from(10)
     seen.append(bench.target())
     return seen
 

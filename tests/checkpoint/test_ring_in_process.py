@@ -37,21 +37,21 @@ class Bench:
 
     def take(self, iteration: int, *, settled: bool = True) -> None:
         self.tensor.fill_(iteration)
-        self.ring.take(RunState(iteration=iteration, step=iteration))
+        self.ring.take_snapshot(RunState(iteration=iteration, step=iteration))
         if settled:
-            self.settle(iteration)
+            self.complete(iteration)
 
     def settle(self, iteration: int, *, step: int | None = None) -> None:
-        slot = self.ring.unsettled(iteration)
+        slot = self.ring.find_incomplete(iteration)
         assert slot is not None
-        slot.settle(step=iteration if step is None else step, refused_in_row=0)
+        slot.complete(step=iteration if step is None else step, refused_in_row=0)
 
     def target(self, before: int = 10**9) -> int | None:
-        slot = self.ring.agree(before=before)
+        slot = self.ring.agree_on_target(before=before)
         return None if slot is None else slot.state.iteration
 
     def held(self, iteration: int) -> Slot:
-        slot = self.ring.agree(before=iteration + 1)
+        slot = self.ring.agree_on_target(before=iteration + 1)
         assert slot is not None
         return slot
 
@@ -71,15 +71,15 @@ def test_targets_follow_the_judgement(world: World) -> None:
     bench.take(20, settled=False)
     bench.ring.trust(21)
     assert bench.target() == 10, "its own step has not reported yet"
-    bench.settle(20, step=19)
+    bench.complete(20, step=19)
     bench.ring.trust(22)
     assert bench.target() == 20
     assert bench.target(before=20) == 10
-    bench.ring.doubt(20)
+    bench.ring.distrust(20)
     assert bench.target() == 10
     bench.ring.trust(23)
     assert bench.target() == 20, "the suspicion was unfounded"
-    bench.ring.forget(20)
+    bench.ring.discard_from(20)
     bench.ring.trust(24)
     assert (bench.target(), bench.taken) == (10, [10])
     state = bench.ring.restore(bench.held(10))
@@ -121,14 +121,14 @@ def test_a_ring_of_one_slot_is_always_written_over(world: World) -> None:
 def test_a_slot_being_saved_stays_as_it_is(world: World) -> None:
     bench = Bench(world, slots=2)
     bench.tensor.fill_(7)
-    slot = bench.ring.take(RunState(iteration=7))
-    slot.is_leased = True
+    slot = bench.ring.take_snapshot(RunState(iteration=7))
+    slot.is_saving = True
     for iteration in range(8, 30):
         bench.take(iteration)
         bench.ring.trust(iteration + 1)
     assert slot.tensors["tensor"].tolist() == slot.whole["tensor"].tolist() == [7.0] * 3
-    bench.ring.forget(7)
-    assert not slot.is_leased
+    bench.ring.discard_from(7)
+    assert not slot.is_saving
 
 
 def test_what_is_not_finite_is_no_target(world: World) -> None:
@@ -137,8 +137,8 @@ def test_what_is_not_finite_is_no_target(world: World) -> None:
     for iteration, value in ((2, math.nan), (3, math.inf), (4, -math.inf)):
         bench.tensor.fill_(iteration)
         bench.tensor[1] = value
-        bench.ring.take(RunState(iteration=iteration))
-        bench.settle(iteration)
+        bench.ring.take_snapshot(RunState(iteration=iteration))
+        bench.complete(iteration)
         bench.ring.trust(10)
         assert bench.target() == 1
     bench.take(5)
@@ -149,9 +149,9 @@ def test_what_is_not_finite_is_no_target(world: World) -> None:
 def test_only_numbers_that_can_be_infinite_are_looked_at(world: World) -> None:
     tensors = {"step": torch.tensor(7), "empty": torch.zeros(0), "weight": torch.ones(2), "bad": torch.ones(2)}
     held = Ring(tensors, cfg=config(2), world=world)
-    assert held.take(RunState(iteration=1)).is_finite
+    assert held.take_snapshot(RunState(iteration=1)).is_finite
     tensors["bad"][0] = math.nan
-    slot = held.take(RunState(iteration=2))
+    slot = held.take_snapshot(RunState(iteration=2))
     assert not slot.is_finite
     slot.tensors["bad"].fill_(1.0)
     assert not slot.is_finite, "looked at once"
@@ -160,18 +160,18 @@ def test_only_numbers_that_can_be_infinite_are_looked_at(world: World) -> None:
 def test_a_snapshot_is_of_the_moment_it_was_taken_and_its_report_completes_it(world: World) -> None:
     bench = Bench(world, slots=2)
     state = RunState(iteration=3, step=3, cursor=4)
-    slot = bench.ring.take(state)
+    slot = bench.ring.take_snapshot(state)
     state.advance(next_cursor=9, tokens=1)
-    assert bench.ring.unsettled(2) is None
-    assert bench.ring.unsettled(3) is slot
-    slot.settle(step=2, refused_in_row=1, sentinel={"seen": 3})
-    assert bench.ring.unsettled(3) is None
+    assert bench.ring.find_incomplete(2) is None
+    assert bench.ring.find_incomplete(3) is slot
+    slot.complete(step=2, refused_in_row=1, sentinel={"seen": 3})
+    assert bench.ring.find_incomplete(3) is None
     assert slot.state == RunState(iteration=3, step=2, cursor=4, refused_in_row=1, sentinel={"seen": 3})
-    slot.settle(step=2, refused_in_row=0)
+    slot.complete(step=2, refused_in_row=0)
     assert slot.state.sentinel == {}
     bench.ring.trust(4)
     slot.begin(RunState(iteration=5))
-    assert (slot.is_taken, slot.is_settled, slot.is_trusted) == (True, False, False)
+    assert (slot.is_taken, slot.is_complete, slot.is_trusted) == (True, False, False)
     bench.ring.trust(9)
     assert not slot.is_trusted
 
@@ -187,12 +187,12 @@ class Event:
 
 def test_whoever_reads_a_snapshot_waits_until_it_is_complete(world: World) -> None:
     bench = Bench(world, slots=2)
-    slot = bench.ring.take(RunState(iteration=1))
+    slot = bench.ring.take_snapshot(RunState(iteration=1))
     event: Any = Event()
     slot.copied = event
     assert slot.is_finite
     assert event.num_waits == 1
-    slot.settle(step=1, refused_in_row=0)
+    slot.complete(step=1, refused_in_row=0)
     bench.ring.restore(slot)
     assert event.num_waits == 2
     bench.ring.close()

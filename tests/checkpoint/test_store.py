@@ -105,7 +105,7 @@ def test_where_nothing_was_saved_nothing_is_found(ranks: Pool, tmp_path: Path) -
 def test_what_a_crash_left_unfinished_is_neither_listed_nor_left(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(1, write_many, str(tmp_path), [5])
     shutil.copytree(tmp_path / "step-00000005-gen-0", tmp_path / ".step-00000009-gen-0.part")
-    assert [checkpoint.step for checkpoint in catalog.saved(tmp_path)] == [5]
+    assert [checkpoint.step for checkpoint in catalog.list_checkpoints(tmp_path)] == [5]
     (found,) = ranks.run(1, load_newest, str(tmp_path))
     assert found[1] == "step-00000005-gen-0"
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005-gen-0"]
@@ -181,7 +181,7 @@ def trained(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of the steps 10 and 15."""
     directory = tmp_path_factory.mktemp("trained")
     ranks.run(2, cases.run, str(directory), *STEPS, "optim.schedule=constant")
-    assert [checkpoint.step for checkpoint in catalog.saved(directory / "a" / "checkpoints")] == [10, 15]
+    assert [checkpoint.step for checkpoint in catalog.list_checkpoints(directory / "a" / "checkpoints")] == [10, 15]
     return directory
 
 
@@ -212,14 +212,14 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(
     assert f"step-00000015-gen-0/{name}" in told.reason
     assert (checkpoints / "step-00000015-gen-0.damaged").is_dir(), "it is kept for whoever wants to know"
     assert _history(records) == control, "and the run is the one that resumed from the newest"
-    assert [checkpoint.step for checkpoint in catalog.saved(checkpoints)] == [15, 20]
-    for checkpoint in catalog.saved(checkpoints):
+    assert [checkpoint.step for checkpoint in catalog.list_checkpoints(checkpoints)] == [15, 20]
+    for checkpoint in catalog.list_checkpoints(checkpoints):
         integrity.verify(checkpoint.path)
 
 
 def test_a_run_never_starts_over_in_silence(ranks: Pool, trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
-    for checkpoint in catalog.saved(tmp_path / "a" / "checkpoints"):
+    for checkpoint in catalog.list_checkpoints(tmp_path / "a" / "checkpoints"):
         truncate(checkpoint.path)
     for attempt in range(2):
         for complaint in ranks.run(2, complaint_of_running, str(tmp_path)):
@@ -274,7 +274,7 @@ def test_no_path_leads_out_of_a_checkpoint(ranks: Pool, tmp_path: Path) -> None:
 def _forge(directory: Path) -> None:
     """A manifest that fits whatever lies there."""
     manifest = integrity.read_manifest(directory)
-    files = integrity.measure_all(directory, manifest.files)
+    files = integrity.hash_files(directory, manifest.files)
     integrity.write_manifest(directory, integrity.Manifest(**(_shallow(manifest) | {"files": files})))
 
 
@@ -305,7 +305,7 @@ def load_through(root: str, where: Failing, **options: Any) -> tuple[str, str | 
     with failing(file, times=times if here.rank == rank else 0, code=errno.ESTALE) as failed:
         try:
             if options:
-                names = [each.name for each in reversed(catalog.saved(Path(root)))]
+                names = [each.name for each in reversed(catalog.list_checkpoints(Path(root)))]
                 retry = IoRetry(RETRY_S)
                 found = store.load_first(Path(root), names, into, world=here, retry=retry, **options)
                 outcome = "; ".join(map(str, [*found.damage, *found.unread])) or outcome
@@ -382,11 +382,11 @@ def test_a_rollback_passes_over_what_cannot_be_read_and_says_so(ranks: Pool, tmp
 
 
 def load_passing_over(root: str, where: Failing) -> tuple[str, str | None, float, int]:
-    return load_through(root, where, passes_over=True)
+    return load_through(root, where, skip_unreadable=True)
 
 
 def load_as_a_reader(root: str) -> tuple[str, str | None, float, int]:
-    return load_through(root, (0, "", 0), renames=False)
+    return load_through(root, (0, "", 0), quarantines=False)
 
 
 def test_a_reader_renames_nothing(ranks: Pool, tmp_path: Path) -> None:

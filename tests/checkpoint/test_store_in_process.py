@@ -43,7 +43,7 @@ def save(root: Path, world: World, step: int, plan_cache: store.SavePlanCache | 
 
 
 class Outcome(NamedTuple):
-    found: store.Found
+    found: store.LoadResult
     weight: float
 
 
@@ -203,7 +203,7 @@ def test_a_full_disk_is_named(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=free_bytes)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    assert store._on_disk(reason, tmp_path) == expected
+    assert store._explain_write_error(reason, tmp_path) == expected
 
 
 def test_a_checkpoint_replaces_only_a_tainted_one_of_its_name(tmp_path: Path, world: World) -> None:
@@ -219,13 +219,15 @@ def test_a_checkpoint_replaces_only_a_tainted_one_of_its_name(tmp_path: Path, wo
 
 
 def test_the_newest_that_is_whole_and_not_tainted_is_loaded(tmp_path: Path, world: World) -> None:
-    assert newest(tmp_path / "nowhere", world) == (store.Found(None, []), -1.0)
+    assert newest(tmp_path / "nowhere", world) == (store.LoadResult(None, []), -1.0)
     paths = [save(tmp_path, world, step) for step in (5, 10, 15)]
     shutil.copytree(paths[0], tmp_path / f".{name_of(20, 0)}.part")
     catalog.mark(paths[2], Health.tainted, "a test")
     catalog.mark(paths[1], Health.good, "a test")
     found, weight = newest(tmp_path, world)
-    assert found == store.Found(store.Loaded(RunState(step=10, iteration=11, tokens=100), name_of(10, 0)), [])
+    assert found == store.LoadResult(
+        store.LoadedCheckpoint(RunState(step=10, iteration=11, tokens=100), name_of(10, 0)), []
+    )
     assert weight == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == [path.name for path in paths], (
         "what a crash left is gone"
@@ -233,7 +235,7 @@ def test_the_newest_that_is_whole_and_not_tainted_is_loaded(tmp_path: Path, worl
     damage(paths[1])
     found, weight = newest(tmp_path, world)
     assert (weight, [each.path for each in found.damage]) == (5, [paths[1] / SHARD])
-    assert [path.name for path in catalog.damaged(tmp_path)] == [f"{name_of(10, 0)}.damaged"]
+    assert [path.name for path in catalog.list_damaged(tmp_path)] == [f"{name_of(10, 0)}.damaged"]
     damage(paths[0], MANIFEST)
     for problem in (f"{paths[0] / MANIFEST}: is not a manifest", "2 were found damaged before"):
         with pytest.raises(ConfigError) as caught:
@@ -268,10 +270,10 @@ def test_an_io_error_is_retried_if_it_is_allowed(tmp_path: Path, world: World, f
     with failing(name, times=1):
         assert first(tmp_path, world, 10, 5, retry=IoRetry(0.01)).weight == 10
     with failing(name):
-        found, weight = first(tmp_path, world, 10, 5, passes_over=True)
+        found, weight = first(tmp_path, world, 10, 5, skip_unreadable=True)
         assert (weight, [type(each) for each in found.unread]) == (5, [StorageError])
     with failing(file), pytest.raises(StorageError):
-        first(tmp_path, world, 10, 5, passes_over=True)
+        first(tmp_path, world, 10, 5, skip_unreadable=True)
     assert tree(tmp_path) == before
 
 
@@ -309,23 +311,23 @@ def test_damage_is_set_aside_only_if_that_is_allowed(tmp_path: Path, world: Worl
     damage(save(tmp_path, world, 10))
     prepared: list[str] = []
     before = tree(tmp_path)
-    found, weight = first(tmp_path, world, 10, 5, renames=False, prepare=prepared.append)
+    found, weight = first(tmp_path, world, 10, 5, quarantines=False, prepare=prepared.append)
     assert (weight, prepared, [type(each) for each in found.damage]) == (5, [name_of(5, 0)], [Damaged])
     assert tree(tmp_path) == before
     assert first(tmp_path, world, 10, 5).weight == 5
-    assert [path.name for path in catalog.damaged(tmp_path)] == [f"{name_of(10, 0)}.damaged"]
-    assert first(tmp_path, world).found == store.Found(None, [])
+    assert [path.name for path in catalog.list_damaged(tmp_path)] == [f"{name_of(10, 0)}.damaged"]
+    assert first(tmp_path, world).found == store.LoadResult(None, [])
 
 
 def test_another_version_is_passed_over_only_if_that_is_allowed(tmp_path: Path, world: World) -> None:
     path = save(tmp_path, world, 5)
     (path / store.STATE_FILE).write_text(json.dumps({"new_field": 1}))
     manifest = integrity.read_manifest(path)
-    manifest.files.update(integrity.measure_all(path, manifest.files))
+    manifest.files.update(integrity.hash_files(path, manifest.files))
     integrity.write_manifest(path, manifest)
     with pytest.raises(OtherVersion, match="new_field"):
         first(tmp_path, world, 5)
-    found, weight = first(tmp_path, world, 5, passes_over=True)
+    found, weight = first(tmp_path, world, 5, skip_unreadable=True)
     assert (weight, found.loaded, [type(each) for each in found.unread]) == (-1, None, [OtherVersion])
 
 

@@ -217,7 +217,7 @@ def test_scancel_saves_and_does_not_begin_again(jobs: Jobs, cluster: Cluster) ->
     assert ends(run) == [(75, False, "ended from outside, by scancel or by a requeue that is not this one's")]
     assert cluster.show(job, "Restarts") == "0"
     assert last_word(run).exit_code == 75
-    assert [each.step for each in catalog.saved(run.checkpoints)] == [last_word(run).step]
+    assert [each.step for each in catalog.list_checkpoints(run.checkpoints)] == [last_word(run).step]
 
 
 def test_a_killed_task_begins_again_and_a_halt_does_not(jobs: Jobs, cluster: Cluster) -> None:

@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from harness.data.batch import IGNORED, Batch
-from harness.data.batch_facts import fingerprint, stride_of
+from harness.data.batch_facts import comparison_stride, fingerprint
 from harness.data.batches import Batches, Share, Source
 from harness.data.corpus.corpora import EmbeddedCorpus
-from harness.data.corpus.corpus import Corpus, Origin, Tokens
+from harness.data.corpus.corpus import Corpus, SampleOrigin, Tokens
 from harness.data.order.ledger import Ledger
-from harness.data.order.mixture import Change, Recipe
+from harness.data.order.mixture import Change, MixtureRecipe
 
 CPU = torch.device("cpu")
 WEIGHTS = {"a": 2.0, "b": 1.0, "c": 0.4}
@@ -52,8 +52,8 @@ class CountingCorpus:
     def documents(self, index: int) -> NDArray[np.int32]:
         return (np.arange(5) >= (index % 5 or 5)).astype(np.int32)
 
-    def origin(self, index: int) -> Origin:
-        return Origin(f"counting from {self.first}", index * 10, index, index)
+    def origin(self, index: int) -> SampleOrigin:
+        return SampleOrigin(f"counting from {self.first}", index * 10, index, index)
 
     def token_counts(self) -> NDArray[np.int64]:
         return np.full(self.vocab_size, 7)
@@ -81,7 +81,7 @@ def _batches(
 ) -> Iterator[Batches]:
     batches = Batches(
         [Source("main", corpus, range(corpus.num_samples), 5)],
-        recipe=Recipe(weights={"main": 1.0}, changes=(), batch_size=batch_size, seed=5),
+        recipe=MixtureRecipe(weights={"main": 1.0}, changes=(), batch_size=batch_size, seed=5),
         share=Share(rank, world_size, CPU, micro_batch_size),
         ledger=Ledger() if ledger is None else ledger,
         document_mask=document_mask,
@@ -108,7 +108,7 @@ def _mixed(
     ]
     batches = Batches(
         sources,
-        recipe=Recipe(weights=weights, changes=changes, batch_size=8, seed=3),
+        recipe=MixtureRecipe(weights=weights, changes=changes, batch_size=8, seed=3),
         share=Share(rank, world_size, CPU),
         ledger=Ledger() if ledger is None else ledger,
         document_mask=True,
@@ -287,7 +287,7 @@ def test_facts_come_with_the_batch() -> None:
 def _rank_of(world_size: int, rank: int, corpus: CountingCorpus, *, ledger: Ledger | None = None) -> Batches:
     return Batches(
         [Source("main", corpus, range(corpus.num_samples), 5)],
-        recipe=Recipe(weights={"main": 1.0}, changes=(), batch_size=2 * world_size, seed=5),
+        recipe=MixtureRecipe(weights={"main": 1.0}, changes=(), batch_size=2 * world_size, seed=5),
         share=Share(rank, world_size, CPU, compare_every=10),
         ledger=Ledger() if ledger is None else ledger,
         with_facts=True,
@@ -324,7 +324,7 @@ def test_each_row_that_is_compared_is_read_alike_by_two_ranks(index: int) -> Non
 
 def test_a_stride_never_pairs_two_ranks_with_each_other_alone() -> None:
     for world_size in range(2, 40):
-        strides = {stride_of(turn, world_size) for turn in range(20)}
+        strides = {comparison_stride(turn, world_size) for turn in range(20)}
         assert strides, world_size
         assert all(0 < stride < world_size for stride in strides)
         assert world_size == 2 or all(2 * stride != world_size for stride in strides)
@@ -432,7 +432,7 @@ def test_on_a_gpu_the_tokens_are_the_same_and_nothing_waits() -> None:
     corpus = EmbeddedCorpus(64)
     batches = Batches(
         [Source("main", corpus, range(100), 5)],
-        recipe=Recipe(weights={"main": 1.0}, changes=(), batch_size=4, seed=5),
+        recipe=MixtureRecipe(weights={"main": 1.0}, changes=(), batch_size=4, seed=5),
         share=Share(0, 1, device),
         ledger=Ledger(),
         document_mask=True,

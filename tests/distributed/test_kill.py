@@ -103,7 +103,13 @@ PHASES = (
     ),
     Drawn(FORWARD, AROUND, BOTH, range(1, 9), range(1, 9)),
     Drawn(Place("update", "harness.optim.update:Update.apply"), AROUND, BOTH, range(1, 9), range(1, 9)),
-    Drawn(Place("snapshot", "harness.checkpoint.ring:Ring.take", half_a_copy), ALL, BOTH, range(1, 4), range(1, 4)),
+    Drawn(
+        Place("snapshot", "harness.checkpoint.ring:Ring.take_snapshot", half_a_copy),
+        ALL,
+        BOTH,
+        range(1, 4),
+        range(1, 4),
+    ),
     Drawn(Place("staging", "harness.checkpoint.store:write"), AROUND, BOTH, SAVES),
     Drawn(Place("shards", f"{WRITER}.write_data", half_a_file), ALL, BOTH, SAVES),
     Drawn(Place("metadata", f"{WRITER}.finish", half_a_file), ALL, (0,)),
@@ -111,7 +117,7 @@ PHASES = (
     Drawn(Place("manifest", "harness.checkpoint.integrity:write_manifest", half_a_file), ALL, (0,), SAVES),
     Drawn(Place("publish", "harness.checkpoint.catalog:publish", half_a_rename), ALL, (0,), SAVES),
     Drawn(Place("health", "harness.checkpoint.catalog:mark", half_a_file), ALL, (0,), SAVES),
-    Drawn(Place("retention", "harness.checkpoint.catalog:drop", half_a_deletion), ALL),
+    Drawn(Place("retention", "harness.checkpoint.catalog:delete", half_a_deletion), ALL),
     Drawn(Place("resume", "harness.checkpoint.store:load_newest", half_a_load), ALL, BOTH),
 )
 FIRST_DEATH = AtPlace(place=FORWARD, when=When.before, nth=11, rank=1, grace_s=0.0)
@@ -206,7 +212,7 @@ def draw_any(rng: random.Random) -> Death:
 
 def whole_checkpoints(root: Path) -> list[int]:
     """Steps of the checkpoints that have a name, each of them found to be whole."""
-    found = catalog.saved(root)
+    found = catalog.list_checkpoints(root)
     for checkpoint in found:
         assert integrity.verify(checkpoint.path).step == checkpoint.step
     return [checkpoint.step for checkpoint in found]
@@ -230,7 +236,7 @@ def suffer(mortals: Mortals, cfg: Config, deaths: Sequence[Death]) -> list[bool]
 def check_end(mortals: Mortals, cfg: Config, control: Control) -> None:
     """Left in peace, the run ends as the undisturbed one did."""
     run = rundir.locate(cfg)
-    newest = max((checkpoint.name for checkpoint in catalog.saved(run.checkpoints)), default=None)
+    newest = max((checkpoint.name for checkpoint in catalog.list_checkpoints(run.checkpoints)), default=None)
     outcome = mortals.run(SIZE, live, cfg)
     assert [code for code, _ in outcome.results] == [0] * SIZE
     assert numbers(run.events) == control.numbers
@@ -245,7 +251,7 @@ def check_end(mortals: Mortals, cfg: Config, control: Control) -> None:
     assert len(steps) <= 3, "the newest two, and the newest good one"
     left = [path for path in run.path.rglob(".*") if path.name != ".metadata"]
     assert not left, "nothing unfinished stays behind"
-    assert not catalog.damaged(run.checkpoints)
+    assert not catalog.list_damaged(run.checkpoints)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_a_checkpoint_that_is_not_what_was_saved(mortals: Mortals, runs: Path, n
     assert not broken(card), card.score
     judged = [each for each in events.read(victim.events) if isinstance(each, CheckpointJudged)]
     assert [each.directory for each in judged if each.health == "damaged"] == ["step-00000020-gen-0"]
-    assert [path.name for path in catalog.damaged(victim.checkpoints)] == ["step-00000020-gen-0.damaged"]
+    assert [path.name for path in catalog.list_damaged(victim.checkpoints)] == ["step-00000020-gen-0.damaged"]
     assert [started.resumed_from for started in gather(victim).of(RunStarted)] == [None, "step-00000010-gen-0"]
 
 

@@ -65,7 +65,7 @@ def test_a_snapshot_never_waits_and_holds_the_state_of_its_step(tmp_path: Path) 
         for index in range(2, 6):
             step(parts, cfg, index)
             expected.append(copies(parts))
-            slots.append(parts.ring.take(RunState(iteration=index)))
+            slots.append(parts.ring.take_snapshot(RunState(iteration=index)))
         step(parts, cfg, 6)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -80,8 +80,8 @@ def test_a_snapshot_never_waits_and_holds_the_state_of_its_step(tmp_path: Path) 
 def test_a_rewind_replays_bit_for_bit(tmp_path: Path) -> None:
     parts, cfg = start(tmp_path)
     step(parts, cfg, 0)
-    slot = parts.ring.take(RunState(iteration=1, step=1))
-    slot.settle(step=1, refused_in_row=0)
+    slot = parts.ring.take_snapshot(RunState(iteration=1, step=1))
+    slot.complete(step=1, refused_in_row=0)
     before = copies(parts)
     for index in range(1, 4):
         step(parts, cfg, index)
@@ -99,7 +99,7 @@ def test_what_is_not_finite_is_seen(tmp_path: Path) -> None:
     step(parts, cfg, 0)
     for value in (math.nan, math.inf, -math.inf):
         local(parts.update.state()["norm.weight"]["exp_avg_sq"])[3] = value
-        assert not parts.ring.take(RunState(iteration=1)).is_finite
+        assert not parts.ring.take_snapshot(RunState(iteration=1)).is_finite
     parts.close()
 
 
@@ -116,6 +116,6 @@ def test_a_save_beside_training_comes_back_from_disk(tmp_path: Path) -> None:
         step(parts, cfg, index)
     assert not same(copies(parts), before)
     found = store.load_newest(RunDir(tmp_path).checkpoints, parts.tensors(), world=parts.world)
-    assert found.loaded == store.Loaded(state, saved.directory)
+    assert found.loaded == store.LoadedCheckpoint(state, saved.directory)
     assert same(copies(parts), before)
     parts.close()

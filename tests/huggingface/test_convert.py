@@ -78,7 +78,7 @@ def make_run(path: Path, *overrides: str, steps: tuple[int, ...] = (5,)) -> tupl
     try:
         for step in steps:
             model = make_model(cfg, seed=step)
-            tensors = convert.first_state({name: weight.detach() for name, weight in model.named_parameters()})
+            tensors = convert.initial_tensors({name: weight.detach() for name, weight in model.named_parameters()})
             store.write(run.checkpoints, tensors, RunState(step=step), world=world, rollback={})
     finally:
         disconnect()
@@ -94,7 +94,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def export(run: RunDir, output: Path, *, dtype: PrecisionKind = PrecisionKind.fp32, **options: int) -> Path:
-    convert.export(run, convert.choose(run), output, dtype=dtype, **options)
+    convert.export_model(run, convert.choose_checkpoint(run), output, dtype=dtype, **options)
     return output
 
 
@@ -152,7 +152,7 @@ def test_out_and_in_and_out_again_keeps_every_bit(tmp_path: Path, overrides: lis
     assert integrity.verify(path).step == 0
     assert RunState(**json.loads((path / store.STATE_FILE).read_text())) == RunState()
     read = store.read_tensors(path, store.read_shapes(path))
-    expected = convert.first_state({name: weight.detach() for name, weight in model.named_parameters()})
+    expected = convert.initial_tensors({name: weight.detach() for name, weight in model.named_parameters()})
     assert {name: tensor.dtype for name, tensor in read.items()} == {n: t.dtype for n, t in expected.items()}
     assert same(read, expected)
 
@@ -214,27 +214,27 @@ def test_weights_are_rounded_once(tmp_path: Path, dtype: PrecisionKind) -> None:
 
 def test_a_number_that_does_not_fit_is_not_made_infinite() -> None:
     with pytest.raises(ConfigError, match=r"^--dtype: lm_head.weight holds 70000, beyond 65504; use fp32 or bf16$"):
-        convert.cast("lm_head.weight", torch.tensor([1.0, -70000.0]), torch.float16)
-    assert convert.cast("x", torch.tensor([torch.nan]), torch.float16).isnan().all()
+        convert.cast_weight("lm_head.weight", torch.tensor([1.0, -70000.0]), torch.float16)
+    assert convert.cast_weight("x", torch.tensor([torch.nan]), torch.float16).isnan().all()
 
 
 def test_the_newest_good_checkpoint_is_taken(tmp_path: Path) -> None:
     run, _, _ = make_run(tmp_path / "run", steps=(5, 10, 15))
-    assert convert.choose(run).step == 15
+    assert convert.choose_checkpoint(run).step == 15
     catalog.mark(run.checkpoints / "step-00000010-gen-0", Health.good, "a test")
-    assert convert.choose(run).step == 10
-    assert convert.choose(run, step=5).step == 5
-    assert convert.choose(run, name="step-00000015-gen-0").step == 15
+    assert convert.choose_checkpoint(run).step == 10
+    assert convert.choose_checkpoint(run, step=5).step == 5
+    assert convert.choose_checkpoint(run, name="step-00000015-gen-0").step == 15
     with pytest.raises(ConfigError, match=r"^--step: no checkpoint of step 7; there are step-00000005-gen-0, "):
-        convert.choose(run, step=7)
+        convert.choose_checkpoint(run, step=7)
     with pytest.raises(ConfigError, match=r"^--checkpoint: no '../x'; there are step-00000005-gen-0, "):
-        convert.choose(run, name="../x")
+        convert.choose_checkpoint(run, name="../x")
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
 def test_a_damaged_checkpoint_is_refused_by_the_file(tmp_path: Path, file: str) -> None:
     run, _, _ = make_run(tmp_path / "run")
-    path = convert.choose(run).path / file
+    path = convert.choose_checkpoint(run).path / file
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     path.write_bytes(damaged)
@@ -321,7 +321,7 @@ def test_a_run_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
     directory = export(run, tmp_path / "exported")
     with pytest.raises(ConfigError, match="holds checkpoints already"):
         convert.import_model(directory, run)
-    catalog.quarantine(convert.choose(run).path)
+    catalog.quarantine(convert.choose_checkpoint(run).path)
     with pytest.raises(ConfigError, match="holds checkpoints already"):
         convert.import_model(directory, run)
 

@@ -13,7 +13,7 @@ import torch
 from harness.config.errors import ConfigError
 from harness.config.model import ModelConfig
 from harness.huggingface import names
-from harness.huggingface.names import Origin
+from harness.huggingface.names import TensorSource
 from harness.model.size import num_parameters
 
 MakeConfig = Callable[..., ModelConfig]
@@ -28,7 +28,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def describe(cfg: ModelConfig) -> dict[str, Any]:
-    content = names.describe(cfg, sequence_length=19, dtype=torch.bfloat16, eos_token_id=7)
+    content = names.render_config(cfg, sequence_length=19, dtype=torch.bfloat16, eos_token_id=7)
     read = json.loads(json.dumps(content))
     assert isinstance(read, dict)
     return read
@@ -37,7 +37,7 @@ def describe(cfg: ModelConfig) -> dict[str, Any]:
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_every_parameter_goes_somewhere(make_config: MakeConfig, changes: dict[str, Any]) -> None:
     cfg = make_config(**changes)
-    shapes, layout = names.shapes(cfg), names.layout(cfg)
+    shapes, layout = names.parameter_shapes(cfg), names.exported_tensors(cfg)
     assert sum(shape.numel() for shape in shapes.values()) == num_parameters(cfg)
     assert {parameter for origin in layout.values() for parameter in origin.parameters} == set(shapes)
     assert ("lm_head.weight" in layout) == (not describe(cfg)["tie_word_embeddings"])
@@ -46,16 +46,18 @@ def test_every_parameter_goes_somewhere(make_config: MakeConfig, changes: dict[s
 @pytest.mark.parametrize("head_dim", [2, 6, 10, 48, 96, 128])
 def test_nothing_is_folded_in_standard_parametrization(make_config: MakeConfig, head_dim: int) -> None:
     cfg = make_config(dim=4 * head_dim)
-    assert all(origin.factor == 1.0 and origin.norm is None for origin in names.layout(cfg).values())
+    assert all(origin.factor == 1.0 and origin.norm is None for origin in names.exported_tensors(cfg).values())
 
 
 def test_multipliers_go_where_they_can_be_folded(make_config: MakeConfig) -> None:
     cfg = make_config(dim=64, mup_base_width=16)
-    factors = {name: origin.factor for name, origin in names.layout(cfg).items() if origin.factor != 1.0}
+    factors = {name: origin.factor for name, origin in names.exported_tensors(cfg).items() if origin.factor != 1.0}
     queries = {f"model.layers.{layer}.self_attn.q_proj.weight": 0.25 for layer in range(2)}
     assert factors == queries | {"lm_head.weight": 0.25}
     factors = {
-        name: origin.factor for name, origin in names.layout(replace(cfg, qk_norm=True)).items() if origin.factor != 1.0
+        name: origin.factor
+        for name, origin in names.exported_tensors(replace(cfg, qk_norm=True)).items()
+        if origin.factor != 1.0
     }
     norms = {f"model.layers.{layer}.self_attn.q_norm.weight": 0.25 for layer in range(2)}
     assert factors == norms | {"lm_head.weight": 0.25}
@@ -63,7 +65,7 @@ def test_multipliers_go_where_they_can_be_folded(make_config: MakeConfig) -> Non
 
 def test_an_unfolded_weight_is_the_parameter_itself(make_config: MakeConfig) -> None:
     weight = torch.randn(3, 4)
-    folded = names.fold(Origin(parameter="x"), {"x": weight}, cfg=make_config())
+    folded = names.fold(TensorSource(parameter="x"), {"x": weight}, cfg=make_config())
     assert folded is weight
 
 
@@ -77,7 +79,7 @@ def test_an_unfolded_weight_is_the_parameter_itself(make_config: MakeConfig) -> 
     ],
 )
 def test_files_are_filled_in_order(sizes: dict[str, int], groups: list[list[str]]) -> None:
-    files = names.share_out(sizes, 10)
+    files = names.assign_files(sizes, 10)
     assert list(files.values()) == groups
     count = len(groups)
     numbered = [f"model-0000{number}-of-0000{count}.safetensors" for number in range(1, count + 1)]
@@ -89,20 +91,20 @@ def test_files_are_filled_in_order(sizes: dict[str, int], groups: list[list[str]
 )
 def test_a_description_is_read_back(make_config: MakeConfig, changes: dict[str, Any]) -> None:
     cfg = make_config(**changes)
-    assert replace(make_config(), **names.parse(describe(cfg))) == cfg
+    assert replace(make_config(), **names.parse_config(describe(cfg))) == cfg
 
 
 def test_older_descriptions_are_understood(make_config: MakeConfig) -> None:
     content = describe(make_config())
     for key in ("head_dim", "num_key_value_heads", "rope_parameters", "rope_theta", "tie_word_embeddings"):
         del content[key]
-    options = names.parse(content | {"rope_scaling": None, "pretraining_tp": 1, "torch_dtype": "float16"})
+    options = names.parse_config(content | {"rope_scaling": None, "pretraining_tp": 1, "torch_dtype": "float16"})
     assert options["rope_theta"] == 10000.0
     assert options["num_kv_heads"] == options["num_heads"] == 4
     assert not options["tied_head"]
-    assert names.parse(content | {"rope_theta": 5e5})["rope_theta"] == 5e5
+    assert names.parse_config(content | {"rope_theta": 5e5})["rope_theta"] == 5e5
     with pytest.raises(ConfigError, match=r"^rope_theta: is missing$"):
-        names.parse(content | {"architectures": ["Qwen3ForCausalLM"]})
+        names.parse_config(content | {"architectures": ["Qwen3ForCausalLM"]})
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_what_cannot_be_computed_is_refused_by_its_key(
     make_config: MakeConfig, changes: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        names.parse(describe(make_config()) | changes)
+        names.parse_config(describe(make_config()) | changes)
     assert str(caught.value).startswith(complaint)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from harness.config.model import AttentionKind, ModelConfig
-from harness.huggingface.names import name_of
+from harness.huggingface.names import hf_name
 from harness.model.init import initialize
 from harness.model.transformer import Transformer
 from harness.precision.mixed_precision import linear
@@ -46,7 +46,7 @@ def build_pair(cfg: ModelConfig) -> tuple[Transformer, Any]:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
     llama = LlamaForCausalLM(LlamaConfig(**llama_options(cfg)))  # type: ignore[no-untyped-call]
-    weights = {name_of(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+    weights = {hf_name(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
     missing = llama.load_state_dict(weights, strict=False)
     assert not missing.unexpected_keys
     assert set(missing.missing_keys) <= ({"lm_head.weight"} if cfg.tied_head else set())
@@ -81,4 +81,4 @@ def test_logits_and_gradients_equal_llama(
     expected = dict(llama.named_parameters())
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        assert relative_error(parameter.grad, expected[name_of(name)].grad) < 5e-6, name
+        assert relative_error(parameter.grad, expected[hf_name(name)].grad) < 5e-6, name

@@ -95,7 +95,7 @@ class Plant:
 
     def issue(self) -> None:
         """One iteration, judged by the gate."""
-        place = self.ledger.following(self.state.cursor, self.state.given_back)
+        place = self.ledger.next_batch(self.state.cursor, self.state.given_back)
         planned = self.planned.at(place.position, self.state) is not None
         batch, detect = place.batch, self.cfg.sentinel.detect
         loss = base_loss(len(self.consumed)) * self.hardness(batch) * self.damage * self.noise_of(batch, 0, self.noise)

@@ -41,11 +41,11 @@ def _open(run: RunDir) -> Any:
     import torch
 
     from harness.data.order.ledger import Ledger
-    from harness.data.sources import known_data, open_data
+    from harness.data.sources import open_data, read_recorded_data
 
     ledger = Ledger.load(run.ledger, writer=False) if run.ledger.exists() else Ledger()
     train, held_out = open_data(
-        cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=ledger, known=known_data(run)
+        cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=ledger, recorded=read_recorded_data(run)
     )
     held_out.close()
     return train
@@ -54,12 +54,12 @@ def _open(run: RunDir) -> Any:
 def _fill(batch: GuiltyBatch, batches: Any) -> None:
     import numpy as np
 
-    from harness.data.batch_view import cut, look, tokenizer_of
+    from harness.data.batch_view import row_tokenizer, truncate, view_batch
 
-    view = look(batches, batch.index, excluded=False)
+    view = view_batch(batches, batch.index, excluded=False)
     sources, _ = batches.samples(batch.index)
     origins = batches.origins(batch.index)
-    tokenizer = tokenizer_of(batches.sources[int(sources[0])].corpus, origins[0])
+    tokenizer = row_tokenizer(batches.sources[int(sources[0])].corpus, origins[0])
     batch.reread = view.fingerprint
     tokens, counts = np.unique(batches.rows(batch.index), return_counts=True)
     order = np.argsort(-counts, kind="stable")
@@ -70,7 +70,7 @@ def _fill(batch: GuiltyBatch, batches: Any) -> None:
     ]
     for rare in batch.rarest:
         rare.text = _spell(tokenizer, rare.token)
-    batch.samples = [cut(" ".join(row.texts), SAMPLE_CHARACTERS) for row in view.rows[:NUM_SAMPLES]]
+    batch.samples = [truncate(" ".join(row.texts), SAMPLE_CHARACTERS) for row in view.rows[:NUM_SAMPLES]]
 
 
 def _spell(tokenizer: Any, token: int) -> str:

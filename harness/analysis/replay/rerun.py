@@ -158,7 +158,7 @@ def restore(name: str | None, root: Path, parts: Parts, world: World) -> None:
     if name is None:
         return
     retry = IoRetry(parts.checkpoints.retry_s)
-    found = store.load_first(root, [name], parts.tensors(), world=world, retry=retry, renames=False)
+    found = store.load_first(root, [name], parts.tensors(), world=world, retry=retry, quarantines=False)
     if found.loaded is None:
         raise ConfigError("", f"{root / name} is damaged: {found.damage[0]}")
     state: RunState = found.loaded.state

@@ -13,7 +13,7 @@ import torch
 
 from harness.build import Parts
 from harness.data.batch import Batch
-from harness.data.batch_view import look
+from harness.data.batch_view import view_batch
 from harness.distributed.collectives import together
 from harness.distributed.shards import local
 from harness.step import mask_of
@@ -42,7 +42,7 @@ def weigh(parts: Parts, index: int) -> list[Sample]:
     """All rows of a batch, in their order; on every rank alike."""
     own = _weigh_own(parts, parts.batches[index])
     weighed = [pair for each in together(lambda: own) for pair in each]
-    view = look(parts.batches, index, excluded=False)
+    view = view_batch(parts.batches, index, excluded=False)
     return [
         Sample(
             row=number,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from harness.config.data import DataKind, SourceConfig, SyntheticConfig
 from harness.config.errors import require
-from harness.data.corpus.corpus import MIN_SAMPLES, Corpus, Origin, SampleShape, Tokens, digest
+from harness.data.corpus.corpus import MIN_SAMPLES, Corpus, SampleOrigin, SampleShape, Tokens, digest
 from harness.data.corpus.corpus_record import FileRecord
 from harness.data.corpus.token_files import expand, open_tokens
 from harness.data.corpus.token_windows import FilesCorpus
@@ -107,9 +107,11 @@ class EmbeddedCorpus:
         numbers: NDArray[np.int32] = topics - topics[0]
         return numbers
 
-    def origin(self, index: int) -> Origin:
+    def origin(self, index: int) -> SampleOrigin:
         first = index * self._sequence_length
-        return Origin("pydoc_data.topics", first, *map(int, self._topics_at([first, first + self._sequence_length])))
+        return SampleOrigin(
+            "pydoc_data.topics", first, *map(int, self._topics_at([first, first + self._sequence_length]))
+        )
 
     def token_counts(self) -> NDArray[np.int64]:
         return np.bincount(self._tokens, minlength=self.vocab_size)
@@ -161,8 +163,8 @@ class SyntheticCorpus:
     def documents(self, index: int) -> NDArray[np.int32]:  # noqa: ARG002 -- every sample is one document
         return np.zeros(self._num_tokens, dtype=np.int32)
 
-    def origin(self, index: int) -> Origin:
-        return Origin("synthetic", index * self._num_tokens, index, index)
+    def origin(self, index: int) -> SampleOrigin:
+        return SampleOrigin("synthetic", index * self._num_tokens, index, index)
 
     def token_counts(self) -> NDArray[np.int64] | None:
         return None

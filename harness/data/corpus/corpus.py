@@ -20,7 +20,7 @@ class SampleShape(NamedTuple):
     """Token ids must be below it."""
 
 
-class Origin(NamedTuple):
+class SampleOrigin(NamedTuple):
     """Where a sample comes from."""
 
     file: str
@@ -52,7 +52,7 @@ class Corpus(Protocol):
         """For each token of a sample, which of the sample's documents it belongs to: 0, 0, ..., 1, 1, ..."""
         ...
 
-    def origin(self, index: int) -> Origin: ...
+    def origin(self, index: int) -> SampleOrigin: ...
 
     def token_counts(self) -> NDArray[np.int64] | None:
         """How often each token id occurs in the whole corpus, where that is known without a scan."""

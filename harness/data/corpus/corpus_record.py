@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from harness.config.errors import ConfigError, StorageError
-from harness.data.corpus.file_probe import Listed
-from harness.data.order.mixture import Size
+from harness.data.corpus.file_probe import ListedFile
+from harness.data.order.mixture import BatchSize
 from harness.data.order.order import Stretch
 
 VERSION = 1
@@ -41,8 +41,8 @@ class FileRecord:
     """Hash of a few blocks; empty: not read."""
 
     @property
-    def listed(self) -> Listed:
-        return Listed(self.path, self.num_bytes, self.index_bytes)
+    def listed(self) -> ListedFile:
+        return ListedFile(self.path, self.num_bytes, self.index_bytes)
 
 
 @final
@@ -72,7 +72,7 @@ class SourceRecord:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRecord:
-    sizes: tuple[Size, ...]
+    sizes: tuple[BatchSize, ...]
     sources: dict[str, SourceRecord] = field(default_factory=dict)
 
 
@@ -109,13 +109,13 @@ def _parse(content: dict[str, Any]) -> DataRecord:
             additions=tuple(Addition(**addition) for addition in source["additions"]),
             text=source["text"],
         )
-    sizes = tuple(Size(int(from_batch), int(size)) for from_batch, size in content["batch_sizes"])
+    sizes = tuple(BatchSize(int(from_batch), int(size)) for from_batch, size in content["batch_sizes"])
     if not sizes or sizes[0].from_batch != 0:
         raise ValueError("batch_sizes must begin at batch 0")
     return DataRecord(sizes=sizes, sources=sources)
 
 
-class Compared(NamedTuple):
+class CorpusDiff(NamedTuple):
     """The files of a source now against those of the record."""
 
     files: tuple[FileRecord, ...]
@@ -125,11 +125,11 @@ class Compared(NamedTuple):
     """All that differs, in words; empty: nothing."""
     broken: str
     """What cannot be admitted, in words; empty: nothing."""
-    told: list[str]
+    before_after: list[str]
     """What was there and what is there now, for the record of interventions."""
 
 
-def compare(recorded: SourceRecord, listed: Sequence[Listed]) -> Compared:
+def compare(recorded: SourceRecord, listed: Sequence[ListedFile]) -> CorpusDiff:
     """Find what was added, moved, removed, or changed its size; contents are compared by whoever reads the probes."""
     there = {file.path: file for file in listed}
     known = {file.path for file in recorded.files}
@@ -145,38 +145,38 @@ def compare(recorded: SourceRecord, listed: Sequence[Listed]) -> Compared:
             broken.append(f"{file.path} was removed")
             continue
         if now[1:] != file.listed[1:]:
-            broken.append(_resized(file, now))
+            broken.append(_describe_resize(file, now))
         files.append(replace(file, path=now.path))
     added = [FileRecord(path=file.path, num_bytes=file.num_bytes, index_bytes=file.index_bytes) for file in strangers]
     named = [f"{file.path} was added" for file in added]
-    return Compared(
+    return CorpusDiff(
         files=(*files, *added),
         num_added=len(added),
-        changed=some([*broken, *moved, *named]),
-        broken=some(broken),
-        told=[f"{len(recorded.files)} files", f"{len(listed)} files: {some([*broken, *moved, *named])}"],
+        changed=join_first([*broken, *moved, *named]),
+        broken=join_first(broken),
+        before_after=[f"{len(recorded.files)} files", f"{len(listed)} files: {join_first([*broken, *moved, *named])}"],
     )
 
 
-def _resized(file: FileRecord, now: Listed) -> str:
+def _describe_resize(file: FileRecord, now: ListedFile) -> str:
     if now.num_bytes == file.num_bytes:
         return f"{Path(file.path).with_suffix('.idx')} had {file.index_bytes} bytes and has {now.index_bytes}"
     verb = "grew" if now.num_bytes > file.num_bytes else "shrank"
     return f"{file.path} {verb} from {file.num_bytes} to {now.num_bytes} bytes"
 
 
-def some(messages: Sequence[str]) -> str:
+def join_first(messages: Sequence[str]) -> str:
     """The first few, and how many more there are."""
     rest = [f"and {len(messages) - NUM_NAMED} more"] if len(messages) > NUM_NAMED else []
     return ", ".join([*messages[:NUM_NAMED], *rest])
 
 
-def resized(sizes: Sequence[Size], batch_size: int, *, from_batch: int) -> tuple[Size, ...]:
+def append_batch_size(sizes: Sequence[BatchSize], batch_size: int, *, from_batch: int) -> tuple[BatchSize, ...]:
     """The batch sizes of a run once another one holds from a batch on."""
     kept = [size for size in sizes if size.from_batch < from_batch]
     if kept and kept[-1].batch_size == batch_size:
         return tuple(kept)
-    return (*kept, Size(from_batch, batch_size))
+    return (*kept, BatchSize(from_batch, batch_size))
 
 
 def next_pass(stretches: Sequence[Stretch], turn: int) -> int:

@@ -23,7 +23,7 @@ INDEX_BLOCKS = 2
 READS_PER_FILE = DATA_BLOCKS + INDEX_BLOCKS
 
 
-class Listed(NamedTuple):
+class ListedFile(NamedTuple):
     """A data file without a look inside."""
 
     path: str
@@ -32,27 +32,27 @@ class Listed(NamedTuple):
     """Of the .idx beside it; 0: it has none."""
 
 
-def list_files(sources: Mapping[str, SourceConfig]) -> dict[str, list[Listed]]:
+def list_files(sources: Mapping[str, SourceConfig]) -> dict[str, list[ListedFile]]:
     """The files of every source that has files, in the order of their names."""
     found = {}
     for name, source in sources.items():
         if source.kind is DataKind.files:
             key = f"data.sources.{name}.paths"
-            found[name] = [measure(path, key=key) for path in expand(source.paths, key=key)]
+            found[name] = [stat_file(path, key=key) for path in expand(source.paths, key=key)]
     return found
 
 
-def measure(path: Path, *, key: str) -> Listed:
+def stat_file(path: Path, *, key: str) -> ListedFile:
     """Sizes as they are now."""
     index = path.with_suffix(".idx")
     try:
         index_bytes = index.stat().st_size if path.suffix == ".bin" and index.exists() else 0
-        return Listed(str(path), path.stat().st_size, index_bytes)
+        return ListedFile(str(path), path.stat().st_size, index_bytes)
     except OSError as error:
         raise ConfigError(key, f"{path}: cannot be read ({error.strerror})") from None
 
 
-def probe(file: Listed, *, key: str) -> str:
+def probe(file: ListedFile, *, key: str) -> str:
     """Short hexadecimal text that is equal for equal files, wherever they lie."""
     path = Path(file.path)
     digest = blake2b(repr(file[1:]).encode(), digest_size=8)

@@ -34,13 +34,13 @@ LARGEST_HIGH_HALF = 3
 """Ids below 2 ** 18: the vocabularies for which uint32 is written."""
 
 
-class Layout(NamedTuple):
+class FlatLayout(NamedTuple):
     dtype: np.dtype[Any]
     offset_bytes: int
     num_tokens: int
 
 
-def flat_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str, num_probes: int) -> Layout:
+def flat_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str, num_probes: int) -> FlatLayout:
     """The layout of a file without an index, or the reason why it cannot be tokens."""
     head = bytes(mapped[:HEAD_BYTES])
     if head.startswith(NUMPY_MAGIC):
@@ -54,7 +54,7 @@ def flat_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str, 
     return _raw_layout(path, mapped, dtype=dtype, key=key, num_probes=num_probes)
 
 
-def check_size(path: Path, layout: Layout, num_bytes: int, *, key: str) -> None:
+def check_size(path: Path, layout: FlatLayout, num_bytes: int, *, key: str) -> None:
     """The header's count against the file's size."""
     expected = layout.offset_bytes + layout.num_tokens * layout.dtype.itemsize
     verdict = "is cut off" if num_bytes < expected else "is longer than its header says"
@@ -65,7 +65,7 @@ def check_size(path: Path, layout: Layout, num_bytes: int, *, key: str) -> None:
     require(layout.num_tokens > 0, key, f"{path}: holds no tokens")
 
 
-def _numpy_layout(path: Path, head: bytes, num_bytes: int, *, key: str) -> Layout:
+def _numpy_layout(path: Path, head: bytes, num_bytes: int, *, key: str) -> FlatLayout:
     file = BytesIO(head)
     try:
         version = np.lib.format.read_magic(file)
@@ -75,26 +75,26 @@ def _numpy_layout(path: Path, head: bytes, num_bytes: int, *, key: str) -> Layou
         raise ConfigError(key, f"{path}: has a NumPy header that cannot be read") from None
     require(dtype.kind in "iu", key, f"{path}: holds {dtype}, which no token ids are; allowed are integers")
     require(len(shape) == 1, key, f"{path}: must have one dimension, has the shape {shape}")
-    layout = Layout(dtype, file.tell(), shape[0])
+    layout = FlatLayout(dtype, file.tell(), shape[0])
     check_size(path, layout, num_bytes, key=key)
     return layout
 
 
-def _llmc_layout(path: Path, header: tuple[int, int, int], num_bytes: int, *, key: str) -> Layout:
+def _llmc_layout(path: Path, header: tuple[int, int, int], num_bytes: int, *, key: str) -> FlatLayout:
     magic, version, num_tokens = header
     allowed, dtype = LLMC_TOKENS[magic]
     require(version == allowed, key, f"{path}: is an llm.c file of version {version}, allowed is {allowed}")
-    layout = Layout(dtype, LLMC_HEADER_BYTES, num_tokens)
+    layout = FlatLayout(dtype, LLMC_HEADER_BYTES, num_tokens)
     check_size(path, layout, num_bytes, key=key)
     return layout
 
 
-def _raw_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str, num_probes: int) -> Layout:
+def _raw_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str, num_probes: int) -> FlatLayout:
     stored = np.dtype("<u2" if dtype is TokenDtype.auto else dtype.value)
     num_tokens, odd_bytes = divmod(len(mapped), stored.itemsize)
     message = f"{path}: has {len(mapped)} bytes, which is no multiple of the {stored.itemsize} of {stored}"
     require(odd_bytes == 0, key, message)
-    layout = Layout(stored, 0, num_tokens)
+    layout = FlatLayout(stored, 0, num_tokens)
     if dtype is TokenDtype.auto:
         message = f"{path}: looks like uint32 and says nothing of it; set the source's dtype (uint16 where it is that)"
         require(not _looks_like_uint32(np.frombuffer(mapped, dtype=stored), num_probes), key, message)

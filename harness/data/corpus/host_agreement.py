@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.config.errors import ConfigError
-from harness.data.corpus.file_probe import Listed, measure, probe
+from harness.data.corpus.file_probe import ListedFile, probe, stat_file
 from harness.distributed.collectives import together
 from harness.distributed.world import World
 
 
-class Asked(NamedTuple):
+class KeyedFile(NamedTuple):
     """A file, and the config key that leads to it."""
 
     key: str
-    file: Listed
+    file: ListedFile
 
 
-def agree_on_files(files: Sequence[Asked], *, world: World) -> list[str]:
+def agree_on_files(files: Sequence[KeyedFile], *, world: World) -> list[str]:
     """The probe of each file, the same on every rank; raises on every rank where hosts differ or cannot read one."""
     hosts = together(socket.gethostname)
     here, first = hosts[world.rank], hosts[0]
@@ -41,11 +41,11 @@ def agree_on_files(files: Sequence[Asked], *, world: World) -> list[str]:
     return reference
 
 
-def _probe(asked: Asked, place: str) -> str:
+def _probe(asked: KeyedFile, place: str) -> str:
     """The probe of a file on this host, which must have the sizes that rank 0 found."""
     key, file = asked
     try:
-        now = measure(Path(file.path), key=key)
+        now = stat_file(Path(file.path), key=key)
         if now == file:
             return probe(file, key=key)
     except ConfigError as error:
@@ -55,7 +55,7 @@ def _probe(asked: Asked, place: str) -> str:
     raise ConfigError(key, f"{place}: {file.path} has {sizes}, rank 0 found {expected}")
 
 
-def _compare(files: Sequence[Asked], reference: Sequence[str], place: str, others: str) -> None:
+def _compare(files: Sequence[KeyedFile], reference: Sequence[str], place: str, others: str) -> None:
     for asked, expected in zip(files, reference, strict=True):
         if _probe(asked, place) != expected:
             raise ConfigError(asked.key, f"{place}: {asked.file.path} has other content than on {others}")

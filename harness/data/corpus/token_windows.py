@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.config.errors import ConfigError, require
-from harness.data.corpus.corpus import MIN_SAMPLES, Origin, SampleShape, Tokens, digest
+from harness.data.corpus.corpus import MIN_SAMPLES, SampleOrigin, SampleShape, Tokens, digest
 from harness.data.corpus.token_files import NUM_PROBES, TokenFile, probes_per_file
 
 
@@ -69,11 +69,11 @@ class FilesCorpus:
             _, end = file.document(document)
         return np.cumsum(begins, dtype=np.int32)
 
-    def origin(self, index: int) -> Origin:
+    def origin(self, index: int) -> SampleOrigin:
         number, first = self._window(index)
         file = self._files[number]
         documents = (file.document_at(position)[0] for position in (first, first + self._length))
-        return Origin(str(file.path), first, *documents)
+        return SampleOrigin(str(file.path), first, *documents)
 
     def num_windows(self, num_files: int) -> int:
         """Samples of the first `num_files` files."""

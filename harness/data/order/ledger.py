@@ -66,7 +66,7 @@ class Revocation:
 Entry = Exclusion | Reweighting | Revocation
 
 
-class Place(NamedTuple):
+class NextBatch(NamedTuple):
     """The next batch, and where the run stands once it is consumed."""
 
     batch: int
@@ -147,15 +147,15 @@ class Ledger:
         hidden = sum(last - first + 1 for first, last in zip(self._firsts, self._lasts, strict=True))
         return hidden - sum(batch is not None for batches in self._given.values() for batch in batches)
 
-    def following(self, cursor: int, given_back: int = 0) -> Place:
+    def next_batch(self, cursor: int, given_back: int = 0) -> NextBatch:
         """What a run at `cursor` consumes next, `given_back` of what is given back there being consumed already."""
         index = self.next_index(cursor)
         for point in sorted(point for point in self._given if cursor <= point <= index):
             start = given_back if point == cursor else 0
             for place, batch in enumerate(self._given[point][start:], start=start):
                 if batch is not None:
-                    return Place(batch, point, place + 1)
-        return Place(index, index + 1, 0)
+                    return NextBatch(batch, point, place + 1)
+        return NextBatch(index, index + 1, 0)
 
     def next_index(self, cursor: int) -> int:
         """The first batch index from `cursor` on that is seen at its own place."""

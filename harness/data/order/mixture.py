@@ -38,7 +38,7 @@ class Change(NamedTuple):
     weights: Mapping[str, float]
 
 
-class Phase(NamedTuple):
+class MixturePhase(NamedTuple):
     """Batches with the same weights."""
 
     from_batch: int
@@ -46,7 +46,9 @@ class Phase(NamedTuple):
     """In the order of the sources."""
 
 
-def phases_of(base: Mapping[str, float], changes: Sequence[Change], amendments: Sequence[Change] = ()) -> list[Phase]:
+def phases_of(
+    base: Mapping[str, float], changes: Sequence[Change], amendments: Sequence[Change] = ()
+) -> list[MixturePhase]:
     """The weights of every batch.
 
     An amendment (of the ledger) wins over every planned change of the sources it names, also over one at a later batch;
@@ -55,7 +57,7 @@ def phases_of(base: Mapping[str, float], changes: Sequence[Change], amendments: 
     for name in {name for amendment in amendments for name in amendment.weights} - base.keys():
         raise ConfigError("data.sources", f"the ledger weighs {name!r}, but there are only {', '.join(base)}")
     planned = sorted(changes, key=lambda change: change.from_batch)
-    phases: list[Phase] = []
+    phases: list[MixturePhase] = []
     for batch in sorted({0, *(change.from_batch for change in (*planned, *amendments))}):
         weights = dict(base)
         for change in (*planned, *amendments):
@@ -63,11 +65,11 @@ def phases_of(base: Mapping[str, float], changes: Sequence[Change], amendments: 
                 weights |= change.weights
         if not any(weights.values()):
             raise ConfigError("data.sources", f"no source has a weight above 0 from batch {batch} on")
-        phases.append(Phase(batch, tuple(weights[name] for name in base)))
+        phases.append(MixturePhase(batch, tuple(weights[name] for name in base)))
     return phases
 
 
-class Size(NamedTuple):
+class BatchSize(NamedTuple):
     """Rows of the global batch from a batch on."""
 
     from_batch: int
@@ -75,14 +77,14 @@ class Size(NamedTuple):
 
 
 @final
-class Sizes:
+class BatchSizes:
     """Batch index and row to position in the stream of samples, and back.
 
     A run that changes its batch size keeps the numbers of its batches: a batch has as many rows as were asked for when
     its turn came, and the stream of samples goes on without a gap.
     """
 
-    def __init__(self, sizes: Sequence[Size]) -> None:
+    def __init__(self, sizes: Sequence[BatchSize]) -> None:
         assert sizes[0].from_batch == 0
         self._starts = [size.from_batch for size in sizes]
         self._sizes = [size.batch_size for size in sizes]
@@ -117,14 +119,14 @@ class Sizes:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class MixtureRecipe:
     """What a mixture is made from, before the ledger has its say."""
 
     weights: Mapping[str, float]
     changes: Sequence[Change]
     batch_size: int
     seed: int
-    sizes: Sequence[Size] = ()
+    sizes: Sequence[BatchSize] = ()
     """The batch sizes of the run so far, the present one last; empty: it always had this one."""
 
     def mixture(self, amendments: Sequence[Change] = ()) -> Mixture:
@@ -136,10 +138,12 @@ class Recipe:
 class Mixture:
     """Pure and immutable: safe to use from several threads."""
 
-    def __init__(self, phases: Sequence[Phase], *, batch_size: int, seed: int, sizes: Sequence[Size] = ()) -> None:
+    def __init__(
+        self, phases: Sequence[MixturePhase], *, batch_size: int, seed: int, sizes: Sequence[BatchSize] = ()
+    ) -> None:
         assert phases[0].from_batch == 0
         self.phases = tuple(phases)
-        self.sizes = Sizes(sizes or [Size(0, batch_size)])
+        self.sizes = BatchSizes(sizes or [BatchSize(0, batch_size)])
         self.num_sources = len(phases[0].weights)
         self._seed = seed
         self._starts = [phase.from_batch for phase in phases]

@@ -95,7 +95,7 @@ def make_index(path: Path, corpus: Corpus, samples: range, *, below: int) -> Non
 
 
 @final
-class Stratified:
+class StratifiedOrder:
     """The order of one source, repaired; pure, and safe to use from several threads."""
 
     def __init__(self, rare: RareTokens, *, num_samples: int, batch_size: int, seed: int, max_per_batch: int) -> None:
@@ -104,7 +104,7 @@ class Stratified:
         self._batch_size = batch_size
         self._seed = seed
         self._max_per_batch = max_per_batch
-        self.exchanged = lru_cache(maxsize=4)(self._exchanged)
+        self.swaps = lru_cache(maxsize=4)(self._compute_swaps)
         if len(rare.counts):
             worst = int(rare.counts.argmax())
             sample, token, count = (int(part[worst]) for part in rare)
@@ -115,11 +115,11 @@ class Stratified:
         """The turns of the plain order whose samples these turns get."""
         epochs = turns // self._num_samples
         for epoch in np.unique(epochs).tolist():
-            if table := self.exchanged(epoch):
+            if table := self.swaps(epoch):
                 turns = np.array([table.get(turn, turn) for turn in turns.tolist()], dtype=np.int64)
         return turns
 
-    def _exchanged(self, epoch: int) -> dict[int, int]:
+    def _compute_swaps(self, epoch: int) -> dict[int, int]:
         """Turn -> turn, both ways, for all that are exchanged in one pass."""
         first = epoch * self._num_samples
         turns = turns_of(self._rare.samples, epoch=epoch, num_samples=self._num_samples, seed=self._seed)
@@ -130,7 +130,7 @@ class Stratified:
             batch_size=self._batch_size,
             max_per_batch=self._max_per_batch,
         )
-        return repair.exchanged
+        return repair.swaps
 
 
 class _Repair:
@@ -151,7 +151,7 @@ class _Repair:
         self._keys, entry_key = np.unique(keys, return_inverse=True)
         self._loads = np.bincount(entry_key, weights=self._counts, minlength=len(self._keys)).astype(np.int64)
         self._moved_in: dict[int, int] = {}
-        self.exchanged: dict[int, int] = {}
+        self.swaps: dict[int, int] = {}
         is_wrong = (self._loads > max_per_batch) | (self._keys // self._width < self._first_open)
         for batch in np.unique(self._keys[is_wrong] // self._width).tolist():
             self._relieve(batch)
@@ -174,7 +174,7 @@ class _Repair:
             if all(self._load(batch, token) + count <= self._limit for token, count in held.items()):
                 if (free := self._free_turn(batch)) is None:
                     continue
-                self.exchanged |= {turn: free, free: turn}
+                self.swaps |= {turn: free, free: turn}
                 for token, count in held.items():
                     for key, change in (batch * self._width + token, count), (here * self._width + token, -count):
                         self._moved_in[key] = self._moved_in.get(key, 0) + change
@@ -187,7 +187,7 @@ class _Repair:
         """The first turn of a batch whose sample holds no rare token."""
         first = max(batch * self._batch_size, self._pass.start)
         end = min((batch + 1) * self._batch_size, self._pass.stop)
-        taken = set(self._turns[self._entries(first, end - first)].tolist()) | self.exchanged.keys()
+        taken = set(self._turns[self._entries(first, end - first)].tolist()) | self.swaps.keys()
         return next((turn for turn in range(first, end) if turn not in taken), None)
 
     def _load(self, batch: int, token: int) -> int:

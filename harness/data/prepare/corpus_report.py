@@ -1,7 +1,7 @@
 """What a corpus is made of: the numbers that `harness data prepare` prints and keeps beside it.
 
 Why: rare tokens, copies and giant documents are known causes of trouble in training, and cheapest to see beforehand.
-How: a `Tally` takes the parts in their order, which makes the report a function of the output alone; `render` turns it
+How: a `CorpusCounter` takes the parts in their order, which makes the report a function of the output alone; `render` turns it
 into text.
 Left out: documents that are nearly the same; only equal texts are counted as copies, by a hash of 64 bits.
 """
@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.data.prepare.parts import Part
+from harness.data.prepare.parts import CorpusPart
 
 RARE_BELOW = 10
 NUM_EXAMPLES = 8
@@ -26,7 +26,7 @@ WIDEST_EXAMPLE = 24
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RareToken:
+class RareCorpusToken:
     token: int
     count: int
     text: str
@@ -58,7 +58,7 @@ class Report:
     """Ids of the vocabulary that never occur."""
     rare_tokens: int
     """Ids that occur, but fewer than `RARE_BELOW` times."""
-    rare_examples: list[RareToken]
+    rare_examples: list[RareCorpusToken]
     longest_documents: list[NamedDocument]
     duplicate_documents: int
     """Documents whose text an earlier one has."""
@@ -68,7 +68,7 @@ class Report:
 
 @final
 @dataclass(slots=True)
-class Tally:
+class CorpusCounter:
     """Counts up a corpus part by part."""
 
     vocab_size: int
@@ -82,7 +82,7 @@ class Tally:
     def __post_init__(self) -> None:
         self.counts = np.zeros(self.vocab_size, dtype=np.int64)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: CorpusPart) -> None:
         self.counts += np.bincount(part.tokens, minlength=self.vocab_size)
         order = np.argsort(-part.lengths, kind="stable")[:NUM_LONGEST]
         found = [(int(part.lengths[place]), -(self.num_documents + int(place))) for place in order]
@@ -106,7 +106,9 @@ class Tally:
             max_token=int(occurring[-1]),
             unused_tokens=self.vocab_size - len(occurring),
             rare_tokens=len(rare),
-            rare_examples=[RareToken(token=id_, count=int(self.counts[id_]), text=spell_token(id_)) for id_ in rarest],
+            rare_examples=[
+                RareCorpusToken(token=id_, count=int(self.counts[id_]), text=spell_token(id_)) for id_ in rarest
+            ],
             longest_documents=[
                 NamedDocument(document=number, amount=amount, origin=origin(number)) for number, amount in longest
             ],
@@ -124,10 +126,10 @@ class Tally:
         return self.num_documents - len(copies), [(int(firsts[place]), int(copies[place])) for place in order]
 
 
-def parse(report: dict[str, Any]) -> Report:
+def parse_report(report: dict[str, Any]) -> Report:
     """A report as it was kept."""
     lists = {
-        "rare_examples": [RareToken(**each) for each in report["rare_examples"]],
+        "rare_examples": [RareCorpusToken(**each) for each in report["rare_examples"]],
         "longest_documents": [NamedDocument(**each) for each in report["longest_documents"]],
         "duplicate_examples": [NamedDocument(**each) for each in report["duplicate_examples"]],
     }

@@ -26,7 +26,7 @@ BROKEN = (OSError, ValueError, KeyError, BadZipFile, EOFError)
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class CorpusPart:
     """The documents of one shard, without those that hold no token."""
 
     tokens: NDArray[np.integer[Any]]
@@ -51,7 +51,7 @@ def part_paths(output: Path) -> list[Path]:
     return [path for path in output.parent.iterdir() if path.name.lstrip(".").startswith(prefix)]
 
 
-def key_of(shard: Shard, settings: bytes) -> str:
+def part_key(shard: Shard, settings: bytes) -> str:
     """What the part of a shard depends on."""
     digest = blake2b(settings, digest_size=16)
     for record in shard.records:
@@ -69,7 +69,7 @@ def has_part(path: Path, key: str) -> bool:
         return False
 
 
-def write_part(path: Path, part: Part, key: str) -> None:
+def write_part(path: Path, part: CorpusPart, key: str) -> None:
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with scratch.open("wb") as file:
         np.savez(
@@ -86,9 +86,9 @@ def write_part(path: Path, part: Part, key: str) -> None:
     scratch.replace(path)
 
 
-def read_part(path: Path) -> Part:
+def read_part(path: Path) -> CorpusPart:
     with np.load(path, allow_pickle=False) as file:
-        return Part(
+        return CorpusPart(
             tokens=file["tokens"],
             lengths=file["lengths"],
             hashes=file["hashes"],

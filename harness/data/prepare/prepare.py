@@ -33,19 +33,19 @@ import numpy as np
 from harness.config.errors import ConfigError, require
 from harness.core.rundir import write_atomically
 from harness.data.corpus.token_files import IndexedWriter
-from harness.data.prepare.corpus_report import Tally
+from harness.data.prepare.corpus_report import CorpusCounter
 from harness.data.prepare.documents import Reader, Shard, text_of
 from harness.data.prepare.parts import (
-    Part,
+    CorpusPart,
     has_part,
-    key_of,
+    part_key,
     part_path,
     part_paths,
     read_origins,
     read_part,
     write_part,
 )
-from harness.data.prepare.prepared_files import VERSION, CorpusFiles, Options, describe, digest_of
+from harness.data.prepare.prepared_files import VERSION, CorpusFiles, Options, sha256_of, stat_input
 from harness.data.prepare.tokenizer import Tokenizer, open_tokenizer, train_bpe
 
 SHARD_BYTES = 32 << 20
@@ -60,7 +60,7 @@ Progress = Callable[[str, int, int], None]
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class TokenizeJob:
     """What a worker must know."""
 
     output: Path
@@ -84,7 +84,7 @@ class Plan:
 
 @final
 @dataclass(slots=True)
-class Made:
+class TokenizeResult:
     """What the workers gave."""
 
     parts: list[Path]
@@ -102,21 +102,21 @@ def prepare(
     files = CorpusFiles(output)
     check_tokenizer(options, files)
     with files.lock():
-        described = [describe(path) for path in inputs]
-        meta = files.finished(options.identity(), described)
+        described = [stat_input(path) for path in inputs]
+        meta = files.find_finished(options.identity(), described)
         if meta is None:
-            files.refuse_foreign()
+            files.require_own_files()
             try:
-                plan = begin(files, inputs, options, progress)
-                made = tokenize(plan, num_workers=num_workers, shard_bytes=shard_bytes, progress=progress)
+                job = start_job(files, inputs, options, progress)
+                result = tokenize(job, num_workers=num_workers, shard_bytes=shard_bytes, progress=progress)
             except ConfigError:
-                abandon(files)
+                clean_up_after_error(files)
                 raise
-            facts = join(plan, made, files)
+            facts = join_parts(job, result, files)
             elapsed_s = time.perf_counter() - begin_s
             meta = {"version": VERSION, "options": options.identity(), **facts}
-            meta["inputs"] = [known | {"sha256": sha} for known, sha in zip(described, made.digests, strict=True)]
-            meta["timing"] = {"seconds": elapsed_s, "tokens_per_s": made.num_tokens / elapsed_s}
+            meta["inputs"] = [known | {"sha256": sha} for known, sha in zip(described, result.digests, strict=True)]
+            meta["timing"] = {"seconds": elapsed_s, "tokens_per_s": result.num_tokens / elapsed_s}
             write_atomically(files.meta, json.dumps(meta, indent=2, ensure_ascii=False))
         files.clean()
         return meta
@@ -135,11 +135,11 @@ def check_tokenizer(options: Options, files: CorpusFiles) -> None:
         train_bpe([], vocab_size=options.bpe_size, eod_token=options.eod_token)
 
 
-def begin(files: CorpusFiles, inputs: Sequence[Path], options: Options, progress: Progress) -> Plan:
+def start_job(files: CorpusFiles, inputs: Sequence[Path], options: Options, progress: Progress) -> TokenizeJob:
     """Put the tokenizer in its place, and write down what this run is made from."""
-    begun = {"options": options.identity(), "inputs": [describe(path) for path in inputs]}
+    begun = {"options": options.identity(), "inputs": [stat_input(path) for path in inputs]}
     before = files.read_begun()
-    kept = files.tokenizer.exists() and before == begun | {"tokenizer_sha256": digest_of(files.tokenizer)}
+    kept = files.tokenizer.exists() and before == begun | {"tokenizer_sha256": sha256_of(files.tokenizer)}
     if not kept:
         write_atomically(files.begun, json.dumps(begun))
         files.tokenizer.unlink(missing_ok=True)
@@ -150,12 +150,12 @@ def begin(files: CorpusFiles, inputs: Sequence[Path], options: Options, progress
             trained = train_bpe(texts, vocab_size=options.bpe_size, eod_token=options.eod_token)
             write_atomically(files.tokenizer, trained)
     path = files.tokenizer if files.tokenizer.exists() else None
-    sha256 = digest_of(path) if path else ""
+    sha256 = sha256_of(path) if path else ""
     write_atomically(files.begun, json.dumps(begun | {"tokenizer_sha256": sha256}))
     tokenizer = open_tokenizer(path)
     eod = tokenizer.eod(options.eod_token) if options.append_eod else None
     identity = repr((VERSION, sha256, eod, options.special_tokens, options.text_key))
-    return Plan(
+    return TokenizeJob(
         output=files.prefix,
         inputs=tuple(inputs),
         text_key=options.text_key,
@@ -167,7 +167,7 @@ def begin(files: CorpusFiles, inputs: Sequence[Path], options: Options, progress
     )
 
 
-def abandon(files: CorpusFiles) -> None:
+def clean_up_after_error(files: CorpusFiles) -> None:
     """After a refusal: keep what the next run can use, and nothing where that is nothing."""
     if not part_paths(files.prefix):
         files.tokenizer.unlink(missing_ok=True)
@@ -184,10 +184,10 @@ def sample_texts(inputs: Sequence[Path], options: Options, progress: Progress) -
         progress("training BPE", reader.position_bytes, reader.num_bytes)
 
 
-def tokenize(plan: Plan, *, num_workers: int, shard_bytes: int, progress: Progress) -> Made:
+def tokenize(job: TokenizeJob, *, num_workers: int, shard_bytes: int, progress: Progress) -> TokenizeResult:
     """Every shard of the input as a part on disk, but for those that are there already."""
-    reader = Reader(plan.inputs, text_key=plan.text_key)
-    made = Made([], [])
+    reader = Reader(job.inputs, text_key=job.text_key)
+    result = TokenizeResult([], [])
     digests: list[Future[str]] = []
     waiting: deque[tuple[int, Future[int | str] | None]] = deque()
 
@@ -196,90 +196,90 @@ def tokenize(plan: Plan, *, num_workers: int, shard_bytes: int, progress: Progre
         outcome = 0 if future is None else future.result()
         if isinstance(outcome, str):
             raise ConfigError("", outcome)
-        made.num_tokens += outcome
+        result.num_tokens += outcome
         progress("tokenizing", position_bytes, reader.num_bytes)
 
     with worker_pool(num_workers) as pool:
         for shard in reader.shards(shard_bytes):
-            path, key = part_path(plan.output, shard.number), key_of(shard, plan.identity)
-            made.parts.append(path)
+            path, key = part_path(job.output, shard.number), part_key(shard, job.identity)
+            result.parts.append(path)
             while len(digests) < shard.records[-1].file:  # files that were just read, and so are still in memory
-                digests.append(pool.submit(digest_of, plan.inputs[len(digests)]))
-            future = None if has_part(path, key) else pool.submit(make_part, shard, plan, key)
+                digests.append(pool.submit(sha256_of, job.inputs[len(digests)]))
+            future = None if has_part(path, key) else pool.submit(make_part, shard, job, key)
             waiting.append((shard.position_bytes, future))
             while len(waiting) > SHARDS_PER_WORKER * num_workers:
                 take_first()
-        digests += [pool.submit(digest_of, path) for path in plan.inputs[len(digests) :]]
+        digests += [pool.submit(sha256_of, path) for path in job.inputs[len(digests) :]]
         while waiting:
             take_first()
-        made.digests = [future.result() for future in digests]
-    return made
+        result.digests = [future.result() for future in digests]
+    return result
 
 
-def make_part(shard: Shard, plan: Plan, key: str) -> int | str:
+def make_part(shard: Shard, job: TokenizeJob, key: str) -> int | str:
     """In a worker: the part of a shard; returns its tokens, or what is wrong with the input."""
     try:
-        texts = [text_of(record, plan.inputs[record.file], plan.text_key) for record in shard.records]
+        texts = [text_of(record, job.inputs[record.file], job.text_key) for record in shard.records]
     except ConfigError as error:
         return str(error)
-    encoded = tokenizer_of(plan).encode(texts)
+    encoded = worker_tokenizer(job).encode(texts)
     kept = [place for place, tokens in enumerate(encoded) if len(tokens)]
-    end = np.array([] if plan.eod is None else [plan.eod], dtype=plan.dtype)
-    documents = [np.concatenate([encoded[place].astype(plan.dtype), end]) for place in kept]
+    end = np.array([] if job.eod is None else [job.eod], dtype=job.dtype)
+    documents = [np.concatenate([encoded[place].astype(job.dtype), end]) for place in kept]
     hashes = b"".join(blake2b(texts[place].encode(), digest_size=8).digest() for place in kept)
     origins = [(shard.records[place].file, shard.records[place].line) for place in kept]
-    tokens = np.concatenate([np.array([], dtype=plan.dtype), *documents])
-    part = Part(
+    tokens = np.concatenate([np.array([], dtype=job.dtype), *documents])
+    part = CorpusPart(
         tokens=tokens,
         lengths=np.array([len(document) for document in documents], dtype=np.int64),
         hashes=np.frombuffer(hashes, dtype="<u8"),
         origins=np.array(origins, dtype=np.int64).reshape(-1, 2),
         num_empty=len(texts) - len(kept),
     )
-    write_part(part_path(plan.output, shard.number), part, key)
+    write_part(part_path(job.output, shard.number), part, key)
     return len(tokens)
 
 
 @cache
-def tokenizer_of(plan: Plan) -> Tokenizer:
-    return plan.open_tokenizer()
+def worker_tokenizer(job: TokenizeJob) -> Tokenizer:
+    return job.open_tokenizer()
 
 
-def join(plan: Plan, made: Made, files: CorpusFiles) -> dict[str, Any]:
+def join_parts(job: TokenizeJob, result: TokenizeResult, files: CorpusFiles) -> dict[str, Any]:
     """All parts as one corpus, and what is to be known of it."""
-    tally = Tally(plan.vocab_size)
+    counter = CorpusCounter(job.vocab_size)
     num_documents: list[int] = []
-    with IndexedWriter(files.prefix, plan.dtype) as writer:
-        for path in made.parts:
+    with IndexedWriter(files.prefix, job.dtype) as writer:
+        for path in result.parts:
             part = read_part(path)
             for document in np.split(part.tokens, np.cumsum(part.lengths)[:-1]) if len(part.lengths) else ():
                 writer.add(document)
-            tally.add(part)
+            counter.add(part)
             num_documents.append(len(part.lengths))
-        if tally.num_documents == 0:
+        if counter.num_documents == 0:
             files.clean()
             files.tokenizer.unlink(missing_ok=True)
-            named = ", ".join(map(str, plan.inputs[:3])) + (", ..." if len(plan.inputs) > 3 else "")
-            require(False, named, f"no document with a token in it, {tally.num_empty} empty ones")
+            named = ", ".join(map(str, job.inputs[:3])) + (", ..." if len(job.inputs) > 3 else "")
+            require(False, named, f"no document with a token in it, {counter.num_empty} empty ones")
     firsts = list(accumulate(num_documents, initial=0))[:-1]
 
     def origin(document: int) -> str:
         place = bisect_right(firsts, document) - 1
-        file, line = read_origins(made.parts[place])[document - firsts[place]]
-        return f"{plan.inputs[file]}:{line}"
+        file, line = read_origins(result.parts[place])[document - firsts[place]]
+        return f"{job.inputs[file]}:{line}"
 
-    tokenizer = plan.open_tokenizer()
-    report = tally.report(tokenizer.spell, origin)
+    tokenizer = job.open_tokenizer()
+    report = counter.report(tokenizer.spell, origin)
     with files.counts.open("wb") as file:
-        np.save(file, tally.counts)
+        np.save(file, counter.counts)
     return {
-        "dtype": plan.dtype.name,
+        "dtype": job.dtype.name,
         "vocab_size": report.vocab_size,
         "max_token": report.max_token,
         "documents": report.documents,
         "tokens": report.tokens,
-        "eod": plan.eod,
-        "tokenizer_sha256": digest_of(plan.tokenizer) if plan.tokenizer else None,
+        "eod": job.eod,
+        "tokenizer_sha256": sha256_of(job.tokenizer) if job.tokenizer else None,
         "counts": files.counts.name,
         "report": asdict(report),
     }
@@ -288,14 +288,14 @@ def join(plan: Plan, made: Made, files: CorpusFiles) -> dict[str, Any]:
 @contextmanager
 def worker_pool(num_workers: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that take shards; when something is wrong, those in work are finished and kept, the others dropped."""
-    pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=enter_worker)
+    pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=init_worker)
     try:
         yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def enter_worker() -> None:
+def init_worker() -> None:
     """A worker leaves interrupts to the process that started it, and ends when that one does, however it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -28,13 +28,13 @@ from harness.data.prepare.parts import part_paths
 VERSION = 1
 
 
-def digest_of(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def describe(path: Path) -> dict[str, Any]:
+def stat_input(path: Path) -> dict[str, Any]:
     """An input without reading it."""
     facts = path.stat()
     return {"path": str(path), "size_bytes": facts.st_size, "mtime_ns": facts.st_mtime_ns}
@@ -70,7 +70,7 @@ class Options:
         """Equal for options that give the same output from the same input."""
         tokenizer: dict[str, Any] = {"kind": "bytes"}
         if self.tokenizer is not None:
-            tokenizer = {"kind": "file", "sha256": digest_of(self.tokenizer)}
+            tokenizer = {"kind": "file", "sha256": sha256_of(self.tokenizer)}
         elif self.bpe_size is not None:
             tokenizer = {"kind": "bpe", "vocab_size": self.bpe_size, "eod_token": self.eod_token}
             tokenizer |= {"train_fraction": self.train_fraction, "seed": self.seed if self.train_fraction < 1 else None}
@@ -125,7 +125,7 @@ class CorpusFiles:
                 return meta
         raise ConfigError(str(self.meta), f"is not a corpus of version {VERSION}")
 
-    def finished(self, identity: dict[str, Any], inputs: list[dict[str, Any]]) -> dict[str, Any] | None:
+    def find_finished(self, identity: dict[str, Any], inputs: list[dict[str, Any]]) -> dict[str, Any] | None:
         """The corpus where it was made before from the same input with the same options; refused if from others."""
         meta = self.read_meta()
         if meta is None:
@@ -144,7 +144,7 @@ class CorpusFiles:
             return {}
         return begun if isinstance(begun, dict) else {}
 
-    def refuse_foreign(self) -> None:
+    def require_own_files(self) -> None:
         """Whatever has one of our names but was not left by a run of ours is not ours to replace."""
         if not self.begun.exists() and not self.meta.exists():
             for path in (self.data, self.index, self.counts, self.tokenizer):
@@ -188,6 +188,6 @@ def _same_inputs(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
         if old["size_bytes"] != new["size_bytes"]:
             return False
         untouched = old["path"] == new["path"] and old["mtime_ns"] == new["mtime_ns"]
-        return bool(untouched or old["sha256"] == digest_of(Path(new["path"])))
+        return bool(untouched or old["sha256"] == sha256_of(Path(new["path"])))
 
     return len(then) == len(now) and all(map(same, then, now))

@@ -49,7 +49,7 @@ def replayed(
     cfg = uncompiled(load([*TINY, *RUN, f"run.dir={run.path.parent}", f"run.name={run.path.name}"]))
     log = history.read(events.read(run.events))
     guilty = iteration or history.guilty(log, 1).iteration
-    names = [each.name for each in catalog.saved(run.checkpoints)]
+    names = [each.name for each in catalog.list_checkpoints(run.checkpoints)]
     way = history.way(log, guilty, names)
     order = Order(
         run=run.path,

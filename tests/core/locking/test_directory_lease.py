@@ -282,7 +282,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "append": lambda path: append_line(path / "ledger.jsonl", "x"),
     "replace": lambda path: write_atomically(path / "health.json", "x"),
     "publish": lambda path: catalog.publish(path / ".part", path / "step-00000001-gen-0"),
-    "drop": lambda path: catalog.drop(path / ".part"),
+    "drop": lambda path: catalog.delete(path / ".part"),
 }
 
 

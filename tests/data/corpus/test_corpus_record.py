@@ -18,23 +18,23 @@ from harness.data.corpus.corpus_record import (
     DataRecord,
     FileRecord,
     SourceRecord,
+    append_batch_size,
     compare,
     later_stretches,
     next_pass,
     read_record,
     render_record,
-    resized,
 )
-from harness.data.corpus.file_probe import Listed
-from harness.data.order.mixture import Size
+from harness.data.corpus.file_probe import ListedFile
+from harness.data.order.mixture import BatchSize
 from harness.data.order.order import Stretch, num_unrepeated, samples_in
 
 FILES = tuple(FileRecord(path=f"/data/{name}.bin", num_bytes=size) for name, size in (("a", 10), ("b", 20), ("c", 30)))
 
 
-def listed(*names: str, **sizes: int) -> list[Listed]:
+def listed(*names: str, **sizes: int) -> list[ListedFile]:
     known = {"a": 10, "b": 20, "c": 30} | sizes
-    return [Listed(f"/data/{name}.bin", known.get(name, 99), 0) for name in names]
+    return [ListedFile(f"/data/{name}.bin", known.get(name, 99), 0) for name in names]
 
 
 def grown(first: range, additions: list[tuple[int, range]]) -> tuple[Stretch, ...]:
@@ -103,7 +103,7 @@ def test_added_windows_come_before_old_ones_come_again() -> None:
         (listed("a", "x", "c", x=20), "/data/b.bin is now /data/x.bin", ""),
     ],
 )
-def test_what_changed_is_named(now: list[Listed], changed: str, broken: str) -> None:
+def test_what_changed_is_named(now: list[ListedFile], changed: str, broken: str) -> None:
     found = compare(SourceRecord(files=FILES), now)
     assert (found.changed, found.broken) == (changed, broken)
 
@@ -116,7 +116,7 @@ def test_recorded_files_keep_their_order_and_added_ones_follow() -> None:
 
 def test_an_index_that_changed_is_named() -> None:
     files = (FileRecord(path="/data/a.bin", num_bytes=10, index_bytes=50),)
-    found = compare(SourceRecord(files=files), [Listed("/data/a.bin", 10, 58)])
+    found = compare(SourceRecord(files=files), [ListedFile("/data/a.bin", 10, 58)])
     assert found.broken == "/data/a.idx had 50 bytes and has 58"
 
 
@@ -127,7 +127,9 @@ def test_of_many_files_some_are_named() -> None:
 
 def test_the_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
     source = SourceRecord(files=FILES, additions=(Addition(num_files=1, from_turn=30),))
-    record = DataRecord(sizes=(Size(0, 8), Size(5, 16)), sources={"main": source, "text": SourceRecord(text="f00d")})
+    record = DataRecord(
+        sizes=(BatchSize(0, 8), BatchSize(5, 16)), sources={"main": source, "text": SourceRecord(text="f00d")}
+    )
     path = tmp_path / "corpus.json"
     path.write_text(render_record(record))
     assert read_record(path) == record
@@ -138,17 +140,20 @@ def test_the_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spoil", [{"version": 2}, {"sources": {"main": {}}}, {"batch_sizes": []}])
 def test_a_record_that_cannot_be_read_is_refused_with_its_name(tmp_path: Path, spoil: dict[str, object]) -> None:
     path = tmp_path / "corpus.json"
-    content = json.loads(render_record(DataRecord(sizes=(Size(0, 8),))))
+    content = json.loads(render_record(DataRecord(sizes=(BatchSize(0, 8),))))
     path.write_text(json.dumps(content | spoil))
     with pytest.raises(ConfigError, match=rf"^{path}: (has version 2, allowed is 1|is not the record of a corpus)"):
         read_record(path)
 
 
 def test_sizes_that_held_for_no_batch_are_forgotten() -> None:
-    assert resized([Size(0, 8)], 16, from_batch=10) == (Size(0, 8), Size(10, 16))
-    assert resized([Size(0, 8), Size(10, 16)], 4, from_batch=10) == (Size(0, 8), Size(10, 4))
-    assert resized([Size(0, 8), Size(10, 16)], 8, from_batch=10) == (Size(0, 8),)
-    assert resized([Size(0, 8)], 16, from_batch=0) == (Size(0, 16),)
+    assert append_batch_size([BatchSize(0, 8)], 16, from_batch=10) == (BatchSize(0, 8), BatchSize(10, 16))
+    assert append_batch_size([BatchSize(0, 8), BatchSize(10, 16)], 4, from_batch=10) == (
+        BatchSize(0, 8),
+        BatchSize(10, 4),
+    )
+    assert append_batch_size([BatchSize(0, 8), BatchSize(10, 16)], 8, from_batch=10) == (BatchSize(0, 8),)
+    assert append_batch_size([BatchSize(0, 8)], 16, from_batch=0) == (BatchSize(0, 16),)
 
 
 def test_storage_that_does_not_answer_is_not_a_wrong_record(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from harness.config.errors import ConfigError
-from harness.data.corpus.file_probe import BLOCK_BYTES, READS_PER_FILE, measure, positions, probe
+from harness.data.corpus.file_probe import BLOCK_BYTES, READS_PER_FILE, positions, probe, stat_file
 from tests.data.token_files import KEY, write_pair
 
 
 def probe_of(path: Path) -> str:
-    return probe(measure(path, key=KEY), key=KEY)
+    return probe(stat_file(path, key=KEY), key=KEY)
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_equal_files_have_equal_probes_and_another_block_another(pair: Path, tmp
 
 
 def test_a_file_that_vanished_is_named(pair: Path) -> None:
-    file = measure(pair, key=KEY)
+    file = stat_file(pair, key=KEY)
     pair.unlink()
-    for ask in (lambda: probe(file, key=KEY), lambda: measure(pair, key=KEY)):
+    for ask in (lambda: probe(file, key=KEY), lambda: stat_file(pair, key=KEY)):
         with pytest.raises(ConfigError, match=rf"^{KEY}: {pair}: cannot be read"):
             ask()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config.errors import ConfigError
-from harness.data.order.ledger import VERSION, Exclusion, Ledger, Place, Reweighting
+from harness.data.order.ledger import VERSION, Exclusion, Ledger, NextBatch, Reweighting
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
 
@@ -246,7 +246,7 @@ def walk(ledger: Ledger, num: int, cursor: int = 0, given_back: int = 0) -> list
     """The next batches of a run that stands there."""
     seen = []
     for _ in range(num):
-        place = ledger.following(cursor, given_back)
+        place = ledger.next_batch(cursor, given_back)
         seen.append(place.batch)
         cursor, given_back = place.cursor, place.given_back
     return seen
@@ -268,8 +268,8 @@ class TestGivingBack:
     def test_a_place_says_how_far_the_run_has_got(self) -> None:
         ledger = Ledger()
         ledger.give_back([[0, 1]], 2, "the data changed")
-        assert (ledger.following(0), ledger.following(0).position) == (Place(0, 2, 1), 2)
-        assert (ledger.following(2, 2), ledger.following(2, 2).position) == (Place(2, 3, 0), 2)
+        assert (ledger.next_batch(0), ledger.next_batch(0).position) == (NextBatch(0, 2, 1), 2)
+        assert (ledger.next_batch(2, 2), ledger.next_batch(2, 2).position) == (NextBatch(2, 3, 0), 2)
 
     def test_a_later_entry_wins_and_no_place_moves(self) -> None:
         ledger = Ledger()

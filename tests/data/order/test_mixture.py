@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config.errors import ConfigError
-from harness.data.order.mixture import Change, Mixture, Phase, Recipe, Size, Sizes, phases_of
+from harness.data.order.mixture import BatchSize, BatchSizes, Change, Mixture, MixturePhase, MixtureRecipe, phases_of
 
 WEIGHTS = st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=7)
 CHANGES = st.lists(
@@ -18,7 +18,7 @@ CHANGES = st.lists(
 
 
 def _mixture(*weights: float, batch_size: int = 8, seed: int = 5) -> Mixture:
-    return Mixture([Phase(0, weights)], batch_size=batch_size, seed=seed)
+    return Mixture([MixturePhase(0, weights)], batch_size=batch_size, seed=seed)
 
 
 def _stream(mixture: Mixture, num_batches: int) -> tuple[np.ndarray, np.ndarray]:
@@ -136,23 +136,27 @@ def test_a_phase_begins_at_its_batch() -> None:
 def test_phases_add_up_and_the_ledger_wins() -> None:
     base = {"a": 1.0, "b": 1.0}
     planned = [Change(10, {"a": 2.0}), Change(30, {"b": 5.0})]
-    assert phases_of(base, planned) == [Phase(0, (1, 1)), Phase(10, (2, 1)), Phase(30, (2, 5))]
+    assert phases_of(base, planned) == [MixturePhase(0, (1, 1)), MixturePhase(10, (2, 1)), MixturePhase(30, (2, 5))]
     same_batch = [Change(10, {"b": 3.0}), *planned]
-    assert phases_of(base, same_batch)[1] == Phase(10, (2, 3)), "two changes of one batch add up"
+    assert phases_of(base, same_batch)[1] == MixturePhase(10, (2, 3)), "two changes of one batch add up"
     poisoned = Change(20, {"b": 0.0})
     assert phases_of(base, planned, [poisoned]) == [
-        Phase(0, (1, 1)),
-        Phase(10, (2, 1)),
-        Phase(20, (2, 0)),
-        Phase(30, (2, 0)),
+        MixturePhase(0, (1, 1)),
+        MixturePhase(10, (2, 1)),
+        MixturePhase(20, (2, 0)),
+        MixturePhase(30, (2, 0)),
     ], "a source that was turned off does not come back by plan"
     again = Change(15, {"b": 0.5})
-    assert phases_of(base, [], [poisoned, again]) == [Phase(0, (1, 1)), Phase(15, (1, 0.5)), Phase(20, (1, 0.5))]
+    assert phases_of(base, [], [poisoned, again]) == [
+        MixturePhase(0, (1, 1)),
+        MixturePhase(15, (1, 0.5)),
+        MixturePhase(20, (1, 0.5)),
+    ]
 
 
 def test_an_amendment_equals_the_planned_phase() -> None:
-    recipe = Recipe(weights={"a": 1, "b": 3}, changes=[Change(4, {"b": 0.5})], batch_size=6, seed=1)
-    amended = Recipe(weights={"a": 1, "b": 3}, changes=[], batch_size=6, seed=1).mixture([Change(4, {"b": 0.5})])
+    recipe = MixtureRecipe(weights={"a": 1, "b": 3}, changes=[Change(4, {"b": 0.5})], batch_size=6, seed=1)
+    amended = MixtureRecipe(weights={"a": 1, "b": 3}, changes=[], batch_size=6, seed=1).mixture([Change(4, {"b": 0.5})])
     for index in range(12):
         assert all(map(np.array_equal, recipe.mixture().batch(index), amended.batch(index)))
 
@@ -167,7 +171,7 @@ def test_what_cannot_be_mixed_is_named() -> None:
 @pytest.mark.parametrize("weights", [{"a": 1.0}, {"a": 2.0, "b": 1.0}])
 def test_many_batches_at_once_are_those_one_by_one(weights: dict[str, float]) -> None:
     changes = [Change(5, {"a": 3.0})]
-    mixture = Recipe(weights=weights, changes=changes, batch_size=6, seed=4).mixture()
+    mixture = MixtureRecipe(weights=weights, changes=changes, batch_size=6, seed=4).mixture()
     sources, turns = mixture.batches(3, 7)
     for row, index in enumerate(range(3, 10)):
         one_source, one_turn = mixture.batch(index)
@@ -179,9 +183,9 @@ SIZES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, m
 """Batches that pass at a size, and that size."""
 
 
-def _sizes(lengths: list[tuple[int, int]]) -> list[Size]:
+def _sizes(lengths: list[tuple[int, int]]) -> list[BatchSize]:
     starts = np.cumsum([0, *(length for length, _ in lengths[:-1])]).tolist()
-    return [Size(start, size) for start, (_, size) in zip(starts, lengths, strict=True)]
+    return [BatchSize(start, size) for start, (_, size) in zip(starts, lengths, strict=True)]
 
 
 @settings(deadline=None)
@@ -195,10 +199,10 @@ def test_another_batch_size_repeats_no_turn_and_skips_none(
     lengths: list[tuple[int, int]], weights: list[int], changes: list[tuple[int, list[int]]], seed: int
 ) -> None:
     """Whatever the sizes, weights and phases: each source's turns come once each, without a gap."""
-    phases = [Phase(0, tuple(weights))]
+    phases = [MixturePhase(0, tuple(weights))]
     for batch, others in sorted(dict(changes).items()):
         if batch > 0 and any(others[: len(weights)]):
-            phases.append(Phase(batch, tuple(others[: len(weights)])))
+            phases.append(MixturePhase(batch, tuple(others[: len(weights)])))
     mixture = Mixture(phases, batch_size=99, seed=seed, sizes=_sizes(lengths))
     num_batches = sum(length for length, _ in lengths) + 5
     turns: list[list[int]] = [[] for _ in weights]
@@ -215,7 +219,7 @@ def test_another_batch_size_repeats_no_turn_and_skips_none(
 @given(lengths=SIZES)
 def test_positions_go_on_where_the_size_changes(lengths: list[tuple[int, int]]) -> None:
     listed = _sizes(lengths)
-    sizes, position = Sizes(listed), 0
+    sizes, position = BatchSizes(listed), 0
     for index in range(sum(length for length, _ in lengths) + 3):
         assert sizes.position(index) == position
         assert all(sizes.find(position + row) == (index, row) for row in range(sizes.at(index)))

@@ -15,12 +15,12 @@ from harness.config.compose import load
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core.rundir import locate
-from harness.data.corpus.corpus import Origin, Tokens
+from harness.data.corpus.corpus import SampleOrigin, Tokens
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.ledger import Ledger
 from harness.data.order.order import samples_at
-from harness.data.order.stratify import Stratified, find_rare
-from harness.data.sources import Known, known_data, make_rare_index, open_data
+from harness.data.order.stratify import StratifiedOrder, find_rare
+from harness.data.sources import RecordedData, make_rare_index, open_data, read_recorded_data
 
 
 class TableCorpus:
@@ -42,8 +42,8 @@ class TableCorpus:
     def documents(self, index: int) -> NDArray[np.int32]:
         return np.zeros(len(self.table[index]), dtype=np.int32)
 
-    def origin(self, index: int) -> Origin:
-        return Origin("table", index, index, index)
+    def origin(self, index: int) -> SampleOrigin:
+        return SampleOrigin("table", index, index, index)
 
     def token_counts(self) -> NDArray[np.int64] | None:
         return None
@@ -61,7 +61,9 @@ def _table(num_samples: int, num_rare: int, seed: int, length: int = 6) -> Token
     return table
 
 
-def _batches(table: Tokens, batch_size: int, seed: int, stratified: Stratified | None, passes: int) -> list[Tokens]:
+def _batches(
+    table: Tokens, batch_size: int, seed: int, stratified: StratifiedOrder | None, passes: int
+) -> list[Tokens]:
     batches: list[Tokens] = []
     for index in range(passes * len(table) // batch_size):
         turns = np.arange(index * batch_size, (index + 1) * batch_size)
@@ -79,9 +81,9 @@ def _rare_tokens(table: Tokens, below: int) -> Tokens:
     return np.flatnonzero(np.bincount(table[:, :-1].ravel(), minlength=40) < below)
 
 
-def _stratified(table: Tokens, *, below: int, limit: int, batch_size: int, seed: int) -> Stratified:
+def _stratified(table: Tokens, *, below: int, limit: int, batch_size: int, seed: int) -> StratifiedOrder:
     rare = find_rare(TableCorpus(table), range(len(table)), below=below)
-    return Stratified(rare, num_samples=len(table), batch_size=batch_size, seed=seed, max_per_batch=limit)
+    return StratifiedOrder(rare, num_samples=len(table), batch_size=batch_size, seed=seed, max_per_batch=limit)
 
 
 def test_the_plain_order_violates_what_the_repaired_one_keeps() -> None:
@@ -122,9 +124,9 @@ def test_limit_holds_and_every_pass_is_whole(
         visited = stream[epoch * num_samples : (epoch + 1) * num_samples]
         np.testing.assert_array_equal(np.sort(visited), np.arange(num_samples))
     alone = _batches(table, batch_size, seed, None, passes=4)
-    for turn, exchanged in stratified.exchanged(0).items():
-        assert stratified.exchanged(0)[exchanged] == turn
-    untouched = {turn // batch_size for epoch in range(4) for turn in stratified.exchanged(epoch)}
+    for turn, exchanged in stratified.swaps(0).items():
+        assert stratified.swaps(0)[exchanged] == turn
+    untouched = {turn // batch_size for epoch in range(4) for turn in stratified.swaps(epoch)}
     for index in set(range(len(batches))) - untouched:
         np.testing.assert_array_equal(batches[index], alone[index])
 
@@ -150,7 +152,7 @@ def test_occurrences_are_counted_in_samples_and_frequencies_in_the_data() -> Non
 def test_without_rare_tokens_nothing_changes() -> None:
     table = np.random.default_rng(0).integers(0, 40, size=(300, 65))
     stratified = _stratified(table, below=5, limit=1, batch_size=8, seed=0)
-    assert all(stratified.exchanged(epoch) == {} for epoch in range(3))
+    assert all(stratified.swaps(epoch) == {} for epoch in range(3))
 
 
 def test_a_sample_above_the_limit_names_the_limit_that_works() -> None:
@@ -185,10 +187,10 @@ def _limited(directory: Path) -> Config:
     return load([f"run.dir={directory}", "run.name=a", f"data.sources.main.paths=[{directory}/tokens.bin]", *LIMITED])
 
 
-def _known(cfg: Config) -> Known:
+def _known(cfg: Config) -> RecordedData:
     run = locate(cfg)
     run.path.mkdir(exist_ok=True)
-    return known_data(run)
+    return read_recorded_data(run)
 
 
 def test_the_data_is_scanned_once_and_later_starts_read_the_index(
@@ -205,10 +207,12 @@ def test_the_data_is_scanned_once_and_later_starts_read_the_index(
 
     monkeypatch.setattr(FilesCorpus, "rows", counted)
 
-    def opened(known: Known | None) -> tuple[int, list[list[int]]]:
+    def opened(known: RecordedData | None) -> tuple[int, list[list[int]]]:
         """Rows that opening reads, and the order of the samples."""
         rows_read.clear()
-        train, held_out = open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=Ledger(), known=known)
+        train, held_out = open_data(
+            cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=Ledger(), recorded=known
+        )
         num_read = sum(rows_read)
         train.close()
         held_out.close()
@@ -247,5 +251,5 @@ def test_an_index_of_other_data_or_another_limit_is_made_again(tmp_path: Path) -
 
 def test_without_a_directory_no_index_is_written(tmp_path: Path) -> None:
     cfg = _limited(tmp_path)
-    make_rare_index(cfg, known_data(locate(cfg)))
+    make_rare_index(cfg, read_recorded_data(locate(cfg)))
     assert not locate(cfg).path.exists()

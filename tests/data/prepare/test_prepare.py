@@ -25,7 +25,7 @@ from harness.config.data import TokenDtype
 from harness.config.errors import ConfigError
 from harness.data.corpus.corpora import embedded_documents
 from harness.data.corpus.token_files import open_tokens
-from harness.data.prepare.corpus_report import parse, render
+from harness.data.prepare.corpus_report import parse_report, render
 from harness.data.prepare.documents import Reader, find_inputs, is_unicode, kind_of, text_of
 from harness.data.prepare.parts import part_path, part_paths
 from harness.data.prepare.prepare import prepare
@@ -173,7 +173,7 @@ def test_output_depends_on_nothing_but_input_and_options(tmp_path: Path) -> None
 def test_the_report_counts_right(tmp_path: Path) -> None:
     texts = ["aaaaaaaaaaaa", "", "bb", "aaaaaaaaaaaa", "c" * 50, "", "bb", "bb", "\xff"]
     meta = make([write_jsonl(tmp_path / "in.jsonl", texts)], tmp_path / "out", shard=16)
-    report = parse(meta["report"])
+    report = parse_report(meta["report"])
     assert (report.documents, report.tokens, report.empty_documents) == (7, 12 * 2 + 6 + 50 + 2, 2)
     assert report.duplicate_documents == 3
     assert [(each.document, each.amount) for each in report.duplicate_examples] == [(1, 3), (0, 2)]

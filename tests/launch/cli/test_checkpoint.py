@@ -50,7 +50,7 @@ def save(run: RunDir, step: int, generation: int = 0, health: Health | None = No
         tokens=1000 * step,
         time=time.time() - 600,
         world_size=1,
-        files=integrity.measure_all(path, [SHARD]),
+        files=integrity.hash_files(path, [SHARD]),
     )
     integrity.write_manifest(path, manifest)
     if health is not None:
@@ -69,7 +69,7 @@ def contents(run: RunDir) -> dict[str, bytes]:
 
 
 def steps(run: RunDir) -> list[int]:
-    return [each.step for each in catalog.saved(run.checkpoints)]
+    return [each.step for each in catalog.list_checkpoints(run.checkpoints)]
 
 
 def tell(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> list[str]:
@@ -158,7 +158,7 @@ def test_list_leaves_out_what_goes_while_it_looks(
 
     def read_as_it_goes(path: Path) -> Manifest:
         if path == going:
-            catalog.drop(path)
+            catalog.delete(path)
         return read(path)
 
     monkeypatch.setattr(integrity, "read_manifest", read_as_it_goes)
@@ -209,14 +209,14 @@ def test_verify_is_not_alarmed_by_what_the_run_deletes_meanwhile(
 ) -> None:
     save(run, 10)
     save(run, 20)
-    measure = integrity.measure
+    measure = integrity.hash_file
 
     def measure_as_it_goes(path: Path, progress: Callable[[int], object] | None = None) -> integrity.Entry:
         if path.parent.name == name_of(10, 0):
-            catalog.drop(path.parent)
+            catalog.delete(path.parent)
         return measure(path, progress)
 
-    monkeypatch.setattr(integrity, "measure", measure_as_it_goes)
+    monkeypatch.setattr(integrity, "hash_file", measure_as_it_goes)
     assert tell(capsys, "verify", "runs/first") == ["step-00000010-gen-0  gone meanwhile", "step-00000020-gen-0  ok"]
 
 
@@ -288,7 +288,7 @@ def test_those_set_aside_go_only_when_asked(run: RunDir, capsys: pytest.CaptureF
     catalog.quarantine(save(run, 20))
     catalog.quarantine(save(run, 20))
     assert tell(capsys, "prune", "runs/first") == ["deleted 0, 0 B"]
-    assert len(catalog.damaged(run.checkpoints)) == 2
+    assert len(catalog.list_damaged(run.checkpoints)) == 2
     lines = tell(capsys, "prune", "runs/first", "--damaged")
     assert [line.split("  ")[:2] for line in lines[:-1]] == [
         ["step-00000020-gen-0.damaged", "damaged"],
@@ -300,7 +300,7 @@ def test_those_set_aside_go_only_when_asked(run: RunDir, capsys: pytest.CaptureF
 def test_prune_leaves_alone_what_is_being_written(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (10, 20, 30, 40, 50):
         save(run, step)
-    scratch = catalog.scratch(run.checkpoints, name_of(60, 0))
+    scratch = catalog.scratch_path(run.checkpoints, name_of(60, 0))
     scratch.mkdir()
     (scratch / SHARD).write_bytes(b"half")
     tell(capsys, "prune", "runs/first", "--keep", "1", "--damaged")
@@ -314,7 +314,7 @@ def test_prune_beside_the_runs_own_retention(
     """The run drops the next one while this one is measured: it is gone, and not counted."""
     for step in (10, 20, 30, 40, 50):
         save(run, step)
-    monkeypatch.setattr(checkpoint, "bytes_of", lambda path: int(catalog.drop(path)))
+    monkeypatch.setattr(checkpoint, "bytes_of", lambda path: int(catalog.delete(path)))
     assert tell(capsys, "prune", "runs/first") == ["deleted 0, 0 B"]
     assert steps(run) == [10, 40, 50]
 
@@ -327,13 +327,13 @@ def test_prune_asks_again_before_every_deletion(
         save(run, step, health=Health.good)
     for step in (40, 50, 60):
         save(run, step)
-    drop = catalog.drop
+    drop = catalog.delete
 
     def drop_as_health_changes(path: Path) -> bool:
         catalog.mark(run.checkpoints / name_of(30, 0), Health.tainted, "a test")
         return drop(path)
 
-    monkeypatch.setattr(catalog, "drop", drop_as_health_changes)
+    monkeypatch.setattr(catalog, "delete", drop_as_health_changes)
     tell(capsys, "prune", "runs/first")
     assert 20 in steps(run)
 
@@ -387,7 +387,7 @@ def test_a_disk_that_refuses_is_one_line(
 
     for step in (10, 20, 30, 40):
         save(run, step)
-    monkeypatch.setattr(catalog, "drop", refuse)
+    monkeypatch.setattr(catalog, "delete", refuse)
     assert complain(capsys, "prune", "runs/first") == f"runs/first/checkpoints/{name_of(20, 0)}: Permission denied"
 
 

@@ -50,7 +50,7 @@ def whole(trained: Path, tmp_path: Path) -> RunDir:
 def run(whole: RunDir) -> RunDir:
     """The same with what a reader might be tempted to tidy up: a save on its way in, a deletion on its way out, a
     damaged checkpoint, and one whose health cannot be read."""
-    first, second, *_ = (each.path for each in catalog.saved(whole.checkpoints))
+    first, second, *_ = (each.path for each in catalog.list_checkpoints(whole.checkpoints))
     shutil.copytree(first, whole.checkpoints / ".step-00000050-gen-0.part")
     shutil.copytree(first, whole.checkpoints / ".step-00000005-gen-0.gone-0a1b")
     os.truncate(first / "__0_0.distcp", 100)
@@ -133,7 +133,9 @@ def replayed(run: RunDir, output: Path) -> tuple[int, str]:
 
 @pytest.mark.full
 def test_a_replay_writes_its_result_and_nothing_else(whole: RunDir, tmp_path: Path) -> None:
-    shutil.copytree(catalog.saved(whole.checkpoints)[0].path, whole.checkpoints / ".step-00000050-gen-0.part")
+    shutil.copytree(
+        catalog.list_checkpoints(whole.checkpoints)[0].path, whole.checkpoints / ".step-00000050-gen-0.part"
+    )
     before = tree(whole.path)
     code, complaint = replayed(whole, tmp_path / "output")
     assert code == 0, complaint

@@ -128,7 +128,7 @@ def test_a_run_that_was_taken_over_leaves_with_2_and_saves_nothing(tmp_path: Pat
     words = ("train", *overrides(run), "launch.nproc=2", "run.lease_s=1", "checkpoint.every_steps=5")
     with Launched("launch.cli.main", *words, output=tmp_path / "output", first=on_another_machine) as process:
         wait_for_step(run, process, 1)
-        while not catalog.saved(run.checkpoints):
+        while not catalog.list_checkpoints(run.checkpoints):
             time.sleep(0.05)
         with standing_still(process):
             held = directory_lease.acquire(run.lease, this_process(), on_lost=lambda _: None)

@@ -129,7 +129,7 @@ def test_scales_of_weights_that_were_left_behind_are_forgotten(tmp_path: Path) -
     action = Action(time=0.0, iteration=2, kind=ActionKind.rewind, step=2, incident=1, reason="a test", onset=2)
     assert not recover(action, parts, state, root=tmp_path).succeeded, "there is nothing to go back to yet"
     assert (parts.products.primed_steps, bool(parts.products.history.any())) == (PRIMED_STEPS - 2, True)
-    parts.ring.take(state).settle(step=0, refused_in_row=0)
+    parts.ring.take_snapshot(state).complete(step=0, refused_in_row=0)
     parts.ring.trust(1)
     assert recover(action, parts, state, root=tmp_path).succeeded
     assert (parts.products.primed_steps, bool(parts.products.history.any())) == (PRIMED_STEPS, False)
