@@ -1,1 +1,1 @@
-"""State on disk."""
+"""Checkpoints on disk and snapshots in host memory."""

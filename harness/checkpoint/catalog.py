@@ -1,12 +1,12 @@
-"""What checkpoints there are, how healthy each is, and which may go.
+"""Lists the checkpoints of a run with their health, and decides which may be deleted.
 
-Why: a run that trains on NaN must never delete the last state that was healthy, and a half-written or half-deleted
-directory must never be taken for a checkpoint.
-How: one directory per (step, generation). It comes into being and goes by a rename; on its way in or out it has a
-hidden name. Health lies in a small file of its own, because it is known only later: a checkpoint is a *candidate* until
-enough clean steps have followed it, then *good*; one taken after the onset of an incident is *tainted*. Health that
-cannot be read is *unread*, which is never written down; while there is any, nothing is deleted.
-`select_for_deletion` is the whole rule of retention, as a pure function.
+Why: a run that trains on NaN must never delete the last healthy state, and a partly written or partly deleted directory
+must never be mistaken for a checkpoint.
+How: one directory per (step, generation). It appears and disappears by a rename; before and after it has a hidden name.
+Health is a small file of its own, because it is known only later. A checkpoint is a *candidate* until enough clean
+steps have followed it, then *good*; one taken after the onset of an incident is *tainted*. Health that cannot be read
+is *unread*, which is never written; while any checkpoint is unread, none is deleted.
+`select_for_deletion` is the whole retention rule, as a pure function.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Health(StrEnum):
     candidate = "candidate"
     """Not enough clean steps have followed it yet."""
     good = "good"
-    """Enough have, and its weights and moments are finite."""
+    """Enough clean steps have followed it, and its weights and moments are finite."""
     tainted = "tainted"
-    """Taken after something went wrong."""
+    """Taken after the onset of an incident."""
     unread = "unread"
-    """Not known: storage did not answer, or a newer version wrote it."""
+    """Unknown: the storage returned an error, or a newer version wrote the file."""
 
 
 _WRITTEN = [health.value for health in Health if health is not Health.unread]
@@ -63,7 +63,7 @@ class Checkpoint:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Grows with every checkpoint: a rewound run is newer than what it left behind."""
+        """Sort key, oldest first: after a rollback the generation is higher, whatever the step."""
         return self.generation, self.step
 
 
@@ -72,14 +72,14 @@ def name_of(step: int, generation: int) -> str:
 
 
 def parse_name(name: str) -> tuple[int, int]:
-    """Step and generation, also of a checkpoint that was set aside."""
+    """Step and generation, also of a quarantined checkpoint."""
     match = _NAME.match(name)
     assert match is not None, f"{name} is not the name of a checkpoint"
     return int(match[1]), int(match[2])
 
 
 def list_checkpoints(root: Path) -> list[Checkpoint]:
-    """Checkpoints that exist, oldest first; `StorageError` where that cannot be found out."""
+    """All checkpoints, oldest first; `StorageError` if the directory cannot be listed."""
     found = [
         Checkpoint(path=path, step=int(match[1]), generation=int(match[2]), health=health_of(path))
         for path in _directories(root)
@@ -89,12 +89,12 @@ def list_checkpoints(root: Path) -> list[Checkpoint]:
 
 
 def list_damaged(root: Path) -> list[Path]:
-    """Checkpoints that were found to be damaged and set aside."""
+    """Quarantined checkpoints: those that were found to be damaged and renamed."""
     return sorted(path for path in _directories(root) if _DAMAGED.fullmatch(path.name))
 
 
 def _directories(root: Path) -> list[Path]:
-    """What lies there; nothing where nothing was ever saved. A link that leads nowhere is a mount that is gone."""
+    """Subdirectories; empty if nothing was ever saved. A dangling symlink counts as a lost mount, an error."""
     try:
         with os.scandir(root) as entries:
             return [root / entry.name for entry in entries if entry.is_dir()]
@@ -107,7 +107,7 @@ def _directories(root: Path) -> list[Path]:
 
 
 def health_of(path: Path) -> Health:
-    """What was written beside a checkpoint; a candidate where nothing was, or what is no health at all."""
+    """The health recorded in a checkpoint; candidate if there is no record or it is malformed, unread on an error."""
     try:
         return read_health(path)
     except (StorageError, OtherVersion):
@@ -115,12 +115,12 @@ def health_of(path: Path) -> Health:
 
 
 def read_health(path: Path) -> Health:
-    """The same, but `StorageError` or `OtherVersion` for what cannot be read."""
+    """Like `health_of`, but raises `StorageError` or `OtherVersion` instead of returning unread."""
     file = path / HEALTH
     try:
         stated = json.loads(file.read_text(encoding="utf-8"))["health"]
     except FileNotFoundError as error:
-        if not os.path.isdir(path):  # noqa: PTH112 -- the mount is gone, or the checkpoint; `Path.is_dir` may raise
+        if not os.path.isdir(path):  # noqa: PTH112 -- the mount or the checkpoint is gone; `Path.is_dir` may raise
             raise storage_error(file, error) from None
         return Health.candidate
     except OSError as error:
@@ -130,21 +130,21 @@ def read_health(path: Path) -> Health:
     if not isinstance(stated, str):
         return Health.candidate
     if stated not in _WRITTEN:
-        raise OtherVersion(file, f"health {stated[:20]!r}, known are {', '.join(_WRITTEN)}")
+        raise OtherVersion(file, f"health {stated[:20]!r}; allowed are {', '.join(_WRITTEN)}")
     return Health(stated)
 
 
 def mark(path: Path, health: Health, reason: str) -> None:
-    """Write down how healthy a checkpoint has turned out to be."""
+    """Record the health of a checkpoint, and why."""
     write_atomically(path / HEALTH, json.dumps({"health": health, "reason": reason, "time": time.time()}))
 
 
 def select_for_deletion(checkpoints: Sequence[Checkpoint], *, keep: int, keep_every_steps: int) -> list[Checkpoint]:
-    """Those that may go, oldest first.
+    """Checkpoints that may be deleted, oldest first.
 
-    The newest `keep` stay, and the first in every `keep_every_steps` steps (0: none); whatever else holds, so do the
-    newest good one and its heir, the first candidate after it, which must live until it has proved good itself.
-    None may go while the health of any is unread: that one may be the good one that makes another select_for_deletion.
+    Kept are the newest `keep`, the first in every `keep_every_steps` steps (0: none of these), and always the newest
+    good one and the first candidate after it, which must survive until it is good itself.
+    Nothing may be deleted while any health is unread: the unread one may be the newest good one.
     """
     if any(checkpoint.health is Health.unread for checkpoint in checkpoints):
         return []
@@ -153,13 +153,13 @@ def select_for_deletion(checkpoints: Sequence[Checkpoint], *, keep: int, keep_ev
     kept = {checkpoint.path for checkpoint in sound[-keep:]}
     kept |= {checkpoint.path for checkpoint in _milestones(sound, keep_every_steps)}
     good = [checkpoint for checkpoint in sound if checkpoint.health is Health.good]
-    heirs = [checkpoint for checkpoint in sound if not good or checkpoint.age > good[-1].age]
-    kept |= {checkpoint.path for checkpoint in [*good[-1:], *heirs[:1]]}
+    later = [checkpoint for checkpoint in sound if not good or checkpoint.age > good[-1].age]
+    kept |= {checkpoint.path for checkpoint in [*good[-1:], *later[:1]]}
     return [checkpoint for checkpoint in ordered if checkpoint.path not in kept]
 
 
 def _milestones(ordered: Sequence[Checkpoint], every_steps: int) -> list[Checkpoint]:
-    """The first checkpoint in every interval of steps; of several generations, the newest one's."""
+    """The first checkpoint in every interval of steps, from the newest generation that has one."""
     first: dict[int, Checkpoint] = {}
     for checkpoint in ordered if every_steps else ():
         interval = checkpoint.step // every_steps
@@ -169,12 +169,12 @@ def _milestones(ordered: Sequence[Checkpoint], every_steps: int) -> list[Checkpo
 
 
 def scratch_path(root: Path, name: str) -> Path:
-    """Where a checkpoint is written before it exists."""
+    """The hidden directory in which a checkpoint is written before it is published."""
     return root / f".{name}.part"
 
 
 def publish(scratch: Path, target: Path) -> None:
-    """The moment a checkpoint exists: it and the name are on disk when this returns."""
+    """Rename a finished directory to its final name; content and name are synced to disk when this returns."""
     fsync(scratch)
     run_lease.guard()
     scratch.rename(target)
@@ -182,10 +182,10 @@ def publish(scratch: Path, target: Path) -> None:
 
 
 def delete(path: Path) -> bool:
-    """Delete a checkpoint, or one that was set aside; False where another process was first.
+    """Delete a checkpoint, quarantined or not; False if another process has deleted it first.
 
-    Killed on the way, what is left has no name that anybody reads. That name is this call's alone, so that a run and an
-    operator who drop the same one at the same time do not delete under each other's hands.
+    It is renamed first, so a process killed on the way leaves only a hidden directory that nothing reads. The hidden
+    name is unique to this call: a run and an operator may delete the same checkpoint at the same time.
     """
     run_lease.guard()
     hidden = path.with_name(f".{path.name}.gone-{secrets.token_hex(4)}")
@@ -193,30 +193,30 @@ def delete(path: Path) -> bool:
         path.rename(hidden)
     except FileNotFoundError:
         return False
-    with suppress(FileNotFoundError):  # a run that starts sweeps this too
+    with suppress(FileNotFoundError):  # `remove_unfinished` of a starting run may delete it at the same time
         shutil.rmtree(hidden)
     return True
 
 
 def quarantine(path: Path) -> Path:
-    """Take a damaged checkpoint out of the way, under a name a person will see; returns it."""
-    number, aside = 1, path.with_name(f"{path.name}.damaged")
-    while aside.exists():
+    """Rename a damaged checkpoint to NAME.damaged, so that no load tries it again; returns the new path."""
+    number, target = 1, path.with_name(f"{path.name}.damaged")
+    while target.exists():
         number += 1
-        aside = path.with_name(f"{path.name}.damaged-{number}")
-    path.rename(aside)
-    return aside
+        target = path.with_name(f"{path.name}.damaged-{number}")
+    path.rename(target)
+    return target
 
 
 def remove_unfinished(root: Path) -> None:
-    """Remove what a killed process left half written or half deleted; no process may be writing."""
+    """Delete what a killed process left partly written or partly deleted. No other process may be writing."""
     for path in root.glob(".step-*"):
         if _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def fsync(path: Path) -> None:
-    """Force the content of a file, or the names in a directory, to disk."""
+    """Sync the content of a file, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

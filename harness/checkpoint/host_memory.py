@@ -1,9 +1,10 @@
-"""Host memory: how much there is left, and blocks of it that a GPU can copy into without waiting.
+"""Measures free host memory, and allocates pinned blocks that a GPU can copy into asynchronously.
 
-Why: a ring that does not fit must be refused before the first step, with its numbers, not killed by the kernel in the
-middle of the night; and on a cluster the limit is the job's, not the machine's.
-How: the least of what the kernel calls available and what each control group above this process still allows.
-A block is registered with the driver and not taken from torch's pinned allocator, which rounds up to a power of two.
+Why: a ring that does not fit must be rejected before the first step, with its numbers, instead of being OOM-killed
+hours later. On a cluster the limit is the job's cgroup, not the machine.
+How: free memory is the minimum of the kernel's MemAvailable and the headroom of every cgroup above this process.
+A block is registered with the CUDA driver and does not come from torch's pinned allocator, which rounds up to a power
+of two.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ALIGNMENT_BYTES = 64
 
 
 def free_bytes(root: Path = Path("/")) -> int:
-    """Memory this machine, or the job on it, can still give; `root` is where /proc and /sys are."""
+    """Memory still available to this process on this machine; `root` is where /proc and /sys are."""
     return min([_available_bytes(root), *_allowed_bytes(root)])
 
 
@@ -29,11 +30,11 @@ def _available_bytes(root: Path) -> int:
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             return int(rest.split()[0]) * 1024
-    raise OSError("/proc/meminfo does not tell MemAvailable")
+    raise OSError("/proc/meminfo has no MemAvailable")
 
 
 def _allowed_bytes(root: Path) -> Iterator[int]:
-    """What each control group from this process's up to the top has left, in version 2 and in version 1."""
+    """Headroom of each cgroup from this process's up to the root, for cgroup v2 and v1."""
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
@@ -47,9 +48,8 @@ def _allowed_bytes(root: Path) -> Iterator[int]:
 
 
 def _cgroup_headroom(top: Path, group: str, limit: str, usage: str, cache: str) -> Iterator[int]:
-    """What a group and each one above it allow; file cache can be given back. A container may not see its own group
-    below the top, which then is its own. No limit is the word "max" in version 2, and in version 1 a number beyond any
-    machine's memory."""
+    """Limit minus usage of a cgroup and of each one above it; inactive file cache counts as free. In a container the
+    root may be its own group. "No limit" is "max" in v2, and in v1 a number beyond any machine's memory."""
     own = top / group.lstrip("/")
     for path in [own, *own.parents]:
         if not path.is_relative_to(top):
@@ -66,7 +66,7 @@ def align_up(num_bytes: int) -> int:
 
 @final
 class PinnedBlock:
-    """Host memory of a fixed size, page-locked where a GPU copies into it, handed out piece by piece."""
+    """A fixed-size block of host memory, pinned if a GPU copies into it, handed out tensor by tensor."""
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self._bytes = torch.empty(max(num_bytes, 1), dtype=torch.uint8)
@@ -80,7 +80,8 @@ class PinnedBlock:
             self._unlock.atexit = False
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The next piece, shaped like a tensor and with a storage of its own, so that it is saved without a copy."""
+        """The next piece of the block as a tensor like this one. It has its own storage, so DCP saves it without a
+        copy."""
         if tensor.numel() == 0:
             return torch.empty_like(tensor, device="cpu")
         piece = torch.frombuffer(self._buffer, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
@@ -88,7 +89,7 @@ class PinnedBlock:
         return piece.view(tensor.shape)
 
     def release(self) -> None:
-        """Unlock the memory, once; nothing may be copied into it any more."""
+        """Unpin the memory; nothing may be copied into it afterwards. May be called more than once."""
         if self._unlock is not None:
             self._unlock()
 

@@ -1,17 +1,16 @@
-"""The manifest of a checkpoint: size and hash of every file, written last, checked before anything else is read.
+"""The checkpoint manifest: size and SHA-256 of every file, written last and verified before anything else is read.
 
-Why: torch.distributed.checkpoint has no checksums. A flipped bit, a hole of zeros or a file cut short loads without a
-word, and its `.metadata` is a pickle, which runs what it holds.
-How: SHA-256 of each file as `sha256sum` prints it, and one more over the manifest itself. A name in a manifest is the
-plain name of a file beside it; a path that leads elsewhere is refused. A manifest that was read has values of the types
-that were written.
-Three things can go wrong, and they are kept apart:
-- `Damaged`: a size or hash that does not fit, a file that is missing beside others, or a link in its place. It is said
-  only after a second look, past this machine's page cache. Only this condemns a checkpoint.
-- `StorageError`: the storage answered with an error, or the whole directory is gone. The checkpoint may be whole.
-- `OtherVersion`: the hash fits, but this version does not understand the content. Later versions must keep the rule of
-  the manifest's own hash, so that this one can tell their manifests from damaged ones.
-Left out: signatures. A manifest tells damage, not malice: whoever can write the directory can write a manifest.
+Why: torch.distributed.checkpoint has no checksums. A flipped bit, a hole of zeros or a truncated file loads without an
+error, and its `.metadata` is a pickle, which can run code.
+How: the SHA-256 of each file as `sha256sum` prints it, and one over the manifest itself. A file name in a manifest must
+be a plain name beside it; any other path is rejected. The values of a manifest are type-checked when it is read.
+Three failures are kept apart:
+- `Damaged`: a size or hash differs, a file is missing beside others, or a link is in its place. It is raised only after
+  a second read that bypasses this machine's page cache. Only this error leads to quarantine.
+- `StorageError`: the storage returned an error, or the whole directory is gone. The checkpoint may be intact.
+- `OtherVersion`: the hash matches, but this version does not understand the content. Later versions must hash their
+  manifests in the same way, so that this version can tell them from damaged ones.
+Left out: signatures. A manifest detects damage, not malice: whoever can write the directory can write a manifest.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ T = TypeVar("T")
 MANIFEST = "manifest.json"
 VERSION = 1
 READERS = 4
-"""Files hashed at once by one process; hashing releases the interpreter lock."""
+"""Files that one process hashes in parallel; hashing releases the GIL."""
 
 CHUNK_BYTES = 2**20
-"""Read at a time; hashing that much takes longer than asking for the next."""
+"""Bytes per read; hashing them takes longer than the system call."""
 LATEST_TIME_S = 1e12
-"""A time beyond it was not read from a clock."""
+"""A later time is invalid."""
 
 _PLAIN_NAME = re.compile(r"\.?\w[\w.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -50,8 +49,8 @@ _COUNTS = ("step", "generation", "iteration", "tokens", "world_size")
 
 
 @final
-class Damaged(Exception):  # noqa: N818 -- says what the checkpoint is
-    """A checkpoint that must not be loaded; the message names the file and what is wrong with it."""
+class Damaged(Exception):  # noqa: N818 -- names the state of the checkpoint
+    """A checkpoint that must not be loaded; the message names the file and the problem."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
@@ -63,11 +62,11 @@ class Damaged(Exception):  # noqa: N818 -- says what the checkpoint is
 
 
 @final
-class OtherVersion(ConfigError):  # noqa: N818 -- says what the checkpoint is
-    """A whole checkpoint that this version cannot read; it is refused and left as it is."""
+class OtherVersion(ConfigError):  # noqa: N818 -- names the state of the checkpoint
+    """An intact checkpoint that this version cannot read; it is rejected and left unchanged."""
 
     def __init__(self, path: Path, problem: str) -> None:
-        message = f"was written by another version, or is no checkpoint of this program: {problem}; nothing was changed"
+        message = f"was written by another version, or not by this program: {problem}; nothing was changed"
         super().__init__(str(path), message)
         self.path, self.problem = path, problem
 
@@ -76,7 +75,7 @@ class OtherVersion(ConfigError):  # noqa: N818 -- says what the checkpoint is
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
-    """An I/O error, with the file and the machine that got it."""
+    """A `StorageError` that names the file and the host of an I/O error."""
     problem = f"cannot be read on {socket.gethostname()}: {error.strerror or error}"
     return StorageError(error.errno or errno.EIO, problem, str(path))
 
@@ -96,12 +95,12 @@ class Manifest:
     iteration: int
     tokens: int
     time: float
-    """When it was written, in seconds since 1970."""
+    """When it was written, in seconds since the epoch."""
     world_size: int
     files: dict[str, Entry]
-    """Every file of the directory but this one and what is written later."""
+    """Every file of the directory except the manifest and files that are written later (health)."""
     rollback: dict[str, float | None] = field(default_factory=dict)
-    """What going back would cost at the cadence the run was saved with; None: not known."""
+    """Cost of a rollback with the run's checkpoint interval (`RollbackCost`); None: unknown."""
 
     @property
     def bytes(self) -> int:
@@ -109,12 +108,12 @@ class Manifest:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name can only stand for a file beside the manifest."""
+    """Whether a name is a plain file name, which cannot lead out of the directory."""
     return _PLAIN_NAME.fullmatch(name) is not None
 
 
 def hash_file(path: Path, progress: Callable[[int], object] | None = None) -> Entry:
-    """Size and hash of a file as it lies on disk; `progress` is told the bytes of each chunk."""
+    """Size and SHA-256 of a file; calls `progress` with the bytes of each chunk."""
     digest, num_bytes, chunk = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(chunk):
@@ -126,14 +125,14 @@ def hash_file(path: Path, progress: Callable[[int], object] | None = None) -> En
 
 
 def hash_files(directory: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Size and hash of several files, a few at a time."""
+    """Size and SHA-256 of several files, `READERS` in parallel."""
     listed = sorted(names)
     with ThreadPoolExecutor(max_workers=READERS) as pool:
         return dict(zip(listed, pool.map(lambda name: hash_file(directory / name), listed), strict=True))
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """The last file of a checkpoint; ValueError, and no file, for what could not be read back."""
+    """Write the last file of a checkpoint; raises ValueError, and writes nothing, if it could not be read back."""
     content = {"version": VERSION} | asdict(manifest)
     text = json.dumps(content | {"sha256": _digest(content)}, indent=1)
     _parse(_check_own_hash(json.loads(text)))
@@ -141,7 +140,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest, whole and leading nowhere else; `Damaged`, `StorageError` or `OtherVersion` if not."""
+    """Read and check the manifest; raises `Damaged`, `StorageError` or `OtherVersion`."""
     return _check_twice(lambda again: _read_manifest(directory / MANIFEST, again=again))
 
 
@@ -158,7 +157,7 @@ def _read_manifest(path: Path, *, again: bool) -> Manifest:
     try:
         content = _check_own_hash(json.loads(text))
     except RecursionError:
-        raise Damaged(path, "is not a manifest: it is nested too deeply") from None
+        raise Damaged(path, "is not a manifest: nested too deeply") from None
     except ValueError as error:
         raise Damaged(path, f"is not a manifest: {error}") from None
     try:
@@ -175,11 +174,11 @@ def verify(
     progress: Callable[[int], object] | None = None,
     manifest: Manifest | None = None,
 ) -> Manifest:
-    """The manifest, once this part of the files was found to be what it says; or `Damaged`, naming the first that is
-    not. `StorageError` where that could not be found out.
+    """Verify this caller's part of the files and return the manifest. Raises `Damaged`, naming the first file that
+    differs, or `StorageError` if a file cannot be read.
 
-    Ranks share the work: each checks every `parts`-th file. Every caller reads the manifest, unless it has it already.
-    `progress` is told the bytes that were hashed since it was last called, from several threads.
+    Ranks share the work: each checks every `parts`-th file. Reads the manifest unless it is given.
+    `progress` is called from several threads with the bytes hashed since its last call.
     """
     manifest = manifest or read_manifest(directory)
     mine = sorted(manifest.files)[part::parts]
@@ -190,27 +189,26 @@ def verify(
     return manifest
 
 
-def _check_twice(look: Callable[[bool], T]) -> T:
-    """What a look at a file came to; what seems damaged is looked at again, and `look` is told that it is the second
-    time."""
+def _check_twice(check: Callable[[bool], T]) -> T:
+    """Run a check; if it finds damage, run it once more, with True as its argument."""
     try:
-        return look(False)
+        return check(False)
     except Damaged:
-        return look(True)
+        return check(True)
 
 
 def _check_size(path: Path, entry: Entry) -> None:
-    """Cheap, and all it takes for most damage."""
+    """Compare the size: cheap, and finds most damage."""
 
-    def look(_again: bool) -> None:
+    def check(_again: bool) -> None:
         if (num_bytes := _size_of(path)) != entry.bytes:
             raise Damaged(path, f"has {num_bytes:,} bytes, {entry.bytes:,} were saved")
 
-    _check_twice(look)
+    _check_twice(check)
 
 
 def _size_of(path: Path) -> int:
-    """Bytes of a plain file."""
+    """Bytes of a regular file; anything else is damage."""
     try:
         status = path.lstat()
     except FileNotFoundError as error:
@@ -218,16 +216,16 @@ def _size_of(path: Path) -> int:
     except OSError as error:
         raise storage_error(path, error) from None
     if stat.S_ISLNK(status.st_mode):
-        raise Damaged(path, "is a link, and a checkpoint holds files only")
+        raise Damaged(path, "is a link; a checkpoint contains regular files only")
     if not stat.S_ISREG(status.st_mode):
         raise Damaged(path, "is not a file")
     return status.st_size
 
 
 def _missing(path: Path, error: OSError) -> Damaged | StorageError:
-    """A file is lost if its directory can be listed and holds other files without it; else the mount may be gone."""
+    """A file is missing if its directory lists other files; if it lists none, the mount may be gone."""
     try:
-        names = [each.name for each in path.parent.iterdir()]
+        names = [entry.name for entry in path.parent.iterdir()]
     except OSError as worse:
         return storage_error(path.parent, worse)
     if not names or path.name in names:
@@ -236,7 +234,7 @@ def _missing(path: Path, error: OSError) -> Damaged | StorageError:
 
 
 def _check_content(path: Path, entry: Entry, progress: Callable[[int], object] | None) -> None:
-    def look(again: bool) -> None:
+    def check(again: bool) -> None:
         try:
             if again:
                 drop_page_cache(path)
@@ -248,11 +246,11 @@ def _check_content(path: Path, entry: Entry, progress: Callable[[int], object] |
         if found != entry:
             raise Damaged(path, "its content is not what was saved (sha256 differs)")
 
-    _check_twice(look)
+    _check_twice(check)
 
 
 def drop_page_cache(path: Path) -> None:
-    """Drop what this machine's page cache holds of a file, so that the next read asks the storage."""
+    """Drop a file from this machine's page cache, so that the next read goes to the storage."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -261,7 +259,7 @@ def drop_page_cache(path: Path) -> None:
 
 
 def _check_own_hash(content: Any) -> dict[str, Any]:
-    """What JSON says, if its own hash fits; or ValueError."""
+    """Return the manifest's content without its own hash; ValueError if that hash is missing or differs."""
     if not isinstance(content, dict) or "sha256" not in content:
         raise ValueError("it has no sha256")
     if content.pop("sha256") != _digest(content):
@@ -270,11 +268,11 @@ def _check_own_hash(content: Any) -> dict[str, Any]:
 
 
 def _parse(content: dict[str, Any]) -> Manifest:
-    """What a manifest says whose hash fits, or ValueError where this version does not understand it."""
+    """Parse a manifest whose hash matches; ValueError if this version does not understand it."""
     version = content.pop("version", None)
     if type(version) is not int or version != VERSION:
-        raise ValueError(f"it has version {str(version)[:20]!r}, this one reads {VERSION}")
-    if differing := content.keys() ^ {each.name for each in fields(Manifest)}:
+        raise ValueError(f"it has version {str(version)[:20]!r}, this program reads {VERSION}")
+    if differing := content.keys() ^ {item.name for item in fields(Manifest)}:
         raise ValueError(f"missing or unknown {sorted(differing)}")
     for key in _COUNTS:
         _require(_is_count(content[key]), key, content[key])
@@ -284,7 +282,7 @@ def _parse(content: dict[str, Any]) -> Manifest:
     files = {name: Entry(**entry) for name, entry in content.pop("files").items()}
     for name in files:
         if not is_plain_name(name) or name == MANIFEST:
-            raise ValueError(f"{name!r} is not the name of a file beside it")
+            raise ValueError(f"{name!r} is not a plain file name")
     return Manifest(files=files, **content)
 
 
@@ -306,7 +304,7 @@ def _is_number_or_none(value: Any) -> bool:
 
 
 def _is_table(value: Any, valid: Callable[[Any], bool]) -> bool:
-    return isinstance(value, dict) and all(valid(each) for each in value.values())
+    return isinstance(value, dict) and all(valid(item) for item in value.values())
 
 
 def _is_entry(value: Any) -> bool:

@@ -1,9 +1,9 @@
-"""Retries of reads that failed with an I/O error, for a bounded time and with growing pauses.
+"""Retries reads that failed with an I/O error, for a bounded time, with exponential backoff.
 
-How: the pauses are a fixed series, not measured by a clock, so ranks that make the same attempts together and see the
-same outcomes also wait alike and give up alike. An attempt on several ranks must fail on all of them with the same
-error (`parallel.together`, `parallel.from_first`).
-Left out: reads that never return. The launcher finds a process that hangs (`launch.local.supervisor`).
+How: the pauses are a fixed series and do not depend on a clock. Ranks that make the same attempts and see the same
+outcomes therefore wait equally long and give up together. An attempt on several ranks must fail on all of them with the
+same error (`collectives.together`, `collectives.from_first`).
+Left out: reads that never return. The launcher detects a hung process (`launch.local.supervisor`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 @final
 class IoRetry:
-    """The retries that are left; `retry_s` is shared by all attempts that are made through one of these."""
+    """A retry budget: all attempts made through one instance share its `retry_s` seconds of pauses."""
 
     def __init__(self, retry_s: float) -> None:
         self._pauses = pauses(retry_s)
 
-    def through(self, attempt: Callable[[], T]) -> T:
-        """The result of the first attempt that succeeds; the last error once the time is used up."""
+    def call(self, attempt: Callable[[], T]) -> T:
+        """Return the result of the first attempt that succeeds; raise the last error once the budget is used up."""
         while True:
             try:
                 return attempt()
@@ -41,7 +41,7 @@ class IoRetry:
 
 
 def pauses(retry_s: float) -> Iterator[float]:
-    """Seconds to wait before each retry; `retry_s` in sum."""
+    """Yield the seconds to wait before each retry: 1, 2, 4, ... up to 30, `retry_s` in total."""
     pause_s = FIRST_PAUSE_S
     while retry_s > 0:
         pause_s = min(pause_s, retry_s)

@@ -1,7 +1,7 @@
-"""Checkpoints as a person wants to see them: one row each, with age, size and health.
+"""Lists checkpoints as a table for `harness checkpoint list`: one row each, with age, size and health.
 
-How: what can be told from the names, the manifests and the sizes of files; no shard is read. A run may be saving and
-deleting meanwhile: what goes while it is looked at is left out.
+How: it reads directory names, manifests and file sizes; no shard is read. A run may save and delete meanwhile: a
+checkpoint that disappears is left out.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from harness.checkpoint.integrity import Damaged, OtherVersion
 from harness.config.errors import StorageError
 
 QUARANTINED = "damaged"
-"""What stands in the place of health for a checkpoint that was set aside."""
+"""Shown as the health of a quarantined checkpoint."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRow:
-    """One checkpoint, as `list` tells it."""
+    """One checkpoint in the output of `harness checkpoint list`."""
 
     name: str
     step: int
     generation: int
     health: str
     time: float
-    """When it was written, in seconds since 1970."""
+    """When it was written, in seconds since the epoch."""
     bytes: int
-    """What it takes on disk."""
+    """Size on disk."""
     tokens: int | None
     problem: str | None
-    """Why its manifest cannot be used."""
+    """Why its manifest cannot be used; None: it can."""
 
 
 def rows_of(root: Path) -> list[CheckpointRow]:
-    """Checkpoints, oldest first, then those that were set aside."""
-    saved = [(each.path, each.health.value) for each in catalog.list_checkpoints(root)]
-    aside = [(path, QUARANTINED) for path in catalog.list_damaged(root)]
-    rows = [row_of(path, health) for path, health in [*saved, *aside]]
+    """Checkpoints, oldest first, then the quarantined ones."""
+    saved = [(checkpoint.path, checkpoint.health.value) for checkpoint in catalog.list_checkpoints(root)]
+    damaged = [(path, QUARANTINED) for path in catalog.list_damaged(root)]
+    rows = [row_of(path, health) for path, health in [*saved, *damaged]]
     return [row for row in rows if row is not None]
 
 
 def row_of(path: Path, health: str) -> CheckpointRow | None:
-    """What can be told of a checkpoint without reading it all; None when it has gone meanwhile."""
+    """The row of a checkpoint; reads no shard. None if the checkpoint was deleted meanwhile."""
     step, generation = catalog.parse_name(path.name)
     manifest, problem = None, None
     try:
@@ -75,7 +75,7 @@ def row_of(path: Path, health: str) -> CheckpointRow | None:
 
 
 def bytes_of(directory: Path) -> int:
-    """What the files of a directory take, as far as it is still there."""
+    """Bytes of the files in a directory; files that disappear meanwhile are not counted."""
     total = 0
     with suppress(OSError):
         for path in directory.iterdir():
@@ -84,7 +84,7 @@ def bytes_of(directory: Path) -> int:
 
 
 def render(rows: Sequence[CheckpointRow], *, now_s: float) -> str:
-    """A table for a terminal."""
+    """Render the rows as a text table."""
     table = [("name", "step", "generation", "health", "age", "size", "tokens", "")]
     for row in rows:
         tokens = "-" if row.tokens is None else f"{row.tokens:,}"

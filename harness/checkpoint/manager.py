@@ -1,11 +1,11 @@
-"""The keeper: when a snapshot is taken, when one goes to disk, how healthy what lies there is, and what may go.
+"""The checkpoint manager: decides when to snapshot, when to save, when a checkpoint is good, and which to delete.
 
-How: all ranks call it at the same iterations and do the same, so the ring and the files agree without a word. A save is
-a snapshot that the clerk writes once its report has come back; the loop never waits for it, unless the next one is due
-before it is done. Rank 0 alone judges and deletes: a checkpoint is good once `good_after_steps` clean steps in a row
-have followed it, and what is not finite is not written at all.
-A disk that refuses costs that checkpoint and an event; training goes on and the next one tries again.
-What cannot be read is neither tainted nor deleted, and nothing else is because of it.
+How: all ranks call it at the same iterations with the same arguments, so no communication is needed to agree. A save is
+a snapshot that the writer thread writes once the step report of the same iteration has arrived. The loop waits for it
+only if the next save is due before the write has finished. Only rank 0 marks and deletes checkpoints. A checkpoint is
+good once `good_after_steps` clean steps in a row have followed it. A state with non-finite values is never written.
+A failed write loses that checkpoint and emits `CheckpointFailed`; training continues and the next save tries again.
+A checkpoint that cannot be read is neither tainted nor deleted, and while there is one, no other is deleted.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class CheckpointManager:
         self._cfg = cfg.checkpoint
         self.retry_s = cfg.checkpoint.retry_s
         self._rank0_retry_s = min(self.retry_s, cfg.parallel.timeout_s / 2)
-        """For how long rank 0 may retry while the others wait for it in a collective."""
+        """Longest retry on rank 0 while the other ranks wait in a collective: at most half of the collective
+        timeout."""
         self._plan_cache = store.SavePlanCache()
         self._iterations: dict[str, int] = {}
-        """Directory -> the iteration it was taken after, of those that were saved or read in this process."""
+        """Directory name -> iteration of the state, for checkpoints saved or read by this process."""
         self._rollback = rollback_cost(cfg).as_dict()
         self._root = root
         self._ring = ring
@@ -51,39 +52,40 @@ class CheckpointManager:
         self._events: list[Event] = []
         self._on_disk: set[str] = set()
         self._queued: Slot | None = None
-        """Waits for its report before it can be written."""
+        """Snapshot to be written once its step report has arrived."""
         self._save_requested = False
         self._blocked_s = 0.0
         self._interval_s = 60 * (self._cfg.every_minutes or math.inf)
         self._next_save_s = time.monotonic() + self._interval_s
         self._candidates: dict[str, int] = {}
-        """Directory -> the iteration it was taken after."""
+        """Directory name -> iteration, of checkpoints not yet known to be good."""
         self._unmarked: deque[tuple[str, int]] = deque()
-        """Those that proved good and could not be marked; filled in the clerk's thread."""
+        """(name, iteration) of good checkpoints whose health file could not be written; filled by the writer thread."""
         self._last_unclean = 0
-        """The last iteration that was not clean, or where the run began."""
+        """The last iteration that was rejected or suspect, or the one the run resumed from."""
 
     def continue_from(self, name: str, state: RunState) -> None:
-        """The run goes on from this checkpoint, which its next clean steps may prove good."""
+        """Register the checkpoint that the run resumes from; the next clean steps may make it good."""
         self._on_disk.add(name)
         self._last_unclean = state.iteration
         if from_first(lambda: catalog.health_of(self._root / name)) in (Health.candidate, Health.unread):
             self._candidates[name] = state.iteration
 
     def is_due_by_clock(self) -> bool:
-        """Whether the clock asks for a checkpoint, once each time; on rank 0 alone, whose word the others hear."""
+        """Whether `every_minutes` have passed; true once per interval, on rank 0 only. The step's all-reduce carries it
+        to the other ranks."""
         is_due = self._world.is_first and time.monotonic() >= self._next_save_s
         if is_due:
             self._next_save_s = time.monotonic() + self._interval_s
         return is_due
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after this update is to be saved: by the count of steps, or because somebody asked."""
+        """Whether to save the state after this update: `every_steps` divides the step, or a save was requested."""
         return self._save_requested or (self._cfg.every_steps > 0 and step % self._cfg.every_steps == 0)
 
     def snapshot_if_due(self, state: RunState) -> bool:
-        """Snapshot the state that the last update left, for the ring, for the disk, or for both; True where it goes to
-        disk, on all ranks alike."""
+        """Snapshot the state after the last update if the ring or a save needs it. Returns True, on all ranks alike, if
+        the snapshot will be saved to disk."""
         is_due = self.is_due(state.step)
         self._save_requested = is_due and self._queued is not None
         if is_due and self._queued is None:
@@ -101,9 +103,11 @@ class CheckpointManager:
         doubtful_since: int | None = None,
         remembered: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """What a report says: its snapshot is whole, those before it can be trusted, a checkpoint has proved good.
+        """Process the reduced record of one step: complete its snapshot, trust older snapshots, mark checkpoints good,
+        start the pending write.
 
-        While something is under suspicion, nothing that was taken since it began is trusted or good.
+        doubtful_since: first iteration under suspicion; nothing taken since then is trusted or becomes good.
+        remembered: returns the sentinel's state, which is saved with the snapshot of this iteration.
         """
         slot = self._ring.find_incomplete(record.iteration)
         if slot is not None:
@@ -125,19 +129,23 @@ class CheckpointManager:
         self._save_requested = True
 
     def rollback_targets(self, *, before: float = math.inf, until_step: float = math.inf) -> list[tuple[str, int]]:
-        """Checkpoints to go back to and the iteration each was taken after, newest first; on rank 0. Those from before
-        an iteration must be good; a person who names a step may have candidates too, but nothing tainted.
+        """(name, iteration) of checkpoints to roll back to, newest first; on rank 0.
 
-        What storage does not tell of within `checkpoint.retry_s` is left out.
+        Without `until_step` only good checkpoints qualify. An operator who names a step also gets candidates, never
+        tainted ones. A checkpoint that stays unreadable for `checkpoint.retry_s` seconds is left out.
         """
         self._finish_writing()
         allowed = {Health.good} if until_step == math.inf else {Health.good, Health.candidate}
 
         def find(*, strict: bool) -> list[tuple[str, int]]:
             saved = reversed(catalog.list_checkpoints(self._root))
-            near = [each for each in saved if each.step <= until_step and _is_allowed(each, allowed, strict=strict)]
-            found = [(each.name, self._iteration_of(each, strict=strict)) for each in near]
-            return [(name, taken) for name, taken in found if taken is not None and taken < before]
+            usable = [
+                checkpoint
+                for checkpoint in saved
+                if checkpoint.step <= until_step and _is_allowed(checkpoint, allowed, strict=strict)
+            ]
+            found = [(checkpoint.name, self._iteration_of(checkpoint, strict=strict)) for checkpoint in usable]
+            return [(name, iteration) for name, iteration in found if iteration is not None and iteration < before]
 
         try:
             return IoRetry(self._rank0_retry_s).call(lambda: find(strict=True))
@@ -145,35 +153,37 @@ class CheckpointManager:
             return find(strict=False)
 
     def taint_since(self, iteration: int, reason: str) -> None:
-        """The run is about to go on from the state after this iteration: what was saved since is tainted.
+        """Taint every checkpoint taken after this iteration, before the run rolls back to it.
 
-        On disk before it returns: a run that is killed now must not resume from what it leaves. `OSError` on all ranks
-        where that fails; nothing else has changed then.
+        The marks are on disk when this returns, so a run killed now does not resume from an abandoned state. Raises
+        `OSError` on all ranks if that fails; nothing else has changed then.
         """
         self._finish_writing()
         together(lambda: self._taint(iteration, reason) if self._world.is_first else None)
 
     def discard_after(self, iteration: int) -> None:
-        """The run goes on from the state after this iteration: what waits, and what was taken since, is dropped."""
+        """Drop the pending save, and all snapshots and candidates taken after this iteration; the run has rolled back
+        to it."""
         self._queued = None
         self._ring.discard_from(iteration + 1)
         self._last_unclean = max(self._last_unclean, iteration)
-        self._candidates = {name: taken for name, taken in self._candidates.items() if taken <= iteration}
+        self._candidates = {name: saved for name, saved in self._candidates.items() if saved <= iteration}
 
     def _taint(self, iteration: int, reason: str) -> None:
-        """On rank 0. Nothing is tainted before it is known of every checkpoint when it was taken; `StorageError` where
-        that cannot be read."""
+        """On rank 0. Reads the iteration of every checkpoint before it taints any; `StorageError` if one cannot be
+        read."""
 
         def find() -> list[Checkpoint]:
-            known = [(each, self._iteration_of(each, strict=True)) for each in catalog.list_checkpoints(self._root)]
-            return [each for each, taken in known if taken is not None and taken > iteration]
+            saved = catalog.list_checkpoints(self._root)
+            found = [(checkpoint, self._iteration_of(checkpoint, strict=True)) for checkpoint in saved]
+            return [checkpoint for checkpoint, taken in found if taken is not None and taken > iteration]
 
         for checkpoint in IoRetry(self._rank0_retry_s).call(find):
             catalog.mark(checkpoint.path, Health.tainted, reason)
 
     def _iteration_of(self, checkpoint: Checkpoint, *, strict: bool) -> int | None:
-        """After which iteration it was taken. None for one that a resume refuses by itself: its manifest is damaged, or
-        another version wrote it; and, unless `strict`, for one that storage does not tell of."""
+        """The iteration a checkpoint was taken after. None if a resume would reject it anyway (damaged manifest, other
+        version) and, unless `strict`, if its storage cannot be read."""
         if checkpoint.name not in self._iterations:
             try:
                 self._iterations[checkpoint.name] = integrity.read_manifest(checkpoint.path).iteration
@@ -186,17 +196,17 @@ class CheckpointManager:
         return self._iterations[checkpoint.name]
 
     def drain_events(self) -> Iterator[Event]:
-        """What has become of earlier saves."""
+        """Yield the events of saves and health marks since the last call."""
         self._collect_events()
         while self._events:
             yield self._events.pop(0)
 
     def save_last(self, state: RunState, *, is_done: bool, remembered: Callable[[], dict[str, Any]] = dict) -> bool:
-        """Save where the run leaves, every report heard, and wait for it; False where that failed.
+        """Save the last state of the run and wait for the write; False if it failed. All reports must be processed.
 
-        The state a finished run ends with is good when clean steps led up to it, because none will follow.
+        The last state of a finished run is good if `good_after_steps` clean steps preceded it, because none follow.
         """
-        assert self._queued is None, "every report was heard"
+        assert self._queued is None, "every report was processed"
         name = catalog.name_of(state.step, state.generation)
         self._finish_writing()
         if name not in self._on_disk:
@@ -211,7 +221,7 @@ class CheckpointManager:
         return name in self._on_disk
 
     def finish(self) -> None:
-        """Wait for what is being written: one that ends in the middle of it is aborted, whatever its exit code."""
+        """Wait for the current write. A process that exits during a write aborts it, whatever its exit code."""
         self._finish_writing()
 
     def close(self) -> None:
@@ -232,8 +242,8 @@ class CheckpointManager:
 
     def _collect_events(self) -> None:
         while self._unmarked:
-            name, taken = self._unmarked.popleft()
-            self._candidates[name] = taken
+            name, iteration = self._unmarked.popleft()
+            self._candidates[name] = iteration
         for event in self._writer.drain_events():
             self._events.append(event)
             if isinstance(event, CheckpointSaved):
@@ -249,16 +259,16 @@ class CheckpointManager:
         self._writer.submit(lambda: [self._save(slot, blocked_s)])
 
     def _save(self, slot: Slot, blocked_s: float) -> Event:
-        """In the clerk's thread, on every rank."""
+        """Runs in the writer thread, on every rank."""
         begun_s, state = time.monotonic(), slot.state
         try:
             if not all(together(lambda: slot.is_finite, self._world.aside)):
-                return _failed(state, "weights or moments are not finite")
+                return _failure_event(state, "weights or moments are not finite")
             written = store.write(
                 self._root, slot.whole, state, world=self._world, rollback=self._rollback, plan_cache=self._plan_cache
             )
         except OSError as error:
-            return _failed(state, " ".join(str(error).split()))
+            return _failure_event(state, " ".join(str(error).split()))
         finally:
             slot.is_saving = False
         self._prune()
@@ -273,8 +283,9 @@ class CheckpointManager:
         )
 
     def _promote(self, iteration: int) -> None:
-        for name, taken in list(self._candidates.items()):
-            num_clean = iteration - max(taken, self._last_unclean)
+        """Mark every candidate good that enough clean steps have followed."""
+        for name, saved in list(self._candidates.items()):
+            num_clean = iteration - max(saved, self._last_unclean)
             if num_clean >= self._cfg.good_after_steps:
                 self._submit_good_mark(name, f"{num_clean} clean steps followed")
 
@@ -284,8 +295,8 @@ class CheckpointManager:
             self._writer.submit(lambda: self._mark_good(name, iteration, reason))
 
     def _mark_good(self, name: str, iteration: int, reason: str) -> list[Event]:
-        """In the clerk's thread; what has been dropped meanwhile needs no mark, what a full disk refused is tried
-        again."""
+        """Runs in the writer thread. A checkpoint deleted meanwhile needs no mark; after an I/O error it becomes a
+        candidate again."""
         try:
             catalog.mark(self._root / name, Health.good, reason)
         except FileNotFoundError:
@@ -299,7 +310,8 @@ class CheckpointManager:
         ]
 
     def _prune(self) -> None:
-        """In the clerk's thread; what cannot be read or deleted today may be tomorrow."""
+        """Delete checkpoints that retention does not keep; runs in the writer thread. I/O errors are ignored: the next
+        save tries again."""
         if not self._world.is_first:
             return
         keep, every = self._cfg.keep, self._cfg.keep_every_steps
@@ -312,12 +324,12 @@ class CheckpointManager:
 
 
 def _is_allowed(checkpoint: Checkpoint, allowed: set[Health], *, strict: bool) -> bool:
-    """Whether its health is one of these; `StorageError` where that is not known, if `strict`."""
+    """Whether the checkpoint's health is one of `allowed`; if `strict`, raises `StorageError` if it cannot be read."""
     if checkpoint.health is Health.unread and strict:
         with suppress(OtherVersion):
             return catalog.read_health(checkpoint.path) in allowed
     return checkpoint.health in allowed
 
 
-def _failed(state: RunState, reason: str) -> CheckpointFailed:
+def _failure_event(state: RunState, reason: str) -> CheckpointFailed:
     return CheckpointFailed(time=time.time(), iteration=state.iteration, step=state.step, reason=reason)

@@ -1,13 +1,13 @@
-"""The ring: the last snapshots of this rank's part of the state, in host memory, ready to rewind to.
+"""The snapshot ring: the last snapshots of this rank's shards in pinned host memory, to rewind to.
 
-Why: a bad update that slipped through is undone in a second from memory; from disk it takes minutes, and everything
-since the last checkpoint.
-How: each slot is one block of page-locked memory, allocated once. A snapshot is copied on a side stream while the next
-forward pass runs, and the next update waits for it on the device; the host waits for nothing. What the host knows of
-that moment is completed when the report of the same iteration comes back (`Slot.settle`). A slot is a target only once
-every step up to it was judged clean, and one clean step was computed from it (`trust`): an update that breaks the
-weights is first seen in the step after it. The newest target is never overwritten by an untried snapshot.
-All ranks take and judge at the same iterations; before a rewind they agree on the slot and that all of them hold it.
+Why: undoing a bad update takes a second from memory. From disk it takes minutes and loses every step since the last
+checkpoint.
+How: each slot is one pinned block, allocated once. A snapshot is a device-to-host copy on a side stream during the next
+forward pass; the next update waits for it on the device, the host never waits. The run state of a slot is completed
+when the step report of the same iteration arrives (`Slot.complete`). A slot becomes a rewind target (`trust`) once
+every step up to it was clean and one clean step was computed from it, because an update that breaks the weights shows
+only in the step after it. The newest target is never overwritten by an untrusted snapshot.
+All ranks take and trust snapshots at the same iterations. Before a rewind they agree on a slot that all of them hold.
 """
 
 from __future__ import annotations
@@ -34,46 +34,46 @@ BYTES_PER_GB = 1e9
 @final
 @dataclass(slots=True)
 class Slot:
-    """One snapshot, or room for one."""
+    """Memory for one snapshot, empty or filled."""
 
     block: PinnedBlock
     tensors: dict[str, Tensor]
     """This rank's part of every tensor."""
     whole: dict[str, Tensor]
-    """The same memory as sharded tensors, which is what a checkpoint is written from."""
+    """The same memory as DTensors; checkpoints are written from these."""
     copied: torch.cuda.Event | None
     state: RunState = field(default_factory=RunState)
     is_taken: bool = False
     is_complete: bool = False
-    """Every step up to it has reported."""
+    """The reports of all steps up to it have arrived."""
     is_trusted: bool = False
-    """Every step up to it was judged clean, and one computed from it; then it is also taken and settled."""
+    """Every step up to it and one step computed from it were clean; implies is_taken and is_complete."""
     is_saving: bool = False
-    """It is being saved and must stay as it is."""
+    """It is being written to disk and must not be overwritten."""
     _is_finite: bool | None = None
 
     def complete(self, *, step: int, refused_in_row: int, sentinel: dict[str, Any] | None = None) -> None:
-        """Complete what the host knew with what the reports up to the same iteration say."""
+        """Fill in the parts of the run state that only the reports up to this iteration tell."""
         self.state = replace(self.state, step=step, refused_in_row=refused_in_row, sentinel=sentinel or {})
         self.is_complete = True
 
     def wait(self) -> None:
-        """Until the copy is complete."""
+        """Block the host until the device-to-host copy has finished."""
         if self.copied is not None:
-            self.copied.synchronize()  # sync: whoever reads a snapshot on the host waits for it; a step never does
+            self.copied.synchronize()  # sync: only readers of a snapshot wait for its copy; a step never does
 
     @property
     def is_finite(self) -> bool:
-        """Whether every number of this rank's part is; looked at once, on the host, by whoever needs to know."""
+        """Whether all values of this rank's shards are finite; computed once, on the host, on first use."""
         if self._is_finite is None:
             self.wait()
             floats = [part for part in self.tensors.values() if part.is_floating_point() and part.numel()]
             extremes = (torch.stack(torch.aminmax(part)) for part in floats)
-            self._is_finite = all(bool(each.isfinite().all()) for each in extremes)  # sync: none, in host memory
+            self._is_finite = all(bool(pair.isfinite().all()) for pair in extremes)  # sync: none, in host memory
         return self._is_finite
 
     def begin(self, state: RunState) -> None:
-        """A new snapshot takes the place of the old one."""
+        """Reset the slot for a new snapshot."""
         self.state = replace(state)
         self.is_taken, self.is_complete, self.is_trusted, self._is_finite = True, False, False, None
 
@@ -100,7 +100,7 @@ class Ring:
         )
 
     def take_snapshot(self, state: RunState) -> Slot:
-        """Begin to copy the state into a slot; on a GPU it is there before the next update."""
+        """Start copying the state into a slot; on a GPU the copy finishes before the next update."""
         slot = self._next_slot()
         slot.begin(state)
         if self._stream is None:
@@ -119,36 +119,37 @@ class Ring:
         torch._foreach_copy_(list(slot.tensors.values()), list(self._live.values()), non_blocking=True)
 
     def finish_copy(self) -> None:
-        """What changes the state comes after this: the device first finishes the snapshot that is on its way."""
+        """Make the current stream wait for the running copy; call before anything changes the state."""
         if self._copying is not None and self._copying.copied is not None:
             torch.cuda.current_stream().wait_event(self._copying.copied)
         self._copying = None
 
     def find_incomplete(self, iteration: int) -> Slot | None:
-        """The snapshot of an iteration whose report has just come, if one was taken."""
+        """The snapshot of this iteration, if one was taken and its report was still missing."""
         waiting = (slot for slot in self._slots if slot.is_taken and not slot.is_complete)
         return next((slot for slot in waiting if slot.state.iteration == iteration), None)
 
     def trust(self, iteration: int) -> None:
-        """The update of this iteration was judged clean, and so was every one before it."""
+        """Trust all complete snapshots from before this iteration: it and all before it were clean."""
         for slot in self._slots:
             if slot.is_taken and slot.is_complete and slot.state.iteration < iteration:
                 slot.is_trusted = True
 
     def distrust(self, iteration: int) -> None:
-        """Something may have gone wrong at this iteration: until it is trusted again, nothing since is a target."""
+        """Withdraw trust from snapshots taken since this iteration, which is under suspicion."""
         for slot in self._slots:
             if slot.state.iteration >= iteration:
                 slot.is_trusted = False
 
     def discard_from(self, iteration: int) -> None:
-        """The run goes on from before this iteration: what was taken since never was."""
+        """Discard snapshots taken since this iteration; the run has rolled back to before it."""
         for slot in self._slots:
             if slot.state.iteration >= iteration:
                 slot.is_taken = slot.is_trusted = slot.is_saving = False
 
     def agree_on_target(self, *, before: int) -> Slot | None:
-        """The newest target from before an iteration that every rank holds, or None; all ranks must ask."""
+        """The newest target from before an iteration that every rank holds, or None. Collective: all ranks must
+        call."""
         while True:
             mine = self._newest_target(before)
             before = minimum(-1 if mine is None else mine.state.iteration)
@@ -157,8 +158,8 @@ class Ring:
                 return held
 
     def restore(self, slot: Slot) -> RunState:
-        """Put a snapshot back in place, bit for bit; returns where the run stood."""
-        assert slot.is_complete, "only a whole snapshot can be restored"
+        """Copy a snapshot back, bit for bit; returns its run state."""
+        assert slot.is_complete, "only a complete snapshot can be restored"
         slot.wait()
         self.finish_copy()
         torch._foreach_copy_(list(self._live.values()), list(slot.tensors.values()), non_blocking=True)
@@ -179,7 +180,7 @@ class Ring:
         return max(earlier, key=lambda slot: slot.state.iteration, default=None)
 
     def _next_slot(self) -> Slot:
-        """Where the next snapshot goes: an empty slot, else the oldest; never one being saved or the newest target."""
+        """The slot to overwrite: an empty one, else the oldest; never one being saved or the newest target."""
         trusted = [slot for slot in self._slots if slot.is_trusted]
         kept = max(trusted, key=lambda slot: slot.state.iteration, default=None) if len(self._slots) > 1 else None
         free = [slot for slot in self._slots if not slot.is_saving and slot is not kept]
@@ -188,19 +189,20 @@ class Ring:
 
 
 def check_budget(num_bytes: int, *, cfg: RingConfig) -> None:
-    """Refuse a ring that does not fit in the memory of some machine, on all ranks alike, before anything is taken."""
+    """Raise on all ranks, before anything is allocated, if the ring does not fit into some machine's memory."""
     machines = together(lambda: (num_bytes * num_local_ranks(), num_local_ranks(), free_bytes()))
-    each, ranks = max((each, ranks) for each, ranks, _ in machines)
+    snapshot_bytes, ranks = max((snapshot_bytes, ranks) for snapshot_bytes, ranks, _ in machines)
     free = min(free for _, _, free in machines)
     allowed = free / 2 if cfg.memory_gb is None else cfg.memory_gb * BYTES_PER_GB
-    needed = each * num_buffers(cfg)
+    needed = snapshot_bytes * num_buffers(cfg)
     if needed <= allowed:
         return
-    fitting = int(allowed // each)
+    fitting = int(allowed // snapshot_bytes)
     message = (
-        f"{cfg.slots} snapshots and the one being saved take {num_buffers(cfg)} x {each / BYTES_PER_GB:.3g} GB on a "
-        f"machine with {ranks} ranks, {needed / BYTES_PER_GB:.3g} GB of host memory; allowed are "
-        f"{allowed / BYTES_PER_GB:.3g} GB{' (half of what is free)' if cfg.memory_gb is None else ''}, "
+        f"{cfg.slots} snapshots and the one being saved need {num_buffers(cfg)} x "
+        f"{snapshot_bytes / BYTES_PER_GB:.3g} GB on a machine with {ranks} ranks, "
+        f"{needed / BYTES_PER_GB:.3g} GB of host memory; allowed are "
+        f"{allowed / BYTES_PER_GB:.3g} GB{' (half of the free memory)' if cfg.memory_gb is None else ''}, "
     )
     message += (
         f"enough for checkpoint.ring.slots={fitting - 1 if fitting > 2 else 0}" if fitting else "not enough for one"

@@ -1,25 +1,26 @@
-"""What going back costs, from the configuration alone.
+"""Steps that a rollback or a rewind loses, computed from the configuration alone.
 
-Why: how often to save is a bargain between time stolen and work lost, and the second half must be a number before the
-run is in trouble. `harness plan` shows it, and every checkpoint's manifest carries it.
+Why: the checkpoint interval trades time spent on saving against work lost. The lost work must be known before the run
+is in trouble. `harness plan` shows it, and every checkpoint's manifest contains it.
 
-How: trouble is found in the report of step r, when the host has issued r + lag steps; those after the target are lost.
+How: a problem is found in the report of step r, when the host has already issued r + lag steps. All steps after the
+target are lost.
 
-A *rollback* goes to the newest checkpoint that is good: `good_after_steps` clean reports have followed it, so it was
-taken at or before step r - 1 - good_after_steps. Checkpoints lie `interval` steps apart, so it was taken no earlier
-than interval - 1 steps before that:
+A *rollback* goes to the newest good checkpoint. `good_after_steps` clean reports have followed it, so it was taken at
+or before step r - 1 - good_after_steps. Checkpoints are `interval` steps apart, so it was taken at most interval - 1
+steps before that:
 
     lost = good_after_steps + lag + 1  ..  interval + good_after_steps + lag
 
-A *rewind* goes to the newest snapshot in memory that is trusted: one clean step was computed from it, so it was taken
-at or before r - 2; snapshots lie `ring.every_steps` apart:
+A *rewind* goes to the newest trusted snapshot in memory. One clean step was computed from it, so it was taken at or
+before r - 2; snapshots are `ring.every_steps` apart:
 
     lost = lag + 2  ..  ring.every_steps + lag + 1
 
-Trouble is as likely at one step as at the next, so on average it is the middle. A clock that rings between checkpoints
-is heard by all ranks `lag` steps later. With steps and minutes, whichever comes first; with neither, and before the
-first target, the way back is the whole run.
-Left out: trouble that began before it was found (the policy then goes further back), and a disk so slow that a
+Problems are equally likely at every step, so the average is the middle. A save that the clock requests reaches all
+ranks `lag` steps later. With both steps and minutes, whichever comes first counts; with neither, and before the first
+target, the whole run is lost.
+Left out: problems that began before they were found (the policy then goes back further), and a disk so slow that a
 checkpoint is still being written when `good_after_steps` steps have followed it.
 """
 
@@ -36,23 +37,23 @@ from harness.config.schema import Config
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackCost:
-    """Steps that are done again, or lost, when a run goes back."""
+    """Steps that a rollback or rewind loses."""
 
     steps_at_most: int | None
-    """None: only the clock decides, and how long a step takes is not known."""
+    """None: only `every_minutes` is set and the step time is unknown."""
     steps_on_average: float | None
     tokens_at_most: int | None
     minutes_at_most: float | None = None
-    """Where the clock decides too: it loses no more than these minutes and `steps_besides`."""
+    """If `every_minutes` is set: the loss is at most these minutes plus `steps_besides` steps."""
     steps_besides: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For a manifest."""
+        """As stored in a manifest."""
         return asdict(self)
 
 
 def rollback_cost(cfg: Config, *, step_time_s: float | None = None) -> RollbackCost:
-    """What a rollback to the newest good checkpoint loses; minutes become steps where the time of one is known."""
+    """Cost of a rollback to the newest good checkpoint; `step_time_s` converts minutes to steps if it is given."""
     proving = cfg.checkpoint.good_after_steps + cfg.sentinel.lag
     cost = _cost(cfg, interval=_interval(cfg, step_time_s), least=proving + 1)
     if cfg.checkpoint.every_minutes is None:
@@ -61,13 +62,13 @@ def rollback_cost(cfg: Config, *, step_time_s: float | None = None) -> RollbackC
 
 
 def rewind_cost(cfg: Config) -> RollbackCost | None:
-    """What a rewind to the newest trusted snapshot loses; None where no snapshots are kept."""
+    """Cost of a rewind to the newest trusted snapshot; None if the ring is off."""
     ring = cfg.checkpoint.ring
     return _cost(cfg, interval=ring.every_steps, least=cfg.sentinel.lag + 2) if ring.slots else None
 
 
 def _interval(cfg: Config, step_time_s: float | None) -> int | None:
-    """Most steps between two checkpoints; None where that is not known."""
+    """Most steps between two checkpoints; None if unknown."""
     by_steps, minutes = cfg.checkpoint.every_steps, cfg.checkpoint.every_minutes
     if minutes is None:
         return by_steps or cfg.train.num_steps
@@ -78,7 +79,7 @@ def _interval(cfg: Config, step_time_s: float | None) -> int | None:
 
 
 def _cost(cfg: Config, *, interval: int | None, least: int) -> RollbackCost:
-    """From `least` steps, right after the target, to an interval less one more; never more than the whole run."""
+    """Between `least` and `least + interval - 1` steps are lost; never more than the whole run."""
     if interval is None:
         return RollbackCost(steps_at_most=None, steps_on_average=None, tokens_at_most=None)
     whole_run = cfg.train.num_steps
@@ -92,5 +93,5 @@ def _cost(cfg: Config, *, interval: int | None, least: int) -> RollbackCost:
 
 
 def num_buffers(cfg: RingConfig) -> int:
-    """Snapshots that lie in memory at once: those to rewind to, and the one being saved."""
+    """Snapshot buffers in memory: those to rewind to, and one that is being saved."""
     return cfg.slots + 1

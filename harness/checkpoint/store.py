@@ -1,17 +1,17 @@
-"""Checkpoints on disk: written whole or not at all, verified before they are read.
+"""Writes and loads checkpoints with torch.distributed.checkpoint (DCP): atomic on write, verified before a load.
 
-How: all ranks write their shards with torch.distributed.checkpoint into a hidden directory, one file each, and hash
-what lies there; rank 0 adds the numbers of the host and the manifest, and quarantines the directory, which is the moment it
-exists. `write` needs nothing but host memory and a process group of its own, so it runs in a thread beside training.
-Loading checks the manifest first, all ranks sharing the files, then fills tensors in place that already have their
-final sharding, so the number of ranks may change between runs. A damaged checkpoint is set aside, and the next older
-one taken. An I/O error is retried, and never condemns a checkpoint. Whatever can fail on one rank is done inside
-`together` or `from_first`, so that all ranks take the same next step.
-Planning: DCP plans anew for every save, in Python on rank 0 and with all ranks' plans gathered there. `SavePlanCache` keeps
-what the first save planned, and later saves of the same tensors write without a plan. DCP's own cache
-(`enable_plan_caching`) is not used: it is one for the whole process, whatever the group; it does not see that a dtype
-has changed; and rank 0 still gathers every write and pickles the description anew.
-Left out: random state, because nothing draws from one: weights and data are pure functions of the seed.
+How: all ranks write their shards into a hidden directory, one file each, and hash the files on disk. Rank 0 adds
+state.json and the manifest and renames the directory; from then on the checkpoint exists. `write` needs only host
+memory and its own process group, so it runs in the writer thread beside training.
+A load verifies the manifest first; the ranks share the files to hash. Then it fills tensors in place that already have
+their final sharding, so the number of ranks may change between runs. A damaged checkpoint is quarantined and the next
+older one is tried. An I/O error is retried and never counts as damage. Every operation that can fail on one rank runs
+inside `together` or `from_first`, so that all ranks see the same outcome.
+Planning: DCP makes a new plan for every save, in Python on rank 0, from the gathered plans of all ranks.
+`SavePlanCache` keeps the plan of the first save, and later saves of the same tensors reuse it. DCP's own cache
+(`enable_plan_caching`) is not used: it is global to the process, whatever the group; it does not notice that a dtype
+has changed; and rank 0 still gathers all write results and pickles the metadata for every save.
+Left out: random state. Nothing draws from one: weights and data are pure functions of the seed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from harness.distributed.world import World
 
 STATE_FILE = "state.json"
 LEAST_FREE_BYTES = 1 << 20
-"""Of a disk that is full for all purposes."""
+"""A disk with less free space counts as full."""
 
 
 class Written(NamedTuple):
@@ -66,16 +66,16 @@ class Written(NamedTuple):
 @final
 @dataclass(slots=True)
 class SavePlanCache:
-    """What the last save of a run planned and wrote, for the next one; belongs to one process group."""
+    """DCP's save plan and write results of the last save, reused by the next one; belongs to one process group."""
 
     signature: list[Any] = field(default_factory=list)
-    """What the plan depends on: name, type, shape and sharding of every tensor."""
+    """What the plan depends on: name, dtype, shape and sharding of every tensor."""
     plan: SavePlan | None = None
     """What this rank writes."""
     results: list[WriteResult] = field(default_factory=list)
-    """Where each part came to lie in this rank's file."""
+    """Offset and size of each chunk in this rank's file."""
     metadata: bytes = b""
-    """The description, which says the same for every save; on rank 0."""
+    """Content of DCP's .metadata file, identical for every save; on rank 0."""
 
     def fits(self, signature: list[Any]) -> bool:
         return self.plan is not None and self.signature == signature
@@ -98,7 +98,7 @@ def write(
         together(lambda: _recreate_directory(scratch) if world.is_first else None, world.aside)
         _write_shards(scratch, dict(tensors), plan_cache, world)
         measured = together(lambda: _hash_own_shards(scratch, world.rank), world.aside)
-        files = {name: entry for each in measured for name, entry in each.items()}
+        files = {name: entry for entries in measured for name, entry in entries.items()}
         finished = together(
             lambda: _publish(scratch, target, state, files, world, rollback) if world.is_first else 0, world.aside
         )
@@ -111,7 +111,7 @@ def write(
 
 
 def _write_shards(scratch: Path, tensors: dict[str, Tensor], plan_cache: SavePlanCache, world: World) -> None:
-    """As planned for the last save where every rank's tensors are laid out as they were then; else plan_cache anew."""
+    """Write all shards, with the cached plan if the tensors of every rank have the layout of the last save."""
     signature = signature_of(tensors)
     if all(together(lambda: plan_cache.fits(signature), world.aside)):
         if all(together(lambda: _write_with_cached_plan(scratch, tensors, plan_cache, world), world.aside)):
@@ -130,7 +130,7 @@ def _write_shards(scratch: Path, tensors: dict[str, Tensor], plan_cache: SavePla
 
 
 def _write_with_cached_plan(scratch: Path, tensors: dict[str, Tensor], plan_cache: SavePlanCache, world: World) -> bool:
-    """Write this rank's file, and on rank 0 the description; False if the parts did not come to lie as before."""
+    """Write this rank's file, and on rank 0 .metadata; False if a chunk has another offset or size than last time."""
     assert plan_cache.plan is not None
     writer, planner = _Writer(scratch), DefaultSavePlanner()
     planner.set_up_planner(tensors, is_coordinator=world.is_first)
@@ -145,7 +145,7 @@ def _write_with_cached_plan(scratch: Path, tensors: dict[str, Tensor], plan_cach
 
 
 def write_metadata(scratch: Path, metadata: bytes) -> None:
-    """The description of an earlier save, which is also that of this one."""
+    """Write .metadata from the cache; its content is the same for every save."""
     with (scratch / METADATA_FILE).open("wb") as file:
         file.write(metadata)
         file.flush()
@@ -153,7 +153,7 @@ def write_metadata(scratch: Path, metadata: bytes) -> None:
 
 
 def signature_of(tensors: Mapping[str, Tensor]) -> list[Any]:
-    """What a plan to save these tensors on this rank depends on."""
+    """What DCP's plan to save these tensors on this rank depends on."""
     return [
         (name, tensor.dtype, tensor.shape, local(tensor).shape)
         + ((tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else ())
@@ -162,8 +162,8 @@ def signature_of(tensors: Mapping[str, Tensor]) -> list[Any]:
 
 
 class _Writer(FileSystemWriter):
-    """Writes one file a rank, and keeps the plan and where each part came to lie. The description that it writes says
-    nothing of the directory or the time, so that it is the same for every save."""
+    """Writes one file per rank and keeps the plan and the write results. The .metadata it writes has neither directory
+    nor time in it, so that it is identical for every save."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, thread_count=1, per_thread_copy_ahead=0, overwrite=False)
@@ -185,7 +185,7 @@ def _recreate_directory(scratch: Path) -> None:
 
 
 def _hash_own_shards(scratch: Path, rank: int) -> dict[str, Entry]:
-    """Size and hash of this rank's shards, once they are on disk: DCP syncs before it has written its last buffer."""
+    """Sync this rank's shards and hash them. The sync is needed: DCP syncs before it has written its last buffer."""
     own = list(scratch.glob(f"__{rank}_*.distcp"))
     for path in own:
         catalog.fsync(path)
@@ -200,7 +200,7 @@ def _publish(
     world: World,
     rollback: Mapping[str, float],
 ) -> int:
-    """Rank 0's last touches; the rename makes it a checkpoint. Returns its size."""
+    """On rank 0: write state.json and the manifest, then rename, which makes it a checkpoint. Returns its bytes."""
     write_atomically(scratch / STATE_FILE, json.dumps(asdict(state)))
     files |= integrity.hash_files(scratch, [METADATA_FILE, STATE_FILE])
     manifest = Manifest(
@@ -226,7 +226,7 @@ def _first_failure(error: CheckpointException) -> str:
 
 
 def _explain_write_error(reason: str, root: Path) -> str:
-    """A failed write with its cause: torch's writer, told that the disk is full, may only say that it failed."""
+    """Add "No space left on device" if the disk is full: torch's writer may only report that the write failed."""
     full = os.strerror(errno.ENOSPC)
     is_full = shutil.disk_usage(root).free < LEAST_FREE_BYTES
     return f"{reason} ({full})" if is_full and full not in reason else reason
@@ -238,21 +238,20 @@ class LoadedCheckpoint(NamedTuple):
 
 
 class LoadResult(NamedTuple):
-    """What a look for a checkpoint came to."""
+    """The result of looking for a checkpoint to load."""
 
     loaded: LoadedCheckpoint | None
     damage: list[Damaged]
-    """What was wrong with each damaged one, newest first."""
+    """The damaged checkpoints, newest first."""
     unread: list[StorageError | OtherVersion] = []  # noqa: RUF012 -- never changed
-    """Why others were passed over that may be whole; they were left as they are."""
+    """Why other checkpoints, which may be intact, were skipped; their files are unchanged."""
 
 
 def load_newest(root: Path, tensors: Mapping[str, Tensor], *, world: World, retry_s: float = 0.0) -> LoadResult:
-    """Fill `tensors` in place from the newest whole checkpoint that is not tainted; nothing is filled where none was
-    ever saved.
+    """Fill `tensors` in place from the newest intact checkpoint that is not tainted; no-op if none was ever saved.
 
-    It need not have proved good: a run that goes on loses no step that nobody has doubted. Damaged ones are set aside.
-    One that cannot be read, or that another version wrote, is an error: an older one would lose work.
+    A candidate is accepted: a resume keeps every step that is not suspect. Damaged checkpoints are quarantined.
+    A checkpoint that cannot be read, or that another version wrote, is an error: loading an older one would lose work.
     """
     retry = IoRetry(retry_s)
     names = retry.call(lambda: from_first(lambda: _newest_first(root)))
@@ -261,7 +260,7 @@ def load_newest(root: Path, tensors: Mapping[str, Tensor], *, world: World, retr
         return found
     if lost := retry.call(lambda: from_first(lambda: [str(path) for path in catalog.list_damaged(root)])):
         problem = "; ".join(map(str, found.damage)) or f"{len(lost)} were found damaged before"
-        raise ConfigError("run.name", f"no checkpoint in {root} is whole ({problem}); remove {lost[-1]} to begin again")
+        raise ConfigError("run.name", f"no checkpoint in {root} is intact ({problem}); remove {lost[-1]} to start over")
     return found
 
 
@@ -276,13 +275,13 @@ def load_first(
     quarantines: bool = True,
     skip_unreadable: bool = False,
 ) -> LoadResult:
-    """Fill `tensors` in place from the first of these checkpoints that is whole.
+    """Fill `tensors` in place from the first of these checkpoints that is intact.
 
-    A damaged one is set aside if `quarantines`, and the next one is tried. One that cannot be read, or that another version
-    wrote, is an error; if `skip_unreadable`, the next one is tried. Then `StorageError` is raised only if none could be
-    loaded: tensors may be half filled.
-    `prepare` is called with the name of a checkpoint that has proved whole, before anything is filled.
-    All ranks must call this alike, and see the same outcome.
+    A damaged checkpoint is renamed if `quarantines`, and the next one is tried. One that cannot be read, or that
+    another version wrote, is an error; if `skip_unreadable`, the next one is tried. Then `StorageError` is raised only
+    if none could be loaded; tensors may be partly filled.
+    `prepare` is called with the name of a verified checkpoint before anything is filled.
+    All ranks must call this with the same arguments, and all see the same outcome.
     """
     retry = retry or IoRetry(0.0)
     damage: list[Damaged] = []
@@ -291,28 +290,28 @@ def load_first(
         try:
             opened = _open(root / name, tensors, world=world, retry=retry)
             prepare(name)
-            _fill(root / name, tensors, opened.description, retry=retry)
+            _fill(root / name, tensors, opened.index, retry=retry)
             return LoadResult(LoadedCheckpoint(opened.state, name), damage, unread)
         except Damaged as error:
             damage.append(error)
             if quarantines and world.is_first:
-                with suppress(OSError):  # it is only in the way
+                with suppress(OSError):  # without the rename it is only found damaged again
                     catalog.quarantine(root / name)
         except (StorageError, OtherVersion) as error:
             if not skip_unreadable:
                 raise
             unread.append(error)
-    for each in unread:
-        if isinstance(each, StorageError):
-            raise each
+    for error in unread:
+        if isinstance(error, StorageError):
+            raise error
     return LoadResult(None, damage, unread)
 
 
 def _newest_first(root: Path) -> list[str]:
-    """Names of all that are not tainted; on rank 0. Health that cannot be read is an error: it may say tainted."""
+    """Names of all checkpoints that are not tainted; on rank 0. Unreadable health is an error: it may be tainted."""
     catalog.remove_unfinished(root)
     saved = reversed(catalog.list_checkpoints(root))
-    return [each.name for each in saved if _require_health(each) is not Health.tainted]
+    return [checkpoint.name for checkpoint in saved if _require_health(checkpoint) is not Health.tainted]
 
 
 def _require_health(checkpoint: Checkpoint) -> Health:
@@ -321,23 +320,23 @@ def _require_health(checkpoint: Checkpoint) -> Health:
 
 
 class _Opened(NamedTuple):
-    description: TensorIndex
+    index: TensorIndex
     state: RunState
 
 
 def _open(path: Path, tensors: Mapping[str, Tensor], *, world: World, retry: IoRetry) -> _Opened:
-    """What a checkpoint holds, on every rank, once every file is what was saved and fits these tensors.
+    """Verify a checkpoint and return its tensor index and run state on every rank.
 
-    Every rank hashes its share of the files; all else is read by rank 0 alone. On all ranks alike: `Damaged`, with
-    nothing unpickled, `StorageError`, `OtherVersion`, or ConfigError for another model.
+    Every rank hashes its share of the files; rank 0 reads everything else. Raises on all ranks alike: `Damaged`
+    (nothing is unpickled then), `StorageError`, `OtherVersion`, or `ConfigError` if the model has other tensors.
     """
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     manifest = retry.call(lambda: from_first(lambda: integrity.read_manifest(path)))
-    whole: list[Manifest] = []
+    verified: list[Manifest] = []
 
     def check() -> None:
-        if not whole:  # not again when another rank has to
-            whole.append(integrity.verify(path, part=world.rank, parts=world.size, manifest=manifest))
+        if not verified:  # do not hash again when only another rank retries
+            verified.append(integrity.verify(path, part=world.rank, parts=world.size, manifest=manifest))
 
     retry.call(lambda: together(check))
     state = retry.call(lambda: from_first(lambda: read_state(path)))
@@ -345,7 +344,7 @@ def _open(path: Path, tensors: Mapping[str, Tensor], *, world: World, retry: IoR
 
 
 def read_state(path: Path) -> RunState:
-    """The numbers of the host in a verified checkpoint."""
+    """The run state (state.json) of a verified checkpoint."""
     file = path / STATE_FILE
     try:
         text = file.read_text(encoding="utf-8")
@@ -358,19 +357,19 @@ def read_state(path: Path) -> RunState:
 
 
 def read_index(path: Path, shapes: Mapping[str, torch.Size]) -> TensorIndex:
-    """The description of a verified checkpoint. Refuses, by name, what does not fit the model: that is no damage, but
-    another configuration."""
+    """The tensor index of a verified checkpoint. A tensor that is missing or has another shape is a `ConfigError`: the
+    checkpoint is intact, the configuration differs."""
     found = tensor_index.read(path)
     saved = found.shapes
     for name, shape in shapes.items():
         if saved.get(name) != shape:
-            there = f"holds {name} as {list(saved[name])}" if name in saved else f"does not hold {name}"
-            raise ConfigError("run.name", f"{path} {there}, and this configuration needs {list(shape)}")
+            there = f"has {name} with shape {list(saved[name])}" if name in saved else f"has no {name}"
+            raise ConfigError("run.name", f"{path} {there}; this configuration needs {list(shape)}")
     return found
 
 
 def _fill(path: Path, tensors: Mapping[str, Tensor], found: TensorIndex, *, retry: IoRetry) -> None:
-    """Read this rank's part of every tensor; ranks read independently and learn of each other's failures."""
+    """Read this rank's part of every tensor; ranks read independently, and a failure on one is raised on all."""
     filled: list[bool] = []
 
     def fill() -> None:
@@ -385,7 +384,7 @@ def read_into(path: Path, tensors: Mapping[str, Tensor], found: TensorIndex) -> 
     """Fill this process's part of tensors from a verified checkpoint; needs no process group."""
     reader = _Reader(path, tensor_index.metadata_for(found, tensors))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is the point
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: no_dist=True
         try:
             load_shards(dict(tensors), storage_reader=reader, no_dist=True)
         except CheckpointException as error:
@@ -401,8 +400,8 @@ def read_shapes(path: Path) -> dict[str, torch.Size]:
 
 
 def read_tensors(path: Path, names: Iterable[str], found: TensorIndex | None = None) -> dict[str, Tensor]:
-    """Whole tensors of a verified checkpoint, by name; needs no process group. Reads the description if it is not
-    given."""
+    """Full (unsharded) tensors of a verified checkpoint, by name; needs no process group. Reads the index if `found` is
+    not given."""
     found = found or tensor_index.read(path)
     saved = found.tensors
     tensors = {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in names}
@@ -411,7 +410,7 @@ def read_tensors(path: Path, names: Iterable[str], found: TensorIndex | None = N
 
 
 class _Reader(FileSystemReader):
-    """Reads the shards of a checkpoint whose description is known."""
+    """Reads shards with metadata that is already in memory."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)

@@ -1,10 +1,10 @@
-"""The index of a checkpoint: the tensors it holds, and the file, offset and size of each of their parts.
+"""The tensor index of a checkpoint: its tensors, and the file, offset and size of each of their chunks.
 
-Why: torch.distributed.checkpoint keeps it as a pickle with several Python objects a part: 2.2 million parts for 70B on
-1,024 ranks. A pickle runs what it holds, and that many objects on every rank cost memory and minutes.
-How: one process reads it. It unpickles from an allow-list, refuses every name that is not a plain file name, and packs
-the parts of each tensor into one table of integers. A table is small enough to broadcast, and a rank makes torch's
-objects again only for the parts that overlap its own shards.
+Why: torch.distributed.checkpoint stores it as a pickle (`.metadata`) with several Python objects per chunk: 2.2 million
+chunks for 70B on 1,024 ranks. A pickle can run code, and that many objects on every rank cost memory and minutes.
+How: one process reads it. It unpickles from an allow-list, rejects every file name that is not plain, and packs the
+chunks of each tensor into one integer table. A table is small enough to broadcast. Each rank rebuilds torch's objects
+only for the chunks that overlap its own shards.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _MAY_BE_UNPICKLED = frozenset(
         *((_DESCRIPTION, name) for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
     }
 )
-"""What the index of sharded tensors is made of, name by name; dtypes come besides."""
+"""The classes and functions in the metadata of sharded tensors; torch dtypes are allowed in addition."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class IndexedTensor:
-    """One tensor."""
+    """Shape, dtype and chunks of one tensor."""
 
     size: torch.Size
     dtype: torch.dtype
     parts: NDArray[np.int64]
-    """One row a part: its offsets and sizes in each dim, number of its file, offset and bytes in that file."""
+    """One row per chunk: offsets and sizes in each dim, number of its file, offset and bytes in that file."""
 
 
 @final
@@ -73,7 +73,7 @@ class TensorIndex:
 
 
 def read(checkpoint: Path) -> TensorIndex:
-    """The index of a verified checkpoint; `OtherVersion` for what this version does not understand."""
+    """Read the index of a verified checkpoint; `OtherVersion` if this version does not understand it."""
     path = checkpoint / METADATA_FILE
     with _no_collection():
         try:
@@ -90,7 +90,7 @@ def read(checkpoint: Path) -> TensorIndex:
 
 
 def _pack(metadata: Metadata) -> TensorIndex:
-    """The tables, or ValueError where something is not a tensor or lies elsewhere."""
+    """Pack DCP's metadata into tables; ValueError for an entry that is no tensor or a file outside the checkpoint."""
     described: dict[str, TensorStorageMetadata] = {}
     for name, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
@@ -123,11 +123,11 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _MAY_BE_UNPICKLED:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
 
 
 def metadata_for(index: TensorIndex, tensors: Mapping[str, Tensor]) -> Metadata:
-    """What torch needs to fill these tensors on this rank: of each, the parts that overlap its local shard."""
+    """DCP metadata to fill these tensors on this rank: of each, the chunks that overlap its local shard."""
     described: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     for name, tensor in tensors.items():
@@ -142,14 +142,14 @@ def metadata_for(index: TensorIndex, tensors: Mapping[str, Tensor]) -> Metadata:
 
 
 def _local_boxes(tensor: Tensor) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
-    """Offsets and sizes of what this rank holds of a tensor."""
+    """Offsets and sizes of this rank's shards of a tensor."""
     if isinstance(tensor, DTensor):
         return [(chunk.offsets, chunk.sizes) for chunk in tensor.__create_chunk_list__()]  # type: ignore[no-untyped-call]
     return [((0,) * tensor.dim(), tensor.shape)]
 
 
 def _overlapping(parts: NDArray[np.int64], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> NDArray[np.int64]:
-    """The rows of parts that share an element with any of the boxes."""
+    """The rows whose chunk shares an element with any of the boxes."""
     rank = (parts.shape[1] - 3) // 2
     begin, end = parts[:, :rank], parts[:, :rank] + parts[:, rank : 2 * rank]
     is_needed = np.zeros(len(parts), dtype=bool)
@@ -162,7 +162,7 @@ def _overlapping(parts: NDArray[np.int64], boxes: Sequence[tuple[Sequence[int], 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Millions of new objects that stay would be walked by Python's garbage collector again and again."""
+    """Disable Python's garbage collector, which would scan millions of new live objects again and again."""
     was_on = gc.isenabled()
     gc.disable()
     try:

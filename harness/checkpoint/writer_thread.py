@@ -1,8 +1,8 @@
-"""The clerk: a thread beside training that does the slow things with files, one after the other.
+"""A background thread that runs slow file jobs (writing, marking, deleting checkpoints) one after the other.
 
-Why: a disk may take minutes, and may refuse; the loop must not wait for the one nor fall over the other.
-How: jobs are functions that return what they have to tell. The thread dies with the process: after a crash nobody waits
-for a disk. An exception that a job did not expect is raised where the loop next asks for news.
+Why: a write may take minutes or fail; the training loop must neither block on it nor crash.
+How: a job is a function that returns a list of events. An unexpected exception in a job is raised in the training loop
+at its next `drain_events`. The thread is a daemon, so a crashing process does not wait for the disk.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ class WriterThread(Generic[EventT]):
         self._results: deque[EventT | BaseException] = deque()
         self._num_open = 0
         self._changed = Condition()
-        Thread(target=self._work, name="checkpoint clerk", daemon=True).start()
+        Thread(target=self._work, name="checkpoint writer", daemon=True).start()
 
     def submit(self, job: Callable[[], list[EventT]]) -> None:
-        """Have something done after all that was given before."""
+        """Queue a job; jobs run in the order of submission."""
         with self._changed:
             self._num_open += 1
         self._jobs.put(job)
 
     def drain_events(self) -> Iterator[EventT]:
-        """What the jobs that are done have told since the last time."""
+        """Yield the events of finished jobs since the last call; raise what a job raised."""
         while self._results:
-            told = self._results.popleft()
-            if isinstance(told, BaseException):
-                raise told
-            yield told
+            result = self._results.popleft()
+            if isinstance(result, BaseException):
+                raise result
+            yield result
 
     def wait(self) -> None:
-        """Until everything that was given is done."""
+        """Block until all submitted jobs are done."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_open == 0)
 
     def close(self) -> None:
-        """Leave when all is done, without being waited for: after a crash the others may never answer."""
+        """Let the thread end after the submitted jobs. Does not join it: after a crash other ranks may never answer."""
         self._jobs.put(None)
 
     def _work(self) -> None:

@@ -234,7 +234,7 @@ def test_a_health_of_a_newer_version_is_refused_and_protects(tmp_path: Path, sta
     path = make(tmp_path, name_of(10, 0))
     (path / catalog.HEALTH).write_text(json.dumps({"health": stated}))
     assert catalog.health_of(path) is Health.unread
-    with pytest.raises(OtherVersion, match="known are candidate, good, tainted"):
+    with pytest.raises(OtherVersion, match="allowed are candidate, good, tainted"):
         catalog.read_health(path)
 
 

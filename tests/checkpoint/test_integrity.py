@@ -180,7 +180,7 @@ def test_a_directory_in_the_place_of_a_file_is_found(whole: Path) -> None:
 def test_a_link_is_damage_even_when_it_leads_to_the_right_bytes(whole: Path, name: str, tmp_path: Path) -> None:
     (whole / name).rename(tmp_path / "elsewhere")
     (whole / name).symlink_to(tmp_path / "elsewhere")
-    assert str(damage_of(whole)) == f"{whole / name}: is a link, and a checkpoint holds files only"
+    assert str(damage_of(whole)) == f"{whole / name}: is a link; a checkpoint contains regular files only"
 
 
 @pytest.mark.parametrize("name", [DATA, MANIFEST])
@@ -366,7 +366,7 @@ def test_a_name_that_leads_elsewhere_is_refused(whole: Path, name: str) -> None:
 @pytest.mark.parametrize("version", [0, 2, None, "1", True, 1.0, [1], {"1": 1}, 10**400])
 def test_another_version_is_refused_and_is_not_damage(whole: Path, version: Any) -> None:
     forge(whole, lambda content: content.update(version=version))
-    assert f"it has version {str(version)[:20]!r}, this one reads 1" in str(refusal_of(whole))
+    assert f"it has version {str(version)[:20]!r}, this program reads 1" in str(refusal_of(whole))
 
 
 def test_a_field_of_a_newer_version_is_refused_by_name(whole: Path) -> None:

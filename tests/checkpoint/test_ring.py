@@ -107,7 +107,7 @@ def complaint(*overrides: str) -> str:
 def test_a_ring_that_does_not_fit_is_refused_on_all_ranks_with_its_numbers(ranks: Pool) -> None:
     first, second = ranks.run(2, complaint, "checkpoint.ring.memory_gb=1.6e-3", "checkpoint.ring.slots=9")
     assert first == second
-    numbers = "9 snapshots and the one being saved take 10 x 0.000386 GB on a machine with 2 ranks, 0.00386 GB of host"
+    numbers = "9 snapshots and the one being saved need 10 x 0.000386 GB on a machine with 2 ranks, 0.00386 GB of host"
     assert first.startswith(f"checkpoint.ring.memory_gb: {numbers} memory; allowed are 0.0016 GB, ")
     assert first.endswith("enough for checkpoint.ring.slots=3")
     assert ranks.run(2, complaint, "checkpoint.ring.memory_gb=1.6e-3", "checkpoint.ring.slots=3") == ["", ""]

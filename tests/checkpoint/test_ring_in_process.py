@@ -209,7 +209,7 @@ def test_whoever_reads_a_snapshot_waits_until_it_is_complete(world: World) -> No
         (10**12, 768e-9, 3, "allowed are 7.68e-07 GB, enough for checkpoint.ring.slots=2"),
         (10**12, 512e-9, 3, "enough for checkpoint.ring.slots=0"),
         (10**12, 255e-9, 0, "allowed are 2.55e-07 GB, not enough for one"),
-        (1535, None, 3, "allowed are 7.67e-07 GB (half of what is free), enough for checkpoint.ring.slots=0"),
+        (1535, None, 3, "allowed are 7.67e-07 GB (half of the free memory), enough for checkpoint.ring.slots=0"),
     ],
 )
 def test_all_ranks_of_a_machine_and_all_slots_must_fit(

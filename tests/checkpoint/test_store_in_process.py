@@ -241,7 +241,7 @@ def test_the_newest_that_is_whole_and_not_tainted_is_loaded(tmp_path: Path, worl
         with pytest.raises(ConfigError) as caught:
             newest(tmp_path, world)
         assert problem in str(caught.value)
-        assert f"remove {tmp_path / name_of(10, 0)}.damaged to begin again" in str(caught.value)
+        assert f"remove {tmp_path / name_of(10, 0)}.damaged to start over" in str(caught.value)
 
 
 def test_health_that_cannot_be_read_is_an_error(tmp_path: Path, world: World) -> None:
@@ -333,7 +333,8 @@ def test_another_version_is_passed_over_only_if_that_is_allowed(tmp_path: Path, 
 
 def test_another_model_is_refused_by_name(tmp_path: Path, world: World) -> None:
     path = save(tmp_path, world, 5)
-    for shape, name, problem in (((4, 4), "model.weight", "holds model.weight as [4, 3]"), ((4,), "x", "not hold x")):
+    other_shape = ((4, 4), "model.weight", "has model.weight with shape [4, 3]")
+    for shape, name, problem in (other_shape, ((4,), "x", "has no x")):
         with pytest.raises(ConfigError, match="this configuration needs") as caught:
             store.read_index(path, {"device.step": torch.Size(()), name: torch.Size(shape)})
         assert problem in str(caught.value)

@@ -146,7 +146,7 @@ class Calls:
 )
 def test_nothing_is_called_that_is_not_on_the_list(tmp_path: Path, planted: Calls, name: str) -> None:
     """`float` is also the name of a dtype, but of torch's."""
-    with pytest.raises(OtherVersion, match=f"{name} has no place in a checkpoint"):
+    with pytest.raises(OtherVersion, match=f"{name} is not allowed in a checkpoint"):
         tensor_index.read(written(tmp_path, planted))
 
 

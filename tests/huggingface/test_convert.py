@@ -247,7 +247,8 @@ def test_a_damaged_checkpoint_is_refused_by_the_file(tmp_path: Path, file: str) 
 def test_a_configuration_of_another_shape_is_refused(tmp_path: Path) -> None:
     run, _, _ = make_run(tmp_path / "run")
     run.config.write_text(compose.to_yaml(loaded(*SMALL, "model.ffn_dim=64")))
-    with pytest.raises(ConfigError, match=r"holds model.blocks.0.mlp.gate.weight as \[48, 32\], .* needs \[64, 32\]"):
+    message = r"has model.blocks.0.mlp.gate.weight with shape \[48, 32\]; .* needs \[64, 32\]"
+    with pytest.raises(ConfigError, match=message):
         export(run, tmp_path / "exported")
     run.config.write_text("model: [")
     with pytest.raises(ConfigError, match=r"config.yaml: cannot be read: "):

@@ -1,9 +1,8 @@
-"""What a corpus is made of: the numbers that `harness data prepare` prints and keeps beside it.
+"""Statistics of a prepared corpus: the report that `harness data prepare` prints and stores beside it.
 
-Why: rare tokens, copies and giant documents are known causes of trouble in training, and cheapest to see beforehand.
-How: a `CorpusCounter` takes the parts in their order, which makes the report a function of the output alone; `render` turns it
-into text.
-Left out: documents that are nearly the same; only equal texts are counted as copies, by a hash of 64 bits.
+Why: rare tokens, duplicates and giant documents are known causes of trouble in training, and cheapest to see
+beforehand. How: `CorpusCounter` takes the parts in order, so the report is a function of the output alone. `render`
+makes the text. Left out: near-duplicates; only equal texts count as duplicates, by a 64-bit hash.
 """
 
 from __future__ import annotations

@@ -406,7 +406,7 @@ def test_what_cannot_be_read_is_told_apart_from_damage_by_the_exit_code(
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     (other / integrity.MANIFEST).write_text(json.dumps(content | {"sha256": digest}))
     assert checkpoint.main(["verify", str(run.path)]) == 2
-    assert "it has version '2', this one reads 1" in capsys.readouterr().out
+    assert "it has version '2', this program reads 1" in capsys.readouterr().out
     assert checkpoint.main(["list", str(run.path)]) == 0
     assert "was written by another version" in capsys.readouterr().out
     (whole / SHARD).unlink()
