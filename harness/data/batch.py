@@ -1,4 +1,4 @@
-"""One rank's share of a batch, on its device, with what is known about it."""
+"""One rank's share of a batch as tensors on its device, with the facts about it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.data.batch_facts import BatchFacts
 
 IGNORED = -100
 """The target of a token that is not predicted: its successor belongs to another document (`data.document_mask`), or
-the row is padding, which another rank or micro-batch counts."""
+the row is padding, which counts on another rank or in another micro-batch."""
 
 
 class Batch(NamedTuple):
@@ -21,21 +21,21 @@ class Batch(NamedTuple):
     targets: Tensor
     """The token that follows each input, or IGNORED."""
     sources: Tensor
-    """int64, rows: where each comes from, as an index into `Batches.source_names`."""
+    """int64, rows: source of each row, as an index into `Batches.source_names`."""
     documents: Tensor | None
-    """int32, rows x sequence_length: which of its row's documents an input belongs to; None: all see each other."""
+    """int32, rows x sequence_length: number of the document in the row that an input belongs to; None: no mask."""
     facts: BatchFacts | None
-    """About this rank's share, also in a micro-batch; None for held-out data."""
+    """About this rank's whole share, also in a micro-batch; None for held-out data."""
     is_own: NDArray[np.bool_] | None = None
-    """Which rows count, where the others are padding; None: all count."""
+    """False for padding rows; None: no row is padding."""
 
     @property
     def is_padding(self) -> bool:
-        """Whether no row counts."""
+        """Whether all rows are padding."""
         return self.is_own is not None and not self.is_own.any()
 
     def micro_batches(self, most: int | None) -> list[Batch]:
-        """The rows in their order, in as few parts of equal size as `most` rows in one allow; None: one part."""
+        """Split the rows, in order, into as few equal parts as `most` rows per part allow; None: one part."""
         num_rows = len(self.inputs)
         size = -(-num_rows // -(-num_rows // (most or num_rows)))
         parts = [slice(start, start + size) for start in range(0, num_rows, size)]

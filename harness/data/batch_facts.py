@@ -1,14 +1,14 @@
-"""What is remarkable about a batch, for the record of its step.
+"""Facts about a batch for its step record: fingerprint, rarest tokens, entropy, rows per source.
 
-Why: when a step goes wrong, the first questions are whether its batch was seen before, whether it holds rare tokens,
-and which source it came from; the answers must be there without reading the batch again.
-How: a row's fingerprint is a 64-bit hash of its token ids, whatever type they are stored in; that of several rows is
-the sum modulo 2 ** 64. So the fingerprints of all ranks add up to that of the global batch, whatever the number of
-ranks and the order of the rows, and no rank reads the rows of the others. Now and then each rank also reads one row of
-another one, so that a rank that reads other bytes is found out. Tokens are ranked by how often they occur in the corpus
-where that is known, and otherwise in the batch itself; of equally frequent ones the highest id is the rarest, since
-tokenizers number frequent tokens first.
-Left out: memory of other batches. Facts are a pure function of the rows.
+Why: when a step goes wrong, the first questions are whether its batch was seen before, whether it contains rare tokens,
+and which source it came from. The record must answer them without reading the batch again.
+How: the fingerprint of a row is a 64-bit hash of its token ids, whatever dtype they are stored in; that of several rows
+is the sum modulo 2 ** 64. So the fingerprints of all ranks add up to that of the global batch, whatever the number of
+ranks and the order of the rows, and no rank reads the rows of the others. Every few batches each rank also reads one
+row of another rank, which reveals a rank that reads different bytes. Tokens are ranked by their count in the corpus if
+that is known, else in the batch; of equally frequent tokens the highest id is the rarest, since tokenizers number
+frequent tokens first.
+Left out: history. Facts are a pure function of the rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RareBatchToken(NamedTuple):
     token: int
     num_in_batch: int
     num_in_corpus: int | None
-    """Where it is known without a scan."""
+    """None: not known without a scan."""
 
 
 @final
@@ -39,15 +39,15 @@ class RareBatchToken(NamedTuple):
 class GlobalFacts:
     fingerprint: int
     rarest: tuple[RareBatchToken, ...]
-    """The rarest first."""
+    """Rarest first."""
     entropy_nats: float
-    """Of the distribution of token ids in the batch."""
+    """Entropy of the token ids in the batch."""
     rows_by_source: tuple[int, ...]
     """In the order of the sources."""
 
 
 class RowComparison(NamedTuple):
-    """One row of this rank and one of another, each in brief: what `row_digest` gives."""
+    """`row_digest` of one row of this rank and of one row of another rank."""
 
     own: int
     other: int
@@ -57,42 +57,41 @@ class RowComparison(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFacts:
     fingerprint: int
-    """Of this rank's rows."""
+    """Fingerprint of this rank's rows."""
     rows_by_source: tuple[int, ...]
-    """Of the global batch, in the order of the sources; known from the plan, without reading it."""
+    """Rows of the global batch, in the order of the sources; from the plan, without reading them."""
     own: GlobalFacts | None
-    """Of this rank's rows alone; on rank 0 only, for the log."""
+    """Facts of this rank's rows; on rank 0 only, for the log."""
     compared: RowComparison | None
-    """None in a batch in which no rows are compared."""
+    """None if no rows are compared in this batch."""
 
 
 def fingerprint(rows: Tokens) -> int:
-    """Equal for equal rows in any order; additive over parts of a batch."""
-    words = np.ascontiguousarray(rows, dtype="<u4")
-    total = sum(int.from_bytes(blake2b(row.data, digest_size=8).digest(), "little") for row in words)
+    """Hash that is equal for equal rows in any order, and additive over parts of a batch."""
+    ids = np.ascontiguousarray(rows, dtype="<u4")
+    total = sum(int.from_bytes(blake2b(row.data, digest_size=8).digest(), "little") for row in ids)
     return total % 2**64
 
 
 def row_digest(row: Tokens) -> int:
-    """A row in 24 bits, which float32 holds exactly; never 0, which stands for "not measured"."""
+    """24-bit hash of a row, which float32 represents exactly; never 0, which means "not compared"."""
     return 1 + fingerprint(row[None, :]) % (2**24 - 1)
 
 
 def comparison_stride(turn: int, world_size: int) -> int:
-    """How far ahead the rank lies whose row a rank reads too, at the `turn`-th comparison.
+    """Distance to the rank whose row a rank also reads, at the `turn`-th comparison.
 
     It changes, so that ranks of one machine are compared with those of others. It is never half of the ranks: two ranks
-    that compare only with each other cannot tell which of them is wrong.
+    that are compared only with each other cannot show which of them is wrong.
     """
-    strides = [each for each in (1, 2, 3, 5, 7, 11, 13) if each < world_size and 2 * each != world_size] or [1]
+    strides = [stride for stride in (1, 2, 3, 5, 7, 11, 13) if stride < world_size and 2 * stride != world_size] or [1]
     return strides[turn % len(strides)]
 
 
 def global_facts(
     rows: Tokens, sources: NDArray[np.int64], *, num_sources: int, frequencies: NDArray[np.int64] | None
 ) -> GlobalFacts:
-    """Facts of some rows, of a global batch where it is given; `frequencies`: how often each token id occurs in the
-    corpus."""
+    """Facts of these rows; `frequencies`: how often each token id occurs in the corpus, None if unknown."""
     counts = np.bincount(rows.ravel())
     return GlobalFacts(
         fingerprint=fingerprint(rows),
@@ -103,7 +102,7 @@ def global_facts(
 
 
 def _entropy_nats(counts: NDArray[np.int64], num_tokens: int) -> float:
-    """From how many tokens occur how often: far fewer logarithms than tokens."""
+    """Entropy from the histogram of counts, which needs far fewer logarithms than there are tokens."""
     num_with = np.bincount(counts)
     often = np.flatnonzero(num_with[1:]) + 1
     return max(0.0, math.log(num_tokens) - float((num_with[often] * often * np.log(often)).sum()) / num_tokens)
@@ -125,8 +124,7 @@ def _rarest(counts: NDArray[np.int64], frequencies: NDArray[np.int64] | None) ->
 
 
 def facts_to_record(facts: BatchFacts | None, source_names: Sequence[str]) -> dict[str, Any]:
-    """Facts as they stand in a step's record, but for the fingerprint of the global batch, which is a sum over ranks;
-    empty where there are none."""
+    """Facts for the step record; empty if there are none. The fingerprint is added later, as a sum over ranks."""
     if facts is None or facts.own is None:
         return {}
     return {

@@ -1,10 +1,9 @@
-"""A batch as a person reads it: where its rows come from, what they say, and what is rare in them.
+"""Renders a batch for people (`harness data inspect`): origin and text of each row, and its rare tokens.
 
-Why: after a spike the first question is what the model was shown.
-How: the batch is asked for by its index, as training does, so it is the same one; each row is decoded with the
-tokenizer that lies beside its file (PREFIX.tokenizer.json, or tokenizer.json in its directory), as bytes where it is
-made of bytes, and is left as token ids where nothing says what they mean. Texts of the rows are quoted, so that no
-control character of the data reaches the terminal.
+Why: after a spike the first question is what the model was trained on.
+How: the batch is read by its index, as in training, so it is the same one. Each row is decoded with the tokenizer
+beside its file (PREFIX.tokenizer.json, or tokenizer.json in its directory), as bytes if its tokens are bytes, and shown
+as token ids otherwise. Texts are quoted, so that no control character of the data reaches the terminal.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ class RowView:
     source: str
     file: str
     first_token: int
-    """Position in the file."""
+    """Position of the row's first token in the file."""
     first_document: int
     last_document: int
     """Inclusive."""
     fingerprint: str
     texts: list[str]
-    """Of each document in the row; token ids where no tokenizer is known."""
+    """Text of each document in the row; token ids if no tokenizer is known."""
 
 
 @final
@@ -47,8 +46,9 @@ class RareTokenView:
     text: str
     num_in_batch: int
     num_in_corpus: int | None
-    """Where it is known without a scan."""
+    """None: not known without a scan."""
     rows: list[int]
+    """Rows of the batch that contain it."""
 
 
 @final
@@ -61,12 +61,12 @@ class BatchView:
     entropy_nats: float
     rows_by_source: dict[str, int]
     rarest: list[RareTokenView]
-    """The rarest first."""
+    """Rarest first."""
     rows: list[RowView]
 
 
 def view_batch(batches: Batches, index: int, *, excluded: bool) -> BatchView:
-    """The global batch with that index, the targets of its last tokens included."""
+    """The global batch with that index, including the targets of its last tokens."""
     facts, tokens = batches.facts(index), batches.rows(index)
     places = [(batches.sources[source], int(sample)) for source, sample in zip(*batches.samples(index), strict=True)]
     origins = batches.origins(index)
@@ -95,7 +95,7 @@ def view_batch(batches: Batches, index: int, *, excluded: bool) -> BatchView:
 
 
 def view_rare_token(rare: RareBatchToken, tokens: Tokens, tokenizers: list[Tokenizer | None]) -> RareTokenView:
-    """A rare token in words, and the rows that hold it."""
+    """The text of a rare token, and the rows that contain it."""
     rows = np.flatnonzero((tokens == rare.token).any(axis=1)).tolist()
     tokenizer = tokenizers[rows[0]]
     return RareTokenView(
@@ -108,7 +108,7 @@ def view_rare_token(rare: RareBatchToken, tokens: Tokens, tokenizers: list[Token
 
 
 def split_documents(row: Tokens, documents: Tokens) -> list[Tokens]:
-    """A row cut where a document ends."""
+    """Split a row at document boundaries."""
     return np.split(row, np.flatnonzero(np.diff(documents)) + 1)
 
 
@@ -117,7 +117,7 @@ def decode(tokenizer: Tokenizer | None, tokens: Tokens) -> str:
 
 
 def row_tokenizer(corpus: Corpus, origin: SampleOrigin) -> Tokenizer | None:
-    """What gives the tokens of a row their meaning, where that is known."""
+    """The tokenizer of a row, if one is known."""
     match corpus:
         case EmbeddedCorpus():
             return ByteTokenizer()
@@ -129,7 +129,7 @@ def row_tokenizer(corpus: Corpus, origin: SampleOrigin) -> Tokenizer | None:
 
 @cache
 def tokenizer_beside(data: Path) -> Tokenizer | None:
-    """The tokenizer that lies beside a file of tokens."""
+    """The tokenizer stored beside a token file."""
     files = CorpusFiles(data.with_suffix(""))
     for path in (files.tokenizer, data.with_name("tokenizer.json")):
         if path.is_file():
@@ -139,7 +139,7 @@ def tokenizer_beside(data: Path) -> Tokenizer | None:
 
 
 def render(view: BatchView, *, num_characters: int) -> str:
-    """The view as text; of each document at most `num_characters`, or all where that is 0."""
+    """Render the view as text, with at most `num_characters` per document; 0: all."""
     by_source = ", ".join(f"{name} {count}" for name, count in view.rows_by_source.items())
     lines = [
         f"batch        {view.batch}{', excluded by the ledger' if view.excluded else ''}",

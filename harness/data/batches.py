@@ -1,14 +1,14 @@
-"""Batches by index: each rank's share of the global batch, on its device.
+"""Batches by index: computes this rank's share of the global batch and copies it to its device.
 
-Why: the loop asks for `batches[cursor]` and may ask for any index again; the answer must not depend on what was asked
-before or on how many ranks there are, and making it must not delay the step.
-How: the mixture gives source and turn of each row of the global batch, the order of that source the sample, and
-`harness.core.batch_shares` the rows of each rank, with padding where shares are uneven. One thread makes the
-`NUM_AHEAD` indices that the ledger lets through next while the step runs, and the facts about them; it only fills
-memory that the asking thread has allocated, so that everything CUDA happens in one thread. A wrong guess costs time,
-never a different token. Nothing is made ahead for a caller that jumps, or that does nothing in between: the two threads
-would only fight over the interpreter. A rank reads its own rows alone, and in every `Share.compare_every`-th batch one
-row of another rank.
+Why: the loop asks for `batches[cursor]` and may ask for any index again. The answer must not depend on earlier requests
+or on the number of ranks, and computing it must not delay the step.
+How: the mixture gives source and turn of each row of the global batch, the sample order of that source gives the
+sample, and `harness.core.batch_shares` gives the rows of each rank, padded if the shares are uneven. One thread
+prefetches the next `NUM_AHEAD` indices that the ledger does not exclude, with the facts about them, while the step
+runs. It only fills memory that the calling thread has allocated, so that all CUDA calls happen in one thread. A wrong
+prefetch costs time and never changes a token. There is no prefetch for a caller that jumps between indices, or that
+does nothing in between: the two threads would only compete for the GIL. A rank reads only its own rows, and in every
+`Share.compare_every`-th batch one row of another rank.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ Ints = NDArray[np.int64]
 NUM_AHEAD = 2
 
 NUM_PLANNED = 32
-"""Batches whose samples are looked up at once: in numpy a few hundred cost little more than a few."""
+"""Batches whose samples are looked up at once: in numpy a few hundred lookups cost little more than a few."""
 
 
 class Source(NamedTuple):
     name: str
     corpus: Corpus
     samples: range
-    """Which samples of the corpus are read."""
+    """Samples of the corpus that are read."""
     seed: int
-    """Of their order."""
+    """Seed of their order."""
     later: tuple[Stretch, ...] = ()
-    """What is read once files were added during the run."""
+    """Further stretches, for files added during the run."""
 
     @property
     def stretches(self) -> tuple[Stretch, ...]:
@@ -68,48 +68,49 @@ class Source(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Which rows of a batch are this rank's, and where they go."""
+    """Which rows of a batch belong to this rank, and the device they go to."""
 
     rank: int
     world_size: int
     device: torch.device
     micro_batch_size: int | None = None
-    """The most rows of one forward pass; None: no limit."""
+    """Most rows in one forward pass; None: no limit."""
     compare_every: int = 0
-    """In every so many batches each rank reads one row of another rank too; 0: never."""
+    """Batches between comparisons, in which each rank also reads one row of another rank; 0: never."""
 
 
 class _Buffers(NamedTuple):
-    """Host memory of one batch, pinned where it goes to a GPU."""
+    """Host memory of one batch, pinned if it goes to a GPU."""
 
     tokens: Tensor
-    """Rows x (sequence_length + 1): inputs and targets are views of it, so that one copy brings both to the device."""
+    """Rows x (sequence_length + 1): inputs and targets are views of it, so that one copy to the device does for
+    both."""
     sources: Tensor | None
-    """None where there is but one."""
+    """None if there is only one source."""
     targets: Tensor | None
-    """Of their own where some are ignored."""
+    """Separate targets, if some are ignored."""
     documents: Tensor | None
 
 
-class _Made(NamedTuple):
+class _HostBatch(NamedTuple):
     buffers: _Buffers
     facts: BatchFacts | None
     is_own: NDArray[np.bool_] | None
-    """Which rows count, where the others are padding."""
+    """False for padding rows; None: no row is padding."""
 
 
-class _Part(NamedTuple):
-    """How the ranks share the rows of a global batch of one size, and what of it this rank computes on."""
+class _RankRows(NamedTuple):
+    """How the ranks share the rows of a global batch of one size, and the rows of this rank."""
 
     sharing: Sharing
     slots: Ints
-    """Row of the global batch in each row of this rank's batches."""
+    """Row of the global batch in each row of this rank's batch."""
     is_own: NDArray[np.bool_] | None
-    """Which of those count, where the others are padding."""
+    """False for padding rows; None: no row is padding."""
 
 
 class _Plan(NamedTuple):
-    """Sources and samples of some batches, one row each; replaced as a whole, so that threads may share it."""
+    """Sources and samples of consecutive batches, one row each; immutable, so that threads may share it."""
 
     mixture: Mixture
     first: int
@@ -119,7 +120,7 @@ class _Plan(NamedTuple):
 
 @final
 class Batches:
-    """A pure function of the batch index and the ledger, with the next ones made in advance."""
+    """Batches as a pure function of the batch index and the ledger; the next ones are prefetched."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class Batches:
         assert recipe.batch_size >= share.world_size, "check_world comes first"
         assert stratified is None or len(sources) == 1
         self._sizes = BatchSizes(recipe.sizes or [BatchSize(0, recipe.batch_size)])
-        self._parts: dict[int, _Part] = {}
+        self._rows_by_size: dict[int, _RankRows] = {}
         self.sources = tuple(sources)
         self.source_names = tuple(recipe.weights)
         self._recipe = recipe
@@ -150,33 +151,33 @@ class Batches:
         self._frequencies = _frequencies(sources) if with_facts and share.rank == 0 else None
         self._num_tokens = len(sources[0].corpus.sample(sources[0].samples.start))
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
-        self._ahead: dict[int, Future[_Made]] = {}
+        self._prefetched: dict[int, Future[_HostBatch]] = {}
         most = self._sharing(self._sizes.largest).num_slots
         self._only_source = torch.zeros(most, dtype=torch.int64, device=share.device)
         self._last = -1
         self._returned_s = -math.inf
         self._corpus_digest, self._num_digested, self._plan_digest = "", -1, 0
-        self._make_s = 0.0
-        """How long the last batch took to make."""
-        self._heed_ledger()
+        self._compute_s = 0.0
+        """Seconds that the last batch took to compute."""
+        self._apply_ledger()
 
     def __getitem__(self, index: int) -> Batch:
-        """This rank's share; what went wrong while it was made in advance is raised here."""
+        """This rank's share of a batch; an error during its prefetch is raised here."""
         assert index >= 0
         idle_s = time.perf_counter() - self._returned_s
         in_order, self._last = index == self._ledger.next_index(self._last + 1), index
-        if len(self._ledger) != self._num_heeded:
-            self._heed_ledger()
-        ahead = self._ahead.pop(index, None)
+        if len(self._ledger) != self._num_applied:
+            self._apply_ledger()
+        ahead = self._prefetched.pop(index, None)
         begun = ahead is not None and not ahead.cancel()
-        made = ahead.result() if ahead and begun else self._make(index, self.mixture, self._allocate(index))
-        batch = self._brought(made)
-        if in_order and idle_s > self._make_s:
-            self._look_ahead(index)
+        made = ahead.result() if ahead and begun else self._compute(index, self.mixture, self._allocate(index))
+        batch = self._to_device(made)
+        if in_order and idle_s > self._compute_s:
+            self._prefetch(index)
         self._returned_s = time.perf_counter()
         return batch
 
-    def _brought(self, made: _Made) -> Batch:
+    def _to_device(self, made: _HostBatch) -> Batch:
         device, buffers = self._share.device, made.buffers
         tokens = buffers.tokens.to(device, non_blocking=True)
         sources = self._only_source[: len(tokens)]
@@ -190,11 +191,11 @@ class Batches:
         return Batch(tokens[:, :-1], targets, sources, documents, made.facts, made.is_own)
 
     def __len__(self) -> int:
-        """Whole batches before any source begins its second pass; an index may go beyond."""
+        """Full batches before any source starts its second epoch; larger indices are valid too."""
         return self.first_repeat()[0]
 
     def can_reweight(self, from_batch: int, weights: Mapping[str, float]) -> bool:
-        """Whether every batch would still have a source, were the ledger to set these weights from a batch on."""
+        """Whether every batch still has a source if the ledger sets these weights from a batch on."""
         amendments = [Change(entry.from_batch, entry.weights) for entry in self._ledger.reweightings]
         try:
             self._recipe.mixture([*amendments, Change(from_batch, weights)])
@@ -203,7 +204,7 @@ class Batches:
         return True
 
     def first_repeat(self) -> tuple[int, Source]:
-        """The first batch that holds a sample of a second pass, and the source that begins it."""
+        """The first batch that contains a repeated sample, and the source of that sample."""
         ends = [
             self.mixture.find(number, num_unrepeated(source.stretches)) for number, source in enumerate(self.sources)
         ]
@@ -211,11 +212,11 @@ class Batches:
         return index, self.sources[number]
 
     def size(self, index: int) -> int:
-        """Rows of the global batch with that index; a run may have changed its batch size since."""
+        """Rows of the global batch with that index; a run may change its batch size."""
         return self._sizes.at(index)
 
     def samples(self, index: int) -> tuple[Ints, Ints]:
-        """Number of the source and sample of its corpus, for each row of the global batch."""
+        """Source number and sample of its corpus, for each row of the global batch."""
         return self._samples(index, self.mixture)
 
     def rows(self, index: int) -> Tokens:
@@ -228,7 +229,7 @@ class Batches:
         return [self.sources[source].corpus.origin(int(sample)) for source, sample in pairs]
 
     def facts(self, index: int) -> GlobalFacts:
-        """What is remarkable about the global batch, for inspection."""
+        """Facts about the global batch, for inspection."""
         sources, samples = self.samples(index)
         return self._facts(self._read(sources, samples), sources)
 
@@ -237,60 +238,59 @@ class Batches:
         return digest(repr([(source.name, source.corpus.fingerprint()) for source in self.sources]).encode())
 
     def plan_digest(self) -> int:
-        """24 bits of everything that decides which row is read where: corpus, recipe, order and ledger. Equal on all
-        ranks that read the same data."""
+        """24-bit digest of corpus, mixture recipe, order and ledger. Equal on all ranks that read the same data."""
         if not self._corpus_digest:
             self._corpus_digest = self.fingerprint()
         if len(self._ledger) != self._num_digested:
             order = [(source.name, source.samples, source.seed) for source in self.sources]
             entries = [{**asdict(entry), "reason": "", "time": 0} for entry in self._ledger]
-            planned = repr((self._corpus_digest, order, self._recipe, self._num_tokens, entries))
-            self._plan_digest, self._num_digested = zlib.crc32(planned.encode()) % 2**24, len(self._ledger)
+            content = repr((self._corpus_digest, order, self._recipe, self._num_tokens, entries))
+            self._plan_digest, self._num_digested = zlib.crc32(content.encode()) % 2**24, len(self._ledger)
         return self._plan_digest
 
     def close(self) -> None:
-        """End the thread; no batch can be asked for afterwards."""
+        """End the prefetch thread; no batch can be requested afterwards."""
         self._worker.shutdown(wait=True, cancel_futures=True)
-        self._ahead.clear()
+        self._prefetched.clear()
 
-    def _heed_ledger(self) -> None:
-        """Mix as the ledger says by now; what was made ahead by other weights is made again."""
+    def _apply_ledger(self) -> None:
+        """Rebuild the mixture from the ledger, and drop prefetched batches, which may have other weights."""
         amendments = [Change(entry.from_batch, entry.weights) for entry in self._ledger.reweightings]
         self.mixture = self._recipe.mixture(amendments)
         self._plan = self._plan_from(0, 1, self.mixture)
-        self._num_heeded = len(self._ledger)
-        while self._ahead:
-            self._ahead.popitem()[1].cancel()
+        self._num_applied = len(self._ledger)
+        while self._prefetched:
+            self._prefetched.popitem()[1].cancel()
 
-    def _look_ahead(self, index: int) -> None:
+    def _prefetch(self, index: int) -> None:
         guesses = [index]
         for _ in range(NUM_AHEAD):
             guesses.append(self._ledger.next_index(guesses[-1] + 1))
-        for stale in self._ahead.keys() - set(guesses):
-            self._ahead.pop(stale).cancel()
+        for stale in self._prefetched.keys() - set(guesses):
+            self._prefetched.pop(stale).cancel()
         for guess in guesses[1:]:
-            if guess not in self._ahead:
-                self._ahead[guess] = self._worker.submit(self._make, guess, self.mixture, self._allocate(guess))
+            if guess not in self._prefetched:
+                self._prefetched[guess] = self._worker.submit(self._compute, guess, self.mixture, self._allocate(guess))
 
-    def _part(self, index: int) -> _Part:
-        """How the ranks share a global batch; looked up by its size."""
+    def _rank_rows(self, index: int) -> _RankRows:
+        """How the ranks share a global batch; cached by its size."""
         size, share = self._sizes.at(index), self._share
-        if size not in self._parts:
-            message = f"batch {index} has the {size} rows of an earlier start, too few for {share.world_size} ranks"
+        if size not in self._rows_by_size:
+            message = f"batch {index} has {size} rows, from an earlier start; too few for {share.world_size} ranks"
             require(size >= share.world_size, "train.batch_size", message)
             sharing = self._sharing(size)
             slots = sharing.slots_of(share.rank)
             is_own = ~np.array(slots.is_padding) if any(slots.is_padding) else None
-            self._parts[size] = _Part(sharing, np.array(slots.rows), is_own)
-        return self._parts[size]
+            self._rows_by_size[size] = _RankRows(sharing, np.array(slots.rows), is_own)
+        return self._rows_by_size[size]
 
     def _sharing(self, size: int) -> Sharing:
-        """How the ranks share a global batch of so many rows; more rows never need fewer slots."""
+        """How the ranks share a global batch of this size; more rows never need fewer slots."""
         share = self._share
         return Sharing(batch_size=size, world_size=share.world_size, micro_batch_size=share.micro_batch_size)
 
     def _allocate(self, index: int) -> _Buffers:
-        part, length = self._part(index), self._num_tokens - 1
+        part, length = self._rank_rows(index), self._num_tokens - 1
         num_rows = len(part.slots)
         pinned, ignores = self._share.device.type == "cuda", self._document_mask or part.is_own is not None
         return _Buffers(
@@ -300,14 +300,14 @@ class Batches:
             torch.empty((num_rows, length), dtype=torch.int32, pin_memory=pinned) if self._document_mask else None,
         )
 
-    def _make(self, index: int, mixture: Mixture, buffers: _Buffers) -> _Made:
+    def _compute(self, index: int, mixture: Mixture, buffers: _Buffers) -> _HostBatch:
         begun_s = time.perf_counter()
         made = self._fill(index, mixture, buffers)
-        self._make_s = time.perf_counter() - begun_s
+        self._compute_s = time.perf_counter() - begun_s
         return made
 
-    def _fill(self, index: int, mixture: Mixture, buffers: _Buffers) -> _Made:
-        part = self._part(index)
+    def _fill(self, index: int, mixture: Mixture, buffers: _Buffers) -> _HostBatch:
+        part = self._rank_rows(index)
         own = part.slots
         sources, samples = self._samples(index, mixture)
         rows = buffers.tokens.numpy()  # sync: none, buffers are in host memory
@@ -325,10 +325,10 @@ class Batches:
                 targets[~part.is_own] = IGNORED
                 tokens = tokens[part.is_own]
         if not self._with_facts:
-            return _Made(buffers, None, part.is_own)
+            return _HostBatch(buffers, None, part.is_own)
         own_rows = part.sharing.rows_of(self._share.rank)
         facts = self._facts(tokens, sources[own_rows]) if self._share.rank == 0 else None
-        return _Made(
+        return _HostBatch(
             buffers,
             BatchFacts(
                 fingerprint=fingerprint(tokens) if facts is None else facts.fingerprint,
@@ -340,7 +340,7 @@ class Batches:
         )
 
     def compared_stride(self, index: int) -> int | None:
-        """How far ahead the rank lies whose row each rank reads too in this batch; None: no rows are compared."""
+        """Distance to the rank whose row each rank also reads in this batch; None: no rows are compared."""
         if not self._compare_every or index % self._compare_every:
             return None
         return comparison_stride(index // self._compare_every, self._share.world_size)
@@ -350,13 +350,13 @@ class Batches:
         if stride is None:
             return None
         turn = index // self._compare_every
-        other = self._part(index).sharing.rows_of((self._share.rank + stride) % self._share.world_size)
+        other = self._rank_rows(index).sharing.rows_of((self._share.rank + stride) % self._share.world_size)
         at = other.start + turn % (other.stop - other.start)
         (row,) = self._read(sources[at : at + 1], samples[at : at + 1])
         return RowComparison(own=row_digest(tokens[turn % len(tokens)]), other=row_digest(row))
 
     def _samples(self, index: int, mixture: Mixture) -> tuple[Ints, Ints]:
-        """Looked up in the plan; where batches are asked for one after the other, many are planned at once."""
+        """Look up a batch in the plan; for consecutive batches, many are planned at once."""
         plan = self._plan
         goes_on = plan.mixture is mixture and index == plan.first + len(plan.samples)
         if plan.mixture is not mixture or not 0 <= index - plan.first < len(plan.samples):
@@ -367,15 +367,15 @@ class Batches:
         num_alike = mixture.sizes.num_alike(first)
         sources, turns = mixture.batches(first, count if num_alike is None else min(count, num_alike))
         if len(self.sources) == 1:
-            return _Plan(mixture, first, sources, self._at_turns(0, turns.ravel()).reshape(turns.shape))
+            return _Plan(mixture, first, sources, self._samples_at_turns(0, turns.ravel()).reshape(turns.shape))
         samples = np.empty_like(turns)
         for number in range(len(self.sources)):
             here = sources == number
-            samples[here] = self._at_turns(number, turns[here])
+            samples[here] = self._samples_at_turns(number, turns[here])
         return _Plan(mixture, first, sources, samples)
 
-    def _at_turns(self, number: int, turns: Ints) -> Ints:
-        """The samples that a source gives at its turns."""
+    def _samples_at_turns(self, number: int, turns: Ints) -> Ints:
+        """The samples of a source at these turns."""
         if self._stratified is not None:
             turns = self._stratified.turns(turns)
         return samples_in(turns, self.sources[number].stretches, seed=self.sources[number].seed)
@@ -400,7 +400,7 @@ class Batches:
 
 
 def _frequencies(sources: Sequence[Source]) -> Ints | None:
-    """How often each token id occurs in all sources together; None where one of them cannot say."""
+    """How often each token id occurs in all sources together; None if one source has no counts."""
     counts = [source.corpus.token_counts() for source in sources]
     total = np.zeros(max(source.corpus.vocab_size for source in sources), dtype=np.int64)
     for count in counts:

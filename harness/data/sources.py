@@ -1,8 +1,9 @@
-"""From the configuration to the two streams of a run: what it trains on and what it is judged by.
+"""Builds the two data streams of a run from the configuration: training batches and held-out batches.
 
-Why: everything that can be wrong with the data is said here, in one line, before the first step.
-How: each source is split by itself, its tail held out. Training mixes by the configured phases as the ledger amends
-them; evaluation always mixes by the weights of the sources, in one order for all runs, so that losses can be compared.
+Why: every error in the data is reported here, in one line, before the first step.
+How: each source is split by itself, its tail held out. Training mixes by the configured phases and the ledger's
+amendments. Evaluation always mixes by the weights of the sources, in one order for all runs, so that losses can be
+compared.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from harness.data.order.mixture import Change, MixtureRecipe
 from harness.data.order.stratify import StratifiedOrder, make_index, rare_tokens
 
 HELD_OUT_SEED = 2**63
-"""The order of held-out data: one above every `run.seed`, and the same for all, so that runs are judged alike."""
+"""Seed of the held-out order: above every `run.seed`, and the same for all runs, so that their losses compare."""
 
 NUM_PASSES_CHECKED = 64
-"""Passes over the data for which the limit on rare tokens is tried out; few runs take more."""
+"""Epochs for which the limit on rare tokens is checked before the first step; few runs take more."""
 
 
 class RecordedData(NamedTuple):
-    """What the directory of a run says of its data."""
+    """What a run directory records about its data."""
 
     record: DataRecord | None
     rare_index: Path | None
-    """The counts that `data.stratify` needs; where there is no such file the data is scanned."""
+    """Index file of rare tokens for `data.stratify`; without the file the data is scanned."""
 
 
 def read_recorded_data(run: RunDir) -> RecordedData:
-    """What a run has written down, for tools that only read it."""
+    """The data record of a run, for tools that only read it."""
     return RecordedData(read_record(run.corpus), run.rare_tokens)
 
 
@@ -54,7 +55,7 @@ def open_data(
     ledger: Ledger,
     recorded: RecordedData | None = None,
 ) -> tuple[Batches, Batches]:
-    """What this rank trains on and what it is judged by; without `recorded`, from the corpus as it is now."""
+    """Training and held-out batches of this rank; without `recorded`, from the corpus as it is now."""
     record, rare_index = (None, None) if recorded is None else recorded
     train_sources, held_out_sources = open_sources(cfg, record)
     share = Share(rank, world_size, device, cfg.train.micro_batch_size, compare_every=cfg.sentinel.probe_every)
@@ -68,16 +69,17 @@ def open_data(
         stratified=build_stratified_order(cfg, train_sources, rare_index),
         with_facts=True,
     )
-    message = f"must be at most the {describe_capacity(train)} there are to train on, got {size}"
+    message = f"must be at most the {describe_capacity(train)} of training data, got {size}"
     require(len(train) > 0, "train.batch_size", message)
     held_out = Batches(held_out_sources, recipe=held_out_recipe(cfg), share=share, ledger=Ledger(), document_mask=mask)
-    message = f"holds out {describe_capacity(held_out)}, less than one batch of {size} takes"
+    message = f"holds out {describe_capacity(held_out)}, fewer than one batch of {size}"
     require(len(held_out) > 0 or cfg.eval.every_steps == 0, "data.eval_fraction", message)
     return train, held_out
 
 
 def open_sources(cfg: Config, record: DataRecord | None = None) -> tuple[list[Source], list[Source]]:
-    """Each source's samples to train on, and those held out: a tail of the files that the run began with."""
+    """Each source's training samples and held-out samples; the latter are the tail of the files that the run began
+    with."""
     train, held_out = [], []
     for name in cfg.data.sources:
         seed = source_seed(cfg, name)
@@ -96,11 +98,11 @@ class SourceWindows(NamedTuple):
     num_first: int
     """Windows of the files that the run began with."""
     added: list[tuple[int, range]]
-    """Those of each addition, with the turn from which they are read."""
+    """(turn from which they are read, windows) of each later addition of files."""
 
 
 def split_windows(corpus: Corpus, recorded: SourceRecord | None) -> SourceWindows:
-    """Which windows were there when the run began, and which were added."""
+    """Split the windows of a corpus into those of the first files and those of files added later."""
     if recorded is None or not isinstance(corpus, FilesCorpus):
         return SourceWindows(corpus.num_samples, [])
     added, num_files = [], recorded.num_first
@@ -119,25 +121,25 @@ def open_corpus(cfg: Config, name: str, *, seed: int, recorded: SourceRecord | N
 
 
 def require_documents(corpus: Corpus) -> None:
-    """Refuse a document mask for files without document boundaries: it would mask nothing."""
+    """Reject a document mask for files without document boundaries: it would mask nothing."""
     flat = corpus.without_documents if isinstance(corpus, FilesCorpus) else None
     message = (
         f"{flat} has no document boundaries; only a .bin with its .idx has them (harness data prepare writes both)"
     )
-    require(flat is None, "data.document_mask", f"{message}; prepare the data again, or set it to false")
+    require(flat is None, "data.document_mask", f"{message}; prepare the data again, or set this to false")
 
 
 def source_seed(cfg: Config, name: str) -> int:
-    """The source's own seed, or one that depends on the run's and the name alone."""
+    """The source's own seed, or one derived from the run's seed and the source's name."""
     given = cfg.data.sources[name].seed
     if given is not None:
         return given
-    word = blake2b(f"{cfg.run.seed} {name}".encode(), digest_size=8).digest()
-    return int.from_bytes(word, "little") >> 1
+    hashed = blake2b(f"{cfg.run.seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, "little") >> 1
 
 
 def train_recipe(cfg: Config, record: DataRecord | None = None) -> MixtureRecipe:
-    """What the run is to train on, batch by batch."""
+    """The mixture that the run trains on."""
     changes = [Change(phase.from_batch, phase.weights) for phase in cfg.data.phases]
     sizes = () if record is None else record.sizes
     return MixtureRecipe(
@@ -155,7 +157,7 @@ def source_weights(cfg: Config) -> dict[str, float]:
 
 
 def make_rare_index(cfg: Config, recorded: RecordedData) -> None:
-    """Scan the data for rare tokens where that is needed and was not done before."""
+    """Scan the data for rare tokens and write the index, if `data.stratify` needs it and it is not up to date."""
     if cfg.data.stratify.rare_below and recorded.rare_index is not None and recorded.rare_index.parent.is_dir():
         (source,), _ = open_sources(cfg, recorded.record)
         make_index(recorded.rare_index, source.corpus, source.samples, below=cfg.data.stratify.rare_below)
@@ -164,7 +166,7 @@ def make_rare_index(cfg: Config, recorded: RecordedData) -> None:
 def build_stratified_order(
     cfg: Config, sources: list[Source], rare_index: Path | None = None
 ) -> StratifiedOrder | None:
-    """The limit on rare tokens, where it is asked for; that it can be kept is tried out before the first step."""
+    """The order that limits rare tokens, or None if it is off. Checks that the limit can be kept in every epoch."""
     limits = cfg.data.stratify
     if limits.rare_below == 0:
         return None
@@ -183,7 +185,7 @@ def build_stratified_order(
 
 
 def describe_capacity(batches: Batches) -> str:
-    """How many sequences there are, of the source that runs out first."""
+    """How many sequences there are, of the source that runs out first, for an error message."""
     _, source = batches.first_repeat()
     named = f" of {source.name}" if len(batches.sources) > 1 else ""
     return f"{len(source.samples)} sequences{named}"

@@ -64,7 +64,7 @@ class CountingCorpus:
 
 def _work(batches: Batches) -> None:
     """A step: long enough for what is made ahead to be ready."""
-    wait(batches._ahead.values())
+    wait(batches._prefetched.values())
     time.sleep(0.001)
 
 

@@ -122,7 +122,7 @@ def test_rare_tokens_are_limited_in_every_batch() -> None:
         (["train.sequence_length=1000000"], r"train\.sequence_length: must be at most \d+"),
         (["train.batch_size=5000"], r"train\.batch_size: must be at most the \d+ sequences there"),
         (["data=mixture", "train.batch_size=20000"], r"train\.batch_size: must be at most the \d+ sequences of text"),
-        (["data.eval_fraction=0.002"], r"data\.eval_fraction: holds out \d sequences, less than one batch of 8"),
+        (["data.eval_fraction=0.002"], r"data\.eval_fraction: holds out \d sequences, fewer than one batch of 8"),
         (["data=mixture", "data.eval_fraction=0.001"], r"data\.eval_fraction: holds out \d sequences of text, less"),
         (["data=synthetic", "data.synthetic.rare_probability=0.1"], r"data\.synthetic\.rare_tokens: must"),
         (["data=synthetic", "data.synthetic.rare_tokens=255"], r"data\.synthetic\.rare_tokens: must leave"),
@@ -151,7 +151,7 @@ def test_a_document_mask_needs_files_that_know_their_documents(ending: str, pref
     else:
         tokens.tofile(flat)
     paths = f"data.sources.main.paths=[{prefix},{flat}]"
-    line = rf"^data\.document_mask: {flat} has no document boundaries.*\.idx.*set it to false"
+    line = rf"^data\.document_mask: {flat} has no document boundaries.*\.idx.*set this to false"
     with pytest.raises(ConfigError, match=line) as caught, _opened(load(["data=files", *SMALL, paths, MASKED])):
         pass
     assert "\n" not in str(caught.value)

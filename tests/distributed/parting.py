@@ -87,7 +87,7 @@ def other_tokens(run: Run) -> None:
         (source,) = batches.sources
         corpus: Any = _Shifted(source.corpus)
         batches.sources = (source._replace(corpus=corpus),)
-        batches._ahead.clear()
+        batches._prefetched.clear()
 
 
 class _Shifted:

@@ -1,15 +1,15 @@
-"""The ledger: batches that must never be seen (again), and sources that must weigh less, each with its reason.
+"""The ledger: append-only file of excluded batches and changed source weights, each with its reason.
 
-Why: with the data a pure function of its index, a skipped batch is one number; a run that restarts from this file meets
-the same batches as one that knew it from the start.
-How: one JSON line an entry, on disk before the entry counts; a line with `kind` weights changes the mixture from some
-batch on, one with `kind` revoke gives batches back, any other excludes a range. In memory overlapping ranges are merged
-into sorted, disjoint ones, so that a lookup is one bisection; the entries stay as they were written.
-A batch that is given back is still not seen at its own place: it is seen when the run reaches batch `from_batch`,
-before that one. So the order of the batches is a function of the file alone: a run that starts with the final ledger
-sees the same batches in the same order as the run that wrote it.
-The file is append-only; a later entry for the same sources or the same batches wins. Lines of kind revoke have version
-2: a version of the harness that does not know them stops with one line instead of leaving batches out.
+Why: the data is a pure function of the batch index, so a skipped batch is one number. A run that restarts with this
+file sees the same batches as a run that had it from the start.
+How: one JSON line per entry, on disk before the entry takes effect. A line with `kind` weights changes the mixture from
+some batch on, one with `kind` revoke gives batches back, any other excludes a range. In memory the excluded ranges are
+merged into sorted, disjoint ones, so that a lookup is one bisection; the entries stay as they were written.
+A batch that is given back is not consumed at its own index. It is consumed when the run reaches batch `from_batch`,
+just before that one. So the order of the batches is a function of the file alone: a run that starts with the final
+ledger consumes the same batches in the same order as the run that wrote it.
+A later entry for the same sources or the same batches wins. Lines of kind revoke have version 2, so that a harness
+version that does not support them stops with an error instead of losing batches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from harness.core.rundir import append_line
 
 VERSION = 1
 REVOKE_VERSION = 2
-"""Of lines of kind revoke."""
+"""Version of lines of kind revoke."""
 
 
 @final
@@ -58,7 +58,7 @@ class Revocation:
     batches: list[list[int]]
     """First and last batch (inclusive) of each range that is given back."""
     from_batch: int
-    """They are seen when the run reaches this batch, before it."""
+    """They are consumed when the run reaches this batch, just before it."""
     reason: str
     time: float
 
@@ -67,16 +67,16 @@ Entry = Exclusion | Reweighting | Revocation
 
 
 class NextBatch(NamedTuple):
-    """The next batch, and where the run stands once it is consumed."""
+    """The next batch to consume, and the cursor after it."""
 
     batch: int
     cursor: int
     given_back: int
-    """How many of the batches that are given back at `cursor` have been consumed."""
+    """How many of the batches given back at `cursor` are consumed after this one."""
 
     @property
     def position(self) -> int:
-        """How far the run has got: the batch itself, or the one before which it is given back."""
+        """Position in the data order: the batch itself, or the batch before which it is given back."""
         return self.cursor if self.given_back else self.batch
 
 
@@ -84,47 +84,48 @@ class NextBatch(NamedTuple):
 @dataclass(slots=True)
 class Ledger:
     path: Path | None = None
-    """Where entries are written; None: in memory only, as on every rank but the first."""
+    """File that new entries are appended to; None: in memory only, as on every rank but 0."""
     entries: list[Entry] = field(default_factory=list)
-    """As they were written, in that order."""
+    """In the order in which they were written."""
     _firsts: list[int] = field(default_factory=list)
     _lasts: list[int] = field(default_factory=list)
     _seen: list[int] = field(default_factory=list)
-    """For each excluded range, how many batches before it may be seen."""
+    """For each excluded range, how many batches before it are not excluded."""
     _given: dict[int, list[int | None]] = field(default_factory=dict)
-    """Batch -> the batches that are given back there, in order; None: excluded or given back elsewhere since then. A
-    place in a list never changes, because a snapshot may count in it."""
+    """Batch -> the batches given back just before it, in order; None: excluded, or given back elsewhere, since then.
+    Positions in a list never change, because the `given_back` of a snapshot counts them."""
 
     @classmethod
     def load(cls, path: Path, *, writer: bool = True) -> Self:
-        """The ledger a file holds, empty where there is none; only the writer's exclusions go back to the file."""
+        """Read the ledger from a file; empty if there is none. Only a `writer` appends new entries to the file."""
         return cls.of(_read(path), path=path if writer else None)
 
     @classmethod
     def of(cls, entries: Iterable[Entry], *, path: Path | None) -> Self:
-        """A ledger of these entries; later ones are written to `path`, where there is one."""
+        """A ledger of these entries; later entries are appended to `path` if it is given."""
         ledger = cls(path)
         for entry in entries:
             ledger._add(entry)
         return ledger
 
     def exclude(self, first: int, last: int, reason: str) -> None:
-        """Never see the batches `first` to `last` (inclusive) again."""
+        """Exclude the batches `first` to `last` (inclusive)."""
         if not 0 <= first <= last:
-            raise ValueError(f"batches are excluded from 0 <= first to last >= first, got {first} .. {last}")
+            raise ValueError(f"an exclusion needs 0 <= first <= last, got {first} .. {last}")
         self._write(Exclusion(first=first, last=last, reason=reason, time=time.time()))
 
     def reweight(self, from_batch: int, weights: Mapping[str, float], reason: str) -> None:
-        """Mix the named sources by other weights from a batch on; 0 turns a source off."""
+        """Change the weights of the named sources from a batch on; 0 turns a source off."""
         if not (from_batch >= 0 and weights and _are_weights(weights)):
-            raise ValueError(f"weights of 0 or more are set from a batch >= 0 on, got {weights} from {from_batch}")
+            raise ValueError(f"needs weights of 0 or more and from_batch >= 0, got {weights} from {from_batch}")
         named = {name: float(weight) for name, weight in weights.items()}
         self._write(Reweighting(from_batch=from_batch, weights=named, reason=reason, time=time.time()))
 
     def give_back(self, batches: list[list[int]], from_batch: int, reason: str) -> None:
-        """See these batches after all, before batch `from_batch`, whether they were excluded or only passed by."""
+        """Consume these batches just before batch `from_batch`, whether they were excluded or passed without
+        training."""
         if not _are_ranges(batches, from_batch):
-            raise ValueError(f"batches before {from_batch} are given back, as ranges [first, last], got {batches}")
+            raise ValueError(f"needs ranges [first, last] of batches before {from_batch}, got {batches}")
         self._write(Revocation(batches=batches, from_batch=from_batch, reason=reason, time=time.time()))
 
     @property
@@ -138,32 +139,32 @@ class Ledger:
         return tuple(entry for entry in self.entries if isinstance(entry, Reweighting))
 
     def is_excluded(self, index: int) -> bool:
-        """Whether a batch is never seen; one that is given back is seen."""
+        """Whether a batch is never consumed; a batch that is given back is consumed."""
         return self.next_index(index) != index and not any(index in batches for batches in self._given.values())
 
     @property
     def num_excluded(self) -> int:
-        """How many batches are never seen."""
+        """How many batches are never consumed."""
         hidden = sum(last - first + 1 for first, last in zip(self._firsts, self._lasts, strict=True))
         return hidden - sum(batch is not None for batches in self._given.values() for batch in batches)
 
     def next_batch(self, cursor: int, given_back: int = 0) -> NextBatch:
-        """What a run at `cursor` consumes next, `given_back` of what is given back there being consumed already."""
+        """What a run at `cursor` consumes next; `given_back` of the batches given back there are consumed already."""
         index = self.next_index(cursor)
         for point in sorted(point for point in self._given if cursor <= point <= index):
             start = given_back if point == cursor else 0
-            for place, batch in enumerate(self._given[point][start:], start=start):
+            for number, batch in enumerate(self._given[point][start:], start=start):
                 if batch is not None:
-                    return NextBatch(batch, point, place + 1)
+                    return NextBatch(batch, point, number + 1)
         return NextBatch(index, index + 1, 0)
 
     def next_index(self, cursor: int) -> int:
-        """The first batch index from `cursor` on that is seen at its own place."""
+        """The first batch index from `cursor` on that is not excluded, given-back batches aside."""
         place = bisect_right(self._firsts, cursor) - 1
         return max(cursor, self._lasts[place] + 1) if place >= 0 else cursor
 
     def nth(self, consumed: int) -> int:
-        """The batch index that is seen after `consumed` others, counted from 0; logarithmic in the exclusions."""
+        """The batch index that is consumed after `consumed` others, given-back batches aside; O(log exclusions)."""
         assert consumed >= 0
         place = bisect_right(self._seen, consumed) - 1
         return self._lasts[place] + 1 + consumed - self._seen[place] if place >= 0 else consumed
@@ -181,7 +182,7 @@ class Ledger:
         self._add(entry)
 
     def _add(self, entry: Entry) -> None:
-        """Fold an entry into the order of the batches."""
+        """Apply an entry to the order of the batches."""
         self.entries.append(entry)
         match entry:
             case Exclusion(first=first, last=last):
@@ -193,8 +194,8 @@ class Ledger:
                 self._given[from_batch] = [*self._given.get(from_batch, []), *given]
 
     def _hide(self, first: int, last: int) -> None:
-        """These batches are not seen at their own place, nor where they were given back before. The range is merged
-        with all it overlaps or touches, so that what follows a merged range is seen."""
+        """Exclude a range, also from where its batches were given back before. The range is merged with all ranges it
+        overlaps or touches, so that the batch after a merged range is never excluded."""
         for point, batches in self._given.items():
             self._given[point] = [None if batch is not None and first <= batch <= last else batch for batch in batches]
         start = bisect_left(self._lasts, first - 1)
@@ -223,7 +224,7 @@ def _are_ranges(batches: object, from_batch: int) -> bool:
     """Whether these are ranges of batches before `from_batch`."""
     if not isinstance(batches, list) or not batches:
         return False
-    pairs = [each for each in batches if isinstance(each, list | tuple) and len(each) == 2]
+    pairs = [pair for pair in batches if isinstance(pair, list | tuple) and len(pair) == 2]
     whole = all(isinstance(number, int) and not isinstance(number, bool) for pair in pairs for number in pair)
     return len(pairs) == len(batches) and whole and all(0 <= first <= last < from_batch for first, last in pairs)
 
@@ -277,8 +278,8 @@ def _parse(line: bytes) -> Entry:
             if from_batch >= 0 and weights and _are_weights(weights):
                 return Reweighting(from_batch=from_batch, weights=weights, reason=reason, time=when)
         case {"kind": kind}:
-            needed = "weights has version, from_batch, weights, reason and time"
-            raise ValueError(f"kind {kind!r} needs to be weights or revoke; {needed}")
+            needed = "weights needs version, from_batch, weights, reason and time"
+            raise ValueError(f"kind {kind!r} must be weights or revoke; {needed}")
         case {
             "version": 1,
             "first": int(first),
@@ -301,7 +302,7 @@ def _is_whole(tail: bytes) -> bool:
 
 
 def _mend(path: Path) -> None:
-    """End the file with a whole line: what a crash cut short is dropped, what lacks only its newline gets it."""
+    """Repair the end of the file after a crash: remove a truncated last line, or add a missing newline."""
     if not path.exists():
         return
     with path.open("rb+") as file:

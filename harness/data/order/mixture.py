@@ -1,14 +1,14 @@
-"""Which source each row of each batch comes from, as arithmetic: (source, turn) by position, and back.
+"""The data mixture as arithmetic: the source and the turn (n-th sample of that source) of each row of each batch.
 
-Why: weights must hold exactly, change at a given batch, and leave no state behind: a run that resumes, rewinds or
-learns that a source is poisoned computes the same rows as one that knew it from the start.
-How: positions (batch index x batch size + row) are dealt out by a balanced tree of two-way splits. The first n places
-of a node hold round(n x share) of its left side: one multiplication says whose a place is and how many came before, and
-one division finds it again. So every prefix of a phase holds each source's share to within half a sample a level of the
-tree, every batch is close to it, and a source's turns come in order, without a gap, also across phases. Rows are
-shuffled within their batch, or the pattern would give some ranks always the same sources.
+Why: weights must hold exactly, change at a given batch, and need no state: a run that resumes, rewinds or turns a
+source off computes the same rows as one that had the same weights from the start.
+How: positions (batch index x batch size + row) are assigned by a balanced tree of two-way splits. The first n positions
+of a node contain round(n x share) of its left side. So one multiplication gives the side of a position and how many
+came before it, and one division inverts that. Every prefix of a phase contains each source's share to within half a
+sample per level of the tree, every batch is close to it, and a source's turns come in order, without a gap, also across
+phases. Rows are shuffled within their batch; otherwise some ranks would always get the same sources.
 Shares are multiples of 2 ** -30 in a node; a weight above 0 gets at least one of them.
-Left out: chance. A batch's composition does not vary as independent draws would make it.
+Left out: randomness. The composition of a batch does not vary as independent draws would.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Count = TypeVar("Count", int, Ints)
 
 
 class Change(NamedTuple):
-    """Weights that hold from a batch on; a source that is not named keeps its weight."""
+    """New weights from a batch on; a source that is not named keeps its weight."""
 
     from_batch: int
     weights: Mapping[str, float]
 
 
 class MixturePhase(NamedTuple):
-    """Batches with the same weights."""
+    """A run of batches with the same weights, up to the next phase."""
 
     from_batch: int
     weights: tuple[float, ...]
@@ -49,13 +49,13 @@ class MixturePhase(NamedTuple):
 def phases_of(
     base: Mapping[str, float], changes: Sequence[Change], amendments: Sequence[Change] = ()
 ) -> list[MixturePhase]:
-    """The weights of every batch.
+    """The phases of a run, from the base weights, the configured changes and the ledger's amendments.
 
-    An amendment (of the ledger) wins over every planned change of the sources it names, also over one at a later batch;
-    of two amendments the one that was written later wins.
+    An amendment wins over every configured change of the sources it names, also over one at a later batch. Of two
+    amendments the later entry wins.
     """
     for name in {name for amendment in amendments for name in amendment.weights} - base.keys():
-        raise ConfigError("data.sources", f"the ledger weighs {name!r}, but there are only {', '.join(base)}")
+        raise ConfigError("data.sources", f"the ledger sets the weight of {name!r}; there are only {', '.join(base)}")
     planned = sorted(changes, key=lambda change: change.from_batch)
     phases: list[MixturePhase] = []
     for batch in sorted({0, *(change.from_batch for change in (*planned, *amendments))}):
@@ -70,7 +70,7 @@ def phases_of(
 
 
 class BatchSize(NamedTuple):
-    """Rows of the global batch from a batch on."""
+    """Global batch size from a batch on."""
 
     from_batch: int
     batch_size: int
@@ -78,10 +78,10 @@ class BatchSize(NamedTuple):
 
 @final
 class BatchSizes:
-    """Batch index and row to position in the stream of samples, and back.
+    """Maps (batch index, row) to the position in the stream of samples, and back.
 
-    A run that changes its batch size keeps the numbers of its batches: a batch has as many rows as were asked for when
-    its turn came, and the stream of samples goes on without a gap.
+    A run that changes its batch size keeps the indices of its batches: a batch has the size that was configured when it
+    was consumed, and the stream of samples continues without a gap.
     """
 
     def __init__(self, sizes: Sequence[BatchSize]) -> None:
@@ -97,11 +97,11 @@ class BatchSizes:
         return max(self._sizes)
 
     def at(self, index: int) -> int:
-        """Rows of a batch."""
+        """Rows of the batch with this index."""
         return self._sizes[bisect_right(self._starts, index) - 1]
 
     def num_alike(self, index: int) -> int | None:
-        """How many batches from this one on have as many rows; None: all."""
+        """How many batches from this one on have the same size; None: all."""
         place = bisect_right(self._starts, index)
         return self._starts[place] - index if place < len(self._starts) else None
 
@@ -111,7 +111,7 @@ class BatchSizes:
         return self._positions[place] + (index - self._starts[place]) * self._sizes[place]
 
     def find(self, position: int) -> tuple[int, int]:
-        """Batch index and place in the batch of a position."""
+        """Batch index and offset in the batch of a position."""
         place = bisect_right(self._positions, position) - 1
         batches, offset = divmod(position - self._positions[place], self._sizes[place])
         return self._starts[place] + batches, offset
@@ -120,14 +120,14 @@ class BatchSizes:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureRecipe:
-    """What a mixture is made from, before the ledger has its say."""
+    """The configured mixture, before the ledger's amendments."""
 
     weights: Mapping[str, float]
     changes: Sequence[Change]
     batch_size: int
     seed: int
     sizes: Sequence[BatchSize] = ()
-    """The batch sizes of the run so far, the present one last; empty: it always had this one."""
+    """The batch sizes of the run so far, the current one last; empty: `batch_size` from the start."""
 
     def mixture(self, amendments: Sequence[Change] = ()) -> Mixture:
         phases = phases_of(self.weights, self.changes, amendments)
@@ -136,7 +136,7 @@ class MixtureRecipe:
 
 @final
 class Mixture:
-    """Pure and immutable: safe to use from several threads."""
+    """Source and turn of every row; pure and immutable, so safe to use from several threads."""
 
     def __init__(
         self, phases: Sequence[MixturePhase], *, batch_size: int, seed: int, sizes: Sequence[BatchSize] = ()
@@ -149,7 +149,7 @@ class Mixture:
         self._starts = [phase.from_batch for phase in phases]
         self._trees = [_tree(phase.weights) for phase in phases]
         self._taken = [[0] * self.num_sources]
-        """For each phase, the turns of each source before it."""
+        """For each phase, the number of turns of each source before it."""
         for tree, (start, end) in zip(self._trees, zip(self._starts, self._starts[1:], strict=False), strict=False):
             given = _counts(tree, self.sizes.position(end) - self.sizes.position(start))
             self._taken.append([before + given.get(source, 0) for source, before in enumerate(self._taken[-1])])
@@ -166,7 +166,7 @@ class Mixture:
         return sources, turns
 
     def batches(self, first: int, count: int) -> tuple[Ints, Ints]:
-        """`batch` of `count` indices of the same size, one row each; the turns of an only source are its positions."""
+        """`batch` for `count` indices of the same size, one row each. With one source, turns equal positions."""
         if self.num_sources == 1:
             turns = np.arange(self.sizes.position(first), self.sizes.position(first + count)).reshape(count, -1)
             return np.zeros_like(turns), turns
@@ -174,7 +174,7 @@ class Mixture:
         return np.stack([sources for sources, _ in dealt]), np.stack([turns for _, turns in dealt])
 
     def find(self, source: int, turn: int) -> tuple[int, int] | None:
-        """Batch index and row of a source's turn, the inverse of `batch`; None: it never comes."""
+        """Batch index and row of a source's turn, the inverse of `batch`; None: the turn never comes."""
         phase = bisect_right([taken[source] for taken in self._taken], turn) - 1
         if self.phases[phase].weights[source] == 0:
             return None
@@ -185,7 +185,7 @@ class Mixture:
         return index, place
 
     def turns_before(self, index: int) -> list[int]:
-        """How many turns each source has in the batches before one."""
+        """How many turns each source has in the batches before `index`."""
         phase = bisect_right(self._starts, index) - 1
         num_places = self.sizes.position(index) - self.sizes.position(self._starts[phase])
         given = _counts(self._trees[phase], num_places)
@@ -198,11 +198,11 @@ class _Split:
     left: _Split | int
     right: _Split | int
     share: int
-    """Of the left side, in parts of SHARES."""
+    """Share of the left side, as a multiple of 1 / SHARES."""
     sources: frozenset[int]
 
     def num_left(self, places: Count) -> Count:
-        """How many of the first `places` are the left side's; rounded, and free of overflow."""
+        """How many of the first `places` positions belong to the left side; rounded, and free of overflow."""
         return places // SHARES * self.share + (places % SHARES * self.share + SHARES // 2) // SHARES
 
 
@@ -221,7 +221,7 @@ def _node(sources: list[int], weights: Sequence[float]) -> _Split | int:
 
 
 def _deal(node: _Split | int, places: Ints) -> tuple[Ints, Ints]:
-    """Source and turn of each place of a node."""
+    """Source and turn of each position of a node."""
     if isinstance(node, int):
         return np.full(len(places), node, dtype=np.int64), places
     before = node.num_left(places)
@@ -233,7 +233,7 @@ def _deal(node: _Split | int, places: Ints) -> tuple[Ints, Ints]:
 
 
 def _counts(node: _Split | int, num_places: int) -> dict[int, int]:
-    """How often each source occurs in the first places of a node."""
+    """How often each source occurs in the first `num_places` positions of a node."""
     if isinstance(node, int):
         return {node: num_places}
     num_left = node.num_left(num_places)
@@ -241,7 +241,7 @@ def _counts(node: _Split | int, num_places: int) -> dict[int, int]:
 
 
 def _find(node: _Split | int, source: int, turn: int) -> int:
-    """The place of a node where a source has its turn."""
+    """The position in a node at which a source has its turn."""
     if isinstance(node, int):
         return turn
     in_left = source == node.left if isinstance(node.left, int) else source in node.left.sources

@@ -1,12 +1,12 @@
-"""The order of the data as arithmetic: turn in, sample out, no state and no array of all samples.
+"""The shuffled sample order as arithmetic: turn in, sample out, with no state and no index array in memory.
 
-Why: a skip, a rewind, a resume or another number of ranks must meet the same batches again, and a corpus of billions of
-samples must not cost a shuffled index in memory.
-How: a source gives its samples in turns, 0, 1, 2, ...; each pass over them (an epoch) is a seeded format-preserving
-permutation of `range(length)`: a Feistel network over just enough bits, walked again whenever it leaves the range. The
-network covers less than twice the range, so a lookup takes fewer than two walks on average, and walking backwards gives
-the inverse. The same expressions serve Python integers and numpy arrays.
-Left out: strength against an adversary; the hash only has to look random to a model.
+Why: a skip, a rewind, a resume or another number of ranks must reproduce the same batches, and a corpus of billions of
+samples must not need a shuffled index in memory.
+How: a source yields its samples in turns 0, 1, 2, ...; each epoch is a seeded format-preserving permutation of
+`range(length)`: a Feistel network over just enough bits, applied again while the result is outside the range
+(cycle-walking). The network covers less than twice the range, so a lookup needs fewer than two applications on average;
+the network run backwards gives the inverse. The same expressions work on Python integers and numpy arrays.
+Left out: cryptographic strength; the order only has to look random to a model.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 NUM_ROUND_PAIRS = 4
-"""Each pair changes both halves once. Four shuffle a range of a few samples too."""
+"""Pairs of Feistel rounds; each pair changes both halves once. Four suffice also for a range of a few samples."""
 
 NUM_ROUND_PAIRS_WIDE = 2
-"""As many serve words of WIDE_BITS and more, whose halves have room for the hash."""
+"""Two pairs suffice for words of WIDE_BITS and more, whose halves are wide enough for the hash."""
 
 WIDE_BITS = 16
 
 WORD_MASK = 2**64 - 1
 
 GOLDEN = 0x9E3779B97F4A7C15
-"""2 ** 64 over the golden ratio: multiples of it are spread evenly over the words."""
+"""2 ** 64 / golden ratio: its multiples are spread evenly over 64-bit words."""
 
 Key = tuple[int, int]
-"""What a permutation depends on: the seed and the epoch."""
+"""(seed, epoch): selects a permutation."""
 
 FEW = 12
-"""Up to so many lookups are faster one by one in Python than through numpy."""
+"""Up to this many lookups are faster one by one in Python than in numpy."""
 
 Word = TypeVar("Word", int, NDArray[Any])
 
 
 EPOCHS_PER_STRETCH = 2**40
-"""Epochs of a later stretch are counted from a multiple of it, so that no two stretches share a permutation."""
+"""Epochs of stretch n are numbered from n times this, so that no two stretches share a permutation."""
 
 
 class Stretch(NamedTuple):
-    """Passes over the same samples, from a turn of their source on until the next stretch begins.
+    """Epochs over the same samples of a source, from a turn on until the next stretch begins.
 
-    A source has one stretch; each time files are added to it during a run, it gets further ones.
+    A source starts with one stretch; each time files are added during a run, it gets further ones.
     """
 
     from_turn: int
     number: int
-    """Decides the permutations; 0 for the first."""
+    """Selects the permutations; 0 for the first stretch."""
     parts: tuple[range, ...]
-    """The samples, in ranges that do not overlap."""
+    """The samples, as disjoint ranges."""
 
     @property
     def num_samples(self) -> int:
@@ -62,7 +62,7 @@ class Stretch(NamedTuple):
 
 
 def samples_in(turns: NDArray[np.int64], stretches: Sequence[Stretch], *, seed: int) -> NDArray[np.int64]:
-    """The samples of a source at its turns, stretch after stretch."""
+    """The samples of a source at these turns, over all its stretches."""
     if len(stretches) == 1:
         return _in_stretch(turns, stretches[0], seed=seed)
     numbers = np.searchsorted([stretch.from_turn for stretch in stretches], turns, side="right") - 1
@@ -74,7 +74,7 @@ def samples_in(turns: NDArray[np.int64], stretches: Sequence[Stretch], *, seed: 
 
 
 def num_unrepeated(stretches: Sequence[Stretch]) -> int:
-    """The first turn at which a sample comes a second time."""
+    """The first turn at which a sample is repeated."""
     seen: set[range] = set()
     for stretch, following in zip(stretches, [*stretches[1:], None], strict=True):
         if seen.intersection(stretch.parts):
@@ -99,7 +99,7 @@ def _in_stretch(turns: NDArray[np.int64], stretch: Stretch, *, seed: int) -> NDA
 
 
 def samples_at(turns: NDArray[np.int64], *, num_samples: int, seed: int, first_epoch: int = 0) -> NDArray[np.int64]:
-    """The samples of a source at its turns: pass after pass, each in an order of its own."""
+    """The samples at these turns: epoch after epoch, each with its own permutation."""
     epochs, offsets = np.divmod(turns, num_samples)
     first, last = (int(epochs.min()), int(epochs.max())) if len(epochs) else (0, 0)
     if first == last:
@@ -112,12 +112,12 @@ def samples_at(turns: NDArray[np.int64], *, num_samples: int, seed: int, first_e
 
 
 def turns_of(samples: NDArray[np.int64], *, epoch: int, num_samples: int, seed: int) -> NDArray[np.int64]:
-    """When the samples have their turns in one pass: the inverse of `samples_at`."""
+    """The turns of these samples in one epoch: the inverse of `samples_at`."""
     return epoch * num_samples + unpermute_many(samples, num_samples, (seed, epoch))
 
 
 def permute(index: int, length: int, key: Key) -> int:
-    """Where `index` goes in the permutation of `range(length)` that `key` chooses."""
+    """The image of `index` under the permutation of `range(length)` that `key` selects."""
     assert 0 <= index < length
     bits, keys = _network(length, key)
     image = _encipher(index, bits, keys)
@@ -138,7 +138,7 @@ def permute_many(indices: NDArray[np.int64], length: int, key: Key) -> NDArray[n
 
 
 def unpermute_many(images: NDArray[np.int64], length: int, key: Key) -> NDArray[np.int64]:
-    """The indices that `permute_many` sends to `images`."""
+    """The inverse of `permute_many`."""
     bits, keys = _network(length, key)
     indices = _decipher(images.astype(np.uint64), bits, keys)
     while (outside := indices >= length).any():
@@ -147,14 +147,14 @@ def unpermute_many(images: NDArray[np.int64], length: int, key: Key) -> NDArray[
 
 
 def shuffled(length: int, key: Key) -> NDArray[np.int64]:
-    """All of a small `range(length)` in the order that `key` chooses."""
+    """A small `range(length)` in the order that `key` selects."""
     ((state, _), *_) = _round_keys(key)
     order: NDArray[np.int64] = np.argsort(_mix(np.arange(length, dtype=np.uint64) ^ state), kind="stable")
     return order
 
 
 def _network(length: int, key: Key) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Width of the words that cover the range, and the keys of the rounds they take."""
+    """Bits of the words that cover the range, and the round keys."""
     bits = (length - 1).bit_length()
     return bits, _round_keys(key)[: NUM_ROUND_PAIRS_WIDE if bits >= WIDE_BITS else NUM_ROUND_PAIRS]
 
@@ -168,7 +168,7 @@ def _round_keys(key: Key) -> tuple[tuple[int, int], ...]:
 
 
 def _encipher(word: Word, bits: int, keys: tuple[tuple[int, int], ...]) -> Word:
-    """One walk through the network: a bijection of `bits`-bit words, whose halves may differ by one bit."""
+    """Apply the Feistel network once: a bijection of `bits`-bit words, whose halves may differ by one bit."""
     low_bits = bits // 2
     low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
     low, high = word & low_mask, word >> low_bits
@@ -179,7 +179,7 @@ def _encipher(word: Word, bits: int, keys: tuple[tuple[int, int], ...]) -> Word:
 
 
 def _decipher(word: Word, bits: int, keys: tuple[tuple[int, int], ...]) -> Word:
-    """The walk backwards."""
+    """The inverse of `_encipher`."""
     low_bits = bits // 2
     low_mask, high_mask = (1 << low_bits) - 1, (1 << (bits - low_bits)) - 1
     low, high = word & low_mask, word >> low_bits

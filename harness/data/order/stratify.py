@@ -1,15 +1,15 @@
-"""Rare tokens spread out: no batch holds more than so many occurrences of any of them.
+"""Limits rare tokens per batch: no batch contains more than `max_per_batch` occurrences of any rare token.
 
-Why: a token that the model has hardly seen, many times in one batch, is one of the known beginnings of a loss spike.
-How: one scan of the data finds the rare tokens and the samples that hold them; a run keeps what it found in an index
-file, so that it is scanned once and not by every rank at every start. Each pass then repairs the plain order:
-batch after batch, a sample that would exceed the limit changes places with the next one that holds no rare token, in a
-batch that has room; where none follows, with the nearest before. What remains is a small table of exchanged turns. All
-other turns stay as they are, each sample is still visited exactly once, and the order is the same on any number of
-ranks. Occurrences are counted over inputs and targets, so both keep the limit.
-A batch that a pass shares with the one before is left to that one: its part in the later pass gets no rare token. So no
-pass depends on another, and any batch can be asked for at random.
-Left out: mixtures, whose batches have samples of several passes at once.
+Why: many occurrences of a token that the model has hardly seen, in one batch, are a known cause of loss spikes.
+How: one scan of the data finds the rare tokens and the samples that contain them. A run keeps the result in an index
+file, so that the data is scanned once and not by every rank at every start. Each epoch then repairs the plain order: in
+batch after batch, a sample that would exceed the limit is swapped with the next sample without rare tokens, in a batch
+that has room; if none follows, with the nearest before. The result is a small table of swapped turns. All other turns
+stay, each sample is still visited exactly once, and the order does not depend on the number of ranks. Occurrences are
+counted over inputs and targets, so both keep the limit.
+A batch that straddles two epochs belongs to the earlier one: its part in the later epoch gets no rare token. So no
+epoch depends on another, and batches can be computed in any order.
+Left out: mixtures, whose batches contain samples of several epochs at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KEY = "data.stratify.max_per_batch"
 
 
 class RareTokens(NamedTuple):
-    """Which samples hold which rare tokens, how often; sorted by sample, one entry a pair."""
+    """(sample, rare token, count) as three arrays; sorted by sample, one entry per pair."""
 
     samples: Ints
     tokens: Ints
@@ -59,18 +59,18 @@ def find_rare(corpus: Corpus, samples: range, *, below: int) -> RareTokens:
 
 
 def rare_tokens(corpus: Corpus, samples: range, *, below: int, index: Path | None = None) -> RareTokens:
-    """What `find_rare` finds, read from the index file where that was made for the same data."""
+    """The result of `find_rare`, read from the index file if that was made for the same data."""
     found = None if index is None else read_index(index, index_key(corpus, samples, below=below))
     return find_rare(corpus, samples, below=below) if found is None else found
 
 
 def index_key(corpus: Corpus, samples: range, *, below: int) -> str:
-    """What the rare tokens depend on."""
+    """Identifies the data and the threshold that the rare tokens depend on."""
     return f"{corpus.fingerprint()} {corpus.vocab_size} {samples.start}..{samples.stop} below {below}"
 
 
 def read_index(path: Path, key: str) -> RareTokens | None:
-    """The rare tokens that a file holds; None where it does not exist, is broken, or was made for other data."""
+    """Read an index file; None if it does not exist, is broken, or was made for other data."""
     try:
         with path.open("rb") as content, np.load(content, allow_pickle=False) as file:
             if str(file["key"]) != key:
@@ -81,7 +81,7 @@ def read_index(path: Path, key: str) -> RareTokens | None:
 
 
 def make_index(path: Path, corpus: Corpus, samples: range, *, below: int) -> None:
-    """Scan the data and write what was found, unless the file holds it already."""
+    """Scan the data and write the index file, unless it is up to date."""
     key = index_key(corpus, samples, below=below)
     if read_index(path, key) is not None:
         return
@@ -96,7 +96,7 @@ def make_index(path: Path, corpus: Corpus, samples: range, *, below: int) -> Non
 
 @final
 class StratifiedOrder:
-    """The order of one source, repaired; pure, and safe to use from several threads."""
+    """The sample order of one source with the limit applied; pure, so safe to use from several threads."""
 
     def __init__(self, rare: RareTokens, *, num_samples: int, batch_size: int, seed: int, max_per_batch: int) -> None:
         self._rare = rare
@@ -108,11 +108,11 @@ class StratifiedOrder:
         if len(rare.counts):
             worst = int(rare.counts.argmax())
             sample, token, count = (int(part[worst]) for part in rare)
-            message = f"must be at least {count}: token {token} occurs so often in sequence {sample} alone"
+            message = f"must be at least {count}: sequence {sample} alone contains token {token} that often"
             require(count <= max_per_batch, KEY, f"{message}, got {max_per_batch}")
 
     def turns(self, turns: Ints) -> Ints:
-        """The turns of the plain order whose samples these turns get."""
+        """Map turns to the turns of the plain order whose samples they get."""
         epochs = turns // self._num_samples
         for epoch in np.unique(epochs).tolist():
             if table := self.swaps(epoch):
@@ -120,7 +120,7 @@ class StratifiedOrder:
         return turns
 
     def _compute_swaps(self, epoch: int) -> dict[int, int]:
-        """Turn -> turn, both ways, for all that are exchanged in one pass."""
+        """Turn -> turn, in both directions, for all swaps of one epoch."""
         first = epoch * self._num_samples
         turns = turns_of(self._rare.samples, epoch=epoch, num_samples=self._num_samples, seed=self._seed)
         repair = _Repair(
@@ -134,7 +134,7 @@ class StratifiedOrder:
 
 
 class _Repair:
-    """The repair of one pass."""
+    """Computes the swaps of one epoch."""
 
     def __init__(
         self, rare: RareTokens, turns: Ints, *, pass_turns: range, batch_size: int, max_per_batch: int
@@ -145,7 +145,7 @@ class _Repair:
         self._batch_size = batch_size
         self._limit = max_per_batch
         self._first_open = -(-pass_turns.start // batch_size)
-        """The first batch that is not shared with the pass before."""
+        """The first batch that is not shared with the previous epoch."""
         self._width = int(self._tokens.max(initial=0)) + 1
         keys = self._turns // batch_size * self._width + self._tokens
         self._keys, entry_key = np.unique(keys, return_inverse=True)
@@ -157,7 +157,8 @@ class _Repair:
             self._relieve(batch)
 
     def _relieve(self, batch: int) -> None:
-        """Move out of a batch what exceeds its limit; from one shared with the pass before, everything."""
+        """Move samples out of a batch that exceeds the limit; out of one shared with the previous epoch, all of
+        them."""
         loads: dict[int, int] = {}
         for turn in np.unique(self._turns[self._entries(batch * self._batch_size, self._batch_size)]).tolist():
             held = self._held(turn)
@@ -184,7 +185,7 @@ class _Repair:
         raise ConfigError(KEY, f"{message}; or choose a smaller data.stratify.rare_below")
 
     def _free_turn(self, batch: int) -> int | None:
-        """The first turn of a batch whose sample holds no rare token."""
+        """The first turn of a batch whose sample contains no rare token."""
         first = max(batch * self._batch_size, self._pass.start)
         end = min((batch + 1) * self._batch_size, self._pass.stop)
         taken = set(self._turns[self._entries(first, end - first)].tolist()) | self.swaps.keys()
@@ -206,6 +207,6 @@ class _Repair:
 
 
 def _scan(corpus: Corpus, samples: range) -> Iterator[tuple[int, Tokens]]:
-    """All samples, some at a time, with the number of the first one."""
+    """Yield all samples in chunks, each with the number of its first sample."""
     for first in range(0, len(samples), SCAN_SAMPLES):
         yield first, np.stack([corpus.sample(sample) for sample in samples[first : first + SCAN_SAMPLES]])

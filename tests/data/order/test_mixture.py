@@ -162,7 +162,7 @@ def test_an_amendment_equals_the_planned_phase() -> None:
 
 
 def test_what_cannot_be_mixed_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^data\.sources: the ledger weighs 'x', but there are only a, b$"):
+    with pytest.raises(ConfigError, match=r"^data\.sources: the ledger sets the weight of 'x'; there are only a, b$"):
         phases_of({"a": 1, "b": 1}, [], [Change(3, {"x": 0.0})])
     with pytest.raises(ConfigError, match=r"^data\.sources: no source has a weight above 0 from batch 7 on$"):
         phases_of({"a": 1, "b": 1}, [Change(5, {"a": 0.0})], [Change(7, {"b": 0.0})])
