@@ -234,7 +234,7 @@ def test_tools_read_the_files_that_the_run_has_recorded(shards: Path) -> None:
     assert windows(cfg, read_recorded_data(run), range(3)) == before
     assert [Path(file.path).name for file in recorded_data(cfg, run).sources["main"].files] == ["b.bin", "c.bin"]
     write_shard(shards / "b.bin", 1701)
-    with pytest.raises(ConfigError, match=r"b\.bin: had 3202 bytes when the run recorded it, has 3402"):
+    with pytest.raises(ConfigError, match=r"b\.bin: had 3202 bytes when the run recorded it, now 3402"):
         windows(cfg, read_recorded_data(run), range(3))
 
 

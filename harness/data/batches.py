@@ -168,17 +168,20 @@ class Batches:
         in_order, self._last = index == self._ledger.next_index(self._last + 1), index
         if len(self._ledger) != self._num_applied:
             self._apply_ledger()
-        ahead = self._prefetched.pop(index, None)
-        begun = ahead is not None and not ahead.cancel()
-        made = ahead.result() if ahead and begun else self._compute(index, self.mixture, self._allocate(index))
-        batch = self._to_device(made)
+        future = self._prefetched.pop(index, None)
+        is_started = future is not None and not future.cancel()
+        if future and is_started:
+            host_batch = future.result()
+        else:
+            host_batch = self._compute(index, self.mixture, self._allocate(index))
+        batch = self._to_device(host_batch)
         if in_order and idle_s > self._compute_s:
             self._prefetch(index)
         self._returned_s = time.perf_counter()
         return batch
 
-    def _to_device(self, made: _HostBatch) -> Batch:
-        device, buffers = self._share.device, made.buffers
+    def _to_device(self, host_batch: _HostBatch) -> Batch:
+        device, buffers = self._share.device, host_batch.buffers
         tokens = buffers.tokens.to(device, non_blocking=True)
         sources = self._only_source[: len(tokens)]
         if buffers.sources is not None:
@@ -188,7 +191,7 @@ class Batches:
             targets = buffers.targets.to(device, non_blocking=True)
         if buffers.documents is not None:
             documents = buffers.documents.to(device, non_blocking=True)
-        return Batch(tokens[:, :-1], targets, sources, documents, made.facts, made.is_own)
+        return Batch(tokens[:, :-1], targets, sources, documents, host_batch.facts, host_batch.is_own)
 
     def __len__(self) -> int:
         """Full batches before any source starts its second epoch; larger indices are valid too."""
@@ -302,9 +305,9 @@ class Batches:
 
     def _compute(self, index: int, mixture: Mixture, buffers: _Buffers) -> _HostBatch:
         begun_s = time.perf_counter()
-        made = self._fill(index, mixture, buffers)
+        host_batch = self._fill(index, mixture, buffers)
         self._compute_s = time.perf_counter() - begun_s
-        return made
+        return host_batch
 
     def _fill(self, index: int, mixture: Mixture, buffers: _Buffers) -> _HostBatch:
         part = self._rank_rows(index)

@@ -123,7 +123,7 @@ def test_rare_tokens_are_limited_in_every_batch() -> None:
         (["train.batch_size=5000"], r"train\.batch_size: must be at most the \d+ sequences there"),
         (["data=mixture", "train.batch_size=20000"], r"train\.batch_size: must be at most the \d+ sequences of text"),
         (["data.eval_fraction=0.002"], r"data\.eval_fraction: holds out \d sequences, fewer than one batch of 8"),
-        (["data=mixture", "data.eval_fraction=0.001"], r"data\.eval_fraction: holds out \d sequences of text, less"),
+        (["data=mixture", "data.eval_fraction=0.001"], r"data\.eval_fraction: holds out \d sequences of text, fewer"),
         (["data=synthetic", "data.synthetic.rare_probability=0.1"], r"data\.synthetic\.rare_tokens: must"),
         (["data=synthetic", "data.synthetic.rare_tokens=255"], r"data\.synthetic\.rare_tokens: must leave"),
         (["data=synthetic", "data.synthetic.num_samples=2"], r"data\.synthetic\.num_samples: must"),

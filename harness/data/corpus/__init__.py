@@ -1,1 +1,1 @@
-"""Random access to the samples of a corpus."""
+"""Corpora: random access to samples from token files, embedded text or a synthetic generator."""

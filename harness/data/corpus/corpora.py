@@ -1,11 +1,11 @@
-"""The corpora a run can learn from: files of tokens, and without a download, English text and synthetic tokens.
+"""The corpora of a run: token files, English text shipped with the package, and synthetic tokens.
 
-Why: the first run of a newcomer and every test need data that is there; a study of loss spikes needs data whose tail of
-rare tokens is a number.
-How: the embedded text is cut into windows that share one token; `split` therefore leaves a window between training and
-held-out data. A synthetic sample draws counter-based random words (Philox keyed by seed and index), so that no sample
-depends on another; the successor rule follows one cycle through the bulk of the vocabulary, which makes the n-th
-successor a table lookup and the whole sample vector arithmetic. Files: see `harness.data.corpus.token_windows`.
+Why: a first run and every test need data without a download; a study of loss spikes needs data whose tail of rare
+tokens can be set.
+How: the embedded text is cut into windows that share one token; `split` therefore leaves one window between training
+and held-out data. A synthetic sample uses counter-based random numbers (Philox keyed by seed and index), so that no
+sample depends on another. Its successor rule follows one cycle through the bulk of the vocabulary, so the n-th
+successor is a table lookup and a whole sample is vector arithmetic. Files: see `harness.data.corpus.token_windows`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.order import permute_many
 
 EMBEDDED = Path(__file__).with_name("embedded.json.gz")
-"""A JSON list of texts; embedded.NOTICE beside it has its origin and licence."""
+"""A JSON list of texts; embedded.NOTICE beside it states its origin and licence."""
 
 DRAW_BITS = 32
 DRAW_RANGE = 1 << DRAW_BITS
-"""Probabilities of synthetic data are multiples of one over this."""
+"""Probabilities of synthetic data are multiples of 1 / DRAW_RANGE."""
 
 CYCLE_EPOCH = 2**63
-"""Chooses the successor rule; no order of samples gets so far."""
+"""Epoch number that selects the successor rule; no sample order reaches it."""
 
 
 def build_corpus(
@@ -47,9 +47,9 @@ def build_corpus(
     seed: int,
     files: Sequence[FileRecord] | None = None,
 ) -> Corpus:
-    """The corpus that the configuration names, of token ids below the vocabulary's size.
+    """Open the corpus of a source; all its token ids are below the vocabulary size.
 
-    `files` are those that the run has recorded, which must have the sizes they had; None: those that are there now.
+    `files` are the files recorded by the run, whose sizes must not have changed; None: the files that exist now.
     """
     length, vocab_size = shape
     match source.kind:
@@ -62,13 +62,13 @@ def build_corpus(
             paths = expand(source.paths, key=key) if files is None else [Path(file.path) for file in files]
             opened = [open_tokens(path, dtype=source.dtype, key=key, num_files=len(paths)) for path in paths]
             for file, record in zip(opened, files or [], strict=False):
-                message = f"{file.path}: had {record.num_bytes} bytes when the run recorded it, has {file.num_bytes}"
+                message = f"{file.path}: had {record.num_bytes} bytes when the run recorded it, now {file.num_bytes}"
                 require(file.num_bytes == record.num_bytes, key, message)
             return FilesCorpus(opened, shape=shape, key=key)
 
 
 def split(num_samples: int, eval_fraction: float, *, source: str) -> tuple[range, range]:
-    """Samples to train on and samples held out: the tail, one window away, so that the two share no token."""
+    """Training samples and held-out samples: the tail, one window apart, so that the two share no token."""
     num_held_out = max(1, round(num_samples * eval_fraction))
     num_train = num_samples - num_held_out - 1
     message = f"must leave 2 of the {num_samples} sequences of {source}, but {eval_fraction} holds out {num_held_out}"
@@ -78,7 +78,7 @@ def split(num_samples: int, eval_fraction: float, *, source: str) -> tuple[range
 
 @final
 class EmbeddedCorpus:
-    """Python's reference topics, which ship with the package, one token a byte, in windows of `sequence_length`."""
+    """Python's reference topics, shipped with the package, one token per byte, in windows of `sequence_length`."""
 
     vocab_size = 256
 
@@ -102,7 +102,7 @@ class EmbeddedCorpus:
         return np.stack([self.sample(index) for index in indices.tolist()])
 
     def documents(self, index: int) -> NDArray[np.int32]:
-        """Each topic is one."""
+        """Each topic is one document."""
         topics = self._topics_at(index * self._sequence_length + np.arange(self._sequence_length + 1))
         numbers: NDArray[np.int32] = topics - topics[0]
         return numbers
@@ -125,10 +125,11 @@ class EmbeddedCorpus:
 
 @final
 class SyntheticCorpus:
-    """Zipf tokens, a fixed successor that often follows, and a tail of tokens as rare as asked for.
+    """Zipf-distributed tokens, often followed by a fixed successor, with a tail of tokens of configurable rarity.
 
-    The bulk is `vocab_size - rare_tokens` ids; id k starts a run of successors with a probability that falls as
-    `(k + 1) ** -exponent`. With `repeat_probability` a run goes on. Last, positions are replaced by tail tokens.
+    The bulk is `vocab_size - rare_tokens` ids. Id k starts a run of successors with a probability proportional to
+    `(k + 1) ** -exponent`; each run continues with `repeat_probability`. Last, positions are replaced by tail tokens
+    with `rare_probability`.
     """
 
     def __init__(self, cfg: SyntheticConfig, *, vocab_size: int, sequence_length: int, seed: int) -> None:
@@ -173,7 +174,7 @@ class SyntheticCorpus:
         return digest(repr(self._cfg).encode(), self._seed, self.vocab_size, self._num_tokens)
 
     def _draws(self, index: int) -> tuple[NDArray[np.uint64], ...]:
-        """Four independent 32-bit draws a position; raw words, because numpy promises that those never change."""
+        """Four independent 32-bit draws per position; from raw words, which numpy guarantees never to change."""
         philox = np.random.Philox(key=np.array([self._seed, index], dtype=np.uint64))
         first, second = philox.random_raw(2 * self._num_tokens).reshape(2, -1)
         shift, mask = np.uint64(DRAW_BITS), np.uint64(DRAW_RANGE - 1)
@@ -181,21 +182,21 @@ class SyntheticCorpus:
 
 
 def embedded_documents() -> list[str]:
-    """The documents of the embedded text: Python 3.11's reference topics, the same under every version of Python.
+    """The documents of the embedded text: Python 3.11's reference topics, the same with every version of Python.
 
-    They are ordered by a hash of their names: the tail of an alphabetical order would be all of a kind.
+    They are ordered by a hash of their names: the tail of an alphabetical order would be too similar.
     """
     documents: list[str] = json.loads(gzip.decompress(EMBEDDED.read_bytes()))
     return documents
 
 
 def _zipf_bounds(num_tokens: int, exponent: float) -> NDArray[np.uint64]:
-    """Upper ends of all tokens' shares of the draws but the last's, which takes the rest."""
+    """Upper bound of each token's share of the draw range, except the last token's, which takes the rest."""
     cumulative = np.cumsum(np.power(np.arange(1, num_tokens + 1), -exponent))
     bounds: NDArray[np.uint64] = (cumulative[:-1] * (DRAW_RANGE / cumulative[-1])).astype(np.uint64)
     return bounds
 
 
 def _threshold(probability: float) -> int:
-    """A draw is below it with `probability`."""
+    """The bound that a draw is below with `probability`."""
     return round(probability * DRAW_RANGE)

@@ -1,4 +1,4 @@
-"""What a corpus is: random access to samples, pure, with their documents and where they come from."""
+"""The `Corpus` protocol: random access to samples as a pure function, with their documents and origin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_SAMPLES = 3
 class SampleShape(NamedTuple):
     sequence_length: int
     vocab_size: int
-    """Token ids must be below it."""
+    """All token ids must be below it."""
 
 
 class SampleOrigin(NamedTuple):
@@ -37,7 +37,7 @@ class Corpus(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Every token id is below it."""
+        """All token ids are below it."""
         ...
 
     def sample(self, index: int) -> Tokens:
@@ -55,14 +55,14 @@ class Corpus(Protocol):
     def origin(self, index: int) -> SampleOrigin: ...
 
     def token_counts(self) -> NDArray[np.int64] | None:
-        """How often each token id occurs in the whole corpus, where that is known without a scan."""
+        """How often each token id occurs in the whole corpus; None if that needs a scan."""
         ...
 
     def fingerprint(self) -> str:
-        """Equal for equal corpora, as short hexadecimal text."""
+        """Short hexadecimal hash, equal for equal corpora."""
         ...
 
 
 def digest(content: bytes, *parameters: int) -> str:
-    """Short hexadecimal text, equal for equal content and parameters."""
+    """Short hexadecimal hash of content and parameters."""
     return blake2b(content + repr(parameters).encode(), digest_size=8).hexdigest()

@@ -1,15 +1,15 @@
-"""The data of a run as its directory records it: `corpus.json`.
+"""The data record of a run (`corpus.json`): its files, files added later, and its batch sizes.
 
-Why: batches are arithmetic over the windows of the corpus. A file more or less, or another batch size, would move every
-window: what was seen would come again, and held-out windows would be trained on.
-How: the record holds the files of each source in the order in which the run reads them, with sizes and probes, the
-files that were added later, and every batch size the run has had. Each start compares it with what is there.
-- Files that are added go behind the others, whatever their names. The windows that were there keep their numbers, and
-  the held-out windows stay the same; added files are only trained on. The source finishes the pass it is in, then reads
-  the added windows once, and from then on passes go over all of them (`later_stretches`).
-- A batch keeps its number when the batch size changes; the new size holds from a batch on
-(`harness.data.order.mixture`).
-- Anything else is refused: a file that is gone, has another size or other content.
+Why: batches are arithmetic over the windows of the corpus. One file more or less, or another batch size, would shift
+every window: samples would be repeated, and held-out windows would be trained on.
+How: the record contains the files of each source in the order in which the run reads them, with sizes and probes, the
+files that were added later, and every batch size of the run. Each start compares it with the files that exist.
+- Added files go behind the others, whatever their names. Existing windows keep their numbers, and the held-out windows
+  stay the same; added files are only trained on. The source finishes its current epoch, then reads the added windows
+  once, and from then on its epochs cover all windows (`later_stretches`).
+- A batch keeps its index when the batch size changes; the new size holds from some batch on
+  (`harness.data.order.mixture`).
+- Anything else is rejected: a file that is missing, or has another size or other content.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness.data.order.order import Stretch
 
 VERSION = 1
 NUM_NAMED = 3
-"""Files that a message names; of more it gives the number."""
+"""Most files that an error message lists; it counts the rest."""
 
 
 @final
@@ -36,9 +36,9 @@ class FileRecord:
     path: str
     num_bytes: int
     index_bytes: int = 0
-    """Of the .idx beside it; 0: it has none."""
+    """Size of the .idx beside it; 0: it has none."""
     probes: str = ""
-    """Hash of a few blocks; empty: not read."""
+    """Hash of a few blocks (`file_probe`); empty: not read."""
 
     @property
     def listed(self) -> ListedFile:
@@ -52,7 +52,7 @@ class Addition:
 
     num_files: int
     from_turn: int
-    """The turn of the source at which they are first read."""
+    """The turn of the source from which they are read."""
 
 
 @final
@@ -61,11 +61,11 @@ class SourceRecord:
     files: tuple[FileRecord, ...] = ()
     additions: tuple[Addition, ...] = ()
     text: str = ""
-    """Digest of the embedded text; empty for other kinds."""
+    """Hash of the embedded text; empty for other kinds."""
 
     @property
     def num_first(self) -> int:
-        """Files that the run began with."""
+        """Number of files that the run began with."""
         return len(self.files) - sum(addition.num_files for addition in self.additions)
 
 
@@ -77,7 +77,7 @@ class DataRecord:
 
 
 def read_record(path: Path) -> DataRecord | None:
-    """The record of a run; None where it has none, as runs of earlier versions."""
+    """Read the record of a run; None if there is none, as in runs of earlier versions."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -92,7 +92,7 @@ def read_record(path: Path) -> DataRecord | None:
     try:
         return _parse(content)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(str(path), f"is not the record of a corpus: {error!r}") from None
+        raise ConfigError(str(path), f"is not a data record: {error!r}") from None
 
 
 def render_record(record: DataRecord) -> str:
@@ -116,30 +116,30 @@ def _parse(content: dict[str, Any]) -> DataRecord:
 
 
 class CorpusDiff(NamedTuple):
-    """The files of a source now against those of the record."""
+    """The difference between the recorded files of a source and those that exist now."""
 
     files: tuple[FileRecord, ...]
-    """Those of the record in its order, under the names they have now, then the added ones."""
+    """The recorded files in their order, under their current names, then the added ones."""
     num_added: int
     changed: str
-    """All that differs, in words; empty: nothing."""
+    """All differences, as text; empty: none."""
     broken: str
-    """What cannot be admitted, in words; empty: nothing."""
+    """The differences that are rejected, as text; empty: none."""
     before_after: list[str]
-    """What was there and what is there now, for the record of interventions."""
+    """[before, after] as texts, for the record of interventions."""
 
 
 def compare(recorded: SourceRecord, listed: Sequence[ListedFile]) -> CorpusDiff:
-    """Find what was added, moved, removed, or changed its size; contents are compared by whoever reads the probes."""
+    """Find files that were added, moved, removed or resized. Contents are not compared here; see `run_corpus`."""
     there = {file.path: file for file in listed}
     known = {file.path for file in recorded.files}
-    strangers = [file for file in listed if file.path not in known]
+    unrecorded = [file for file in listed if file.path not in known]
     files: list[FileRecord] = []
     moved, broken = [], []
     for file in recorded.files:
         now = there.get(file.path)
-        if now is None and (now := next((other for other in strangers if other[1:] == file.listed[1:]), None)):
-            strangers.remove(now)
+        if now is None and (now := next((other for other in unrecorded if other[1:] == file.listed[1:]), None)):
+            unrecorded.remove(now)
             moved.append(f"{file.path} is now {now.path}")
         if now is None:
             broken.append(f"{file.path} was removed")
@@ -147,7 +147,7 @@ def compare(recorded: SourceRecord, listed: Sequence[ListedFile]) -> CorpusDiff:
         if now[1:] != file.listed[1:]:
             broken.append(_describe_resize(file, now))
         files.append(replace(file, path=now.path))
-    added = [FileRecord(path=file.path, num_bytes=file.num_bytes, index_bytes=file.index_bytes) for file in strangers]
+    added = [FileRecord(path=file.path, num_bytes=file.num_bytes, index_bytes=file.index_bytes) for file in unrecorded]
     named = [f"{file.path} was added" for file in added]
     return CorpusDiff(
         files=(*files, *added),
@@ -166,13 +166,13 @@ def _describe_resize(file: FileRecord, now: ListedFile) -> str:
 
 
 def join_first(messages: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """The first `NUM_NAMED` messages, and how many more there are."""
     rest = [f"and {len(messages) - NUM_NAMED} more"] if len(messages) > NUM_NAMED else []
     return ", ".join([*messages[:NUM_NAMED], *rest])
 
 
 def append_batch_size(sizes: Sequence[BatchSize], batch_size: int, *, from_batch: int) -> tuple[BatchSize, ...]:
-    """The batch sizes of a run once another one holds from a batch on."""
+    """The batch sizes of a run with another size from `from_batch` on."""
     kept = [size for size in sizes if size.from_batch < from_batch]
     if kept and kept[-1].batch_size == batch_size:
         return tuple(kept)
@@ -180,14 +180,14 @@ def append_batch_size(sizes: Sequence[BatchSize], batch_size: int, *, from_batch
 
 
 def next_pass(stretches: Sequence[Stretch], turn: int) -> int:
-    """The first turn, from `turn` on, at which no pass is left half read; the first pass of all is always finished."""
+    """The first epoch boundary from `turn` on; the first epoch of the run is always finished."""
     last = stretches[-1]
     num_passes = -(-max(0, turn - last.from_turn) // last.num_samples)
     return last.from_turn + max(num_passes, 1 if last.number == 0 else 0) * last.num_samples
 
 
 def later_stretches(first: range, added: Sequence[tuple[int, range]]) -> tuple[Stretch, ...]:
-    """What a source reads after its first stretch: for each addition (turn, windows), those once, then all together."""
+    """The stretches after the first: for each addition (turn, windows), the added windows once, then all windows."""
     stretches: list[Stretch] = []
     parts = [first]
     for number, (from_turn, windows) in enumerate(added):

@@ -1,8 +1,8 @@
-"""The identity of a corpus file: its sizes and a hash of a few blocks, cheap for a file of any size.
+"""Identifies a corpus file by its size and a hash of a few blocks; cheap for a file of any size.
 
-How: `list_files` needs one `stat` for each file. `probe` reads 4 blocks of a data file (the first, the last, and two at
-positions that follow from its size) and 2 of its index. It finds a file that was written anew, cut, or swapped; it does
-not find a change of a few tokens in the middle of a large file.
+How: `list_files` needs one `stat` per file. `probe` reads 4 blocks of a data file (the first, the last, and two at
+positions derived from its size) and 2 of its index. It detects a file that was rewritten, truncated or replaced. It
+does not detect a change of a few tokens in the middle of a large file.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ READS_PER_FILE = DATA_BLOCKS + INDEX_BLOCKS
 
 
 class ListedFile(NamedTuple):
-    """A data file without a look inside."""
+    """Path and sizes of a data file, without its content."""
 
     path: str
     num_bytes: int
     index_bytes: int
-    """Of the .idx beside it; 0: it has none."""
+    """Size of the .idx beside it; 0: it has none."""
 
 
 def list_files(sources: Mapping[str, SourceConfig]) -> dict[str, list[ListedFile]]:
-    """The files of every source that has files, in the order of their names."""
+    """The files of every source of kind files, sorted by name."""
     found = {}
     for name, source in sources.items():
         if source.kind is DataKind.files:
@@ -43,7 +43,7 @@ def list_files(sources: Mapping[str, SourceConfig]) -> dict[str, list[ListedFile
 
 
 def stat_file(path: Path, *, key: str) -> ListedFile:
-    """Sizes as they are now."""
+    """The current sizes of a data file and its index."""
     index = path.with_suffix(".idx")
     try:
         index_bytes = index.stat().st_size if path.suffix == ".bin" and index.exists() else 0
@@ -53,7 +53,7 @@ def stat_file(path: Path, *, key: str) -> ListedFile:
 
 
 def probe(file: ListedFile, *, key: str) -> str:
-    """Short hexadecimal text that is equal for equal files, wherever they lie."""
+    """Short hexadecimal hash, equal for equal files whatever their path."""
     path = Path(file.path)
     digest = blake2b(repr(file[1:]).encode(), digest_size=8)
     try:
@@ -66,10 +66,10 @@ def probe(file: ListedFile, *, key: str) -> str:
 
 
 def positions(num_bytes: int, num_blocks: int) -> list[int]:
-    """Where the blocks begin: at the start, at the end, and in between at places that follow from the size."""
+    """Offsets of the blocks: the first, the last, and others derived from the size."""
     last = max(0, num_bytes - BLOCK_BYTES)
-    words = [blake2b(f"{num_bytes} {number}".encode(), digest_size=8).digest() for number in range(num_blocks - 2)]
-    return sorted({0, last, *(int.from_bytes(word, "little") % (last + 1) for word in words)})
+    hashes = [blake2b(f"{num_bytes} {number}".encode(), digest_size=8).digest() for number in range(num_blocks - 2)]
+    return sorted({0, last, *(int.from_bytes(value, "little") % (last + 1) for value in hashes)})
 
 
 def _add_blocks(digest: blake2b, path: Path, num_bytes: int, num_blocks: int) -> None:

@@ -1,9 +1,10 @@
-"""Where the tokens lie in a file that knows no documents, as its first bytes tell.
+"""Layout of a token file without an index: dtype, offset and number of tokens, from its header or its content.
 
-Why: three formats share two endings. A wrong guess does not fail, it trains on noise; so content decides, not the name.
-How: a NumPy file and an llm.c file say in their header what they hold, and their size must agree with it. Anything else
-is tokens from the first byte to the last (nanoGPT's `.bin`, OLMo's `.npy`), of the dtype that the configuration names,
-or uint16 where it names none; then a few probes refuse data that can only be uint32.
+Why: three formats share two file endings. A wrong guess does not fail, it trains on noise; so the content decides, not
+the name.
+How: a NumPy file and an llm.c file state in their header what they contain, and their size must agree. Anything else is
+tokens from the first byte to the last (nanoGPT's `.bin`, OLMo's `.npy`), of the configured dtype, or uint16 if none is
+configured; then a few probes reject data that can only be uint32.
 Left out: NumPy arrays of more than one dimension.
 """
 
@@ -23,15 +24,15 @@ NUMPY_MAGIC = b"\x93NUMPY"
 
 LLMC_HEADER_BYTES = 1024
 LLMC_TOKENS: dict[int, tuple[int, np.dtype[Any]]] = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
-"""Magic -> the version, and what tokens are stored as: GPT-2, Llama 3."""
+"""Magic -> (version, dtype of the tokens): GPT-2, Llama 3."""
 LLMC_EVALUATION = 20240522
 
 HEAD_BYTES = 4096
-"""Read to find out the format; no header of ours is longer."""
+"""Bytes read to find the format; no supported header is longer."""
 
 PROBE_TOKENS = 1024
 LARGEST_HIGH_HALF = 3
-"""Ids below 2 ** 18: the vocabularies for which uint32 is written."""
+"""High half of ids below 2 ** 18: the vocabularies for which uint32 is used."""
 
 
 class FlatLayout(NamedTuple):
@@ -41,13 +42,13 @@ class FlatLayout(NamedTuple):
 
 
 def flat_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str, num_probes: int) -> FlatLayout:
-    """The layout of a file without an index, or the reason why it cannot be tokens."""
+    """The layout of a file without an index; ConfigError if it cannot be a stream of tokens."""
     head = bytes(mapped[:HEAD_BYTES])
     if head.startswith(NUMPY_MAGIC):
         return _numpy_layout(path, head, len(mapped), key=key)
     if len(head) >= 12:
         magic, version, num_tokens = struct.unpack_from("<3i", head)
-        message = f"{path}: is an llm.c evaluation file, which holds questions and not a stream of tokens"
+        message = f"{path}: is an llm.c evaluation file, which contains questions, not a stream of tokens"
         require((magic, version) != (LLMC_EVALUATION, 1), key, message)
         if magic in LLMC_TOKENS:
             return _llmc_layout(path, (magic, version, num_tokens), len(mapped), key=key)
@@ -55,14 +56,14 @@ def flat_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str, 
 
 
 def check_size(path: Path, layout: FlatLayout, num_bytes: int, *, key: str) -> None:
-    """The header's count against the file's size."""
+    """Check the header's count against the file's size."""
     expected = layout.offset_bytes + layout.num_tokens * layout.dtype.itemsize
-    verdict = "is cut off" if num_bytes < expected else "is longer than its header says"
+    problem = "is truncated" if num_bytes < expected else "is longer than its header says"
     message = (
-        f"{path}: {verdict}: {layout.num_tokens} tokens of {layout.dtype} need {expected} bytes, it has {num_bytes}"
+        f"{path}: {problem}: {layout.num_tokens} tokens of {layout.dtype} need {expected} bytes, it has {num_bytes}"
     )
     require(num_bytes == expected, key, message)
-    require(layout.num_tokens > 0, key, f"{path}: holds no tokens")
+    require(layout.num_tokens > 0, key, f"{path}: contains no tokens")
 
 
 def _numpy_layout(path: Path, head: bytes, num_bytes: int, *, key: str) -> FlatLayout:
@@ -73,8 +74,8 @@ def _numpy_layout(path: Path, head: bytes, num_bytes: int, *, key: str) -> FlatL
         shape, _, dtype = read(file)
     except (ValueError, KeyError):
         raise ConfigError(key, f"{path}: has a NumPy header that cannot be read") from None
-    require(dtype.kind in "iu", key, f"{path}: holds {dtype}, which no token ids are; allowed are integers")
-    require(len(shape) == 1, key, f"{path}: must have one dimension, has the shape {shape}")
+    require(dtype.kind in "iu", key, f"{path}: contains {dtype}; token ids must be integers")
+    require(len(shape) == 1, key, f"{path}: must have one dimension, has shape {shape}")
     layout = FlatLayout(dtype, file.tell(), shape[0])
     check_size(path, layout, num_bytes, key=key)
     return layout
@@ -92,18 +93,18 @@ def _llmc_layout(path: Path, header: tuple[int, int, int], num_bytes: int, *, ke
 def _raw_layout(path: Path, mapped: memoryview, *, dtype: TokenDtype, key: str, num_probes: int) -> FlatLayout:
     stored = np.dtype("<u2" if dtype is TokenDtype.auto else dtype.value)
     num_tokens, odd_bytes = divmod(len(mapped), stored.itemsize)
-    message = f"{path}: has {len(mapped)} bytes, which is no multiple of the {stored.itemsize} of {stored}"
+    message = f"{path}: has {len(mapped)} bytes, which is not a multiple of {stored.itemsize}, the size of {stored}"
     require(odd_bytes == 0, key, message)
     layout = FlatLayout(stored, 0, num_tokens)
     if dtype is TokenDtype.auto:
-        message = f"{path}: looks like uint32 and says nothing of it; set the source's dtype (uint16 where it is that)"
+        message = f"{path}: looks like uint32 but has no header; set the source's dtype (to uint16 if it is that)"
         require(not _looks_like_uint32(np.frombuffer(mapped, dtype=stored), num_probes), key, message)
     return layout
 
 
 def _looks_like_uint32(tokens: np.ndarray[Any, np.dtype[Any]], num_probes: int) -> bool:
-    """Whether every second word, and only those, is as small as the high half of a token id."""
+    """Whether every second uint16, and only those, is as small as the high half of a token id."""
     starts = np.linspace(0, max(0, len(tokens) - PROBE_TOKENS), num_probes).astype(np.int64) // 2 * 2
-    words = np.concatenate([tokens[start : start + PROBE_TOKENS] for start in starts])
-    low, high = words[::2], words[1::2]
+    halves = np.concatenate([tokens[start : start + PROBE_TOKENS] for start in starts])
+    low, high = halves[::2], halves[1::2]
     return len(high) >= PROBE_TOKENS // 2 and high.max() <= LARGEST_HIGH_HALF and low.max() > 255

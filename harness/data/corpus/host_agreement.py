@@ -1,7 +1,7 @@
-"""All hosts read the same corpus: every file is probed on every host, and a host that has another one is named.
+"""Checks that all hosts read the same corpus: probes every file on every host and names a host that differs.
 
-How: the ranks of a host share its files, so that a rank probes `num_files / ranks on its host` of them, with
-`READS_PER_FILE` reads each. What the host of rank 0 finds is the reference; other hosts send what differs.
+How: the ranks of a host share its files, so a rank probes `num_files / ranks on its host` of them, with
+`READS_PER_FILE` reads each. The probes on the host of rank 0 are the reference; the other hosts compare theirs with it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from harness.distributed.world import World
 
 
 class KeyedFile(NamedTuple):
-    """A file, and the config key that leads to it."""
+    """A file and the config key it comes from."""
 
     key: str
     file: ListedFile
 
 
 def agree_on_files(files: Sequence[KeyedFile], *, world: World) -> list[str]:
-    """The probe of each file, the same on every rank; raises on every rank where hosts differ or cannot read one."""
+    """The probe of each file, the same on every rank; raises on every rank if a host differs or cannot read a file."""
     hosts = together(socket.gethostname)
     here, first = hosts[world.rank], hosts[0]
     place = f"rank {world.rank} ({here})"
     own = [rank for rank, host in enumerate(hosts) if host == here]
     share = slice(own.index(world.rank), None, len(own))
-    found = together(lambda: [_probe(asked, place) for asked in files[share]] if here == first else [])
+    found = together(lambda: [_probe(file, place) for file in files[share]] if here == first else [])
     reference = [""] * len(files)
     for number, rank in enumerate(rank for rank, host in enumerate(hosts) if host == first):
         reference[number :: hosts.count(first)] = found[rank]
@@ -41,9 +41,9 @@ def agree_on_files(files: Sequence[KeyedFile], *, world: World) -> list[str]:
     return reference
 
 
-def _probe(asked: KeyedFile, place: str) -> str:
-    """The probe of a file on this host, which must have the sizes that rank 0 found."""
-    key, file = asked
+def _probe(keyed: KeyedFile, place: str) -> str:
+    """The probe of a file on this host; its sizes must be those that rank 0 found."""
+    key, file = keyed
     try:
         now = stat_file(Path(file.path), key=key)
         if now == file:
@@ -56,6 +56,6 @@ def _probe(asked: KeyedFile, place: str) -> str:
 
 
 def _compare(files: Sequence[KeyedFile], reference: Sequence[str], place: str, others: str) -> None:
-    for asked, expected in zip(files, reference, strict=True):
-        if _probe(asked, place) != expected:
-            raise ConfigError(asked.key, f"{place}: {asked.file.path} has other content than on {others}")
+    for keyed, expected in zip(files, reference, strict=True):
+        if _probe(keyed, place) != expected:
+            raise ConfigError(keyed.key, f"{place}: {keyed.file.path} has other content than on {others}")

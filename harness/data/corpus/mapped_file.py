@@ -1,9 +1,9 @@
-"""Read-only maps of files that hold no file descriptor.
+"""Read-only memory maps of files that keep no file descriptor open.
 
 Why: Python's `mmap` duplicates the descriptor and keeps it for the life of the map (before Python 3.13), so a corpus of
 a few hundred Megatron pairs exhausts the usual limit of 1,024 descriptors.
-How: the C library maps the file and the descriptor is closed at once; the kernel keeps the map. The map is removed when
-the last array that views it is gone. What remains is the kernel's limit on maps (vm.max_map_count, 65,530 by default).
+How: libc maps the file and the descriptor is closed at once; the kernel keeps the map. The map is removed when the last
+array that views it is freed. The remaining limit is the kernel's number of maps (vm.max_map_count, 65,530 by default).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
-    """The bytes of a file as an array that cannot be written to; an empty file gives an empty array."""
+    """The bytes of a file as a read-only array; an empty file gives an empty array."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         num_bytes = os.fstat(descriptor).st_size

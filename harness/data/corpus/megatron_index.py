@@ -1,12 +1,13 @@
-"""Megatron's index: which tokens of a `.bin` file form which document, from the `.idx` file beside it.
+"""Megatron's `.idx` file: which tokens of the `.bin` file beside it form which document.
 
-Why: it is the layout most tokenised corpora already have, and the one whose document boundaries are known.
+Why: most tokenized corpora already have this layout, and its document boundaries are known.
 How: the file is 34 bytes of header (magic, version, dtype code, number of sequences, number of document marks), then
-the length of each sequence (int32, tokens), its place in the `.bin` file (int64, bytes), the first sequence of each
-document (int64, one mark more than there are documents), and, in multimodal files, one mode byte a sequence, which is
-passed over. All numbers are little-endian. The index is mapped, not read: opening checks sizes, ends and a fixed number
-of probes in between, so that its cost does not grow with the corpus; a lookup is a bisection that touches a few pages.
-Left out: a check of every entry (a lookup that meets a broken one says so), and fairseq's layout of the same magic.
+the length of each sequence (int32, tokens), its offset in the `.bin` file (int64, bytes), the first sequence of each
+document (int64, one mark more than there are documents), and, in multimodal files, one mode byte per sequence, which is
+ignored. All numbers are little-endian. The index is memory-mapped, not read. Opening checks sizes, ends and a fixed
+number of probes in between, so its cost does not grow with the corpus; a lookup is a bisection that touches a few
+pages. Left out: a check of every entry (a lookup that finds a broken one raises), and fairseq's layout of the same
+magic.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ DTYPES: dict[int, np.dtype[Any]] = {
     9: np.dtype("<u4"),
     10: np.dtype("<u8"),
 }
-"""By code. Megatron knows 1 to 8; other writers of its layout go on with 9 and 10."""
+"""dtype by code. Megatron defines 1 to 8; other writers of its layout continue with 9 and 10."""
 
 WRITABLE: dict[np.dtype[Any], int] = {dtype: code for code, dtype in DTYPES.items() if code <= 8 and dtype.kind in "iu"}
-"""What tokens can be written as, so that Megatron's own reader takes them."""
+"""dtypes that tokens can be written in so that Megatron's own reader accepts them."""
 
 CHUNK_ENTRIES = 1 << 20
 
 
 def write_index(file: BinaryIO, dtype: np.dtype[Any], lengths: array[int]) -> None:
-    """The index of documents of one sequence each, whose lengths in tokens these are."""
+    """Write the index of documents with one sequence each; `lengths` are their tokens."""
     num_sequences = len(lengths)
     file.write(HEADER.pack(MAGIC, VERSION, WRITABLE[dtype], num_sequences, num_sequences + 1))
     sizes = np.frombuffer(lengths, dtype=np.int32) if num_sequences else np.empty(0, dtype=np.int32)
@@ -70,18 +71,19 @@ class MegatronIndex:
     ) -> None:
         self.path = path
         self._key = key
-        self._require(len(view) >= HEADER.size, f"is cut off within its header of {HEADER.size} bytes")
+        self._require(len(view) >= HEADER.size, f"is truncated within its header of {HEADER.size} bytes")
         magic, version, code, num_sequences, num_marks = HEADER.unpack_from(view)
-        self._require(magic == MAGIC, f"is no Megatron index, begins with {bytes(view[:9])!r} and not {MAGIC!r}")
+        self._require(magic == MAGIC, f"is not a Megatron index: begins with {bytes(view[:9])!r}, not {MAGIC!r}")
         self._require(version == VERSION, f"has version {version}, allowed is {VERSION}")
         self._require(code in DTYPES, f"has the unknown dtype code {code}, allowed are {', '.join(map(str, DTYPES))}")
         self.dtype = DTYPES[code]
-        self._require(self.dtype.kind in "iu", f"says that {bin_path.name} holds {self.dtype}, which no token ids are")
+        message = f"says that {bin_path.name} contains {self.dtype}; token ids must be integers"
+        self._require(self.dtype.kind in "iu", message)
         expected = HEADER.size + 12 * num_sequences + 8 * num_marks
         with_modes = expected + num_sequences
         message = f"must be {expected} bytes for {num_sequences} sequences and {num_marks} document marks, "
-        self._require(len(view) in (expected, with_modes), f"{message}is {len(view)}: cut off or not of this format")
-        self._require(num_sequences > 0, "holds no documents")
+        self._require(len(view) in (expected, with_modes), f"{message}is {len(view)}: truncated or of another format")
+        self._require(num_sequences > 0, "contains no documents")
         self._lengths, rest = _cut(view[HEADER.size :], "i", num_sequences)
         self._pointers, rest = _cut(rest, "q", num_sequences)
         self._marks, _ = _cut(rest, "q", num_marks)
@@ -95,7 +97,7 @@ class MegatronIndex:
         return self._first_token(self._marks[number]), self._first_token(self._marks[number + 1])
 
     def document_at(self, position: int) -> tuple[int, int, int]:
-        """Number, first token and end of the document that holds the token; empty ones hold none."""
+        """Number, first token and end of the document that contains the token."""
         sequence = bisect_right(self._pointers, position * self.dtype.itemsize) - 1
         number = bisect_right(self._marks, sequence) - 1
         sequence_end = self._first_token(sequence) + self._lengths[sequence]
@@ -103,7 +105,7 @@ class MegatronIndex:
             first, end = self.document(number)
             if first <= position < end:
                 return number, first, end
-        raise ConfigError(self._key, f"{self.path}: is broken: no document holds token {position}")
+        raise ConfigError(self._key, f"{self.path}: is broken: no document contains token {position}")
 
     def _first_token(self, sequence: int) -> int:
         if 0 <= sequence < len(self._pointers):
@@ -112,15 +114,15 @@ class MegatronIndex:
         return self._num_bytes // self.dtype.itemsize
 
     def _check_cover(self, bin_path: Path, num_probes: int) -> None:
-        """The documents lie one behind the other from the first byte to the last; checked at the ends and at probes."""
+        """Check that the documents cover the data file without gaps: at both ends and at `num_probes` probes."""
         last = len(self._pointers) - 1
         end = self._pointers[last] + self._lengths[last] * self.dtype.itemsize
         found = f"{bin_path.name} has {self._num_bytes}"
         self._require(self._pointers[0] == 0, f"begins at byte {self._pointers[0]} of {bin_path.name}, allowed is 0")
         if end > self._num_bytes:
-            raise ConfigError(self._key, f"{bin_path}: is cut off: {self.path.name} covers {end} bytes, {found}")
+            raise ConfigError(self._key, f"{bin_path}: is truncated: {self.path.name} covers {end} bytes, {found}")
         self._require(end == self._num_bytes, f"does not match its data: it covers {end} bytes, {found}")
-        self._require(self.num_documents >= 1, "holds no documents")
+        self._require(self.num_documents >= 1, "contains no documents")
         ends = (self._marks[0], self._marks[self.num_documents])
         message = f"must mark documents from sequence 0 to {last + 1}, but marks {ends[0]} to {ends[1]}"
         self._require(ends == (0, last + 1), message)
@@ -139,7 +141,7 @@ class MegatronIndex:
 
 
 def _cut(view: memoryview, kind: str, count: int) -> tuple[memoryview[int], memoryview]:
-    """`count` numbers from the front, and the rest. A view, because numpy would copy unaligned arrays to bisect."""
+    """The first `count` numbers, and the rest. Views, because numpy would copy unaligned arrays to bisect."""
     num_bytes = struct.calcsize(kind) * count
     numbers: memoryview[int] = view[:num_bytes].cast(kind)  # type: ignore[call-overload]
     return numbers, view[num_bytes:]

@@ -1,11 +1,11 @@
-"""Files of tokens: opened in microseconds whatever their size, read by position, with their document boundaries.
+"""Token files: memory-mapped in microseconds whatever their size, read by position, with their document boundaries.
 
-Why: a corpus of a trillion tokens must cost a run neither start-up time nor memory, and a file that is cut off, or not
-what its index says, must be refused in one line before the first step.
-How: a file is mapped into memory and never copied or scanned; the format is found out from its content
+Why: a corpus of a trillion tokens must cost neither start-up time nor memory. A file that is truncated, or does not
+match its index, must be rejected with one line before the first step.
+How: a file is mapped and never copied or scanned; its format is found from its content
 (`harness.data.corpus.megatron_index`, `harness.data.corpus.headerless`). Sizes are checked against headers when a file
-is opened, and against the file system at each read, since touching a page beyond the end of a file that shrank would
-kill the process.
+is opened, and against the file system at each read: touching a page beyond the end of a file that shrank would kill the
+process (SIGBUS).
 Left out: object stores, and a check of token ids, which would need a scan.
 """
 
@@ -34,18 +34,18 @@ Tokens = NDArray[np.integer[Any]]
 ENDINGS = (".bin", ".npy")
 PATTERN = frozenset("*?[")
 NO_TOKENS = ".counts.npy"
-"""What `harness data prepare` writes beside its tokens; a pattern passes it over."""
+"""Written by `harness data prepare` beside its tokens; a pattern does not match it."""
 
 LONGEST_DOCUMENT = 2**31 - 1
 PROBE_BYTES = 4096
 NUM_PROBES = 16
 INDEX_PROBES = 64
 MAX_PROBES = 4096
-"""Most probes of one kind when a source is opened, over all its files; each file gets at least two."""
+"""Most probes of one kind when a source is opened, over all its files; each file still gets at least two."""
 
 
 def expand(paths: Sequence[str], *, key: str) -> list[Path]:
-    """The data files that prefixes, file names and patterns (`*`, `?`, `[..]`, `**`) stand for; sorted, each once."""
+    """Expand prefixes, file names and patterns (`*`, `?`, `[..]`, `**`) to data files; sorted, without duplicates."""
     found: set[Path] = set()
     for given in paths:
         path = Path(given).expanduser()
@@ -61,15 +61,15 @@ def expand(paths: Sequence[str], *, key: str) -> list[Path]:
 
 
 def probes_per_file(most: int, num_files: int) -> int:
-    """How many probes each of `num_files` files gets: `most` for a few files, fewer for many."""
+    """Probes per file: `most` for a few files, fewer for many."""
     return max(2, min(most, MAX_PROBES // num_files))
 
 
 def open_tokens(path: str | Path, *, dtype: TokenDtype, key: str, num_files: int = 1) -> TokenFile:
-    """Map a file of tokens: Megatron's pair (by either name or their prefix), flat, llm.c, or NumPy.
+    """Map a token file: Megatron's pair (by either name or their prefix), flat, llm.c, or NumPy.
 
-    `dtype` says what a file without a header holds; where there is a header, the two must agree.
-    `num_files` is how many files the source has: the more there are, the fewer places of each are looked at.
+    `dtype` is the dtype of a file without a header; if there is a header, the two must agree.
+    `num_files` is the number of files of the source: the more there are, the fewer probes per file.
     """
     data_path = _data_file(Path(path).expanduser(), key=key)
     mapped = _map(data_path, key=key)
@@ -89,7 +89,7 @@ def open_tokens(path: str | Path, *, dtype: TokenDtype, key: str, num_files: int
         stored, offset, count = flat_layout(data_path, mapped.data, dtype=dtype, key=key, num_probes=num_probes)
         file = TokenFile(data_path, np.frombuffer(mapped, dtype=stored, count=count, offset=offset), key=key)
     agrees = dtype is TokenDtype.auto or file.dtype == np.dtype(dtype.value)
-    require(agrees, key, f"{data_path}: holds {file.dtype}, but the source's dtype is {dtype.value}")
+    require(agrees, key, f"{data_path}: contains {file.dtype}, but the source's dtype is {dtype.value}")
     return file
 
 
@@ -103,37 +103,37 @@ class TokenFile:
         self.num_tokens = len(tokens)
         self.num_documents = 1 if index is None else index.num_documents
         self.has_documents = index is not None
-        """Whether it is known where documents begin; without an index the whole file counts as one."""
+        """Whether document boundaries are known; without an index the whole file is one document."""
         self._tokens = tokens
         self._index = index
         self._key = key
         self.num_bytes = path.stat().st_size
 
     def read(self, first: int, count: int) -> Tokens:
-        """Tokens by their position in the stream, as a view that cannot be written to."""
+        """Tokens by position in the stream, as a read-only view."""
         assert 0 <= first <= first + count <= self.num_tokens
         self.check_presence()
         return self._tokens[first : first + count]
 
     def windows(self, length: int, stride: int) -> Tokens:
-        """All windows of `length` tokens that begin at multiples of `stride`, as rows of a view; it is not checked for
-        the presence of the file."""
+        """All windows of `length` tokens that begin at multiples of `stride`, as rows of a view. Does not call
+        `check_presence`."""
         if self.num_tokens < length:
             return np.empty((0, length), dtype=self.dtype)
         return sliding_window_view(self._tokens, length)[::stride]
 
     def document_at(self, position: int) -> tuple[int, int, int]:
-        """Number, first token and end of the document that holds the token; logarithmic in the documents."""
+        """Number, first token and end of the document that contains the token; O(log documents)."""
         assert 0 <= position < self.num_tokens
         return (0, 0, self.num_tokens) if self._index is None else self._index.document_at(position)
 
     def document(self, number: int) -> tuple[int, int]:
-        """First token and end of a document; equal where it is empty."""
+        """First token and end of a document; equal if it is empty."""
         assert 0 <= number < self.num_documents
         return (0, self.num_tokens) if self._index is None else self._index.document(number)
 
     def fingerprint(self, num_probes: int = NUM_PROBES) -> str:
-        """Equal for equal files wherever they lie, as short hexadecimal text: of sizes and of a few blocks."""
+        """Short hexadecimal hash of sizes and a few blocks, equal for equal files whatever their path."""
         facts = (self.dtype.str, self.num_tokens, self.num_documents)
         digest = blake2b(repr(facts).encode(), digest_size=8)
         count = min(self.num_tokens, PROBE_BYTES // self.dtype.itemsize)
@@ -143,13 +143,13 @@ class TokenFile:
         return digest.hexdigest()
 
     def check_presence(self) -> None:
-        """Refuse a file that vanished or changed its size: reading its map could end the process."""
+        """Raise if the file was removed or resized: reading its map could kill the process."""
         try:
             num_bytes = os.stat(self.path).st_size  # noqa: PTH116 -- half the time of Path.stat, in the path of a batch
         except OSError as error:
-            raise ConfigError(self._key, f"{self.path}: vanished while it was read ({error.strerror})") from None
+            raise ConfigError(self._key, f"{self.path}: was removed during the run ({error.strerror})") from None
         if num_bytes != self.num_bytes:
-            message = f"{self.path}: changed while it was read, from {self.num_bytes} to {num_bytes} bytes"
+            message = f"{self.path}: changed during the run, from {self.num_bytes} to {num_bytes} bytes"
             raise ConfigError(self._key, message)
 
 
@@ -157,7 +157,8 @@ class TokenFile:
 class IndexedWriter:
     """Writes PREFIX.bin and PREFIX.idx in Megatron's layout, byte for byte.
 
-    Neither name exists, or changes, before `close`; the index comes last. Where the `with` block fails, nothing stays.
+    Neither file exists, or changes, before `close`; the index is renamed last. If the `with` block fails, nothing is
+    left behind.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
@@ -184,7 +185,7 @@ class IndexedWriter:
         self._lengths.append(len(tokens))
 
     def close(self) -> None:
-        """Bring everything to the disk and give the files their names; an older pair is replaced."""
+        """Sync both files and rename them to their final names; an older pair is replaced."""
         _finish(self._data)
         with self._temporary(".idx").open("wb") as index:
             write_index(index, self._dtype, self._lengths)
@@ -194,7 +195,7 @@ class IndexedWriter:
             self._temporary(ending).replace(self._named(ending))
 
     def discard(self) -> None:
-        """Leave nothing of what was written."""
+        """Delete what was written."""
         self._data.close()
         for ending in (".bin", ".idx"):
             self._temporary(ending).unlink(missing_ok=True)
@@ -224,7 +225,8 @@ def _finish(file: BinaryIO) -> None:
 
 
 def _data_file(path: Path, *, key: str) -> Path:
-    """The file that holds the tokens: itself, the `.bin` of an `.idx`, or the `.bin` of a prefix that has both."""
+    """The file that contains the tokens: `path` itself, the `.bin` of an `.idx`, or the `.bin` of a prefix with
+    both."""
     beside = {ending: path.with_name(path.name + ending) for ending in (".bin", ".idx")}
     if path.suffix == ".idx":
         data_path = path.with_suffix(".bin")
@@ -233,16 +235,16 @@ def _data_file(path: Path, *, key: str) -> Path:
     if path.is_file():
         return path
     if beside[".bin"].is_file():
-        message = f"is missing beside {beside['.bin'].name}; flat tokens are named with their ending"
+        message = f"is missing beside {beside['.bin'].name}; a flat file needs its ending in the path"
         require(beside[".idx"].is_file(), key, f"{beside['.idx']}: {message}")
         return beside[".bin"]
     require(not beside[".idx"].is_file(), key, f"{beside['.bin']}: is missing, {beside['.idx'].name} is its index")
-    require(not path.is_dir(), key, f"{path}: is a directory; name its files, {path}/*.bin for one kind of them")
+    require(not path.is_dir(), key, f"{path}: is a directory; name its files, for example {path}/*.bin")
     raise ConfigError(key, f"{path}: no such file, nor {beside['.bin'].name} with {beside['.idx'].name}")
 
 
 def _map(path: Path, *, key: str) -> NDArray[np.uint8]:
-    """The file's bytes; pages are read when they are touched."""
+    """Map a file; pages are read when they are touched."""
     try:
         mapped = map_file(path)
     except OSError as error:

@@ -1,11 +1,11 @@
-"""Samples from files of tokens: windows of each file in turn.
+"""A corpus of token files: fixed-length windows of each file in turn.
 
-Why: this is what a run learns from; opening it must cost nothing, and an id that the model has no row for must stop the
-run with the name of the file instead of an assertion on the device.
+Why: opening must be cheap, and a token id outside the vocabulary must stop the run with the name of the file instead of
+a device-side assertion.
 How: files are cut into windows of `sequence_length + 1` tokens that share one token, never across files; a sample is
-found by bisection over the files. Ids are checked against the vocabulary when a file is opened, where
-`harness data prepare` left a report beside it, and otherwise in every sample that is read, in the thread that reads it.
-Left out: the tokens of a file after its last whole window.
+found by bisection over the files. Ids are checked against the vocabulary when a file is opened if `harness data
+prepare` left a report beside it, and otherwise in every sample that is read, in the thread that reads it.
+Left out: the tokens of a file after its last full window.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.data.corpus.token_files import NUM_PROBES, TokenFile, probes_per_fi
 
 @final
 class FilesCorpus:
-    """Windows of each file in turn; what a file holds beyond its last whole window is not read."""
+    """Windows of each file in turn; tokens after the last full window of a file are not read."""
 
     def __init__(self, files: list[TokenFile], *, shape: SampleShape, key: str) -> None:
         self._files = files
@@ -37,11 +37,11 @@ class FilesCorpus:
         self._ends = list(accumulate(num_windows))
         self.num_samples = self._ends[-1]
         found = f"{self.num_samples} sequences of train.sequence_length={self._length}"
-        message = f"must hold at least {MIN_SAMPLES} sequences, got {found}"
+        message = f"must contain at least {MIN_SAMPLES} sequences, got {found}"
         require(self.num_samples >= MIN_SAMPLES, key, message)
         self._windows = [file.windows(self._length + 1, self._length) for file in files]
         self._unsigned = [np.dtype(file.dtype.str.replace("i", "u")) for file in files]
-        """What the ids are compared as: a negative one is above every vocabulary then."""
+        """Unsigned dtype for the comparison of ids, in which a negative id is above every vocabulary."""
         self._is_trusted = [self._fits(file) for file in files]
 
     def sample(self, index: int) -> Tokens:
@@ -81,7 +81,7 @@ class FilesCorpus:
 
     @property
     def without_documents(self) -> Path | None:
-        """The first file that does not say where its documents begin."""
+        """The first file without document boundaries; None: all have them."""
         return next((file.path for file in self._files if not file.has_documents), None)
 
     def token_counts(self) -> NDArray[np.int64] | None:
@@ -99,7 +99,7 @@ class FilesCorpus:
         return digest("".join(file.fingerprint(num_probes) for file in self._files).encode(), self._length)
 
     def _rows_of(self, number: int, windows: NDArray[np.int64]) -> Tokens:
-        """Windows of one file, checked; one lookup in the map serves them all."""
+        """Windows of one file, with their ids checked; one fancy index into the map reads them all."""
         file = self._files[number]
         file.check_presence()
         rows: Tokens = self._windows[number][windows]
@@ -111,13 +111,14 @@ class FilesCorpus:
         raise ConfigError(self._key, message)
 
     def _window(self, index: int) -> tuple[int, int]:
-        """Number of the file and position in it."""
+        """Number of the file, and position of the window in it."""
         assert 0 <= index < self.num_samples
         number = bisect_right(self._ends, index)
         return number, (index - (self._ends[number - 1] if number else 0)) * self._length
 
     def _fits(self, file: TokenFile) -> bool:
-        """Whether all ids are known to be below the vocabulary's size, by their type or by the report beside them."""
+        """Whether all ids are known to be below the vocabulary size, by their dtype or by the report beside the
+        file."""
         path = file.path.with_suffix(".meta.json")
         if not path.is_file():
             return file.dtype.kind == "u" and np.iinfo(file.dtype).max < self.vocab_size
@@ -126,7 +127,7 @@ class FilesCorpus:
             num_tokens, largest = int(report["tokens"]), int(report["max_token"])
         except (OSError, ValueError, KeyError, TypeError):
             raise ConfigError(self._key, f"{path}: is not a report with tokens and max_token") from None
-        message = f"{path}: tells of {num_tokens} tokens, but {file.path.name} has {file.num_tokens}"
+        message = f"{path}: reports {num_tokens} tokens, but {file.path.name} has {file.num_tokens}"
         require(num_tokens == file.num_tokens, self._key, message)
         message = f"must be above {largest}, the largest token id in {file.path}, got {self.vocab_size}"
         require(largest < self.vocab_size, "model.vocab_size", message)

@@ -142,7 +142,7 @@ def test_a_record_that_cannot_be_read_is_refused_with_its_name(tmp_path: Path, s
     path = tmp_path / "corpus.json"
     content = json.loads(render_record(DataRecord(sizes=(BatchSize(0, 8),))))
     path.write_text(json.dumps(content | spoil))
-    with pytest.raises(ConfigError, match=rf"^{path}: (has version 2, allowed is 1|is not the record of a corpus)"):
+    with pytest.raises(ConfigError, match=rf"^{path}: (has version 2, allowed is 1|is not a data record)"):
         read_record(path)
 
 

@@ -35,7 +35,7 @@ def test_flat_tokens_are_of_the_named_dtype(tmp_path: Path, name: str, dtype: To
 @pytest.mark.parametrize("dtype", [TokenDtype.auto, TokenDtype.uint32])
 def test_odd_bytes_are_refused(tmp_path: Path, dtype: TokenDtype) -> None:
     (tmp_path / "train.bin").write_bytes(bytes(7))
-    refused(tmp_path / "train.bin", "has 7 bytes, which is no multiple", names=tmp_path / "train.bin", dtype=dtype)
+    refused(tmp_path / "train.bin", "has 7 bytes, which is not a multiple", names=tmp_path / "train.bin", dtype=dtype)
 
 
 @pytest.mark.parametrize("largest", [50_000, 100_000, 200_000])
@@ -75,10 +75,10 @@ def test_llmc_headers_are_read(tmp_path: Path, magic: int, version: int, dtype: 
     [
         (_llmc(20240520, 2, np.arange(9, dtype=np.uint16)), "version 2, allowed is 1"),
         (_llmc(20240801, 1, np.arange(9, dtype=np.uint32)), "version 1, allowed is 7"),
-        (_llmc(20240520, 1, np.arange(9, dtype=np.uint16), 10), "is cut off: 10 tokens of uint16 need 1044 bytes"),
+        (_llmc(20240520, 1, np.arange(9, dtype=np.uint16), 10), "is truncated: 10 tokens of uint16 need 1044 bytes"),
         (_llmc(20240520, 1, np.arange(9, dtype=np.uint16), 8), "is longer than its header says"),
-        (_llmc(20240520, 1, np.arange(9, dtype=np.uint16))[:500], "is cut off"),
-        (_llmc(20240520, 1, np.arange(0, dtype=np.uint16)), "holds no tokens"),
+        (_llmc(20240520, 1, np.arange(9, dtype=np.uint16))[:500], "is truncated"),
+        (_llmc(20240520, 1, np.arange(0, dtype=np.uint16)), "contains no tokens"),
         (_llmc(20240520, 1, np.arange(9, dtype=np.uint16), -1), "is longer than its header says"),
         (_llmc(20240522, 1, np.arange(9, dtype=np.uint16)), "evaluation file"),
     ],
@@ -102,13 +102,13 @@ def test_numpy_files_are_read(tmp_path: Path, name: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("array", "complaint"),
     [
-        (np.zeros(5), "holds float64, which no token ids are"),
+        (np.zeros(5), "contains float64; token ids must be integers"),
         (np.zeros(5, dtype=bool), "holds bool"),
         (np.array(["a"]), "holds <U1"),
-        (np.zeros((5, 2), dtype=np.int32), r"has the shape \(5, 2\)"),
-        (np.asfortranarray(np.zeros((5, 2), dtype=np.int32)), r"has the shape \(5, 2\)"),
-        (np.array(3), r"has the shape \(\)"),
-        (np.zeros(0, dtype=np.int32), "holds no tokens"),
+        (np.zeros((5, 2), dtype=np.int32), r"has shape \(5, 2\)"),
+        (np.asfortranarray(np.zeros((5, 2), dtype=np.int32)), r"has shape \(5, 2\)"),
+        (np.array(3), r"has shape \(\)"),
+        (np.zeros(0, dtype=np.int32), "contains no tokens"),
     ],
 )
 def test_a_numpy_file_of_something_else_is_refused(tmp_path: Path, array: np.ndarray[Any, Any], complaint: str) -> None:
@@ -122,7 +122,7 @@ def test_every_cut_of_a_numpy_file_is_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in range(6, len(whole)):
         path.write_bytes(whole[:length])
-        refused(path, "is cut off|cannot be read", names=path)
+        refused(path, "is truncated|cannot be read", names=path)
     path.write_bytes(whole + b"\x00")
     refused(path, "is longer than its header says", names=path)
     path.write_bytes(whole.replace(b"NUMPY\x01", b"NUMPY\x07"))
@@ -140,7 +140,7 @@ def test_a_header_that_contradicts_the_configuration_is_refused(tmp_path: Path, 
                 np.save(file, np.arange(5, dtype=np.uint16))
         case _:
             path.write_bytes(_llmc(20240520, 1, np.arange(9, dtype=np.uint16)))
-    refused(path, "holds uint16, but the source's dtype is int32", names=path, dtype=TokenDtype.int32)
+    refused(path, "contains uint16, but the source's dtype is int32", names=path, dtype=TokenDtype.int32)
     assert opened(path, TokenDtype.uint16).dtype == np.uint16
 
 

@@ -113,18 +113,18 @@ def test_every_integer_code_is_read(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("index", "num_bytes", "complaint"),
     [
-        (b"MMIDIDX\x00", 6, "cut off within its header"),
-        (b"TNTIDX\x00\x00\x00" + bytes(40), 6, "is no Megatron index"),
+        (b"MMIDIDX\x00", 6, "truncated within its header"),
+        (b"TNTIDX\x00\x00\x00" + bytes(40), 6, "is not a Megatron index"),
         (index_bytes([3]).replace(struct.pack("<Q", 1), struct.pack("<Q", 2), 1), 6, "version 2, allowed is 1"),
         (index_bytes([3], code=11), 6, "unknown dtype code 11"),
         (index_bytes([3], code=0), 6, "unknown dtype code 0"),
-        (index_bytes([3], code=6, itemsize=8), 24, "holds float64, which no token ids are"),
-        (index_bytes([3], code=7, itemsize=4), 12, "holds float32, which no token ids are"),
-        (index_bytes([3, 4])[:-1], 14, "must be 82 bytes .* is 81: cut off"),
-        (index_bytes([3]) + bytes(3), 6, "cut off or not of this format"),
-        (index_bytes([]), 6, "holds no documents"),
-        (index_bytes([3], marks=[0]), 6, "must mark|holds no documents"),
-        (index_bytes([3], marks=[]), 6, "must mark|holds no documents"),
+        (index_bytes([3], code=6, itemsize=8), 24, "contains float64; token ids must be integers"),
+        (index_bytes([3], code=7, itemsize=4), 12, "contains float32; token ids must be integers"),
+        (index_bytes([3, 4])[:-1], 14, "must be 82 bytes .* is 81: truncated"),
+        (index_bytes([3]) + bytes(3), 6, "truncated or of another format"),
+        (index_bytes([]), 6, "contains no documents"),
+        (index_bytes([3], marks=[0]), 6, "must mark|contains no documents"),
+        (index_bytes([3], marks=[]), 6, "must mark|contains no documents"),
         (index_bytes([3]), 8, "does not match its data: it covers 6 bytes, corpus.bin has 8"),
         (index_bytes([3], pointers=[2]), 8, "begins at byte 2"),
         (index_bytes([1, 2, 1], pointers=[0, 4, 6]), 8, "sequence 0 does not end where the next one begins"),
@@ -147,7 +147,7 @@ def test_every_cut_of_the_data_is_refused(tmp_path: Path) -> None:
     whole = prefix.with_suffix(".bin").read_bytes()
     for length in range(1, len(whole)):
         prefix.with_suffix(".bin").write_bytes(whole[:length])
-        refused(prefix, "is cut off: corpus.idx covers 6 bytes", names=prefix.with_suffix(".bin"))
+        refused(prefix, "is truncated: corpus.idx covers 6 bytes", names=prefix.with_suffix(".bin"))
 
 
 def test_every_cut_of_the_index_is_refused(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_every_cut_of_the_index_is_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        refused(prefix, "cut off|is empty", names=path)
+        refused(prefix, "truncated|is empty", names=path)
 
 
 @pytest.mark.parametrize("wrong", [-2, 0, 2 * 507, 2**40])
@@ -167,7 +167,7 @@ def test_a_break_between_the_probes_is_told_when_it_is_met(tmp_path: Path, wrong
     pointers[505] = pointers[506] = wrong
     file = opened(pair(tmp_path, index_bytes(lengths, pointers=pointers), 2000))
     assert file.document_at(400) == (400, 400, 401)
-    with pytest.raises(ConfigError, match=r"corpus\.idx: is broken: no document holds token 505"):
+    with pytest.raises(ConfigError, match=r"corpus\.idx: is broken: no document contains token 505"):
         file.document_at(505)
 
 

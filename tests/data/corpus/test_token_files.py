@@ -87,10 +87,10 @@ def test_a_file_that_changes_under_a_run_is_named(tmp_path: Path) -> None:
     path.write_bytes(bytes(1 << 16))
     file = opened(path)
     path.write_bytes(bytes(10))
-    with pytest.raises(ConfigError, match=rf"^{KEY}: {path}: changed while it was read, from 65536 to 10 bytes$"):
+    with pytest.raises(ConfigError, match=rf"^{KEY}: {path}: changed during the run, from 65536 to 10 bytes$"):
         file.read(20_000, 5)
     path.unlink()
-    with pytest.raises(ConfigError, match=rf"^{KEY}: {path}: vanished while it was read"):
+    with pytest.raises(ConfigError, match=rf"^{KEY}: {path}: was removed during the run"):
         file.read(0, 1)
 
 

@@ -98,7 +98,7 @@ def test_with_a_report_beside_the_data_ids_are_checked_at_once(tmp_path: Path) -
     assert counts is not None
     assert counts.tolist() == [1] * 100 + [0] * 10
     (tmp_path / "corpus.meta.json").write_text(json.dumps(report | {"tokens": 101}))
-    with pytest.raises(ConfigError, match=r"corpus\.meta\.json: tells of 101 tokens, but corpus\.bin has 100$"):
+    with pytest.raises(ConfigError, match=r"corpus\.meta\.json: reports 101 tokens, but corpus\.bin has 100$"):
         _open(tmp_path / "corpus")
     (tmp_path / "corpus.meta.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"corpus\.meta\.json: is not a report with tokens and max_token$"):
@@ -112,7 +112,7 @@ def test_without_a_report_frequencies_are_not_known(tmp_path: Path) -> None:
 
 def test_too_short_files_are_refused(tmp_path: Path) -> None:
     _write(tmp_path / "corpus", [2 * LENGTH + 1])
-    with pytest.raises(ConfigError, match=r"^data\.sources\.main\.paths: must hold at least 3 sequences, got 2 "):
+    with pytest.raises(ConfigError, match=r"^data\.sources\.main\.paths: must contain at least 3 sequences, got 2 "):
         _open(tmp_path / "corpus")
 
 
