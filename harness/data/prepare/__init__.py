@@ -1,1 +1,1 @@
-"""Text to an indexed corpus."""
+"""Tokenizes text into an indexed corpus (`harness data prepare`)."""

@@ -34,14 +34,14 @@ class RareCorpusToken:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedDocument:
-    """A document worth a look."""
+    """A document that the report names."""
 
     document: int
     """Its number in the output."""
     amount: int
-    """Tokens of a long document, copies of a repeated one."""
+    """Tokens of a long document, or number of copies of a repeated one."""
     origin: str
-    """The file and line it came from."""
+    """Input file and line it came from."""
 
 
 @final
@@ -50,25 +50,25 @@ class Report:
     documents: int
     tokens: int
     empty_documents: int
-    """Documents without a token; they are not in the output."""
+    """Documents without tokens; they are not in the output."""
     vocab_size: int
     max_token: int
     unused_tokens: int
     """Ids of the vocabulary that never occur."""
     rare_tokens: int
-    """Ids that occur, but fewer than `RARE_BELOW` times."""
+    """Ids that occur fewer than `RARE_BELOW` times, but at least once."""
     rare_examples: list[RareCorpusToken]
     longest_documents: list[NamedDocument]
     duplicate_documents: int
-    """Documents whose text an earlier one has."""
+    """Documents whose text equals that of an earlier one."""
     duplicate_examples: list[NamedDocument]
-    """The first of those that are repeated most."""
+    """The first document of each of the most repeated texts."""
 
 
 @final
 @dataclass(slots=True)
 class CorpusCounter:
-    """Counts up a corpus part by part."""
+    """Accumulates the statistics of a corpus, part by part."""
 
     vocab_size: int
     num_documents: int = 0
@@ -91,7 +91,7 @@ class CorpusCounter:
         self.num_empty += part.num_empty
 
     def report(self, spell_token: Callable[[int], str], origin: Callable[[int], str]) -> Report:
-        """The corpus in numbers; `origin` says where a document came from."""
+        """Build the report; `origin` maps a document number to its input file and line."""
         occurring = np.flatnonzero(self.counts)
         rare = np.flatnonzero((self.counts > 0) & (self.counts < RARE_BELOW))
         rarest = rare[np.argsort(self.counts[rare], kind="stable")][:NUM_EXAMPLES].tolist()
@@ -118,7 +118,7 @@ class CorpusCounter:
         )
 
     def _duplicates(self) -> tuple[int, list[tuple[int, int]]]:
-        """How many documents an earlier one equals, and the first and the number of the most frequent texts."""
+        """Number of duplicates, and (first document, copies) of the most repeated texts."""
         _, firsts, copies = np.unique(np.concatenate(self._hashes), return_index=True, return_counts=True)
         several = np.flatnonzero(copies > 1)
         order = several[np.lexsort((firsts[several], -copies[several]))][:NUM_LONGEST]
@@ -126,29 +126,29 @@ class CorpusCounter:
 
 
 def parse_report(report: dict[str, Any]) -> Report:
-    """A report as it was kept."""
+    """Parse a stored report."""
     lists = {
-        "rare_examples": [RareCorpusToken(**each) for each in report["rare_examples"]],
-        "longest_documents": [NamedDocument(**each) for each in report["longest_documents"]],
-        "duplicate_examples": [NamedDocument(**each) for each in report["duplicate_examples"]],
+        "rare_examples": [RareCorpusToken(**token) for token in report["rare_examples"]],
+        "longest_documents": [NamedDocument(**document) for document in report["longest_documents"]],
+        "duplicate_examples": [NamedDocument(**document) for document in report["duplicate_examples"]],
     }
     return Report(**report | lists)
 
 
 def render(report: Report, facts: dict[str, str]) -> str:
-    """The report as a person reads it; `facts` are lines of their own at the end."""
+    """Render the report as text; `facts` become lines at the end."""
     mean = report.tokens / report.documents
-    rare = [f"{each.token} {spell(each.text)}, {times(each.count)}" for each in report.rare_examples]
+    rare = [f"{token.token} {spell(token.text)}, {times(token.count)}" for token in report.rare_examples]
     rows = {
         "documents": [f"{report.documents:,} of {mean:,.1f} tokens on average"],
         "tokens": [f"{report.tokens:,}"],
         "empty": [f"{report.empty_documents:,} documents, left out"],
         "vocabulary": [f"{report.vocab_size:,} tokens, {report.unused_tokens:,} of them never used"],
         "rare tokens": [f"{report.rare_tokens:,} occur fewer than {RARE_BELOW} times", *rare],
-        "longest": [f"{each.amount:,} tokens: {_place(each)}" for each in report.longest_documents],
+        "longest": [f"{document.amount:,} tokens: {_place(document)}" for document in report.longest_documents],
         "duplicates": [
             f"{report.duplicate_documents:,} documents equal an earlier one",
-            *(f"{times(each.amount)}: {_place(each)}" for each in report.duplicate_examples),
+            *(f"{times(document.amount)}: {_place(document)}" for document in report.duplicate_examples),
         ],
         **{name: [fact] for name, fact in facts.items()},
     }
@@ -158,7 +158,7 @@ def render(report: Report, facts: dict[str, str]) -> str:
 
 
 def spell(text: str) -> str:
-    """A text as one short line between quotes."""
+    """Quote a text as one short line."""
     return repr(text if len(text) <= WIDEST_EXAMPLE else text[: WIDEST_EXAMPLE - 1] + "…")
 
 

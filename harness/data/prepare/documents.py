@@ -1,10 +1,10 @@
-"""Documents out of the files people have: plain text, JSON lines (also compressed) and Parquet.
+"""Reads documents from plain text, JSON lines (also compressed) and Parquet files.
 
-Why: tokenizing must not care where a text came from, and a complaint about one document must name its file and line.
-How: reading is split in two. `Reader` takes the files apart into records, which is cheap and done by one process in the
-order of the input; `text_of` parses a record, which is not, and is done by whoever tokenizes it. The only door to
-zstandard and pyarrow.
-Left out: texts of several documents. A .txt file is one document; whoever has many small ones writes JSON lines.
+Why: tokenizing must not depend on the input format, and an error about one document must name its file and line.
+How: reading is split in two. `Reader` splits the files into records; this is cheap and done by one process in the order
+of the input. `text_of` parses a record; this is expensive and done in the worker that tokenizes it. The only module
+that imports zstandard and pyarrow.
+Left out: several documents in one .txt file. A .txt file is one document; use JSON lines for many small ones.
 """
 
 from __future__ import annotations
@@ -20,53 +20,53 @@ from harness.config.errors import ConfigError, require
 
 COMPRESSED = (".gz", ".zst")
 JSON_LINES = (".jsonl", ".json", ".ndjson")
-"""Much of what is published as .json.gz holds one object a line."""
+"""Most published .json.gz files contain one object per line."""
 ENDINGS = (".txt", *JSON_LINES, ".parquet")
 OURS = (".meta.json", ".parts.json", ".tokenizer.json")
-"""Endings of what `harness data prepare` writes, perhaps into the directory that it reads."""
+"""Endings of the files that `harness data prepare` writes, possibly into its input directory."""
 CHUNK_BYTES = 1 << 20
 PARQUET_ROWS = 1024
-"""Rows that are in memory at once."""
+"""Rows in memory at once."""
 
 
 class Record(NamedTuple):
     """One document as it was read."""
 
     file: int
-    """Which of the input files."""
+    """Number of the input file."""
     line: int
     """From 1; the row in Parquet, and 1 in plain text."""
     payload: bytes
-    """The text in UTF-8, or the line of JSON that holds it."""
+    """The text in UTF-8, or the JSON line that contains it."""
 
 
 class Shard(NamedTuple):
-    """Consecutive records: what one worker takes at a time."""
+    """Consecutive records: the unit of work of a worker."""
 
     number: int
     records: list[Record]
     position_bytes: int
-    """How much of all input had been read when it was complete."""
+    """Bytes of all input that had been read when the shard was complete."""
 
 
-def find_inputs(words: Sequence[str]) -> list[Path]:
-    """The files that are named, and all that can be read in the directories that are named, in that order."""
+def find_inputs(arguments: Sequence[str]) -> list[Path]:
+    """The named files, and all supported files in the named directories, in the order of the arguments."""
     paths: list[Path] = []
-    for word in words:
-        path = Path(word)
-        require(path.exists(), word, "no such file")
+    for argument in arguments:
+        path = Path(argument)
+        require(path.exists(), argument, "no such file")
         if path.is_dir():
             found = sorted(file for file in path.rglob("*") if file.is_file() and _is_input(file.relative_to(path)))
-            require(bool(found), word, f"holds no file that ends in {_endings()}")
+            require(bool(found), argument, f"contains no file that ends in {_endings()}")
             paths += found
         else:
-            require(kind_of(path) in ENDINGS, word, f"is not known by its ending; allowed are {_endings()}")
+            require(kind_of(path) in ENDINGS, argument, f"has an unknown ending; allowed are {_endings()}")
             paths.append(path)
     return paths
 
 
 def kind_of(path: Path) -> str:
-    """The ending that says how a file is read, without the one that says how it is compressed."""
+    """The ending that determines how a file is read, without the ending of the compression."""
     name = path.name.lower()
     for compressed in COMPRESSED:
         name = name.removesuffix(compressed)
@@ -75,13 +75,13 @@ def kind_of(path: Path) -> str:
 
 
 def _is_input(path: Path) -> bool:
-    """Whether a file found in a directory is meant: none that is hidden, and none that we wrote ourselves."""
+    """Whether a file found in a directory is an input: not hidden, and not written by `harness data prepare`."""
     hidden = any(name.startswith(".") for name in path.parts)
     return kind_of(path) in ENDINGS and not hidden and not path.name.endswith(OURS)
 
 
 def text_of(record: Record, path: Path, text_key: str) -> str:
-    """The text of a record; half a surrogate pair, which JSON may spell but UTF-8 may not, becomes U+FFFD."""
+    """The text of a record; a lone surrogate, which JSON allows and UTF-8 does not, becomes U+FFFD."""
     if kind_of(path) not in JSON_LINES:
         try:
             return record.payload.decode("utf-8-sig")
@@ -100,7 +100,7 @@ def text_of(record: Record, path: Path, text_key: str) -> str:
         case _:
             raise _input_error(path, record.line, f"must be a JSON object, got {type(document).__name__}")
     if not isinstance(text, str):
-        raise _input_error(path, record.line, f"key {text_key!r} must hold a text, got {type(text).__name__}")
+        raise _input_error(path, record.line, f"key {text_key!r} must be a string, got {type(text).__name__}")
     return text if is_unicode(text) else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -114,7 +114,7 @@ def is_unicode(text: str) -> bool:
 
 @final
 class Reader:
-    """All records of the files, in their order; says how far it is."""
+    """Iterates over all records of the files, in order, and tracks its position."""
 
     def __init__(self, paths: Sequence[Path], *, text_key: str) -> None:
         self._paths = paths
@@ -132,7 +132,7 @@ class Reader:
             self.position_bytes = before + self._sizes[number]
 
     def shards(self, num_bytes: int) -> Iterator[Shard]:
-        """The records in portions of at least `num_bytes` of text; only the last may be smaller."""
+        """Yield the records in shards of at least `num_bytes` of text; only the last may be smaller."""
         number, size, records = 0, 0, list[Record]()
         for record in self:
             records.append(record)
@@ -144,7 +144,7 @@ class Reader:
             yield Shard(number, records, self.position_bytes)
 
     def _lines(self, path: Path, before: int) -> Iterator[tuple[int, bytes]]:
-        """Line number and content of all lines but blank ones; a plain text is one line."""
+        """Number and content of all lines that are not blank; a plain text file is one line."""
         try:
             with path.open("rb") as file:
                 chunks = self._follow(_decompress(path, file), file, before)
@@ -155,7 +155,7 @@ class Reader:
                     if not line.isspace() and line:
                         yield number, line
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ConfigError(str(path), f"is not whole gzip data: {error}") from None
+            raise ConfigError(str(path), f"is damaged or truncated gzip data: {error}") from None
         except OSError as error:
             raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
 
@@ -165,7 +165,7 @@ class Reader:
             yield chunk
 
     def _rows(self, path: Path, before: int) -> Iterator[tuple[int, bytes]]:
-        """Number and content of all rows of a Parquet file; a row without a text is an empty document."""
+        """Number and content of all rows of a Parquet file; a null is an empty document."""
         import pyarrow  # type: ignore[import-untyped]
         from pyarrow import parquet
 
@@ -178,7 +178,7 @@ class Reader:
                 kind = schema.field(self._text_key).type
                 kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
                 is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
-                require(is_text, str(path), f"column {self._text_key!r} must hold texts, got {kind}")
+                require(is_text, str(path), f"column {self._text_key!r} must be a string column, got {kind}")
                 for batch in file.iter_batches(PARQUET_ROWS, columns=[self._text_key]):
                     for text in batch.column(0).to_pylist():
                         row += 1
@@ -201,7 +201,7 @@ def _decompress(path: Path, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _unzstd(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    """Frame by frame: the library's own stream reader takes a file that was cut short for a whole one."""
+    """Decompress frame by frame: the library's own stream reader does not notice a truncated file."""
     from zstandard import ZstdDecompressor, ZstdError
 
     frame = None
@@ -214,7 +214,7 @@ def _unzstd(path: Path, file: BinaryIO) -> Iterator[bytes]:
                 frame = None if frame.eof else frame
     except ZstdError as error:
         raise ConfigError(str(path), f"is not zstandard data: {error}") from None
-    require(frame is None, str(path), "is not whole zstandard data: it ends within a frame")
+    require(frame is None, str(path), "is truncated zstandard data: it ends within a frame")
 
 
 def _split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:

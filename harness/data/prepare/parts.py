@@ -1,9 +1,9 @@
-"""Finished portions of an unfinished corpus: one file each, good for as long as what it was made from is the same.
+"""Tokenized parts of an unfinished corpus: one file per shard, reused as long as its inputs are unchanged.
 
-Why: tokenizing a corpus takes hours, and a run that is killed must go on where it was.
-How: a part carries a hash of everything it depends on (its records, the tokenizer, the options). Whoever needs it
-computes the hash and takes the part where the two agree, so an input that changed in between costs the parts from there
-on, and never gives a wrong token. A part appears under its name whole or not at all.
+Why: tokenizing a corpus takes hours, and a killed run must continue where it was.
+How: a part stores a hash of everything it depends on (its records, the tokenizer, the options). A part is reused only
+if its hash matches. So an input that changed in between costs the parts from there on, and never gives a wrong token. A
+part is renamed into place, so it exists complete or not at all.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from numpy.typing import NDArray
 from harness.data.prepare.documents import Shard
 
 BROKEN = (OSError, ValueError, KeyError, BadZipFile, EOFError)
-"""What reading a file that is no part raises."""
+"""Errors of reading a file that is not a part."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusPart:
-    """The documents of one shard, without those that hold no token."""
+    """The documents of one shard, without empty ones."""
 
     tokens: NDArray[np.integer[Any]]
-    """Of all documents, one behind the other."""
+    """Tokens of all documents, concatenated."""
     lengths: NDArray[np.int64]
     """Tokens of each document."""
     hashes: NDArray[np.uint64]
-    """Of the text of each document; equal texts have equal ones."""
+    """Hash of the text of each document."""
     origins: NDArray[np.int64]
-    """File and line of each document, side by side."""
+    """(file, line) of each document, documents x 2."""
     num_empty: int
-    """Documents left out because they hold no token."""
+    """Documents left out because they contain no token."""
 
 
 def part_path(output: Path, number: int) -> Path:
@@ -46,13 +46,13 @@ def part_path(output: Path, number: int) -> Path:
 
 
 def part_paths(output: Path) -> list[Path]:
-    """Every part there is, those of an older run and what a killed one left half-written included."""
+    """All parts on disk, including those of an older run and temporary files of a killed one."""
     prefix = f"{output.name}.part-"
     return [path for path in output.parent.iterdir() if path.name.lstrip(".").startswith(prefix)]
 
 
 def part_key(shard: Shard, settings: bytes) -> str:
-    """What the part of a shard depends on."""
+    """Hash of everything that the part of a shard depends on."""
     digest = blake2b(settings, digest_size=16)
     for record in shard.records:
         digest.update(b"%d %d %d\n" % (record.file, record.line, len(record.payload)))
@@ -61,7 +61,7 @@ def part_key(shard: Shard, settings: bytes) -> str:
 
 
 def has_part(path: Path, key: str) -> bool:
-    """Whether a file is the part with that key."""
+    """Whether the file is a part with that key."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return str(file["key"]) == key
@@ -98,7 +98,7 @@ def read_part(path: Path) -> CorpusPart:
 
 
 def read_origins(path: Path) -> NDArray[np.int64]:
-    """Only the origins of a part, for a second look."""
+    """Read only the origins of a part."""
     with np.load(path, allow_pickle=False) as file:
         origins: NDArray[np.int64] = file["origins"]
         return origins

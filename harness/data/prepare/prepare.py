@@ -1,9 +1,9 @@
-"""Text to an indexed corpus: read, tokenize in parallel, and join the parts in the order of the input.
+"""Tokenizes text into an indexed corpus: reads, tokenizes in parallel, and joins the parts in the order of the input.
 
 Why: the same input must give the same bytes, whatever the number of workers and however often it was interrupted.
-How: one process reads the input and cuts it into shards; workers turn shards into parts (`harness.data.prepare.parts`),
-of which a killed run keeps every finished one; at the end the parts are joined and removed. Nothing is written before
-the input is known to exist, and nothing that this command did not write is ever replaced
+How: one process reads the input and splits it into shards; workers turn shards into parts
+(`harness.data.prepare.parts`). A killed run keeps every finished part. At the end the parts are joined and removed.
+Nothing is written before the input is known to exist, and files that this command did not write are never replaced
 (`harness.data.prepare.prepared_files`).
 Left out: joining while tokenizing. Until the end the parts need as much disk as the output.
 """
@@ -49,19 +49,19 @@ from harness.data.prepare.prepared_files import VERSION, CorpusFiles, Options, s
 from harness.data.prepare.tokenizer import Tokenizer, open_tokenizer, train_bpe
 
 SHARD_BYTES = 32 << 20
-"""Text that one worker takes at a time: seconds of work, and all that it loses when it is killed."""
+"""Bytes of text per shard: seconds of work, which is all that a killed worker loses."""
 SHARDS_PER_WORKER = 2
-"""One in work and one waiting: what bounds the memory."""
+"""One in progress and one queued; this bounds the memory."""
 UINT16_IDS = 1 << 16
 
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, and how many bytes of how many are done."""
+"""Called with (activity, bytes done, bytes in total)."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeJob:
-    """What a worker must know."""
+    """Everything a worker needs to tokenize a shard."""
 
     output: Path
     inputs: tuple[Path, ...]
@@ -69,10 +69,10 @@ class TokenizeJob:
     tokenizer: Path | None
     special_tokens: bool
     eod: int | None
-    """The token to end documents with."""
+    """End-of-document token to append; None: none."""
     vocab_size: int
     identity: bytes
-    """Stands for all of the above that decides which tokens a text becomes."""
+    """Identifies tokenizer and options, as far as they determine the tokens of a text."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -85,25 +85,25 @@ class TokenizeJob:
 @final
 @dataclass(slots=True)
 class TokenizeResult:
-    """What the workers gave."""
+    """What the workers produced."""
 
     parts: list[Path]
     digests: list[str]
     """SHA-256 of each input."""
     num_tokens: int = 0
-    """Of the parts that were not there before."""
+    """Tokens of the parts that were not on disk before."""
 
 
 def prepare(
     inputs: Sequence[Path], output: Path, options: Options, *, num_workers: int, shard_bytes: int, progress: Progress
 ) -> dict[str, Any]:
-    """Make the corpus, or go on making it, or find it made; returns its metadata."""
+    """Make the corpus, or resume making it; returns its metadata. A finished corpus is returned as it is."""
     begin_s = time.perf_counter()
     files = CorpusFiles(output)
     check_tokenizer(options, files)
     with files.lock():
-        described = [stat_input(path) for path in inputs]
-        meta = files.find_finished(options.identity(), described)
+        input_stats = [stat_input(path) for path in inputs]
+        meta = files.find_finished(options.identity(), input_stats)
         if meta is None:
             files.require_own_files()
             try:
@@ -115,7 +115,7 @@ def prepare(
             facts = join_parts(job, result, files)
             elapsed_s = time.perf_counter() - begin_s
             meta = {"version": VERSION, "options": options.identity(), **facts}
-            meta["inputs"] = [known | {"sha256": sha} for known, sha in zip(described, result.digests, strict=True)]
+            meta["inputs"] = [stat | {"sha256": sha} for stat, sha in zip(input_stats, result.digests, strict=True)]
             meta["timing"] = {"seconds": elapsed_s, "tokens_per_s": result.num_tokens / elapsed_s}
             write_atomically(files.meta, json.dumps(meta, indent=2, ensure_ascii=False))
         files.clean()
@@ -123,10 +123,11 @@ def prepare(
 
 
 def check_tokenizer(options: Options, files: CorpusFiles) -> None:
-    """Refuse what can be known to fail before anything is written."""
+    """Raise tokenizer errors before anything is written."""
     if options.tokenizer is not None:
         own = options.tokenizer.resolve() == files.tokenizer.resolve()
-        require(not own, "--tokenizer", f"{options.tokenizer} is where --output puts its copy; choose another --output")
+        message = f"{options.tokenizer} is where --output writes its copy; choose another --output"
+        require(not own, "--tokenizer", message)
     if options.tokenizer is not None or options.bpe_size is None:
         tokenizer = open_tokenizer(options.tokenizer)
         if options.append_eod:
@@ -136,7 +137,7 @@ def check_tokenizer(options: Options, files: CorpusFiles) -> None:
 
 
 def start_job(files: CorpusFiles, inputs: Sequence[Path], options: Options, progress: Progress) -> TokenizeJob:
-    """Put the tokenizer in its place, and write down what this run is made from."""
+    """Copy or train the tokenizer, and record options and inputs, so that a killed job can be resumed."""
     begun = {"options": options.identity(), "inputs": [stat_input(path) for path in inputs]}
     before = files.read_begun()
     kept = files.tokenizer.exists() and before == begun | {"tokenizer_sha256": sha256_of(files.tokenizer)}
@@ -168,14 +169,14 @@ def start_job(files: CorpusFiles, inputs: Sequence[Path], options: Options, prog
 
 
 def clean_up_after_error(files: CorpusFiles) -> None:
-    """After a refusal: keep what the next run can use, and nothing where that is nothing."""
+    """Remove the tokenizer and the record, unless there are parts that the next attempt can reuse."""
     if not part_paths(files.prefix):
         files.tokenizer.unlink(missing_ok=True)
         files.clean()
 
 
 def sample_texts(inputs: Sequence[Path], options: Options, progress: Progress) -> Iterator[str]:
-    """The documents to train a tokenizer on; which ones depends on the seed and their numbers alone."""
+    """Yield the documents to train a tokenizer on; the choice depends only on the seed and their numbers."""
     reader = Reader(inputs, text_key=options.text_key)
     for number, record in enumerate(reader):
         drawn = blake2b(b"%d %d" % (options.seed, number), digest_size=8).digest()
@@ -185,7 +186,7 @@ def sample_texts(inputs: Sequence[Path], options: Options, progress: Progress) -
 
 
 def tokenize(job: TokenizeJob, *, num_workers: int, shard_bytes: int, progress: Progress) -> TokenizeResult:
-    """Every shard of the input as a part on disk, but for those that are there already."""
+    """Tokenize every shard of the input into a part on disk; existing parts are reused."""
     reader = Reader(job.inputs, text_key=job.text_key)
     result = TokenizeResult([], [])
     digests: list[Future[str]] = []
@@ -203,7 +204,7 @@ def tokenize(job: TokenizeJob, *, num_workers: int, shard_bytes: int, progress: 
         for shard in reader.shards(shard_bytes):
             path, key = part_path(job.output, shard.number), part_key(shard, job.identity)
             result.parts.append(path)
-            while len(digests) < shard.records[-1].file:  # files that were just read, and so are still in memory
+            while len(digests) < shard.records[-1].file:  # hash files that were just read and are still in page cache
                 digests.append(pool.submit(sha256_of, job.inputs[len(digests)]))
             future = None if has_part(path, key) else pool.submit(make_part, shard, job, key)
             waiting.append((shard.position_bytes, future))
@@ -217,7 +218,7 @@ def tokenize(job: TokenizeJob, *, num_workers: int, shard_bytes: int, progress: 
 
 
 def make_part(shard: Shard, job: TokenizeJob, key: str) -> int | str:
-    """In a worker: the part of a shard; returns its tokens, or what is wrong with the input."""
+    """In a worker: tokenize a shard and write its part; returns its number of tokens, or an error message."""
     try:
         texts = [text_of(record, job.inputs[record.file], job.text_key) for record in shard.records]
     except ConfigError as error:
@@ -246,7 +247,7 @@ def worker_tokenizer(job: TokenizeJob) -> Tokenizer:
 
 
 def join_parts(job: TokenizeJob, result: TokenizeResult, files: CorpusFiles) -> dict[str, Any]:
-    """All parts as one corpus, and what is to be known of it."""
+    """Join all parts into one corpus; returns its metadata."""
     counter = CorpusCounter(job.vocab_size)
     num_documents: list[int] = []
     with IndexedWriter(files.prefix, job.dtype) as writer:
@@ -260,7 +261,7 @@ def join_parts(job: TokenizeJob, result: TokenizeResult, files: CorpusFiles) -> 
             files.clean()
             files.tokenizer.unlink(missing_ok=True)
             named = ", ".join(map(str, job.inputs[:3])) + (", ..." if len(job.inputs) > 3 else "")
-            require(False, named, f"no document with a token in it, {counter.num_empty} empty ones")
+            require(False, named, f"no document contains a token, {counter.num_empty} are empty")
     firsts = list(accumulate(num_documents, initial=0))[:-1]
 
     def origin(document: int) -> str:
@@ -287,7 +288,7 @@ def join_parts(job: TokenizeJob, result: TokenizeResult, files: CorpusFiles) -> 
 
 @contextmanager
 def worker_pool(num_workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that take shards; when something is wrong, those in work are finished and kept, the others dropped."""
+    """Worker processes; after an error the shards in progress are finished and kept, queued ones are cancelled."""
     pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"), initializer=init_worker)
     try:
         yield pool
@@ -296,7 +297,7 @@ def worker_pool(num_workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def init_worker() -> None:
-    """A worker leaves interrupts to the process that started it, and ends when that one does, however it ends."""
+    """Ignore SIGINT in a worker, which its parent handles, and exit when the parent ends, however it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

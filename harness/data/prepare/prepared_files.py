@@ -1,14 +1,14 @@
-"""The files of a prepared corpus, and what lies beside them while it is made.
+"""The files of a prepared corpus, and the files that exist while it is made.
 
-    PREFIX.bin  PREFIX.idx   the tokens and their documents, in Megatron's layout
-    PREFIX.tokenizer.json    what the tokens mean; none where they are bytes
+    PREFIX.bin  PREFIX.idx   tokens and document boundaries, in Megatron's layout
+    PREFIX.tokenizer.json    the tokenizer; none if tokens are bytes
     PREFIX.counts.npy        how often each token occurs, int64
-    PREFIX.meta.json         version, options, inputs, report; written last, and so the sign that all is there
-    PREFIX.parts.json        only while it is made: what the run was begun with, so that the next one can go on
+    PREFIX.meta.json         version, options, inputs, report; written last, so it marks a complete corpus
+    PREFIX.parts.json        only while it is made: options and inputs of the job, so that it can be resumed
 
-Why: a second call with the same words must find its work done, and one with other words must not destroy it.
-How: what decides the output is written down as plain values and compared. Inputs are the same where size and time of
-change are, or else where their SHA-256 is.
+Why: the same command again must find its work done, and a command with other options must not destroy it.
+How: everything that determines the output is stored as plain values and compared. Inputs are the same if size and
+modification time are, or else if their SHA-256 is.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ def sha256_of(path: Path) -> str:
 
 
 def stat_input(path: Path) -> dict[str, Any]:
-    """An input without reading it."""
-    facts = path.stat()
-    return {"path": str(path), "size_bytes": facts.st_size, "mtime_ns": facts.st_mtime_ns}
+    """Path, size and modification time of an input."""
+    stat = path.stat()
+    return {"path": str(path), "size_bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What decides the output besides the input."""
+    """The options that determine the output, besides the input."""
 
     tokenizer: Path | None = None
-    """A tokenizer.json; None: train one where `bpe_size` is set, else bytes."""
+    """A tokenizer.json; None: train one if `bpe_size` is set, else bytes."""
     bpe_size: int | None = None
-    """Size of the vocabulary of a byte-level BPE that is trained on the input."""
+    """Vocabulary size of a byte-level BPE to train on the input."""
     train_fraction: float = 1.0
-    """Share of the documents that it is trained on."""
+    """Fraction of the documents that it is trained on."""
     seed: int = 0
-    """Chooses those documents."""
+    """Selects those documents."""
     text_key: str = "text"
-    """Where a JSON line or a Parquet row holds its text."""
+    """JSON key or Parquet column of the text."""
     eod_token: str
-    """Name of the token that ends a document."""
+    """Name of the end-of-document token."""
     append_eod: bool = False
-    """Put it at the end of each document."""
+    """Append it to each document."""
     special_tokens: bool = False
-    """Read the name of a special token within a text as that token."""
+    """Encode the name of a special token within a text as that token."""
 
     def __post_init__(self) -> None:
         message = f"must be above 0 and at most 1, got {self.train_fraction}"
         require(0 < self.train_fraction <= 1, "--train-fraction", message)
 
     def identity(self) -> dict[str, Any]:
-        """Equal for options that give the same output from the same input."""
+        """The options as plain values; equal if the same input gives the same output."""
         tokenizer: dict[str, Any] = {"kind": "bytes"}
         if self.tokenizer is not None:
             tokenizer = {"kind": "file", "sha256": sha256_of(self.tokenizer)}
@@ -112,7 +112,7 @@ class CorpusFiles:
         return self._named(".parts.json")
 
     def read_meta(self) -> dict[str, Any] | None:
-        """What is known of a finished corpus; None where there is none."""
+        """The metadata of a finished corpus; None if there is none."""
         if not self.meta.exists():
             return None
         try:
@@ -123,21 +123,21 @@ class CorpusFiles:
             case {"version": 1, "options": dict(), "inputs": list(), "report": dict(), "max_token": int()}:
                 assert isinstance(meta, dict)
                 return meta
-        raise ConfigError(str(self.meta), f"is not a corpus of version {VERSION}")
+        raise ConfigError(str(self.meta), f"is not the metadata of a corpus of version {VERSION}")
 
     def find_finished(self, identity: dict[str, Any], inputs: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """The corpus where it was made before from the same input with the same options; refused if from others."""
+        """The metadata if the corpus is finished; raises if it was made from other inputs or with other options."""
         meta = self.read_meta()
         if meta is None:
             return None
         changes = [name for name in identity if meta["options"].get(name) != identity[name]]
         changes += [] if _same_inputs(meta["inputs"], inputs) else ["inputs"]
-        message = f"exists, made with other {', '.join(changes)}; choose another --output, or remove it"
+        message = f"exists and was made with other {', '.join(changes)}; choose another --output, or remove it"
         require(not changes, str(self.meta), message)
         return meta if self.data.exists() and self.index.exists() else None
 
     def read_begun(self) -> dict[str, Any]:
-        """What an unfinished run was begun with; empty where there is none."""
+        """Options and inputs of an unfinished job; empty if there is none."""
         try:
             begun = json.loads(self.begun.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -145,21 +145,21 @@ class CorpusFiles:
         return begun if isinstance(begun, dict) else {}
 
     def require_own_files(self) -> None:
-        """Whatever has one of our names but was not left by a run of ours is not ours to replace."""
+        """Raise if an output file exists that no earlier job of this command wrote."""
         if not self.begun.exists() and not self.meta.exists():
             for path in (self.data, self.index, self.counts, self.tokenizer):
                 message = "exists and was not written by harness data prepare; choose another --output"
                 require(not path.exists(), str(path), message)
 
     def clean(self) -> None:
-        """Remove what is only there while the corpus is made."""
+        """Remove the files that exist only while the corpus is made."""
         for path in part_paths(self.prefix):
             path.unlink(missing_ok=True)
         self.begun.unlink(missing_ok=True)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """One process at a time; where the file system knows no locks, that is left to the user."""
+        """Allow one process at a time; no protection on a file system without locks."""
         try:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -182,7 +182,7 @@ class CorpusFiles:
 
 
 def _same_inputs(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
-    """Whether content and order are the same, wherever the files lie."""
+    """Whether the inputs have the same content and order, whatever their paths."""
 
     def same(old: dict[str, Any], new: dict[str, Any]) -> bool:
         if old["size_bytes"] != new["size_bytes"]:

@@ -1,8 +1,8 @@
-"""Text to tokens and back: a tokenizer.json, a byte-level BPE trained here, or plain bytes.
+"""Text to tokens and back: with a tokenizer.json, with a byte-level BPE trained here, or with plain bytes.
 
-Why: what a token means must lie beside the tokens, so that a batch can be read again by a person.
-How: a small protocol with two implementations. The only door to Hugging Face `tokenizers`, which is imported when a
-tokenizer is opened, and whose own threads are kept out of worker processes by whoever starts those.
+Why: the tokenizer is stored beside the tokens, so that a batch can be decoded later.
+How: a small protocol with two implementations. The only module that imports Hugging Face `tokenizers`, when a tokenizer
+is opened. Worker processes must disable the threads of that library (TOKENIZERS_PARALLELISM).
 Left out: templates and special tokens around a document; a document gets its end-of-document token, or nothing.
 """
 
@@ -26,15 +26,15 @@ NUM_BYTES = 256
 NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 EOD_TOKEN = "<|endoftext|>"
 TEXTS_AT_ONCE = 256
-"""What the library makes of a text is many times larger than its tokens."""
+"""Texts per call: the library's result is many times larger than the tokens."""
 MIN_PAIR_COUNT = 2
-"""A merge seen once would be a token that the model meets once."""
+"""A merge that occurs once would be a token that occurs once in training."""
 
 
 class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
-        """Every id that a text can give is below it."""
+        """All ids of encoded texts are below it."""
         ...
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]: ...
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def spell(self, token: int) -> str:
-        """One token alone: its text, or where that is only a part of a character, how the vocabulary names it."""
+        """The text of one token, or its name in the vocabulary if it is only part of a character."""
         ...
 
     def eod(self, name: str) -> int:
@@ -51,13 +51,13 @@ class Tokenizer(Protocol):
 
 
 def open_tokenizer(path: Path | None, *, special_tokens: bool = False) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, or the one of plain bytes; see `JsonTokenizer` for `special_tokens`."""
+    """Open a tokenizer.json, or the byte tokenizer if there is no path; `special_tokens`: see `JsonTokenizer`."""
     return ByteTokenizer() if path is None else JsonTokenizer(path, special_tokens=special_tokens)
 
 
 @final
 class ByteTokenizer:
-    """One token a byte of UTF-8; the end of a document is the id after them."""
+    """One token per byte of UTF-8; the end-of-document token is id 256."""
 
     vocab_size = NUM_BYTES
 
@@ -65,7 +65,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Bytes that are no UTF-8, such as a character cut in two, become U+FFFD."""
+        """Invalid UTF-8, such as half a character, becomes U+FFFD."""
         parts = [bytes([token]) if token < NUM_BYTES else EOD_TOKEN.encode() for token in tokens]
         return b"".join(parts).decode(errors="replace")
 
@@ -73,16 +73,16 @@ class ByteTokenizer:
         return self.decode([token]) if token < 128 or token == NUM_BYTES else f"\\x{token:02x}"
 
     def eod(self, name: str) -> int:
-        require(name == EOD_TOKEN, "--eod-token", f"must be {EOD_TOKEN} where tokens are bytes, got {name}")
+        require(name == EOD_TOKEN, "--eod-token", f"must be {EOD_TOKEN} if tokens are bytes, got {name}")
         return NUM_BYTES
 
 
 @final
 class JsonTokenizer:
-    """A Hugging Face tokenizer. What its file says of truncation and padding does not hold for a corpus.
+    """A Hugging Face tokenizer; truncation and padding of its file are turned off.
 
-    The name of a special token within a text is a text like any other unless `special_tokens` asks for its meaning:
-    else any web page could forge the end of a document.
+    The name of a special token within a text is encoded as plain text unless `special_tokens` is set: otherwise any web
+    page could forge the end of a document.
     """
 
     def __init__(self, path: Path, *, special_tokens: bool) -> None:
@@ -97,7 +97,7 @@ class JsonTokenizer:
         tokens: list[Tokens] = []
         for first in range(0, len(texts), TEXTS_AT_ONCE):
             encoded = self._tokenizer.encode_batch_fast(texts[first : first + TEXTS_AT_ONCE], add_special_tokens=False)
-            tokens += [np.array(each.ids, dtype=np.int64) for each in encoded]
+            tokens += [np.array(encoding.ids, dtype=np.int64) for encoding in encoded]
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -110,21 +110,21 @@ class JsonTokenizer:
     def eod(self, name: str) -> int:
         token = self._tokenizer.token_to_id(name)
         if token is None:
-            added = [str(each.content) for each in self._tokenizer.get_added_tokens_decoder().values()]
+            added = [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()]
             listed = ", ".join(added[:8]) or "none"
             raise ConfigError("--eod-token", f"{self._path} has no token {name}; its special tokens are {listed}")
         return token
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int, eod_token: str) -> str:
-    """The tokenizer.json of a byte-level BPE; depends on the texts and the arguments alone, whatever the threads.
+    """Train a byte-level BPE and return its tokenizer.json; deterministic, whatever the number of threads.
 
-    The vocabulary comes out smaller where the texts do not hold enough pairs of tokens to merge.
+    The vocabulary is smaller than `vocab_size` if the texts do not contain enough pairs to merge.
     """
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
-    message = f"must be at least {NUM_BYTES + 1}, the bytes and {eod_token}, got {vocab_size}"
+    message = f"must be at least {NUM_BYTES + 1}, for the bytes and {eod_token}, got {vocab_size}"
     require(vocab_size > NUM_BYTES, "--train-bpe", message)
     tokenizer = Library(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -147,5 +147,5 @@ def _load(path: Path) -> tokenizers.Tokenizer:
         return Library.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower type
         raise ConfigError(str(path), f"is not a tokenizer.json: {error}") from None

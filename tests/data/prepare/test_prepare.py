@@ -263,10 +263,10 @@ def test_made_is_made_and_other_words_destroy_nothing(tokenizer_file: Path, tmp_
     before = contents(tmp_path / "out")
     os.utime(source)
     assert make([source], tmp_path / "out", workers=2) == made
-    with pytest.raises(ConfigError, match=r"out.meta.json: exists, made with other tokenizer, append_eod; choose"):
+    with pytest.raises(ConfigError, match=r"out.meta.json: exists and was made with other tokenizer, append_eod; choose"):
         make([source], tmp_path / "out", tokenizer=tokenizer_file, append_eod=True)
     write_jsonl(source, ["Something else."])
-    with pytest.raises(ConfigError, match=r"out.meta.json: exists, made with other inputs; choose"):
+    with pytest.raises(ConfigError, match=r"out.meta.json: exists and was made with other inputs; choose"):
         make([source], tmp_path / "out")
     assert contents(tmp_path / "out") == before
     (tmp_path / "foreign.bin").write_bytes(b"precious")
@@ -292,12 +292,12 @@ def broken(path: Path) -> None:
         ),
         ("x.jsonl", lambda p: p.write_text('{"text": "a"}\n{"text": \n'), "x.jsonl, line 2: is not JSON: "),
         ("x.jsonl", lambda p: p.write_text('["text"]'), "x.jsonl, line 1: must be a JSON object, got list"),
-        ("x.jsonl", lambda p: p.write_text('{"text": 3}'), "x.jsonl, line 1: key 'text' must hold a text, got int"),
+        ("x.jsonl", lambda p: p.write_text('{"text": 3}'), "x.jsonl, line 1: key 'text' must be a string, got int"),
         ("x.jsonl", lambda p: p.write_bytes(b'{"text": "\xff"}'), "x.jsonl, line 1: is not JSON: "),
         ("x.txt", lambda p: p.write_bytes(b"abc\xff"), "x.txt: is not UTF-8: invalid start byte at byte 3"),
-        ("x.jsonl.gz", broken, "x.jsonl.gz: is not whole gzip data"),
-        ("x.jsonl.zst", broken, "x.jsonl.zst: is not whole zstandard data"),
-        ("x.jsonl.gz", lambda p: p.write_text("plain"), "x.jsonl.gz: is not whole gzip data"),
+        ("x.jsonl.gz", broken, "x.jsonl.gz: is damaged or truncated gzip data"),
+        ("x.jsonl.zst", broken, "x.jsonl.zst: is truncated zstandard data"),
+        ("x.jsonl.gz", lambda p: p.write_text("plain"), "x.jsonl.gz: is damaged or truncated gzip data"),
         ("x.jsonl.zst", lambda p: p.write_text("plain text"), "x.jsonl.zst: is not zstandard data"),
         ("x.parquet", lambda p: p.write_text("plain"), "x.parquet: cannot be read as Parquet: "),
         (
@@ -305,9 +305,9 @@ def broken(path: Path) -> None:
             lambda p: parquet.write_table(arrow.table({"a": ["b"]}), p),
             "x.parquet: has no column 'text' but a",
         ),
-        ("x.parquet", lambda p: parquet.write_table(arrow.table({"text": [1]}), p), "must hold texts, got int64"),
-        ("x.jsonl", lambda p: p.write_text('{"text": ""}\n'), "x.jsonl: no document with a token in it, 1 empty ones"),
-        ("x.jsonl", lambda p: p.write_text(""), "x.jsonl: no document with a token in it, 0 empty ones"),
+        ("x.parquet", lambda p: parquet.write_table(arrow.table({"text": [1]}), p), "must be a string column, got int64"),
+        ("x.jsonl", lambda p: p.write_text('{"text": ""}\n'), "x.jsonl: no document contains a token, 1 are empty"),
+        ("x.jsonl", lambda p: p.write_text(""), "x.jsonl: no document contains a token, 0 are empty"),
     ],
 )
 @pytest.mark.parametrize("bpe_size", [None, 300])
@@ -333,19 +333,19 @@ def test_bad_options_are_named_before_anything_is_written(tokenizer_file: Path, 
             {"tokenizer": tokenizer_file, "append_eod": True, "eod_token": "</s>"},
             "--eod-token: .* has no token </s>; its",
         ),
-        ({"append_eod": True, "eod_token": "</s>"}, "--eod-token: must be <.endoftext.> where tokens are bytes"),
+        ({"append_eod": True, "eod_token": "</s>"}, "--eod-token: must be <.endoftext.> if tokens are bytes"),
         ({"bpe_size": 256}, "--train-bpe: must be at least 257"),
         ({"train_fraction": 0.0}, "--train-fraction: must be above 0 and at most 1, got 0.0"),
-        ({"tokenizer": tmp_path / "new" / "out.tokenizer.json"}, "--tokenizer: .* is where --output puts its copy"),
+        ({"tokenizer": tmp_path / "new" / "out.tokenizer.json"}, "--tokenizer: .* is where --output writes its copy"),
     ):
         with pytest.raises(ConfigError, match=message):
             make([source], output, **options)
     with pytest.raises(ConfigError, match=r"nowhere.txt: no such file"):
         find_inputs(["nowhere.txt"])
-    with pytest.raises(ConfigError, match=r"test_prepare.py: is not known by its ending; allowed are .txt, .jsonl"):
+    with pytest.raises(ConfigError, match=r"test_prepare.py: has an unknown ending; allowed are .txt, .jsonl"):
         find_inputs([__file__])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"empty: holds no file that ends in .txt"):
+    with pytest.raises(ConfigError, match=r"empty: contains no file that ends in .txt"):
         find_inputs([str(tmp_path / "empty")])
     assert not output.parent.exists()
 

@@ -98,7 +98,7 @@ def test_prepare_and_help_need_no_torch(tmp_path: Path) -> None:
         (["prepare", "gone.txt", "--output", "new/out"], "harness: gone.txt: no such file"),
         (
             ["prepare", "in.doc", "--output", "new/out"],
-            "harness: in.doc: is not known by its ending; allowed are .txt,",
+            "harness: in.doc: has an unknown ending; allowed are .txt,",
         ),
         (
             ["prepare", "in.txt", "--output", "new/"],
