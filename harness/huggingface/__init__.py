@@ -1,1 +1,1 @@
-"""Export to and import from Hugging Face's checkpoint layout."""
+"""Exports models to, and imports models from, Hugging Face's safetensors layout."""

@@ -1,11 +1,12 @@
-"""Models out of a run and into a run, as safetensors in Hugging Face's layout.
+"""Exports a checkpoint to, and imports a model from, a Hugging Face directory of safetensors files.
 
-Why: what was trained here must be usable by everybody's tools, and what was trained elsewhere can be trained further.
-How: an export verifies a checkpoint, then reads it one output file's worth at a time, so that a large model needs the
-memory of one file; it is written under a hidden name and gets its own when it is whole. An import becomes the
-checkpoint of step 0, with empty moments, from which a run of the same shape begins as from any other.
-Nothing is unpickled on the way in, and no name in a file leads out of its directory.
-Left out: an import in parts, it takes 4 bytes of memory a parameter; a loss scale, fp16 begins at 1 after an import.
+Why: other tools can load what was trained here, and models trained elsewhere can be trained further.
+How: an export verifies a checkpoint, then reads it one output file at a time, so that a large model needs the memory of
+one file. It writes into a hidden directory that is renamed when it is complete. An import becomes the checkpoint of
+step 0, with zero moments; a run with the same model config resumes from it.
+An import unpickles nothing, and no file name in its index leads out of the directory.
+Left out: an import in parts (it needs 4 bytes of memory per parameter), and a loss scale (fp16 starts at 1 after an
+import).
 """
 
 from __future__ import annotations
@@ -41,36 +42,36 @@ from harness.data.corpus.token_files import expand
 from harness.data.prepare.prepared_files import CorpusFiles
 from harness.data.prepare.tokenizer import open_tokenizer
 from harness.distributed.world import connect, disconnect
-from harness.huggingface import names as huggingface
+from harness.huggingface import names
 from harness.huggingface.names import TensorSource
 from harness.precision.mixed_precision import DTYPES
 from harness.sentinel.device.gate import first_history
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 FILE_BYTES = 5 * 10**9
-"""Most that one file of an export holds."""
+"""Most bytes in one file of an export."""
 LOADABLE = {"F32", "F16", "BF16"}
-"""Types of numbers that fp32 holds exactly."""
+"""dtypes that fp32 represents exactly."""
 NO_WEIGHT = ".rotary_emb.inv_freq"
-"""A table that old exports carry along; it follows from the configuration."""
+"""A table in old exports that is no weight; it follows from the configuration."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
     files: dict[str, int]
-    """Bytes of weights in each file of them."""
+    """Weight file -> bytes of weights in it."""
     has_tokenizer: bool
 
 
 def choose_checkpoint(run: RunDir, *, step: int | None = None, name: str | None = None) -> Checkpoint:
-    """The checkpoint of that step or name; else the newest good one, or the newest where none is good yet."""
+    """The checkpoint of that step or name; else the newest good one, or the newest if none is good yet."""
     saved = catalog.list_checkpoints(run.checkpoints)
-    require(bool(saved), str(run.path), "holds no checkpoint")
+    require(bool(saved), str(run.path), "has no checkpoint")
     listed = ", ".join(checkpoint.name for checkpoint in saved)
     if name is not None:
         saved = [checkpoint for checkpoint in saved if checkpoint.name == name]
-        require(bool(saved), "--checkpoint", f"no {name!r}; there are {listed}")
+        require(bool(saved), "--checkpoint", f"no checkpoint {name!r}; there are {listed}")
     elif step is not None:
         saved = [checkpoint for checkpoint in saved if checkpoint.step == step]
         require(bool(saved), "--step", f"no checkpoint of step {step}; there are {listed}")
@@ -82,12 +83,12 @@ def choose_checkpoint(run: RunDir, *, step: int | None = None, name: str | None 
 def export_model(
     run: RunDir, checkpoint: Checkpoint, output: Path, *, dtype: PrecisionKind, file_bytes: int = FILE_BYTES
 ) -> Exported:
-    """Write the model of a checkpoint as a directory that `transformers` loads; there whole or not at all."""
+    """Write the model of a checkpoint as a directory that `transformers` loads; atomic."""
     require(not (output.exists() or output.is_symlink()), "--output", f"{output} exists; choose another name")
     cfg = read_config(run)
     try:
         integrity.verify(checkpoint.path)
-        expected = {f"model.{name}": shape for name, shape in huggingface.parameter_shapes(cfg.model).items()}
+        expected = {f"model.{name}": shape for name, shape in names.parameter_shapes(cfg.model).items()}
         read = partial(store.read_tensors, checkpoint.path, found=store.read_index(checkpoint.path, expected))
         with atomic_directory(output) as scratch:
             has_tokenizer = write_config_and_tokenizer(scratch, cfg, dtype=DTYPES[dtype])
@@ -98,7 +99,7 @@ def export_model(
 
 
 def read_config(run: RunDir) -> Config:
-    """What a run was started with."""
+    """Read the configuration of a run."""
     try:
         return compose.check(yaml.safe_load(run.config.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -109,12 +110,12 @@ def read_config(run: RunDir) -> Config:
 
 @contextmanager
 def atomic_directory(output: Path) -> Iterator[Path]:
-    """A directory with a hidden name, which gets its own name at the end, or is gone."""
+    """A hidden directory that is renamed to `output` at the end, or deleted after an error."""
     scratch = output.with_name(f".{output.name}.part")
     try:
         scratch.mkdir(parents=True)
     except FileExistsError:
-        message = f"{scratch} is there: another export is writing it, or was killed; if so, remove it"
+        message = f"{scratch} exists: another export is writing it, or was killed; in that case remove it"
         raise ConfigError("--output", message) from None
     except OSError as error:
         raise ConfigError("--output", f"cannot create {scratch}: {error.strerror}") from None
@@ -127,25 +128,25 @@ def atomic_directory(output: Path) -> Iterator[Path]:
 
 
 Read = Callable[[Iterable[str]], dict[str, Tensor]]
-"""Whole tensors of the checkpoint, by name."""
+"""Reads full tensors of the checkpoint by name."""
 
 
 def write_weights(
     read: Read, directory: Path, *, cfg: ModelConfig, dtype: torch.dtype, file_bytes: int
 ) -> dict[str, int]:
-    """Read, fold, cast and write the tensors of one file after another; returns the bytes in each."""
-    layout, shapes = huggingface.exported_tensors(cfg), huggingface.parameter_shapes(cfg)
+    """Read, fold, cast and write the tensors file by file; returns the bytes in each."""
+    layout, shapes = names.exported_tensors(cfg), names.parameter_shapes(cfg)
     sizes = {name: shapes[origin.parameter].numel() * dtype.itemsize for name, origin in layout.items()}
-    files = huggingface.assign_files(sizes, file_bytes)
-    for file, names in files.items():
-        tensors = read_folded(read, {name: layout[name] for name in names}, cfg=cfg, dtype=dtype)
+    files = names.assign_files(sizes, file_bytes)
+    for file, tensor_names in files.items():
+        tensors = read_folded(read, {name: layout[name] for name in tensor_names}, cfg=cfg, dtype=dtype)
         save_file(tensors, directory / file, metadata={"format": "pt"})
         fsync_file(directory / file)
         del tensors
     if len(files) > 1:
-        places = {name: file for file, names in files.items() for name in names}
+        places = {name: file for file, tensor_names in files.items() for name in tensor_names}
         write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places})
-    return {file: sum(sizes[name] for name in names) for file, names in files.items()}
+    return {file: sum(sizes[name] for name in tensor_names) for file, tensor_names in files.items()}
 
 
 def read_folded(
@@ -154,33 +155,31 @@ def read_folded(
     """Tensors of the exported model, from those of a verified checkpoint."""
     keys = dict.fromkeys(f"model.{parameter}" for origin in origins.values() for parameter in origin.parameters)
     parameters = {key.removeprefix("model."): tensor for key, tensor in read(keys).items()}
-    return {
-        name: cast_weight(name, huggingface.fold(origin, parameters, cfg=cfg), dtype)
-        for name, origin in origins.items()
-    }
+    return {name: cast_weight(name, names.fold(origin, parameters, cfg=cfg), dtype) for name, origin in origins.items()}
 
 
 def cast_weight(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in another precision, unless that would make an infinity of a number."""
+    """Cast a weight; raises if a finite value would overflow."""
     small = weight.to(dtype)
     if torch.isfinite(weight).all() and not torch.isfinite(small).all():
         largest = float(weight.abs().max())
-        raise ConfigError("--dtype", f"{name} holds {largest:g}, beyond {torch.finfo(dtype).max:g}; use fp32 or bf16")
+        limit = torch.finfo(dtype).max
+        raise ConfigError("--dtype", f"{name} contains {largest:g}, above the maximum {limit:g}; use fp32 or bf16")
     return small.contiguous()
 
 
 def write_config_and_tokenizer(directory: Path, cfg: Config, *, dtype: torch.dtype) -> bool:
-    """What lies beside the weights: the configuration, and the tokenizer; returns whether there was one."""
+    """Write config.json and, if the data has one, the tokenizer; returns whether there was a tokenizer."""
     found = find_tokenizer(cfg)
     eos_token_id = None
     if found is not None:
         path, eos_token = found
         shutil.copyfile(path, directory / TOKENIZER)
         fsync_file(directory / TOKENIZER)
-        facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
-        write_json(directory / "tokenizer_config.json", facts)
+        tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
+        write_json(directory / "tokenizer_config.json", tokenizer_config)
         eos_token_id = None if eos_token is None else open_tokenizer(path).eod(eos_token)
-    content = huggingface.render_config(
+    content = names.render_config(
         cfg.model, sequence_length=cfg.train.sequence_length, dtype=dtype, eos_token_id=eos_token_id
     )
     write_json(directory / CONFIG, content)
@@ -188,7 +187,7 @@ def write_config_and_tokenizer(directory: Path, cfg: Config, *, dtype: torch.dty
 
 
 def find_tokenizer(cfg: Config) -> tuple[Path, str | None] | None:
-    """The tokenizer that lies beside the data of a run, where all of it has the same, and what ends a document."""
+    """The tokenizer beside the data of a run and its end-of-document token; None unless all files share one."""
     if any(source.kind is not DataKind.files for source in cfg.data.sources.values()):
         return None
     try:
@@ -203,13 +202,14 @@ def find_tokenizer(cfg: Config) -> tuple[Path, str | None] | None:
 
 
 def import_model(source: Path, run: RunDir) -> tuple[Path, dict[str, Any]]:
-    """Make the weights of a directory the first checkpoint of a run; returns it and the options of `model` that fit."""
+    """Make the weights of a directory the first checkpoint of a run; returns its path and the matching `model`
+    options."""
     occupied = [*catalog.list_checkpoints(run.checkpoints), *catalog.list_damaged(run.checkpoints)]
-    require(not occupied, str(run.path), "holds checkpoints already; import into a new run")
+    require(not occupied, str(run.path), "already has checkpoints; import into a new run")
     path = source / CONFIG
     content, default = read_json(path), compose.load(["parallel.device=cpu"])
     try:
-        options = huggingface.parse_config(content)
+        options = names.parse_config(content)
         cfg = replace(default.model, **options)
     except ConfigError as error:
         raise ConfigError(str(path), str(error)) from None
@@ -223,7 +223,7 @@ def import_model(source: Path, run: RunDir) -> tuple[Path, dict[str, Any]]:
 
 
 def initial_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors of a checkpoint in which nothing has been learned since; zeros take no memory."""
+    """All tensors of a checkpoint at step 0 with these weights; the zero moments take no memory."""
     tensors = {f"model.{name}": weight for name, weight in weights.items()}
     for name, weight in weights.items():
         tensors[f"optimizer.{name}.step"] = torch.zeros(())
@@ -240,16 +240,14 @@ def initial_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_weights(source: Path, cfg: ModelConfig) -> dict[str, Tensor]:
-    """Every parameter of the model in fp32, by our name; what is missing, left over or of another shape is refused."""
+    """Every parameter of the model in fp32, by the name in `Transformer`; raises on missing, extra or misshaped
+    tensors."""
     places = find_tensors(source)
-    shapes = {
-        huggingface.hf_name(parameter): (parameter, shape)
-        for parameter, shape in huggingface.parameter_shapes(cfg).items()
-    }
+    shapes = {names.hf_name(parameter): (parameter, shape) for parameter, shape in names.parameter_shapes(cfg).items()}
     for name in shapes:
         require(name in places, str(source), f"{name} is missing")
     for name in places:
-        require(name in shapes, str(source), f"{name} has no place in a model of {CONFIG}")
+        require(name in shapes, str(source), f"{name} does not belong to the model of {CONFIG}")
     weights: dict[str, Tensor] = {}
     for file in sorted(set(places.values())):
         with open_safetensors(file) as tensors:
@@ -258,19 +256,19 @@ def read_weights(source: Path, cfg: ModelConfig) -> dict[str, Tensor]:
                 view = tensors.get_slice(name)
                 message = f"{name} has shape {view.get_shape()}, {CONFIG} needs {list(shape)}"
                 require(view.get_shape() == list(shape), str(file), message)
-                message = f"{name} is of type {view.get_dtype()}; allowed are {', '.join(sorted(LOADABLE))}"
+                message = f"{name} has dtype {view.get_dtype()}; allowed are {', '.join(sorted(LOADABLE))}"
                 require(view.get_dtype() in LOADABLE, str(file), message)
                 weights[parameter] = tensors.get_tensor(name).float()
     return weights
 
 
 def find_tensors(source: Path) -> dict[str, Path]:
-    """The file of every tensor, as the index says, or of the only file there is."""
+    """The file of every tensor, from the index, or the single file if there is no index."""
     if not (source / INDEX).exists():
-        with open_safetensors(source / huggingface.ONLY_FILE) as tensors:
-            return {name: source / huggingface.ONLY_FILE for name in tensors.keys() if not name.endswith(NO_WEIGHT)}  # noqa: SIM118
+        with open_safetensors(source / names.ONLY_FILE) as tensors:
+            return {name: source / names.ONLY_FILE for name in tensors.keys() if not name.endswith(NO_WEIGHT)}  # noqa: SIM118
     try:
-        places = huggingface.parse_index(read_json(source / INDEX))
+        places = names.parse_index(read_json(source / INDEX))
     except ConfigError as error:
         raise ConfigError(str(source / INDEX), str(error)) from None
     return {name: source / file for name, file in places.items() if not name.endswith(NO_WEIGHT)}
@@ -278,7 +276,7 @@ def find_tensors(source: Path) -> dict[str, Path]:
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """The tensors of a file, read when asked for."""
+    """Open a safetensors file; its tensors are read on access."""
     try:
         with safe_open(path, framework="pt") as tensors:
             yield tensors

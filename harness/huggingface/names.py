@@ -1,11 +1,11 @@
-"""The model in Hugging Face's words: what its tensors are called there, and what its configuration says.
+"""Maps the model to Hugging Face's Llama and Qwen3: tensor names, folded weights and config.json.
 
-Why: a model that was trained here must run wherever Llama runs, and one that was trained elsewhere must go on here.
-How: blocks without q/k norm are Llama's, with them Qwen3's, whose layout differs in nothing else. What those models do
-not have is folded into the weights they have, so that logits are equal: muP's attention scale into the queries (or
-their norm), its output multiplier into the head, the norm after the embedding into its rows. A head that is tied but
-reads folded weights becomes a matrix of its own.
-Left out: unfolding. What was folded comes back as a plain model with the same logits.
+Why: a model trained here must run wherever Llama runs, and a model trained elsewhere must be trainable here.
+How: a model without q/k norm is a Llama, one with it a Qwen3, whose layout is otherwise the same. Features that those
+models lack are folded into the weights, so that logits are equal: muP's attention scale into the queries (or their
+norm), its output multiplier into the head, the norm after the embedding into the embedding rows. A tied head that would
+need other weights than the embedding becomes a matrix of its own.
+Left out: unfolding. An exported model is imported as a plain model with the same logits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NAMES = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-"""A parameter, or a module of a block -> what it is called there."""
+"""Parameter, or module of a block -> its name in Hugging Face's layout."""
 
 FIXED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -57,10 +57,10 @@ FIXED: dict[str, Any] = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-"""Keys of a config.json that can have one value only; it is the one they have when they are absent."""
+"""Keys of a config.json with the only supported value, which is also their default."""
 
 LLAMA_ROPE_THETA = 10000.0
-"""What a Llama without the key means: it is older than the key."""
+"""rope_theta of a Llama config without the key, which is older than the key."""
 DEFAULT_NORM_EPS = 1e-6
 
 
@@ -72,12 +72,13 @@ class Architecture(StrEnum):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSource:
-    """What a tensor of the exported model is made of."""
+    """How a tensor of the exported model is computed from our parameters."""
 
     parameter: str
     norm: str | None = None
-    """Weight of the RMSNorm that its rows go through."""
+    """Weight of the RMSNorm that is applied to its rows."""
     factor: float = 1.0
+    """Multiplies the result."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -85,7 +86,7 @@ class TensorSource:
 
 
 def hf_name(parameter: str) -> str:
-    """What a parameter of `Transformer` is called there."""
+    """The Hugging Face name of a parameter of `Transformer`."""
     if not parameter.startswith("blocks."):
         return NAMES[parameter]
     _, index, module = parameter.removesuffix(".weight").split(".", 2)
@@ -93,14 +94,14 @@ def hf_name(parameter: str) -> str:
 
 
 def parameter_shapes(cfg: ModelConfig) -> dict[str, torch.Size]:
-    """Every parameter of the model, by our name."""
+    """Shape of every parameter, by its name in `Transformer`."""
     with torch.device("meta"):
         model = Transformer(cfg, sequence_length=1, linear=linear)
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def exported_tensors(cfg: ModelConfig) -> dict[str, TensorSource]:
-    """Every tensor of the exported model, by its name there."""
+    """Every tensor of the exported model, by its Hugging Face name."""
     origins = {
         hf_name(parameter): TensorSource(parameter=parameter, factor=_factor(parameter, cfg))
         for parameter in parameter_shapes(cfg)
@@ -114,12 +115,12 @@ def exported_tensors(cfg: ModelConfig) -> dict[str, TensorSource]:
 
 
 def stays_tied(cfg: ModelConfig) -> bool:
-    """Whether embedding and head are one matrix there too."""
+    """Whether embedding and head stay one matrix in the exported model."""
     return cfg.tied_head and output_multiplier(cfg) == 1.0 and not cfg.embedding_norm
 
 
 def fold(origin: TensorSource, parameters: Mapping[str, Tensor], *, cfg: ModelConfig) -> Tensor:
-    """A tensor of the exported model; the parameter itself, bit for bit, where there is nothing to fold."""
+    """Compute a tensor of the exported model; if there is nothing to fold, the parameter itself, bit for bit."""
     weight = parameters[origin.parameter]
     if origin.norm is not None:
         weight = F.rms_norm(weight, weight.shape[-1:], parameters[origin.norm], cfg.norm_eps)
@@ -138,7 +139,7 @@ def _factor(parameter: str, cfg: ModelConfig) -> float:
 def render_config(
     cfg: ModelConfig, *, sequence_length: int, dtype: torch.dtype, eos_token_id: int | None
 ) -> dict[str, Any]:
-    """The content of config.json; `sequence_length` is what the model was trained with."""
+    """The content of config.json; `sequence_length` is that of training."""
     architecture = Architecture.qwen3 if cfg.qk_norm else Architecture.llama
     return {
         "architectures": [str(architecture)],
@@ -165,7 +166,7 @@ def render_config(
 
 
 def assign_files(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
-    """The files of an export and the tensors in each, in order; one larger than a file gets a file of its own."""
+    """File name -> tensors in it, in order; a tensor larger than `file_bytes` gets its own file."""
     groups: list[list[str]] = [[]]
     room = file_bytes
     for name, size in sizes.items():
@@ -180,18 +181,18 @@ def assign_files(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[st
 
 
 def parse_index(content: Mapping[str, Any]) -> dict[str, str]:
-    """The file of every tensor, as a model.safetensors.index.json says; no name leads out of its directory."""
+    """Tensor -> file, from model.safetensors.index.json; raises on a file name that leads out of the directory."""
     places = content.get("weight_map")
     if not isinstance(places, dict):
         raise ConfigError("weight_map", "is missing")
     for file in places.values():
         plain = isinstance(file, str) and Path(file).name == file and file.endswith(".safetensors")
-        require(plain, "weight_map", f"{file!r} is not the name of a .safetensors file beside it")
+        require(plain, "weight_map", f"{file!r} is not a plain .safetensors file name")
     return places
 
 
 def parse_config(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `ModelConfig` that a config.json decides; what we cannot compute is refused by its key."""
+    """The fields of `ModelConfig` that a config.json determines; raises with the key of an unsupported feature."""
     architecture = _architecture(content.get("architectures"))
     for key, only in FIXED.items():
         value = content.get(key, only)
@@ -227,7 +228,7 @@ def _architecture(value: object) -> Architecture:
 
 
 def _rope_theta(content: Mapping[str, Any], default: float | None) -> float:
-    """The base of the rotary angles, wherever this version of the layout keeps it."""
+    """The RoPE base, from whichever key this version of config.json uses."""
     theta = content.get("rope_theta", default)
     for key in ("rope_scaling", "rope_parameters"):
         options = content.get(key) or {}

@@ -213,7 +213,9 @@ def test_weights_are_rounded_once(tmp_path: Path, dtype: PrecisionKind) -> None:
 
 
 def test_a_number_that_does_not_fit_is_not_made_infinite() -> None:
-    with pytest.raises(ConfigError, match=r"^--dtype: lm_head.weight holds 70000, beyond 65504; use fp32 or bf16$"):
+    with pytest.raises(
+        ConfigError, match=r"^--dtype: lm_head.weight contains 70000, above the maximum 65504; use fp32 or bf16$"
+    ):
         convert.cast_weight("lm_head.weight", torch.tensor([1.0, -70000.0]), torch.float16)
     assert convert.cast_weight("x", torch.tensor([torch.nan]), torch.float16).isnan().all()
 
@@ -227,7 +229,7 @@ def test_the_newest_good_checkpoint_is_taken(tmp_path: Path) -> None:
     assert convert.choose_checkpoint(run, name="step-00000015-gen-0").step == 15
     with pytest.raises(ConfigError, match=r"^--step: no checkpoint of step 7; there are step-00000005-gen-0, "):
         convert.choose_checkpoint(run, step=7)
-    with pytest.raises(ConfigError, match=r"^--checkpoint: no '../x'; there are step-00000005-gen-0, "):
+    with pytest.raises(ConfigError, match=r"^--checkpoint: no checkpoint '../x'; there are step-00000005-gen-0, "):
         convert.choose_checkpoint(run, name="../x")
 
 
@@ -266,7 +268,7 @@ def test_what_is_there_is_not_touched(tmp_path: Path) -> None:
         export(run, tmp_path / "taken")
     assert not list((tmp_path / "taken").iterdir())
     (tmp_path / ".busy.part").mkdir()
-    with pytest.raises(ConfigError, match=r"busy.part is there: another export is writing it, or was killed"):
+    with pytest.raises(ConfigError, match=r"busy.part exists: another export is writing it, or was killed"):
         export(run, tmp_path / "busy")
     assert (tmp_path / ".busy.part").is_dir()
 
@@ -320,10 +322,10 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
 def test_a_run_with_checkpoints_is_not_overwritten(tmp_path: Path) -> None:
     run, _, _ = make_run(tmp_path / "run")
     directory = export(run, tmp_path / "exported")
-    with pytest.raises(ConfigError, match="holds checkpoints already"):
+    with pytest.raises(ConfigError, match="already has checkpoints"):
         convert.import_model(directory, run)
     catalog.quarantine(convert.choose_checkpoint(run).path)
-    with pytest.raises(ConfigError, match="holds checkpoints already"):
+    with pytest.raises(ConfigError, match="already has checkpoints"):
         convert.import_model(directory, run)
 
 
@@ -347,9 +349,9 @@ def quantize(weights: dict[str, Tensor]) -> None:
     ("change", "complaint"),
     [
         (drop, "exported: model.norm.weight is missing"),
-        (add, "exported: model.layers.2.mlp.up_proj.weight has no place in a model of config.json"),
+        (add, "exported: model.layers.2.mlp.up_proj.weight does not belong to the model of config.json"),
         (bend, "model.safetensors: lm_head.weight has shape [255, 32], config.json needs [256, 32]"),
-        (quantize, "model.safetensors: model.norm.weight is of type I8; allowed are BF16, F16, F32"),
+        (quantize, "model.safetensors: model.norm.weight has dtype I8; allowed are BF16, F16, F32"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(

@@ -146,7 +146,7 @@ def test_what_cannot_be_computed_is_refused_by_its_key(
     "file", ["../model.safetensors", "/etc/x.safetensors", "a/b.safetensors", "model.bin", "", "..", None, 3]
 )
 def test_an_index_leads_nowhere_else(file: object) -> None:
-    with pytest.raises(ConfigError, match=r"is not the name of a .safetensors file beside it"):
+    with pytest.raises(ConfigError, match=r"is not a plain .safetensors file name"):
         names.parse_index({"weight_map": {"x": "fine.safetensors", "y": file}})
     with pytest.raises(ConfigError, match="weight_map: is missing"):
         names.parse_index({"weight_map": [file]})

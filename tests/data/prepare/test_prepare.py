@@ -263,7 +263,9 @@ def test_made_is_made_and_other_words_destroy_nothing(tokenizer_file: Path, tmp_
     before = contents(tmp_path / "out")
     os.utime(source)
     assert make([source], tmp_path / "out", workers=2) == made
-    with pytest.raises(ConfigError, match=r"out.meta.json: exists and was made with other tokenizer, append_eod; choose"):
+    with pytest.raises(
+        ConfigError, match=r"out.meta.json: exists and was made with other tokenizer, append_eod; choose"
+    ):
         make([source], tmp_path / "out", tokenizer=tokenizer_file, append_eod=True)
     write_jsonl(source, ["Something else."])
     with pytest.raises(ConfigError, match=r"out.meta.json: exists and was made with other inputs; choose"):
@@ -305,7 +307,11 @@ def broken(path: Path) -> None:
             lambda p: parquet.write_table(arrow.table({"a": ["b"]}), p),
             "x.parquet: has no column 'text' but a",
         ),
-        ("x.parquet", lambda p: parquet.write_table(arrow.table({"text": [1]}), p), "must be a string column, got int64"),
+        (
+            "x.parquet",
+            lambda p: parquet.write_table(arrow.table({"text": [1]}), p),
+            "must be a string column, got int64",
+        ),
         ("x.jsonl", lambda p: p.write_text('{"text": ""}\n'), "x.jsonl: no document contains a token, 1 are empty"),
         ("x.jsonl", lambda p: p.write_text(""), "x.jsonl: no document contains a token, 0 are empty"),
     ],

@@ -68,7 +68,7 @@ def test_words_are_understood_before_torch_is_loaded(tmp_path: Path) -> None:
         (["first", "--output", "x", "--step", "7"], "--step: no checkpoint of step 7; there are step-00000005-gen-0, "),
         (["first", "--output", "x", "--checkpoint", "y"], "--checkpoint: no 'y'; there are step-00000005-gen-0, "),
         (["first", "--output", "x", "--checkpoint", "y", "--step", "7"], "checkpoint export: argument --step: not all"),
-        ([".", "--output", "x"], ".: holds no checkpoint"),
+        ([".", "--output", "x"], ".: has no checkpoint"),
         (["first", "--output", "first/config.yaml/x"], "--output: cannot create first/config.yaml/.x.part: Not a dir"),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_run_begins_from_what_was_imported(
     first, _, command = capsys.readouterr().out.splitlines()
     assert first == "checkpoint  runs/second/checkpoints/step-00000000-gen-0"
     assert import_command(["model", "runs/second"]) == 2
-    assert "holds checkpoints already" in capsys.readouterr().err
+    assert "already has checkpoints" in capsys.readouterr().err
 
     program, train, *overrides = shlex.split(command)
     assert (program, train) == ("harness", "train")
