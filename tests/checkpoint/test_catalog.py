@@ -53,7 +53,7 @@ def prune(history: Sequence[Checkpoint], *, keep: int, keep_every_steps: int) ->
 
 
 @given(HISTORIES, KEEP, KEEP_EVERY_STEPS)
-def test_the_newest_stay_and_the_tainted_go(history: list[Checkpoint], keep: int, keep_every_steps: int) -> None:
+def test_newest_are_kept_and_tainted_are_deleted(history: list[Checkpoint], keep: int, keep_every_steps: int) -> None:
     kept = prune(history, keep=keep, keep_every_steps=keep_every_steps)
     sound = sorted((each for each in history if each.health is not Health.tainted), key=lambda each: each.age)
     assert set(kept) <= set(sound)
@@ -63,7 +63,7 @@ def test_the_newest_stay_and_the_tainted_go(history: list[Checkpoint], keep: int
 
 
 @given(HISTORIES, KEEP, KEEP_EVERY_STEPS, AGES)
-def test_nothing_goes_while_the_health_of_one_is_unread(
+def test_nothing_is_deleted_while_any_health_is_unread(
     history: list[Checkpoint], keep: int, keep_every_steps: int, age: tuple[int, int]
 ) -> None:
     unread = checkpoint(age[1], age[0], Health.unread)
@@ -71,7 +71,7 @@ def test_nothing_goes_while_the_health_of_one_is_unread(
 
 
 @given(HISTORIES, KEEP, KEEP_EVERY_STEPS)
-def test_the_newest_good_one_never_goes(history: list[Checkpoint], keep: int, keep_every_steps: int) -> None:
+def test_newest_good_checkpoint_is_never_deleted(history: list[Checkpoint], keep: int, keep_every_steps: int) -> None:
     good = [each for each in history if each.health is Health.good]
     if good:
         kept = prune(history, keep=keep, keep_every_steps=keep_every_steps)
@@ -79,7 +79,7 @@ def test_the_newest_good_one_never_goes(history: list[Checkpoint], keep: int, ke
 
 
 @given(HISTORIES, KEEP, st.sampled_from([1, 7, 10, 100]))
-def test_every_interval_that_had_a_checkpoint_keeps_one(history: list[Checkpoint], keep: int, every: int) -> None:
+def test_every_interval_keeps_one_checkpoint(history: list[Checkpoint], keep: int, every: int) -> None:
     kept = prune(history, keep=keep, keep_every_steps=every)
     sound = [each for each in history if each.health is not Health.tainted]
     for interval in {each.step // every for each in sound} - {0}:
@@ -90,9 +90,7 @@ def test_every_interval_that_had_a_checkpoint_keeps_one(history: list[Checkpoint
 
 
 @given(HISTORIES, KEEP, KEEP_EVERY_STEPS, st.randoms())
-def test_pruning_again_drops_nothing_new(
-    history: list[Checkpoint], keep: int, keep_every_steps: int, random: Random
-) -> None:
+def test_pruning_is_idempotent(history: list[Checkpoint], keep: int, keep_every_steps: int, random: Random) -> None:
     kept = prune(history, keep=keep, keep_every_steps=keep_every_steps)
     assert select_for_deletion(kept, keep=keep, keep_every_steps=keep_every_steps) == []
     shuffled = sorted(history, key=lambda _: random.random())
@@ -100,13 +98,13 @@ def test_pruning_again_drops_nothing_new(
 
 
 @given(HISTORIES, KEEP, KEEP_EVERY_STEPS)
-def test_those_that_go_come_oldest_first(history: list[Checkpoint], keep: int, keep_every_steps: int) -> None:
+def test_deletions_are_listed_oldest_first(history: list[Checkpoint], keep: int, keep_every_steps: int) -> None:
     gone = select_for_deletion(history, keep=keep, keep_every_steps=keep_every_steps)
     assert gone == sorted(gone, key=lambda each: each.age)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), KEEP, st.sampled_from([7, 10, 25]))
-def test_a_milestone_stays_while_the_run_goes_on(gaps: list[int], keep: int, every: int) -> None:
+def test_pruning_after_every_save_keeps_the_same_milestones(gaps: list[int], keep: int, every: int) -> None:
     """Pruned after every save, a run keeps what it would have kept had it been pruned once at the end."""
     history: list[Checkpoint] = []
     kept: list[Checkpoint] = []
@@ -118,7 +116,7 @@ def test_a_milestone_stays_while_the_run_goes_on(gaps: list[int], keep: int, eve
 
 
 @given(st.integers(1, 30), KEEP)
-def test_a_run_that_stays_sick_cannot_delete_its_last_good_state(num_saves: int, keep: int) -> None:
+def test_run_that_stays_tainted_keeps_its_last_good_checkpoint(num_saves: int, keep: int) -> None:
     kept = [checkpoint(10, 0, Health.good)]
     for number in range(num_saves):
         sick = checkpoint(20 + 10 * number, 0, Health.tainted if number % 2 else Health.candidate)
@@ -127,7 +125,7 @@ def test_a_run_that_stays_sick_cannot_delete_its_last_good_state(num_saves: int,
 
 
 @given(st.integers(1, 20), st.integers(1, 100), KEEP)
-def test_the_newest_good_one_moves_on_however_long_a_proof_takes(every: int, good_after: int, keep: int) -> None:
+def test_some_candidate_survives_until_it_is_good(every: int, good_after: int, keep: int) -> None:
     """Saved far more often than a checkpoint takes to prove good, one must still live to see the day."""
     kept: list[Checkpoint] = []
     for step in range(every, 1000, every):
@@ -145,7 +143,7 @@ def test_retention_by_example() -> None:
     assert [each.step for each in kept] == [30, 40, 50, 70, 90]
 
 
-def test_a_rewound_run_is_newer_than_what_it_left_behind(tmp_path: Path) -> None:
+def test_higher_generation_is_newer_whatever_the_step(tmp_path: Path) -> None:
     for step, generation in [(90, 0), (40, 1), (100, 0), (50, 1), (10, 2)]:
         make(tmp_path, name_of(step, generation))
     assert [(each.step, each.generation) for each in catalog.list_checkpoints(tmp_path)] == [
@@ -168,7 +166,7 @@ def test_names_are_sorted_as_numbers_beyond_their_width(tmp_path: Path) -> None:
     assert catalog.parse_name(f"{name_of(5, 9)}.damaged-2") == (5, 9)
 
 
-def test_what_is_no_checkpoint_is_invisible(tmp_path: Path) -> None:
+def test_other_files_are_not_listed(tmp_path: Path) -> None:
     assert catalog.list_checkpoints(tmp_path / "nowhere") == []
     assert catalog.list_damaged(tmp_path / "nowhere") == []
     make(tmp_path, name_of(10, 0))
@@ -205,7 +203,7 @@ def test_content_and_name_are_on_disk_when_publish_returns(tmp_path: Path, monke
     assert len(list(descriptors.iterdir())) == num_open
 
 
-def test_a_run_that_was_taken_over_publishes_and_drops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_its_lease_publishes_and_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost() -> None:
         raise SystemExit(2)
 
@@ -219,7 +217,7 @@ def test_a_run_that_was_taken_over_publishes_and_drops_nothing(tmp_path: Path, m
     assert sorted(tmp_path.iterdir()) == sorted([path, scratch])
 
 
-def test_health_comes_back(tmp_path: Path) -> None:
+def test_health_round_trip(tmp_path: Path) -> None:
     path = make(tmp_path, name_of(10, 0))
     assert catalog.health_of(path) is Health.candidate
     for health in (Health.good, Health.tainted, Health.candidate):
@@ -230,7 +228,7 @@ def test_health_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stated", ["archived", "unread"])
-def test_a_health_of_a_newer_version_is_refused_and_protects(tmp_path: Path, stated: str) -> None:
+def test_health_of_a_newer_version_is_rejected_and_blocks_deletion(tmp_path: Path, stated: str) -> None:
     path = make(tmp_path, name_of(10, 0))
     (path / catalog.HEALTH).write_text(json.dumps({"health": stated}))
     assert catalog.health_of(path) is Health.unread
@@ -238,7 +236,7 @@ def test_a_health_of_a_newer_version_is_refused_and_protects(tmp_path: Path, sta
         catalog.read_health(path)
 
 
-def test_health_that_cannot_be_read_is_unread_and_none_a_candidate(tmp_path: Path) -> None:
+def test_unreadable_health_is_unread_and_missing_health_is_candidate(tmp_path: Path) -> None:
     path = make(tmp_path, name_of(10, 0))
     assert catalog.health_of(path) is Health.candidate
     (path / catalog.HEALTH).mkdir()
@@ -248,7 +246,7 @@ def test_health_that_cannot_be_read_is_unread_and_none_a_candidate(tmp_path: Pat
     assert catalog.health_of(tmp_path / "gone") is Health.unread, "the mount may be gone"
 
 
-def test_a_list_that_cannot_be_read_is_not_empty(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_listed_raises(tmp_path: Path) -> None:
     assert not catalog.list_checkpoints(tmp_path / "nowhere")
     assert not catalog.list_damaged(tmp_path / "nowhere")
     (tmp_path / "file").touch()
@@ -259,7 +257,7 @@ def test_a_list_that_cannot_be_read_is_not_empty(tmp_path: Path) -> None:
                 look(root)
 
 
-def test_a_torn_health_file_makes_a_candidate(tmp_path: Path) -> None:
+def test_malformed_health_file_means_candidate(tmp_path: Path) -> None:
     path = make(tmp_path, name_of(10, 0))
     catalog.mark(path, Health.good, "a test")
     content = (path / catalog.HEALTH).read_bytes()
@@ -272,7 +270,7 @@ def test_a_torn_health_file_makes_a_candidate(tmp_path: Path) -> None:
     assert catalog.health_of(path) is Health.unread, "what cannot be read is not judged"
 
 
-def test_sweep_removes_what_is_half_there_and_nothing_else(tmp_path: Path) -> None:
+def test_remove_unfinished_removes_only_unfinished_directories(tmp_path: Path) -> None:
     half = [catalog.scratch_path(tmp_path, name_of(20, 0)).name, catalog.scratch_path(tmp_path, name_of(10**8, 3)).name]
     whole = [name_of(10, 0), name_of(5, 1), f"{name_of(10, 0)}.damaged", f"{name_of(10, 0)}.damaged-2"]
     foreign = [".step-notes", ".step-00000010-gen-0", ".git", "notes.part", ".step-00000010-gen-0.party"]
@@ -287,7 +285,7 @@ def test_sweep_removes_what_is_half_there_and_nothing_else(tmp_path: Path) -> No
     catalog.remove_unfinished(tmp_path / "nowhere")
 
 
-def test_set_aside_twice_keeps_both(tmp_path: Path) -> None:
+def test_quarantine_of_the_same_name_twice_keeps_both(tmp_path: Path) -> None:
     for number in range(3):
         path = make(tmp_path, name_of(10, 0))
         (path / "number").write_text(str(number))
@@ -301,7 +299,7 @@ def test_set_aside_twice_keeps_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("aside", [False, True])
-def test_drop_leaves_nothing(tmp_path: Path, aside: bool) -> None:
+def test_delete_leaves_nothing(tmp_path: Path, aside: bool) -> None:
     path, other = make(tmp_path, name_of(10, 0)), make(tmp_path, name_of(20, 0))
     path = catalog.quarantine(path) if aside else path
     assert catalog.delete(path)
@@ -309,9 +307,7 @@ def test_drop_leaves_nothing(tmp_path: Path, aside: bool) -> None:
 
 
 @pytest.mark.parametrize("aside", [False, True])
-def test_drop_killed_on_the_way_leaves_no_checkpoint(
-    tmp_path: Path, aside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_delete_leaves_no_checkpoint(tmp_path: Path, aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -330,13 +326,13 @@ def test_drop_killed_on_the_way_leaves_no_checkpoint(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_another_process_dropped_first_is_no_error(tmp_path: Path) -> None:
+def test_delete_of_a_deleted_checkpoint_is_no_error(tmp_path: Path) -> None:
     path = make(tmp_path, name_of(10, 0))
     assert catalog.delete(path)
     assert not catalog.delete(path)
 
 
-def test_two_that_drop_the_same_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_deletes_of_one_checkpoint_are_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second comes while the first is in the middle of deleting."""
     path = make(tmp_path, name_of(10, 0))
     delete = shutil.rmtree
@@ -361,7 +357,7 @@ def test_two_that_drop_the_same_do_not_disturb_each_other(tmp_path: Path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def test_a_sweep_in_the_middle_of_a_drop_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remove_unfinished_during_a_delete_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make(tmp_path, name_of(10, 0))
     delete = shutil.rmtree
 

@@ -62,11 +62,11 @@ V2 = "0::/system.slice/job_7/step_0"
         ("", {}, 64 * GB),
     ],
 )
-def test_the_narrowest_limit_counts(tmp_path: Path, cgroup: str, files: dict[str, str], free: int) -> None:
+def test_smallest_limit_counts(tmp_path: Path, cgroup: str, files: dict[str, str], free: int) -> None:
     assert free_bytes(machine(tmp_path, cgroup, files)) == free
 
 
-def test_a_machine_that_does_not_say_what_is_free_is_an_error(tmp_path: Path) -> None:
+def test_meminfo_without_memavailable_raises(tmp_path: Path) -> None:
     (machine(tmp_path, "", {}) / "proc/meminfo").write_text("MemTotal: 99999999 kB\n")
     with pytest.raises(OSError, match="has no MemAvailable"):
         free_bytes(tmp_path)

@@ -120,7 +120,7 @@ def damage_in(read: Callable[[], Manifest]) -> Damaged | None:
     return None
 
 
-def test_a_whole_checkpoint_is_what_was_written(whole: Path) -> None:
+def test_intact_checkpoint_verifies(whole: Path) -> None:
     manifest = verify(whole)
     assert manifest == manifest_of(manifest.files)
     assert manifest.bytes == sum(len(content) for content in CONTENTS.values())
@@ -130,13 +130,13 @@ def test_a_whole_checkpoint_is_what_was_written(whole: Path) -> None:
     }
 
 
-def test_files_written_later_are_nobodys_damage(whole: Path) -> None:
+def test_files_written_later_are_not_damage(whole: Path) -> None:
     (whole / "health.json").write_text("{}")
     verify(whole)
 
 
 @pytest.mark.parametrize("name", [name for name, content in CONTENTS.items() if content])
-def test_a_flipped_bit_is_found_wherever_it_is(whole: Path, name: str) -> None:
+def test_flipped_bit_is_found_anywhere(whole: Path, name: str) -> None:
     content = CONTENTS[name]
     for position in {0, len(content) // 2, len(content) - 1}:
         for bit in (0, 7):
@@ -157,7 +157,7 @@ def test_a_hole_of_zeros_is_found(whole: Path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, len(CONTENTS[DATA]) - 1, len(CONTENTS[DATA]) + 1, 10**6])
-def test_a_file_cut_short_or_grown_is_found(whole: Path, num_bytes: int) -> None:
+def test_truncated_or_longer_file_is_found(whole: Path, num_bytes: int) -> None:
     os.truncate(whole / DATA, num_bytes)
     damage = damage_of(whole)
     assert damage.path == whole / DATA
@@ -177,7 +177,7 @@ def test_a_directory_in_the_place_of_a_file_is_found(whole: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*CONTENTS, MANIFEST])
-def test_a_link_is_damage_even_when_it_leads_to_the_right_bytes(whole: Path, name: str, tmp_path: Path) -> None:
+def test_link_is_damage_even_if_its_target_matches(whole: Path, name: str, tmp_path: Path) -> None:
     (whole / name).rename(tmp_path / "elsewhere")
     (whole / name).symlink_to(tmp_path / "elsewhere")
     assert str(damage_of(whole)) == f"{whole / name}: is a link; a checkpoint contains regular files only"
@@ -185,14 +185,14 @@ def test_a_link_is_damage_even_when_it_leads_to_the_right_bytes(whole: Path, nam
 
 @pytest.mark.parametrize("name", [DATA, MANIFEST])
 @pytest.mark.timeout(20)
-def test_a_pipe_does_not_keep_anybody_waiting(whole: Path, name: str) -> None:
+def test_named_pipe_does_not_block(whole: Path, name: str) -> None:
     (whole / name).unlink()
     os.mkfifo(whole / name)
     assert damage_of(whole).path == whole / name
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ETIMEDOUT])
-def test_an_io_error_is_not_damage_and_names_file_and_machine(
+def test_io_error_is_not_damage_and_names_file_and_host(
     whole: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> Entry:
@@ -214,7 +214,7 @@ def broken_read(*_: object) -> Entry:
 
 
 @pytest.mark.parametrize("name", [MANIFEST, DATA])
-def test_a_file_that_may_not_be_opened_is_not_damage(whole: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permission_error_is_not_damage(whole: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Path.open
 
     def refuse(self: Path, *arguments: Any, **options: Any) -> Any:
@@ -227,7 +227,7 @@ def test_a_file_that_may_not_be_opened_is_not_damage(whole: Path, name: str, mon
         verify(whole)
 
 
-def test_a_hash_that_fits_the_second_time_is_not_damage(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hash_that_matches_on_the_second_read_is_not_damage(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bit that flipped on the way from the disk is not on the disk."""
     looks: list[Path] = []
 
@@ -240,7 +240,7 @@ def test_a_hash_that_fits_the_second_time_is_not_damage(whole: Path, monkeypatch
     assert sorted(looks) == sorted([whole / name for name in CONTENTS] * 2)
 
 
-def test_a_manifest_that_is_whole_the_second_time_is_not_damage(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_that_is_valid_on_the_second_read_is_not_damage(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, texts = Path.read_text, ["{", None]
 
     def garbled_once(self: Path, *arguments: Any, **options: Any) -> str:
@@ -251,7 +251,7 @@ def test_a_manifest_that_is_whole_the_second_time_is_not_damage(whole: Path, mon
     assert not texts
 
 
-def test_the_second_look_asks_the_storage_not_the_page_cache(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_read_bypasses_the_page_cache(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     advised: list[tuple[int, ...]] = []
     descriptors = Path("/proc/self/fd")
     monkeypatch.setattr(os, "posix_fadvise", lambda _fd, *arguments: advised.append(arguments))
@@ -266,7 +266,7 @@ def test_the_second_look_asks_the_storage_not_the_page_cache(whole: Path, monkey
     assert len(list(descriptors.iterdir())) == num_open
 
 
-def test_an_error_without_a_number_is_an_io_error() -> None:
+def test_error_without_errno_becomes_eio() -> None:
     error = integrity.storage_error(Path("a"), OSError("it broke"))
     assert (error.errno, str(error)) == (errno.EIO, f"a: cannot be read on {socket.gethostname()}: it broke")
 
@@ -281,7 +281,7 @@ def test_a_file_is_missing_only_beside_others_without_it(tmp_path: Path) -> None
     assert kinds == [Damaged, StorageError, StorageError, StorageError], "the storage may have been away for a moment"
 
 
-def test_a_file_that_vanishes_while_it_is_read_is_missing(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_removed_during_verification_is_missing(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def vanish(path: Path, _progress: object = None) -> Entry:
         path.unlink(missing_ok=True)
         return hash_file(path)
@@ -290,7 +290,7 @@ def test_a_file_that_vanishes_while_it_is_read_is_missing(whole: Path, monkeypat
     assert damage_of(whole).problem == "is missing"
 
 
-def test_a_manifest_that_is_given_is_not_read_again(whole: Path) -> None:
+def test_given_manifest_is_not_read_again(whole: Path) -> None:
     manifest = read_manifest(whole)
     (whole / MANIFEST).unlink()
     assert verify(whole, manifest=manifest) is manifest
@@ -303,7 +303,7 @@ def test_a_missing_manifest_is_damage(whole: Path) -> None:
     assert damage_of(whole).path == whole / MANIFEST
 
 
-def test_a_directory_that_is_gone_or_empty_is_a_mount_that_is_gone(whole: Path) -> None:
+def test_missing_or_empty_directory_is_a_storage_error(whole: Path) -> None:
     manifest = read_manifest(whole)
     whole.rename(whole.with_name("elsewhere"))
     for _ in range(2):
@@ -354,7 +354,7 @@ def test_every_flipped_byte_of_a_manifest_is_found_or_changes_nothing(tmp_path: 
         "x" * 300,
     ],
 )
-def test_a_name_that_leads_elsewhere_is_refused(whole: Path, name: str) -> None:
+def test_file_name_outside_the_directory_is_rejected(whole: Path, name: str) -> None:
     outside = whole.parent / "x"
     outside.write_bytes(b"outside")
     forge(whole, lambda content: content["files"].update({name: {"bytes": 7, "sha256": hash_file(outside).sha256}}))
@@ -364,12 +364,12 @@ def test_a_name_that_leads_elsewhere_is_refused(whole: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 2, None, "1", True, 1.0, [1], {"1": 1}, 10**400])
-def test_another_version_is_refused_and_is_not_damage(whole: Path, version: Any) -> None:
+def test_other_version_is_rejected_and_is_not_damage(whole: Path, version: Any) -> None:
     forge(whole, lambda content: content.update(version=version))
     assert f"it has version {str(version)[:20]!r}, this program reads 1" in str(refusal_of(whole))
 
 
-def test_a_field_of_a_newer_version_is_refused_by_name(whole: Path) -> None:
+def test_unknown_field_is_rejected_by_name(whole: Path) -> None:
     forge(whole, lambda content: content.update(compression="zstd"))
     refusal = refusal_of(whole)
     assert "compression" in str(refusal)
@@ -399,12 +399,12 @@ def test_a_field_of_a_newer_version_is_refused_by_name(whole: Path) -> None:
     ],
     ids=lambda text: repr(text[:12]),
 )
-def test_what_is_no_manifest_is_damage(whole: Path, text: str) -> None:
+def test_invalid_manifest_is_damage(whole: Path, text: str) -> None:
     (whole / MANIFEST).write_text(text)
     assert damage_of(whole).path == whole / MANIFEST
 
 
-def test_what_is_no_text_is_damage(whole: Path) -> None:
+def test_manifest_that_is_not_utf8_is_damage(whole: Path) -> None:
     (whole / MANIFEST).write_bytes(b"\xff\xfe" * 100)
     assert damage_of(whole).path == whole / MANIFEST
 
@@ -414,13 +414,13 @@ ODD: list[Any] = [None, True, "7", -1, 7.5, [], {}, 10**30, "x\ny"]
 
 @pytest.mark.parametrize("key", ["step", "generation", "iteration", "tokens", "world_size"])
 @pytest.mark.parametrize("value", [value for value in ODD if value != 10**30], ids=repr)
-def test_odd_numbers_in_a_manifest_are_refused(whole: Path, key: str, value: Any) -> None:
+def test_invalid_numbers_in_a_manifest_are_rejected(whole: Path, key: str, value: Any) -> None:
     forge(whole, lambda content: content.update({key: value}))
     refusal_of(whole)
 
 
 @pytest.mark.parametrize("value", ODD, ids=repr)
-def test_an_odd_table_of_files_is_refused(whole: Path, value: Any) -> None:
+def test_invalid_files_table_is_rejected(whole: Path, value: Any) -> None:
     for change in (
         {"files": {"a": value}},
         {"files": {"a": {"bytes": value, "sha256": "0" * 64}}},
@@ -439,7 +439,7 @@ def test_an_odd_table_of_files_is_refused(whole: Path, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["soon", True, [], {}, "1"], ids=repr)
-def test_an_odd_time_or_cost_is_refused(whole: Path, value: Any) -> None:
+def test_invalid_time_or_cost_is_rejected(whole: Path, value: Any) -> None:
     content = (whole / MANIFEST).read_text()
     for change in (
         {"time": value},
@@ -456,7 +456,7 @@ def test_an_odd_time_or_cost_is_refused(whole: Path, value: Any) -> None:
     ("time", "is_valid"),
     [(0, True), (0.5, True), (10**12 - 1, True), (10**12, False), (-0.5, False), (math.nan, False), (math.inf, False)],
 )
-def test_a_time_lies_between_1970_and_the_latest_of_any_clock(whole: Path, time: float, is_valid: bool) -> None:
+def test_time_must_be_between_the_epoch_and_the_latest_allowed(whole: Path, time: float, is_valid: bool) -> None:
     forge(whole, lambda content: content.update(time=time))
     if is_valid:
         assert read_manifest(whole).time == time
@@ -466,7 +466,7 @@ def test_a_time_lies_between_1970_and_the_latest_of_any_clock(whole: Path, time:
 
 @settings(deadline=None, max_examples=100)
 @given(data=st.data())
-def test_whatever_a_signed_manifest_holds_there_is_no_traceback(
+def test_any_manifest_with_a_matching_hash_gives_no_traceback(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     directory = make(tmp_path_factory.mktemp("any") / "step-00000007-gen-1")
@@ -487,7 +487,7 @@ def test_whatever_a_signed_manifest_holds_there_is_no_traceback(
         assert all(isinstance(number, int | float | None) for number in manifest.rollback.values())
 
 
-def test_a_manifest_without_a_key_says_which(whole: Path) -> None:
+def test_missing_key_is_named(whole: Path) -> None:
     forge(whole, lambda content: content.pop("tokens"))
     assert "tokens" in str(refusal_of(whole))
 
@@ -513,7 +513,7 @@ def test_every_part_reads_the_manifest(whole: Path) -> None:
         assert damage.path == whole / MANIFEST
 
 
-def test_the_first_of_several_is_named(whole: Path) -> None:
+def test_first_damaged_file_is_named(whole: Path) -> None:
     for name in ("state.json", "__1_0.distcp"):
         (whole / name).write_bytes(bytes(len(CONTENTS[name])))
     assert damage_of(whole).path == whole / "__1_0.distcp"
@@ -525,15 +525,13 @@ def test_progress_counts_every_byte(whole: Path) -> None:
     assert sum(counts) == manifest.bytes
 
 
-def test_damage_travels_between_processes(whole: Path) -> None:
+def test_damaged_error_can_be_pickled(whole: Path) -> None:
     damage = Damaged(whole / DATA, "is missing")
     copy = pickle.loads(pickle.dumps(damage))
     assert (copy.path, copy.problem, str(copy)) == (damage.path, damage.problem, str(damage))
 
 
-def test_a_manifest_cut_off_while_it_is_written_leaves_the_old_one(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_manifest_write_keeps_the_old_one(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = read_manifest(whole)
     monkeypatch.setattr(os, "fsync", broken_read)
     with pytest.raises(OSError, match="Input/output"):
@@ -541,14 +539,14 @@ def test_a_manifest_cut_off_while_it_is_written_leaves_the_old_one(
     assert verify(whole) == told
 
 
-def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+def test_manifest_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
     for files in ({"../x": Entry(3, "0" * 64)}, {"a": Entry(3, "short")}, {"a": Entry(-1, "0" * 64)}):
         with pytest.raises(ValueError, match=r"files|name of a file"):
             write_manifest(tmp_path, manifest_of(files))
         assert not list(tmp_path.iterdir())
 
 
-def test_the_format_of_version_1_stays(tmp_path: Path) -> None:
+def test_format_of_version_1_is_unchanged(tmp_path: Path) -> None:
     assert VERSION == 1
     (tmp_path / "a").write_bytes(b"abc")
     write_manifest(tmp_path, replace(manifest_of(hash_files(tmp_path, ["a"])), rollback={}))

@@ -16,13 +16,11 @@ from harness.config.errors import StorageError
     ("retry_s", "expected"),
     [(0, []), (0.3, [0.3]), (5, [1, 2, 2]), (120, [1, 2, 4, 8, 16, 30, 30, 29])],
 )
-def test_pauses_grow_and_take_the_time_that_was_given(retry_s: float, expected: list[float]) -> None:
+def test_pauses_double_and_sum_to_the_budget(retry_s: float, expected: list[float]) -> None:
     assert list(islice(pauses(retry_s), 20)) == expected
 
 
-def test_patience_is_shared_by_all_attempts(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_budget_is_shared_by_all_attempts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     retry, failures = IoRetry(1.5), [True, False, True, True]

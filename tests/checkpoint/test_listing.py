@@ -36,7 +36,7 @@ def save(root: Path, step: int, generation: int = 0) -> Path:
     return path
 
 
-def test_a_row_says_what_name_manifest_and_files_say(tmp_path: Path) -> None:
+def test_row_combines_name_manifest_and_file_sizes(tmp_path: Path) -> None:
     newest, good, aside = save(tmp_path, 15, 1), save(tmp_path, 20), catalog.quarantine(save(tmp_path, 30))
     catalog.mark(good, Health.good, "a test")
     (newest / MANIFEST).unlink()
@@ -75,7 +75,7 @@ def test_a_row_says_what_name_manifest_and_files_say(tmp_path: Path) -> None:
     ]
 
 
-def test_what_cannot_be_read_has_a_row_and_what_is_gone_has_none(
+def test_unreadable_checkpoint_has_a_row_and_deleted_one_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bytes_of(tmp_path / "gone") == 0
@@ -92,7 +92,7 @@ def test_what_cannot_be_read_has_a_row_and_what_is_gone_has_none(
     assert (row.time, row.tokens, row.problem) == (0.0, None, f"{path}: cannot be read")
 
 
-def test_the_table_stays() -> None:
+def test_rendered_table_is_unchanged() -> None:
     rows = [
         CheckpointRow(
             name="step-00000100-gen-0",
@@ -122,7 +122,7 @@ def test_the_table_stays() -> None:
     ]
 
 
-def test_numbers_for_people() -> None:
+def test_size_and_age_texts() -> None:
     texts = [size_text(number) for number in (0, 999, 1000, 1_949_999, 10**9, 10**12, 25 * 10**11)]
     assert texts == ["0 B", "999 B", "1.0 kB", "1.9 MB", "1.0 GB", "1.0 TB", "2.5 TB"]
     texts = [age_text(number) for number in (-5, 0, 119, 120, 7199, 7200, 172_799, 172_800)]

@@ -44,7 +44,7 @@ def health(directory: Path) -> dict[int, Health]:
     return {each.step: each.health for each in catalog.list_checkpoints(directory / "a" / "checkpoints")}
 
 
-def test_candidates_prove_good_and_only_what_may_go_goes(ranks: Pool, tmp_path: Path) -> None:
+def test_candidates_become_good_and_retention_is_kept(ranks: Pool, tmp_path: Path) -> None:
     overrides = ("train.num_steps=24", "checkpoint.every_steps=2", "checkpoint.good_after_steps=7", "checkpoint.keep=2")
     ranks.run(2, cases.run, str(tmp_path), "run.name=a", *overrides, "checkpoint.keep_every_steps=10")
     assert saved_steps(tmp_path) == list(range(2, 26, 2))
@@ -78,21 +78,21 @@ def obstructed(directory: str) -> None:
     train.run_worker(cfg, outfit)
 
 
-def test_a_mark_that_could_not_be_made_is_made_later(ranks: Pool, tmp_path: Path) -> None:
+def test_failed_health_mark_is_retried(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(1, obstructed, str(tmp_path))
     assert health(tmp_path)[4] is Health.good
     (judged,) = [each for each in log_of(tmp_path) if isinstance(each, CheckpointJudged) and "00004" in each.directory]
     assert judged.reason != "2 clean steps followed", "that was when it could not be marked"
 
 
-def test_before_anything_is_good_the_first_candidate_lives(ranks: Pool, tmp_path: Path) -> None:
+def test_first_candidate_is_kept_until_one_is_good(ranks: Pool, tmp_path: Path) -> None:
     overrides = ("train.num_steps=12", "checkpoint.every_steps=2", "checkpoint.good_after_steps=100")
     ranks.run(2, cases.run, str(tmp_path), "run.name=a", *overrides, "checkpoint.keep=1")
     assert health(tmp_path) == {2: Health.candidate, 12: Health.candidate}, "the heir, and the newest"
 
 
 @pytest.mark.full
-def test_a_run_that_goes_nan_cannot_delete_its_last_good_checkpoint(ranks: Pool, tmp_path: Path) -> None:
+def test_run_with_nan_keeps_its_last_good_checkpoint(ranks: Pool, tmp_path: Path) -> None:
     """It tries: a save is due at every step and by the clock, only one is kept, nothing but NaN follows, and the policy
     is told to let it happen."""
     overrides = (
@@ -129,7 +129,7 @@ def test_a_run_that_goes_nan_cannot_delete_its_last_good_checkpoint(ranks: Pool,
 
 
 @pytest.mark.full
-def test_the_clock_asks_for_checkpoints_too(ranks: Pool, tmp_path: Path) -> None:
+def test_checkpoints_are_saved_by_the_clock(ranks: Pool, tmp_path: Path) -> None:
     overrides = ("train.num_steps=60", "checkpoint.every_minutes=0.003", "sentinel.lag=2")
     ranks.run(2, cases.run, str(tmp_path), "run.name=a", *overrides)
     saves = saved_steps(tmp_path)
@@ -148,7 +148,9 @@ def test_the_clock_asks_for_checkpoints_too(ranks: Pool, tmp_path: Path) -> None
 @pytest.mark.full
 @pytest.mark.parametrize("lag", [0, 3])
 @pytest.mark.parametrize("slots", [0, 2])
-def test_a_save_at_every_step_is_the_state_of_that_step(ranks: Pool, tmp_path: Path, lag: int, slots: int) -> None:
+def test_run_state_on_disk_matches_the_weights_whatever_the_lag(
+    ranks: Pool, tmp_path: Path, lag: int, slots: int
+) -> None:
     """Whatever the lag, the host's numbers on disk belong to the weights beside them."""
     overrides = (f"sentinel.lag={lag}", f"checkpoint.ring.slots={slots}", "checkpoint.every_steps=1")
     ranks.run(2, cases.run, str(tmp_path), "run.name=a", "train.num_steps=8", "checkpoint.keep=100", *overrides)
@@ -178,7 +180,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.full
-def test_a_full_disk_costs_a_checkpoint_and_nothing_else(ranks: Pool, small_disk: Path) -> None:
+def test_full_disk_loses_only_that_checkpoint(ranks: Pool, small_disk: Path) -> None:
     directory = small_disk.parents[1]
     overrides = ("run.name=a", "train.num_steps=12", "checkpoint.every_steps=5")
     assert ranks.run(2, cases.run, str(directory), *overrides)[0][0] == 75
@@ -228,9 +230,7 @@ def three_good(directory: str) -> None:
 
 
 @pytest.mark.parametrize("file", [integrity.MANIFEST, catalog.HEALTH])
-def test_what_cannot_be_read_is_neither_tainted_nor_pruned_nor_is_anything_for_its_sake(
-    ranks: Pool, tmp_path: Path, file: str
-) -> None:
+def test_unreadable_checkpoint_blocks_taint_and_pruning(ranks: Pool, tmp_path: Path, file: str) -> None:
     ranks.run(2, three_good, str(tmp_path))
     for outcome in ranks.run(2, going_back, str(tmp_path), f"step-00000030-gen-0/{file}", 45):
         assert ("cannot be read" in outcome) is (file == integrity.MANIFEST)
@@ -238,7 +238,7 @@ def test_what_cannot_be_read_is_neither_tainted_nor_pruned_nor_is_anything_for_i
     assert left == dict.fromkeys([10, 20, 30] if file == catalog.HEALTH else [30], Health.good)
 
 
-def test_what_was_taken_since_is_tainted_though_another_health_is_unread(ranks: Pool, tmp_path: Path) -> None:
+def test_later_checkpoints_are_tainted_although_one_health_is_unread(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(2, three_good, str(tmp_path))
     file = f"step-00000010-gen-0/{catalog.HEALTH}"
     assert ranks.run(2, going_back, str(tmp_path), file, 15) == ["tainted"] * 2

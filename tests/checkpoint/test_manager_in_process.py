@@ -115,13 +115,13 @@ class Played:
 @pytest.mark.parametrize(
     ("every_steps", "expected"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (2, [2, 4, 6]), (3, [3, 6])]
 )
-def test_every_so_many_steps_are_saved(tmp_path: Path, world: World, every_steps: int, expected: list[int]) -> None:
+def test_saves_every_every_steps(tmp_path: Path, world: World, every_steps: int, expected: list[int]) -> None:
     run = Played(tmp_path, world, every_steps=every_steps)
     assert run.steps(7) == expected
     assert run.saved == list(run.health) == expected
 
 
-def test_a_save_that_somebody_asks_for_comes_after_the_next_update(tmp_path: Path, world: World) -> None:
+def test_requested_save_comes_after_the_next_update(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world, every_steps=0)
     assert not run.step(save_requested=True)
     assert run.step()
@@ -131,7 +131,7 @@ def test_a_save_that_somebody_asks_for_comes_after_the_next_update(tmp_path: Pat
     assert run.saved == [2, 5]
 
 
-def test_a_save_waits_for_its_report_and_the_next_one_for_it(tmp_path: Path, world: World) -> None:
+def test_save_waits_for_its_report_and_next_save_waits_for_it(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world, every_steps=2)
     assert [run.issue() for _ in range(5)] == [False, True, False, False, False]
     assert run.checkpoints._queued is not None
@@ -159,7 +159,7 @@ def test_snapshots_are_taken_between_saves(
     assert run.in_memory == expected
 
 
-def test_a_snapshot_is_complete_once_its_report_came_and_trusted_once_the_next_was_clean(
+def test_snapshot_is_complete_with_its_report_and_trusted_after_the_next_clean_one(
     tmp_path: Path, world: World
 ) -> None:
     run = Played(tmp_path, world, every_steps=0)
@@ -182,7 +182,7 @@ def test_a_snapshot_is_complete_once_its_report_came_and_trusted_once_the_next_w
     ("unclean", "judged_after"),
     [({}, 5), ({1: "refused"}, 5), ({3: "refused"}, 6), ({4: "doubtful"}, 7), ({3: "refused", 5: "doubtful"}, 8)],
 )
-def test_a_checkpoint_is_good_once_three_clean_steps_in_a_row_followed(
+def test_checkpoint_is_good_after_three_clean_steps_in_a_row(
     tmp_path: Path, world: World, unclean: dict[int, str], judged_after: int
 ) -> None:
     run = Played(tmp_path, world, every_steps=0)
@@ -198,7 +198,7 @@ def test_a_checkpoint_is_good_once_three_clean_steps_in_a_row_followed(
     assert [*run.health.values()] == [Health.good]
 
 
-def test_what_was_saved_says_what_the_run_knew(tmp_path: Path, world: World) -> None:
+def test_saved_event_manifest_and_state(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world, every_steps=0)
     run.step(refused=True)
     run.checkpoints.request_save()
@@ -218,7 +218,7 @@ def test_what_was_saved_says_what_the_run_knew(tmp_path: Path, world: World) -> 
     assert run.checkpoints._plan_cache.plan is not None, "the next save needs no new plan"
 
 
-def test_the_same_step_is_not_saved_twice(tmp_path: Path, world: World) -> None:
+def test_same_step_is_not_saved_twice(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world, every_steps=1)
     run.steps(2)
     run.step(refused=True)
@@ -226,9 +226,7 @@ def test_the_same_step_is_not_saved_twice(tmp_path: Path, world: World) -> None:
     assert not any(slot.is_saving for slot in run.ring._slots)
 
 
-def test_what_is_not_finite_or_has_no_room_is_an_event_and_the_next_save_tries_again(
-    tmp_path: Path, world: World
-) -> None:
+def test_non_finite_state_or_full_disk_emits_an_event_and_the_next_save_works(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path / "root", world, every_steps=1)
     run.tensor.fill_(math.nan)
     run.state.advance(next_cursor=1, tokens=10)
@@ -249,7 +247,7 @@ def test_what_is_not_finite_or_has_no_room_is_an_event_and_the_next_save_tries_a
 
 
 @pytest.mark.parametrize(("good_after", "expected"), [(100, [2, 8]), (3, [4, 6, 8])])
-def test_what_may_go_goes_after_a_save_and_after_a_judgement(
+def test_pruning_runs_after_a_save_and_after_a_good_mark(
     tmp_path: Path, world: World, good_after: int, expected: list[int]
 ) -> None:
     run = Played(tmp_path, world, keep=1, good_after_steps=good_after)
@@ -285,14 +283,14 @@ def test_the_last_state_of_a_run_is_good_after_clean_steps(
     assert len(run.saved) == 1
 
 
-def test_a_last_state_that_could_not_be_saved_is_said(tmp_path: Path, world: World) -> None:
+def test_failed_last_save_is_reported(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world, every_steps=0)
     run.step()
     run.tensor.fill_(math.nan)
     assert not run.checkpoints.save_last(run.state, is_done=True)
 
 
-def test_a_resumed_run_proves_its_checkpoint_good(tmp_path: Path, world: World) -> None:
+def test_resumed_run_marks_its_checkpoint_good(tmp_path: Path, world: World) -> None:
     Played(tmp_path, world).steps(2)
     run = Played(tmp_path, world, every_steps=0)
     run.state = RunState(step=2, iteration=2)
@@ -308,7 +306,7 @@ def test_a_resumed_run_proves_its_checkpoint_good(tmp_path: Path, world: World) 
     assert not again.checkpoints._candidates, "it is good"
 
 
-def test_a_mark_that_cannot_be_made_is_tried_again(tmp_path: Path, world: World) -> None:
+def test_failed_good_mark_is_retried(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world, every_steps=0)
     run.checkpoints.request_save()
     run.step()
@@ -321,7 +319,7 @@ def test_a_mark_that_cannot_be_made_is_tried_again(tmp_path: Path, world: World)
     assert run.judged == [(name_of(1, 0), "4 clean steps followed")]
 
 
-def test_a_checkpoint_that_was_deleted_by_hand_is_not_judged(tmp_path: Path, world: World) -> None:
+def test_checkpoint_deleted_by_hand_gets_no_mark(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world)
     run.steps(2)
     assert catalog.delete(tmp_path / name_of(2, 0))
@@ -352,7 +350,7 @@ def five(tmp_path: Path, world: World) -> Played:
         ({"until_step": 8, "before": 4}, [2]),
     ],
 )
-def test_what_a_run_may_go_back_to(five: Played, options: dict[str, float], expected: list[int]) -> None:
+def test_rollback_targets(five: Played, options: dict[str, float], expected: list[int]) -> None:
     assert five.checkpoints.rollback_targets(**options) == [(name_of(step, 0), step) for step in expected]
 
 
@@ -361,7 +359,7 @@ def resumed(run: Played, world: World, **options: Any) -> CheckpointManager:
     return Played(run.root, world, **options).checkpoints
 
 
-def test_what_cannot_be_read_is_no_target(five: Played, world: World) -> None:
+def test_unreadable_checkpoint_is_no_rollback_target(five: Played, world: World) -> None:
     for file in (integrity.MANIFEST, catalog.HEALTH):
         with failing(f"{name_of(4, 0)}/{file}") as failed:
             assert resumed(five, world).rollback_targets() == [(name_of(2, 0), 2)]
@@ -374,7 +372,7 @@ def test_what_cannot_be_read_is_no_target(five: Played, world: World) -> None:
     assert resumed(five, world).rollback_targets() == [], "a newer version wrote that"
 
 
-def test_what_was_saved_since_is_tainted(five: Played, world: World) -> None:
+def test_later_checkpoints_are_tainted(five: Played, world: World) -> None:
     (five.root / name_of(10, 0) / integrity.MANIFEST).write_text("{}")
     checkpoints = resumed(five, world)
     checkpoints.taint_since(4, "a test")
@@ -388,7 +386,7 @@ def test_what_was_saved_since_is_tainted(five: Played, world: World) -> None:
     assert json.loads((five.root / name_of(8, 0) / catalog.HEALTH).read_text())["reason"] == "a test"
 
 
-def test_nothing_that_waited_or_was_taken_since_outlives_going_back(tmp_path: Path, world: World) -> None:
+def test_discard_after_drops_pending_save_and_later_snapshots(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world, every_steps=2)
     run.steps(4)
     run.issue()
@@ -424,9 +422,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_the_clock_asks_once_each_interval_and_counts_from_the_last_save(
-    tmp_path: Path, world: World, clock: Clock
-) -> None:
+def test_clock_is_due_once_per_interval_counted_from_the_last_save(tmp_path: Path, world: World, clock: Clock) -> None:
     run = Played(tmp_path, world, every_steps=0, every_minutes=2.0)
     never = Played(tmp_path, world, every_steps=0, every_minutes=None)
 
@@ -444,7 +440,7 @@ def test_the_clock_asks_once_each_interval_and_counts_from_the_last_save(
 
 
 @pytest.mark.parametrize(("retry_s", "expected"), [(3.0, 3.0), (5.0, 4.0)])
-def test_rank_0_alone_retries_no_longer_than_half_the_timeout_of_a_collective(
+def test_retry_on_rank_0_is_at_most_half_the_collective_timeout(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, retry_s: float, expected: float
 ) -> None:
     monkeypatch.setattr(COMPOSED.parallel, "timeout_s", 8.0)

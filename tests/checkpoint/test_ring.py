@@ -69,7 +69,7 @@ def rewind(*overrides: str) -> dict[str, Any]:
         (4, ("parallel.replicate=2", "precision=fp16"), False),
     ],
 )
-def test_a_rewind_is_bit_exact(ranks: Pool, size: int, overrides: tuple[str, ...], has_empty_shards: bool) -> None:
+def test_rewind_is_bit_exact(ranks: Pool, size: int, overrides: tuple[str, ...], has_empty_shards: bool) -> None:
     results = ranks.run(size, rewind, *overrides)
     empty = [result.pop("empty") for result in results]
     assert any(empty) == has_empty_shards
@@ -92,7 +92,7 @@ def ranks_agree_on_the_oldest_of_their_newest() -> list[int | None]:
     return seen
 
 
-def test_all_ranks_take_the_slot_that_all_of_them_hold(ranks: Pool) -> None:
+def test_all_ranks_agree_on_a_slot_that_all_hold(ranks: Pool) -> None:
     assert ranks.run(2, ranks_agree_on_the_oldest_of_their_newest) == [[10, None], [10, None]]
 
 
@@ -104,7 +104,7 @@ def complaint(*overrides: str) -> str:
     return ""
 
 
-def test_a_ring_that_does_not_fit_is_refused_on_all_ranks_with_its_numbers(ranks: Pool) -> None:
+def test_ring_that_does_not_fit_is_rejected_on_all_ranks_with_its_numbers(ranks: Pool) -> None:
     first, second = ranks.run(2, complaint, "checkpoint.ring.memory_gb=1.6e-3", "checkpoint.ring.slots=9")
     assert first == second
     numbers = "9 snapshots and the one being saved need 10 x 0.000386 GB on a machine with 2 ranks, 0.00386 GB of host"
@@ -115,7 +115,7 @@ def test_a_ring_that_does_not_fit_is_refused_on_all_ranks_with_its_numbers(ranks
     assert starved.endswith("not enough for one")
 
 
-def test_it_is_refused_before_the_first_step(ranks: Pool, tmp_path: Path) -> None:
+def test_ring_that_does_not_fit_is_rejected_before_the_first_step(ranks: Pool, tmp_path: Path) -> None:
     (message, _) = ranks.run(2, refused_run, str(tmp_path))
     assert "checkpoint.ring.memory_gb" in message
     assert not (tmp_path / "a" / "events.jsonl").exists()

@@ -30,7 +30,7 @@ def played(*, taken_every: int, clean_reports: int, lag: int, num_steps: int = 4
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize(("every", "good_after"), [(1, 1), (10, 20), (20, 4), (25, 25)])
-def test_rollback_loses_what_a_played_run_loses(every: int, good_after: int, lag: int) -> None:
+def test_rollback_cost_matches_a_simulation(every: int, good_after: int, lag: int) -> None:
     overrides = (f"checkpoint.every_steps={every}", f"checkpoint.good_after_steps={good_after}", f"sentinel.lag={lag}")
     cost = rollback_cost(config(*overrides))
     losses = played(taken_every=every, clean_reports=good_after, lag=lag)
@@ -42,7 +42,7 @@ def test_rollback_loses_what_a_played_run_loses(every: int, good_after: int, lag
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize("every", [1, 2, 10])
-def test_rewind_loses_what_a_played_run_loses(every: int, lag: int) -> None:
+def test_rewind_cost_matches_a_simulation(every: int, lag: int) -> None:
     cost = rewind_cost(config(f"checkpoint.ring.every_steps={every}", f"sentinel.lag={lag}"))
     losses = played(taken_every=every, clean_reports=1, lag=lag)
     assert cost == RollbackCost(
@@ -51,13 +51,13 @@ def test_rewind_loses_what_a_played_run_loses(every: int, lag: int) -> None:
     assert max(losses) == every + lag + 1
 
 
-def test_no_ring_no_rewind() -> None:
+def test_rewind_cost_is_none_without_a_ring() -> None:
     cfg = config("checkpoint.ring.slots=0")
     assert rewind_cost(cfg) is None
     assert num_buffers(cfg.checkpoint.ring) == 1, "a checkpoint is still saved from a copy in memory"
 
 
-def test_without_a_cadence_the_whole_run_is_lost() -> None:
+def test_without_interval_the_whole_run_is_lost() -> None:
     cost = rollback_cost(config("checkpoint.every_steps=0", "train.num_steps=50"))
     assert cost.as_dict() == {
         "steps_at_most": 50,
@@ -68,12 +68,12 @@ def test_without_a_cadence_the_whole_run_is_lost() -> None:
     }
 
 
-def test_no_more_than_the_run_is_lost() -> None:
+def test_loss_is_at_most_the_whole_run() -> None:
     cost = rollback_cost(config("checkpoint.every_steps=100", "train.num_steps=50"))
     assert (cost.steps_at_most, cost.steps_on_average) == (50, 25.5)
 
 
-def test_the_clock_alone_counts_minutes() -> None:
+def test_clock_only_is_counted_in_minutes() -> None:
     cfg = config("checkpoint.every_steps=0", "checkpoint.every_minutes=10", "sentinel.lag=2")
     assert rollback_cost(cfg).as_dict() == {
         "steps_at_most": None,
@@ -87,7 +87,7 @@ def test_the_clock_alone_counts_minutes() -> None:
     assert cost.steps_at_most * 7.0 <= 600 + 7.0 + cost.steps_besides * 7.0
 
 
-def test_steps_and_minutes_whichever_is_first() -> None:
+def test_with_steps_and_minutes_the_first_counts() -> None:
     cfg = config("checkpoint.every_steps=100", "checkpoint.every_minutes=10")
     assert rollback_cost(cfg).steps_at_most == 121
     assert rollback_cost(cfg).minutes_at_most == 10.0

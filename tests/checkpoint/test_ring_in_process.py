@@ -60,7 +60,7 @@ class Bench:
         return sorted(slot.state.iteration for slot in self.ring._slots if slot.is_taken)
 
 
-def test_targets_follow_the_judgement(world: World) -> None:
+def test_targets_follow_trust_and_distrust(world: World) -> None:
     bench = Bench(world, slots=3)
     bench.take(10)
     assert bench.target() is None, "nothing was judged yet"
@@ -86,7 +86,7 @@ def test_targets_follow_the_judgement(world: World) -> None:
     assert (state.iteration, bench.tensor.tolist()) == (10, [10.0] * 3)
 
 
-def test_the_first_state_of_a_run_is_a_target_too(world: World) -> None:
+def test_initial_state_is_a_target_too(world: World) -> None:
     bench = Bench(world, slots=2)
     bench.take(0)
     bench.take(1)
@@ -95,7 +95,7 @@ def test_the_first_state_of_a_run_is_a_target_too(world: World) -> None:
     assert bench.target() == 0
 
 
-def test_the_newest_target_survives(world: World) -> None:
+def test_newest_target_is_not_overwritten(world: World) -> None:
     """Many untried snapshots never push out the one that is known to be good."""
     for slots in (2, 3):
         bench = Bench(world, slots=slots)
@@ -110,7 +110,7 @@ def test_the_newest_target_survives(world: World) -> None:
         assert bench.tensor.tolist() == [2.0] * 3
 
 
-def test_a_ring_of_one_slot_is_always_written_over(world: World) -> None:
+def test_ring_of_one_slot_is_always_overwritten(world: World) -> None:
     bench = Bench(world, slots=0)
     for iteration in (1, 2):
         bench.take(iteration)
@@ -118,7 +118,7 @@ def test_a_ring_of_one_slot_is_always_written_over(world: World) -> None:
     assert bench.taken == [2]
 
 
-def test_a_slot_being_saved_stays_as_it_is(world: World) -> None:
+def test_slot_being_saved_is_not_overwritten(world: World) -> None:
     bench = Bench(world, slots=2)
     bench.tensor.fill_(7)
     slot = bench.ring.take_snapshot(RunState(iteration=7))
@@ -131,7 +131,7 @@ def test_a_slot_being_saved_stays_as_it_is(world: World) -> None:
     assert not slot.is_saving
 
 
-def test_what_is_not_finite_is_no_target(world: World) -> None:
+def test_non_finite_snapshot_is_no_target(world: World) -> None:
     bench = Bench(world, slots=3)
     bench.take(1)
     for iteration, value in ((2, math.nan), (3, math.inf), (4, -math.inf)):
@@ -146,7 +146,7 @@ def test_what_is_not_finite_is_no_target(world: World) -> None:
     assert bench.target() == 5
 
 
-def test_only_numbers_that_can_be_infinite_are_looked_at(world: World) -> None:
+def test_only_floating_point_tensors_are_checked_for_finiteness(world: World) -> None:
     tensors = {"step": torch.tensor(7), "empty": torch.zeros(0), "weight": torch.ones(2), "bad": torch.ones(2)}
     held = Ring(tensors, cfg=config(2), world=world)
     assert held.take_snapshot(RunState(iteration=1)).is_finite
@@ -157,7 +157,7 @@ def test_only_numbers_that_can_be_infinite_are_looked_at(world: World) -> None:
     assert not slot.is_finite, "looked at once"
 
 
-def test_a_snapshot_is_of_the_moment_it_was_taken_and_its_report_completes_it(world: World) -> None:
+def test_snapshot_keeps_its_moment_and_is_completed_by_its_report(world: World) -> None:
     bench = Bench(world, slots=2)
     state = RunState(iteration=3, step=3, cursor=4)
     slot = bench.ring.take_snapshot(state)
@@ -185,7 +185,7 @@ class Event:
         self.num_waits += 1
 
 
-def test_whoever_reads_a_snapshot_waits_until_it_is_complete(world: World) -> None:
+def test_reading_a_snapshot_waits_for_its_copy(world: World) -> None:
     bench = Bench(world, slots=2)
     slot = bench.ring.take_snapshot(RunState(iteration=1))
     event: Any = Event()
@@ -232,13 +232,13 @@ def test_all_ranks_of_a_machine_and_all_slots_must_fit(
     assert problem in str(caught.value)
 
 
-def test_the_machine_with_least_room_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_with_least_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two machines: one has 4 ranks, the other little memory."""
     monkeypatch.setattr(ring, "together", lambda _: [(400, 4, 10**9), (100, 1, 799)])
     with pytest.raises(ConfigError, match="on a machine with 4 ranks"):
         ring.check_budget(100, cfg=config(0))
 
 
-def test_a_ring_that_does_not_fit_is_refused_before_memory_is_taken(world: World) -> None:
+def test_ring_that_does_not_fit_is_rejected_before_allocation(world: World) -> None:
     with pytest.raises(ConfigError, match=r"1 x 1\.28e-07 GB"):
         Ring({"a": torch.zeros(1), "b": torch.zeros(1)}, cfg=config(0, 127e-9), world=world)

@@ -68,7 +68,7 @@ def save_all(
 
 @pytest.mark.full
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_kept_plan_writes_the_same_bits_as_a_new_one(ranks: Pool, tmp_path: Path, size: int) -> None:
+def test_cached_plan_writes_the_same_bytes_as_a_new_one(ranks: Pool, tmp_path: Path, size: int) -> None:
     for num_planned, kept, anew in ranks.run(size, save_in_turn, str(tmp_path / str(size)), [{}, {}, {}]):
         assert num_planned == 1
         assert kept == anew
@@ -77,7 +77,7 @@ def test_a_kept_plan_writes_the_same_bits_as_a_new_one(ranks: Pool, tmp_path: Pa
         assert kept[0][".metadata"] == kept[1][".metadata"]
 
 
-def test_tensors_of_another_type_or_shape_are_planned_anew(ranks: Pool, tmp_path: Path) -> None:
+def test_other_dtype_or_shape_makes_a_new_plan(ranks: Pool, tmp_path: Path) -> None:
     series: list[dict[str, Any]] = [{}, {"dtype": torch.float16}, {}, {"rows": 6}, {"rows": 6}]
     for num_planned, kept, anew in ranks.run(2, save_in_turn, str(tmp_path), series):
         assert num_planned == 4
@@ -106,7 +106,7 @@ def save_odd_one(root: str) -> tuple[int, str]:
     return len(plan_cache.results), content
 
 
-def test_what_one_rank_finds_changed_all_ranks_plan_anew(ranks: Pool, tmp_path: Path) -> None:
+def test_change_on_one_rank_makes_a_new_plan_on_all(ranks: Pool, tmp_path: Path) -> None:
     first, second = ranks.run(2, save_odd_one, str(tmp_path))
     assert first[1] == second[1]
     assert first[0] + second[0] == 4, "two shards, one copy and one number"

@@ -79,7 +79,7 @@ def complaint_of_loading(root: str, shapes: dict[str, tuple[int, ...]] | None = 
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_was_saved_last_comes_back_whole(ranks: Pool, tmp_path: Path, size: int) -> None:
+def test_newest_checkpoint_round_trip(ranks: Pool, tmp_path: Path, size: int) -> None:
     for names in ranks.run(size, write_many, str(tmp_path), [5, 10, 10000000]):
         assert names == ["step-00000005-gen-0", "step-00000010-gen-0", "step-10000000-gen-0"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
@@ -98,11 +98,11 @@ def test_every_file_is_in_the_manifest(ranks: Pool, tmp_path: Path) -> None:
     assert manifest.bytes == sum((directory / name).stat().st_size for name in manifest.files)
 
 
-def test_where_nothing_was_saved_nothing_is_found(ranks: Pool, tmp_path: Path) -> None:
+def test_nothing_is_loaded_if_nothing_was_saved(ranks: Pool, tmp_path: Path) -> None:
     assert ranks.run(2, load_newest, str(tmp_path / "nowhere")) == [(None, None, -1.0, [])] * 2
 
 
-def test_what_a_crash_left_unfinished_is_neither_listed_nor_left(ranks: Pool, tmp_path: Path) -> None:
+def test_unfinished_directories_are_neither_listed_nor_kept(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(1, write_many, str(tmp_path), [5])
     shutil.copytree(tmp_path / "step-00000005-gen-0", tmp_path / ".step-00000009-gen-0.part")
     assert [checkpoint.step for checkpoint in catalog.list_checkpoints(tmp_path)] == [5]
@@ -111,14 +111,14 @@ def test_what_a_crash_left_unfinished_is_neither_listed_nor_left(ranks: Pool, tm
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005-gen-0"]
 
 
-def test_tainted_checkpoints_are_passed_over(ranks: Pool, tmp_path: Path) -> None:
+def test_tainted_checkpoints_are_skipped(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(1, write_many, str(tmp_path), [5, 10])
     catalog.mark(tmp_path / "step-00000010-gen-0", catalog.Health.tainted, "taken after the onset of an incident")
     (found,) = ranks.run(1, load_newest, str(tmp_path))
     assert found[1:] == ("step-00000005-gen-0", 5.0, [])
 
 
-def test_another_model_is_refused_by_name_and_nothing_is_set_aside(ranks: Pool, tmp_path: Path) -> None:
+def test_other_model_is_rejected_by_name_and_nothing_is_quarantined(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(2, write_many, str(tmp_path), [5])
     other = {"model.weight": (4, 4), "device.step": ()}
     for complaint in ranks.run(2, complaint_of_loading, str(tmp_path), other):
@@ -198,7 +198,7 @@ def _history(records: list[events.StepRecord]) -> list[Any]:
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(
+def test_damaged_checkpoint_is_named_and_the_older_one_is_loaded(
     ranks: Pool, trained: Path, control: list[Any], tmp_path: Path, damage: Callable[[Path], str]
 ) -> None:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
@@ -217,7 +217,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(
         integrity.verify(checkpoint.path)
 
 
-def test_a_run_never_starts_over_in_silence(ranks: Pool, trained: Path, tmp_path: Path) -> None:
+def test_run_with_only_damaged_checkpoints_does_not_start_over(ranks: Pool, trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     for checkpoint in catalog.list_checkpoints(tmp_path / "a" / "checkpoints"):
         truncate(checkpoint.path)
@@ -246,7 +246,7 @@ class Payload:
         return os.mkdir, (self.path,)
 
 
-def test_nothing_is_run_that_a_checkpoint_holds(ranks: Pool, tmp_path: Path) -> None:
+def test_no_code_in_a_checkpoint_is_executed(ranks: Pool, tmp_path: Path) -> None:
     """Even where whoever planted it made the manifest fit."""
     ranks.run(1, write_many, str(tmp_path), [5])
     directory = tmp_path / "step-00000005-gen-0"
@@ -257,7 +257,7 @@ def test_nothing_is_run_that_a_checkpoint_holds(ranks: Pool, tmp_path: Path) -> 
     assert not (tmp_path / "proof").exists()
 
 
-def test_no_path_leads_out_of_a_checkpoint(ranks: Pool, tmp_path: Path) -> None:
+def test_paths_outside_the_checkpoint_are_rejected(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(1, write_many, str(tmp_path), [5, 10])
     directory = tmp_path / "step-00000010-gen-0"
     with (directory / ".metadata").open("rb") as file:
@@ -346,7 +346,7 @@ def test_an_io_error_on_one_rank_is_retried_by_all(ranks: Pool, tmp_path: Path, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("where", READ_BY, ids=str)
-def test_an_io_error_that_lasts_ends_the_start_on_all_ranks_and_condemns_nothing(
+def test_lasting_io_error_ends_the_start_on_all_ranks_and_quarantines_nothing(
     ranks: Pool, tmp_path: Path, where: tuple[int, str]
 ) -> None:
     ranks.run(2, write_many, str(tmp_path), [5, 10])
@@ -362,13 +362,13 @@ def test_an_io_error_that_lasts_ends_the_start_on_all_ranks_and_condemns_nothing
     assert ranks.run(2, load_through, str(tmp_path), (*where, 0))[0][1] == NEWEST, "and later it is there"
 
 
-def test_the_list_of_checkpoints_that_cannot_be_read_is_no_new_run(ranks: Pool, tmp_path: Path) -> None:
+def test_unlistable_checkpoints_do_not_start_a_new_run(ranks: Pool, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").symlink_to(tmp_path / "unmounted")
     for outcome, *_ in ranks.run(2, load_through, str(tmp_path / "checkpoints"), (0, "", 0)):
         assert outcome.startswith(f"StorageError: {tmp_path}/checkpoints: cannot be read on ")
 
 
-def test_a_rollback_passes_over_what_cannot_be_read_and_says_so(ranks: Pool, tmp_path: Path) -> None:
+def test_rollback_skips_unreadable_checkpoints_and_reports_them(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(2, write_many, str(tmp_path), [5, 10])
     before = tree(tmp_path)
     for file in (f"{NEWEST}/__0_0.distcp", f"{NEWEST}/state.json"):
@@ -389,7 +389,7 @@ def load_as_a_reader(root: str) -> tuple[str, str | None, float, int]:
     return load_through(root, (0, "", 0), quarantines=False)
 
 
-def test_a_reader_renames_nothing(ranks: Pool, tmp_path: Path) -> None:
+def test_load_without_quarantine_renames_nothing(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(2, write_many, str(tmp_path), [5, 10])
     shutil.copytree(tmp_path / NEWEST, tmp_path / ".step-00000015-gen-0.part")
     truncate(tmp_path / NEWEST)
@@ -420,7 +420,7 @@ def newer_health(directory: Path) -> str:
 
 
 @pytest.mark.parametrize("change", [newer_state, newer_metadata, newer_health], ids=lambda change: change.__name__)
-def test_a_checkpoint_of_a_newer_version_is_refused_in_one_line_and_stays(
+def test_checkpoint_of_a_newer_version_is_rejected_in_one_line_and_kept(
     ranks: Pool, tmp_path: Path, change: Callable[[Path], str]
 ) -> None:
     ranks.run(2, write_many, str(tmp_path), [5, 10])
@@ -444,7 +444,7 @@ def unmounted() -> None:
 
 
 @pytest.mark.full
-def test_a_start_that_cannot_read_its_checkpoint_exits_75_and_goes_on_later(
+def test_start_that_cannot_read_its_checkpoint_exits_75_and_resumes_later(
     ranks: Pool, trained: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)

@@ -64,7 +64,7 @@ def damage(path: Path, name: str = SHARD) -> None:
     (path / name).write_bytes(content[:-1])
 
 
-def test_a_checkpoint_holds_what_was_given(tmp_path: Path, world: World) -> None:
+def test_checkpoint_contains_tensors_and_state(tmp_path: Path, world: World) -> None:
     written = store.write(
         tmp_path / "deep" / "root", tensors(5), RunState(step=5, tokens=50), world=world, rollback={"steps": 7.0}
     )
@@ -80,7 +80,7 @@ def test_a_checkpoint_holds_what_was_given(tmp_path: Path, world: World) -> None
     assert read.tolist() == [[5.0] * 3] * 4, "a description that is given is not read again"
 
 
-def test_files_are_forced_to_disk_before_the_checkpoint_exists(
+def test_files_are_synced_before_the_checkpoint_is_published(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forced: list[tuple[str, int]] = []
@@ -115,7 +115,7 @@ def counted_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield plans
 
 
-def test_a_plan_is_kept_while_the_tensors_stay_as_they_are(
+def test_plan_is_cached_while_the_layout_is_unchanged(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan_cache = store.SavePlanCache()
@@ -140,7 +140,7 @@ def test_a_plan_is_kept_while_the_tensors_stay_as_they_are(
 @pytest.mark.parametrize(
     ("signature", "has_plan", "expected"), [(["a"], True, True), (["a"], False, False), (["b"], True, False)]
 )
-def test_a_plan_fits_the_tensors_it_was_made_for(signature: list[Any], has_plan: bool, expected: bool) -> None:
+def test_plan_fits_only_its_signature(signature: list[Any], has_plan: bool, expected: bool) -> None:
     plan: Any = object() if has_plan else None
     assert store.SavePlanCache(signature=["a"], plan=plan).fits(signature) is expected
 
@@ -164,7 +164,7 @@ def test_the_signature_changes_with_everything_a_plan_depends_on(world: World) -
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
-def test_a_failed_write_is_an_error_of_one_line_and_leaves_nothing(
+def test_failed_write_raises_one_line_and_leaves_nothing(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, is_planned: bool
 ) -> None:
     plan_cache = store.SavePlanCache()
@@ -218,7 +218,7 @@ def test_a_checkpoint_replaces_only_a_tainted_one_of_its_name(tmp_path: Path, wo
     assert catalog.health_of(path) is Health.candidate
 
 
-def test_the_newest_that_is_whole_and_not_tainted_is_loaded(tmp_path: Path, world: World) -> None:
+def test_newest_intact_untainted_checkpoint_is_loaded(tmp_path: Path, world: World) -> None:
     assert newest(tmp_path / "nowhere", world) == (store.LoadResult(None, []), -1.0)
     paths = [save(tmp_path, world, step) for step in (5, 10, 15)]
     shutil.copytree(paths[0], tmp_path / f".{name_of(20, 0)}.part")
@@ -278,7 +278,7 @@ def test_an_io_error_is_retried_if_it_is_allowed(tmp_path: Path, world: World, f
 
 
 @pytest.mark.parametrize("fails", [[True], [False, True]], ids=["verify", "fill"])
-def test_what_is_whole_is_read_once_though_another_rank_failed(
+def test_verified_files_are_not_read_again_when_another_rank_retries(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, fails: list[bool]
 ) -> None:
     """A rank that has done its part does nothing when all try again for the sake of another one."""
@@ -306,7 +306,7 @@ def test_what_is_whole_is_read_once_though_another_rank_failed(
     assert (calls, left) == (["read_manifest", "verify", "read_into"], [])
 
 
-def test_damage_is_set_aside_only_if_that_is_allowed(tmp_path: Path, world: World) -> None:
+def test_damaged_checkpoint_is_quarantined_only_if_allowed(tmp_path: Path, world: World) -> None:
     save(tmp_path, world, 5)
     damage(save(tmp_path, world, 10))
     prepared: list[str] = []
@@ -319,7 +319,7 @@ def test_damage_is_set_aside_only_if_that_is_allowed(tmp_path: Path, world: Worl
     assert first(tmp_path, world).found == store.LoadResult(None, [])
 
 
-def test_another_version_is_passed_over_only_if_that_is_allowed(tmp_path: Path, world: World) -> None:
+def test_other_version_is_skipped_only_if_allowed(tmp_path: Path, world: World) -> None:
     path = save(tmp_path, world, 5)
     (path / store.STATE_FILE).write_text(json.dumps({"new_field": 1}))
     manifest = integrity.read_manifest(path)
@@ -331,7 +331,7 @@ def test_another_version_is_passed_over_only_if_that_is_allowed(tmp_path: Path, 
     assert (weight, found.loaded, [type(each) for each in found.unread]) == (-1, None, [OtherVersion])
 
 
-def test_another_model_is_refused_by_name(tmp_path: Path, world: World) -> None:
+def test_other_model_is_rejected_by_name(tmp_path: Path, world: World) -> None:
     path = save(tmp_path, world, 5)
     other_shape = ((4, 4), "model.weight", "has model.weight with shape [4, 3]")
     for shape, name, problem in (other_shape, ((4,), "x", "has no x")):
@@ -353,9 +353,7 @@ def test_reading_tensors_needs_no_other_rank(tmp_path: Path, world: World, monke
     assert store.read_tensors(path, ["device.step"])["device.step"].item() == 5
 
 
-def test_a_shard_that_cannot_be_read_is_an_io_error_and_one_that_cannot_be_decoded_is_not(
-    tmp_path: Path, world: World
-) -> None:
+def test_unreadable_shard_is_an_io_error_and_undecodable_shard_is_not(tmp_path: Path, world: World) -> None:
     path = save(tmp_path, world, 5)
     with failing(f"{path.name}/{SHARD}"), pytest.raises(StorageError, match="Input/output error"):
         store.read_tensors(path, ["model.weight"])

@@ -59,7 +59,7 @@ def written(directory: Path, metadata: object) -> Path:
 
 @settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 9), st.data())
-def test_a_rank_is_told_of_all_parts_that_it_reads_and_of_no_others(
+def test_metadata_contains_exactly_the_chunks_a_rank_reads(
     num_rows: int, num_saved: int, num_ranks: int, data: st.DataObject
 ) -> None:
     """Held against torch, which looks through all parts."""
@@ -75,7 +75,7 @@ def test_a_rank_is_told_of_all_parts_that_it_reads_and_of_no_others(
     assert sorted(f"__{number}_0.distcp" for number in (found[:, -2] // 1000).tolist()) == expected
 
 
-def test_tables_say_what_the_pickle_said(tmp_path: Path) -> None:
+def test_tables_match_the_pickle(tmp_path: Path) -> None:
     saved = metadata_of("w", (10, 3), rows_of(10, 4, 3))
     found = tensor_index.read(written(tmp_path, saved))
     assert found.files == [f"__{number}_0.distcp" for number in range(4)]
@@ -91,20 +91,20 @@ def test_tables_say_what_the_pickle_said(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.tensors["w"].parts[2], [6, 0, 3, 3, 2, 2000, 9])
 
 
-def test_a_whole_tensor_needs_its_first_and_its_last_part(tmp_path: Path) -> None:
+def test_full_tensor_needs_its_first_and_last_chunk(tmp_path: Path) -> None:
     found = tensor_index.read(written(tmp_path, metadata_of("w", (4, 1), rows_of(4, 4, 1))))
     needed = tensor_index.metadata_for(found, {"w": torch.empty(4, 1)}).storage_data
     assert [info.relative_path for info in needed.values()] == found.files == [f"__{row}_0.distcp" for row in range(4)]
 
 
-def test_a_number_has_one_part_and_everybody_needs_it(tmp_path: Path) -> None:
+def test_scalar_has_one_chunk_that_every_rank_needs(tmp_path: Path) -> None:
     found = tensor_index.read(written(tmp_path, metadata_of("step", (), [((), ())])))
     assert tensor_index.metadata_for(found, {"step": torch.tensor(0)}).storage_data == {
         MetadataIndex("step", ()): _StorageInfo("__0_0.distcp", 0, 7)
     }
 
 
-def test_what_this_version_does_not_understand_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_unknown_metadata_is_rejected_in_one_line(tmp_path: Path) -> None:
     other = metadata_of("w", (10, 3), rows_of(10, 2, 3))
     compressed = metadata_of("w", (10, 3), rows_of(10, 2, 3))
     for info in compressed.storage_data.values():
@@ -144,14 +144,14 @@ class Calls:
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_nothing_is_called_that_is_not_on_the_list(tmp_path: Path, planted: Calls, name: str) -> None:
+def test_only_allowed_names_are_unpickled(tmp_path: Path, planted: Calls, name: str) -> None:
     """`float` is also the name of a dtype, but of torch's."""
     with pytest.raises(OtherVersion, match=f"{name} is not allowed in a checkpoint"):
         tensor_index.read(written(tmp_path, planted))
 
 
 @pytest.mark.parametrize("was_on", [True, False])
-def test_garbage_collection_is_off_only_while_a_description_is_read(
+def test_garbage_collection_is_off_only_during_a_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_on: bool
 ) -> None:
     pack, seen = tensor_index._pack, list[bool]()

@@ -19,7 +19,7 @@ def writer() -> Iterator[WriterThread[int]]:
     writer.close()
 
 
-def test_results_come_back_once_and_in_order(writer: WriterThread[int]) -> None:
+def test_events_are_returned_once_and_in_order(writer: WriterThread[int]) -> None:
     writer.wait()
     for number in range(3):
         writer.submit(lambda number=number: [number, 10 * number])  # type: ignore[misc]
@@ -28,7 +28,7 @@ def test_results_come_back_once_and_in_order(writer: WriterThread[int]) -> None:
     assert list(writer.drain_events()) == []
 
 
-def test_an_unexpected_error_is_raised_where_the_loop_asks_and_stops_no_later_job(writer: WriterThread[int]) -> None:
+def test_unexpected_error_is_raised_by_drain_events_and_later_jobs_run(writer: WriterThread[int]) -> None:
     writer.submit(lambda: [1 // 0])
     writer.submit(lambda: [7])
     writer.wait()
@@ -37,7 +37,7 @@ def test_an_unexpected_error_is_raised_where_the_loop_asks_and_stops_no_later_jo
     assert list(writer.drain_events()) == [7]
 
 
-def test_waiting_ends_when_the_last_job_is_done(writer: WriterThread[int]) -> None:
+def test_wait_returns_after_the_last_job(writer: WriterThread[int]) -> None:
     may_end = [threading.Event(), threading.Event()]
     for each in may_end:
         writer.submit(lambda each=each: [int(each.wait(PATIENCE_S))])  # type: ignore[misc]
@@ -52,7 +52,7 @@ def test_waiting_ends_when_the_last_job_is_done(writer: WriterThread[int]) -> No
     assert list(writer.drain_events()) == [1, 1]
 
 
-def test_the_thread_ends_after_the_jobs_that_were_given_and_never_holds_up_the_process() -> None:
+def test_thread_ends_after_submitted_jobs_and_is_a_daemon() -> None:
     before = set(threading.enumerate())
     writer: WriterThread[int] = WriterThread()
     (thread,) = set(threading.enumerate()) - before

@@ -122,7 +122,7 @@ def _equal(batch: Batch, rows: Tokens) -> bool:
     return np.array_equal(batch.inputs.numpy(), rows[:, :-1]) and np.array_equal(batch.targets.numpy(), rows[:, 1:])
 
 
-def test_a_batch_is_rows_and_the_tokens_that_follow() -> None:
+def test_batch_has_inputs_and_shifted_targets() -> None:
     with _batches(EmbeddedCorpus(64)) as batches:
         batch = batches[3]
         assert batch.inputs.shape == batch.targets.shape == (4, 64)
@@ -142,7 +142,7 @@ def _token_by_token(batch: Batch) -> list[torch.Tensor]:
     return [batch.inputs, batch.targets, batch.sources, batch.documents]
 
 
-def test_any_number_of_ranks_and_a_change_of_it_see_the_same_batches() -> None:
+def test_any_or_changing_number_of_ranks_sees_the_same_batches() -> None:
     """A mixture with phases and exclusions: 1, then 4, then 2 ranks go on exactly where one rank would be."""
     ledger = Ledger()
     ledger.exclude(2, 3, "test")
@@ -170,7 +170,7 @@ def test_any_number_of_ranks_and_a_change_of_it_see_the_same_batches() -> None:
             assert [facts.own is None for facts in told] == [rank > 0 for rank in range(world_size)]
 
 
-def test_rows_come_from_the_sources_they_say() -> None:
+def test_rows_come_from_their_stated_source() -> None:
     with _mixed() as batches:
         assert batches.source_names == ("a", "b", "c")
         for index in range(12):
@@ -184,7 +184,7 @@ def test_rows_come_from_the_sources_they_say() -> None:
             assert batch.facts.rows_by_source == tuple(np.bincount(batch.sources, minlength=3))
 
 
-def test_each_source_passes_over_its_samples_exactly_once_a_pass() -> None:
+def test_each_source_reads_its_samples_exactly_once_per_epoch() -> None:
     """Also while the weights change: 40 batches take source b through many passes."""
     with _mixed() as batches:
         taken: dict[int, list[int]] = {0: [], 1: [], 2: []}
@@ -199,7 +199,7 @@ def test_each_source_passes_over_its_samples_exactly_once_a_pass() -> None:
                 assert sorted(taken[source][first : first + size]) == list(range(size))
 
 
-def test_len_ends_before_the_first_second_pass() -> None:
+def test_len_ends_before_the_first_repeated_sample() -> None:
     with _mixed(changes=()) as batches:
         index, source = batches.first_repeat()
         assert index == len(batches) > 0
@@ -211,7 +211,7 @@ def test_len_ends_before_the_first_second_pass() -> None:
         assert (taken > [30, 20, 11]).tolist() == [source.name == name for name in batches.source_names]
 
 
-def test_weights_from_the_ledger_equal_the_planned_phase() -> None:
+def test_weights_from_the_ledger_equal_a_configured_phase() -> None:
     """Written before the run or in the middle of it: from its batch on the mixture is the same, before it untouched."""
     poisoned = Change(6, {"b": 0.0})
     with _mixed(changes=[poisoned]) as batches:
@@ -231,7 +231,7 @@ def test_weights_from_the_ledger_equal_the_planned_phase() -> None:
             assert index < 6 or 1 not in known[index].sources
 
 
-def test_what_was_made_ahead_by_other_weights_is_made_again() -> None:
+def test_prefetched_batches_are_recomputed_after_a_weight_change() -> None:
     ledger = Ledger()
     with _mixed(ledger, changes=()) as batches:
         batches[0]
@@ -240,7 +240,7 @@ def test_what_was_made_ahead_by_other_weights_is_made_again() -> None:
         assert batches[2].sources.tolist() == [1] * 8
 
 
-def test_the_next_guess_follows_the_ledger() -> None:
+def test_prefetch_follows_the_ledger() -> None:
     ledger = Ledger()
     ledger.exclude(2, 6, "test")
     corpus = CountingCorpus(num_samples=1000)
@@ -295,7 +295,7 @@ def _rank_of(world_size: int, rank: int, corpus: CountingCorpus, *, ledger: Ledg
 
 
 @pytest.mark.parametrize("rank", [0, 1, 7])
-def test_a_rank_reads_its_own_rows_and_now_and_then_one_of_another(rank: int) -> None:
+def test_rank_reads_its_own_rows_and_sometimes_one_of_another_rank(rank: int) -> None:
     corpus = CountingCorpus(num_samples=1000)
     with closing(_rank_of(8, rank, corpus)) as batches:
         corpus.askers.clear()
@@ -307,7 +307,7 @@ def test_a_rank_reads_its_own_rows_and_now_and_then_one_of_another(rank: int) ->
 
 
 @pytest.mark.parametrize("index", [0, 10, 20, 30])
-def test_each_row_that_is_compared_is_read_alike_by_two_ranks(index: int) -> None:
+def test_compared_row_has_the_same_digest_on_both_ranks(index: int) -> None:
     ranks = [_rank_of(5, rank, CountingCorpus(num_samples=1000)) for rank in range(5)]
     compared = [each.compared for each in (batches[index].facts for batches in ranks) if each is not None]
     stride = ranks[0].compared_stride(index)
@@ -322,7 +322,7 @@ def test_each_row_that_is_compared_is_read_alike_by_two_ranks(index: int) -> Non
         batches.close()
 
 
-def test_a_stride_never_pairs_two_ranks_with_each_other_alone() -> None:
+def test_stride_never_pairs_two_ranks_only_with_each_other() -> None:
     for world_size in range(2, 40):
         strides = {comparison_stride(turn, world_size) for turn in range(20)}
         assert strides, world_size
@@ -330,7 +330,7 @@ def test_a_stride_never_pairs_two_ranks_with_each_other_alone() -> None:
         assert world_size == 2 or all(2 * stride != world_size for stride in strides)
 
 
-def test_the_digest_of_a_plan_covers_corpus_and_ledger_but_not_when_and_why() -> None:
+def test_plan_digest_covers_corpus_and_ledger_but_not_time_and_reason() -> None:
     def plan(corpus: CountingCorpus, *exclusions: tuple[int, str]) -> int:
         ledger = Ledger()
         with closing(_rank_of(2, 0, corpus, ledger=ledger)) as batches:
@@ -346,7 +346,7 @@ def test_the_digest_of_a_plan_covers_corpus_and_ledger_but_not_when_and_why() ->
     assert len({plain, *others}) == 4
 
 
-def test_the_fingerprint_is_of_all_sources() -> None:
+def test_fingerprint_covers_all_sources() -> None:
     with _mixed() as one, _mixed() as same, _mixed(weights={"a": 1, "b": 1, "x": 1}) as other:
         assert one.fingerprint() == same.fingerprint() != other.fingerprint()
 
@@ -366,14 +366,14 @@ def test_micro_batches_are_the_rows_in_order() -> None:
         assert all(part.facts is batch.facts for part in parts)
 
 
-def test_what_was_made_ahead_equals_what_is_made_on_demand() -> None:
+def test_prefetched_batches_equal_batches_on_demand() -> None:
     """In order, repeated, backwards, and far off: each kind of guess comes true or fails once."""
     with _batches(CountingCorpus()) as batches:
         for index in (0, 1, 2, 3, 3, 2, 9, 10, 12, 11, 0, 1):
             assert _equal(batches[index], batches.rows(index)), index
 
 
-def test_a_batch_handed_out_never_changes() -> None:
+def test_returned_batch_never_changes() -> None:
     with _batches(CountingCorpus()) as batches:
         first = batches[0]
         for index in range(1, 6):
@@ -381,7 +381,7 @@ def test_a_batch_handed_out_never_changes() -> None:
         assert _equal(first, batches.rows(0))
 
 
-def test_the_next_batch_is_made_by_the_thread() -> None:
+def test_next_batch_is_prefetched_by_the_thread() -> None:
     corpus = CountingCorpus(num_samples=1000)
     with _batches(corpus) as batches:
         for index in range(5):
@@ -394,7 +394,7 @@ def test_the_next_batch_is_made_by_the_thread() -> None:
             assert len(askers) == 4, "each sample is read once"
 
 
-def test_nothing_is_made_ahead_for_who_jumps() -> None:
+def test_no_prefetch_for_random_access() -> None:
     corpus = CountingCorpus(num_samples=1000)
     with _batches(corpus) as batches:
         for index in (50, 10, 30):
@@ -403,7 +403,7 @@ def test_nothing_is_made_ahead_for_who_jumps() -> None:
         assert {asker for askers in corpus.askers.values() for asker in askers} == {threading.current_thread().name}
 
 
-def test_what_breaks_ahead_is_raised_when_asked_for() -> None:
+def test_prefetch_error_is_raised_when_the_batch_is_requested() -> None:
     with _batches(CountingCorpus()) as batches:
         broken = int(batches.samples(2)[1][1])
     with _batches(CountingCorpus(broken=frozenset({broken}))) as batches:
@@ -427,7 +427,7 @@ def test_close_ends_the_thread() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_the_tokens_are_the_same_and_nothing_waits() -> None:
+def test_gpu_batches_are_equal_and_cause_no_host_sync() -> None:
     device = torch.device("cuda", 0)
     corpus = EmbeddedCorpus(64)
     batches = Batches(
@@ -450,7 +450,7 @@ def test_on_a_gpu_the_tokens_are_the_same_and_nothing_waits() -> None:
 
 
 @pytest.mark.parametrize(("micro", "document_mask"), [(None, False), (2, True), (1, False)])
-def test_uneven_shares_are_the_same_rows_and_padding_counts_nothing(micro: int | None, document_mask: bool) -> None:
+def test_uneven_shares_have_the_same_rows_and_padding_is_ignored(micro: int | None, document_mask: bool) -> None:
     shared: list[Batch] = []
     for rank in range(3):
         with _batches(

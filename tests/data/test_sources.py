@@ -55,7 +55,7 @@ def test_any_number_of_ranks_sees_the_same_global_batches(data: str, prefix: Pat
                         assert torch.equal(share.sources, whole.sources[rows])
 
 
-def test_the_mixture_that_comes_along_changes_its_weights() -> None:
+def test_bundled_mixture_changes_its_weights() -> None:
     with _opened(load(["data=mixture", *SMALL])) as (train, held_out):
         assert train.source_names == ("text", "synthetic")
         counts = [np.bincount(train.samples(index)[0], minlength=2).tolist() for index in (0, 99, 100, 500)]
@@ -80,7 +80,7 @@ def test_held_out_order_is_the_same_for_every_run_seed() -> None:
     assert HELD_OUT_SEED > 2**63 - 1
 
 
-def test_each_source_has_a_seed_of_its_own() -> None:
+def test_each_source_has_its_own_seed() -> None:
     cfg = load(["data=mixture", "data.sources.text.seed=7"])
     seeds = [source_seed(cfg, "text"), source_seed(cfg, "synthetic"), source_seed(load(["data=mixture"]), "text")]
     assert seeds[0] == 7
@@ -90,7 +90,7 @@ def test_each_source_has_a_seed_of_its_own() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_a_source_more_leaves_the_others_in_their_order() -> None:
+def test_added_source_leaves_the_order_of_the_others() -> None:
     more = "+data.sources={more: {kind: synthetic}}"
     with _opened(load(["data=mixture", *SMALL])) as (one, _), _opened(load(["data=mixture", *SMALL, more])) as (two, _):
         for number in (0, 1):
@@ -136,14 +136,14 @@ def test_rare_tokens_are_limited_in_every_batch() -> None:
         (["data.stratify.rare_below=9999"], r"data\.stratify\.max_per_batch: must be at least \d+: token \d+ occurs"),
     ],
 )
-def test_data_that_does_not_fit_names_the_key(overrides: list[str], line: str) -> None:
+def test_invalid_data_config_names_the_key(overrides: list[str], line: str) -> None:
     with pytest.raises(ConfigError, match=f"^{line}") as caught, _opened(load(overrides)):
         pass
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("ending", ["bin", "npy"])
-def test_a_document_mask_needs_files_that_know_their_documents(ending: str, prefix: Path) -> None:
+def test_document_mask_needs_files_with_document_boundaries(ending: str, prefix: Path) -> None:
     flat = prefix.with_name(f"flat.{ending}")
     tokens = np.zeros(20_000, dtype=np.uint16)
     if ending == "npy":
@@ -159,12 +159,12 @@ def test_a_document_mask_needs_files_that_know_their_documents(ending: str, pref
         pass
 
 
-def test_without_evaluation_little_held_out_data_is_no_reason_to_stop() -> None:
+def test_without_evaluation_too_little_held_out_data_is_allowed() -> None:
     with _opened(load(["eval.every_steps=0", "data.eval_fraction=0.002"])):
         pass
 
 
-def test_a_source_that_vanishes_stops_the_run_with_its_name(prefix: Path) -> None:
+def test_removed_file_stops_the_run_and_is_named(prefix: Path) -> None:
     with _opened(load(["data=files", *SMALL, f"data.sources.main.paths=[{prefix}]"])) as (train, _):
         train[0]
         prefix.with_suffix(".bin").unlink()

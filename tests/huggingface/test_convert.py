@@ -142,7 +142,7 @@ def test_transformers_computes_the_same_logits(tmp_path: Path, overrides: list[s
 
 
 @pytest.mark.parametrize("overrides", VARIANTS[:3], ids=str)
-def test_out_and_in_and_out_again_keeps_every_bit(tmp_path: Path, overrides: list[str]) -> None:
+def test_export_import_export_keeps_every_bit(tmp_path: Path, overrides: list[str]) -> None:
     run, cfg, model = make_run(tmp_path / "run", *overrides)
     first = export(run, tmp_path / "first", file_bytes=10_000)
     path, options = convert.import_model(first, RunDir(tmp_path / "new"))
@@ -162,7 +162,7 @@ def test_out_and_in_and_out_again_keeps_every_bit(tmp_path: Path, overrides: lis
     assert (first / "config.json").read_bytes() == (second / "config.json").read_bytes()
 
 
-def test_what_was_folded_comes_back_with_the_same_logits(tmp_path: Path) -> None:
+def test_folded_model_is_imported_with_the_same_logits(tmp_path: Path) -> None:
     run, cfg, model = make_run(tmp_path / "run", "model.mup_base_width=8", "model.tied_head=true")
     path, options = convert.import_model(export(run, tmp_path / "exported"), RunDir(tmp_path / "new"))
     plain = replace(cfg.model, mup_base_width=None, **options)
@@ -175,7 +175,7 @@ def test_what_was_folded_comes_back_with_the_same_logits(tmp_path: Path) -> None
         assert relative_error(again.logits(tokens), model.logits(tokens)) < 2e-6
 
 
-def test_many_files_hold_what_one_does(tmp_path: Path) -> None:
+def test_several_files_contain_the_same_tensors_as_one(tmp_path: Path) -> None:
     run, cfg, _ = make_run(tmp_path / "run")
     one, many = export(run, tmp_path / "one"), export(run, tmp_path / "many", file_bytes=30_000)
     index = json.loads((many / "model.safetensors.index.json").read_text())
@@ -192,7 +192,7 @@ def test_many_files_hold_what_one_does(tmp_path: Path) -> None:
     assert torch.equal(logits_of(one, tokens), logits_of(many, tokens))
 
 
-def test_a_run_in_fp8_leaves_like_any_other(tmp_path: Path) -> None:
+def test_fp8_run_is_exported_like_any_other(tmp_path: Path) -> None:
     outputs = []
     for precision in ("fp8", "fp32"):
         run, _, _ = make_run(tmp_path / f"{precision}-run", f"precision={precision}", "train.sequence_length=32")
@@ -212,7 +212,7 @@ def test_weights_are_rounded_once(tmp_path: Path, dtype: PrecisionKind) -> None:
     assert model.dtype == torch_dtype
 
 
-def test_a_number_that_does_not_fit_is_not_made_infinite() -> None:
+def test_overflow_in_a_cast_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"^--dtype: lm_head.weight contains 70000, above the maximum 65504; use fp32 or bf16$"
     ):
@@ -220,7 +220,7 @@ def test_a_number_that_does_not_fit_is_not_made_infinite() -> None:
     assert convert.cast_weight("x", torch.tensor([torch.nan]), torch.float16).isnan().all()
 
 
-def test_the_newest_good_checkpoint_is_taken(tmp_path: Path) -> None:
+def test_newest_good_checkpoint_is_chosen(tmp_path: Path) -> None:
     run, _, _ = make_run(tmp_path / "run", steps=(5, 10, 15))
     assert convert.choose_checkpoint(run).step == 15
     catalog.mark(run.checkpoints / "step-00000010-gen-0", Health.good, "a test")
@@ -234,7 +234,7 @@ def test_the_newest_good_checkpoint_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
-def test_a_damaged_checkpoint_is_refused_by_the_file(tmp_path: Path, file: str) -> None:
+def test_damaged_checkpoint_is_rejected_and_the_file_is_named(tmp_path: Path, file: str) -> None:
     run, _, _ = make_run(tmp_path / "run")
     path = convert.choose_checkpoint(run).path / file
     damaged = bytearray(path.read_bytes())
@@ -261,7 +261,7 @@ def test_a_configuration_of_another_shape_is_refused(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
-def test_what_is_there_is_not_touched(tmp_path: Path) -> None:
+def test_existing_output_is_not_overwritten(tmp_path: Path) -> None:
     run, _, _ = make_run(tmp_path / "run")
     (tmp_path / "taken").mkdir()
     with pytest.raises(ConfigError, match=r"^--output: .*taken exists; choose another name$"):
@@ -295,7 +295,7 @@ def test_an_interrupted_export_leaves_nothing(
     export(run, tmp_path / "exported", file_bytes=10_000)
 
 
-def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+def test_tokenizer_is_exported(tmp_path: Path) -> None:
     text = "the quick brown fox jumps over the lazy dog. " * 20
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(8)))
     options = Options(bpe_size=280, eod_token=EOD_TOKEN, append_eod=True)
@@ -354,9 +354,7 @@ def quantize(weights: dict[str, Tensor]) -> None:
         (quantize, "model.safetensors: model.norm.weight has dtype I8; allowed are BF16, F16, F32"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(
-    tmp_path: Path, exported: Path, change: Any, complaint: str
-) -> None:
+def test_mismatched_tensors_are_rejected_by_name(tmp_path: Path, exported: Path, change: Any, complaint: str) -> None:
     path = shutil.copytree(exported, tmp_path / "exported") / "model.safetensors"
     weights = load_file(path)
     change(weights)
@@ -379,7 +377,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         ("model.safetensors.index.json", '{"weight_map": {"x": "../x.safetensors"}}', "weight_map: '../x.safetensors'"),
     ],
 )
-def test_files_that_cannot_be_read_are_refused_by_name(
+def test_unreadable_files_are_rejected_by_name(
     tmp_path: Path, exported: Path, file: str, text: str | None, complaint: str
 ) -> None:
     path = shutil.copytree(exported, tmp_path / "exported") / file
@@ -393,7 +391,7 @@ def test_files_that_cannot_be_read_are_refused_by_name(
     assert not (tmp_path / "new").exists()
 
 
-def test_half_precision_and_old_tables_are_taken(tmp_path: Path) -> None:
+def test_half_precision_and_old_tables_are_accepted(tmp_path: Path) -> None:
     run, _, _ = make_run(tmp_path / "run")
     path = export(run, tmp_path / "exported", dtype=PrecisionKind.bf16) / "model.safetensors"
     weights = load_file(path)

@@ -35,7 +35,7 @@ def describe(cfg: ModelConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_every_parameter_goes_somewhere(make_config: MakeConfig, changes: dict[str, Any]) -> None:
+def test_every_parameter_is_exported(make_config: MakeConfig, changes: dict[str, Any]) -> None:
     cfg = make_config(**changes)
     shapes, layout = names.parameter_shapes(cfg), names.exported_tensors(cfg)
     assert sum(shape.numel() for shape in shapes.values()) == num_parameters(cfg)
@@ -49,7 +49,7 @@ def test_nothing_is_folded_in_standard_parametrization(make_config: MakeConfig, 
     assert all(origin.factor == 1.0 and origin.norm is None for origin in names.exported_tensors(cfg).values())
 
 
-def test_multipliers_go_where_they_can_be_folded(make_config: MakeConfig) -> None:
+def test_multipliers_are_folded_into_weights(make_config: MakeConfig) -> None:
     cfg = make_config(dim=64, mup_base_width=16)
     factors = {name: origin.factor for name, origin in names.exported_tensors(cfg).items() if origin.factor != 1.0}
     queries = {f"model.layers.{layer}.self_attn.q_proj.weight": 0.25 for layer in range(2)}
@@ -89,12 +89,12 @@ def test_files_are_filled_in_order(sizes: dict[str, int], groups: list[list[str]
 @pytest.mark.parametrize(
     "changes", [{}, {"tied_head": True, "num_kv_heads": 1}, {"qk_norm": True, "rope_theta": 5e5}], ids=str
 )
-def test_a_description_is_read_back(make_config: MakeConfig, changes: dict[str, Any]) -> None:
+def test_config_round_trip(make_config: MakeConfig, changes: dict[str, Any]) -> None:
     cfg = make_config(**changes)
     assert replace(make_config(), **names.parse_config(describe(cfg))) == cfg
 
 
-def test_older_descriptions_are_understood(make_config: MakeConfig) -> None:
+def test_older_configs_are_accepted(make_config: MakeConfig) -> None:
     content = describe(make_config())
     for key in ("head_dim", "num_key_value_heads", "rope_parameters", "rope_theta", "tie_word_embeddings"):
         del content[key]
@@ -134,7 +134,7 @@ def test_older_descriptions_are_understood(make_config: MakeConfig) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_computed_is_refused_by_its_key(
+def test_unsupported_features_are_rejected_by_key(
     make_config: MakeConfig, changes: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -145,7 +145,7 @@ def test_what_cannot_be_computed_is_refused_by_its_key(
 @pytest.mark.parametrize(
     "file", ["../model.safetensors", "/etc/x.safetensors", "a/b.safetensors", "model.bin", "", "..", None, 3]
 )
-def test_an_index_leads_nowhere_else(file: object) -> None:
+def test_index_with_paths_outside_the_directory_is_rejected(file: object) -> None:
     with pytest.raises(ConfigError, match=r"is not a plain .safetensors file name"):
         names.parse_index({"weight_map": {"x": "fine.safetensors", "y": file}})
     with pytest.raises(ConfigError, match="weight_map: is missing"):

@@ -48,7 +48,7 @@ def test_embedded_windows_share_one_token_and_cover_the_text() -> None:
     assert len(corpus.sample(corpus.num_samples - 1)) == 101
 
 
-def test_embedded_text_never_changes() -> None:
+def test_embedded_text_is_unchanged() -> None:
     """The order of a run's data, and the corpus that its manifest names, follow from these bytes."""
     text = "".join(f"{document}\n\n" for document in embedded_documents()).encode()
     assert len(text) == 466_275
@@ -56,7 +56,7 @@ def test_embedded_text_never_changes() -> None:
     assert EmbeddedCorpus(256).fingerprint() == "abcb5e2e2b7f535d"
 
 
-def test_embedded_refuses_a_sequence_that_does_not_fit_three_times() -> None:
+def test_embedded_rejects_a_sequence_length_without_three_windows() -> None:
     with pytest.raises(ConfigError, match=r"^train\.sequence_length: must be at most (\d+)") as caught:
         EmbeddedCorpus(10**7)
     longest = int(str(caught.value).split("at most ")[1].split()[0])
@@ -65,7 +65,7 @@ def test_embedded_refuses_a_sequence_that_does_not_fit_three_times() -> None:
         EmbeddedCorpus(longest + 1)
 
 
-def test_synthetic_is_pure_and_needs_no_order() -> None:
+def test_synthetic_samples_are_pure_and_independent_of_order() -> None:
     cfg = replace(PLAIN, repeat_probability=0.5, rare_tokens=8, rare_probability=0.05)
     one, other = _synthetic(cfg), _synthetic(cfg)
     forward = {index: one.sample(index) for index in range(20)}
@@ -86,7 +86,7 @@ def test_frequencies_follow_zipf(exponent: float) -> None:
     assert chi_square < 63 + 5 * (2 * 63) ** 0.5
 
 
-def test_each_token_has_one_successor_that_follows_as_often_as_asked() -> None:
+def test_each_token_has_one_successor_with_the_set_probability() -> None:
     tokens = _tokens(_synthetic(replace(PLAIN, repeat_probability=0.6)))
     pairs = np.zeros((64, 64), dtype=np.int64)
     np.add.at(pairs, (tokens[:, :-1].ravel(), tokens[:, 1:].ravel()), 1)
@@ -105,7 +105,7 @@ def test_successors_follow_to_the_end_of_a_run() -> None:
     np.testing.assert_array_equal(tokens[64:], tokens[:-64])
 
 
-def test_tail_occurs_at_its_rate_and_nowhere_else() -> None:
+def test_tail_tokens_occur_at_the_set_rate() -> None:
     with_tail = replace(PLAIN, repeat_probability=0.5, rare_tokens=10, rare_probability=0.01)
     tokens = _tokens(_synthetic(with_tail), num_samples=400)
     is_rare = tokens >= 54
@@ -124,13 +124,13 @@ def test_all_positions_can_be_rare() -> None:
     assert set(tokens.tolist()) == {61, 62, 63}
 
 
-def test_the_samples_of_released_runs_stay() -> None:
+def test_samples_of_released_versions_are_unchanged() -> None:
     cfg = replace(PLAIN, repeat_probability=0.5, rare_tokens=100, rare_probability=0.1)
     tokens = _synthetic(cfg, vocab_size=1000, sequence_length=11, seed=3).sample(7)
     assert tokens.tolist() == [1, 243, 124, 127, 379, 0, 4, 524, 9, 712, 7, 646]
 
 
-def test_fingerprints_tell_corpora_apart() -> None:
+def test_different_corpora_have_different_fingerprints() -> None:
     corpora = [
         _synthetic(PLAIN),
         _synthetic(PLAIN, seed=1),
@@ -153,7 +153,7 @@ def test_build_follows_the_kind(kind: str, expected: type) -> None:
     assert sampled.max() < corpus.vocab_size <= 300
 
 
-def test_the_documents_of_the_text_are_its_topics() -> None:
+def test_documents_of_the_embedded_text_are_its_topics() -> None:
     corpus = EmbeddedCorpus(1000)
     joined = np.concatenate([corpus.sample(index)[:-1] for index in range(corpus.num_samples)]).tobytes()
     ends = set()
@@ -205,6 +205,6 @@ def test_split_shares_no_token(num_samples: int, eval_fraction: float) -> None:
 
 
 @pytest.mark.parametrize("num_samples", [1, 2])
-def test_split_refuses_a_corpus_without_room(num_samples: int) -> None:
+def test_split_rejects_a_corpus_that_is_too_small(num_samples: int) -> None:
     with pytest.raises(ConfigError, match=r"^data\.eval_fraction: must leave 2"):
         split(num_samples, 0.1, source="main")

@@ -103,7 +103,7 @@ def test_added_windows_come_before_old_ones_come_again() -> None:
         (listed("a", "x", "c", x=20), "/data/b.bin is now /data/x.bin", ""),
     ],
 )
-def test_what_changed_is_named(now: list[ListedFile], changed: str, broken: str) -> None:
+def test_changed_files_are_named(now: list[ListedFile], changed: str, broken: str) -> None:
     found = compare(SourceRecord(files=FILES), now)
     assert (found.changed, found.broken) == (changed, broken)
 
@@ -120,12 +120,12 @@ def test_an_index_that_changed_is_named() -> None:
     assert found.broken == "/data/a.idx had 50 bytes and has 58"
 
 
-def test_of_many_files_some_are_named() -> None:
+def test_of_many_files_only_the_first_are_named() -> None:
     found = compare(SourceRecord(files=FILES[:1]), listed("a", "d", "e", "f", "g", "h"))
     assert found.changed.endswith("/data/f.bin was added, and 2 more")
 
 
-def test_the_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_record_round_trip(tmp_path: Path) -> None:
     source = SourceRecord(files=FILES, additions=(Addition(num_files=1, from_turn=30),))
     record = DataRecord(
         sizes=(BatchSize(0, 8), BatchSize(5, 16)), sources={"main": source, "text": SourceRecord(text="f00d")}
@@ -138,7 +138,7 @@ def test_the_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [{"version": 2}, {"sources": {"main": {}}}, {"batch_sizes": []}])
-def test_a_record_that_cannot_be_read_is_refused_with_its_name(tmp_path: Path, spoil: dict[str, object]) -> None:
+def test_unreadable_record_is_rejected_with_its_path(tmp_path: Path, spoil: dict[str, object]) -> None:
     path = tmp_path / "corpus.json"
     content = json.loads(render_record(DataRecord(sizes=(BatchSize(0, 8),))))
     path.write_text(json.dumps(content | spoil))
@@ -146,7 +146,7 @@ def test_a_record_that_cannot_be_read_is_refused_with_its_name(tmp_path: Path, s
         read_record(path)
 
 
-def test_sizes_that_held_for_no_batch_are_forgotten() -> None:
+def test_sizes_that_applied_to_no_batch_are_dropped() -> None:
     assert append_batch_size([BatchSize(0, 8)], 16, from_batch=10) == (BatchSize(0, 8), BatchSize(10, 16))
     assert append_batch_size([BatchSize(0, 8), BatchSize(10, 16)], 4, from_batch=10) == (
         BatchSize(0, 8),
@@ -156,6 +156,6 @@ def test_sizes_that_held_for_no_batch_are_forgotten() -> None:
     assert append_batch_size([BatchSize(0, 8)], 16, from_batch=0) == (BatchSize(0, 16),)
 
 
-def test_storage_that_does_not_answer_is_not_a_wrong_record(tmp_path: Path) -> None:
+def test_io_error_is_not_an_invalid_record(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=rf"^{tmp_path}: cannot be read"):
         read_record(tmp_path)

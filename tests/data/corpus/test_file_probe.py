@@ -65,7 +65,7 @@ def test_equal_files_have_equal_probes_and_another_block_another(pair: Path, tmp
     assert probe_of(other) != probe_of(pair)
 
 
-def test_a_file_that_vanished_is_named(pair: Path) -> None:
+def test_removed_file_is_named(pair: Path) -> None:
     file = stat_file(pair, key=KEY)
     pair.unlink()
     for ask in (lambda: probe(file, key=KEY), lambda: stat_file(pair, key=KEY)):

@@ -39,7 +39,7 @@ def test_odd_bytes_are_refused(tmp_path: Path, dtype: TokenDtype) -> None:
 
 
 @pytest.mark.parametrize("largest", [50_000, 100_000, 200_000])
-def test_uint32_is_not_taken_for_uint16(tmp_path: Path, largest: int) -> None:
+def test_uint32_is_not_read_as_uint16(tmp_path: Path, largest: int) -> None:
     path = tmp_path / "part.npy"
     path.write_bytes(np.random.default_rng(0).integers(0, largest, 5000, dtype=np.uint32).tobytes())
     refused(path, "looks like uint32", names=path)
@@ -48,7 +48,7 @@ def test_uint32_is_not_taken_for_uint16(tmp_path: Path, largest: int) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [2, 300, 65536])
-def test_uint16_is_taken_for_what_it_is(tmp_path: Path, vocab_size: int) -> None:
+def test_uint16_is_accepted(tmp_path: Path, vocab_size: int) -> None:
     path = tmp_path / "train.bin"
     path.write_bytes(np.random.default_rng(0).integers(0, vocab_size, 5000, dtype=np.uint16).tobytes())
     assert opened(path).num_tokens == 5000
@@ -111,12 +111,12 @@ def test_numpy_files_are_read(tmp_path: Path, name: str, dtype: str) -> None:
         (np.zeros(0, dtype=np.int32), "contains no tokens"),
     ],
 )
-def test_a_numpy_file_of_something_else_is_refused(tmp_path: Path, array: np.ndarray[Any, Any], complaint: str) -> None:
+def test_numpy_file_without_token_ids_is_rejected(tmp_path: Path, array: np.ndarray[Any, Any], complaint: str) -> None:
     np.save(tmp_path / "tokens.npy", array)
     refused(tmp_path / "tokens.npy", complaint, names=tmp_path / "tokens.npy")
 
 
-def test_every_cut_of_a_numpy_file_is_refused(tmp_path: Path) -> None:
+def test_every_truncation_of_a_numpy_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "tokens.npy"
     np.save(path, np.arange(5, dtype=np.int32))
     whole = path.read_bytes()

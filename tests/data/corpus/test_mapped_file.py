@@ -57,7 +57,7 @@ def test_five_thousand_pairs_are_open_under_a_limit_of_1024_descriptors(tmp_path
     assert num_descriptors < 20
 
 
-def test_a_map_needs_no_descriptor_and_goes_with_its_last_view(tmp_path: Path) -> None:
+def test_map_needs_no_descriptor_and_is_freed_with_its_last_view(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(200)))
     before = num_descriptors()
@@ -82,7 +82,7 @@ def test_a_map_cannot_be_written_to(tmp_path: Path) -> None:
     assert content.data.readonly
 
 
-def test_a_file_that_cannot_be_mapped_is_an_error_of_the_system(tmp_path: Path) -> None:
+def test_file_that_cannot_be_mapped_raises_oserror(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         map_file(tmp_path / "none")
     with pytest.raises(OSError, match=str(tmp_path)):

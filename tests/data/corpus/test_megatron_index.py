@@ -141,7 +141,7 @@ def test_a_broken_index_is_refused(tmp_path: Path, index: bytes, num_bytes: int,
     refused(prefix, complaint, names=prefix.with_suffix(".idx"))
 
 
-def test_every_cut_of_the_data_is_refused(tmp_path: Path) -> None:
+def test_every_truncation_of_the_data_is_rejected(tmp_path: Path) -> None:
     prefix = tmp_path / "corpus"
     write_pair(prefix, [[1, 2], [3], []])
     whole = prefix.with_suffix(".bin").read_bytes()
@@ -150,7 +150,7 @@ def test_every_cut_of_the_data_is_refused(tmp_path: Path) -> None:
         refused(prefix, "is truncated: corpus.idx covers 6 bytes", names=prefix.with_suffix(".bin"))
 
 
-def test_every_cut_of_the_index_is_refused(tmp_path: Path) -> None:
+def test_every_truncation_of_the_index_is_rejected(tmp_path: Path) -> None:
     prefix = tmp_path / "corpus"
     write_pair(prefix, [[1, 2], [3]])
     path = prefix.with_suffix(".idx")
@@ -161,7 +161,7 @@ def test_every_cut_of_the_index_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-2, 0, 2 * 507, 2**40])
-def test_a_break_between_the_probes_is_told_when_it_is_met(tmp_path: Path, wrong: int) -> None:
+def test_damage_between_the_probes_is_reported_at_lookup(tmp_path: Path, wrong: int) -> None:
     lengths = [1] * 1000
     pointers = [2 * number for number in range(1000)]
     pointers[505] = pointers[506] = wrong
@@ -171,7 +171,7 @@ def test_a_break_between_the_probes_is_told_when_it_is_met(tmp_path: Path, wrong
         file.document_at(505)
 
 
-def test_many_documents_are_not_read_to_find_one(tmp_path: Path) -> None:
+def test_lookup_does_not_scan_the_documents(tmp_path: Path) -> None:
     num_documents = 2**21
     with IndexedWriter(tmp_path / "corpus", np.dtype(np.uint16)) as writer:
         writer._lengths.extend([1] * num_documents)

@@ -29,7 +29,7 @@ INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "uint16")
 
 @settings(deadline=None, max_examples=60)
 @given(documents=DOCUMENTS, dtype=st.sampled_from(INTEGERS))
-def test_what_was_written_is_read(documents: list[list[int]], dtype: str) -> None:
+def test_round_trip(documents: list[list[int]], dtype: str) -> None:
     with fresh_directory() as directory:
         write_pair(directory / "corpus", documents, dtype)
         file = opened(directory / "corpus")
@@ -52,7 +52,7 @@ def test_extremes_of_a_dtype_survive(tmp_path: Path, dtype: np.dtype[Any]) -> No
 
 
 @pytest.mark.parametrize("name", ["corpus", "corpus.bin", "corpus.idx"])
-def test_a_pair_answers_to_three_names(tmp_path: Path, name: str) -> None:
+def test_pair_can_be_opened_by_three_names(tmp_path: Path, name: str) -> None:
     write_pair(tmp_path / "corpus", [[1], [2]])
     file = opened(str(tmp_path / name))
     assert file.path == tmp_path / "corpus.bin"
@@ -70,7 +70,7 @@ def test_a_prefix_needs_both_files(tmp_path: Path, present: str, absent: str) ->
         refused(tmp_path / "corpus.idx", "is missing", names=tmp_path / "corpus.bin")
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_missing_files_and_directories_are_rejected(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "no such file", names=tmp_path / "nowhere")
     refused(tmp_path / "nowhere.bin", "no such file", names=tmp_path / "nowhere.bin")
     refused(tmp_path, "is a directory", names=tmp_path)
@@ -82,7 +82,7 @@ def test_a_view_cannot_be_written_to(tmp_path: Path) -> None:
         opened(tmp_path / "corpus").read(0, 2)[0] = 7
 
 
-def test_a_file_that_changes_under_a_run_is_named(tmp_path: Path) -> None:
+def test_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
     path = tmp_path / "train.bin"
     path.write_bytes(bytes(1 << 16))
     file = opened(path)
@@ -114,7 +114,7 @@ def test_opening_does_not_depend_on_the_size(tmp_path: Path) -> None:
     assert peak < 1 << 20
 
 
-def test_fingerprints_tell_files_apart(tmp_path: Path) -> None:
+def test_different_files_have_different_fingerprints(tmp_path: Path) -> None:
     contents = {"a": [[1, 2], [3]], "b": [[1], [2, 3]], "c": [[1, 2], [4]], "d": [[1, 2, 3]], "e": [[1, 2], [3], []]}
     for name, documents in contents.items():
         write_pair(tmp_path / name, documents)
@@ -124,7 +124,7 @@ def test_fingerprints_tell_files_apart(tmp_path: Path) -> None:
     assert opened(tmp_path / "again").fingerprint() == opened(tmp_path / "a").fingerprint()
 
 
-def test_expand_sorts_what_names_and_patterns_stand_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expand_sorts_names_and_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("b", "a", "deep/c"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_pair(tmp_path / name, [[1, 2]])
@@ -151,7 +151,7 @@ def test_expand_names_a_pattern_without_files(tmp_path: Path, pattern: str) -> N
     assert str(caught.value).startswith(f"{KEY}: {tmp_path / pattern}: ")
 
 
-def test_an_exception_leaves_the_older_pair(tmp_path: Path) -> None:
+def test_exception_keeps_the_older_pair(tmp_path: Path) -> None:
     write_pair(tmp_path / "corpus", [[1, 2]])
 
     def fail() -> None:
@@ -165,7 +165,7 @@ def test_an_exception_leaves_the_older_pair(tmp_path: Path) -> None:
     assert opened(tmp_path / "corpus").read(0, 2).tolist() == [1, 2]
 
 
-def test_nothing_has_its_name_before_the_end(tmp_path: Path) -> None:
+def test_files_get_their_names_only_at_close(tmp_path: Path) -> None:
     writer = IndexedWriter(tmp_path / "corpus.v1", np.dtype(np.uint16))
     writer.add(np.array([7, 8, 9]))
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.v1.bin.tmp"]
@@ -175,7 +175,7 @@ def test_nothing_has_its_name_before_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint32", "uint64", "float32", ">u2"])
-def test_what_megatron_cannot_read_is_not_written(tmp_path: Path, dtype: str) -> None:
+def test_dtypes_that_megatron_cannot_read_are_rejected(tmp_path: Path, dtype: str) -> None:
     with pytest.raises(ValueError, match="Megatron has no code for"):
         IndexedWriter(tmp_path / "corpus", np.dtype(dtype))
     assert not list(tmp_path.iterdir())

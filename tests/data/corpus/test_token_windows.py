@@ -75,7 +75,7 @@ def test_a_flat_file_is_one_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bad"), [("uint16", 1000), ("int32", 1000), ("int32", -1), ("int64", 2**40)])
-def test_an_id_beyond_the_vocabulary_names_file_place_and_id(tmp_path: Path, dtype: str, bad: int) -> None:
+def test_id_outside_the_vocabulary_names_file_position_and_id(tmp_path: Path, dtype: str, bad: int) -> None:
     tokens = np.zeros(100, dtype=dtype)
     tokens[45] = bad
     np.save(tmp_path / "corpus.npy", tokens)
@@ -87,7 +87,7 @@ def test_an_id_beyond_the_vocabulary_names_file_place_and_id(tmp_path: Path, dty
     assert str(caught.value) == f"data.sources.main.paths: {expected}"
 
 
-def test_with_a_report_beside_the_data_ids_are_checked_at_once(tmp_path: Path) -> None:
+def test_with_a_report_ids_are_checked_when_opened(tmp_path: Path) -> None:
     tokens = _write(tmp_path / "corpus", [50, 50])
     report = {"tokens": 100, "max_token": 99}
     (tmp_path / "corpus.meta.json").write_text(json.dumps(report))
@@ -105,7 +105,7 @@ def test_with_a_report_beside_the_data_ids_are_checked_at_once(tmp_path: Path) -
         _open(tmp_path / "corpus")
 
 
-def test_without_a_report_frequencies_are_not_known(tmp_path: Path) -> None:
+def test_without_a_report_token_counts_are_unknown(tmp_path: Path) -> None:
     _write(tmp_path / "corpus", [50])
     assert _open(tmp_path / "corpus").token_counts() is None
 
@@ -117,7 +117,7 @@ def test_too_short_files_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("deed", ["unlink", "truncate"])
-def test_a_file_that_vanishes_or_shrinks_is_named(tmp_path: Path, deed: str) -> None:
+def test_removed_or_truncated_file_is_named(tmp_path: Path, deed: str) -> None:
     _write(tmp_path / "corpus", [100])
     corpus, path = _open(tmp_path / "corpus"), tmp_path / "corpus.bin"
     corpus.sample(3)

@@ -83,7 +83,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("data", GOLDEN)
-def test_samples_and_tokens_are_the_ones_they_always_were(data: str, tmp_path: Path) -> None:
+def test_samples_and_tokens_are_unchanged(data: str, tmp_path: Path) -> None:
     with opened(data, tmp_path) as (train, held_out):
         tokens = f"{train.facts(17).fingerprint:016x}"
         found = (digest(train), digest(held_out), train.samples(250)[1].tolist(), tokens)

@@ -50,7 +50,7 @@ def test_the_order_of_exclusions_does_not_matter(ranges: list[tuple[int, int]]) 
 
 @settings(deadline=None, max_examples=30)
 @given(ranges=RANGES)
-def test_file_gives_back_what_was_written(ranges: list[tuple[int, int]]) -> None:
+def test_file_round_trip(ranges: list[tuple[int, int]]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "ledger.jsonl"
         written = Ledger.load(path)
@@ -68,7 +68,7 @@ def test_missing_file_is_an_empty_ledger(tmp_path: Path) -> None:
     assert not (tmp_path / "ledger.jsonl").exists()
 
 
-def test_a_line_says_version_time_range_and_reason(tmp_path: Path) -> None:
+def test_line_has_version_time_range_and_reason(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     Ledger.load(path).exclude(3, 5, "loss spike")
     (line,) = path.read_text().splitlines()
@@ -77,7 +77,7 @@ def test_a_line_says_version_time_range_and_reason(tmp_path: Path) -> None:
     assert data == {"version": VERSION, "first": 3, "last": 5, "reason": "loss spike"}
 
 
-def test_weights_go_to_the_file_and_come_back(tmp_path: Path) -> None:
+def test_weights_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger.load(path)
     ledger.reweight(40, {"web": 0, "books": 2.5}, "web is poisoned")
@@ -107,14 +107,14 @@ def test_weights_go_to_the_file_and_come_back(tmp_path: Path) -> None:
         (0, {"a": 1.0, "b": -1.0}),
     ],
 )
-def test_impossible_weights_are_refused(tmp_path: Path, from_batch: int, weights: dict[str, Any]) -> None:
+def test_invalid_weights_are_rejected(tmp_path: Path, from_batch: int, weights: dict[str, Any]) -> None:
     path = tmp_path / "ledger.jsonl"
     with pytest.raises(ValueError, match="weights of 0 or more"):
         Ledger.load(path).reweight(from_batch, weights, "nonsense")
     assert not path.exists()
 
 
-def test_only_the_writer_touches_the_file(tmp_path: Path) -> None:
+def test_only_the_writer_writes_the_file(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     Ledger.load(path).exclude(1, 1, "first")
     before = path.read_bytes()
@@ -135,7 +135,7 @@ def test_two_writers_append_to_one_file(tmp_path: Path) -> None:
     assert both.next_index(1) == 5
 
 
-def test_every_cut_of_the_last_line_keeps_the_lines_before(tmp_path: Path) -> None:
+def test_truncated_last_line_keeps_the_lines_before(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger.load(path)
     ledger.exclude(1, 2, "kept")
@@ -150,7 +150,7 @@ def test_every_cut_of_the_last_line_keeps_the_lines_before(tmp_path: Path) -> No
         assert [entry.reason for entry in Ledger.load(path)] == ["kept", "after"]
 
 
-def test_a_last_line_that_lacks_only_its_newline_counts(tmp_path: Path) -> None:
+def test_last_line_without_newline_counts(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     Ledger.load(path).exclude(1, 2, "edited by hand")
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
@@ -223,14 +223,14 @@ def test_a_failed_write_excludes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 3), (4, 3)])
-def test_an_impossible_range_is_refused(tmp_path: Path, first: int, last: int) -> None:
+def test_invalid_range_is_rejected(tmp_path: Path, first: int, last: int) -> None:
     path = tmp_path / "ledger.jsonl"
     with pytest.raises(ValueError, match=f"got {first} .. {last}"):
         Ledger.load(path).exclude(first, last, "nonsense")
     assert not path.exists()
 
 
-def test_many_exclusions_stay_fast_to_ask() -> None:
+def test_lookup_is_fast_with_many_exclusions() -> None:
     """Logarithmic in the exclusions and free of the lengths of the ranges: a linear search would take minutes."""
     ledger = Ledger()
     for number in range(20_000):
@@ -253,7 +253,7 @@ def walk(ledger: Ledger, num: int, cursor: int = 0, given_back: int = 0) -> list
 
 
 class TestGivingBack:
-    def test_what_is_given_back_is_seen_before_the_batch_the_run_has_reached(self) -> None:
+    def test_given_back_batches_are_consumed_before_from_batch(self) -> None:
         ledger = Ledger()
         ledger.exclude(3, 3, "rejected")
         ledger.exclude(5, 5, "rejected")
@@ -265,13 +265,13 @@ class TestGivingBack:
         assert not any(ledger.is_excluded(batch) for batch in range(10))
         assert [entry.from_batch for entry in ledger.revocations] == [7]
 
-    def test_a_place_says_how_far_the_run_has_got(self) -> None:
+    def test_next_batch_has_the_position_of_the_run(self) -> None:
         ledger = Ledger()
         ledger.give_back([[0, 1]], 2, "the data changed")
         assert (ledger.next_batch(0), ledger.next_batch(0).position) == (NextBatch(0, 2, 1), 2)
         assert (ledger.next_batch(2, 2), ledger.next_batch(2, 2).position) == (NextBatch(2, 3, 0), 2)
 
-    def test_a_later_entry_wins_and_no_place_moves(self) -> None:
+    def test_later_entry_wins_and_positions_are_stable(self) -> None:
         ledger = Ledger()
         ledger.give_back([[3, 5]], 6, "the data changed")
         assert walk(ledger, 1, cursor=6, given_back=1) == [4]
@@ -282,7 +282,7 @@ class TestGivingBack:
         assert walk(ledger, 8) == [0, 1, 2, 3, 4, 5, 6, 7]
         assert ledger.num_excluded == 0
 
-    def test_it_is_read_back_and_old_ledgers_still_are(self, tmp_path: Path) -> None:
+    def test_revocation_round_trip_and_old_ledgers_still_load(self, tmp_path: Path) -> None:
         path = tmp_path / "ledger.jsonl"
         path.write_text('{"version": 1, "first": 2, "last": 4, "reason": "before", "time": 1.0}\n')
         ledger = Ledger.load(path)
@@ -307,12 +307,12 @@ class TestGivingBack:
             [[True, 2]],
         ],
     )
-    def test_only_ranges_of_the_past_are_given_back(self, batches: Any) -> None:
+    def test_only_past_ranges_can_be_given_back(self, batches: Any) -> None:
         with pytest.raises(ValueError, match="batches before 6"):
             Ledger().give_back(batches, 6, "")
 
     @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 3)), max_size=8))
-    def test_every_batch_is_seen_once_or_excluded(self, entries: list[tuple[bool, int, int]]) -> None:
+    def test_every_batch_is_consumed_once_or_excluded(self, entries: list[tuple[bool, int, int]]) -> None:
         ledger = Ledger()
         for is_exclusion, first, length in entries:
             if is_exclusion:

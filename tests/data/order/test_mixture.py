@@ -56,7 +56,7 @@ def test_turns_come_in_order_without_a_gap_and_are_found_again(
 
 @settings(deadline=None, max_examples=60)
 @given(weights=WEIGHTS, num_batches=st.integers(1, 40), batch_size=st.integers(1, 64))
-def test_every_beginning_holds_each_share(weights: list[float], num_batches: int, batch_size: int) -> None:
+def test_every_prefix_has_each_share(weights: list[float], num_batches: int, batch_size: int) -> None:
     sources, _ = _stream(_mixture(*weights, batch_size=batch_size), num_batches)
     counts = np.cumsum([np.bincount(batch, minlength=len(weights)) for batch in sources], axis=0)
     places = np.arange(1, num_batches + 1)[:, None] * batch_size
@@ -73,7 +73,7 @@ def test_shares_are_exact_over_whole_periods() -> None:
     assert (sources == 0).sum() == 8
 
 
-def test_a_tiny_weight_gets_its_share_far_out() -> None:
+def test_tiny_weight_gets_its_share_at_large_indices() -> None:
     mixture = _mixture(1e-7, 1.0, batch_size=1)
     (first, _), (second, _) = mixture.find(0, 10) or (0, 0), mixture.find(0, 1_000_010) or (0, 0)
     assert (second - first) / 1_000_000 == pytest.approx(1e7, rel=0.01)
@@ -83,14 +83,14 @@ def test_a_tiny_weight_gets_its_share_far_out() -> None:
 @pytest.mark.parametrize(
     ("weights", "rare", "first"), [((1e-12, 1.0), 0, 2**29 - 1), ((1.0, 1e-12), 1, 2**29), ((3.0, 2e-9), 1, 2**29)]
 )
-def test_the_least_share_is_one_of_2_to_the_30(weights: tuple[float, float], rare: int, first: int) -> None:
+def test_smallest_share_is_two_to_the_minus_30(weights: tuple[float, float], rare: int, first: int) -> None:
     """A weight below that still gets its turns, the first of them in the middle of the first 2**30 places."""
     mixture = _mixture(*weights, batch_size=1)
     assert [mixture.find(rare, turn) for turn in range(3)] == [(first + turn * 2**30, 0) for turn in range(3)]
     assert [mixture.batch(first + shift)[0].tolist() for shift in (-1, 0, 1)] == [[1 - rare], [rare], [1 - rare]]
 
 
-def test_a_batch_far_out_needs_nothing_before_it() -> None:
+def test_batch_at_a_large_index_is_fast() -> None:
     mixture = _mixture(1, 2, 5)
     sources, turns = mixture.batch(10**12)
     assert (sources == 0).sum() == 1
@@ -98,7 +98,7 @@ def test_a_batch_far_out_needs_nothing_before_it() -> None:
     assert turns[sources == 2].min() == pytest.approx(5e12, rel=1e-8)
 
 
-def test_rows_of_a_source_move_about() -> None:
+def test_rows_of_a_source_are_shuffled() -> None:
     """Else the rank that holds a row would see one source alone, and its loss would stand out for no reason."""
     sources, _ = _stream(_mixture(1, 1, batch_size=8), 400)
     by_row = (sources == 0).mean(axis=0)
@@ -111,7 +111,7 @@ def test_a_single_source_keeps_its_plain_order() -> None:
     assert turns.tolist() == [28, 29, 30, 31]
 
 
-def test_the_seed_moves_rows_within_a_batch_only() -> None:
+def test_seed_changes_only_the_row_order_within_a_batch() -> None:
     for index in range(10):
         pairs = [
             set(zip(*map(np.ndarray.tolist, _mixture(1, 2, seed=seed).batch(index)), strict=True)) for seed in (1, 2)
@@ -133,7 +133,7 @@ def test_a_phase_begins_at_its_batch() -> None:
     assert mixture.find(0, 10**6) is None, "switched off, it never gets so far"
 
 
-def test_phases_add_up_and_the_ledger_wins() -> None:
+def test_phases_accumulate_and_the_ledger_wins() -> None:
     base = {"a": 1.0, "b": 1.0}
     planned = [Change(10, {"a": 2.0}), Change(30, {"b": 5.0})]
     assert phases_of(base, planned) == [MixturePhase(0, (1, 1)), MixturePhase(10, (2, 1)), MixturePhase(30, (2, 5))]
@@ -154,14 +154,14 @@ def test_phases_add_up_and_the_ledger_wins() -> None:
     ]
 
 
-def test_an_amendment_equals_the_planned_phase() -> None:
+def test_amendment_equals_a_configured_phase() -> None:
     recipe = MixtureRecipe(weights={"a": 1, "b": 3}, changes=[Change(4, {"b": 0.5})], batch_size=6, seed=1)
     amended = MixtureRecipe(weights={"a": 1, "b": 3}, changes=[], batch_size=6, seed=1).mixture([Change(4, {"b": 0.5})])
     for index in range(12):
         assert all(map(np.array_equal, recipe.mixture().batch(index), amended.batch(index)))
 
 
-def test_what_cannot_be_mixed_is_named() -> None:
+def test_invalid_mixture_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^data\.sources: the ledger sets the weight of 'x'; there are only a, b$"):
         phases_of({"a": 1, "b": 1}, [], [Change(3, {"x": 0.0})])
     with pytest.raises(ConfigError, match=r"^data\.sources: no source has a weight above 0 from batch 7 on$"):
@@ -169,7 +169,7 @@ def test_what_cannot_be_mixed_is_named() -> None:
 
 
 @pytest.mark.parametrize("weights", [{"a": 1.0}, {"a": 2.0, "b": 1.0}])
-def test_many_batches_at_once_are_those_one_by_one(weights: dict[str, float]) -> None:
+def test_batches_equals_batch_for_each_index(weights: dict[str, float]) -> None:
     changes = [Change(5, {"a": 3.0})]
     mixture = MixtureRecipe(weights=weights, changes=changes, batch_size=6, seed=4).mixture()
     sources, turns = mixture.batches(3, 7)
@@ -195,7 +195,7 @@ def _sizes(lengths: list[tuple[int, int]]) -> list[BatchSize]:
     changes=st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(0, 5), min_size=3, max_size=3)), max_size=2),
     seed=st.integers(0, 99),
 )
-def test_another_batch_size_repeats_no_turn_and_skips_none(
+def test_changed_batch_size_repeats_and_skips_no_turn(
     lengths: list[tuple[int, int]], weights: list[int], changes: list[tuple[int, list[int]]], seed: int
 ) -> None:
     """Whatever the sizes, weights and phases: each source's turns come once each, without a gap."""
@@ -217,7 +217,7 @@ def test_another_batch_size_repeats_no_turn_and_skips_none(
 
 
 @given(lengths=SIZES)
-def test_positions_go_on_where_the_size_changes(lengths: list[tuple[int, int]]) -> None:
+def test_positions_are_continuous_where_the_size_changes(lengths: list[tuple[int, int]]) -> None:
     listed = _sizes(lengths)
     sizes, position = BatchSizes(listed), 0
     for index in range(sum(length for length, _ in lengths) + 3):

@@ -50,7 +50,7 @@ def test_the_inverse_finds_every_index_again(length: int, key: tuple[int, int], 
     np.testing.assert_array_equal(unpermute_many(permute_many(indices, length, key), length, key), indices)
 
 
-def test_the_order_of_released_runs_stays() -> None:
+def test_order_of_released_versions_is_unchanged() -> None:
     assert permute_many(np.arange(10), 10, (0, 0)).tolist() == [0, 3, 6, 2, 8, 7, 5, 9, 1, 4]
     assert permute(0, 10**12, (2**63 - 1, 3)) == 736374674355
     assert shuffled(8, (3, 4)).tolist() == [2, 1, 3, 4, 5, 7, 6, 0]
@@ -67,7 +67,7 @@ def test_the_order_of_released_runs_stays() -> None:
         (2**16 + 1, [17375, 2933, 10591]),
     ],
 )
-def test_the_order_stays_where_the_word_gets_wider(length: int, images: list[int]) -> None:
+def test_order_is_unchanged_where_the_word_gets_wider(length: int, images: list[int]) -> None:
     """A length of 2**n + 1 needs one bit more than 2**n; from 16 bits on there are fewer rounds."""
     assert permute_many(np.arange(3), length, (5, 2)).tolist() == images
     assert permute_many(np.arange(13), length, (5, 2)).tolist()[:3] == images, "many at once, by numpy"
@@ -76,7 +76,7 @@ def test_the_order_stays_where_the_word_gets_wider(length: int, images: list[int
 FIRST, ADDED, LATER = range(4, 9), range(20, 24), range(30, 33)
 
 
-def test_the_order_of_a_source_that_grew_stays() -> None:
+def test_order_of_a_source_with_added_files_is_unchanged() -> None:
     stretches = [Stretch(0, 0, (FIRST,)), Stretch(5, 1, (ADDED,)), Stretch(9, 2, (FIRST, ADDED, LATER))]
     passes = np.split(samples_in(np.arange(25), stretches, seed=7), [5, 9, 21])
     assert [each.tolist() for each in passes] == [
@@ -144,7 +144,7 @@ def test_seed_and_epoch_change_the_order() -> None:
 
 @settings(deadline=None)
 @given(num_samples=st.integers(1, 60), part=st.integers(1, 70), seed=SEEDS)
-def test_each_pass_visits_each_sample_once(num_samples: int, part: int, seed: int) -> None:
+def test_each_epoch_visits_each_sample_once(num_samples: int, part: int, seed: int) -> None:
     turns = np.arange(3 * num_samples)
     parts = [
         samples_at(turns[first : first + part], num_samples=num_samples, seed=seed)
@@ -156,19 +156,19 @@ def test_each_pass_visits_each_sample_once(num_samples: int, part: int, seed: in
         np.testing.assert_array_equal(found, epoch * num_samples + np.arange(num_samples))
 
 
-def test_consecutive_passes_differ() -> None:
+def test_consecutive_epochs_differ() -> None:
     first, second = (samples_at(np.arange(500) + start, num_samples=500, seed=7) for start in (0, 500))
     assert (first == second).mean() < 0.02
 
 
-def test_a_turn_far_out_needs_nothing_before_it() -> None:
+def test_turn_at_a_large_index_is_fast() -> None:
     samples = samples_at(np.arange(8) + 8 * 10**12, num_samples=10**9 + 7, seed=3)
     assert len(set(samples.tolist())) == 8
     assert samples.min() >= 0
     assert samples.max() < 10**9 + 7
 
 
-def test_shuffled_is_a_permutation_of_its_own_for_each_key() -> None:
+def test_shuffled_is_a_different_permutation_for_each_key() -> None:
     orders = [shuffled(64, (seed, index)) for seed in range(4) for index in range(50)]
     assert all(sorted(order.tolist()) == list(range(64)) for order in orders)
     assert len({order.tobytes() for order in orders}) == 200

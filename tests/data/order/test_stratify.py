@@ -86,7 +86,7 @@ def _stratified(table: Tokens, *, below: int, limit: int, batch_size: int, seed:
     return StratifiedOrder(rare, num_samples=len(table), batch_size=batch_size, seed=seed, max_per_batch=limit)
 
 
-def test_the_plain_order_violates_what_the_repaired_one_keeps() -> None:
+def test_repaired_order_keeps_the_limit_that_the_plain_order_violates() -> None:
     table, below, limit = _table(600, 160, seed=1), 120, 3
     stratified = _stratified(table, below=below, limit=limit, batch_size=8, seed=4)
     rare = _rare_tokens(table, below)
@@ -108,7 +108,7 @@ def test_the_plain_order_violates_what_the_repaired_one_keeps() -> None:
     limit=st.integers(2, 4),
     seed=st.integers(0, 1000),
 )
-def test_limit_holds_and_every_pass_is_whole(
+def test_limit_holds_and_every_epoch_is_complete(
     num_samples: int, num_rare: int, batch_size: int, limit: int, seed: int
 ) -> None:
     table = _table(num_samples, num_rare, seed)
@@ -131,7 +131,7 @@ def test_limit_holds_and_every_pass_is_whole(
         np.testing.assert_array_equal(batches[index], alone[index])
 
 
-def test_any_batch_can_be_asked_for_first() -> None:
+def test_batches_can_be_computed_in_any_order() -> None:
     table = _table(100, 30, seed=2)
     orders = [_stratified(table, below=30, limit=3, batch_size=7, seed=1) for _ in range(2)]
     indices = list(range(60))
@@ -155,7 +155,7 @@ def test_without_rare_tokens_nothing_changes() -> None:
     assert all(stratified.swaps(epoch) == {} for epoch in range(3))
 
 
-def test_a_sample_above_the_limit_names_the_limit_that_works() -> None:
+def test_sample_above_the_limit_names_the_smallest_valid_limit() -> None:
     table = _table(50, 0, seed=0)
     table[17, :4] = 30
     with pytest.raises(
@@ -165,7 +165,7 @@ def test_a_sample_above_the_limit_names_the_limit_that_works() -> None:
     _stratified(table, below=10, limit=4, batch_size=4, seed=0)
 
 
-def test_no_room_anywhere_is_said() -> None:
+def test_limit_that_cannot_be_kept_is_reported() -> None:
     table = _table(12, 0, seed=0)
     table[:, 0] = 30
     stratified = _stratified(table, below=13, limit=2, batch_size=4, seed=0)
@@ -229,7 +229,7 @@ def test_the_data_is_scanned_once_and_later_starts_read_the_index(
     assert sum(rows_read) == 0, "the index is made once"
 
 
-def test_an_index_of_other_data_or_another_limit_is_made_again(tmp_path: Path) -> None:
+def test_index_of_other_data_or_limit_is_rebuilt(tmp_path: Path) -> None:
     cfg = _limited(tmp_path)
     index = _known(cfg).rare_index
     assert index is not None

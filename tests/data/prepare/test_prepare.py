@@ -138,7 +138,7 @@ def test_tokens_read_back_as_the_text(tokenizer_file: Path, tmp_path: Path) -> N
     assert meta["max_token"] == max(map(max, read))
 
 
-def test_special_tokens_are_read_as_such_when_asked_for(tokenizer_file: Path, tmp_path: Path) -> None:
+def test_special_tokens_are_encoded_if_enabled(tokenizer_file: Path, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl")
     make([source], tmp_path / "out", tokenizer=tokenizer_file, special_tokens=True)
     assert documents(tmp_path / "out")[-1].count(0) == 1
@@ -215,7 +215,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for orphans in /proc")
-def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_run_resumes_and_gives_the_same_bytes(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", embedded_documents() * 4)
     words = [str(source), "--train-bpe", "500", "--append-eod", "--workers", "2", "--shard-bytes", "10000"]
     make([source], tmp_path / "whole", bpe_size=500, append_eod=True, workers=2, shard=1 << 20)
@@ -239,7 +239,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> No
 
 
 @pytest.mark.full
-def test_parts_are_used_only_for_what_they_were_made_from(tokenizer_file: Path, tmp_path: Path) -> None:
+def test_parts_are_reused_only_for_the_same_input(tokenizer_file: Path, tmp_path: Path) -> None:
     texts = embedded_documents()[:20]
     source = write_jsonl(tmp_path / "in.jsonl", [*texts, "last"])
     with source.open("a") as file:
@@ -257,7 +257,7 @@ def test_parts_are_used_only_for_what_they_were_made_from(tokenizer_file: Path, 
     assert not part_paths(tmp_path / "out")
 
 
-def test_made_is_made_and_other_words_destroy_nothing(tokenizer_file: Path, tmp_path: Path) -> None:
+def test_finished_corpus_is_reused_and_other_options_are_rejected(tokenizer_file: Path, tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl")
     made = make([source], tmp_path / "out")
     before = contents(tmp_path / "out")
@@ -317,7 +317,7 @@ def broken(path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("bpe_size", [None, 300])
-def test_bad_input_is_named_and_leaves_nothing(
+def test_invalid_input_is_named_and_leaves_nothing(
     name: str, write: Any, message: str, bpe_size: int | None, tmp_path: Path
 ) -> None:
     write(tmp_path / name)
@@ -328,7 +328,7 @@ def test_bad_input_is_named_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_bad_options_are_named_before_anything_is_written(tokenizer_file: Path, tmp_path: Path) -> None:
+def test_invalid_options_are_named_before_anything_is_written(tokenizer_file: Path, tmp_path: Path) -> None:
     source, output = write_jsonl(tmp_path / "in.jsonl"), tmp_path / "new" / "out"
     nothing = tmp_path / "nothing.json"
     nothing.write_text("{}")
@@ -366,7 +366,7 @@ def test_kind_is_the_ending_below_the_compression(name: str, kind: str) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(texts=st.lists(st.text(st.characters(codec=None), max_size=40), max_size=30), num_bytes=st.integers(1, 300))
-def test_shards_hold_every_record_once_and_texts_are_unicode(
+def test_shards_contain_every_record_once_and_texts_are_unicode(
     texts: list[str], num_bytes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = write_jsonl(tmp_path_factory.mktemp("texts") / "in.jsonl", texts)
