@@ -1,4 +1,4 @@
-"""Fixtures that several tests of checkpoints use."""
+"""Fixtures shared by the checkpoint tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storage that answers with errors: opening files of some names fails in this process, as with a mount that is gone."""
+"""Simulates storage errors: opening files with certain names fails in this process, as with a lost mount."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @contextmanager
 def failing(name: str, *, times: float = float("inf"), code: int = errno.EIO) -> Iterator[list[str]]:
-    """Opening a file whose path ends so fails this many times; yields the paths whose opening failed."""
+    """Opening a file whose path ends with the given text fails this many times; yields the paths that failed."""
     genuine, failed = io.open, list[str]()
 
     def refuse(file: Any, *arguments: Any, **options: Any) -> Any:
@@ -30,7 +30,7 @@ def failing(name: str, *, times: float = float("inf"), code: int = errno.EIO) ->
 
 
 def tree(root: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Every path below a directory: its mode, when it was changed, and its content."""
+    """Every path below a directory with its mode, modification time and content."""
     found = {}
     for path in sorted(root.rglob("*")):
         status = path.lstat()

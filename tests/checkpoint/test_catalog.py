@@ -1,4 +1,4 @@
-"""What exists is listed in order, what is half there is nobody's checkpoint, and the newest good one never goes."""
+"""Checkpoints are listed in order, unfinished ones are not listed, and the newest good one is never deleted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def checkpoint(step: int, generation: int, health: Health = Health.candidate) ->
 
 
 def make(root: Path, name: str) -> Path:
-    """A directory with something in it."""
+    """Create a directory with a file in it."""
     (root / name).mkdir(parents=True)
     (root / name / "__0_0.distcp").write_bytes(b"shard")
     return root / name
@@ -105,7 +105,7 @@ def test_deletions_are_listed_oldest_first(history: list[Checkpoint], keep: int,
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), KEEP, st.sampled_from([7, 10, 25]))
 def test_pruning_after_every_save_keeps_the_same_milestones(gaps: list[int], keep: int, every: int) -> None:
-    """Pruned after every save, a run keeps what it would have kept had it been pruned once at the end."""
+    """Pruning after every save keeps the same checkpoints as pruning once at the end."""
     history: list[Checkpoint] = []
     kept: list[Checkpoint] = []
     for gap in gaps:
@@ -126,7 +126,7 @@ def test_run_that_stays_tainted_keeps_its_last_good_checkpoint(num_saves: int, k
 
 @given(st.integers(1, 20), st.integers(1, 100), KEEP)
 def test_some_candidate_survives_until_it_is_good(every: int, good_after: int, keep: int) -> None:
-    """Saved far more often than a checkpoint takes to prove good, one must still live to see the day."""
+    """Saves are far more frequent than `good_after_steps`; one candidate must still survive until it is good."""
     kept: list[Checkpoint] = []
     for step in range(every, 1000, every):
         kept = [replace(each, health=Health.good) if step - each.step >= good_after else each for each in kept]
@@ -333,7 +333,7 @@ def test_delete_of_a_deleted_checkpoint_is_no_error(tmp_path: Path) -> None:
 
 
 def test_concurrent_deletes_of_one_checkpoint_are_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second comes while the first is in the middle of deleting."""
+    """The second delete starts in the middle of the first."""
     path = make(tmp_path, name_of(10, 0))
     delete = shutil.rmtree
     begun, other_is_done = threading.Event(), threading.Event()

@@ -1,5 +1,4 @@
-"""What a job may still take: the least of what the machine has and what its control groups allow, of both versions; and
-blocks of host memory."""
+"""Free memory is the minimum of the machine's and of all cgroup limits (v1 and v2); pinned blocks are aligned."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ UNLIMITED = str(2**63 - 4096)
 
 
 def machine(root: Path, cgroup: str, files: dict[str, str]) -> Path:
-    """A machine with 64 GB of free memory, whose process is in these groups."""
+    """A machine with 64 GB of free memory, whose process is in these cgroups."""
     contents = {"proc/meminfo": "MemTotal: 99999999 kB\nMemAvailable: 62500000 kB\n", "proc/self/cgroup": cgroup}
     for name, text in (contents | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}).items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +82,7 @@ def test_pieces_begin_at_multiples_of_64_bytes() -> None:
 
 @pytest.mark.parametrize("num_bytes", [0, 192])
 def test_a_pinned_block_is_registered_once_and_released_once(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a driver that writes down its calls: this needs no GPU."""
+    """With a fake driver that records its calls; needs no GPU."""
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(host_memory, "_call_cudart", lambda *arguments: calls.append(arguments))
     block = PinnedBlock(num_bytes, pinned=True)

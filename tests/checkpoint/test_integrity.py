@@ -1,5 +1,5 @@
-"""A manifest tells every kind of damage, names the file, and never answers with a traceback. What cannot be read, or
-comes from another version, is not damage."""
+"""A manifest detects every kind of damage and names the file, without a traceback. I/O errors and other versions are
+not damage."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ JSON = st.recursive(
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
-    """A checkpoint as it should be."""
+    """An intact checkpoint."""
     return make(tmp_path / "step-00000007-gen-1")
 
 
@@ -81,7 +81,7 @@ def manifest_of(files: dict[str, Entry]) -> Manifest:
 
 
 def forge(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a manifest and make its own hash fit again: what damage does not do, but a bug or a stranger may."""
+    """Change a manifest and recompute its own hash, as a bug or an attacker might."""
     content = json.loads((directory / MANIFEST).read_text())
     del content["sha256"]
     change(content)
@@ -103,7 +103,7 @@ def damage_of(directory: Path) -> Damaged:
 
 
 def refusal_of(directory: Path) -> OtherVersion:
-    """Of a checkpoint whose hash fits: it is refused in one line, and is not damage."""
+    """The error for a checkpoint whose hash matches: one line, and not damage."""
     with pytest.raises(OtherVersion) as caught:
         verify(directory)
     assert "\n" not in str(caught.value)
@@ -228,7 +228,7 @@ def test_permission_error_is_not_damage(whole: Path, name: str, monkeypatch: pyt
 
 
 def test_hash_that_matches_on_the_second_read_is_not_damage(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bit that flipped on the way from the disk is not on the disk."""
+    """A bit that flipped during the read is not flipped on disk."""
     looks: list[Path] = []
 
     def garbled_once(path: Path, _progress: object = None) -> Entry:

@@ -1,4 +1,4 @@
-"""Failed reads are retried with growing pauses, for as long as was allowed in sum."""
+"""Failed reads are retried with growing pauses, up to a total budget."""
 
 from __future__ import annotations
 

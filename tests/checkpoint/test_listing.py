@@ -1,4 +1,4 @@
-"""One row a checkpoint: what its name, its manifest and its files say, and the table that is printed."""
+"""One row per checkpoint, from its name, manifest and files, and the rendered table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs on real ranks: what is saved when, what counts as good, what is deleted, and what a full disk costs."""
+"""Full runs on real ranks: when checkpoints are saved, marked good and deleted, and what happens on a full disk."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_candidates_become_good_and_retention_is_kept(ranks: Pool, tmp_path: Pat
 
 
 def obstructed(directory: str) -> None:
-    """A run in which the first checkpoint cannot be marked for a while: a directory lies where the mark would go."""
+    """A run whose first checkpoint cannot be marked for a while: a directory blocks the health file."""
     words = ("run.name=a", "train.num_steps=20", "checkpoint.every_steps=4", "checkpoint.good_after_steps=2")
     cfg = load([*cases.TINY, f"run.dir={directory}", "checkpoint.keep=100", *words])
     obstacle = Path(directory) / "a" / "checkpoints" / "step-00000004-gen-0" / catalog.HEALTH
@@ -93,8 +93,8 @@ def test_first_candidate_is_kept_until_one_is_good(ranks: Pool, tmp_path: Path) 
 
 @pytest.mark.full
 def test_run_with_nan_keeps_its_last_good_checkpoint(ranks: Pool, tmp_path: Path) -> None:
-    """It tries: a save is due at every step and by the clock, only one is kept, nothing but NaN follows, and the policy
-    is told to let it happen."""
+    """The worst case: a save at every step and by the clock, keep=1, only NaN afterwards, and a policy that does not
+    react."""
     overrides = (
         "run.name=a",
         "model.num_layers=1",
@@ -151,7 +151,7 @@ def test_checkpoints_are_saved_by_the_clock(ranks: Pool, tmp_path: Path) -> None
 def test_run_state_on_disk_matches_the_weights_whatever_the_lag(
     ranks: Pool, tmp_path: Path, lag: int, slots: int
 ) -> None:
-    """Whatever the lag, the host's numbers on disk belong to the weights beside them."""
+    """Whatever the lag, state.json belongs to the weights beside it."""
     overrides = (f"sentinel.lag={lag}", f"checkpoint.ring.slots={slots}", "checkpoint.every_steps=1")
     ranks.run(2, cases.run, str(tmp_path), "run.name=a", "train.num_steps=8", "checkpoint.keep=100", *overrides)
     saves = saved_steps(tmp_path)
@@ -164,7 +164,7 @@ def test_run_state_on_disk_matches_the_weights_whatever_the_lag(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte, where a checkpoint of the tiny model needs two thirds."""
+    """A file system of 1 MB; a checkpoint of the tiny model needs two thirds of it."""
     root = tmp_path / "a" / "checkpoints"
     root.mkdir(parents=True)
     mounted = (
@@ -203,7 +203,7 @@ def test_full_disk_loses_only_that_checkpoint(ranks: Pool, small_disk: Path) -> 
 
 
 def going_back(directory: str, file: str, iteration: int) -> str:
-    """A checkpoints goes back to an iteration, and prunes, while rank 0 cannot open these files; what came of it."""
+    """Taint and prune on a manager while rank 0 cannot open these files; returns the outcome."""
     cfg = load([*cases.TINY, "checkpoint.retry_s=0.02", "checkpoint.keep=1"])
     world, tensors = connect(cfg.parallel), {"model.weight": torch.zeros(3)}
     ring = Ring(tensors, cfg=cfg.checkpoint.ring, world=world)

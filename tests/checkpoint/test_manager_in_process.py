@@ -1,4 +1,4 @@
-"""What is saved when, what counts as good and what may be gone back to, step by step on one rank in this process."""
+"""When checkpoints are saved, marked good and usable for a rollback, step by step on one rank in this process."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ MANAGERS: list[CheckpointManager] = []
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
-    """No thread outlives its test."""
+    """Close every manager, so that no thread outlives its test."""
     yield
     while MANAGERS:
         MANAGERS.pop().close()
 
 
 class Played:
-    """A run without a model: one tensor, filled with the number of the iteration. Reports come back at once."""
+    """A run without a model: one tensor, filled with the number of the iteration. Reports arrive at once."""
 
     def __init__(self, root: Path, world: World, *, slots: int = 2, snapshot_every: int = 1, **section: Any) -> None:
         self.cfg = deepcopy(COMPOSED)
@@ -55,7 +55,7 @@ class Played:
         self.log: list[Event] = []
 
     def issue(self) -> bool:
-        """One update; whether the state after it goes to disk."""
+        """One update; returns whether the state after it is saved."""
         self.state.advance(next_cursor=self.state.cursor + 1, tokens=10)
         self.tensor.fill_(self.state.iteration)
         return self.checkpoints.snapshot_if_due(self.state)
@@ -87,12 +87,12 @@ class Played:
         return is_saved
 
     def settle(self) -> None:
-        """Wait for the disk, and take the events."""
+        """Wait for the writer thread and collect its events."""
         self.checkpoints.finish()
         self.log.extend(self.checkpoints.drain_events())
 
     def steps(self, count: int) -> list[int]:
-        """Those after which the state went to disk."""
+        """Steps whose state was saved."""
         return [self.state.step for _ in range(count) if self.step()]
 
     @property
@@ -329,7 +329,7 @@ def test_checkpoint_deleted_by_hand_gets_no_mark(tmp_path: Path, world: World) -
 
 @pytest.fixture
 def five(tmp_path: Path, world: World) -> Played:
-    """Checkpoints of the steps 2 to 10: two are good, one is tainted, two are candidates."""
+    """Checkpoints of steps 2 to 10: two good, one tainted, two candidates."""
     run = Played(tmp_path, world, good_after_steps=100)
     run.steps(10)
     for step, health in ((2, Health.good), (4, Health.good), (6, Health.tainted)):
@@ -355,7 +355,7 @@ def test_rollback_targets(five: Played, options: dict[str, float], expected: lis
 
 
 def resumed(run: Played, world: World, **options: Any) -> CheckpointManager:
-    """A checkpoints that remembers nothing."""
+    """A new manager on the same directory."""
     return Played(run.root, world, **options).checkpoints
 
 
@@ -404,7 +404,7 @@ def test_discard_after_drops_pending_save_and_later_snapshots(tmp_path: Path, wo
 
 
 class Clock:
-    """Time that only a test moves."""
+    """A clock that only the test moves."""
 
     now_s = 1000.0
 

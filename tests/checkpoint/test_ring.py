@@ -1,4 +1,4 @@
-"""Snapshots in host memory come back bit for bit, and all ranks agree on one; on real ranks."""
+"""Snapshots in host memory are restored bit for bit, and all ranks agree on one; on real ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def step(parts: Parts, cfg: Config, index: int) -> list[float]:
 
 
 def rewind(*overrides: str) -> dict[str, Any]:
-    """Four steps with a snapshot after the second, back to it, and the last two again."""
+    """Four steps with a snapshot after the second, a rewind to it, and the last two steps again."""
     parts, cfg = start(*overrides)
     first = [step(parts, cfg, index) for index in range(2)]
     state = RunState(step=2, iteration=2, cursor=2, tokens=512)

@@ -1,4 +1,4 @@
-"""What going back costs: the formula against a run that is played step by step."""
+"""The cost formula for rollbacks and rewinds against a simulation, step by step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def config(*overrides: str) -> Config:
 
 
 def played(*, taken_every: int, clean_reports: int, lag: int, num_steps: int = 400) -> list[int]:
-    """Steps lost when trouble is found in the report of each step in turn, once there is something to go back to."""
+    """Steps lost if a problem is found in the report of each step in turn, once there is a target."""
     losses = []
     for found in range(num_steps // 2, num_steps):
         issued = found + lag

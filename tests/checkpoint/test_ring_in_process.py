@@ -1,5 +1,4 @@
-"""Which snapshots are targets, which slot is written to next, and how much memory a ring may take: on one rank in this
-process."""
+"""Rewind targets, the choice of the next slot, and the memory limit of the ring, on one rank in this process."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def config(slots: int, memory_gb: float | None = None) -> RingConfig:
 
 
 class Bench:
-    """A ring over one tensor of one rank, with numbers in it that tell snapshots apart."""
+    """A ring over one tensor of one rank, whose values identify the snapshot."""
 
     def __init__(self, world: World, *, slots: int) -> None:
         self.world = world
@@ -96,7 +95,7 @@ def test_initial_state_is_a_target_too(world: World) -> None:
 
 
 def test_newest_target_is_not_overwritten(world: World) -> None:
-    """Many untried snapshots never push out the one that is known to be good."""
+    """Any number of untrusted snapshots never overwrites the newest trusted one."""
     for slots in (2, 3):
         bench = Bench(world, slots=slots)
         bench.take(1)
@@ -177,7 +176,7 @@ def test_snapshot_keeps_its_moment_and_is_completed_by_its_report(world: World) 
 
 
 class Event:
-    """A copy on its way to the host, and how often somebody waited for it."""
+    """A device-to-host copy in progress, and how often it was waited for."""
 
     num_waits = 0
 
@@ -220,7 +219,7 @@ def test_all_ranks_of_a_machine_and_all_slots_must_fit(
     slots: int,
     problem: str,
 ) -> None:
-    """Two ranks with 128 bytes each: one snapshot takes 256."""
+    """Two ranks with 128 bytes each: one snapshot needs 256."""
     assert world.size == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(ring, "free_bytes", lambda: free_bytes)

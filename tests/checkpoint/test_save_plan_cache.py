@@ -1,4 +1,4 @@
-"""A save that is not planned anew writes what a planned one writes, and is planned anew when the tensors change."""
+"""A save with a cached plan writes the same bytes as one with a new plan; changed tensors get a new plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.distributed.pool import Pool
 
 
 def tensors(world: World, seed: int, *, dtype: torch.dtype = torch.float32, rows: int = 5) -> dict[str, Tensor]:
-    """Sharded, replicated and plain ones; 5 rows on 2 or 4 ranks leave uneven and empty shards."""
+    """Sharded, replicated and plain tensors; 5 rows on 2 or 4 ranks give uneven and empty shards."""
     generator = torch.Generator().manual_seed(seed)
     whole = torch.randn(rows, 3, generator=generator).to(dtype)
     each = -(-rows // world.size)
@@ -34,14 +34,14 @@ def tensors(world: World, seed: int, *, dtype: torch.dtype = torch.float32, rows
 
 
 def files_of(directory: Path) -> dict[str, str]:
-    """What a checkpoint's shards and description hold."""
+    """Hashes of a checkpoint's shards and metadata."""
     manifest = integrity.verify(directory)
     return {name: entry.sha256 for name, entry in manifest.files.items() if name != store.STATE_FILE}
 
 
 def save_in_turn(root: str, series: list[dict[str, Any]]) -> tuple[int, list[dict[str, str]], list[dict[str, str]]]:
-    """Save tensors of several kinds with one plan kept, and with none; how often the first were planned, and what lies
-    there of each."""
+    """Save several series of tensors with and without a cache; returns the number of plans with the cache, and the
+    hashes of both."""
     world = connect(load(["parallel.device=cpu"]).parallel)
     with patch("harness.checkpoint.store.save_shards", wraps=save) as counted:
         kept = save_all(Path(root) / "kept", series, world, store.SavePlanCache())
@@ -85,7 +85,7 @@ def test_other_dtype_or_shape_makes_a_new_plan(ranks: Pool, tmp_path: Path) -> N
 
 
 def save_odd_one(root: str) -> tuple[int, str]:
-    """Rank 1 alone has other tensors than the plan was made for; and a plan that does not say where things lie."""
+    """Only rank 1 has other tensors than the cached plan; then a cached plan with wrong write results."""
     world = connect(load(["parallel.device=cpu"]).parallel)
     plan_cache = store.SavePlanCache()
 

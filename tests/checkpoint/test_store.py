@@ -1,5 +1,5 @@
-"""A checkpoint is there whole or not at all, and nothing that is not what was saved is ever loaded. An error of the
-storage, or another version, condemns nothing."""
+"""A checkpoint exists complete or not at all, and only verified content is loaded. I/O errors and other versions
+quarantine nothing."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_other_model_is_rejected_by_name_and_nothing_is_quarantined(ranks: Pool,
 
 
 def flip_bit(directory: Path) -> str:
-    """One bit in the middle of rank 1's shards."""
+    """Flip one bit in the middle of rank 1's shards."""
     return _spoil(directory / "__1_0.distcp", lambda data: data[:100000] + bytes([data[100000] ^ 1]) + data[100001:])
 
 
@@ -178,7 +178,7 @@ LONGER = (*STEPS, "train.num_steps=20", "run.resume=changed", "optim.schedule=co
 
 @pytest.fixture(scope="module")
 def trained(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of the steps 10 and 15."""
+    """A run with checkpoints of steps 10 and 15."""
     directory = tmp_path_factory.mktemp("trained")
     ranks.run(2, cases.run, str(directory), *STEPS, "optim.schedule=constant")
     assert [checkpoint.step for checkpoint in catalog.list_checkpoints(directory / "a" / "checkpoints")] == [10, 15]
@@ -247,7 +247,7 @@ class Payload:
 
 
 def test_no_code_in_a_checkpoint_is_executed(ranks: Pool, tmp_path: Path) -> None:
-    """Even where whoever planted it made the manifest fit."""
+    """Even if an attacker recomputed the manifest."""
     ranks.run(1, write_many, str(tmp_path), [5])
     directory = tmp_path / "step-00000005-gen-0"
     (directory / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "proof")))
@@ -272,7 +272,7 @@ def test_paths_outside_the_checkpoint_are_rejected(ranks: Pool, tmp_path: Path) 
 
 
 def _forge(directory: Path) -> None:
-    """A manifest that fits whatever lies there."""
+    """Write a manifest that matches the files in the directory."""
     manifest = integrity.read_manifest(directory)
     files = integrity.hash_files(directory, manifest.files)
     integrity.write_manifest(directory, integrity.Manifest(**(_shallow(manifest) | {"files": files})))
@@ -298,7 +298,8 @@ Failing = tuple[int, str, float]
 
 
 def load_through(root: str, where: Failing, **options: Any) -> tuple[str, str | None, float, int]:
-    """Load the newest while a rank's storage fails; what came of it, from where, a weight, and the failures here."""
+    """Load the newest checkpoint while one rank's storage fails; returns the outcome, its name, a weight, and the
+    failures on this rank."""
     here, into = world(), tensors(-1.0)
     rank, file, times = where
     outcome, name = "loaded", None
@@ -439,7 +440,7 @@ FOR_GOOD = ExitStack()
 
 
 def unmounted() -> None:
-    """From here on, shards cannot be read in this process and those that it forks."""
+    """From here on, shards cannot be read in this process and its forks."""
     FOR_GOOD.enter_context(failing("__0_0.distcp", code=errno.ESTALE))
 
 

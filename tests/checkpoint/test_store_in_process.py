@@ -1,5 +1,5 @@
-"""Writing and loading on one rank in this process: what is kept for the next save, what a failure leaves, and which
-checkpoint is loaded."""
+"""Writing and loading on one rank in this process: the plan cache, cleanup after a failure, and the choice of
+checkpoint."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_files_are_synced_before_the_checkpoint_is_published(
 
 @contextmanager
 def counted_plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How often a save was plan_cache."""
+    """Counts how often a save was planned."""
     plans: list[int] = []
 
     def count(*arguments: Any, **options: Any) -> Any:
@@ -281,7 +281,7 @@ def test_an_io_error_is_retried_if_it_is_allowed(tmp_path: Path, world: World, f
 def test_verified_files_are_not_read_again_when_another_rank_retries(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, fails: list[bool]
 ) -> None:
-    """A rank that has done its part does nothing when all try again for the sake of another one."""
+    """A rank that has verified its files does nothing when all ranks retry because of another one."""
     save(tmp_path, world, 5)
     calls: list[str] = []
     for module, name in ((integrity, "read_manifest"), (integrity, "verify"), (store, "read_into")):
@@ -295,7 +295,7 @@ def test_verified_files_are_not_read_again_when_another_rank_retries(
     left = [*fails]
 
     def unlucky(work: Any, *group: Any) -> Any:
-        """This rank does its part, and another one fails."""
+        """This rank succeeds, and another one fails."""
         done = together(work, *group)
         if left and left.pop(0):
             raise StorageError(errno.EIO, "cannot be read", "elsewhere")
@@ -342,7 +342,7 @@ def test_other_model_is_rejected_by_name(tmp_path: Path, world: World) -> None:
 
 
 def test_reading_tensors_needs_no_other_rank(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command reads a checkpoint of many ranks on one; a collective would wait for the others."""
+    """One process reads a checkpoint of many ranks; a collective would block."""
     path = save(tmp_path, world, 5)
 
     def collective(*_: object, **__: object) -> None:

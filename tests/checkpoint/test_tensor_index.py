@@ -1,4 +1,4 @@
-"""A description is packed into tables without loss, and each rank gets the parts that it needs, and no others."""
+"""DCP metadata is packed into tables without loss, and each rank gets exactly the chunks that it needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def rows_of(num_rows: int, num_ranks: int, width: int) -> Boxes:
-    """A matrix in shards of whole rows, as FSDP cuts it: the last ones may be smaller or empty."""
+    """A matrix sharded by rows, as FSDP does; the last shards may be smaller or empty."""
     each = -(-num_rows // num_ranks)
     cuts = [min(rank * each, num_rows) for rank in range(num_ranks + 1)]
     return [((begin, 0), (end - begin, width)) for begin, end in pairwise(cuts)]
@@ -62,7 +62,7 @@ def written(directory: Path, metadata: object) -> Path:
 def test_metadata_contains_exactly_the_chunks_a_rank_reads(
     num_rows: int, num_saved: int, num_ranks: int, data: st.DataObject
 ) -> None:
-    """Held against torch, which looks through all parts."""
+    """Compared with torch, which searches all chunks."""
     saved = metadata_of("w", (num_rows, 3), rows_of(num_rows, num_saved, 3))
     table = tensor_index._pack(saved).tensors["w"].parts
     offsets, sizes = data.draw(st.sampled_from(rows_of(num_rows, num_ranks, 3)))

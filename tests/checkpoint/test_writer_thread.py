@@ -1,4 +1,4 @@
-"""Jobs run one after the other in a thread, and what they return or raise comes back to the loop."""
+"""Jobs run one after the other in a thread; their events and exceptions reach the caller."""
 
 from __future__ import annotations
 

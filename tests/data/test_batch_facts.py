@@ -1,4 +1,4 @@
-"""Facts say what is in a batch: fingerprints that add up, the rarest tokens, entropy, sources."""
+"""Facts about a batch: additive fingerprints, rarest tokens, entropy, rows per source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches are a pure function of the index: of no rank count, no history, no thread."""
+"""Batches are a pure function of the index, whatever the number of ranks, the history and the threads."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CountingCorpus:
 
 
 def _work(batches: Batches) -> None:
-    """A step: long enough for what is made ahead to be ready."""
+    """Simulates a step: long enough for the prefetch to finish."""
     wait(batches._prefetched.values())
     time.sleep(0.001)
 
@@ -101,7 +101,7 @@ def _mixed(
     changes: Sequence[Change] = CHANGES,
     sizes: Sequence[int] = (30, 20, 11),
 ) -> Iterator[Batches]:
-    """Three sources of different sizes, whose tokens say where they come from."""
+    """Three sources of different sizes, whose tokens identify their source."""
     sources = [
         Source(name, CountingCorpus(size, first=10_000 * number), range(size), number)
         for number, (name, size) in enumerate(zip(weights, sizes, strict=True))
@@ -143,7 +143,7 @@ def _token_by_token(batch: Batch) -> list[torch.Tensor]:
 
 
 def test_any_or_changing_number_of_ranks_sees_the_same_batches() -> None:
-    """A mixture with phases and exclusions: 1, then 4, then 2 ranks go on exactly where one rank would be."""
+    """A mixture with phases and exclusions: 1, then 4, then 2 ranks continue exactly where one rank would be."""
     ledger = Ledger()
     ledger.exclude(2, 3, "test")
     ledger.exclude(8, 8, "test")
@@ -185,7 +185,7 @@ def test_rows_come_from_their_stated_source() -> None:
 
 
 def test_each_source_reads_its_samples_exactly_once_per_epoch() -> None:
-    """Also while the weights change: 40 batches take source b through many passes."""
+    """Also while the weights change: 40 batches take source b through many epochs."""
     with _mixed() as batches:
         taken: dict[int, list[int]] = {0: [], 1: [], 2: []}
         for index in range(40):
@@ -212,7 +212,7 @@ def test_len_ends_before_the_first_repeated_sample() -> None:
 
 
 def test_weights_from_the_ledger_equal_a_configured_phase() -> None:
-    """Written before the run or in the middle of it: from its batch on the mixture is the same, before it untouched."""
+    """Written before or during the run: from its batch on the mixture is the same, before it unchanged."""
     poisoned = Change(6, {"b": 0.0})
     with _mixed(changes=[poisoned]) as batches:
         planned = [batches[index] for index in range(12)]
@@ -367,7 +367,7 @@ def test_micro_batches_are_the_rows_in_order() -> None:
 
 
 def test_prefetched_batches_equal_batches_on_demand() -> None:
-    """In order, repeated, backwards, and far off: each kind of guess comes true or fails once."""
+    """In order, repeated, backwards, and far away: each kind of prefetch hits or misses once."""
     with _batches(CountingCorpus()) as batches:
         for index in (0, 1, 2, 3, 3, 2, 9, 10, 12, 11, 0, 1):
             assert _equal(batches[index], batches.rows(index)), index

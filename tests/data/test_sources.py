@@ -1,4 +1,4 @@
-"""From overrides to batches: any number of ranks, disjoint held-out data, limits kept, complaints that name a key."""
+"""From overrides to batches: any number of ranks, disjoint held-out data, limits, and errors that name a key."""
 
 from __future__ import annotations
 

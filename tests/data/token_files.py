@@ -1,4 +1,4 @@
-"""Files of tokens for tests: whole ones, ones put together by hand, and how a broken one must be refused."""
+"""Token files for tests: valid ones, hand-made ones, and a check that a broken one is rejected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def index_bytes(
     marks: list[int] | None = None,
     pointers: list[int] | None = None,
 ) -> bytes:
-    """An index put together by hand, from the published layout."""
+    """A hand-made index, after the published layout."""
     if marks is None:
         marks = list(range(len(lengths) + 1))
     if pointers is None:
@@ -65,6 +65,6 @@ def refused(path: str | Path, complaint: str, *, names: Path, dtype: TokenDtype 
 
 @contextmanager
 def fresh_directory() -> Iterator[Path]:
-    """A fresh one for each example of hypothesis."""
+    """A new directory for each hypothesis example."""
     with tempfile.TemporaryDirectory() as directory:
         yield Path(directory)

@@ -1,4 +1,4 @@
-"""Models leave a run and enter one: `transformers` is the judge of what leaves, our own model of what enters."""
+"""Export and import of models: checked against `transformers` on export, against our own model on import."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def loaded(*overrides: str) -> Config:
 
 
 def make_model(cfg: Config, *, seed: int = 3) -> Transformer:
-    """Weights far from their first values, so that no term is small."""
+    """A model with weights far from their initial values, so that no term is small."""
     model = Transformer(cfg.model, sequence_length=SEQUENCE_LENGTH, linear=linear)
     initialize(model, cfg.model, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -69,7 +69,7 @@ def make_model(cfg: Config, *, seed: int = 3) -> Transformer:
 
 
 def make_run(path: Path, *overrides: str, steps: tuple[int, ...] = (5,)) -> tuple[RunDir, Config, Transformer]:
-    """A run directory with a checkpoint of each step, and the model of the last."""
+    """A run directory with a checkpoint of each step; returns it with the last model."""
     cfg = loaded(*SMALL, *overrides)
     run = RunDir(path)
     path.mkdir(parents=True)
@@ -87,7 +87,7 @@ def make_run(path: Path, *overrides: str, steps: tuple[int, ...] = (5,)) -> tupl
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plain model that has left its run."""
+    """A plain model, exported from its run."""
     directory = tmp_path_factory.mktemp("plain")
     run, _, _ = make_run(directory / "run")
     return export(run, directory / "exported")

@@ -1,4 +1,4 @@
-"""What a model is called and described as elsewhere, and that folding keeps what it computes."""
+"""Hugging Face names and config.json of a model; folding keeps the computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The corpora hold what they promise: English text, Zipf tokens with a successor rule, a tail as thin as asked for."""
+"""The corpora: English text, Zipf tokens with a successor rule, and a tail of the configured rarity."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_embedded_windows_share_one_token_and_cover_the_text() -> None:
 
 
 def test_embedded_text_is_unchanged() -> None:
-    """The order of a run's data, and the corpus that its manifest names, follow from these bytes."""
+    """The data order of a run and the corpus in its manifest depend on these bytes."""
     text = "".join(f"{document}\n\n" for document in embedded_documents()).encode()
     assert len(text) == 466_275
     assert hashlib.sha256(text).hexdigest() == "8a86af5ff945d882e88601ed87c8b51caf1ac2cbd9ab6d857dbdf0b9d90d44f7"
@@ -99,7 +99,7 @@ def test_each_token_has_one_successor_with_the_set_probability() -> None:
 
 
 def test_successors_follow_to_the_end_of_a_run() -> None:
-    """With the probability at 1 a sample is one walk through the whole bulk, again and again."""
+    """With probability 1 a sample is one walk through the whole bulk, repeated."""
     tokens = _synthetic(replace(PLAIN, repeat_probability=1.0), sequence_length=200).sample(5)
     assert sorted(tokens[:64]) == list(range(64))
     np.testing.assert_array_equal(tokens[64:], tokens[:-64])

@@ -1,4 +1,4 @@
-"""The record of a run's data: what changed is found, and a corpus that grows moves no window."""
+"""The data record of a run: changes are found, and a growing corpus shifts no window."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def grown(first: range, additions: list[tuple[int, range]]) -> tuple[Stretch, ..
 def test_a_corpus_that_grows_repeats_nothing_early_and_never_trains_on_held_out_windows(
     num_first: int, eval_fraction: float, growth: list[tuple[int, int]], seed: int
 ) -> None:
-    """At any turn, add any number of windows: what was seen stays what it was, and passes stay whole."""
+    """Adding any number of windows at any turn leaves past samples unchanged and epochs complete."""
     train, held_out = split(num_first, eval_fraction, source="main")
     additions: list[tuple[int, range]] = []
     end, turn = num_first, 0

@@ -1,4 +1,4 @@
-"""A file is known by its sizes and a few blocks, at a cost that does not grow with it."""
+"""A file is identified by its sizes and a few blocks, at a cost that does not depend on its size."""
 
 from __future__ import annotations
 

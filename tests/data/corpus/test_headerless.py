@@ -1,4 +1,4 @@
-"""Files without an index: each format read as it is published, each broken one refused in a line."""
+"""Files without an index: every published format is read, every broken file is rejected in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Maps of files: read-only, without a descriptor, and gone when nobody looks at them any more."""
+"""File maps are read-only, need no descriptor, and are removed with their last view."""
 
 from __future__ import annotations
 

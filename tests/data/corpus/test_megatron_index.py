@@ -1,4 +1,4 @@
-"""Megatron's pairs: byte for byte what megatron-core writes, and every broken index refused in a line."""
+"""Megatron's pairs: byte for byte what megatron-core writes, and every broken index is rejected in one line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def megatron() -> ModuleType:
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), documents=DOCUMENTS)
 def test_a_position_finds_its_document(data: st.DataObject, documents: list[list[int]]) -> None:
-    """Against a list of all positions; documents of no, one and several sequences, as Megatron allows."""
+    """Against a list of all positions; documents of zero, one and several sequences, as Megatron allows."""
     lengths = [len(document) for document in documents]
     inner = data.draw(st.lists(st.integers(0, len(lengths)), max_size=6))
     marks = [0, *sorted(inner), len(lengths)]

@@ -1,4 +1,4 @@
-"""Files of tokens: found by name or pattern, never scanned, written so that nothing half done is taken for whole."""
+"""Token files: found by name or pattern, never scanned, and written atomically."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
 
 
 def test_opening_does_not_depend_on_the_size(tmp_path: Path) -> None:
-    """Two billion tokens, of which none is on the disk; whatever scans or copies them needs gigabytes."""
+    """Two billion tokens in a sparse file; scanning or copying them would need gigabytes."""
     num_tokens = 2**31
     for name in ("flat.bin", "corpus.bin"):
         with (tmp_path / name).open("wb") as file:

@@ -1,4 +1,4 @@
-"""Samples from files: every window once, documents as they were written, and every complaint names the file."""
+"""Samples from files: every window once, documents as written, and every error names the file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTH = 8
 
 
 def _write(prefix: Path, lengths: list[int], dtype: str = "uint16", first: int = 0) -> Tokens:
-    """Documents of these lengths that count on from `first`."""
+    """Documents of these lengths, whose tokens count up from `first`."""
     tokens = np.arange(first, first + sum(lengths))
     with IndexedWriter(prefix, np.dtype(dtype)) as writer:
         for document in np.split(tokens, np.cumsum(lengths)[:-1]):

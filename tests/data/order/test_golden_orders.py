@@ -60,7 +60,7 @@ def opened(data: str, directory: Path) -> Iterator[tuple[Batches, Batches]]:
 
 
 def digest(batches: Batches) -> str:
-    """Of source and sample of every row."""
+    """Hash of source and sample of every row."""
     joined = blake2b(digest_size=8)
     for index in range(NUM_BATCHES):
         for part in batches.samples(index):

@@ -1,4 +1,4 @@
-"""The ledger agrees with a plain set of excluded indices, and its file survives crashes and says where it is broken."""
+"""The ledger agrees with a plain set of excluded indices; its file survives crashes and errors name the line."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_invalid_range_is_rejected(tmp_path: Path, first: int, last: int) -> Non
 
 
 def test_lookup_is_fast_with_many_exclusions() -> None:
-    """Logarithmic in the exclusions and free of the lengths of the ranges: a linear search would take minutes."""
+    """O(log exclusions) and independent of the range lengths: a linear search would take minutes."""
     ledger = Ledger()
     for number in range(20_000):
         ledger._add(Exclusion(first=number * 10**9, last=number * 10**9 + 10**8, reason="long", time=0.0))
@@ -243,7 +243,7 @@ def test_lookup_is_fast_with_many_exclusions() -> None:
 
 
 def walk(ledger: Ledger, num: int, cursor: int = 0, given_back: int = 0) -> list[int]:
-    """The next batches of a run that stands there."""
+    """The next batches of a run at this cursor."""
     seen = []
     for _ in range(num):
         place = ledger.next_batch(cursor, given_back)

@@ -1,4 +1,4 @@
-"""The mixture deals exact shares, loses and repeats no turn, and can be asked backwards."""
+"""The mixture gives exact shares, neither skips nor repeats a turn, and can be inverted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _stream(mixture: Mixture, num_batches: int) -> tuple[np.ndarray, np.ndarray]
 def test_turns_come_in_order_without_a_gap_and_are_found_again(
     weights: list[float], changes: list[tuple[int, dict[int, float]]], batch_size: int
 ) -> None:
-    """Also across phases: whatever the weights do, a source neither repeats nor passes over a sample."""
+    """Also across phases: whatever the weights, a source neither repeats nor skips a sample."""
     base = {f"source{number}": weight for number, weight in enumerate(weights)}
     named = [
         Change(start, {f"source{number}": weight for number, weight in given.items() if number < len(weights)})
@@ -84,7 +84,7 @@ def test_tiny_weight_gets_its_share_at_large_indices() -> None:
     ("weights", "rare", "first"), [((1e-12, 1.0), 0, 2**29 - 1), ((1.0, 1e-12), 1, 2**29), ((3.0, 2e-9), 1, 2**29)]
 )
 def test_smallest_share_is_two_to_the_minus_30(weights: tuple[float, float], rare: int, first: int) -> None:
-    """A weight below that still gets its turns, the first of them in the middle of the first 2**30 places."""
+    """A smaller weight still gets its turns, the first in the middle of the first 2**30 positions."""
     mixture = _mixture(*weights, batch_size=1)
     assert [mixture.find(rare, turn) for turn in range(3)] == [(first + turn * 2**30, 0) for turn in range(3)]
     assert [mixture.batch(first + shift)[0].tolist() for shift in (-1, 0, 1)] == [[1 - rare], [rare], [1 - rare]]
@@ -99,7 +99,7 @@ def test_batch_at_a_large_index_is_fast() -> None:
 
 
 def test_rows_of_a_source_are_shuffled() -> None:
-    """Else the rank that holds a row would see one source alone, and its loss would stand out for no reason."""
+    """Otherwise a rank would always see the same source, and its loss would stand out."""
     sources, _ = _stream(_mixture(1, 1, batch_size=8), 400)
     by_row = (sources == 0).mean(axis=0)
     assert np.abs(by_row - 0.5).max() < 0.13

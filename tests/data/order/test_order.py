@@ -1,4 +1,4 @@
-"""The order is a bijection, looks random, and gives each epoch every sample exactly once."""
+"""The order is a bijection, looks random, and visits every sample exactly once per epoch."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_first_turn_that_repeats_a_sample(stretches: list[Stretch], expected
 
 @pytest.mark.parametrize("length", [2**WIDE_BITS, 10**6 + 3, 10**12])
 def test_wide_ranges_look_shuffled_with_fewer_rounds(length: int) -> None:
-    """Images of chosen places, and the distance of neighbours, are uniform over many keys, by chi-square."""
+    """Images of chosen positions, and distances of neighbours, are uniform over many keys (chi-square)."""
     num_keys = 1500
     places = np.array([0, 1, length // 2, length // 2 + 1, length - 1])
     images = np.stack([permute_many(places, length, (seed, 1)) for seed in range(num_keys)])
@@ -116,7 +116,7 @@ def test_wide_ranges_look_shuffled_with_fewer_rounds(length: int) -> None:
 
 @pytest.mark.parametrize("length", [17, 1000, 4097])
 def test_looks_shuffled(length: int) -> None:
-    """Every position's image is uniform, and neighbours are not kept together: both by chi-square over many keys."""
+    """The image of every position is uniform, and neighbours are separated (chi-square over many keys)."""
     num_keys = 500
     images = np.stack([permute_many(np.arange(length), length, (seed, 0)) for seed in range(num_keys)])
     bins = images * 16 // length

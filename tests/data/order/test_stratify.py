@@ -1,4 +1,4 @@
-"""With the limit on, no batch holds more of a rare token; everything else stays as it was."""
+"""No batch exceeds the limit on rare tokens; everything else is unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from harness.data.sources import RecordedData, make_rare_index, open_data, read_
 
 
 class TableCorpus:
-    """Samples as they are given."""
+    """A corpus of given samples."""
 
     vocab_size = 40
 
@@ -53,7 +53,7 @@ class TableCorpus:
 
 
 def _table(num_samples: int, num_rare: int, seed: int, length: int = 6) -> Tokens:
-    """Common tokens 0 .. 2, and rare ones from 10 on in a few places, often several of one in a sample."""
+    """Common tokens 0 .. 2, and rare ones from 10 on in a few positions, often several of one in a sample."""
     draw = np.random.default_rng(seed)
     table = draw.integers(0, 3, size=(num_samples, length + 1))
     for row in draw.choice(num_samples, size=min(num_rare, num_samples), replace=False):
@@ -179,7 +179,7 @@ LIMITED = ["data=files", "train.sequence_length=16", "data.stratify.rare_below=5
 
 
 def _limited(directory: Path) -> Config:
-    """A run on 200 windows with some rare tokens, whose directory exists."""
+    """Config of a run on 200 windows with some rare tokens, whose directory exists."""
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, 20, 3201, dtype=np.uint16)
     tokens[draw.integers(0, 3200, 30)] = draw.integers(100, 140, 30)
@@ -208,7 +208,7 @@ def test_the_data_is_scanned_once_and_later_starts_read_the_index(
     monkeypatch.setattr(FilesCorpus, "rows", counted)
 
     def opened(known: RecordedData | None) -> tuple[int, list[list[int]]]:
-        """Rows that opening reads, and the order of the samples."""
+        """Rows read at opening, and the order of the samples."""
         rows_read.clear()
         train, held_out = open_data(
             cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=Ledger(), recorded=known

@@ -1,4 +1,4 @@
-"""Texts to a corpus: every format, real worker processes, and the same bytes however the work went."""
+"""Text to corpus: every format, real worker processes, and the same bytes after any interruption."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def documents(prefix: Path) -> list[list[int]]:
 
 
 def contents(prefix: Path) -> dict[str, Any]:
-    """All that must be the same however the work went: every file but the times in the metadata."""
+    """Every file of the output, without the times in the metadata: what must always be the same."""
     out: dict[str, Any] = {
         path.name.removeprefix(prefix.name): path.read_bytes()
         for path in prefix.parent.iterdir()
