@@ -265,7 +265,7 @@ class CheckpointManager:
             if not all(together(lambda: slot.is_finite, self._world.aside)):
                 return _failure_event(state, "weights or moments are not finite")
             written = store.write(
-                self._root, slot.whole, state, world=self._world, rollback=self._rollback, plan_cache=self._plan_cache
+                self._root, slot.sharded, state, world=self._world, rollback=self._rollback, plan_cache=self._plan_cache
             )
         except OSError as error:
             return _failure_event(state, " ".join(str(error).split()))

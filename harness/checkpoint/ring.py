@@ -39,7 +39,7 @@ class Slot:
     block: PinnedBlock
     tensors: dict[str, Tensor]
     """This rank's part of every tensor."""
-    whole: dict[str, Tensor]
+    sharded: dict[str, Tensor]
     """The same memory as DTensors; checkpoints are written from these."""
     copied: torch.cuda.Event | None
     state: RunState = field(default_factory=RunState)
@@ -53,7 +53,7 @@ class Slot:
     _is_finite: bool | None = None
 
     def complete(self, *, step: int, refused_in_row: int, sentinel: dict[str, Any] | None = None) -> None:
-        """Fill in the parts of the run state that only the reports up to this iteration tell."""
+        """Fill in the parts of the run state that come from the reports up to this iteration."""
         self.state = replace(self.state, step=step, refused_in_row=refused_in_row, sentinel=sentinel or {})
         self.is_complete = True
 
@@ -95,7 +95,7 @@ class Ring:
         return Slot(
             block=block,
             tensors=parts,
-            whole={name: like_on_host(tensors[name], part, world=world) for name, part in parts.items()},
+            sharded={name: like_on_host(tensors[name], part, world=world) for name, part in parts.items()},
             copied=torch.cuda.Event() if self._on_gpu else None,  # type: ignore[no-untyped-call]
         )
 

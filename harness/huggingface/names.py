@@ -168,13 +168,13 @@ def render_config(
 def assign_files(sizes: Mapping[str, int], file_bytes: int) -> dict[str, list[str]]:
     """File name -> tensors in it, in order; a tensor larger than `file_bytes` gets its own file."""
     groups: list[list[str]] = [[]]
-    room = file_bytes
+    free_bytes = file_bytes
     for name, size in sizes.items():
-        if groups[-1] and size > room:
+        if groups[-1] and size > free_bytes:
             groups.append([])
-            room = file_bytes
+            free_bytes = file_bytes
         groups[-1].append(name)
-        room -= size
+        free_bytes -= size
     if len(groups) == 1:
         return {ONLY_FILE: groups[0]}
     return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": names for n, names in enumerate(groups, start=1)}

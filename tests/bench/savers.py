@@ -114,7 +114,7 @@ def begin_own(writer: Executor, loop: Loop, path: Path) -> Save:
 
     def write() -> None:
         slot.wait()
-        store.write(path, slot.whole, slot.state, world=loop.parts.world, rollback={})
+        store.write(path, slot.sharded, slot.state, world=loop.parts.world, rollback={})
 
     return Save(writer.submit(write))
 

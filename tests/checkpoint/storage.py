@@ -16,13 +16,13 @@ def failing(name: str, *, times: float = float("inf"), code: int = errno.EIO) ->
     """Opening a file whose path ends with the given text fails this many times; yields the paths that failed."""
     genuine, failed = io.open, list[str]()
 
-    def refuse(file: Any, *arguments: Any, **options: Any) -> Any:
+    def deny(file: Any, *arguments: Any, **options: Any) -> Any:
         if str(file).endswith(name) and len(failed) < times:
             failed.append(str(file))
             raise OSError(code, os.strerror(code), str(file))
         return genuine(file, *arguments, **options)
 
-    io.open = refuse
+    io.open = deny
     try:
         yield failed
     finally:

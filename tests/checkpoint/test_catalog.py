@@ -47,15 +47,17 @@ def names(root: Path) -> list[str]:
 
 
 def prune(history: Sequence[Checkpoint], *, keep: int, keep_every_steps: int) -> list[Checkpoint]:
-    gone = select_for_deletion(history, keep=keep, keep_every_steps=keep_every_steps)
-    assert len(gone) == len({each.path for each in gone})
-    return [each for each in history if each not in gone]
+    deleted = select_for_deletion(history, keep=keep, keep_every_steps=keep_every_steps)
+    assert len(deleted) == len({each.path for each in deleted})
+    return [each for each in history if each not in deleted]
 
 
 @given(HISTORIES, KEEP, KEEP_EVERY_STEPS)
 def test_newest_are_kept_and_tainted_are_deleted(history: list[Checkpoint], keep: int, keep_every_steps: int) -> None:
     kept = prune(history, keep=keep, keep_every_steps=keep_every_steps)
-    sound = sorted((each for each in history if each.health is not Health.tainted), key=lambda each: each.age)
+    sound = sorted(
+        (each for each in history if each.health is not Health.tainted), key=lambda checkpoint: checkpoint.age
+    )
     assert set(kept) <= set(sound)
     assert set(sound[-keep:]) <= set(kept)
     if not keep_every_steps:
@@ -75,7 +77,7 @@ def test_newest_good_checkpoint_is_never_deleted(history: list[Checkpoint], keep
     good = [each for each in history if each.health is Health.good]
     if good:
         kept = prune(history, keep=keep, keep_every_steps=keep_every_steps)
-        assert max(good, key=lambda each: each.age) in kept
+        assert max(good, key=lambda checkpoint: checkpoint.age) in kept
 
 
 @given(HISTORIES, KEEP, st.sampled_from([1, 7, 10, 100]))
@@ -85,7 +87,7 @@ def test_every_interval_keeps_one_checkpoint(history: list[Checkpoint], keep: in
     for interval in {each.step // every for each in sound} - {0}:
         members = [each for each in sound if each.step // every == interval]
         newest = max(each.generation for each in members)
-        first = min((each for each in members if each.generation == newest), key=lambda each: each.step)
+        first = min((each for each in members if each.generation == newest), key=lambda checkpoint: checkpoint.step)
         assert first in kept
 
 
@@ -99,8 +101,8 @@ def test_pruning_is_idempotent(history: list[Checkpoint], keep: int, keep_every_
 
 @given(HISTORIES, KEEP, KEEP_EVERY_STEPS)
 def test_deletions_are_listed_oldest_first(history: list[Checkpoint], keep: int, keep_every_steps: int) -> None:
-    gone = select_for_deletion(history, keep=keep, keep_every_steps=keep_every_steps)
-    assert gone == sorted(gone, key=lambda each: each.age)
+    deleted = select_for_deletion(history, keep=keep, keep_every_steps=keep_every_steps)
+    assert deleted == sorted(deleted, key=lambda checkpoint: checkpoint.age)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), KEEP, st.sampled_from([7, 10, 25]))
@@ -267,7 +269,7 @@ def test_malformed_health_file_means_candidate(tmp_path: Path) -> None:
         assert catalog.health_of(path) is Health.candidate
     (path / catalog.HEALTH).unlink()
     (path / catalog.HEALTH).mkdir()
-    assert catalog.health_of(path) is Health.unread, "what cannot be read is not judged"
+    assert catalog.health_of(path) is Health.unread, "an unreadable file has no health"
 
 
 def test_remove_unfinished_removes_only_unfinished_directories(tmp_path: Path) -> None:
@@ -289,30 +291,30 @@ def test_quarantine_of_the_same_name_twice_keeps_both(tmp_path: Path) -> None:
     for number in range(3):
         path = make(tmp_path, name_of(10, 0))
         (path / "number").write_text(str(number))
-        aside = catalog.quarantine(path)
+        quarantined = catalog.quarantine(path)
         assert not path.exists()
-        assert (aside / "number").read_text() == str(number)
+        assert (quarantined / "number").read_text() == str(number)
     assert names(tmp_path) == []
     name = name_of(10, 0)
     listed = [path.name for path in catalog.list_damaged(tmp_path)]
     assert listed == [f"{name}.damaged", f"{name}.damaged-2", f"{name}.damaged-3"]
 
 
-@pytest.mark.parametrize("aside", [False, True])
-def test_delete_leaves_nothing(tmp_path: Path, aside: bool) -> None:
+@pytest.mark.parametrize("quarantined", [False, True])
+def test_delete_leaves_nothing(tmp_path: Path, quarantined: bool) -> None:
     path, other = make(tmp_path, name_of(10, 0)), make(tmp_path, name_of(20, 0))
-    path = catalog.quarantine(path) if aside else path
+    path = catalog.quarantine(path) if quarantined else path
     assert catalog.delete(path)
     assert list(tmp_path.iterdir()) == [other]
 
 
-@pytest.mark.parametrize("aside", [False, True])
-def test_killed_delete_leaves_no_checkpoint(tmp_path: Path, aside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quarantined", [False, True])
+def test_killed_delete_leaves_no_checkpoint(tmp_path: Path, quarantined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     path = make(tmp_path, name_of(10, 0))
-    path = catalog.quarantine(path) if aside else path
+    path = catalog.quarantine(path) if quarantined else path
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):

@@ -37,7 +37,7 @@ def save(root: Path, step: int, generation: int = 0) -> Path:
 
 
 def test_row_combines_name_manifest_and_file_sizes(tmp_path: Path) -> None:
-    newest, good, aside = save(tmp_path, 15, 1), save(tmp_path, 20), catalog.quarantine(save(tmp_path, 30))
+    newest, good, quarantined = save(tmp_path, 15, 1), save(tmp_path, 20), catalog.quarantine(save(tmp_path, 30))
     catalog.mark(good, Health.good, "a test")
     (newest / MANIFEST).unlink()
     os.utime(newest, (7.0, 7.0))
@@ -63,12 +63,12 @@ def test_row_combines_name_manifest_and_file_sizes(tmp_path: Path) -> None:
             problem="manifest.json: is missing",
         ),
         CheckpointRow(
-            name=aside.name,
+            name=quarantined.name,
             step=30,
             generation=0,
             health="damaged",
             time=SAVED_S,
-            bytes=2000 + (aside / MANIFEST).stat().st_size,
+            bytes=2000 + (quarantined / MANIFEST).stat().st_size,
             tokens=30_000,
             problem=None,
         ),

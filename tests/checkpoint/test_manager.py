@@ -48,9 +48,9 @@ def test_candidates_become_good_and_retention_is_kept(ranks: Pool, tmp_path: Pat
     overrides = ("train.num_steps=24", "checkpoint.every_steps=2", "checkpoint.good_after_steps=7", "checkpoint.keep=2")
     ranks.run(2, cases.run, str(tmp_path), "run.name=a", *overrides, "checkpoint.keep_every_steps=10")
     assert saved_steps(tmp_path) == list(range(2, 26, 2))
-    judged = [event for event in log_of(tmp_path) if isinstance(event, CheckpointJudged)]
-    assert all(event.health == Health.good for event in judged)
-    proved = {int(event.directory[5:13]): event.reason for event in judged}
+    marks = [event for event in log_of(tmp_path) if isinstance(event, CheckpointJudged)]
+    assert all(event.health == Health.good for event in marks)
+    proved = {int(event.directory[5:13]): event.reason for event in marks}
     assert proved.pop(24) == "24 clean steps led up to the end of the run"
     assert set(proved.values()) == {"7 clean steps followed"}, "each at the first record that shows it"
     assert set(health(tmp_path)) == {10, 20, 22, 24}, "every tenth step, and the newest two; 24 is good"
@@ -59,8 +59,8 @@ def test_candidates_become_good_and_retention_is_kept(ranks: Pool, tmp_path: Pat
 
 def obstructed(directory: str) -> None:
     """A run whose first checkpoint cannot be marked for a while: a directory blocks the health file."""
-    words = ("run.name=a", "train.num_steps=20", "checkpoint.every_steps=4", "checkpoint.good_after_steps=2")
-    cfg = load([*cases.TINY, f"run.dir={directory}", "checkpoint.keep=100", *words])
+    overrides = ("run.name=a", "train.num_steps=20", "checkpoint.every_steps=4", "checkpoint.good_after_steps=2")
+    cfg = load([*cases.TINY, f"run.dir={directory}", "checkpoint.keep=100", *overrides])
     obstacle = Path(directory) / "a" / "checkpoints" / "step-00000004-gen-0" / catalog.HEALTH
 
     def outfit(run: Run) -> Run:
@@ -81,8 +81,8 @@ def obstructed(directory: str) -> None:
 def test_failed_health_mark_is_retried(ranks: Pool, tmp_path: Path) -> None:
     ranks.run(1, obstructed, str(tmp_path))
     assert health(tmp_path)[4] is Health.good
-    (judged,) = [each for each in log_of(tmp_path) if isinstance(each, CheckpointJudged) and "00004" in each.directory]
-    assert judged.reason != "2 clean steps followed", "that was when it could not be marked"
+    (marks,) = [each for each in log_of(tmp_path) if isinstance(each, CheckpointJudged) and "00004" in each.directory]
+    assert marks.reason != "2 clean steps followed", "that was when it could not be marked"
 
 
 def test_first_candidate_is_kept_until_one_is_good(ranks: Pool, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_run_with_nan_keeps_its_last_good_checkpoint(ranks: Pool, tmp_path: Path
     for checkpoint in catalog.list_checkpoints(root):
         integrity.verify(checkpoint.path)
     code, records = ranks.run(2, cases.run, str(tmp_path), *overrides)[0]
-    assert code == 0, "and from it the run goes on"
+    assert code == 0, "and the run resumes from it"
     assert records[-1].step == 40
 
 
@@ -139,7 +139,7 @@ def test_checkpoints_are_saved_by_the_clock(ranks: Pool, tmp_path: Path) -> None
     for iteration in asked:
         soon = range(
             iteration + 3, iteration + 7
-        )  # heard after `lag` iterations; one that waits for its report is first
+        )  # reaches all ranks after `lag` iterations; a pending save comes first
         assert soon[-1] > 60 or set(soon) & set(saves)
     assert saves[-1] == 60
     assert len(saves) <= len(asked) + 1, "one for each request, and the last"
@@ -198,7 +198,7 @@ def test_full_disk_loses_only_that_checkpoint(ranks: Pool, small_disk: Path) -> 
     code, records = ranks.run(
         2, cases.run, str(directory), *overrides, "checkpoint.keep=1", "checkpoint.every_steps=0"
     )[0]
-    assert code == 0, "with room on the disk the run is done again to its end"
+    assert code == 0, "with free disk space the run resumes to its end"
     assert records[-1].step == 12
 
 

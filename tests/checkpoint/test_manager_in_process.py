@@ -100,7 +100,7 @@ class Played:
         return [event.step for event in self.log if isinstance(event, CheckpointSaved)]
 
     @property
-    def judged(self) -> list[tuple[str, str]]:
+    def marks(self) -> list[tuple[str, str]]:
         return [(event.directory, event.reason) for event in self.log if isinstance(event, CheckpointJudged)]
 
     @property
@@ -188,13 +188,13 @@ def test_checkpoint_is_good_after_three_clean_steps_in_a_row(
     run = Played(tmp_path, world, every_steps=0)
     flags = {None: {}, "refused": {"refused": True}, "doubtful": {"doubtful_since": 2}}
     for iteration in range(1, judged_after + 1):
-        assert run.judged == []
+        assert run.marks == []
         if iteration == 2:
             run.checkpoints.request_save()
         run.step(**flags[unclean.get(iteration)])  # type: ignore[arg-type]
     (directory,) = [each.name for each in catalog.list_checkpoints(tmp_path)]
     first_clean = max([2, *(each for each in unclean if each > 2)])
-    assert run.judged == [(directory, f"{judged_after - first_clean} clean steps followed")]
+    assert run.marks == [(directory, f"{judged_after - first_clean} clean steps followed")]
     assert [*run.health.values()] == [Health.good]
 
 
@@ -276,7 +276,7 @@ def test_the_last_state_of_a_run_is_good_after_clean_steps(
     assert run.checkpoints.save_last(run.state, is_done=is_done, remembered=lambda: {"reports": "all"})
     run.complete()
     path = tmp_path / name_of(run.state.step, 0)
-    assert (catalog.health_of(path), [each for _, each in run.judged]) == (expected, [reason] if reason else [])
+    assert (catalog.health_of(path), [each for _, each in run.marks]) == (expected, [reason] if reason else [])
     assert store.read_state(path).sentinel == {"reports": "all"}
     assert run.checkpoints.save_last(run.state, is_done=is_done), "it is on disk already"
     run.complete()
@@ -298,9 +298,9 @@ def test_resumed_run_marks_its_checkpoint_good(tmp_path: Path, world: World) -> 
     assert run.checkpoints.save_last(run.state, is_done=True), "nothing to save"
     assert run.saved == []
     run.steps(2)
-    assert run.judged == []
+    assert run.marks == []
     run.steps(2)
-    assert run.judged == [(name_of(2, 0), "3 clean steps followed")]
+    assert run.marks == [(name_of(2, 0), "3 clean steps followed")]
     again = Played(tmp_path, world, every_steps=0)
     again.checkpoints.continue_from(name_of(2, 0), run.state)
     assert not again.checkpoints._candidates, "it is good"
@@ -313,10 +313,10 @@ def test_failed_good_mark_is_retried(tmp_path: Path, world: World) -> None:
     obstacle = tmp_path / name_of(1, 0) / catalog.HEALTH
     obstacle.mkdir()
     run.steps(3)
-    assert run.judged == []
+    assert run.marks == []
     obstacle.rmdir()
     run.steps(1)
-    assert run.judged == [(name_of(1, 0), "4 clean steps followed")]
+    assert run.marks == [(name_of(1, 0), "4 clean steps followed")]
 
 
 def test_checkpoint_deleted_by_hand_gets_no_mark(tmp_path: Path, world: World) -> None:
@@ -324,7 +324,7 @@ def test_checkpoint_deleted_by_hand_gets_no_mark(tmp_path: Path, world: World) -
     run.steps(2)
     assert catalog.delete(tmp_path / name_of(2, 0))
     run.steps(4)
-    assert run.judged == []
+    assert run.marks == []
 
 
 @pytest.fixture
@@ -382,7 +382,7 @@ def test_later_checkpoints_are_tainted(five: Played, world: World) -> None:
         6: Health.tainted,
         8: Health.tainted,
         10: Health.candidate,
-    }, "whose manifest is damaged is refused anyway"
+    }, "a damaged manifest is rejected anyway"
     assert json.loads((five.root / name_of(8, 0) / catalog.HEALTH).read_text())["reason"] == "a test"
 
 
@@ -397,7 +397,7 @@ def test_discard_after_drops_pending_save_and_later_snapshots(tmp_path: Path, wo
     run.checkpoints.discard_after(4)
     assert (run.checkpoints._queued, run.in_memory) == (None, [3])
     assert run.checkpoints._candidates == {name_of(2, 0): 2, name_of(4, 0): 4}, "those taken until then may prove good"
-    assert run.checkpoints._last_unclean == 4, "and clean steps are counted anew"
+    assert run.checkpoints._last_unclean == 4, "and clean steps are counted from there"
     run.checkpoints.discard_after(3)
     assert (run.in_memory, run.checkpoints._last_unclean) == ([3], 4)
     assert run.checkpoints._candidates == {name_of(2, 0): 2}

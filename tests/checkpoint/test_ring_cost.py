@@ -83,7 +83,7 @@ def test_clock_only_is_counted_in_minutes() -> None:
         "steps_besides": 24,
     }
     cost = rollback_cost(cfg, step_time_s=7.0)
-    assert cost.steps_at_most == (86 + 2) + 20 + 2, "600 s are 86 steps of 7 s, and it is heard 2 steps later"
+    assert cost.steps_at_most == (86 + 2) + 20 + 2, "600 s are 86 steps of 7 s, and it reaches all ranks 2 steps later"
     assert cost.steps_at_most * 7.0 <= 600 + 7.0 + cost.steps_besides * 7.0
 
 

@@ -62,7 +62,7 @@ class Bench:
 def test_targets_follow_trust_and_distrust(world: World) -> None:
     bench = Bench(world, slots=3)
     bench.take(10)
-    assert bench.target() is None, "nothing was judged yet"
+    assert bench.target() is None, "no step was reported yet"
     bench.ring.trust(10)
     assert bench.target() is None, "no step was computed from it yet"
     bench.ring.trust(11)
@@ -104,7 +104,7 @@ def test_newest_target_is_not_overwritten(world: World) -> None:
         for iteration in range(10, 30):
             bench.take(iteration)
             assert bench.target() == 2
-        assert bench.taken == [2, *range(30 - slots, 30)], "the oldest of the others goes first"
+        assert bench.taken == [2, *range(30 - slots, 30)], "the oldest of the others is overwritten first"
         bench.ring.restore(bench.held(2))
         assert bench.tensor.tolist() == [2.0] * 3
 
@@ -125,7 +125,7 @@ def test_slot_being_saved_is_not_overwritten(world: World) -> None:
     for iteration in range(8, 30):
         bench.take(iteration)
         bench.ring.trust(iteration + 1)
-    assert slot.tensors["tensor"].tolist() == slot.whole["tensor"].tolist() == [7.0] * 3
+    assert slot.tensors["tensor"].tolist() == slot.sharded["tensor"].tolist() == [7.0] * 3
     bench.ring.discard_from(7)
     assert not slot.is_saving
 

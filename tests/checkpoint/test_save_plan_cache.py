@@ -23,13 +23,13 @@ from tests.distributed.pool import Pool
 def tensors(world: World, seed: int, *, dtype: torch.dtype = torch.float32, rows: int = 5) -> dict[str, Tensor]:
     """Sharded, replicated and plain tensors; 5 rows on 2 or 4 ranks give uneven and empty shards."""
     generator = torch.Generator().manual_seed(seed)
-    whole = torch.randn(rows, 3, generator=generator).to(dtype)
+    full = torch.randn(rows, 3, generator=generator).to(dtype)
     each = -(-rows // world.size)
-    own = whole[world.rank * each : (world.rank + 1) * each].clone()
+    own = full[world.rank * each : (world.rank + 1) * each].clone()
     sharded = DTensor.from_local(
-        own, world.host_mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        own, world.host_mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride()
     )
-    copied = DTensor.from_local(whole + 1, world.host_mesh, [Replicate()], run_check=False)
+    copied = DTensor.from_local(full + 1, world.host_mesh, [Replicate()], run_check=False)
     return {"model.sharded": sharded, "model.copied": copied, "device.step": torch.tensor(seed)}
 
 
@@ -45,9 +45,9 @@ def save_in_turn(root: str, series: list[dict[str, Any]]) -> tuple[int, list[dic
     world = connect(load(["parallel.device=cpu"]).parallel)
     with patch("harness.checkpoint.store.save_shards", wraps=save) as counted:
         kept = save_all(Path(root) / "kept", series, world, store.SavePlanCache())
-    anew = save_all(Path(root) / "anew", series, world, None)
+    uncached = save_all(Path(root) / "uncached", series, world, None)
     disconnect()
-    return counted.call_count, kept, anew
+    return counted.call_count, kept, uncached
 
 
 def save_all(
@@ -69,9 +69,9 @@ def save_all(
 @pytest.mark.full
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_cached_plan_writes_the_same_bytes_as_a_new_one(ranks: Pool, tmp_path: Path, size: int) -> None:
-    for num_planned, kept, anew in ranks.run(size, save_in_turn, str(tmp_path / str(size)), [{}, {}, {}]):
+    for num_planned, kept, uncached in ranks.run(size, save_in_turn, str(tmp_path / str(size)), [{}, {}, {}]):
         assert num_planned == 1
-        assert kept == anew
+        assert kept == uncached
         assert {f"__{rank}_0.distcp" for rank in range(size)} <= set(kept[2])
         assert kept[0]["__0_0.distcp"] != kept[1]["__0_0.distcp"], "other numbers"
         assert kept[0][".metadata"] == kept[1][".metadata"]
@@ -79,9 +79,9 @@ def test_cached_plan_writes_the_same_bytes_as_a_new_one(ranks: Pool, tmp_path: P
 
 def test_other_dtype_or_shape_makes_a_new_plan(ranks: Pool, tmp_path: Path) -> None:
     series: list[dict[str, Any]] = [{}, {"dtype": torch.float16}, {}, {"rows": 6}, {"rows": 6}]
-    for num_planned, kept, anew in ranks.run(2, save_in_turn, str(tmp_path), series):
+    for num_planned, kept, uncached in ranks.run(2, save_in_turn, str(tmp_path), series):
         assert num_planned == 4
-        assert kept == anew
+        assert kept == uncached
 
 
 def save_odd_one(root: str) -> tuple[int, str]:

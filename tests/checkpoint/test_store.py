@@ -1,5 +1,7 @@
-"""A checkpoint exists complete or not at all, and only verified content is loaded. I/O errors and other versions
-quarantine nothing."""
+"""A checkpoint exists complete or not at all, and only verified content is loaded.
+
+I/O errors and checkpoints of other versions quarantine nothing.
+"""
 
 from __future__ import annotations
 
@@ -208,9 +210,9 @@ def test_damaged_checkpoint_is_named_and_the_older_one_is_loaded(
     assert code == 0
     log = list(events.read(tmp_path / "a" / "events.jsonl"))
     assert [event for event in log if isinstance(event, RunStarted)][-1].resumed_from == "step-00000010-gen-0"
-    (told,) = [event for event in log if isinstance(event, CheckpointJudged) and event.health == "damaged"]
-    assert f"step-00000015-gen-0/{name}" in told.reason
-    assert (checkpoints / "step-00000015-gen-0.damaged").is_dir(), "it is kept for whoever wants to know"
+    (event,) = [event for event in log if isinstance(event, CheckpointJudged) and event.health == "damaged"]
+    assert f"step-00000015-gen-0/{name}" in event.reason
+    assert (checkpoints / "step-00000015-gen-0.damaged").is_dir(), "it is kept for inspection"
     assert _history(records) == control, "and the run is the one that resumed from the newest"
     assert [checkpoint.step for checkpoint in catalog.list_checkpoints(checkpoints)] == [15, 20]
     for checkpoint in catalog.list_checkpoints(checkpoints):
@@ -450,8 +452,8 @@ def test_start_that_cannot_read_its_checkpoint_exits_75_and_resumes_later(
 ) -> None:
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     before = tree(tmp_path / "a" / "checkpoints")
-    words = [*cases.TINY, *LONGER, f"run.dir={tmp_path}", "launch.nproc=2", f"checkpoint.retry_s={RETRY_S}"]
-    with Launched("launch.train", *words, output=tmp_path / "output", first=unmounted) as process:
+    overrides = [*cases.TINY, *LONGER, f"run.dir={tmp_path}", "launch.nproc=2", f"checkpoint.retry_s={RETRY_S}"]
+    with Launched("launch.train", *overrides, output=tmp_path / "output", first=unmounted) as process:
         assert process.wait(timeout=60) == 75
         assert "Traceback" not in process.stderr
         complaints = [line for line in process.stderr.splitlines() if line.startswith("harness: ")]

@@ -1,5 +1,4 @@
-"""Writing and loading on one rank in this process: the plan cache, cleanup after a failure, and the choice of
-checkpoint."""
+"""Writing and loading on one rank in this process: plan cache, cleanup after errors, choice of checkpoint."""
 
 from __future__ import annotations
 
@@ -127,7 +126,7 @@ def test_plan_is_cached_while_the_layout_is_unchanged(
         assert plan_cache.metadata == (tmp_path / name_of(3, 0) / tensor_index.METADATA_FILE).read_bytes()
         plan_cache.results = plan_cache.results[:-1]
         save(tmp_path, world, 4, plan_cache)
-        assert (len(plans), len(plan_cache.results)) == (2, 2), "the parts did not come to lie as planned"
+        assert (len(plans), len(plan_cache.results)) == (2, 2), "the chunks have other offsets than in the plan"
         plan_cache.signature = []
         save(tmp_path, world, 5, plan_cache)
         assert len(plans) == 3, "other tensors"
@@ -230,7 +229,7 @@ def test_newest_intact_untainted_checkpoint_is_loaded(tmp_path: Path, world: Wor
     )
     assert weight == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == [path.name for path in paths], (
-        "what a crash left is gone"
+        "unfinished directories are removed"
     )
     damage(paths[1])
     found, weight = newest(tmp_path, world)

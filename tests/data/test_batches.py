@@ -27,9 +27,9 @@ CHANGES = (Change(4, {"b": 3.0}), Change(9, {"a": 0.0}))
 
 
 class CountingCorpus:
-    """Sample i is first + i * 10, first + i * 10 + 1, ...; it notes who asked, and breaks where it is told to.
+    """Sample i is first + i * 10, first + i * 10 + 1, ...; records the reading threads and raises on `broken` samples.
 
-    A document ends after as many tokens as the number of the sample, modulo 5.
+    A document ends after i modulo 5 tokens.
     """
 
     vocab_size = 100_000
@@ -38,10 +38,10 @@ class CountingCorpus:
         self.num_samples = num_samples
         self.broken = broken
         self.first = first
-        self.askers: dict[int, list[str]] = {}
+        self.readers: dict[int, list[str]] = {}
 
     def sample(self, index: int) -> Tokens:
-        self.askers.setdefault(index, []).append(threading.current_thread().name)
+        self.readers.setdefault(index, []).append(threading.current_thread().name)
         if index in self.broken:
             raise OSError(f"sample {index} cannot be read")
         return self.first + np.arange(index * 10, index * 10 + 5, dtype=np.int32)
@@ -149,8 +149,8 @@ def test_any_or_changing_number_of_ranks_sees_the_same_batches() -> None:
     ledger.exclude(8, 8, "test")
     indices = [ledger.nth(consumed) for consumed in range(15)]
     assert indices == [0, 1, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15, 16, 17]
-    with _mixed(ledger) as alone:
-        expected = [alone[index] for index in indices]
+    with _mixed(ledger) as single_rank:
+        expected = [single_rank[index] for index in indices]
     for plan in ((1,) * 15, (2,) * 15, (4,) * 15, (1,) * 5 + (4,) * 5 + (2,) * 5):
         for index, batch, world_size in zip(indices, expected, plan, strict=True):
             shares = []
@@ -158,16 +158,16 @@ def test_any_or_changing_number_of_ranks_sees_the_same_batches() -> None:
                 with _mixed(ledger, rank=rank, world_size=world_size) as batches:
                     shares.append(batches[index])
             assert all(len(share.inputs) == 8 // world_size for share in shares)
-            for parts, whole in zip(
+            for parts, full in zip(
                 zip(*map(_token_by_token, shares), strict=True), _token_by_token(batch), strict=True
             ):
-                assert torch.equal(torch.cat(parts), whole)
+                assert torch.equal(torch.cat(parts), full)
             fingerprints = [share.facts.fingerprint for share in shares if share.facts is not None]
             assert batch.facts is not None
             assert sum(fingerprints) % 2**64 == batch.facts.fingerprint
-            told = [share.facts for share in shares if share.facts]
-            assert all(facts.rows_by_source == batch.facts.rows_by_source for facts in told)
-            assert [facts.own is None for facts in told] == [rank > 0 for rank in range(world_size)]
+            all_facts = [share.facts for share in shares if share.facts]
+            assert all(facts.rows_by_source == batch.facts.rows_by_source for facts in all_facts)
+            assert [facts.own is None for facts in all_facts] == [rank > 0 for rank in range(world_size)]
 
 
 def test_rows_come_from_their_stated_source() -> None:
@@ -252,24 +252,24 @@ def test_prefetch_follows_the_ledger() -> None:
         batch = batches[7]
         assert _equal(batch, batches.rows(7))
         main = threading.current_thread().name
-        askers = [corpus.askers[int(sample)][0] for sample in batches.samples(7)[1]]
-        assert main not in askers
+        readers = [corpus.readers[int(sample)][0] for sample in batches.samples(7)[1]]
+        assert main not in readers
         skipped = {int(sample) for index in (3, 4) for sample in batches.samples(index)[1]}
-        assert not skipped & corpus.askers.keys(), "what is excluded is not even read"
+        assert not skipped & corpus.readers.keys(), "what is excluded is not even read"
 
 
 def test_no_target_across_documents() -> None:
     with _batches(CountingCorpus(), document_mask=True) as batches, _batches(CountingCorpus()) as plain:
         for index in range(10):
-            batch, whole = batches[index], plain[index]
+            batch, full = batches[index], plain[index]
             assert batch.documents is not None
             assert batch.documents.dtype == torch.int32
-            assert torch.equal(batch.inputs, whole.inputs)
+            assert torch.equal(batch.inputs, full.inputs)
             for row, sample in enumerate(batches.samples(index)[1]):
                 documents = CountingCorpus().documents(int(sample))
                 assert batch.documents[row].tolist() == documents[:-1].tolist()
                 ends = documents[1:] != documents[:-1]
-                assert batch.targets[row].tolist() == np.where(ends, IGNORED, whole.targets[row]).tolist()
+                assert batch.targets[row].tolist() == np.where(ends, IGNORED, full.targets[row]).tolist()
                 assert ends.sum() == (int(sample) % 5 != 0)
 
 
@@ -281,7 +281,7 @@ def test_facts_come_with_the_batch() -> None:
         assert facts.fingerprint == facts.own.fingerprint == fingerprint(batches.rows(3))
         assert facts.own.rarest[0].num_in_corpus == 7
         assert facts.rows_by_source == facts.own.rows_by_source == (4,)
-        assert facts.compared is None, "nobody to compare it with"
+        assert facts.compared is None, "no other rank to compare with"
 
 
 def _rank_of(world_size: int, rank: int, corpus: CountingCorpus, *, ledger: Ledger | None = None) -> Batches:
@@ -298,12 +298,12 @@ def _rank_of(world_size: int, rank: int, corpus: CountingCorpus, *, ledger: Ledg
 def test_rank_reads_its_own_rows_and_sometimes_one_of_another_rank(rank: int) -> None:
     corpus = CountingCorpus(num_samples=1000)
     with closing(_rank_of(8, rank, corpus)) as batches:
-        corpus.askers.clear()
+        corpus.readers.clear()
         batches[3]
-        assert len(corpus.askers) == 2, "rank 0 too"
-        corpus.askers.clear()
+        assert len(corpus.readers) == 2, "rank 0 too"
+        corpus.readers.clear()
         batches[10]
-        assert len(corpus.askers) == 3
+        assert len(corpus.readers) == 3
 
 
 @pytest.mark.parametrize("index", [0, 10, 20, 30])
@@ -361,8 +361,8 @@ def test_micro_batches_are_the_rows_in_order() -> None:
     with _mixed() as batches:
         batch = batches[0]
         parts = batch.micro_batches(4)
-        for pieces, whole in zip(zip(*map(_token_by_token, parts), strict=True), _token_by_token(batch), strict=True):
-            assert torch.equal(torch.cat(pieces), whole)
+        for pieces, full in zip(zip(*map(_token_by_token, parts), strict=True), _token_by_token(batch), strict=True):
+            assert torch.equal(torch.cat(pieces), full)
         assert all(part.facts is batch.facts for part in parts)
 
 
@@ -389,9 +389,9 @@ def test_next_batch_is_prefetched_by_the_thread() -> None:
             _work(batches)
         main = threading.current_thread().name
         for index in range(1, 5):
-            askers = [asker for sample in batches.samples(index)[1] for asker in corpus.askers[int(sample)]]
-            assert main not in askers, index
-            assert len(askers) == 4, "each sample is read once"
+            readers = [asker for sample in batches.samples(index)[1] for asker in corpus.readers[int(sample)]]
+            assert main not in readers, index
+            assert len(readers) == 4, "each sample is read once"
 
 
 def test_no_prefetch_for_random_access() -> None:
@@ -400,7 +400,7 @@ def test_no_prefetch_for_random_access() -> None:
         for index in (50, 10, 30):
             assert _equal(batches[index], batches.rows(index))
             _work(batches)
-        assert {asker for askers in corpus.askers.values() for asker in askers} == {threading.current_thread().name}
+        assert {asker for readers in corpus.readers.values() for asker in readers} == {threading.current_thread().name}
 
 
 def test_prefetch_error_is_raised_when_the_batch_is_requested() -> None:
@@ -462,14 +462,14 @@ def test_uneven_shares_have_the_same_rows_and_padding_is_ignored(micro: int | No
             micro_batch_size=micro,
         ) as batches:
             shared.append(batches[3])
-    with _batches(CountingCorpus(), batch_size=8, document_mask=document_mask) as alone:
-        whole, rows = alone[3], alone.rows(3)
+    with _batches(CountingCorpus(), batch_size=8, document_mask=document_mask) as single_rank:
+        full, rows = single_rank[3], single_rank.rows(3)
     assert len({batch.inputs.shape for batch in shared}) == 1, "the same shape on every rank"
     own = [np.ones(len(batch.inputs), dtype=bool) if batch.is_own is None else batch.is_own for batch in shared]
     assert [int(each.sum()) for each in own] == [2, 3, 3]
     for name in ("inputs", "targets", "sources", *(["documents"] if document_mask else [])):
         parts = [getattr(batch, name)[torch.from_numpy(each)] for batch, each in zip(shared, own, strict=True)]
-        assert torch.equal(torch.cat(parts), getattr(whole, name)), name
+        assert torch.equal(torch.cat(parts), getattr(full, name)), name
     for batch, each in zip(shared, own, strict=True):
         assert (batch.targets[torch.from_numpy(~each)] == IGNORED).all()
         assert batch.facts is not None

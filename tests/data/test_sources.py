@@ -43,16 +43,16 @@ def prefix(tmp_path: Path) -> Path:
 def test_any_number_of_ranks_sees_the_same_global_batches(data: str, prefix: Path) -> None:
     paths = [f"data.sources.main.paths=[{prefix}]"] if data == "files" else []
     cfg = load([f"data={data}", *SMALL, *paths, "data.document_mask=true"])
-    with _opened(cfg) as alone:
+    with _opened(cfg) as single_rank:
         for world_size in (2, 4):
             for rank in range(world_size):
                 rows = slice(rank * 8 // world_size, (rank + 1) * 8 // world_size)
                 with _opened(cfg, rank=rank, world_size=world_size) as pair:
                     for part, index in ((0, 0), (0, 99), (0, 100), (0, 1000), (1, 0), (1, 3)):
-                        share, whole = pair[part][index], alone[part][index]
-                        assert torch.equal(share.inputs, whole.inputs[rows])
-                        assert torch.equal(share.targets, whole.targets[rows])
-                        assert torch.equal(share.sources, whole.sources[rows])
+                        share, full = pair[part][index], single_rank[part][index]
+                        assert torch.equal(share.inputs, full.inputs[rows])
+                        assert torch.equal(share.targets, full.targets[rows])
+                        assert torch.equal(share.sources, full.sources[rows])
 
 
 def test_bundled_mixture_changes_its_weights() -> None:
@@ -67,10 +67,12 @@ def test_bundled_mixture_changes_its_weights() -> None:
 def test_train_and_held_out_share_no_token(data: str) -> None:
     with _opened(load([f"data={data}", *SMALL])) as (train, held_out):
         for number in range(len(train.sources)):
-            trained, judged = (_samples(batches, number) for batches in (train, held_out))
-            assert (trained.max() + 1) * 64 < judged.min() * 64, "the last target lies before the first held-out input"
+            trained, evaluated = (_samples(batches, number) for batches in (train, held_out))
+            assert (trained.max() + 1) * 64 < evaluated.min() * 64, (
+                "the last target comes before the first held-out input"
+            )
             assert len(set(trained.tolist())) == len(trained)
-            assert len(set(judged.tolist())) == len(judged)
+            assert len(set(evaluated.tolist())) == len(evaluated)
 
 
 def test_held_out_order_is_the_same_for_every_run_seed() -> None:

@@ -56,8 +56,8 @@ def pair(directory: Path, index: bytes, num_bytes: int) -> Path:
     return prefix
 
 
-def refused(path: str | Path, complaint: str, *, names: Path, dtype: TokenDtype = TokenDtype.auto) -> None:
-    with pytest.raises(ConfigError, match=complaint) as caught:
+def check_rejected(path: str | Path, message: str, *, names: Path, dtype: TokenDtype = TokenDtype.auto) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         opened(path, dtype)
     assert str(caught.value).startswith(f"{KEY}: {names}: ")
     assert "\n" not in str(caught.value)

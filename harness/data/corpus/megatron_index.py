@@ -5,9 +5,8 @@ How: the file is 34 bytes of header (magic, version, dtype code, number of seque
 the length of each sequence (int32, tokens), its offset in the `.bin` file (int64, bytes), the first sequence of each
 document (int64, one mark more than there are documents), and, in multimodal files, one mode byte per sequence, which is
 ignored. All numbers are little-endian. The index is memory-mapped, not read. Opening checks sizes, ends and a fixed
-number of probes in between, so its cost does not grow with the corpus; a lookup is a bisection that touches a few
-pages. Left out: a check of every entry (a lookup that finds a broken one raises), and fairseq's layout of the same
-magic.
+number of probes in between, so its cost does not grow with the corpus; a lookup is a bisection over a few pages.
+Left out: a check of every entry (a lookup that finds a broken one raises), and fairseq's layout of the same magic.
 """
 
 from __future__ import annotations

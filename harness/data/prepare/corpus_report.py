@@ -1,8 +1,8 @@
 """Statistics of a prepared corpus: the report that `harness data prepare` prints and stores beside it.
 
-Why: rare tokens, duplicates and giant documents are known causes of trouble in training, and cheapest to see
-beforehand. How: `CorpusCounter` takes the parts in order, so the report is a function of the output alone. `render`
-makes the text. Left out: near-duplicates; only equal texts count as duplicates, by a 64-bit hash.
+Why: rare tokens, duplicates and giant documents are known causes of trouble in training, and cheapest to see early.
+How: `CorpusCounter` takes the parts in order, so the report is a function of the output only.
+Left out: near-duplicates; only equal texts count as duplicates, by a 64-bit hash.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from harness.config.data import TokenDtype
 from harness.data.corpus.token_files import Tokens
 from tests.data.token_files import (
     CODES,
+    check_rejected,
     opened,
-    refused,
     write_pair,
 )
 
@@ -35,14 +35,16 @@ def test_flat_tokens_are_of_the_named_dtype(tmp_path: Path, name: str, dtype: To
 @pytest.mark.parametrize("dtype", [TokenDtype.auto, TokenDtype.uint32])
 def test_odd_bytes_are_refused(tmp_path: Path, dtype: TokenDtype) -> None:
     (tmp_path / "train.bin").write_bytes(bytes(7))
-    refused(tmp_path / "train.bin", "has 7 bytes, which is not a multiple", names=tmp_path / "train.bin", dtype=dtype)
+    check_rejected(
+        tmp_path / "train.bin", "has 7 bytes, which is not a multiple", names=tmp_path / "train.bin", dtype=dtype
+    )
 
 
 @pytest.mark.parametrize("largest", [50_000, 100_000, 200_000])
 def test_uint32_is_not_read_as_uint16(tmp_path: Path, largest: int) -> None:
     path = tmp_path / "part.npy"
     path.write_bytes(np.random.default_rng(0).integers(0, largest, 5000, dtype=np.uint32).tobytes())
-    refused(path, "looks like uint32", names=path)
+    check_rejected(path, "looks like uint32", names=path)
     assert opened(path, TokenDtype.uint32).num_tokens == 5000
     assert opened(path, TokenDtype.uint16).num_tokens == 10_000
 
@@ -71,7 +73,7 @@ def test_llmc_headers_are_read(tmp_path: Path, magic: int, version: int, dtype: 
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    ("content", "message"),
     [
         (_llmc(20240520, 2, np.arange(9, dtype=np.uint16)), "version 2, allowed is 1"),
         (_llmc(20240801, 1, np.arange(9, dtype=np.uint32)), "version 1, allowed is 7"),
@@ -83,10 +85,10 @@ def test_llmc_headers_are_read(tmp_path: Path, magic: int, version: int, dtype: 
         (_llmc(20240522, 1, np.arange(9, dtype=np.uint16)), "evaluation file"),
     ],
 )
-def test_a_broken_llmc_file_is_refused(tmp_path: Path, content: bytes, complaint: str) -> None:
+def test_a_broken_llmc_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "train.bin"
     path.write_bytes(content)
-    refused(path, complaint, names=path)
+    check_rejected(path, message, names=path)
 
 
 @pytest.mark.parametrize("dtype", [*CODES, ">u2", ">i4"])
@@ -100,7 +102,7 @@ def test_numpy_files_are_read(tmp_path: Path, name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "complaint"),
+    ("array", "message"),
     [
         (np.zeros(5), "contains float64; token ids must be integers"),
         (np.zeros(5, dtype=bool), "holds bool"),
@@ -111,22 +113,22 @@ def test_numpy_files_are_read(tmp_path: Path, name: str, dtype: str) -> None:
         (np.zeros(0, dtype=np.int32), "contains no tokens"),
     ],
 )
-def test_numpy_file_without_token_ids_is_rejected(tmp_path: Path, array: np.ndarray[Any, Any], complaint: str) -> None:
+def test_numpy_file_without_token_ids_is_rejected(tmp_path: Path, array: np.ndarray[Any, Any], message: str) -> None:
     np.save(tmp_path / "tokens.npy", array)
-    refused(tmp_path / "tokens.npy", complaint, names=tmp_path / "tokens.npy")
+    check_rejected(tmp_path / "tokens.npy", message, names=tmp_path / "tokens.npy")
 
 
 def test_every_truncation_of_a_numpy_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "tokens.npy"
     np.save(path, np.arange(5, dtype=np.int32))
-    whole = path.read_bytes()
-    for length in range(6, len(whole)):
-        path.write_bytes(whole[:length])
-        refused(path, "is truncated|cannot be read", names=path)
-    path.write_bytes(whole + b"\x00")
-    refused(path, "is longer than its header says", names=path)
-    path.write_bytes(whole.replace(b"NUMPY\x01", b"NUMPY\x07"))
-    refused(path, "cannot be read", names=path)
+    content = path.read_bytes()
+    for length in range(6, len(content)):
+        path.write_bytes(content[:length])
+        check_rejected(path, "is truncated|cannot be read", names=path)
+    path.write_bytes(content + b"\x00")
+    check_rejected(path, "is longer than its header says", names=path)
+    path.write_bytes(content.replace(b"NUMPY\x01", b"NUMPY\x07"))
+    check_rejected(path, "cannot be read", names=path)
 
 
 @pytest.mark.parametrize("kind", ["pair", "numpy", "llmc"])
@@ -140,11 +142,11 @@ def test_a_header_that_contradicts_the_configuration_is_refused(tmp_path: Path, 
                 np.save(file, np.arange(5, dtype=np.uint16))
         case _:
             path.write_bytes(_llmc(20240520, 1, np.arange(9, dtype=np.uint16)))
-    refused(path, "contains uint16, but the source's dtype is int32", names=path, dtype=TokenDtype.int32)
+    check_rejected(path, "contains uint16, but the source's dtype is int32", names=path, dtype=TokenDtype.int32)
     assert opened(path, TokenDtype.uint16).dtype == np.uint16
 
 
 @pytest.mark.parametrize("name", ["train.bin", "train.npy"])
 def test_an_empty_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    refused(tmp_path / name, "is empty", names=tmp_path / name)
+    check_rejected(tmp_path / name, "is empty", names=tmp_path / name)

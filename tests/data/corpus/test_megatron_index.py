@@ -18,11 +18,11 @@ from harness.data.corpus.token_files import IndexedWriter
 from tests.data.token_files import (
     CODES,
     DOCUMENTS,
+    check_rejected,
     fresh_directory,
     index_bytes,
     opened,
     pair,
-    refused,
     write_pair,
 )
 
@@ -111,7 +111,7 @@ def test_every_integer_code_is_read(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "num_bytes", "complaint"),
+    ("index", "num_bytes", "message"),
     [
         (b"MMIDIDX\x00", 6, "truncated within its header"),
         (b"TNTIDX\x00\x00\x00" + bytes(40), 6, "is not a Megatron index"),
@@ -136,28 +136,28 @@ def test_every_integer_code_is_read(tmp_path: Path, dtype: str) -> None:
         (index_bytes([1, 2, 1], marks=[0, 7, 3]), 8, "document 0 ends before it begins"),
     ],
 )
-def test_a_broken_index_is_refused(tmp_path: Path, index: bytes, num_bytes: int, complaint: str) -> None:
+def test_a_broken_index_is_refused(tmp_path: Path, index: bytes, num_bytes: int, message: str) -> None:
     prefix = pair(tmp_path, index, num_bytes)
-    refused(prefix, complaint, names=prefix.with_suffix(".idx"))
+    check_rejected(prefix, message, names=prefix.with_suffix(".idx"))
 
 
 def test_every_truncation_of_the_data_is_rejected(tmp_path: Path) -> None:
     prefix = tmp_path / "corpus"
     write_pair(prefix, [[1, 2], [3], []])
-    whole = prefix.with_suffix(".bin").read_bytes()
-    for length in range(1, len(whole)):
-        prefix.with_suffix(".bin").write_bytes(whole[:length])
-        refused(prefix, "is truncated: corpus.idx covers 6 bytes", names=prefix.with_suffix(".bin"))
+    content = prefix.with_suffix(".bin").read_bytes()
+    for length in range(1, len(content)):
+        prefix.with_suffix(".bin").write_bytes(content[:length])
+        check_rejected(prefix, "is truncated: corpus.idx covers 6 bytes", names=prefix.with_suffix(".bin"))
 
 
 def test_every_truncation_of_the_index_is_rejected(tmp_path: Path) -> None:
     prefix = tmp_path / "corpus"
     write_pair(prefix, [[1, 2], [3]])
     path = prefix.with_suffix(".idx")
-    whole = path.read_bytes()
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
-        refused(prefix, "truncated|is empty", names=path)
+    content = path.read_bytes()
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        check_rejected(prefix, "truncated|is empty", names=path)
 
 
 @pytest.mark.parametrize("wrong", [-2, 0, 2 * 507, 2**40])

@@ -17,10 +17,10 @@ from harness.data.corpus.token_files import IndexedWriter, expand
 from tests.data.token_files import (
     DOCUMENTS,
     KEY,
+    check_rejected,
     fresh_directory,
     index_bytes,
     opened,
-    refused,
     write_pair,
 )
 
@@ -63,17 +63,17 @@ def test_pair_can_be_opened_by_three_names(tmp_path: Path, name: str) -> None:
 def test_a_prefix_needs_both_files(tmp_path: Path, present: str, absent: str) -> None:
     write_pair(tmp_path / "corpus", [[1, 2]])
     (tmp_path / f"corpus{absent}").unlink()
-    refused(tmp_path / "corpus", "is missing", names=tmp_path / f"corpus{absent}")
+    check_rejected(tmp_path / "corpus", "is missing", names=tmp_path / f"corpus{absent}")
     with pytest.raises(ConfigError, match="is missing"):
         expand([str(tmp_path / "corpus")], key=KEY)
     if present == ".idx":
-        refused(tmp_path / "corpus.idx", "is missing", names=tmp_path / "corpus.bin")
+        check_rejected(tmp_path / "corpus.idx", "is missing", names=tmp_path / "corpus.bin")
 
 
 def test_missing_files_and_directories_are_rejected(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere", "no such file", names=tmp_path / "nowhere")
-    refused(tmp_path / "nowhere.bin", "no such file", names=tmp_path / "nowhere.bin")
-    refused(tmp_path, "is a directory", names=tmp_path)
+    check_rejected(tmp_path / "nowhere", "no such file", names=tmp_path / "nowhere")
+    check_rejected(tmp_path / "nowhere.bin", "no such file", names=tmp_path / "nowhere.bin")
+    check_rejected(tmp_path, "is a directory", names=tmp_path)
 
 
 def test_a_view_cannot_be_written_to(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The order of the data in fixed numbers: a run whose corpus does not change sees these samples, in every version.
+"""Golden values of the data order: with an unchanged corpus, every version of the harness reads these samples.
 
-The numbers were computed before corpora could grow and batch sizes could change.
+The values were computed before corpora could grow and batch sizes could change.
 """
 
 from __future__ import annotations

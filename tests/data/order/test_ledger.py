@@ -141,9 +141,9 @@ def test_truncated_last_line_keeps_the_lines_before(tmp_path: Path) -> None:
     ledger.exclude(1, 2, "kept")
     kept = len(path.read_bytes())
     ledger.exclude(7, 7, "cut")
-    whole = path.read_bytes()
-    for length in range(kept, len(whole) - 1):
-        path.write_bytes(whole[:length])
+    content = path.read_bytes()
+    for length in range(kept, len(content) - 1):
+        path.write_bytes(content[:length])
         resumed = Ledger.load(path)
         assert [entry.reason for entry in resumed] == ["kept"]
         resumed.exclude(9, 9, "after")

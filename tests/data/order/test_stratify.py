@@ -123,12 +123,12 @@ def test_limit_holds_and_every_epoch_is_complete(
     for epoch in range(len(stream) // num_samples):
         visited = stream[epoch * num_samples : (epoch + 1) * num_samples]
         np.testing.assert_array_equal(np.sort(visited), np.arange(num_samples))
-    alone = _batches(table, batch_size, seed, None, passes=4)
+    plain = _batches(table, batch_size, seed, None, passes=4)
     for turn, exchanged in stratified.swaps(0).items():
         assert stratified.swaps(0)[exchanged] == turn
     untouched = {turn // batch_size for epoch in range(4) for turn in stratified.swaps(epoch)}
     for index in set(range(len(batches))) - untouched:
-        np.testing.assert_array_equal(batches[index], alone[index])
+        np.testing.assert_array_equal(batches[index], plain[index])
 
 
 def test_batches_can_be_computed_in_any_order() -> None:

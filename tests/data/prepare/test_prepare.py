@@ -196,7 +196,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_alive(pid: int) -> bool:
@@ -217,12 +217,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for orphans in /proc")
 def test_killed_run_resumes_and_gives_the_same_bytes(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", embedded_documents() * 4)
-    words = [str(source), "--train-bpe", "500", "--append-eod", "--workers", "2", "--shard-bytes", "10000"]
+    arguments = [str(source), "--train-bpe", "500", "--append-eod", "--workers", "2", "--shard-bytes", "10000"]
     make([source], tmp_path / "whole", bpe_size=500, append_eod=True, workers=2, shard=1 << 20)
     output = tmp_path / "out"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for num_parts in (3, 40):
-        process = subprocess.Popen(command(*words, "--output", str(output)), env=environment)
+        process = subprocess.Popen(command(*arguments, "--output", str(output)), env=environment)
         wait_until(part_path(output, num_parts).exists)
         workers = children_of(process.pid)
         process.send_signal(signal.SIGKILL)
