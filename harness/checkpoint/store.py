@@ -255,13 +255,13 @@ def load_newest(root: Path, tensors: Mapping[str, Tensor], *, world: World, retr
     """
     retry = IoRetry(retry_s)
     names = retry.call(lambda: from_first(lambda: _newest_first(root)))
-    found = load_first(root, names, tensors, world=world, retry=retry)
-    if found.loaded is not None:
-        return found
+    result = load_first(root, names, tensors, world=world, retry=retry)
+    if result.loaded is not None:
+        return result
     if lost := retry.call(lambda: from_first(lambda: [str(path) for path in catalog.list_damaged(root)])):
-        problem = "; ".join(map(str, found.damage)) or f"{len(lost)} were found damaged before"
+        problem = "; ".join(map(str, result.damage)) or f"{len(lost)} were found damaged before"
         raise ConfigError("run.name", f"no checkpoint in {root} is intact ({problem}); remove {lost[-1]} to start over")
-    return found
+    return result
 
 
 def load_first(
@@ -359,30 +359,30 @@ def read_state(path: Path) -> RunState:
 def read_index(path: Path, shapes: Mapping[str, torch.Size]) -> TensorIndex:
     """The tensor index of a verified checkpoint. A tensor that is missing or has another shape is a `ConfigError`: the
     checkpoint is intact, the configuration differs."""
-    found = tensor_index.read(path)
-    saved = found.shapes
+    index = tensor_index.read(path)
+    saved = index.shapes
     for name, shape in shapes.items():
         if saved.get(name) != shape:
             there = f"has {name} with shape {list(saved[name])}" if name in saved else f"has no {name}"
             raise ConfigError("run.name", f"{path} {there}; this configuration needs {list(shape)}")
-    return found
+    return index
 
 
-def _fill(path: Path, tensors: Mapping[str, Tensor], found: TensorIndex, *, retry: IoRetry) -> None:
+def _fill(path: Path, tensors: Mapping[str, Tensor], index: TensorIndex, *, retry: IoRetry) -> None:
     """Read this rank's part of every tensor; ranks read independently, and a failure on one is raised on all."""
     filled: list[bool] = []
 
     def fill() -> None:
         if not filled:
-            read_into(path, tensors, found)
+            read_into(path, tensors, index)
             filled.append(True)
 
     retry.call(lambda: together(fill))
 
 
-def read_into(path: Path, tensors: Mapping[str, Tensor], found: TensorIndex) -> None:
+def read_into(path: Path, tensors: Mapping[str, Tensor], index: TensorIndex) -> None:
     """Fill this process's part of tensors from a verified checkpoint; needs no process group."""
-    reader = _Reader(path, tensor_index.metadata_for(found, tensors))
+    reader = _Reader(path, tensor_index.metadata_for(index, tensors))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: no_dist=True
         try:
@@ -399,13 +399,13 @@ def read_shapes(path: Path) -> dict[str, torch.Size]:
     return tensor_index.read(path).shapes
 
 
-def read_tensors(path: Path, names: Iterable[str], found: TensorIndex | None = None) -> dict[str, Tensor]:
-    """Full (unsharded) tensors of a verified checkpoint, by name; needs no process group. Reads the index if `found` is
+def read_tensors(path: Path, names: Iterable[str], index: TensorIndex | None = None) -> dict[str, Tensor]:
+    """Full (unsharded) tensors of a verified checkpoint, by name; needs no process group. Reads the index if `index` is
     not given."""
-    found = found or tensor_index.read(path)
-    saved = found.tensors
+    index = index or tensor_index.read(path)
+    saved = index.tensors
     tensors = {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in names}
-    read_into(path, tensors, found)
+    read_into(path, tensors, index)
     return tensors
 
 

@@ -89,7 +89,7 @@ def export_model(
     try:
         integrity.verify(checkpoint.path)
         expected = {f"model.{name}": shape for name, shape in names.parameter_shapes(cfg.model).items()}
-        read = partial(store.read_tensors, checkpoint.path, found=store.read_index(checkpoint.path, expected))
+        read = partial(store.read_tensors, checkpoint.path, index=store.read_index(checkpoint.path, expected))
         with atomic_directory(output) as scratch:
             has_tokenizer = write_config_and_tokenizer(scratch, cfg, dtype=DTYPES[dtype])
             files = write_weights(read, scratch, cfg=cfg.model, dtype=DTYPES[dtype], file_bytes=file_bytes)
