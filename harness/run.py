@@ -13,11 +13,11 @@ from harness.config.schema import Config
 from harness.control.stop_requests import StopRequest
 from harness.control.watcher import Watcher
 from harness.core.events import Action, ReducedRecord, StepRecord
-from harness.core.gc_schedule import Collector
+from harness.core.gc_schedule import GcSchedule
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.sentinel.device.step_report import HostFacts, unpack
-from harness.telemetry.event_reporter import Narrator
+from harness.telemetry.event_reporter import EventReporter
 from harness.telemetry.heartbeat import Heartbeat
 
 
@@ -43,12 +43,12 @@ class Run:
     directory: RunDir
     parts: Parts
     state: RunState
-    narrator: Narrator
+    reporter: EventReporter
     stop: StopRequest
     inbox: Watcher | None
     """Operator commands; on rank 0 only."""
     heart: Heartbeat
-    collector: Collector
+    gc_schedule: GcSchedule
 
     def log_step(self, facts: HostFacts, values: Tensor) -> StepRecord:
         """Turn a step report into its record, and write the record to the event log."""
@@ -62,8 +62,8 @@ class Run:
             replicate=self.parts.world.replicate,
         )
         record.beta2 = self.cfg.optim.beta2 if facts.probed else None
-        logged = self.narrator.emit_step(record, posted_s=facts.posted_s)
-        self.heart.learn(logged)
+        logged = self.reporter.emit_step(record, posted_s=facts.posted_s)
+        self.heart.set_progress(logged)
         return logged
 
     def process_report(
@@ -75,16 +75,16 @@ class Run:
         """
         parts, state = self.parts, self.state
         if measured := parts.check.receive(facts.iteration):
-            self.narrator.note(measured)
+            self.reporter.note(measured)
             parts.sentinel.measure(measured)
         record = self.log_step(facts, values)
-        state.learn(refused=record.refused)
+        state.set_progress(refused=record.refused)
         if is_halted or record.digests:
             return record, None
         findings, action = parts.sentinel.judge(record)
         for finding in findings:
-            self.narrator.note(finding)
-        parts.keeper.learn(
+            self.reporter.note(finding)
+        parts.keeper.set_progress(
             record, state, doubtful_since=parts.sentinel.policy.doubtful_since, remembered=parts.sentinel.memory
         )
         return record, action

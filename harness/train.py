@@ -32,7 +32,7 @@ from harness.control.stop_requests import StopRequest, signals_to
 from harness.control.watcher import watching
 from harness.core import rundir
 from harness.core.events import ReducedRecord, RunEnded, to_json
-from harness.core.gc_schedule import Collector
+from harness.core.gc_schedule import GcSchedule
 from harness.core.locking import run_lease
 from harness.core.rundir import append_line
 from harness.core.state import RunState
@@ -49,7 +49,7 @@ from harness.run import Ending, Run
 from harness.run_corpus import resolve_run_data
 from harness.sentinel.device.step_report import HostFacts
 from harness.step import apply_update, evaluate, forward_backward, gate, measure_held_out, reduce_signals
-from harness.telemetry.event_reporter import Narrator
+from harness.telemetry.event_reporter import EventReporter
 from harness.telemetry.heartbeat import Heartbeat, Phase
 from harness.telemetry.manifest import write_manifest
 from harness.telemetry.meters import memory_bytes
@@ -66,7 +66,7 @@ def train(run: Run) -> Ending:
         place = parts.ledger.next_batch(state.cursor, state.given_back)
         window = parts.planned.at(place.position, state)
         if event := parts.planned.announce(window, place.batch, state):
-            run.narrator.note(event)
+            run.reporter.note(event)
         batch = parts.batches[place.batch]
         branches = choose_branches(run, place.batch, planned=window is not None)
 
@@ -89,8 +89,8 @@ def train(run: Run) -> Ending:
         if evaluates or ending is not None or state.step == cfg.train.num_steps:
             ending = process_reports(run, everything=True, ending=ending)
         if evaluates and not (ending is not None and ending.is_halt):
-            run.narrator.emit(evaluate(parts, state, cfg=cfg, beat=lambda: run.heart.beat(state, Phase.evaluate)))
-        run.collector.turn()
+            run.reporter.emit(evaluate(parts, state, cfg=cfg, beat=lambda: run.heart.beat(state, Phase.evaluate)))
+        run.gc_schedule.turn()
     if ending is None or (state.step >= cfg.train.num_steps and ending.exit_code == EXIT_INTERRUPTED):
         return Ending(EXIT_DONE, "all steps done")
     return ending
@@ -159,7 +159,7 @@ def add_host_signals(run: Run, batch: Batch, branches: Branches, *, started_s: f
         decision=parts.sentinel.digest_with(branches),
         busy_s=busy_s,
         device_s=parts.compute_clock.finish_step(),
-        step_s=run.narrator.step_time_s,
+        step_s=run.reporter.step_time_s,
     )
     assert batch.facts is not None, "held-out data has none"
     digests = {"fingerprint": batch.facts.fingerprint, "plan": parts.batches.plan_digest()}
@@ -205,7 +205,7 @@ def process_reports(run: Run, *, everything: bool = False, ending: Ending | None
         if record.command_waits and ending is None:
             ending = run_operator_commands(run)
     for event in [*parts.checkpoints.drain_events(), *parts.sentinel.drain_events()]:
-        run.narrator.note(event)
+        run.reporter.note(event)
     return ending
 
 
@@ -221,18 +221,18 @@ def leave(run: Run, ending: Ending) -> Ending:
     if ending.is_halt:
         run.parts.checkpoints.finish()
         for event in run.parts.checkpoints.drain_events():
-            run.narrator.note(event)
+            run.reporter.note(event)
         return ending
     if ending.exit_code == EXIT_INTERRUPTED:
         ending = Ending(EXIT_INTERRUPTED, f"{ending.reason}: {run.stop.reason}")
         if run.parts.world.is_first and (asked := stop_requests.stop_event(run.directory, run.state.iteration)):
             append_line(run.directory.interventions, to_json(asked))
-            run.narrator.note(asked)
+            run.reporter.note(asked)
     is_done = ending.exit_code == EXIT_DONE
     with run.heart.during(Phase.save):
         is_saved = run.parts.checkpoints.save_last(run.state, is_done=is_done, remembered=run.parts.sentinel.memory)
     for event in run.parts.checkpoints.drain_events():
-        run.narrator.note(event)
+        run.reporter.note(event)
     return ending if is_saved else Ending(EXIT_INTERRUPTED, f"{ending.reason}, but the last checkpoint was not saved")
 
 
@@ -264,37 +264,37 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
     with (
         Heartbeat(directory, rank=world.rank, world_size=world.size, num_steps=cfg.train.num_steps) as heart,
         closing_parts(build(cfg, world, directory)) as parts,
-        entered(Narrator(cfg, directory, world=world, meter=build_meter(cfg, world))) as narrator,
+        entered(EventReporter(cfg, directory, world=world, meter=build_meter(cfg, world))) as reporter,
         entered(watching(directory, stop, is_first=world.is_first)) as inbox,
-        Collector() as collector,
+        GcSchedule() as gc_schedule,
         able_products(cfg.precision.kind, world.device),
     ):
         from_first(lambda: write_manifest(directory, run_manifest(cfg, parts)))
         state, events = resume(cfg, parts, opened)
         for event in events:
-            narrator.emit(event)
+            reporter.emit(event)
         if any(key.startswith("data.") for key in opened.changes):
             parts.planned.resume_with_other_data(state.cursor)
         if opened.changes:
-            narrator.emit(rundir.intervention(opened.changes, iteration=state.iteration))
+            reporter.emit(rundir.make_config_change_event(opened.changes, iteration=state.iteration))
         run = outfit(
             Run(
                 cfg=cfg,
                 directory=directory,
                 parts=parts,
                 state=state,
-                narrator=narrator,
+                reporter=reporter,
                 stop=stop,
                 inbox=inbox,
                 heart=heart,
-                collector=collector,
+                gc_schedule=gc_schedule,
             )
         )
         code, reason, _ = leave(run, train(run))
         heart.end(code, reason)
         for incident in parts.sentinel.drain_events(last=True):
-            narrator.note(incident)
-        narrator.end(
+            reporter.note(incident)
+        reporter.end(
             RunEnded(time=time.time(), iteration=state.iteration, step=state.step, exit_code=code, reason=reason)
         )
     return code

@@ -18,14 +18,14 @@ EVERY = 100
 """Iterations from one look to the next."""
 
 
-class Collector:
+class GcSchedule:
     """At rest from its beginning to its end, but for turns."""
 
     def __init__(self) -> None:
         self._was_on = True
         self._num_turns = 0
 
-    def __enter__(self) -> Collector:
+    def __enter__(self) -> GcSchedule:
         self._was_on = gc.isenabled()
         gc.disable()
         return self

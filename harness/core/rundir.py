@@ -194,14 +194,14 @@ def prepare(
         raise ConfigError("run.dir", f"cannot create {run.path}: {error.strerror}") from None
     changes = {key: list(values) for key, values in differences(cfg, run).items()} | (data_changes or {})
     if changes:
-        append_line(run.interventions, to_json(intervention(changes, iteration=iteration)))
+        append_line(run.interventions, to_json(make_config_change_event(changes, iteration=iteration)))
     if corpus:
         write_atomically(run.corpus, corpus)
     write_atomically(run.config, to_yaml(cfg))
     return changes
 
 
-def intervention(changes: dict[str, Any], *, iteration: int) -> Intervention:
+def make_config_change_event(changes: dict[str, Any], *, iteration: int) -> Intervention:
     """A change of the configuration, with who made it and when."""
     return Intervention(
         time=time.time(), iteration=iteration, who=user_name(), reason="run.resume=changed", changes=changes

@@ -35,7 +35,7 @@ class RunState:
         self.cursor, self.given_back = next_cursor, given_back
         self.tokens += tokens
 
-    def learn(self, *, refused: bool) -> None:
+    def correct_step(self, *, refused: bool) -> None:
         """What the record of an iteration says of its update; a refused one was not applied after all."""
         self.step -= refused
         self.refused_in_row = self.refused_in_row + 1 if refused else 0

@@ -18,11 +18,11 @@ from harness.config import compose
 from harness.config.errors import require
 from harness.core.rundir import MAY_DIFFER
 from harness.drills import scenario as scenarios
-from harness.drills.drill_record import Evidence
+from harness.drills.drill_record import DrillEvidence
 from harness.drills.scenario import Bounds, Expected, Scenario
-from harness.drills.score import Verdict, detect, in_words, judge, score
+from harness.drills.score import BoundStatus, detect, in_words, judge, score
 from harness.drills.score_card import aligned, markdown_table
-from harness.faults.plan import Fault, FaultKind, Plan
+from harness.faults.plan import Fault, FaultKind, FaultPlan
 
 MOST_FAULTS = 3
 EARLIEST = 60
@@ -92,8 +92,10 @@ def check_length(num_steps: int) -> None:
     require(num_steps >= least, "train.num_steps", f"must be at least {least} for a campaign, got {num_steps}")
 
 
-def plan_of(drawn: Sequence[Drawn], *, seed: int, number: int) -> Plan:
-    return Plan(seed=random.Random(f"{seed}/{number}/plan").randrange(2**31), faults=[each.fault for each in drawn])
+def plan_of(drawn: Sequence[Drawn], *, seed: int, number: int) -> FaultPlan:
+    return FaultPlan(
+        seed=random.Random(f"{seed}/{number}/plan").randrange(2**31), faults=[each.fault for each in drawn]
+    )
 
 
 def merged(drawn: Sequence[Drawn], summary: str) -> Scenario:
@@ -141,12 +143,14 @@ PROMISED = ("survived", "identical", "loss_gap")
 """Bounds whose breach means that something was lost."""
 
 
-def judge_round(drawn: Sequence[Drawn], victim: Evidence, twin: Evidence, *, number: int) -> Round:
+def judge_round(drawn: Sequence[Drawn], victim: DrillEvidence, twin: DrillEvidence, *, number: int) -> Round:
     """Measure one round against the shared twin."""
     scenario = merged(drawn, "")
     measured = score(scenario, victim, twin)
     found = [detect(each.scenario.expected, each.fault, place, victim) for place, each in enumerate(drawn)]
-    broken = [each for each in judge(scenario, measured) if each.name in PROMISED and each.verdict is Verdict.broken]
+    broken = [
+        each for each in judge(scenario, measured) if each.name in PROMISED and each.verdict is BoundStatus.broken
+    ]
     failures = [f"{each.name}: {in_words(each.measured)}, wanted {each.wanted}" for each in broken]
     if not measured.survived:
         failures.append(f"ended with exit code {victim.exit_code} at step {victim.step} of {victim.num_steps}")

@@ -21,7 +21,7 @@ from harness.core.events import EvalRecord, Event, FaultInjected, RunEnded, RunS
 from harness.core.rundir import RunDir, write_atomically
 from harness.data.order.ledger import Ledger
 from harness.drills.scenario import Scenario, from_tree
-from harness.faults.plan import Plan, read_plan
+from harness.faults.plan import FaultPlan, read_plan
 from harness.telemetry.console import notice
 
 
@@ -39,12 +39,12 @@ class Start:
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Dossier:
+class DrillRecord:
     """What `drill.json` holds."""
 
     name: str
     scenario: Scenario
-    plan: Plan
+    plan: FaultPlan
     twin: str
     """Name of the directory beside this one."""
     starts: list[Start] = field(default_factory=list)
@@ -63,14 +63,14 @@ class Dossier:
         write_atomically(run.drill, json.dumps(tree, indent=2) + "\n")
 
 
-def read_dossier(run: RunDir) -> Dossier:
+def read_drill_record(run: RunDir) -> DrillRecord:
     """The drill that a directory holds."""
     plan = read_plan(run)
     if plan is None:
         raise ConfigError(str(run.path), f"is no drill: it has no {run.drill.name}")
     try:
         tree = json.loads(run.drill.read_text(encoding="utf-8"))
-        return Dossier(
+        return DrillRecord(
             name=tree["name"],
             scenario=from_tree(tree["scenario"]),
             plan=plan,
@@ -79,7 +79,7 @@ def read_dossier(run: RunDir) -> Dossier:
             notes=tree.get("notes", []),
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(str(run.drill), f"is not the dossier of a drill: {error}") from None
+        raise ConfigError(str(run.drill), f"is not a drill record: {error}") from None
 
 
 def _starts(tree: dict[str, Any]) -> list[Start]:
@@ -88,7 +88,7 @@ def _starts(tree: dict[str, Any]) -> list[Start]:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class DrillEvidence:
     """One run, as far as a score needs it."""
 
     events: list[Event]
@@ -172,16 +172,16 @@ class Evidence:
         return [*own, *(line for start in self.starts for line in start.said), *self.notes]
 
 
-def gather(run: RunDir) -> Evidence:
+def gather(run: RunDir) -> DrillEvidence:
     """What lies in a run directory; `ConfigError` where it is none."""
     cfg = compose.read(run.config)
-    dossier = json.loads(run.drill.read_text(encoding="utf-8")) if run.drill.exists() else {}
+    record = json.loads(run.drill.read_text(encoding="utf-8")) if run.drill.exists() else {}
     faults = events.read(run.faults) if run.faults.exists() else ()
-    return Evidence(
+    return DrillEvidence(
         events=list(events.read(run.events)) if run.events.exists() else [],
         faults=[event for event in faults if isinstance(event, FaultInjected)],
-        starts=_starts(dossier),
-        notes=dossier.get("notes", []),
+        starts=_starts(record),
+        notes=record.get("notes", []),
         batch_tokens=cfg.train.batch_size * cfg.train.sequence_length,
         num_excluded=Ledger.load(run.ledger, writer=False).num_excluded,
     )

@@ -15,7 +15,7 @@ from typing import Any, final
 from harness.config import compose
 from harness.config.errors import ConfigError, require
 from harness.core.events import ActionKind, FindingKind
-from harness.faults.plan import Fault, Plan
+from harness.faults.plan import Fault, FaultPlan
 
 GROUP = "drill"
 """The folder of `conf/`, and what the overrides of a scenario begin with."""
@@ -94,8 +94,8 @@ class Scenario:
         require(0 < self.limit_s < math.inf, "drill.limit_s", f"must be positive, got {self.limit_s}")
 
     @property
-    def plan(self) -> Plan:
-        return Plan(seed=self.seed, faults=[self.fault])
+    def plan(self) -> FaultPlan:
+        return FaultPlan(seed=self.seed, faults=[self.fault])
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

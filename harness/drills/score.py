@@ -18,12 +18,12 @@ from typing import Any, final
 from harness.config.errors import EXIT_DONE
 from harness.core.events import ABOUT_SPEED, Action, ActionKind, DrillScored, Finding, Outcome
 from harness.core.rundir import RunDir
-from harness.drills.drill_record import Evidence, gather, read_dossier
+from harness.drills.drill_record import DrillEvidence, gather, read_drill_record
 from harness.drills.scenario import Expected, Scenario
 from harness.faults.plan import Fault
 
 
-class Verdict(StrEnum):
+class BoundStatus(StrEnum):
     held = "held"
     broken = "broken"
     unmeasured = "not measured"
@@ -41,7 +41,7 @@ class Bound:
     measured: float | bool | None
     wanted: str
     """In words; empty: anything."""
-    verdict: Verdict
+    verdict: BoundStatus
 
 
 @final
@@ -83,7 +83,7 @@ class Card:
 
     @property
     def passed(self) -> bool:
-        return all(bound.verdict in (Verdict.held, Verdict.free) for bound in self.bounds)
+        return all(bound.verdict in (BoundStatus.held, BoundStatus.free) for bound in self.bounds)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"passed": self.passed}
@@ -99,19 +99,19 @@ class Card:
 
 def score_run(run: RunDir) -> Card:
     """The card of a drill that lies on disk, as often as one likes."""
-    dossier = read_dossier(run)
-    twin_run = RunDir(run.path.parent / dossier.twin)
+    record = read_drill_record(run)
+    twin_run = RunDir(run.path.parent / record.twin)
     twin = gather(twin_run) if twin_run.config.exists() else None
-    measured = score(dossier.scenario, gather(run), twin)
+    measured = score(record.scenario, gather(run), twin)
     return Card(
-        scenario=dossier.name,
-        summary=dossier.scenario.summary,
+        scenario=record.name,
+        summary=record.scenario.summary,
         score=measured,
-        bounds=judge(dossier.scenario, measured),
+        bounds=judge(record.scenario, measured),
     )
 
 
-def score(scenario: Scenario, victim: Evidence, twin: Evidence | None) -> Score:
+def score(scenario: Scenario, victim: DrillEvidence, twin: DrillEvidence | None) -> Score:
     """Measure one drill."""
     expected, fault = scenario.expected, scenario.fault
     detection = detect(expected, fault, 0, victim)
@@ -151,7 +151,7 @@ class Detection:
     right_layer: bool | None = None
 
 
-def detect(expected: Expected, fault: Fault, number: int, victim: Evidence) -> Detection:
+def detect(expected: Expected, fault: Fault, number: int, victim: DrillEvidence) -> Detection:
     """Whether and how a run noticed the fault at one place of its plan."""
     struck = strikes(victim, number)
     if not struck:
@@ -175,12 +175,12 @@ def detect(expected: Expected, fault: Fault, number: int, victim: Evidence) -> D
     )
 
 
-def strikes(victim: Evidence, number: int) -> list[Any]:
+def strikes(victim: DrillEvidence, number: int) -> list[Any]:
     """When the fault at one place of the plan struck, and whom."""
     return sorted((each for each in victim.faults if each.number == number), key=lambda each: each.iteration)
 
 
-def actions_since(victim: Evidence, iteration: int) -> list[ActionKind]:
+def actions_since(victim: DrillEvidence, iteration: int) -> list[ActionKind]:
     """What was done from an iteration on; watching and checking change nothing and are left out."""
     taken = (each for each in victim.of(Action) if each.iteration >= iteration)
     return [each.kind for each in taken if each.kind not in (ActionKind.watch, ActionKind.check)]
@@ -191,24 +191,24 @@ def is_right(expected: Sequence[ActionKind], taken: Sequence[ActionKind]) -> boo
     return list(taken[:1]) == list(expected[:1]) and set(taken) <= set(expected)
 
 
-def alarms(twin: Evidence) -> list[Finding]:
+def alarms(twin: DrillEvidence) -> list[Finding]:
     """What was found where nothing was broken; a slow machine is no invention of the sentinel."""
     return [finding for finding in twin.of(Finding) if finding.kind not in ABOUT_SPEED]
 
 
-def loss_gap(victim: Evidence, twin: Evidence | None) -> float | None:
+def loss_gap(victim: DrillEvidence, twin: DrillEvidence | None) -> float | None:
     """Held-out loss at the end above the twin's, in nats."""
     if twin is None or victim.held_out_loss is None or twin.held_out_loss is None:
         return None
     return victim.held_out_loss - twin.held_out_loss
 
 
-def has_sound_end(run: Evidence) -> bool:
+def has_sound_end(run: DrillEvidence) -> bool:
     """The last loss is a number."""
     return bool(run.records) and math.isfinite(run.records[-1].loss)
 
 
-def remarks(expected: Expected, victim: Evidence, twin: Evidence | None, *, since: int) -> list[str]:
+def remarks(expected: Expected, victim: DrillEvidence, twin: DrillEvidence | None, *, since: int) -> list[str]:
     """What no bound speaks of and a person would want to know."""
     lines = list(victim.notes)
     if twin is not None:
@@ -260,12 +260,12 @@ def _at_most(name: str, measured: float | None, limit: float | None) -> Bound:
     return Bound(name=name, measured=measured, wanted=words, verdict=_verdict(measured, limit, holds))
 
 
-def _verdict(measured: float | None, wanted: float | None, holds: bool) -> Verdict:
+def _verdict(measured: float | None, wanted: float | None, holds: bool) -> BoundStatus:
     if wanted is None:
-        return Verdict.free
+        return BoundStatus.free
     if measured is None:
-        return Verdict.unmeasured
-    return Verdict.held if holds else Verdict.broken
+        return BoundStatus.unmeasured
+    return BoundStatus.held if holds else BoundStatus.broken
 
 
 def in_words(value: float | bool | None) -> str:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from harness.drills.score import Bound, Card, Verdict, in_words
+from harness.drills.score import Bound, BoundStatus, Card, in_words
 
-MARKS = {Verdict.held: "ok", Verdict.broken: "BROKEN", Verdict.unmeasured: "NOT MEASURED", Verdict.free: ""}
+MARKS = {
+    BoundStatus.held: "ok",
+    BoundStatus.broken: "BROKEN",
+    BoundStatus.unmeasured: "NOT MEASURED",
+    BoundStatus.free: "",
+}
 LABELS = {
     "struck": "fault struck",
     "survived": "survived",
@@ -59,7 +64,9 @@ def summary(cards: Sequence[Card], skipped: Sequence[tuple[str, str]] = ()) -> s
     """Several drills, one line each, for a terminal."""
     rows: list[tuple[str, ...]] = [("drill", "", "detected", "latency", "steps lost", "seconds", "broken")]
     for card in cards:
-        broken = [LABELS[each.name] for each in card.bounds if each.verdict in (Verdict.broken, Verdict.unmeasured)]
+        broken = [
+            LABELS[each.name] for each in card.bounds if each.verdict in (BoundStatus.broken, BoundStatus.unmeasured)
+        ]
         score = card.score
         numbers = (score.detected, score.latency_steps, score.steps_lost, score.seconds)
         verdict = "passed" if card.passed else "FAILED"

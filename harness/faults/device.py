@@ -37,7 +37,7 @@ class BusyDevice:
         if self._is_on:
             self._site.tell(f"queues {self._site.fault.factor:g} s of GEMMs on its device")
 
-    def after(self, iteration: int) -> None:  # noqa: ARG002 -- part of what an injury is
+    def after(self, iteration: int) -> None:  # noqa: ARG002 -- part of the FaultInjector protocol
         self._is_on = False
 
     def _work(self, *_inputs: Any) -> None:

@@ -69,7 +69,7 @@ class Overflow:
             self._site.tell(f"what {fault.layer} gives on is multiplied with {fault.factor:g}")
             self._factor = fault.factor
 
-    def after(self, iteration: int) -> None:  # noqa: ARG002 -- part of what an injury is
+    def after(self, iteration: int) -> None:  # noqa: ARG002 -- part of the FaultInjector protocol
         self._factor = 1.0
 
     def _multiply(self, _module: Any, _inputs: Any, output: Any) -> Any:
@@ -103,7 +103,7 @@ class Outlier:
                     module.register_forward_hook(self._reduce),
                 ]
 
-    def after(self, iteration: int) -> None:  # noqa: ARG002 -- part of what an injury is
+    def after(self, iteration: int) -> None:  # noqa: ARG002 -- part of the FaultInjector protocol
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

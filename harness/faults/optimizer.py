@@ -55,7 +55,7 @@ class RateSpike:
             self._scheduled = rates.clone()
             rates.mul_(factor)
 
-    def after(self, iteration: int) -> None:  # noqa: ARG002 -- part of what an injury is
+    def after(self, iteration: int) -> None:  # noqa: ARG002 -- part of the FaultInjector protocol
         if self._scheduled is not None:
             self._site.run.parts.update.rates.copy_(self._scheduled)
             self._scheduled = None

@@ -138,7 +138,7 @@ class Fault:
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Plan:
+class FaultPlan:
     """All that is broken in one run."""
 
     seed: int
@@ -151,12 +151,12 @@ class Plan:
         return asdict(self)
 
 
-def read_plan(run: RunDir) -> Plan | None:
+def read_plan(run: RunDir) -> FaultPlan | None:
     """What is to be broken in a run; None where it is no drill."""
     try:
         words = json.loads(run.drill.read_text(encoding="utf-8"))["plan"]
         faults = [Fault(**each | {"kind": FaultKind(each["kind"])}) for each in words["faults"]]
-        return Plan(seed=words["seed"], faults=faults)
+        return FaultPlan(seed=words["seed"], faults=faults)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

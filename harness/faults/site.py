@@ -27,7 +27,7 @@ from harness.run import Run
 T = TypeVar("T")
 
 
-class Injury(Protocol):
+class FaultInjector(Protocol):
     """A fault that is in place, on one rank."""
 
     def before(self, iteration: int) -> None:

@@ -44,7 +44,7 @@ REFRESH_EVERY_S = 0.1
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
+class RunTotals:
     """What the closing block tells."""
 
     first_loss: float | None = None
@@ -64,15 +64,15 @@ class Tally:
                 pass
 
 
-def closing(run: RunDir, tally: Tally, *, tracking_uri: str | None, shipped: bool) -> str:
+def closing(run: RunDir, totals: RunTotals, *, tracking_uri: str | None, shipped: bool) -> str:
     """The last words of a run: how it went, where it lies, how to look at it."""
     rows: list[tuple[str, str]] = []
-    if tally.first_loss is not None and tally.last_loss is not None:
-        rows.append(("loss", f"{tally.first_loss:.4f} -> {tally.last_loss:.4f}"))
-    if tally.eval_loss is not None:
-        rows.append(("eval loss", f"{tally.eval_loss:.4f}"))
-    if tally.num_refused:
-        rows.append(("refused", f"{tally.num_refused} updates"))
+    if totals.first_loss is not None and totals.last_loss is not None:
+        rows.append(("loss", f"{totals.first_loss:.4f} -> {totals.last_loss:.4f}"))
+    if totals.eval_loss is not None:
+        rows.append(("eval loss", f"{totals.eval_loss:.4f}"))
+    if totals.num_refused:
+        rows.append(("refused", f"{totals.num_refused} updates"))
     rows.append(("run", _short(run.path)))
     if run.picture.exists():
         rows.append(("picture", _short(run.picture)))
@@ -235,7 +235,7 @@ class Console:
     """Shows events on `stream`, by default standard output."""
 
     def __init__(self, num_steps: int, stream: TextIO | None = None) -> None:
-        self.tally = Tally()
+        self.totals = RunTotals()
         self._num_steps = num_steps
         self._stream = PatientStream(stream or sys.stdout)
         self._last: StepRecord | None = None
@@ -248,7 +248,7 @@ class Console:
             self._progress.start()
 
     def show(self, event: Event) -> None:
-        self.tally.count(event)
+        self.totals.count(event)
         text = notice(event)
         if text is not None:
             self.say(text)

@@ -6,7 +6,7 @@ post-mortems, which read what it wrote.
 Leaving is bounded: the picture is drawn from at most `picture.BUDGET_BYTES` of ordinary steps however long the log is,
 and not at all when the run was interrupted (exit code 75), because the machine may be taken away. The next end
 draws it.
-Other ranks have a narrator too and say nothing, so that the loop needs no `if rank == 0`.
+Other ranks have a reporter too and say nothing, so that the loop needs no `if rank == 0`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from harness.distributed.world import World
 from harness.telemetry.console import Console, closing
 from harness.telemetry.event_log import EventLog
 from harness.telemetry.meters import Meter
-from harness.telemetry.postmortem_process import EXIT_WAIT_S, HURRIED_WAIT_S, Scribe
+from harness.telemetry.postmortem_process import EXIT_WAIT_S, HURRIED_WAIT_S, PostmortemProcess
 from harness.telemetry.run_picture import draw
-from harness.telemetry.tracking.sink_process import Shipper
+from harness.telemetry.tracking.sink_process import SinkProcess
 from harness.telemetry.tracking.store_uri import tracking_uri
 
 
 @final
-class Narrator:
+class EventReporter:
     def __init__(self, cfg: Config, run: RunDir, *, world: World, meter: Meter) -> None:
         self._cfg = cfg
         self._run = run
@@ -42,10 +42,10 @@ class Narrator:
 
     def __enter__(self) -> Self:
         if self._speaks:
-            self._scribe = Scribe(self._run) if self._cfg.telemetry.postmortem else None
-            self._log = EventLog(self._run.events, after=None if self._scribe is None else self._scribe.hear)
+            self._postmortems = PostmortemProcess(self._run) if self._cfg.telemetry.postmortem else None
+            self._log = EventLog(self._run.events, after=None if self._postmortems is None else self._postmortems.hear)
             self._console = Console(self._cfg.train.num_steps)
-            self._shipper = Shipper.start(self._run) if self._cfg.telemetry.mlflow else None
+            self._sink = SinkProcess.start(self._run) if self._cfg.telemetry.mlflow else None
         return self
 
     def emit(self, event: Event) -> None:
@@ -79,8 +79,8 @@ class Narrator:
             is_hurried = event.exit_code == EXIT_INTERRUPTED  # whoever takes the machine away does not wait
             if is_written and self._cfg.telemetry.picture and not is_hurried:
                 self._draw()
-            if is_written and self._scribe is not None:
-                self._scribe.finish(HURRIED_WAIT_S if is_hurried else EXIT_WAIT_S)
+            if is_written and self._postmortems is not None:
+                self._postmortems.finish(HURRIED_WAIT_S if is_hurried else EXIT_WAIT_S)
         self._tell(event)
 
     def _draw(self) -> None:
@@ -104,6 +104,6 @@ class Narrator:
         self._console.close()
         if kind is not None:
             return
-        shipped = self._shipper is None or self._shipper.finish(self._cfg.telemetry.exit_wait_s)
-        uri = None if self._shipper is None else tracking_uri(self._cfg)
-        self._console.say(closing(self._run, self._console.tally, tracking_uri=uri, shipped=shipped))
+        shipped = self._sink is None or self._sink.finish(self._cfg.telemetry.exit_wait_s)
+        uri = None if self._sink is None else tracking_uri(self._cfg)
+        self._console.say(closing(self._run, self._console.totals, tracking_uri=uri, shipped=shipped))

@@ -137,7 +137,7 @@ class Heartbeat:
             self._beats += 1
             self._beat_s = time.monotonic()
 
-    def learn(self, record: StepRecord) -> None:
+    def set_progress(self, record: StepRecord) -> None:
         """What the last step that was reported came to."""
         self._loss, self._step_time_s = record.loss, record.step_time_s
 

@@ -50,7 +50,7 @@ def index_path(log: Path) -> Path:
 
 @final
 @dataclass(slots=True)
-class Block:
+class LogBlock:
     """Some whole lines of the log, from byte `start` to byte `end`."""
 
     start: int
@@ -94,11 +94,11 @@ class Block:
         size_bytes = self.end - self.start
         return size_bytes >= LARGEST_BLOCK_BYTES or (size_bytes >= BLOCK_BYTES and PLAIN.match(line) is not None)
 
-    def merged(self, later: Block) -> Block:
+    def merged(self, later: LogBlock) -> LogBlock:
         """This block and the next one as one."""
         firsts = [each.first for each in (self, later) if each.first is not None]
         lasts = [each.last for each in (self, later) if each.last is not None]
-        return Block(
+        return LogBlock(
             start=self.start,
             end=later.end,
             first=min(firsts, default=None),
@@ -128,23 +128,23 @@ class Block:
         return cls(**words)
 
 
-def blocks_of(lines: Iterable[bytes], start: int) -> Iterator[Block]:
+def blocks_of(lines: Iterable[bytes], start: int) -> Iterator[LogBlock]:
     """Divide whole lines, of which the first is at byte `start`, into blocks."""
-    block = Block(start, start)
+    block = LogBlock(start, start)
     for line in lines:
         if block.is_full(line):
             yield block
-            block = Block(block.end, block.end)
+            block = LogBlock(block.end, block.end)
         block.add(line)
     if block.end > block.start:
         yield block
 
 
-def read_blocks(log: Path) -> list[Block]:
+def read_blocks(log: Path) -> list[LogBlock]:
     """All whole lines of the log in blocks: from the index, and by a scan of what it does not cover."""
     if not log.is_file():
         return []
-    found: list[Block] = []
+    found: list[LogBlock] = []
     with log.open("rb") as file:
         end = 0
         for block in _indexed(log, file):
@@ -165,14 +165,14 @@ def covered_until(log: Path) -> int:
         return max((block.end for block in _indexed(log, file)), default=0)
 
 
-def _indexed(log: Path, file: BinaryIO) -> list[Block]:
+def _indexed(log: Path, file: BinaryIO) -> list[LogBlock]:
     """What `events.index` holds; nothing if it does not fit the log. A line cut short by a crash is passed over."""
     blocks = []
     try:
         with index_path(log).open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 try:
-                    blocks.append(Block.from_json(line))
+                    blocks.append(LogBlock.from_json(line))
                 except (ValueError, KeyError, TypeError, IndexError):
                     continue
     except OSError:
@@ -227,7 +227,7 @@ def between(log: Path, first: int, last: int) -> Iterator[bytes]:
             yield from whole_lines(file, block.start, block.end)
 
 
-class Sample(NamedTuple):
+class LogSample(NamedTuple):
     lines: Iterator[bytes]
     end: int
     """How far the log was read, in bytes."""
@@ -235,12 +235,12 @@ class Sample(NamedTuple):
     """Whether no line was left out."""
 
 
-def sampled(log: Path, *, start: int = 0, budget_bytes: int = BUDGET_BYTES, with_extremes: bool = True) -> Sample:
+def sampled(log: Path, *, start: int = 0, budget_bytes: int = BUDGET_BYTES, with_extremes: bool = True) -> LogSample:
     """The whole lines from byte `start` on, or an even sample of them where they are more than the budget."""
     size_bytes = log.stat().st_size if log.is_file() else 0
     if size_bytes - start <= budget_bytes:
         lines, end = _whole(log, start)
-        return Sample(iter(lines), end, is_whole=True)
+        return LogSample(iter(lines), end, is_whole=True)
     blocks = [block for block in read_blocks(log) if block.start >= start]
     end = blocks[-1].end if blocks else start
     while len(blocks) > MOST_BLOCKS:
@@ -249,7 +249,7 @@ def sampled(log: Path, *, start: int = 0, budget_bytes: int = BUDGET_BYTES, with
         blocks = [*(pair[0].merged(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs), newest]
     if not with_extremes:
         blocks = [replace(block, low=None, high=None, norm=None) for block in blocks]
-    return Sample(_sample(log, blocks, budget_bytes // max(1, len(blocks))), end, is_whole=False)
+    return LogSample(_sample(log, blocks, budget_bytes // max(1, len(blocks))), end, is_whole=False)
 
 
 def _whole(log: Path, start: int) -> tuple[list[bytes], int]:
@@ -260,7 +260,7 @@ def _whole(log: Path, start: int) -> tuple[list[bytes], int]:
     return lines, start + sum(map(len, lines))
 
 
-def _sample(log: Path, blocks: list[Block], bytes_each: int) -> Iterator[bytes]:
+def _sample(log: Path, blocks: list[LogBlock], bytes_each: int) -> Iterator[bytes]:
     """Of each block the first `bytes_each` bytes, and the lines that must be kept of the rest; all of the last one."""
     with log.open("rb") as file:
         for number, block in enumerate(blocks):
@@ -282,7 +282,7 @@ class IndexWriter:
 
     def __init__(self, log: Path, start: int) -> None:
         self._log = log
-        self.block = Block(start, start)
+        self.block = LogBlock(start, start)
 
     def add(self, line: bytes) -> bool:
         """Take the line that was just appended to the log. False: the positions are not known any more, because
@@ -295,6 +295,6 @@ class IndexWriter:
                     file.write(self.block.to_json() + "\n")
             except OSError:
                 return False
-            self.block = Block(self.block.end, self.block.end)
+            self.block = LogBlock(self.block.end, self.block.end)
         self.block.add(line)
         return True

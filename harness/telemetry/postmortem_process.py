@@ -31,7 +31,7 @@ REMARKS = 0
 
 
 @final
-class Scribe:
+class PostmortemProcess:
     """Rank 0 owns one."""
 
     def __init__(self, run: RunDir) -> None:

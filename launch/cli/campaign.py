@@ -22,7 +22,7 @@ from harness.core.rundir import RunDir, write_atomically
 from harness.drills import campaign as campaigns
 from harness.drills import directories
 from harness.drills.campaign import Campaign, Drawn, Round
-from harness.drills.drill_record import Dossier, Evidence, gather
+from harness.drills.drill_record import DrillEvidence, DrillRecord, gather
 from launch.cli.parser import Parser
 from launch.drills.fault_environment import Bare
 from launch.drills.runner import train_twin, train_victim
@@ -89,13 +89,13 @@ def make_room(root: Path, *, keep_rounds: bool) -> None:
         write_atomically(root / REPORT, "{}\n")
 
 
-def run_round(cfg: Config, root: Path, drawn: Sequence[Drawn], twin: Evidence, *, seed: int, number: int) -> Round:
+def run_round(cfg: Config, root: Path, drawn: Sequence[Drawn], twin: DrillEvidence, *, seed: int, number: int) -> Round:
     """One run with its faults, started again as often as they make it necessary."""
     victim = RunDir(root / f"round-{number:03d}")
     directories.lay_out(cfg, victim)
     scenario = campaigns.merged(drawn, f"round {number} of campaign {seed}: {', '.join(map(str, drawn))}")
     plan = campaigns.plan_of(drawn, seed=seed, number=number)
-    Dossier(name=victim.path.name, scenario=scenario, plan=plan, twin="twin").write(victim)
+    DrillRecord(name=victim.path.name, scenario=scenario, plan=plan, twin="twin").write(victim)
     train_victim(
         Bare(cfg=cfg), victim, max_starts=scenario.expected.starts + 1, limit_s=scenario.limit_s, say=lambda _: None
     )

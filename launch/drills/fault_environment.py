@@ -28,7 +28,7 @@ from harness.config.schema import Config
 from harness.core import processes
 from harness.core.events import CheckpointSaved
 from harness.core.rundir import RunDir
-from harness.drills.drill_record import Evidence, gather
+from harness.drills.drill_record import DrillEvidence, gather
 from harness.faults.plan import FaultKind
 from harness.telemetry.tracking.sink_process import SINK_MODULE
 from harness.telemetry.tracking.store_uri import tracking_uri
@@ -80,7 +80,7 @@ class Bare:
 
 
 @contextmanager
-def stage_for(kind: FaultKind, cfg: Config, victim: RunDir, *, twin: Evidence) -> Iterator[Stage]:
+def stage_for(kind: FaultKind, cfg: Config, victim: RunDir, *, twin: DrillEvidence) -> Iterator[Stage]:
     """What a fault of this kind needs around the victim."""
     match kind:
         case FaultKind.full_disk:

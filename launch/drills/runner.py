@@ -28,7 +28,7 @@ from harness.core.events import to_json
 from harness.core.rundir import RunDir, append_line, write_atomically
 from harness.drills import directories
 from harness.drills import score_card as cards
-from harness.drills.drill_record import Dossier, Start, gather, read_dossier
+from harness.drills.drill_record import DrillRecord, Start, gather, read_drill_record
 from harness.drills.scenario import Scenario
 from harness.drills.score import Card, score_run
 from harness.telemetry.event_log import last_iteration
@@ -66,13 +66,13 @@ def run_drill(
     train_twin(cfg, twin, say=say, limit_s=scenario.limit_s)
     with stage_for(scenario.fault.kind, cfg, victim, twin=gather(twin)) as stage:
         directories.lay_out(stage.cfg, victim)
-        Dossier(name=name, scenario=scenario, plan=scenario.plan, twin=twin.path.name).write(victim)
+        DrillRecord(name=name, scenario=scenario, plan=scenario.plan, twin=twin.path.name).write(victim)
         stage.set_up()
         train_victim(stage, victim, max_starts=scenario.expected.starts + 1, limit_s=scenario.limit_s, say=say)
         if notes := stage.look_after():
-            dossier = read_dossier(victim)
-            dossier.notes += notes
-            dossier.write(victim)
+            record = read_drill_record(victim)
+            record.notes += notes
+            record.write(victim)
         return finish(victim, to_mlflow=to_mlflow)
 
 
@@ -88,12 +88,12 @@ def train_twin(cfg: Config, twin: RunDir, *, say: Say, limit_s: float) -> None:
 
 
 def train_victim(stage: Stage, victim: RunDir, *, max_starts: int, limit_s: float, say: Say) -> None:
-    """Start the run until it is done, as whoever requeues it would; every start goes into the dossier."""
-    dossier = read_dossier(victim)
+    """Start the run until it is done, as whoever requeues it would; every start goes into the drill record."""
+    record = read_drill_record(victim)
     for _ in range(max_starts):
         start = start_run(stage.cfg, victim, limit_s=limit_s, wrap=stage.wrap)
-        dossier.starts.append(start)
-        dossier.write(victim)
+        record.starts.append(start)
+        record.write(victim)
         say(in_words(victim, start))
         if start.exit_code == EXIT_BAD_CONFIG:
             raise RefusedError("\n".join(start.said))

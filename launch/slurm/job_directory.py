@@ -51,7 +51,7 @@ def lay_out(cfg: Config) -> RunDir:
     run = locate(cfg)
     seen = max(last_iteration(run.events), 0)
     if changes := rundir.prepare(cfg, run, iteration=seen):
-        append_line(run.events, to_json(rundir.intervention(changes, iteration=seen)))
+        append_line(run.events, to_json(rundir.make_config_change_event(changes, iteration=seen)))
     stop_requests.clear(run)
     folder(run).mkdir(exist_ok=True)
     return run

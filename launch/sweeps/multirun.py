@@ -26,7 +26,7 @@ from harness.config.launch import LaunchKind
 from harness.config.schema import Config
 from harness.core import processes
 from harness.core.events import EvalRecord, to_json
-from harness.core.rundir import RunDir, append_line, intervention, locate, prepare
+from harness.core.rundir import RunDir, append_line, locate, make_config_change_event, prepare
 from harness.telemetry.event_log import last_iteration, tail
 from harness.telemetry.tracking.sink_process import SINK_MODULE, last_line
 from launch.local.thread_count import num_cores
@@ -117,7 +117,7 @@ def lay_out(cfg: Config) -> RunDir:
     run = locate(cfg)
     seen = max(last_iteration(run.events), 0)
     if changes := prepare(cfg, run, iteration=seen):
-        append_line(run.events, to_json(intervention(changes, iteration=seen)))
+        append_line(run.events, to_json(make_config_change_event(changes, iteration=seen)))
     return run
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from harness.core.gc_schedule import Collector
+from harness.core.gc_schedule import GcSchedule
 from harness.telemetry.meters import memory_bytes
 
 WARMUP_STEPS = 4
@@ -87,7 +87,7 @@ def timed(run: Side, num_steps: int, device: torch.device) -> Block:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     compiled, shortages = _num_compiled(), _num_shortages(device)
-    with Collector():
+    with GcSchedule():
         run(LEAD_STEPS + num_steps, begin.set)
         end.set()
         wait_for(device)

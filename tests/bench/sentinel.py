@@ -120,7 +120,7 @@ class Watched:
         rates = self.meter.tick(facts.posted_s)
         record = replace(read, step_time_s=rates.step_time_s, tokens_per_s=rates.tokens_per_s)
         self.losses.append(record.loss)
-        state.learn(refused=record.refused)
+        state.correct_step(refused=record.refused)
         _, action = parts.sentinel.judge(record)
         doubtful_since = parts.sentinel.policy.doubtful_since
         parts.checkpoints.on_step_record(record, state, doubtful_since=doubtful_since, remembered=parts.sentinel.memory)

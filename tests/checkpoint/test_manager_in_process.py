@@ -61,7 +61,7 @@ class Played:
         return self.checkpoints.snapshot_if_due(self.state)
 
     def report(self, iteration: int, *, refused: bool = False, doubtful_since: int | None = None, **flags: Any) -> None:
-        self.state.learn(refused=refused)
+        self.state.correct_step(refused=refused)
         self.num_refused += refused
         record = ReducedRecord(
             time=0.0,

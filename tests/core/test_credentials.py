@@ -18,8 +18,8 @@ from harness.config.errors import ConfigError
 from harness.core import rundir
 from harness.core.credentials import holds_credentials, through_environment, without_credentials
 from harness.core.rundir import RunDir
-from harness.telemetry.tracking.progress import Ticket, load_ticket
-from harness.telemetry.tracking.sink_process import Shipper, last_line
+from harness.telemetry.tracking.progress import SinkProgress, load_progress
+from harness.telemetry.tracking.sink_process import SinkProcess, last_line
 from harness.telemetry.tracking.store_uri import connection_uri, resolve
 from tests.distributed import cases
 from tests.forks import Launched
@@ -89,13 +89,13 @@ def test_a_ticket_of_an_earlier_version_keeps_its_run_and_loses_its_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDir(tmp_path)
-    Ticket(tracking_uri=f"https://ann:{SECRET}@mlflow.example", key="k", run_id="r", offset=7).save(run)
+    SinkProgress(tracking_uri=f"https://ann:{SECRET}@mlflow.example", key="k", run_id="r", offset=7).save(run)
     monkeypatch.setenv(VARIABLE, f"https://ann:{SECRET}@mlflow.example")
     for uri in (f"env:{VARIABLE}", "https://mlflow.example"):
-        ticket = load_ticket(run, uri)
-        assert (ticket.tracking_uri, ticket.run_id, ticket.offset) == (uri, "r", 7)
+        progress = load_progress(run, uri)
+        assert (progress.tracking_uri, progress.run_id, progress.offset) == (uri, "r", 7)
         assert SECRET not in run.mlflow.read_text()
-    assert load_ticket(run, "https://elsewhere.example").run_id is None
+    assert load_progress(run, "https://elsewhere.example").run_id is None
 
 
 def test_a_variable_is_read_when_a_connection_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_a_run_writes_no_secret_and_its_sender_has_it(
         assert process.wait(timeout=120) == 0, process.stderr
     run = RunDir(tmp_path / "runs" / "a")
     monkeypatch.setenv(VARIABLE, uri_at(address))
-    sender = Shipper.start(run)
+    sender = SinkProcess.start(run)
     deadline = time.monotonic() + 120
     while not (heard and "next try in" in last_line(run.logs / "mlflow.log")):
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""While a run trains the collector comes when it is called, and goes on by itself afterwards."""
+"""While a run trains the gc_schedule comes when it is called, and goes on by itself afterwards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weakref import ref
 import pytest
 
 from harness.core import gc_schedule
-from harness.core.gc_schedule import NUM_FIRST, Collector
+from harness.core.gc_schedule import NUM_FIRST, GcSchedule
 from tests.core.test_fast_imports import Ring
 
 NUM_NEW = 20_000
@@ -25,32 +25,32 @@ def fail_where_it_rests() -> None:
     raise KeyError
 
 
-def turned(collector: Collector, times: int) -> None:
+def turned(gc_schedule: GcSchedule, times: int) -> None:
     for _ in range(times):
-        collector.turn()
+        gc_schedule.turn()
 
 
 def test_garbage_waits_for_its_turn() -> None:
-    with Collector() as collector:
-        turned(collector, NUM_FIRST)
+    with GcSchedule() as gc_schedule:
+        turned(gc_schedule, NUM_FIRST)
         lost = ref(Ring())
         kept = [[number] for number in range(NUM_NEW)]
         assert lost() is not None
-        collector.turn()
+        gc_schedule.turn()
         assert lost() is not None
-        collector.turn()
+        gc_schedule.turn()
         assert lost() is None
         assert len(kept) == NUM_NEW
 
 
 def test_what_exists_after_the_first_iterations_is_never_looked_at_again() -> None:
-    with Collector() as collector:
-        turned(collector, NUM_FIRST - 1)
+    with GcSchedule() as gc_schedule:
+        turned(gc_schedule, NUM_FIRST - 1)
         before, early = gc.get_freeze_count(), Ring()
-        collector.turn()
+        gc_schedule.turn()
         frozen = gc.get_freeze_count()
         assert frozen > before
-        turned(collector, 20)
+        turned(gc_schedule, 20)
         assert gc.get_freeze_count() <= frozen  # fewer, where some were let go meanwhile
         assert not any(each is early for each in gc.get_objects())
 
@@ -60,7 +60,7 @@ def test_it_is_left_as_it_was_found(is_on: bool) -> None:
     if not is_on:
         gc.disable()
     try:
-        with pytest.raises(KeyError), Collector():
+        with pytest.raises(KeyError), GcSchedule():
             fail_where_it_rests()
         assert gc.isenabled() == is_on
     finally:

@@ -14,7 +14,7 @@ import pytest
 from harness.analysis.postmortem.write import MARKDOWN
 from harness.config import compose
 from harness.core.rundir import locate, prepare
-from harness.telemetry.postmortem_process import Scribe
+from harness.telemetry.postmortem_process import PostmortemProcess
 from launch.sweeps import scheduler
 from launch.sweeps.scheduler import Room
 from tests.analysis.postmortem import stories
@@ -56,7 +56,7 @@ def caught(log: Path) -> str:
 
 def test_a_post_mortem_is_written_from_among_strays(trapped: Path, tmp_path: Path) -> None:
     run = stories.write(tmp_path / "run", stories.poisoned())
-    writer = Scribe(run)
+    writer = PostmortemProcess(run)
     writer.hear(stories.ended())
     written = writer.finish(60)
     assert caught(trapped) == ""

@@ -178,7 +178,7 @@ class Driven:
             parts.signals.layout, facts, report, dim=32, dynamic_scale=True, clip_norm=None, replicate=2
         )
         record = replace(record, beta2=0.95 if branches.probe else None, **said.local)
-        state.learn(refused=record.refused)
+        state.correct_step(refused=record.refused)
         self.trace.branches.append(branches)
         if record.digests:
             self.trace.parted.append(record.digests)

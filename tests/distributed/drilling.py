@@ -16,9 +16,9 @@ from harness.core import events
 from harness.core.events import FaultInjected
 from harness.core.rundir import RunDir
 from harness.distributed.shards import local
-from harness.faults.injuries import injury
+from harness.faults.injectors import make_injector
 from harness.faults.plan import Fault, FaultKind
-from harness.faults.site import Injury, Site, earlier_strikes
+from harness.faults.site import FaultInjector, Site, earlier_strikes
 from harness.run import Run
 from harness.sentinel.device.slots import SLOTS
 from harness.step import forward_backward
@@ -59,9 +59,9 @@ def ready_with(directory: str, words: Sequence[str], look: Callable[..., Any], *
     return found[0]
 
 
-def put(run: Run, number: int, fault: Fault) -> Injury:
+def put(run: Run, number: int, fault: Fault) -> FaultInjector:
     """One fault in its place."""
-    return injury(Site(run=run, fault=fault, number=number, seed=0, struck=earlier_strikes(run, number, fault)))
+    return make_injector(Site(run=run, fault=fault, number=number, seed=0, struck=earlier_strikes(run, number, fault)))
 
 
 def told(run: Run) -> list[tuple[int, int]]:

@@ -11,8 +11,8 @@ import pytest
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
-from harness.drills.drill_record import Dossier
-from harness.drills.score import Card, Verdict, score_run
+from harness.drills.drill_record import DrillRecord
+from harness.drills.score import BoundStatus, Card, score_run
 from tests.analysis.postmortem.causes import INJECTED, blamed
 from tests.distributed import drilling
 from tests.distributed.pool import Pool
@@ -80,7 +80,7 @@ def drilled(ranks: Pool, runs: Path, name: str) -> Card:
     words = [*drill.train, *ON_RANKS]
     twin = twin_of(ranks, runs, words)
     directories.lay_out(configured((*words, *OFTEN_SAVED.get(name, ()))), victim)
-    Dossier(name=name, scenario=drill, plan=drill.plan, twin=twin).write(victim)
+    DrillRecord(name=name, scenario=drill, plan=drill.plan, twin=twin).write(victim)
     codes = ranks.run(2, drilling.run, str(victim.path))
     assert codes == 2 * [drill.expected.exit_code]
     return score_run(victim)
@@ -91,6 +91,6 @@ def drilled(ranks: Pool, runs: Path, name: str) -> Card:
 )
 def test_a_drill_holds_all_its_bounds(ranks: Pool, runs: Path, name: str) -> None:
     card = drilled(ranks, runs, name)
-    broken = {bound.name: bound for bound in card.bounds if bound.verdict not in (Verdict.held, Verdict.free)}
+    broken = {bound.name: bound for bound in card.bounds if bound.verdict not in (BoundStatus.held, BoundStatus.free)}
     assert not broken, card.score.remarks
     assert blamed(runs / f"drill-{name}") is INJECTED[name], "the post-mortem blames what was injected"

@@ -16,7 +16,7 @@ from harness.core.events import (
     RunStarted,
     StepRecord,
 )
-from harness.drills.drill_record import Evidence, Start
+from harness.drills.drill_record import DrillEvidence, Start
 from harness.drills.scenario import Bounds, Expected, Scenario
 from harness.faults.plan import Fault, FaultKind
 
@@ -75,19 +75,19 @@ def strike(iteration: int, *, rank: int = 1, number: int = 0) -> FaultInjected:
     return FaultInjected(time=0.0, iteration=iteration, number=number, kind="nan_grad", rank=rank, message="now")
 
 
-def clean() -> Evidence:
+def clean() -> DrillEvidence:
     """A run with nothing broken."""
-    return Evidence(events=[started(), *steps(1, NUM_STEPS), held_out(4.0), ended()], batch_tokens=100)
+    return DrillEvidence(events=[started(), *steps(1, NUM_STEPS), held_out(4.0), ended()], batch_tokens=100)
 
 
-def killed_and_resumed() -> Evidence:
+def killed_and_resumed() -> DrillEvidence:
     """Rank 1 is killed in iteration 12; the run goes on from step 8."""
     events = [started(), *steps(1, 11), started(11, 8, time=30.0), *steps(12, 23, behind=3)]
     last = events[-1]
     assert isinstance(last, StepRecord)
     last.loss, last.cursor = step(NUM_STEPS).loss, NUM_STEPS - 1
     said = ["harness: rank 1 was killed by SIGKILL; its log: x"]
-    return Evidence(
+    return DrillEvidence(
         events=[*events, held_out(4.0, 23), ended(23)],
         faults=[strike(12)],
         starts=[Start(exit_code=1, said=said, seconds=9.0), Start(exit_code=0, seconds=9.0)],

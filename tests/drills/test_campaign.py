@@ -13,7 +13,7 @@ from harness.config.errors import ConfigError
 from harness.core.events import ActionKind, FindingKind
 from harness.drills import campaign
 from harness.drills.campaign import EARLIEST, MARGIN, MOST_FAULTS, Drawn
-from harness.drills.drill_record import Evidence
+from harness.drills.drill_record import DrillEvidence
 from harness.drills.scenario import Bounds, Expected
 from harness.faults.plan import FaultKind
 from tests.drills import logs
@@ -94,7 +94,7 @@ def test_a_round_with_an_unnoticed_fault_and_one_that_never_came() -> None:
 
 
 def test_a_round_that_was_lost_says_what_was_promised() -> None:
-    short = Evidence(events=[logs.started(), *logs.steps(1, 9)], faults=[logs.strike(5)])
+    short = DrillEvidence(events=[logs.started(), *logs.steps(1, 9)], faults=[logs.strike(5)])
     done = campaign.judge_round(drawn("kill_rank"), short, logs.clean(), number=0)
     assert done.failures == [
         "survived: no, wanted yes",

@@ -16,8 +16,8 @@ from harness.core import events
 from harness.core.events import CheckpointJudged, RunStarted
 from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
-from harness.drills.drill_record import Dossier, gather
-from harness.drills.score import Card, Verdict, score_run
+from harness.drills.drill_record import DrillRecord, gather
+from harness.drills.score import BoundStatus, Card, score_run
 from harness.faults.files import fill, flip_bit
 from harness.faults.process import children_of
 from tests.distributed import drilling
@@ -58,7 +58,7 @@ def drilled(mortals: Mortals, runs: Path, name: str, *overrides: str) -> tuple[R
     drill = scenario.load(name, [*STRUCK, *overrides])
     victim = RunDir(runs / name)
     directories.lay_out(directories.configure(drill.train, TRAIN), victim)
-    Dossier(name=name, scenario=drill, plan=drill.plan, twin="twin").write(victim)
+    DrillRecord(name=name, scenario=drill, plan=drill.plan, twin="twin").write(victim)
     dies = name in ("kill_rank", "corrupted_checkpoint", "truncated_checkpoint")
     for start in range(drill.expected.starts):
         outcome = mortals.run(SIZE, drilling.run, str(victim.path), death=BY_ITSELF if dies and start == 0 else None)
@@ -67,7 +67,7 @@ def drilled(mortals: Mortals, runs: Path, name: str, *overrides: str) -> tuple[R
 
 
 def broken(card: Card) -> list[str]:
-    return [bound.name for bound in card.bounds if bound.verdict not in (Verdict.held, Verdict.free)]
+    return [bound.name for bound in card.bounds if bound.verdict not in (BoundStatus.held, BoundStatus.free)]
 
 
 def test_a_killed_rank(mortals: Mortals, runs: Path) -> None:

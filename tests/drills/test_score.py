@@ -9,24 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.core.events import ActionKind, CheckpointJudged, Event, FindingKind, StepRecord
-from harness.drills.drill_record import Evidence
+from harness.drills.drill_record import DrillEvidence
 from harness.drills.scenario import Bounds, Expected
-from harness.drills.score import Card, Verdict, detect, in_words, is_right, judge, score
+from harness.drills.score import BoundStatus, Card, detect, in_words, is_right, judge, score
 from tests.drills import logs
 
 SKIP, REWIND, HALT = ActionKind.skip, ActionKind.rewind, ActionKind.halt
 
 
-def verdicts(expected: Expected, bounds: Bounds, victim: Evidence, twin: Evidence | None) -> dict[str, Verdict]:
+def verdicts(
+    expected: Expected, bounds: Bounds, victim: DrillEvidence, twin: DrillEvidence | None
+) -> dict[str, BoundStatus]:
     scenario = logs.scenario(expected, bounds)
     return {bound.name: bound.verdict for bound in judge(scenario, score(scenario, victim, twin))}
 
 
-def spoiled(*findings: object, actions: tuple[ActionKind, ...] = (SKIP,), lost: int = 1) -> Evidence:
+def spoiled(*findings: object, actions: tuple[ActionKind, ...] = (SKIP,), lost: int = 1) -> DrillEvidence:
     """A run whose update of iteration 12 was refused."""
     events = [logs.started(), *logs.steps(1, 11), logs.step(12, 11, refused=True), *logs.steps(13, 21, behind=lost)]
     events += [*findings, *(logs.action(12, kind) for kind in actions)]  # type: ignore[list-item]
-    return Evidence(
+    return DrillEvidence(
         events=[*events, logs.held_out(4.02, 21), logs.ended(21)], faults=[logs.strike(12)], batch_tokens=100
     )
 
@@ -70,9 +72,9 @@ def test_each_error_breaks_its_own_bound(changes: dict[str, object], broken: str
     expected = Expected(findings=[FindingKind.nonfinite], names_rank=True, groups=["blocks.1"], actions=[SKIP])
     found = logs.finding(**values)  # type: ignore[arg-type]
     judged = verdicts(expected, Bounds(latency_steps=2), spoiled(found), logs.clean())
-    assert judged[broken] is Verdict.broken
+    assert judged[broken] is BoundStatus.broken
     others = {"survived", "starts", "exit_code", "struck", "right_action", "false_alarms"}
-    assert all(judged[name] is Verdict.held for name in others)
+    assert all(judged[name] is BoundStatus.held for name in others)
 
 
 def test_a_killed_run_is_scored_by_what_its_launcher_said() -> None:
@@ -81,7 +83,7 @@ def test_a_killed_run_is_scored_by_what_its_launcher_said() -> None:
     measured = score(scenario, logs.killed_and_resumed(), logs.clean())
     assert (measured.detected, measured.right_rank, measured.latency_steps) == (True, True, None)
     assert (measured.steps_lost, measured.seconds, measured.starts, measured.identical) == (3, 2.0, 2, True)
-    assert all(bound.verdict in (Verdict.held, Verdict.free) for bound in judge(scenario, measured))
+    assert all(bound.verdict in (BoundStatus.held, BoundStatus.free) for bound in judge(scenario, measured))
     wrong = logs.scenario(expected)
     victim = logs.killed_and_resumed()
     victim.faults[0].rank = 0
@@ -100,8 +102,8 @@ def test_a_damaged_checkpoint_is_no_sign_of_life() -> None:
 def test_what_was_not_measured_does_not_pass() -> None:
     bounds = Bounds(loss_gap=1.0, identical=True, latency_steps=3)
     judged = verdicts(Expected(), bounds, logs.clean(), None)
-    assert judged["struck"] is Verdict.broken
-    assert {name for name, verdict in judged.items() if verdict is Verdict.unmeasured} == {
+    assert judged["struck"] is BoundStatus.broken
+    assert {name for name, verdict in judged.items() if verdict is BoundStatus.unmeasured} == {
         "loss_gap",
         "identical",
         "latency_steps",
@@ -110,11 +112,11 @@ def test_what_was_not_measured_does_not_pass() -> None:
 
 
 def test_an_early_end_is_no_survival() -> None:
-    short = Evidence(events=[logs.started(), *logs.steps(1, 9), logs.ended(9, 9)], faults=[logs.strike(5)])
+    short = DrillEvidence(events=[logs.started(), *logs.steps(1, 9), logs.ended(9, 9)], faults=[logs.strike(5)])
     assert not score(logs.scenario(), short, logs.clean()).survived
-    silent = Evidence(events=[logs.started(), *logs.steps(1, 9)], faults=[logs.strike(5)])
+    silent = DrillEvidence(events=[logs.started(), *logs.steps(1, 9)], faults=[logs.strike(5)])
     assert score(logs.scenario(), silent, logs.clean()).exit_code is None
-    halted = Evidence(events=[logs.started(), *logs.steps(1, 9), logs.ended(9, 9, exit_code=3)])
+    halted = DrillEvidence(events=[logs.started(), *logs.steps(1, 9), logs.ended(9, 9, exit_code=3)])
     assert score(logs.scenario(Expected(exit_code=3)), halted, logs.clean()).survived
     sick = logs.clean()
     last = sick.events[-3]
@@ -184,7 +186,7 @@ def test_steps_lost_is_what_was_tried_and_does_not_count(refused: list[bool], ki
             num_starts += 1
             events.append(logs.started(iteration, number))
     events.append(logs.ended(len(refused), number))
-    victim = Evidence(events=events, batch_tokens=7)
+    victim = DrillEvidence(events=events, batch_tokens=7)
     measured = score(logs.scenario(), victim, None)
     assert (measured.steps_lost, measured.tokens_lost, measured.starts) == (lost, 7 * lost, num_starts)
 

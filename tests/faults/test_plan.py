@@ -16,7 +16,7 @@ from harness.config.errors import ConfigError
 from harness.core.events import FaultInjected, to_json
 from harness.core.rundir import RunDir, append_line
 from harness.faults.gradient import flip
-from harness.faults.plan import Fault, FaultKind, Plan, read_plan
+from harness.faults.plan import Fault, FaultKind, FaultPlan, read_plan
 from harness.faults.site import Site, earlier_strikes, watched
 
 FAULT = Fault(kind=FaultKind.nan_grad, at=7, duration=2, rank=-1, layer="blocks.1")
@@ -40,7 +40,7 @@ def test_chance_is_a_function_of_seed_moment_and_rank() -> None:
 def test_a_plan_comes_back_as_it_was_written(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert read_plan(run) is None
-    plan = Plan(seed=3, faults=[FAULT])
+    plan = FaultPlan(seed=3, faults=[FAULT])
     run.drill.write_text(json.dumps({"plan": plan.as_dict()}))
     assert read_plan(run) == plan
     for text in ("{}", "nonsense", '{"plan": {"seed": 0, "faults": [{"kind": "earthquake", "at": 1}]}}'):

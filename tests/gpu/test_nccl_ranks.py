@@ -10,7 +10,7 @@ import torch
 from harness.core.events import Action, ActionKind, Finding, FindingKind, StepRecord, read
 from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
-from harness.drills.drill_record import Dossier
+from harness.drills.drill_record import DrillRecord
 from tests.gpu.nccl import logs_of, run_case, run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -25,7 +25,7 @@ def drill(tmp_path: Path, name: str, *overrides: str, num_ranks: int = 2) -> Run
     cfg = directories.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", *of_training])
     run = RunDir(tmp_path / "victim")
     directories.lay_out(cfg, run)
-    Dossier(name=name, scenario=planned, plan=planned.plan, twin="").write(run)
+    DrillRecord(name=name, scenario=planned, plan=planned.plan, twin="").write(run)
     check_trained(run, num_ranks=num_ranks)
     return run
 

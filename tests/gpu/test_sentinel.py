@@ -19,7 +19,7 @@ from harness.config.schema import Config
 from harness.config.sentinel import DetectConfig
 from harness.control.stop_requests import StopRequest
 from harness.core.events import Action, ActionKind, StepRecord, read
-from harness.core.gc_schedule import Collector
+from harness.core.gc_schedule import GcSchedule
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.distributed.shards import local
@@ -30,7 +30,7 @@ from harness.run import Run
 from harness.sentinel.detect.baseline import FLOATS, advance, begin, beyond, gate_bounds
 from harness.sentinel.device.gate import Gate
 from harness.step import finish_step, forward_backward
-from harness.telemetry.event_reporter import Narrator
+from harness.telemetry.event_reporter import EventReporter
 from harness.telemetry.heartbeat import Heartbeat
 from harness.train import train
 from tests.gpu.test_step import SMALL
@@ -65,19 +65,19 @@ def a_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Iterat
     run = RunDir(directory)
     with (
         Heartbeat(run, rank=0, world_size=1, num_steps=cfg.train.num_steps) as heart,
-        Narrator(cfg, run, world=parts.world, meter=build_meter(cfg, parts.world)) as narrator,
-        Collector() as collector,
+        EventReporter(cfg, run, world=parts.world, meter=build_meter(cfg, parts.world)) as reporter,
+        GcSchedule() as gc_schedule,
     ):
         yield Run(
             cfg=cfg,
             directory=run,
             parts=parts,
             state=state,
-            narrator=narrator,
+            reporter=reporter,
             stop=StopRequest(),
             inbox=None,
             heart=heart,
-            collector=collector,
+            gc_schedule=gc_schedule,
         )
 
 

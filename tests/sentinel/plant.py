@@ -136,7 +136,7 @@ class Plant:
 
     def judge(self) -> Action | None:
         record = self.waiting.popleft()
-        self.state.learn(refused=record.refused)
+        self.state.correct_step(refused=record.refused)
         self.log.append(record)
         findings, action = self.sentinel.judge(record)
         self.log += findings

@@ -17,7 +17,7 @@ import pytest
 from harness.config.schema import Config
 from harness.core.events import CheckpointSaved, EvalRecord, Event, Intervention, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
-from harness.telemetry.console import Console, PatientStream, Tally, clock, closing, mlflow_command, with_prefix
+from harness.telemetry.console import Console, PatientStream, RunTotals, clock, closing, mlflow_command, with_prefix
 
 MakeRun = Callable[..., tuple[RunDir, Config]]
 MakeStep = Callable[..., StepRecord]
@@ -140,9 +140,9 @@ def test_the_closing_block(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     for name in ("python", "mlflow"):
         (tmp_path / ".venv" / "bin" / name).touch()
-    tally = Tally(first_loss=5.5, last_loss=2.25, eval_loss=2.5, num_refused=1)
+    totals = RunTotals(first_loss=5.5, last_loss=2.25, eval_loss=2.5, num_refused=1)
     uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
-    assert closing(run, tally, tracking_uri=uri, shipped=False).splitlines() == [
+    assert closing(run, totals, tracking_uri=uri, shipped=False).splitlines() == [
         "loss       5.5000 -> 2.2500",
         "eval loss  2.5000",
         "refused    1 updates",
@@ -152,7 +152,7 @@ def test_the_closing_block(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, t
         "unsent     .venv/bin/python -m harness.telemetry.tracking.mlflow_sink runs/tiny-1",
     ]
     run.picture.unlink()
-    assert closing(run, Tally(), tracking_uri=None, shipped=True).splitlines() == ["run  runs/tiny-1"]
+    assert closing(run, RunTotals(), tracking_uri=None, shipped=True).splitlines() == ["run  runs/tiny-1"]
 
 
 def test_how_to_look_at_a_store() -> None:

@@ -23,7 +23,7 @@ from harness.core.events import Event, RunEnded, StepRecord, read, to_json
 from harness.core.rundir import RunDir, append_line
 from harness.telemetry import event_log, log_index
 from harness.telemetry.event_log import EventLog, events_since
-from harness.telemetry.event_reporter import Narrator
+from harness.telemetry.event_reporter import EventReporter
 from harness.telemetry.log_index import PLAIN, TOKENS_PER_S, blocks_of, index_path, read_blocks, sampled
 from harness.telemetry.run_picture import collect
 from tests.analysis.dashboard.logs import long_run
@@ -263,8 +263,8 @@ def test_leaving_does_not_depend_on_the_length_of_the_log(
     ended = RunEnded(time=time.time(), iteration=LONG, step=LONG, exit_code=code, reason="stopped")
 
     def leave() -> None:
-        with Narrator(cfg, run, world=world, meter=cast(Any, None)) as narrator:
-            narrator.end(ended)
+        with EventReporter(cfg, run, world=world, meter=cast(Any, None)) as reporter:
+            reporter.end(ended)
 
     size_bytes = long_log.stat().st_size
     begin_s = time.monotonic()

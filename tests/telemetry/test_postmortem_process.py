@@ -10,7 +10,7 @@ import pytest
 from harness.core.events import ActionKind, Event, FindingKind
 from harness.core.rundir import RunDir
 from harness.telemetry import postmortem_process
-from harness.telemetry.postmortem_process import DRAFT_AFTER, Scribe
+from harness.telemetry.postmortem_process import DRAFT_AFTER, PostmortemProcess
 from tests.analysis.postmortem import stories
 from tests.analysis.postmortem.stories import ONSET
 
@@ -41,20 +41,20 @@ def written(run: RunDir) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
-def tell(writer: Scribe, *events: Event) -> None:
+def tell(writer: PostmortemProcess, *events: Event) -> None:
     for event in events:
         writer.hear(event)
 
 
 def test_an_incident_is_written_about_when_it_ends_one_at_a_time(run: RunDir) -> None:
-    writer = Scribe(run)
+    writer = PostmortemProcess(run)
     tell(writer, stories.ended(number=1), stories.ended(number=2), stories.ended(number=2))
     assert writer.finish(30)
     assert written(run) == ["1", "2"]
 
 
 def test_a_draft_a_while_after_something_was_done(run: RunDir) -> None:
-    writer = Scribe(run)
+    writer = PostmortemProcess(run)
     tell(writer, stories.action(ActionKind.watch, ONSET), stories.action(ActionKind.skip, ONSET))
     tell(writer, *(stories.healthy(at) for at in range(ONSET, ONSET + DRAFT_AFTER)))
     assert writer.finish(30)
@@ -65,7 +65,7 @@ def test_a_draft_a_while_after_something_was_done(run: RunDir) -> None:
 
 
 def test_duplicate_batches_are_a_remark_at_the_end(run: RunDir) -> None:
-    writer = Scribe(run)
+    writer = PostmortemProcess(run)
     tell(writer, stories.finding(FindingKind.duplicate_batch, 9, "twice"), stories.healthy(10))
     assert written(run) == []
     assert writer.finish(30)
@@ -73,7 +73,7 @@ def test_duplicate_batches_are_a_remark_at_the_end(run: RunDir) -> None:
 
 
 def test_a_run_without_trouble_starts_nothing(run: RunDir) -> None:
-    writer = Scribe(run)
+    writer = PostmortemProcess(run)
     tell(writer, *(stories.healthy(at) for at in range(200)))
     assert writer.finish(30)
     assert not run.logs.exists()
@@ -83,7 +83,7 @@ def test_a_failure_costs_a_warning_with_its_last_line(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(postmortem_process, "MODULE", "no_such_module")
-    writer = Scribe(run)
+    writer = PostmortemProcess(run)
     tell(writer, stories.ended())
     assert not writer.finish(30)
     assert "warning: a post-mortem was not written: " in capsys.readouterr().err
@@ -97,7 +97,7 @@ def test_a_writer_that_hangs_is_left_behind_dead(
     run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "stand_in_writer.py").write_text("import time; time.sleep(60)")
-    writer = Scribe(run)
+    writer = PostmortemProcess(run)
     tell(writer, stories.ended())
     process = writer._process
     assert process is not None

@@ -18,7 +18,7 @@ from statistics import mean
 from typing import NamedTuple, final
 
 from harness.core.events import StepRecord
-from harness.faults.plan import Fault, FaultKind, Plan
+from harness.faults.plan import Fault, FaultKind, FaultPlan
 
 BURST_AT = 200
 """Batch index, and the iteration before: nothing was skipped."""
@@ -52,9 +52,9 @@ class Cell(NamedTuple):
 CELLS = [Cell(*choice) for choice in product((0.95, 0.999), (None, 1.0, 0.5), (0.1, 0.01))]
 
 
-def plan(seed: int) -> Plan:
+def plan(seed: int) -> FaultPlan:
     """One batch of the rarest tokens there are."""
-    return Plan(seed=seed, faults=[Fault(kind=FaultKind.poisoned_batch, at=BURST_AT)])
+    return FaultPlan(seed=seed, faults=[Fault(kind=FaultKind.poisoned_batch, at=BURST_AT)])
 
 
 @final

@@ -39,7 +39,7 @@ NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 @final
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SeenLease:
     """A lease file as it was read."""
 
     number: int
@@ -90,7 +90,7 @@ class Seen:
 class InUseError(Exception):
     """Another process holds the lease."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: SeenLease) -> None:
         super().__init__(seen.describe())
 
 
@@ -98,7 +98,7 @@ def file_of(directory: Path, number: int) -> Path:
     return directory / f"{number:06d}.json"
 
 
-def newest(directory: Path) -> Seen | None:
+def newest(directory: Path) -> SeenLease | None:
     """The lease that counts; None where there never was one."""
     while True:
         numbers = _numbers(directory)
@@ -117,15 +117,15 @@ def _numbers(directory: Path) -> list[int]:
     return [int(stem) for stem in stems if stem.isdigit()]
 
 
-def _read(directory: Path, number: int) -> Seen:
+def _read(directory: Path, number: int) -> SeenLease:
     text = file_of(directory, number).read_text(encoding="utf-8", errors="replace")
     first, _, second = text.partition("\n")
     try:
         known = {key: value for key, value in json.loads(first).items() if key in Holder.__dataclass_fields__}
         holder, pulse = Holder(**known), json.loads(second)
-        return Seen(number, holder, second, released=bool(pulse["released"]), time=float(pulse["time"]))
+        return SeenLease(number, holder, second, released=bool(pulse["released"]), time=float(pulse["time"]))
     except (ValueError, TypeError, KeyError, AttributeError):
-        return Seen(number, None, text, released=False, time=0.0)
+        return SeenLease(number, None, text, released=False, time=0.0)
 
 
 def wait_until_free(
@@ -133,8 +133,8 @@ def wait_until_free(
     me: Holder,
     *,
     at_most_s: float | None = None,
-    tell: Callable[[Seen, float], None] | None = None,
-) -> Seen | None:
+    tell: Callable[[SeenLease, float], None] | None = None,
+) -> SeenLease | None:
     """Return once nobody holds the lease: the last one that was seen. Raises if its holder lives.
 
     With `at_most_s`, also returns if no sign of life was seen for so long. `tell` hears that there is something to
@@ -167,7 +167,11 @@ def wait_until_free(
 
 
 def acquire(
-    directory: Path, me: Holder, *, on_lost: Callable[[Seen], None], tell: Callable[[Seen, float], None] | None = None
+    directory: Path,
+    me: Holder,
+    *,
+    on_lost: Callable[[SeenLease], None],
+    tell: Callable[[SeenLease, float], None] | None = None,
 ) -> Lease:
     """Take the lease of a directory, which is created. Raises InUseError if another process holds it."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -244,7 +248,7 @@ class Lease:
     """A lease that this process holds; a thread renews it until `release`."""
 
     def __init__(
-        self, directory: Path, number: int, me: Holder, descriptor: int, on_lost: Callable[[Seen], None]
+        self, directory: Path, number: int, me: Holder, descriptor: int, on_lost: Callable[[SeenLease], None]
     ) -> None:
         self.directory, self.number, self.me = directory, number, me
         self._descriptor, self._on_lost = descriptor, on_lost

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from harness.config.errors import EXIT_BAD_CONFIG, ConfigError, StorageError
 from harness.core.locking import directory_lease
-from harness.core.locking.directory_lease import InUseError, Lease, Seen
+from harness.core.locking.directory_lease import InUseError, Lease, SeenLease
 from harness.core.locking.lease_holder import this_process
 
 FOLDER = "lease"
@@ -87,7 +87,7 @@ def guard() -> None:
         _held.make_sure()
 
 
-def leave(seen: Seen) -> NoReturn:
+def leave(seen: SeenLease) -> NoReturn:
     """End this process at once, because another one writes the run now.
 
     The launcher sees rank 0 exit and takes the other ranks down; without rank 0 none of them publishes anything. The
@@ -127,14 +127,14 @@ def dead_holder(run: Path) -> str:
     return ""
 
 
-def _dead(run: Path) -> Seen | None:
+def _dead(run: Path) -> SeenLease | None:
     """A lease whose holder is known to have died without releasing it."""
     seen = directory_lease.newest(run / FOLDER)
     is_dead = seen is not None and not seen.released and seen.is_alive(this_process()) is False
     return seen if is_dead else None
 
 
-def clear(directory: Path, stale: Seen) -> None:
+def clear(directory: Path, stale: SeenLease) -> None:
     """Put a released lease above that of a holder which is gone, so that nobody waits for it."""
     descriptor = directory_lease.create(directory, stale.number + 1, this_process(), released=True)
     if descriptor is not None:
@@ -153,6 +153,6 @@ def in_use(run: Path, error: InUseError) -> ConfigError:
     return ConfigError("run.name", f"{run} is in use by {error}; {advice}")
 
 
-def say_waiting(seen: Seen, patience_s: float) -> None:
+def say_waiting(seen: SeenLease, patience_s: float) -> None:
     line = f"waiting up to {patience_s:.0f} s for a sign of life of {seen.describe()}"
     print(f"harness: {line}", file=sys.stderr, flush=True)

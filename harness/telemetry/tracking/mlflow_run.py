@@ -16,7 +16,7 @@ from harness.core.events import read
 from harness.core.fast_imports import loading
 from harness.core.rundir import RunDir
 from harness.telemetry.tracking import parent_run
-from harness.telemetry.tracking.progress import Ticket, load_ticket
+from harness.telemetry.tracking.progress import SinkProgress, load_progress
 from harness.telemetry.tracking.store_uri import connection_uri, sqlite_path
 
 PARAMS_PER_CALL = 100
@@ -57,19 +57,22 @@ def is_active(client: Any, run_id: str | None) -> bool:
         raise
 
 
-def create_run(client: Any, run: RunDir, ticket: Ticket, experiment_name: str) -> None:
-    """Give the ticket a run, to be sent from the first event on; one that was created before, unconfirmed, is found."""
-    ticket.offset = 0
-    ticket.experiment_id = experiment(client, connection_uri(ticket.tracking_uri), experiment_name)
-    found = client.search_runs([ticket.experiment_id], f"tags.`{KEY_TAG}` = '{ticket.key}'", max_results=1)
+def create_run(client: Any, run: RunDir, progress: SinkProgress, experiment_name: str) -> None:
+    """Find or create the MLflow run, and restart sending at the first event.
+
+    The run is searched by its key first: an earlier call may have created it without receiving the answer.
+    """
+    progress.offset = 0
+    progress.experiment_id = experiment(client, connection_uri(progress.tracking_uri), experiment_name)
+    found = client.search_runs([progress.experiment_id], f"tags.`{KEY_TAG}` = '{progress.key}'", max_results=1)
     if found:
-        ticket.run_id = found[0].info.run_id
+        progress.run_id = found[0].info.run_id
         return
     first = next(read(run.events), None) if run.events.exists() else None
     start_time = milliseconds(time.time() if first is None else first.time)
-    tags = {KEY_TAG: ticket.key, "run_dir": str(run.path), "mlflow.source.name": "harness.train"}
-    created = client.create_run(ticket.experiment_id, start_time=start_time, tags=tags, run_name=run.path.name)
-    ticket.run_id = created.info.run_id
+    tags = {KEY_TAG: progress.key, "run_dir": str(run.path), "mlflow.source.name": "harness.train"}
+    created = client.create_run(progress.experiment_id, start_time=start_time, tags=tags, run_name=run.path.name)
+    progress.run_id = created.info.run_id
 
 
 def experiment(client: Any, uri: str, name: str) -> str:
@@ -115,33 +118,33 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def nest(client: Any, run: RunDir, ticket: Ticket, experiment_name: str) -> None:
+def nest(client: Any, run: RunDir, progress: SinkProgress, experiment_name: str) -> None:
     """Lay a job's run under that of its sweep, which goes on from now; a run that stands alone stays as it is."""
     sweep = parent_run.sweep_of(run)
     if sweep is not None:
-        parent_id = run_of_sweep(client, sweep, ticket.tracking_uri, experiment_name)
-        client.set_tag(ticket.run_id, PARENT_TAG, parent_id)
+        parent_id = run_of_sweep(client, sweep, progress.tracking_uri, experiment_name)
+        client.set_tag(progress.run_id, PARENT_TAG, parent_id)
         client.update_run(parent_id, status="RUNNING")
 
 
 def run_of_sweep(client: Any, sweep: RunDir, tracking_uri: str, experiment_name: str) -> str:
     """The id of a sweep's own run, created where there is none, with what is swept as its tags."""
     with parent_run.one_parent(sweep):
-        ticket = load_ticket(sweep, tracking_uri)
-        if not is_active(client, ticket.run_id):
-            create_run(client, sweep, ticket, experiment_name)
-            ticket.save(sweep)
-    assert ticket.run_id is not None
+        progress = load_progress(sweep, tracking_uri)
+        if not is_active(client, progress.run_id):
+            create_run(client, sweep, progress, experiment_name)
+            progress.save(sweep)
+    assert progress.run_id is not None
     for key, value in parent_run.tags(sweep).items():
-        client.set_tag(ticket.run_id, key, value[:LONGEST_PARAM])
-    return ticket.run_id
+        client.set_tag(progress.run_id, key, value[:LONGEST_PARAM])
+    return progress.run_id
 
 
-def settle(client: Any, run: RunDir, ticket: Ticket) -> None:
+def settle(client: Any, run: RunDir, progress: SinkProgress) -> None:
     """Say how the sweep of a run ended, where this was the last of its jobs."""
     sweep = parent_run.sweep_of(run)
     if sweep is None:
         return
     status = parent_run.status(sweep, is_over=False)
     if status != "RUNNING":
-        client.set_terminated(load_ticket(sweep, ticket.tracking_uri).run_id, status)
+        client.set_terminated(load_progress(sweep, progress.tracking_uri).run_id, status)

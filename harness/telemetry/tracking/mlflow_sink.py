@@ -45,7 +45,14 @@ from harness.telemetry.tracking.mlflow_run import (
     run_of_sweep,
     settle,
 )
-from harness.telemetry.tracking.progress import Ticket, Trainer, configuration, configured_uri, load_ticket, sole_sender
+from harness.telemetry.tracking.progress import (
+    SinkProgress,
+    Trainer,
+    configuration,
+    configured_uri,
+    load_progress,
+    sole_sender,
+)
 from harness.telemetry.tracking.store_uri import connection_uri, schema_lock
 
 EXIT_NOT_SENT = 1
@@ -89,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def follow(run: RunDir, trainer: Trainer | None) -> int:
     """Send until the run has ended and all of it is sent; the exit code."""
-    ticket = load_ticket(run, None if trainer is None else configured_uri(run))
-    delivery = Delivery(run, ticket)
+    progress = load_progress(run, None if trainer is None else configured_uri(run))
+    delivery = Delivery(run, progress)
     num_failures = 0
     while True:
         last_call = trainer is None or not trainer.is_alive()
@@ -110,7 +117,7 @@ def follow(run: RunDir, trainer: Trainer | None) -> int:
         except Exception as error:
             num_failures += 1
             after = "gave up" if last_call else f"next try in {pause_s(num_failures):g} s"
-            say(f"{first_line(error)}; {after}; sent {ticket.offset} bytes of {run.events.name}")
+            say(f"{first_line(error)}; {after}; sent {progress.offset} bytes of {run.events.name}")
             if last_call:
                 return EXIT_NOT_SENT
         time.sleep(pause_s(num_failures))
@@ -144,23 +151,23 @@ def pause_s(num_failures: int) -> float:
 class Delivery:
     """One run on its way to one MLflow store."""
 
-    def __init__(self, run: RunDir, ticket: Ticket) -> None:
+    def __init__(self, run: RunDir, progress: SinkProgress) -> None:
         self._run = run
-        self._ticket = ticket
+        self._progress = progress
         self._client: Any = None
 
     def send(self) -> None:
         """Everything the log holds; raises where MLflow does not take it, and can be called again."""
         if self._client is None:
             self._client = self._connect()
-        while chunk := read_chunk(self._run.events, self._ticket.offset):
+        while chunk := read_chunk(self._run.events, self._progress.offset):
             self._send_events(chunk.events)
-            self._ticket.offset = chunk.end
-            self._ticket.save(self._run)
+            self._progress.offset = chunk.end
+            self._progress.save(self._run)
 
     def has_ended(self, trainer: Trainer) -> bool:
         """Whether the trainer's own last word is among what was sent."""
-        if self._ticket.offset <= trainer.log_bytes or self._ticket.offset < self._run.events.stat().st_size:
+        if self._progress.offset <= trainer.log_bytes or self._progress.offset < self._run.events.stat().st_size:
             return False
         return isinstance(last_event(self._run), RunEnded)
 
@@ -168,18 +175,18 @@ class Delivery:
         """A trainer that is gone and did not say why has failed."""
         if not isinstance(last_event(self._run), RunEnded):
             self._send_incidents()
-            self._client.set_terminated(self._ticket.run_id, "FAILED")
+            self._client.set_terminated(self._progress.run_id, "FAILED")
 
     def _connect(self) -> Any:
         settings = configuration(self._run)
-        uri = connection_uri(self._ticket.tracking_uri)
+        uri = connection_uri(self._progress.tracking_uri)
         with schema_lock(uri):
             client = open_client(uri)
-            if not is_active(client, self._ticket.run_id):
-                create_run(client, self._run, self._ticket, settings["telemetry"]["experiment"])
-                self._ticket.save(self._run)
-        describe(client, self._run, self._ticket.run_id, settings)
-        nest(client, self._run, self._ticket, settings["telemetry"]["experiment"])
+            if not is_active(client, self._progress.run_id):
+                create_run(client, self._run, self._progress, settings["telemetry"]["experiment"])
+                self._progress.save(self._run)
+        describe(client, self._run, self._progress.run_id, settings)
+        nest(client, self._run, self._progress, settings["telemetry"]["experiment"])
         return client
 
     def _send_events(self, events: list[Event]) -> None:
@@ -191,27 +198,27 @@ class Delivery:
             for name, value in metrics_of(event).items()
         ]
         for first in range(0, len(metrics), METRICS_PER_CALL):
-            self._client.log_batch(self._ticket.run_id, metrics=metrics[first : first + METRICS_PER_CALL])
+            self._client.log_batch(self._progress.run_id, metrics=metrics[first : first + METRICS_PER_CALL])
         for event in events:
             match event:
                 case RunStarted():
-                    self._client.update_run(self._ticket.run_id, status="RUNNING")
+                    self._client.update_run(self._progress.run_id, status="RUNNING")
                 case RunEnded():
                     self._end(event)
                 case Incident():
                     words = f"{', '.join(event.kinds)} from iteration {event.onset}: {event.verdict}"
-                    self._client.set_tag(self._ticket.run_id, f"incident.{event.number:03d}", words)
+                    self._client.set_tag(self._progress.run_id, f"incident.{event.number:03d}", words)
                 case DrillScored():
                     self._send_file(self._run.score_card)
                     verdict = "passed" if event.passed else "failed"
-                    self._client.set_tag(self._ticket.run_id, f"drill.{event.scenario}", verdict)
+                    self._client.set_tag(self._progress.run_id, f"drill.{event.scenario}", verdict)
                 case _:
                     pass
 
     def _send_file(self, path: Path) -> None:
         if path.exists():
             try:
-                self._client.log_artifact(self._ticket.run_id, str(path))
+                self._client.log_artifact(self._progress.run_id, str(path))
             except Exception as error:
                 say(f"{path.name} was not sent: {first_line(error)}")
 
@@ -220,7 +227,7 @@ class Delivery:
         for folder in sorted(self._run.incidents.glob("*")):
             try:
                 self._client.log_artifacts(
-                    self._ticket.run_id, str(folder), f"{self._run.incidents.name}/{folder.name}"
+                    self._progress.run_id, str(folder), f"{self._run.incidents.name}/{folder.name}"
                 )
             except Exception as error:
                 say(f"incident {folder.name} was not sent: {first_line(error)}")
@@ -235,8 +242,8 @@ class Delivery:
                 status = "KILLED"
             case _:
                 status = "FAILED"
-        self._client.set_terminated(self._ticket.run_id, status, milliseconds(event.time))
-        settle(self._client, self._run, self._ticket)
+        self._client.set_terminated(self._progress.run_id, status, milliseconds(event.time))
+        settle(self._client, self._run, self._progress)
 
 
 def last_event(run: RunDir) -> Event | None:

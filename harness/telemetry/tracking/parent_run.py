@@ -3,7 +3,7 @@
 Why: a sweep is one line in MLflow that unfolds into its jobs, and no process lives as long as a sweep does: its jobs
 may run on many machines, today and next week.
 How: `sweep.yaml` beside a run's directory says that the run is a job of a sweep. Whichever sender comes first creates
-the run of the sweep, whose ticket lies in the sweep's directory as a run's lies in its own; the last job to end, or the
+the run of the sweep, whose progress lies in the sweep's directory as a run's lies in its own; the last job to end, or the
 launcher that waited for all of them, says how the sweep ended.
 """
 

@@ -39,7 +39,7 @@ class Trainer:
 
 
 @dataclass(slots=True, kw_only=True)
-class Ticket:
+class SinkProgress:
     tracking_uri: str
     key: str
     """Marks the MLflow run; written down before the first contact, so that a run is never created twice."""
@@ -52,18 +52,18 @@ class Ticket:
         write_atomically(run.mlflow, json.dumps(asdict(self), indent=2) + "\n")
 
 
-def load_ticket(run: RunDir, tracking_uri: str | None) -> Ticket:
-    """The stored ticket; a new one, to send all of the log, for a new run or where `tracking_uri` is another store."""
+def load_progress(run: RunDir, tracking_uri: str | None) -> SinkProgress:
+    """The stored progress; a new one, to send all of the log, for a new run or where `tracking_uri` is another store."""
     if run.mlflow.exists():
-        ticket = Ticket(**json.loads(run.mlflow.read_text(encoding="utf-8")))
-        if tracking_uri is None or is_same_store(ticket.tracking_uri, tracking_uri):
-            if tracking_uri not in (None, ticket.tracking_uri):  # an earlier version wrote the password with it
-                ticket.tracking_uri = tracking_uri
-                ticket.save(run)
-            return ticket
-    ticket = Ticket(tracking_uri=tracking_uri or configured_uri(run), key=uuid.uuid4().hex)
-    ticket.save(run)
-    return ticket
+        progress = SinkProgress(**json.loads(run.mlflow.read_text(encoding="utf-8")))
+        if tracking_uri is None or is_same_store(progress.tracking_uri, tracking_uri):
+            if tracking_uri not in (None, progress.tracking_uri):  # an earlier version wrote the password with it
+                progress.tracking_uri = tracking_uri
+                progress.save(run)
+            return progress
+    progress = SinkProgress(tracking_uri=tracking_uri or configured_uri(run), key=uuid.uuid4().hex)
+    progress.save(run)
+    return progress
 
 
 def configuration(run: RunDir) -> dict[str, Any]:

@@ -22,7 +22,7 @@ TERMINATE_WAIT_S = 5.0
 
 
 @final
-class Shipper:
+class SinkProcess:
     """Rank 0 owns one, started after `config.yaml` is written and finished after `RunEnded` is in the log."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None, log: Path) -> None:
@@ -47,7 +47,7 @@ class Shipper:
                     start_new_session=True,
                 )
         except OSError as error:
-            _warn(f"cannot start the MLflow shipper: {error}")
+            _warn(f"cannot start the MLflow sink: {error}")
             return cls(None, log)
         return cls(process, log)
 

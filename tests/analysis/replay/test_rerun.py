@@ -21,7 +21,7 @@ from harness.core import events
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
 from harness.faults import worker
-from harness.faults.plan import Fault, FaultKind, Plan
+from harness.faults.plan import Fault, FaultKind, FaultPlan
 from launch.cli.replay import spoil_again
 from tests.distributed import trouble
 from tests.distributed.cases import TINY
@@ -108,7 +108,7 @@ def drilled(directory: str) -> int:
 def test_bad_data_is_bad_again_and_on_an_older_state_too(ranks: Pool, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "poisoned")
     run.path.mkdir()
-    plan = Plan(seed=0, faults=[Fault(kind=FaultKind.poisoned_batch, at=34)])
+    plan = FaultPlan(seed=0, faults=[Fault(kind=FaultKind.poisoned_batch, at=34)])
     run.drill.write_text(json.dumps({"plan": plan.as_dict()}))
     assert ranks.run(2, drilled, str(tmp_path)) == [0, 0]
     found = replayed(ranks, run, iteration=35, tamper=partial(spoil_again, run.path, 2))

@@ -21,7 +21,7 @@ import pytest
 from harness.checkpoint import catalog
 from harness.config.errors import EXIT_BAD_CONFIG, ConfigError, StorageError
 from harness.core.locking import directory_lease, lease_holder, run_lease
-from harness.core.locking.directory_lease import InUseError, Lease, Seen
+from harness.core.locking.directory_lease import InUseError, Lease, SeenLease
 from harness.core.locking.lease_holder import Holder, this_process
 from harness.core.rundir import append_line, write_atomically
 from tests.forks import forks
@@ -32,7 +32,7 @@ SHORT_S = 0.4
 FAR_TOO_LONG_S = 20.0
 
 
-def ignore(_: Seen) -> None:
+def ignore(_: SeenLease) -> None:
     """What a test does that loses a lease."""
 
 
@@ -274,7 +274,7 @@ class LeftError(Exception):
     """Stands for the end of the process."""
 
 
-def leave(_: Seen) -> None:
+def leave(_: SeenLease) -> None:
     raise LeftError
 
 

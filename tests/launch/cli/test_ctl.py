@@ -365,4 +365,4 @@ def test_a_user_without_a_name_has_a_number(
     asked = stop_requests.read(run)
     assert asked is not None
     assert asked.who == "user 12345"
-    assert rundir.intervention({}, iteration=1).who == "user 12345"
+    assert rundir.make_config_change_event({}, iteration=1).who == "user 12345"

@@ -23,7 +23,7 @@ from harness.core.rundir import RunDir
 from harness.telemetry.event_log import EventLog
 from harness.telemetry.tracking.mlflow_run import create_run, open_client
 from harness.telemetry.tracking.mlflow_sink import Delivery, follow, main, pause_s
-from harness.telemetry.tracking.progress import Ticket, Trainer, load_ticket, sole_sender
+from harness.telemetry.tracking.progress import SinkProgress, Trainer, load_progress, sole_sender
 from harness.telemetry.tracking.store_uri import tracking_uri
 
 MakeRun = Callable[..., tuple[RunDir, Config]]
@@ -45,7 +45,7 @@ def stored(cfg: Config, run: RunDir) -> tuple[Any, Any]:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=tracking_uri(cfg))
-    run_id = load_ticket(run, None).run_id
+    run_id = load_progress(run, None).run_id
     assert run_id is not None
     return client, client.get_run(run_id)
 
@@ -138,7 +138,7 @@ def test_a_resumed_run_goes_on_under_its_id(
     settings["new"] = {"key": "x" * 9000}
     run.config.write_text(yaml.safe_dump(settings))
     append(run, replace(started, resumed_from="step-1"), make_step(1))
-    delivery = Delivery(run, load_ticket(run, None))
+    delivery = Delivery(run, load_progress(run, None))
     delivery.send()
     client, second = stored(cfg, run)
     assert (second.info.run_id, second.info.status) == (first.info.run_id, "RUNNING")
@@ -159,10 +159,10 @@ def test_what_is_sent_twice_is_stored_once(make_run: MakeRun, make_step: MakeSte
     steps = [make_step(iteration) for iteration in range(100)]
     append(run, *steps)
     assert follow(run, None) == 0
-    ticket = load_ticket(run, None)
-    assert ticket.offset == run.events.stat().st_size
-    ticket.offset = 0
-    ticket.save(run)
+    progress = load_progress(run, None)
+    assert progress.offset == run.events.stat().st_size
+    progress.offset = 0
+    progress.save(run)
     append(run, make_step(100), ended)
     assert follow(run, None) == 0
     client, seen = stored(cfg, run)
@@ -188,13 +188,13 @@ def test_a_torn_line_is_neither_sent_nor_in_the_way(make_run: MakeRun, make_step
 def test_a_run_whose_creation_was_never_confirmed_is_found_again(make_run: MakeRun, make_step: MakeStep) -> None:
     run, cfg = make_run()
     append(run, make_step(0))
-    ticket = load_ticket(run, None)
-    client = open_client(ticket.tracking_uri)
-    create_run(client, run, ticket, cfg.telemetry.experiment)
-    unconfirmed = Ticket(tracking_uri=ticket.tracking_uri, key=ticket.key)
+    progress = load_progress(run, None)
+    client = open_client(progress.tracking_uri)
+    create_run(client, run, progress, cfg.telemetry.experiment)
+    unconfirmed = SinkProgress(tracking_uri=progress.tracking_uri, key=progress.key)
     create_run(client, run, unconfirmed, cfg.telemetry.experiment)
-    assert unconfirmed == ticket
-    assert len(client.search_runs([ticket.experiment_id])) == 1
+    assert unconfirmed == progress
+    assert len(client.search_runs([progress.experiment_id])) == 1
 
 
 def test_a_run_deleted_from_the_store_or_sent_to_another_starts_over(
@@ -210,7 +210,7 @@ def test_a_run_deleted_from_the_store_or_sent_to_another_starts_over(
     assert again.info.run_id != seen.info.run_id
     assert [row[0] for row in history(client, again, "loss")] == [0, 1]
 
-    moved = load_ticket(run, f"sqlite:///{run.path / 'other.db'}")
+    moved = load_progress(run, f"sqlite:///{run.path / 'other.db'}")
     assert (moved.run_id, moved.offset) == (None, 0)
 
 
@@ -231,7 +231,7 @@ def test_a_store_that_takes_half_a_batch_loses_nothing(
 
     monkeypatch.setattr(MlflowClient, "log_batch", fails_once)
     assert follow(run, None) == 1
-    assert load_ticket(run, None).offset == 0
+    assert load_progress(run, None).offset == 0
     assert follow(run, None) == 0
     client, seen = stored(cfg, run)
     assert [row[0] for row in history(client, seen, "loss")] == list(range(150))

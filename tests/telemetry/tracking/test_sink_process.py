@@ -20,8 +20,8 @@ from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import EventLog
 from harness.telemetry.tracking.mlflow_sink import follow
-from harness.telemetry.tracking.progress import load_ticket
-from harness.telemetry.tracking.sink_process import Shipper, last_line
+from harness.telemetry.tracking.progress import load_progress
+from harness.telemetry.tracking.sink_process import SinkProcess, last_line
 from harness.telemetry.tracking.store_uri import tracking_uri
 from launch.drills.fault_environment import SERVER_ENVIRONMENT
 from launch.local.ports import reserved_port
@@ -46,7 +46,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) 
 
 def iterations(cfg: Config, run: RunDir) -> list[int]:
     """The iterations whose loss MLflow has; empty while it has no run."""
-    run_id = load_ticket(run, None).run_id if run.mlflow.exists() else None
+    run_id = load_progress(run, None).run_id if run.mlflow.exists() else None
     if run_id is None:
         return []
     from mlflow.tracking import MlflowClient
@@ -63,13 +63,13 @@ def status(cfg: Config, run: RunDir) -> str:
 
 
 def run_id_of(run: RunDir) -> str:
-    run_id = load_ticket(run, None).run_id
+    run_id = load_progress(run, None).run_id
     assert run_id is not None
     return run_id
 
 
-def process_of(shipper: Shipper) -> subprocess.Popen[bytes]:
-    process = shipper._process
+def process_of(sink: SinkProcess) -> subprocess.Popen[bytes]:
+    process = sink._process
     assert process is not None
     return process
 
@@ -127,15 +127,15 @@ def test_what_a_dead_server_did_not_take_is_sent_later(
     server.kill()
     run, cfg = make_run(tracking_uri=server.uri)
     log = EventLog(run.events)
-    shipper = Shipper.start(run)
+    sink = SinkProcess.start(run)
     log.write(make_step(0))
     log.write(ended)
     log.close()
     wait_until(lambda: "next try in" in last_line(run.logs / "mlflow.log"), "the sender has met the silence")
-    assert not shipper.finish(wait_s=0)
-    assert process_of(shipper).returncode == -signal.SIGTERM
+    assert not sink.finish(wait_s=0)
+    assert process_of(sink).returncode == -signal.SIGTERM
     assert "warning: not everything reached MLflow" in capfd.readouterr().err
-    assert load_ticket(run, None).offset == 0
+    assert load_progress(run, None).offset == 0
     server.start()
     assert follow(run, None) == 0
     assert iterations(cfg, run) == [0]
@@ -151,7 +151,7 @@ def test_a_server_that_dies_and_comes_back_has_everything_once(
     run, cfg = make_run(tracking_uri=server.uri)
     run.picture.write_bytes(b"png")
     log = EventLog(run.events)
-    shipper = Shipper.start(run)
+    sink = SinkProcess.start(run)
     log.write(started)
     for iteration in range(60):
         log.write(make_step(iteration))
@@ -160,13 +160,13 @@ def test_a_server_that_dies_and_comes_back_has_everything_once(
     for iteration in range(60, 120):
         log.write(make_step(iteration))
     wait_until(lambda: "next try in" in last_line(run.logs / "mlflow.log"), "the loss of the server is noticed")
-    assert process_of(shipper).poll() is None
+    assert process_of(sink).poll() is None
     server.start()
     for iteration in range(120, 180):
         log.write(make_step(iteration))
     log.write(ended)
     log.close()
-    assert shipper.finish(wait_s=60)
+    assert sink.finish(wait_s=60)
     assert iterations(cfg, run) == list(range(180))
     assert status(cfg, run) == "FINISHED"
     client = MlflowClient(tracking_uri=server.uri)
@@ -182,8 +182,8 @@ def test_a_killed_trainer_leaves_its_events_in_mlflow_and_no_process(make_run: M
 import os, signal
 from pathlib import Path
 from harness.core.rundir import RunDir
-from harness.telemetry.tracking.sink_process import Shipper
-print(Shipper.start(RunDir(Path({str(run.path)!r})))._process.pid, flush=True)
+from harness.telemetry.tracking.sink_process import SinkProcess
+print(SinkProcess.start(RunDir(Path({str(run.path)!r})))._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     trainer = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=30)
@@ -202,15 +202,15 @@ def test_neither_an_old_last_word_nor_an_interrupt_ends_the_sender(
     log.write(make_step(0))
     log.write(ended)
     assert log.flush(), "an earlier start left all of this in the file"
-    shipper = Shipper.start(run)
+    sink = SinkProcess.start(run)
     wait_until(lambda: iterations(cfg, run) == [0], "the first start is sent")
-    process_of(shipper).send_signal(signal.SIGINT)
+    process_of(sink).send_signal(signal.SIGINT)
     time.sleep(1.5)
-    assert process_of(shipper).poll() is None
+    assert process_of(sink).poll() is None
     log.write(make_step(1))
     log.write(ended)
     log.close()
-    assert shipper.finish(wait_s=60)
+    assert sink.finish(wait_s=60)
     assert iterations(cfg, run) == [0, 1]
 
 
@@ -219,8 +219,8 @@ def test_a_sender_that_cannot_start_costs_a_warning(
 ) -> None:
     run, _ = make_run()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert not Shipper.start(run).finish(wait_s=60)
-    assert "warning: cannot start the MLflow shipper" in capfd.readouterr().err
+    assert not SinkProcess.start(run).finish(wait_s=60)
+    assert "warning: cannot start the MLflow sink" in capfd.readouterr().err
 
 
 def test_the_sender_is_light() -> None:

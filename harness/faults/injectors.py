@@ -11,10 +11,10 @@ from harness.faults.gradient import SpoiledGradient
 from harness.faults.optimizer import CutWarmup, FlippedWeight, RateSpike, ResetMoments
 from harness.faults.plan import FaultKind
 from harness.faults.process import Signal, Sleep, TrackingDown
-from harness.faults.site import Injury, Site
+from harness.faults.site import FaultInjector, Site
 
 
-def injury(site: Site) -> Injury:
+def make_injector(site: Site) -> FaultInjector:
     """Put one fault in its place."""
     match site.fault.kind:
         case FaultKind.nan_loss:
