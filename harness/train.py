@@ -90,7 +90,7 @@ def train(run: Run) -> Ending:
             ending = process_reports(run, everything=True, ending=ending)
         if evaluates and not (ending is not None and ending.is_halt):
             run.reporter.emit(evaluate(parts, state, cfg=cfg, beat=lambda: run.heart.beat(state, Phase.evaluate)))
-        run.gc_schedule.turn()
+        run.gc_schedule.end_iteration()
     if ending is None or (state.step >= cfg.train.num_steps and ending.exit_code == EXIT_INTERRUPTED):
         return Ending(EXIT_DONE, "all steps done")
     return ending

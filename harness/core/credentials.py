@@ -1,9 +1,9 @@
-"""Passwords and tokens of a tracking URI: kept off the disk, and cut out of text that is shown.
+"""Keeps passwords and tokens of a tracking URI off the disk, and masks them in text that is shown.
 
-A run writes its configuration to config.yaml, mlflow.json, sweep.yaml and MLflow itself, so a secret in
-`telemetry.tracking_uri` would be copied to all of them. It is refused. MLflow reads user, password and token from the
-environment by itself; any other URI, such as that of a database with a password, can be given as `env:NAME`: what is
-written is the name of the variable, and only the process that sends to MLflow reads its value.
+A run writes its configuration to config.yaml, mlflow.json, sweep.yaml and MLflow. A secret in `telemetry.tracking_uri`
+would be copied to all of them, so such a URI is an invalid config. MLflow reads user, password and token from the
+environment. Any other URI, such as that of a database with a password, can be given as `env:NAME`: the name of the
+variable is written, and only the process that sends to MLflow reads its value.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from harness.config.errors import ConfigError, require
 ENVIRONMENT = "env:"
 KEY = "telemetry.tracking_uri"
 SECRET = re.compile(r"token|secret|passw|pwd|credential|auth|key|sig", re.IGNORECASE)
-"""In the name of a parameter of a URI."""
+"""Matches the name of a URI parameter that holds a secret."""
 ADVICE = (
     "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN; or put the whole URI into an "
     f"environment variable NAME and give {KEY}={ENVIRONMENT}NAME"
 )
-_SHOWN = (
+_MASKS = (
     (re.compile(r"(?<=://)[^/@\s]+@"), "***@"),
     (re.compile(r"(?<=://)([^/:@\s]*):[^@\s]*@"), "***@"),
     (re.compile(rf"([?&][^=&\s]*(?:{SECRET.pattern})[^=&\s]*)=[^&#\s]+", re.IGNORECASE), r"\1=***"),
@@ -30,14 +30,14 @@ _SHOWN = (
 
 
 def without_credentials(text: str) -> str:
-    """`text` with user, password and secret parameters of any URI in it hidden."""
-    for pattern, shown in _SHOWN:
-        text = pattern.sub(shown, text)
+    """Mask user, password and secret parameters of every URI in `text`."""
+    for pattern, mask in _MASKS:
+        text = pattern.sub(mask, text)
     return text
 
 
 def holds_credentials(uri: str) -> bool:
-    """Whether a URI holds a password or a token: of a server any user counts, of a database only a password."""
+    """Whether a URI holds a password or a token. For a server any user counts, for a database only a password."""
     parts = urlsplit(uri)
     if any(SECRET.search(name) and value for name, value in parse_qsl(parts.query)):
         return True
@@ -47,23 +47,24 @@ def holds_credentials(uri: str) -> bool:
 
 
 def require_no_credentials(uri: str | None) -> None:
-    """Refuse a URI that must not be written down; the message does not repeat it."""
+    """Reject a URI that holds a secret. The error message does not repeat the URI."""
     if uri is None:
         return
     name = uri.removeprefix(ENVIRONMENT)
     valid = name == uri or name.isidentifier()
-    require(valid, KEY, f"after {ENVIRONMENT} comes the name of an environment variable")
-    require(not holds_credentials(uri), KEY, f"holds a password or token, which would be written to disk; {ADVICE}")
+    require(valid, KEY, f"must be {ENVIRONMENT}NAME with the name of an environment variable")
+    message = f"must not hold a password or token, because it is written to disk; {ADVICE}"
+    require(not holds_credentials(uri), KEY, message)
 
 
 def require_variable(uri: str | None) -> None:
-    """Refuse `env:NAME` where the variable is not set."""
+    """Reject `env:NAME` if the variable is not set."""
     if uri is not None and uri.startswith(ENVIRONMENT):
-        real_uri(uri)
+        resolve_uri(uri)
 
 
-def real_uri(uri: str) -> str:
-    """The URI to connect to: the value of the variable where one is named."""
+def resolve_uri(uri: str) -> str:
+    """The URI to connect to: `env:NAME` is replaced by the value of the variable."""
     if not uri.startswith(ENVIRONMENT):
         return uri
     name = uri.removeprefix(ENVIRONMENT)
@@ -74,21 +75,21 @@ def real_uri(uri: str) -> str:
 
 
 def is_same_store(first: str, second: str) -> bool:
-    """Whether two URIs name one store, whoever reads them."""
-    return first == second or _bare(first) == _bare(second)
+    """Whether two URIs name the same store, credentials aside."""
+    return first == second or _strip_user(first) == _strip_user(second)
 
 
-def _bare(uri: str) -> str:
+def _strip_user(uri: str) -> str:
     try:
-        return re.sub(r"(?<=://)[^/\s]*@", "", real_uri(uri))
+        return re.sub(r"(?<=://)[^/\s]*@", "", resolve_uri(uri))
     except ConfigError:
         return uri
 
 
-def through_environment(uri: str) -> str:
-    """A server's URI without its user and password, which MLflow then finds in the environment of this process.
+def move_credentials_to_environment(uri: str) -> str:
+    """Strip user and password from a server's URI and set them as MLflow's environment variables.
 
-    MLflow and its libraries print URIs; what they do not know they cannot print.
+    MLflow and its libraries print URIs; this keeps secrets out of their output.
     """
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https") or parts.username is None:

@@ -1,8 +1,7 @@
-"""What happened in a run, one JSON object a line: the only thing every tool reads.
+"""The events of a run: dataclasses that are written to `events.jsonl`, one JSON object per line.
 
-Why: a run must be understood from its directory alone, long after its processes are gone.
-How: an event is a dataclass with a name, the wall-clock `time` (seconds since 1970) and the `iteration` it belongs to.
-NaN and Inf are written as strings, because JSON has no word for them; a line cut short by a crash is passed over.
+Every tool reads a run through this log, also long after its processes have exited. The field names are the format on
+disk. NaN and Inf are written as strings, because JSON cannot hold them. Readers skip a line that a crash cut short.
 """
 
 from __future__ import annotations
@@ -18,196 +17,235 @@ from typing import Any, ClassVar
 
 @dataclass(slots=True, kw_only=True)
 class Event:
+    """The fields that all events share."""
+
     name: ClassVar[str]
+    """Value of the key `event` on disk."""
     time: float
+    """Wall clock, in seconds since 1970."""
     iteration: int
+    """The iteration that the event belongs to."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunStarted(Event):
+    """A run starts or resumes."""
+
     name: ClassVar[str] = "run_started"
     world_size: int
+    """Number of ranks."""
     num_steps: int
+    """`train.num_steps`: the updates after which the run is done."""
     step: int
-    """Updates already applied: 0 in a new run, more after a resume."""
+    """Updates applied so far: 0 in a new run, more after a resume."""
     resumed_from: str | None = None
-    """Name of the checkpoint directory."""
+    """Name of the checkpoint directory; None in a new run."""
 
 
 TOKEN_LOSS_EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0, 20.0)
-"""Nats; between neighbouring edges lies one bin of the histogram of token losses."""
+"""Bin edges of the histogram of token losses, in nats."""
 
 RankSpread = dict[str, Any]
-"""One number of every rank, in brief: `median`, `spread` (a robust sigma) and `worst`: [[rank, value], ...], the
-farthest from the median first, at most four; a log line must not grow with the cluster."""
+"""Summary of one number over all ranks: `median`, `spread` (a robust sigma) and `worst`: [[rank, value], ...], at most
+four entries, the farthest from the median first. Its size does not grow with the number of ranks."""
 
 Fp8Health = dict[str, Any]
-"""How the numbers of one kind fit into fp8: `underflow` (share of those that were not zero and became it), `saturated`
-(share of the tensors with a number at twice the range or beyond) and `scale_log2`: [least, most] exponent of their
-scales."""
+"""Range statistics of one kind of fp8 tensor: `underflow` (share of the nonzero values that were quantized to zero),
+`saturated` (share of the tensors whose amax was at least twice the fp8 range) and `scale_log2`: [smallest, largest]
+exponent of the scales."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ReducedRecord(Event):
-    """One iteration, as every rank knows it after the all-reduce: all that detectors and policy may see.
+    """One iteration after the all-reduce: the only input of detectors and policy.
 
-    Every field comes from the reduced vector or from state that all ranks hold alike. The exception is `time`: it goes
-    into the log and decides nothing. What one rank alone knows belongs into `StepRecord`.
+    Every field comes from the reduced vector or from state that is equal on every rank. The exception is `time`, which
+    is logged only and decides nothing. Values that differ between ranks belong in `StepRecord`.
     """
 
     step: int
-    """Updates applied, this one included unless it was refused."""
+    """Updates applied so far, this one included unless it was rejected."""
     cursor: int
     """Batch index consumed."""
     tokens: int
     """Tokens consumed since the start of the run."""
     loss: float
+    """Mean loss of the global batch, in nats per token."""
     grad_norm: float
-    """Global, before clipping."""
+    """Global gradient norm before clipping."""
     lr: float
+    """Learning rate of this update."""
     refused: bool
+    """Whether the gate rejected the update."""
     stop_requested: bool
-    """Some rank was asked to stop; all stop after the same iteration."""
+    """At least one rank received a stop request; all ranks stop after the same iteration."""
     save_requested: bool = False
-    """A checkpoint is due by the clock; all save after the same iteration."""
+    """`checkpoint.every_minutes` has passed; all ranks save after the same iteration."""
     command_waits: bool = False
-    """An operator asks for something; all ranks hear what at the same iteration."""
+    """An operator command is waiting; all ranks read it at the same iteration."""
     z_loss: float | None = None
+    """Mean z-loss of the global batch, in nats per token."""
     loss_scale: float | None = None
+    """Dynamic loss scale of this step; None: the precision has none."""
     group_grad_norms: dict[str, float] = field(default_factory=dict)
-    """Pre-clip gradient norm of each layer group."""
+    """Gradient norm before clipping, by layer group."""
     param_norm: float | None = None
+    """Norm of all weights; only where probed, like the norms below."""
     group_param_norms: dict[str, float] = field(default_factory=dict)
-    """Norm of the weights of each layer group."""
+    """Norm of the weights, by layer group."""
     v_norm: float | None = None
     """Norm of Adam's second moment."""
     beta2: float | None = None
-    """What an update leaves of that moment, at least; where probed."""
+    """Smallest factor by which an update decays the second moment; only where probed."""
     update_ratio: float | None = None
-    """Norm of the update that the moments stand for, over the norm of the weights."""
+    """Norm of the update that the moments imply, divided by the norm of the weights."""
     square_ratio: float | None = None
-    """Clipped gradient over the root of Adam's second moment, in the layer group where that is largest: about 1; far
-    above, the moment is stale."""
+    """Clipped gradient divided by the root of Adam's second moment, in the layer group where that is largest. About 1
+    is normal; a value far above 1 means that the moment is stale."""
     activation_rms: dict[str, float] = field(default_factory=dict)
     """Root mean square of the residual stream after each sampled layer."""
     source_losses: dict[str, float] = field(default_factory=dict)
-    """Mean loss of each source that was in the batch."""
+    """Mean loss by data source, for the sources in this batch, in nats per token."""
     bounds: dict[str, float] = field(default_factory=dict)
-    """What the gate would have refused beyond: loss, grad_norm."""
+    """Upper limits of the gate for `loss` and `grad_norm`: it rejects an update beyond either."""
     ranks: dict[str, RankSpread] = field(default_factory=dict)
-    """How loss, grad_norm (before the reduction), step_time_s (of the host, outside collectives) and, on CUDA,
-    device_time_s (kernels of the loss head) spread over the ranks."""
+    """Spread over the ranks of loss, grad_norm (before the reduction), step_time_s (host time outside collectives, in
+    seconds) and, on CUDA, device_time_s (kernels of the loss head, in seconds)."""
     nonfinite_ranks: list[int] = field(default_factory=list)
-    """Ranks whose own loss or own gradient, before the reduction, was not finite."""
+    """Ranks whose own loss or own gradient was not finite before the reduction."""
     mismatched_ranks: list[int] = field(default_factory=list)
     """Ranks whose weights differ from those of their replicas."""
     digests: dict[str, list[int]] = field(default_factory=dict)
-    """Digest of all decisions and of this step's branches -> ranks that hold it (at most four); empty where all ranks
+    """Digest of all decisions and of this step's branches -> ranks that computed it (at most four). Empty if all ranks
     agree."""
     median_step_s: float = 0.0
-    """Median over the ranks of the last step time that each measured with its own clock; 0: not measured."""
+    """Median over the ranks of the last step time, in seconds, each by its own clock; 0: not measured."""
     fingerprint: str = ""
     """Sum of the fingerprints of all rows of the global batch, hexadecimal; empty: not measured."""
     other_data: dict[str, list[int]] = field(default_factory=dict)
-    """What differs -> ranks that read other data than the rest. `plan`: corpus, order or ledger; `rows`: the tokens of
-    a row that two ranks read."""
+    """What differs -> ranks that read different data from the rest. `plan`: corpus, order or ledger; `rows`: the tokens
+    of a row that two ranks read."""
     in_planned_change: bool = False
-    """The batch lies within the window that follows a planned change of the data or of the schedule."""
+    """The batch lies in the window after a planned change of the data or of the schedule."""
     in_fp8: bool | None = None
-    """Whether this step was computed in fp8; None in a run that never is."""
+    """Whether this step used fp8 GEMMs; None in a run without fp8."""
     fp8: dict[str, Fp8Health] = field(default_factory=dict)
-    """How activations, weights and gradients fit into fp8; only where probed."""
+    """Range statistics of activations, weights and gradients in fp8; only where probed."""
     fp8_underflow: dict[str, float] = field(default_factory=dict)
-    """Share of the numbers that fp8 made zero, in the worst of the three, of each layer group; only where probed."""
+    """Share of the values that underflowed in fp8, by layer group, for the worst kind of tensor; only where probed."""
     token_loss_counts: list[int] = field(default_factory=list)
-    """How many tokens had a loss below each edge of `TOKEN_LOSS_EDGES`, and the rest; only where probed."""
+    """Histogram of token losses: token count below each edge of `TOKEN_LOSS_EDGES`, then of the rest; only where
+    probed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepRecord(ReducedRecord):
-    """One iteration as it is logged: what all ranks know, and what rank 0 adds from its own clock, memory and rows.
+    """One iteration as it is logged: the reduced record, and measurements of rank 0 alone.
 
-    The fields of this class differ between ranks. They are for people and decide nothing.
+    The fields of this class differ between ranks. They are for readers and decide nothing.
     """
 
     name: ClassVar[str] = "step"
     tokens_per_s: float
+    """Throughput of all ranks together, averaged over recent iterations."""
     step_time_s: float
+    """Duration of this iteration, in seconds."""
     flops_per_s: float
     """Model FLOP/s of all ranks together."""
     mfu: float | None = None
+    """Model FLOP/s divided by the peak of the hardware; None: the peak is unknown."""
     memory_bytes: int | None = None
     """Peak memory of rank 0's device, or of its process on CPU."""
     batch: dict[str, Any] = field(default_factory=dict)
-    """Facts of the batch: `fingerprint` and `rows` (of each source) of the global batch, `entropy_nats` and `rarest`
+    """Facts about the batch: `fingerprint` and `rows` (by source) of the global batch, `entropy_nats` and `rarest`
     (tokens) of rank 0's own rows."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EvalRecord(Event):
+    """Result of a periodic evaluation on held-out data."""
+
     name: ClassVar[str] = "eval"
     step: int
+    """Updates applied so far."""
     loss: float
+    """Mean loss, in nats per token."""
     tokens: int
-    """Held-out tokens the loss is the mean of."""
+    """Held-out tokens that the mean is taken over."""
 
 
 @dataclass(slots=True, kw_only=True)
 class HeldOutMeasured(Event):
-    """Loss on the fixed held-out rows, measured as the run starts and when a checkpoint is taken; the level that a
-    check at an incident is compared with."""
+    """Loss on the fixed held-out rows, measured at the start and at every checkpoint.
+
+    The check during an incident is compared with it.
+    """
 
     name: ClassVar[str] = "held_out"
     step: int
+    """Updates applied so far."""
     loss: float
+    """Mean loss, in nats per token."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ChangePlanned(Event):
-    """A planned change of the data or of the schedule begins: the gate's bounds are wider until it ends."""
+    """A planned change of the data or of the schedule starts. The gate's bounds are wider until its window ends."""
 
     name: ClassVar[str] = "planned_change"
     step: int
+    """Updates applied so far."""
     cursor: int
+    """Batch index of the next step."""
     until: int
-    """The window ends before this batch, or before this step where the schedule changes."""
+    """The window ends before this batch index; for a change of the schedule, before this step."""
     reason: str
+    """What changes, in one line."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointSaved(Event):
+    """A checkpoint is complete on disk."""
+
     name: ClassVar[str] = "checkpoint"
     step: int
+    """Updates applied when the state was taken."""
     directory: str
+    """Name of its directory below `checkpoints/`."""
     seconds: float
-    """From the moment its numbers were known until it was safe on disk."""
+    """From the capture of the state until it was durable on disk."""
     blocked_s: float = 0.0
-    """How long training waited for it."""
+    """Seconds for which training waited."""
     bytes: int = 0
+    """Size on disk."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointFailed(Event):
-    """Training goes on; the next one is tried when it is due."""
+    """A checkpoint could not be written. Training continues and saves again when the next one is due."""
 
     name: ClassVar[str] = "checkpoint_failed"
     step: int
+    """Updates applied when the state was taken."""
     reason: str
+    """The error, in one line."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointJudged(Event):
-    """What later steps, or its own files, showed of a checkpoint."""
+    """The health of a checkpoint is known, from later steps or from a check of its files."""
 
     name: ClassVar[str] = "checkpoint_judged"
     directory: str
+    """Name of its directory below `checkpoints/`."""
     health: str
-    """good, tainted or damaged."""
+    """good, tainted (saved from a bad state) or damaged (files differ from what was written)."""
     reason: str
+    """Why, in one line."""
 
 
 class FindingKind(StrEnum):
-    """What a detector can suspect."""
+    """The kinds of anomaly that detectors report."""
 
     nonfinite = "nonfinite"
     loss_spike = "loss_spike"
@@ -230,41 +268,42 @@ class FindingKind(StrEnum):
 
 
 ABOUT_SPEED = frozenset({FindingKind.slow, FindingKind.speed_recovered})
-"""Findings on the speed of a run, not on what it computes."""
+"""Findings about the speed of a run, not about its numerics."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Finding(Event):
-    """A suspicion, raised once at the iteration whose record gave rise to it."""
+    """A detector reports an anomaly, once, at the iteration whose record triggered it."""
 
     name: ClassVar[str] = "finding"
     kind: FindingKind
     step: int
+    """Updates applied so far."""
     onset: int
-    """The iteration where it probably began, at or before this one."""
+    """The iteration where it probably started, at or before this one."""
     value: float
-    """The number that gave rise to it."""
+    """The measured number."""
     bound: float
-    """What it was held against."""
+    """The limit that the number exceeded."""
     message: str
-    """One line for a person."""
+    """Explanation for a person, in one line."""
     ranks: list[int] = field(default_factory=list)
-    """Guilty ranks, where known."""
+    """Ranks that caused it; empty: unknown."""
     groups: list[str] = field(default_factory=list)
-    """Guilty layer groups, where known."""
+    """Layer groups that caused it; empty: unknown."""
     cursors: list[int] = field(default_factory=list)
-    """Batches that may have caused it."""
+    """Batch indices that may have caused it."""
 
 
 class ActionKind(StrEnum):
-    """The ladder, from doing nothing to giving up."""
+    """What the policy can do, from the mildest to the strongest action."""
 
     watch = "watch"
     skip = "skip"
     check = "check"
-    """Measure the held-out loss of the current weights: is the state damaged, or is the data different?"""
+    """Measure the held-out loss of the current weights, to tell a damaged state from different data."""
     accept = "accept"
-    """The state is healthy and the data changed: take its loss as the new level and give skipped batches back."""
+    """The state is healthy and the data changed: adopt its loss as the new level and consume the skipped batches."""
     rewind = "rewind"
     rollback = "rollback"
     cool = "cool"
@@ -275,125 +314,150 @@ class ActionKind(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Action(Event):
-    """What the policy decided, alike on every rank; what came of it is an `Outcome`."""
+    """A decision of the policy, equal on every rank. Its result is an `Outcome`."""
 
     name: ClassVar[str] = "action"
     kind: ActionKind
     step: int
+    """Updates applied so far."""
     incident: int
-    """Number of the incident it answers, counted from 1."""
+    """Number of the incident that it answers, counted from 1."""
     reason: str
+    """Why, in one line."""
     onset: int
-    """Rewind and rollback: the state must be from before this iteration."""
+    """Rewind and rollback: the restored state must be from before this iteration."""
     exclude: list[int] = field(default_factory=list)
-    """First and last batch index that must never be seen again; empty: none."""
+    """First and last batch index to exclude for the rest of the run; empty: none."""
     lr_scale: float | None = None
-    """Cool: what the learning rate is multiplied with from now on; 1 restores it."""
+    """Cool: factor on the learning rate from now on; 1 ends the cooling."""
     source: str | None = None
-    """Swap: the source of data to turn off."""
+    """Swap: the data source to turn off."""
     in_fp8: bool | None = None
-    """Precision: whether products are taken in fp8 from now on, or in bf16."""
+    """Precision: true switches the GEMMs to fp8, false to bf16."""
     until: int | None = None
-    """Cool and precision: the iteration at which it ends; where precision has none, it lasts to the end of the run."""
+    """Cool and precision: the iteration at which it ends. None with precision: until the end of the run."""
     level: float | None = None
-    """Check: the held-out loss that a healthy state has. Accept: the loss that the gate takes as its new level."""
+    """Check: the held-out loss of a healthy state. Accept: the loss that the gate adopts as its new level. In nats per
+    token."""
     grad_level: float | None = None
-    """Accept: the gradient norm that the gate takes as its new level."""
+    """Accept: the gradient norm that the gate adopts as its new level."""
     give_back: list[list[int]] = field(default_factory=list)
-    """Accept: first and last batch of each range that was skipped or rejected and is consumed next."""
+    """Accept: first and last batch index of each skipped or rejected range that is consumed next."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome(Event):
-    """What an action came to."""
+    """The result of an action."""
 
     name: ClassVar[str] = "outcome"
     kind: ActionKind
     incident: int
+    """Number of the incident, counted from 1."""
     succeeded: bool
-    """False: there was nothing to go back to, or it could not be done; the policy must choose again."""
+    """False: there was no state to restore, or the action failed. The policy then chooses again."""
     step: int
-    """Where the run stands after it."""
+    """Updates applied, after the action."""
     target: str = ""
-    """What was restored: a snapshot's iteration or a checkpoint's directory."""
+    """What was restored: the iteration of a snapshot or the directory of a checkpoint."""
     steps_lost: int = 0
+    """Updates that were undone."""
     tokens_lost: int = 0
+    """Tokens whose updates were undone."""
     seconds: float = 0.0
+    """Duration of the action."""
     reason: str = ""
-    """Why it failed, where that is known."""
+    """Why it failed; empty: unknown, or it did not fail."""
     is_torn: bool = False
-    """A restore failed halfway: the weights are neither the old nor the restored ones, and the run must halt."""
+    """A restore failed halfway: the weights are partly old and partly restored, and the run must halt."""
     held_out_loss: float | None = None
-    """Check: the loss of the current weights on the fixed held-out rows."""
+    """Check: loss of the current weights on the fixed held-out rows, in nats per token."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Incident(Event):
-    """One anomaly from its onset to what became of it; told when the policy closes it, and at the end of the run where
-    it is still open."""
+    """One anomaly from its onset to its outcome. Logged when the policy closes it, or at the end of the run."""
 
     name: ClassVar[str] = "incident"
     number: int
-    """As actions and outcomes name it, counted from 1."""
+    """The number used in actions and outcomes, counted from 1."""
     kinds: list[str]
-    """Of its findings in order of appearance, those of refused updates included."""
+    """Kinds of its findings in order of appearance, those of rejected updates included."""
     onset: int
-    """The iteration where it probably began."""
+    """The iteration where it probably started."""
     onset_step: int
+    """The step of that iteration."""
     last: int
-    """The last iteration at which it showed."""
+    """The last iteration with a finding."""
     last_step: int
+    """The step of that iteration."""
     verdict: str
-    """What became of it: harmless, recovered, accepted, cured, undone, or open."""
+    """Outcome: harmless, recovered, accepted, cured, undone, or open."""
     spike_type: int | None = None
-    """1 recovered by itself, 2 lingering, 3 divergent; None: no spike, or cured before it could show."""
+    """1 recovered without action, 2 lingering, 3 divergent; None: not a spike, or cured before its type was visible."""
     is_open: bool = False
+    """The run ended before the incident did."""
     ranks: list[int] = field(default_factory=list)
+    """Ranks that caused it; empty: unknown."""
     groups: list[str] = field(default_factory=list)
+    """Layer groups that caused it; empty: unknown."""
     cursors: list[int] = field(default_factory=list)
+    """Batch indices that may have caused it."""
     actions: list[str] = field(default_factory=list)
+    """Kinds of the actions taken, in order."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Intervention(Event):
-    """Something a person changed in a running experiment."""
+    """A person changed a run: an operator command, or a resume with another configuration."""
 
     name: ClassVar[str] = "intervention"
     who: str
+    """Name of the user."""
     reason: str
+    """Why, as the user gave it."""
     changes: dict[str, Any] = field(default_factory=dict)
+    """What changed: config key -> [old, new], or the command and its effects."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FaultInjected(Event):
-    """A drill is about to break something on purpose; in `faults.jsonl`, written by the rank that does it."""
+    """A drill is about to inject a fault. Written to `faults.jsonl` by the rank that injects it."""
 
     name: ClassVar[str] = "fault"
     number: int
-    """Place of the fault in the drill's plan, counted from 0."""
+    """Index of the fault in the drill's plan, counted from 0."""
     kind: str
+    """A `FaultKind`."""
     rank: int
+    """The rank that injects it."""
     message: str
-    """One line for a person: what is touched, and how."""
+    """What is changed and how, in one line."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DrillScored(Event):
-    """How a run answered what was injected; told after its end."""
+    """The score of a drill, appended to its log after the run has ended."""
 
     name: ClassVar[str] = "drill"
     scenario: str
+    """Name of the scenario."""
     passed: bool
+    """Whether every bound held."""
     scores: dict[str, float] = field(default_factory=dict)
-    """Yes and no are 1 and 0; what could not be measured is left out."""
+    """Measurement -> value; true and false are 1 and 0. What could not be measured is omitted."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunEnded(Event):
+    """A start of the run ends in an orderly way."""
+
     name: ClassVar[str] = "run_ended"
     step: int
+    """Updates applied."""
     exit_code: int
+    """0 done, 2 invalid config, 3 halted by the sentinel, 75 interrupted and resumable."""
     reason: str
+    """Why, in one line."""
 
 
 EVENTS: dict[str, type[Event]] = {
@@ -420,28 +484,28 @@ EVENTS: dict[str, type[Event]] = {
 
 
 def to_json(event: Event) -> str:
-    """One line without its newline; NaN and Inf as strings."""
+    """Serialize an event as one line, without the newline. NaN and Inf become strings."""
     return json.dumps(encode({"event": event.name} | asdict(event)), separators=(",", ":"), allow_nan=False)
 
 
 def from_json(line: str) -> Event:
-    """The event a line holds; keys this version does not know are passed over."""
+    """Parse one line. Unknown keys are ignored."""
     data = json.loads(line)
     kind = EVENTS[data["event"]]
     known = {f.name: _decode(data[f.name], str(f.type)) for f in fields(kind) if f.name in data}
     if kind is StepRecord:
-        known = _of_old_logs(known) | known
+        known = _fields_of_old_logs(known) | known
     return kind(**known)
 
 
-def _of_old_logs(known: dict[str, Any]) -> dict[str, Any]:
-    """What logs held under other names before ranks shared it, so that detectors can read them again."""
+def _fields_of_old_logs(known: dict[str, Any]) -> dict[str, Any]:
+    """Fill reduced fields from the rank 0 fields of old logs, so that detectors can replay those logs."""
     batch = known.get("batch") or {}
     return {"median_step_s": known.get("step_time_s", 0.0), "fingerprint": str(batch.get("fingerprint", ""))}
 
 
 def read(path: Path) -> Iterator[Event]:
-    """All events of a log in order; a last line that a crash cut short is passed over."""
+    """Yield all events of a log in order. Skips a last line without a newline, which a crash cut short."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.endswith("\n"):
@@ -449,7 +513,7 @@ def read(path: Path) -> Iterator[Event]:
 
 
 def parse(line: str) -> Iterator[Event]:
-    """The event of a whole line, or nothing where the line is torn or its event unknown."""
+    """Yield the event of one line, or nothing if the line is damaged or its event unknown."""
     try:
         yield from_json(line)
     except (ValueError, KeyError, TypeError):
@@ -457,7 +521,7 @@ def parse(line: str) -> Iterator[Event]:
 
 
 def encode(value: Any) -> Any:
-    """Plain data as JSON can hold it: what is not finite as text."""
+    """Replace NaN and Inf by strings, at any depth, so that JSON can hold the value."""
     match value:
         case float() if not math.isfinite(value):
             return str(value)
@@ -476,7 +540,7 @@ def _decode(value: Any, kind: str) -> Any:
     if kind in _CHOICES:
         return _CHOICES[kind](value)
     if "RankSpread" in kind or "Fp8Health" in kind:
-        return _numbers(value)
+        return _parse_numbers(value)
     if "float" not in kind:
         return value
     if isinstance(value, dict):
@@ -484,13 +548,13 @@ def _decode(value: Any, kind: str) -> Any:
     return float(value) if isinstance(value, str | int) and not isinstance(value, bool) else value
 
 
-def _numbers(value: Any) -> Any:
-    """Plain data in which every text is a number, at any depth."""
+def _parse_numbers(value: Any) -> Any:
+    """Convert every string in plain data to a float, at any depth."""
     match value:
         case dict():
-            return {key: _numbers(child) for key, child in value.items()}
+            return {key: _parse_numbers(child) for key, child in value.items()}
         case list():
-            return [_numbers(child) for child in value]
+            return [_parse_numbers(child) for child in value]
         case str():
             return float(value)
         case _:

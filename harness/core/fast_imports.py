@@ -1,9 +1,11 @@
-"""To load torch or MLflow: libraries that make hundreds of thousands of objects, nearly all of which stay to the end.
+"""Imports torch or MLflow with garbage collection off, and freezes the objects that they create.
 
-Why: Python's collector walks them all several times while they are made, once more in every rank that is forked, where
-to look at memory is to copy it, and a last time at the exit: a third of the CPU that a launcher takes besides its run.
-How: it rests while they are loaded, and never looks at them again (`gc.freeze`). What is made later is collected as
-ever. Only where Triton is among them, they are let go at the exit: it would complain of each that it finds then.
+Why: these libraries create hundreds of thousands of objects, nearly all of which live until exit. The garbage collector
+traverses all of them several times during the import, again in every forked rank (which copies the memory pages), and
+once more at exit. Together that was a third of the launcher's own CPU time.
+How: collection is off during the import, and `gc.freeze` excludes the objects from later collections. Objects created
+later are collected as usual. If Triton was imported, the objects are unfrozen at exit: it prints a complaint about
+each of its objects that is still frozen then.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Where imports stand that take long."""
+    """Context for slow imports: garbage collection is off inside, and everything created is frozen after."""
     gc.disable()
     try:
         yield
@@ -27,6 +29,6 @@ def loading() -> Iterator[None]:
 
 
 @atexit.register
-def _let_go() -> None:
+def _unfreeze_for_triton() -> None:
     if "triton" in sys.modules:
         gc.unfreeze()

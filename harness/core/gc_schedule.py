@@ -1,10 +1,11 @@
-"""Python's collector of garbage while a run trains: at iterations that all ranks share, and at no others.
+"""Runs Python's garbage collection at fixed iterations, the same on every rank, and never between them.
 
-Why: left to itself it walks every object there is whenever enough new ones were made, for a sixth of a second and more,
-and at another moment on every rank. A device whose host is not that far ahead runs dry, and all other ranks wait.
-How: it rests while a run trains. After the first iterations, when all is imported and compiled, what exists is set
-aside for good (`gc.freeze`); what is made later is little, and is looked through every so many iterations. It is a
-safeguard: twenty iterations of the default run left nothing behind that only a collector could free.
+Why: automatic collection traverses every object, for a sixth of a second and more, at a different moment on every rank.
+If the host is not that far ahead of its device, the device runs out of queued work and all other ranks wait.
+How: automatic collection is off while a run trains. After the first iterations, when everything is imported and
+compiled, `gc.freeze` excludes all existing objects. The few objects created later are collected every `EVERY`
+iterations. That is a safeguard: twenty iterations of the default run left nothing that only garbage collection could
+free.
 """
 
 from __future__ import annotations
@@ -13,30 +14,30 @@ import gc
 from types import TracebackType
 
 NUM_FIRST = 3
-"""Iterations after which everything that lasts exists."""
+"""Iterations after which the long-lived objects exist."""
 EVERY = 100
-"""Iterations from one look to the next."""
+"""Iterations between collections."""
 
 
 class GcSchedule:
-    """At rest from its beginning to its end, but for turns."""
+    """Context in which garbage is collected only by `end_iteration`."""
 
     def __init__(self) -> None:
         self._was_on = True
-        self._num_turns = 0
+        self._num_iterations = 0
 
     def __enter__(self) -> GcSchedule:
         self._was_on = gc.isenabled()
         gc.disable()
         return self
 
-    def turn(self) -> None:
-        """At the end of an iteration: look for garbage if it is time."""
-        self._num_turns += 1
-        if self._num_turns == NUM_FIRST:
+    def end_iteration(self) -> None:
+        """Collect garbage if this iteration is due."""
+        self._num_iterations += 1
+        if self._num_iterations == NUM_FIRST:
             gc.collect()
             gc.freeze()
-        elif self._num_turns % EVERY == 0:
+        elif self._num_iterations % EVERY == 0:
             gc.collect()
 
     def __exit__(

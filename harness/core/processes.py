@@ -1,12 +1,12 @@
-"""Processes of Python that the harness starts beside itself: with its own code, whatever directory a run is started in.
+"""Command and environment of Python subprocesses that must import this very code, from any working directory.
 
-Why: `python -m` looks for modules in the working directory first. A folder `harness` or a `json.py` that happens to lie
-there would be imported in place of what is meant.
-How: `-P` leaves the working directory out, and PYTHONPATH names first where this very code lies, a checkout or the copy
-of a job; what the user has there stays. An installed package Python finds by itself: to name its place would put all
-its neighbours before the standard library.
-Left out: what the user has put into PYTHONPATH, even the working directory; and how `multiprocessing` starts a process,
-which is told where to look only after its first imports.
+Why: `python -m` searches the working directory first. A folder `harness` or a file `json.py` there would be imported
+instead.
+How: `-P` removes the working directory from the search path, and PYTHONPATH starts with the directory of this code (a
+checkout or the copy of a job), followed by the user's entries. An installed package needs no entry; adding
+site-packages would put its other packages before the standard library.
+Left out: entries that the user put into PYTHONPATH, even the working directory; and `multiprocessing`, which sets the
+search path only after its first imports.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import site
 import sys
 from pathlib import Path
 
-PLACES = "PYTHONPATH"
+SEARCH_PATH = "PYTHONPATH"
 
 
-def command(module: str, *words: str) -> list[str]:
-    """`python -m MODULE WORDS`, but for the working directory."""
-    return [sys.executable, "-P", "-m", module, *words]
+def command(module: str, *args: str) -> list[str]:
+    """`python -m MODULE ARGS`, without the working directory in the search path."""
+    return [sys.executable, "-P", "-m", module, *args]
 
 
 def environment() -> dict[str, str]:
-    """That of this process, and where its code lies."""
+    """The environment of this process, with the directory of this code first in PYTHONPATH."""
     here = str(Path(__file__).absolute().parents[2])
     if here in (*site.getsitepackages(), site.getusersitepackages()):
         return dict(os.environ)
-    places = os.environ.get(PLACES)  # an empty one among several would be the working directory
-    others = [place for place in places.split(os.pathsep) if place != here] if places else []
-    return os.environ | {PLACES: os.pathsep.join([here, *others])}
+    search_path = os.environ.get(SEARCH_PATH)  # an empty entry would mean the working directory
+    others = [entry for entry in search_path.split(os.pathsep) if entry != here] if search_path else []
+    return os.environ | {SEARCH_PATH: os.pathsep.join([here, *others])}

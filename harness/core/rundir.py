@@ -1,10 +1,11 @@
-"""The run directory: self-describing, and the only interface between a run and every tool.
+"""The run directory: paths, creation, the check before a resume, and durable writes.
 
     runs/<name>/  config.yaml  corpus.json  manifest.json  events.jsonl  ledger.jsonl  interventions.jsonl  mlflow.json
                   checkpoints/step-*-gen-*/   incidents/NNN/   control/   lease/   logs/   loss.png   STOP
 
-A directory that exists is a run to resume. One whose configuration disagrees is refused with the differing keys, unless
-`run.resume=changed` asks for the change, which is then written down as an intervention.
+The directory is the only interface between a run and the tools that read it. Training into an existing directory
+resumes it. If its configuration differs, the start is rejected with a list of the differing keys, unless
+`run.resume=changed` is set; the change is then recorded as an intervention.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ MAY_DIFFER = (
     "checkpoint.",
     "parallel.timeout_s",
 )
-"""Keys that say where, how visibly and how safely a run happens, not what it computes."""
+"""Keys that may change at a resume: they decide where and how a run executes, not what it computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
+    """Paths of the files of one run."""
+
     path: Path
 
     @property
@@ -57,12 +60,12 @@ class RunDir:
 
     @property
     def corpus(self) -> Path:
-        """The data of the run: files, sizes, probes, and every batch size it has had."""
+        """The data of the run: files, sizes, probes, and every batch size it has used."""
         return self.path / "corpus.json"
 
     @property
     def rare_tokens(self) -> Path:
-        """Which samples hold rare tokens; only with `data.stratify`."""
+        """Samples that contain rare tokens; only with `data.stratify`."""
         return self.path / "rare-tokens.npz"
 
     @property
@@ -83,22 +86,22 @@ class RunDir:
 
     @property
     def stop(self) -> Path:
-        """Asks the run to save and leave, as long as it is there."""
+        """While this file exists, the run saves and stops."""
         return self.path / "STOP"
 
     @property
     def control(self) -> Path:
-        """Where an operator's orders wait."""
+        """Queue of operator commands."""
         return self.path / "control"
 
     @property
     def heartbeat(self) -> Path:
-        """Where every rank says that it is alive."""
+        """Heartbeat files, one per rank."""
         return self.path / "heartbeat"
 
     @property
     def lease(self) -> Path:
-        """Which start of the run may write here."""
+        """Lease of the process that may write here."""
         return self.path / run_lease.FOLDER
 
     @property
@@ -107,22 +110,22 @@ class RunDir:
 
     @property
     def drill(self) -> Path:
-        """What will be broken in this run on purpose, and what is expected of it; only a drill has one."""
+        """Fault plan and expectations of a drill; other runs have none."""
         return self.path / "drill.json"
 
     @property
     def faults(self) -> Path:
-        """What was broken on purpose, by which rank and when."""
+        """Log of injected faults: which rank, when, what."""
         return self.path / "faults.jsonl"
 
     @property
     def score_card(self) -> Path:
-        """How the run answered what was broken."""
+        """Score card of a drill."""
         return self.path / "score.md"
 
     @property
     def tracking_pid(self) -> Path:
-        """The process group of a tracking server that a drill may kill."""
+        """Process group of the tracking server that a drill kills."""
         return self.path / "tracking.pid"
 
     @property
@@ -131,7 +134,7 @@ class RunDir:
 
     @property
     def incidents(self) -> Path:
-        """One folder for each incident: evidence.json, postmortem.md, postmortem.html and pictures."""
+        """One folder per incident: evidence.json, postmortem.md, postmortem.html and pictures."""
         return self.path / "incidents"
 
     @property
@@ -144,46 +147,46 @@ class RunDir:
 
 
 def name_run(cfg: Config) -> None:
-    """Give a run without a name one: its model and the time."""
+    """Set `run.name` from the model and the time if it is not set."""
     if cfg.run.name is None:
         cfg.run.name = f"{cfg.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def locate(cfg: Config) -> RunDir:
+    """The directory of a run with a name."""
     assert cfg.run.name is not None, "name_run comes first"
     return RunDir(Path(cfg.run.dir) / cfg.run.name)
 
 
 def has_begun(run: RunDir) -> bool:
-    """Whether there is a run to resume; one that failed before its first event was never started."""
+    """Whether there is a run to resume. A run that failed before its first event does not count."""
     return run.config.exists() and run.events.exists()
 
 
 def differences(cfg: Config, run: RunDir) -> dict[str, tuple[Any, Any]]:
-    """Keys whose value differs from the one the run was started with: key -> (then, now); a run that failed before its
-    first event was never started."""
+    """Config keys whose value differs from the stored config of the run: key -> (old, new)."""
     if not has_begun(run):
         return {}
-    then, now = flat(yaml.safe_load(run.config.read_text()) or {}), flat(plain(cfg))
-    keys = [key for key in now | then if not key.startswith(MAY_DIFFER)]
-    return {key: (then.get(key), now.get(key)) for key in keys if then.get(key) != now.get(key)}
+    old, new = flat(yaml.safe_load(run.config.read_text()) or {}), flat(plain(cfg))
+    keys = [key for key in new | old if not key.startswith(MAY_DIFFER)]
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def check_resume(cfg: Config, run: RunDir) -> None:
-    """Refuse to continue a run under another configuration, unless that was asked for."""
+    """Reject a resume with another configuration, unless `run.resume=changed`."""
     changes = differences(cfg, run)
     if changes and cfg.run.resume is not ResumePolicy.changed:
-        listed = ", ".join(f"{key} was {then}, is {now}" for key, (then, now) in changes.items())
-        message = f"{run.path} has another configuration: {listed}; choose another name, or run.resume=changed"
+        listed = ", ".join(f"{key} was {old}, is {new}" for key, (old, new) in changes.items())
+        message = f"{run.path} has another configuration: {listed}; choose another name, or set run.resume=changed"
         raise ConfigError("run.name", message)
 
 
 def prepare(
     cfg: Config, run: RunDir, *, iteration: int = 0, corpus: str = "", data_changes: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Create the directory, or admit a change at `iteration`; returns the admitted changes, key -> [then, now].
+    """Create the directory, or accept a changed config at `iteration`; returns the changes, key -> [old, new].
 
-    `corpus` is the record of the data; `data_changes` is what changed in it, which the configuration does not show.
+    `corpus` is the record of the data. `data_changes` are changes in it that the configuration does not show.
     """
     check_resume(cfg, run)
     require_no_credentials(cfg.telemetry.tracking_uri)
@@ -202,14 +205,14 @@ def prepare(
 
 
 def make_config_change_event(changes: dict[str, Any], *, iteration: int) -> Intervention:
-    """A change of the configuration, with who made it and when."""
+    """The event that records a change of the configuration, its user and its time."""
     return Intervention(
         time=time.time(), iteration=iteration, who=user_name(), reason="run.resume=changed", changes=changes
     )
 
 
 def user_name() -> str:
-    """The name of the user who runs this process, or their number where the machine knows no name."""
+    """Login name of the user, or the user id if the machine has no name for it."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # KeyError before Python 3.13
@@ -217,7 +220,7 @@ def user_name() -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file is the old one or the new one, never a part."""
+    """Replace a file atomically and durably: readers see the old content or the new one, never a part."""
     scratch = path.with_name(f".{path.name}.tmp")
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -228,7 +231,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """One more line, on disk before this returns; a line that a crash cut short is ended first."""
+    """Append a line durably (fsync). A line that a crash cut short is terminated first."""
     run_lease.guard()
     with path.open("a+b") as file:
         if file.tell():

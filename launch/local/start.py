@@ -34,7 +34,7 @@ from harness.config.errors import EXIT_CRASHED, EXIT_INTERRUPTED, require
 from harness.config.parallel import DeviceKind
 from harness.config.schema import Config
 from harness.control.stop_requests import STOP_SIGNALS
-from harness.core.locking.run_lease import cleared
+from harness.core.locking.run_lease import clearing_dead_lease
 from harness.core.rundir import locate
 from harness.precision.fp8.engine import require_parts
 from harness.telemetry.heartbeat import end_of_run
@@ -85,7 +85,7 @@ def launch(cfg: Config, worker: Worker, place: Place = ALONE) -> int:
     nproc = num_ranks(cfg)
     silence_agent()
     with (
-        cleared(locate(cfg).path),
+        clearing_dead_lease(locate(cfg).path),
         threads_of_a_rank(cfg, nproc),
         stop_requests() as requests,
         reserve(nproc, forked=can_fork() and os.environ[THREADS] == THREADS_OF_TORCH) as processes,

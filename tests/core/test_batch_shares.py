@@ -1,4 +1,4 @@
-"""Every row of a global batch is one rank's, in order, and every rank has the same number of slots."""
+"""Tests of the split of a global batch: every row belongs to one rank, and every rank has the same number of slots."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def test_uneven_shares_of_fewer_ranks() -> None:
     assert (sharing.num_micro_batches, sharing.micro_batch_slots, sharing.num_slots) == (3, 8, 24)
 
 
-def test_micro_batches_that_fp8_cannot_take_are_refused() -> None:
-    words = ["precision=fp8_emulated", "train.sequence_length=8", "train.batch_size=8", "train.micro_batch_size=2"]
-    cfg = load(words)
+def test_micro_batches_with_an_invalid_fp8_shape_are_rejected() -> None:
+    overrides = ["precision=fp8_emulated", "train.sequence_length=8", "train.batch_size=8", "train.micro_batch_size=2"]
+    cfg = load(overrides)
     check_world(cfg, 4)
     with pytest.raises(ConfigError, match=r"^train\.micro_batch_size: gives micro-batches of 1 sequences on 8 ranks"):
         check_world(cfg, 8)

@@ -1,4 +1,4 @@
-"""Events survive the trip through a line of JSON, whatever their numbers."""
+"""Tests of events: JSON round trips, also with NaN and Inf, and damaged logs."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def record(loss: float, groups: dict[str, float]) -> StepRecord:
     )
 
 
-def test_every_field_of_a_record_is_known_to_all_ranks_or_decides_nothing() -> None:
-    """A new field of `StepRecord` is named here; what decides comes from the all-reduce, and goes into
+def test_only_these_fields_of_a_record_differ_between_ranks() -> None:
+    """A new rank-local field of `StepRecord` is added here. Input of decisions comes from the all-reduce and belongs in
     `ReducedRecord`."""
-    shared = {each.name for each in fields(ReducedRecord)}
-    of_one_rank = {each.name for each in fields(StepRecord)} - shared
-    assert of_one_rank == {"tokens_per_s", "step_time_s", "flops_per_s", "mfu", "memory_bytes", "batch"}
+    shared = {field.name for field in fields(ReducedRecord)}
+    rank_local = {field.name for field in fields(StepRecord)} - shared
+    assert rank_local == {"tokens_per_s", "step_time_s", "flops_per_s", "mfu", "memory_bytes", "batch"}
 
 
-def test_what_ranks_share_is_read_from_logs_that_held_it_elsewhere() -> None:
+def test_reduced_fields_are_filled_from_old_logs() -> None:
     old = json.loads(to_json(record(1.0, {}))) | {"batch": {"fingerprint": "00ff"}}
     for name in ("median_step_s", "fingerprint", "other_data"):
         del old[name]
@@ -53,13 +53,13 @@ def test_what_ranks_share_is_read_from_logs_that_held_it_elsewhere() -> None:
 
 
 @given(numbers, st.dictionaries(st.text(), numbers))
-def test_a_record_comes_back_equal(loss: float, groups: dict[str, float]) -> None:
+def test_a_record_survives_a_round_trip(loss: float, groups: dict[str, float]) -> None:
     line = to_json(record(loss, groups))
     assert "\n" not in line
     assert from_json(line) == record(loss, groups)
 
 
-def test_what_json_cannot_say_is_a_string() -> None:
+def test_nan_and_inf_are_written_as_strings() -> None:
     data = json.loads(to_json(record(math.nan, {"a": math.inf, "b": -math.inf})))
     assert data["loss"] == "nan"
     assert data["group_grad_norms"] == {"a": "inf", "b": "-inf"}
@@ -69,7 +69,7 @@ def test_what_json_cannot_say_is_a_string() -> None:
     assert back.group_grad_norms == {"a": math.inf, "b": -math.inf}
 
 
-def test_the_contract_of_a_step() -> None:
+def test_a_step_record_has_the_documented_keys() -> None:
     keys = {
         "event",
         "time",
@@ -86,7 +86,7 @@ def test_the_contract_of_a_step() -> None:
     assert keys <= json.loads(to_json(record(1.0, {}))).keys()
 
 
-def test_a_log_is_read_around_its_wounds(tmp_path: Path) -> None:
+def test_damaged_and_unknown_lines_are_skipped(tmp_path: Path) -> None:
     first = EvalRecord(time=1.0, iteration=1, step=1, loss=2.0, tokens=8)
     second = Intervention(time=2.0, iteration=1, who="a", reason="b", changes={"k": [1, 2]})
     third = RunEnded(time=3.0, iteration=2, step=2, exit_code=0, reason="done")

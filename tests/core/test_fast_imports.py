@@ -1,4 +1,4 @@
-"""What is loaded is left alone by the collector, and nothing else is."""
+"""Tests of `loading`: objects created inside are frozen, objects created later are collected."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from harness.core.fast_imports import loading
 
 
 class Ring:
-    """Only the collector can free one."""
+    """A reference cycle: only garbage collection frees it."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
-def test_what_is_loaded_stays_and_what_follows_is_collected() -> None:
+def test_loaded_objects_are_frozen_and_later_ones_collected() -> None:
     with loading():
         assert not gc.isenabled()
         loaded = ref(Ring())
@@ -28,7 +28,7 @@ def test_what_is_loaded_stays_and_what_follows_is_collected() -> None:
     assert made_later() is None
 
 
-def test_a_failed_import_leaves_the_collector_on() -> None:
+def test_a_failed_import_leaves_garbage_collection_on() -> None:
     with pytest.raises(ImportError), loading():
         raise ImportError
     assert gc.isenabled()

@@ -1,4 +1,4 @@
-"""What the harness starts takes the harness's own code, also where modules of the same names lie around."""
+"""Tests that subprocesses import the harness's own code, even if the working directory has modules of the same names."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ raise ImportError("trapped")
 """
 BEGIN = """\
 import subprocess
-from harness import children
-subprocess.run(children.command("look"), env=children.environment(), cwd="/", check=True)
+from harness.core import processes
+subprocess.run(processes.command("look"), env=processes.environment(), cwd="/", check=True)
 """
 LOOK = """\
 import harness, json, os
@@ -41,7 +41,7 @@ print(json.dumps([harness.__file__, os.environ.get("PYTHONPATH")]))
 
 @pytest.fixture
 def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Is written once a stray module of the working directory is imported."""
+    """A log that gets a line whenever a stray module of the working directory is imported."""
     log, here = tmp_path / "trapped", tmp_path / "here"
     for name in STRAY:
         (here / name).parent.mkdir(parents=True, exist_ok=True)
@@ -50,38 +50,38 @@ def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return log
 
 
-def caught(log: Path) -> str:
+def read_log(log: Path) -> str:
     return log.read_text() if log.exists() else ""
 
 
-def test_a_post_mortem_is_written_from_among_strays(trapped: Path, tmp_path: Path) -> None:
+def test_a_post_mortem_ignores_stray_modules(trapped: Path, tmp_path: Path) -> None:
     run = stories.write(tmp_path / "run", stories.poisoned())
     writer = PostmortemProcess(run)
     writer.hear(stories.ended())
     written = writer.finish(60)
-    assert caught(trapped) == ""
+    assert read_log(trapped) == ""
     assert written
     assert (run.incidents / "001" / MARKDOWN).exists()
 
 
-def test_a_run_and_its_sender_start_from_among_strays(trapped: Path, tmp_path: Path) -> None:
-    """The launcher of a sweep's job, its rank, and the process in which that has its events sent."""
-    words = [*TINY, f"run.dir={tmp_path / 'runs'}", "run.name=job", "telemetry.mlflow=true"]
-    words.append("telemetry.exit_wait_s=200")
-    cfg = compose.load(words)
+def test_a_run_and_its_sink_process_ignore_stray_modules(trapped: Path, tmp_path: Path) -> None:
+    """The launcher of a sweep's job, its rank, and the rank's sink process."""
+    overrides = [*TINY, f"run.dir={tmp_path / 'runs'}", "run.name=job", "telemetry.mlflow=true"]
+    overrides.append("telemetry.exit_wait_s=200")
+    cfg = compose.load(overrides)
     run = locate(cfg)
     prepare(cfg, run)
     with scheduler.sole_sweeper(tmp_path) as lock:
         codes, _ = scheduler.work_off([run], [Room(threads=1)], lock, lambda *_: None)
-    assert caught(trapped) == ""
+    assert read_log(trapped) == ""
     assert codes == {"job": 0}, (run.logs / "console.txt").read_text()
     assert json.loads(run.mlflow.read_text())["run_id"]
 
 
-def look(python: Path | str, cwd: Path, places: str | None) -> tuple[str, str | None]:
-    """Where a process that is started from `cwd` finds the harness, and the PYTHONPATH that it has."""
+def look(python: Path | str, cwd: Path, search_path: str | None) -> tuple[str, str | None]:
+    """Where a process started in `cwd` finds the harness, and its PYTHONPATH."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {} if places is None else {"PYTHONPATH": places}
+    environment |= {} if search_path is None else {"PYTHONPATH": search_path}
     done = subprocess.run(
         [python, "-c", BEGIN], cwd=cwd, env=environment, check=True, stdout=subprocess.PIPE, text=True
     )
@@ -99,16 +99,16 @@ def look(python: Path | str, cwd: Path, places: str | None) -> tuple[str, str | 
         ("/a:{here}", "{here}:/a"),
     ],
 )
-def test_a_copy_of_the_code_starts_itself(given: str | None, handed_on: str, tmp_path: Path) -> None:
-    """Though Python would find another by itself, that of the tests."""
+def test_a_copy_of_the_code_imports_itself(given: str | None, handed_on: str, tmp_path: Path) -> None:
+    """Although Python's default search path finds the code of the tests."""
     (tmp_path / "harness").symlink_to(ROOT / "harness")
     (tmp_path / "look.py").write_text(LOOK)
-    places = None if given is None else given.format(here=tmp_path)
+    search_path = None if given is None else given.format(here=tmp_path)
     found = str(tmp_path / "harness" / "__init__.py")
-    assert look(sys.executable, tmp_path, places) == (found, handed_on.format(here=tmp_path))
+    assert look(sys.executable, tmp_path, search_path) == (found, handed_on.format(here=tmp_path))
 
 
-def test_an_installed_package_is_found_without_being_named(tmp_path: Path) -> None:
+def test_an_installed_package_needs_no_entry_in_pythonpath(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", symlinks=True)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site / "harness").symlink_to(ROOT / "harness")

@@ -1,4 +1,4 @@
-"""A run directory is created, resumed, or refused with the keys that differ."""
+"""Tests of the run directory: creation, resume, rejection with the differing keys, and atomic writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def config(root: Path, *overrides: str) -> Config:
 
 
 def start(cfg: Config) -> rundir.RunDir:
-    """A run as it is once it has begun."""
+    """A run that has started."""
     run = rundir.locate(cfg)
     rundir.prepare(cfg, run)
     run.events.touch()
@@ -34,24 +34,24 @@ def test_the_resolved_configuration_is_written(tmp_path: Path) -> None:
     assert yaml.safe_load(run.config.read_text()) == plain(cfg)
 
 
-def test_a_disagreeing_configuration_is_refused_with_its_keys_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_different_configuration_is_rejected_with_its_keys_and_changes_nothing(tmp_path: Path) -> None:
     run = start(config(tmp_path))
     before = run.config.read_bytes()
     with pytest.raises(
         ConfigError, match=r"^run\.name: .*optim\.lr was 0\.003, is 0\.1.*run\.resume=changed"
-    ) as refusal:
+    ) as rejection:
         rundir.prepare(config(tmp_path, "optim.lr=0.1", "optim.beta1=0.8"), run)
-    assert "optim.beta1" in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+    assert "optim.beta1" in str(rejection.value)
+    assert "\n" not in str(rejection.value)
     assert run.config.read_bytes() == before
 
 
-def test_where_and_how_visibly_a_run_happens_may_differ(tmp_path: Path) -> None:
+def test_launch_telemetry_and_cluster_keys_may_differ(tmp_path: Path) -> None:
     run = start(config(tmp_path))
     assert rundir.prepare(config(tmp_path, "launch.nproc=4", "telemetry=plain", "cluster=h100"), run) == {}
 
 
-def test_a_run_that_never_began_may_be_corrected(tmp_path: Path) -> None:
+def test_the_configuration_of_a_run_that_never_started_may_change(tmp_path: Path) -> None:
     wrong, right = config(tmp_path, "optim.lr=0.1"), config(tmp_path)
     run = rundir.locate(wrong)
     rundir.prepare(wrong, run)
@@ -60,7 +60,7 @@ def test_a_run_that_never_began_may_be_corrected(tmp_path: Path) -> None:
     assert not run.interventions.exists()
 
 
-def test_an_asked_for_change_is_an_intervention(tmp_path: Path) -> None:
+def test_a_requested_change_is_recorded_as_an_intervention(tmp_path: Path) -> None:
     run = start(config(tmp_path))
     changed = config(tmp_path, "optim.lr=0.1", "run.resume=changed")
     assert rundir.prepare(changed, run) == {"optim.lr": [0.003, 0.1]}
@@ -78,14 +78,14 @@ def test_a_run_without_a_name_gets_its_model_and_the_time(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_place_that_cannot_be_is_named(tmp_path: Path, place: str) -> None:
+def test_an_impossible_run_directory_is_a_config_error(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
     cfg = config(tmp_path / place)
     with pytest.raises(ConfigError, match=r"^run\.dir: cannot create"):
         rundir.prepare(cfg, rundir.locate(cfg))
 
 
-def test_writing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.yaml"
     rundir.write_atomically(path, "old")
 

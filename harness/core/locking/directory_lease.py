@@ -1,19 +1,20 @@
-"""One writer for a directory: a lease that a process holds and renews, without file locks.
+"""One writer per directory: a lease that a process holds and renews, without file locks.
 
-Why: two starts of one run delete each other's unfinished checkpoints. `flock` does not help: Lustre without `-o flock`
-and many FUSE file systems do not have it.
-How: the lease is a file `NNNNNN.json`; the highest number counts. Its first line says who holds it and never changes.
-Its second line is a counter that the holder's thread rewrites every few seconds, and a flag for a clean exit.
-A process takes the lease by creating the next number with link(2), from a file that is already complete: link fails if
-the name exists, on local file systems, NFS and Lustre alike, so exactly one of several starters succeeds. (O_EXCL gives
-the same from NFSv3 on, but a process killed before its first write would leave a lease that names nobody. It is used
-only where hard links are missing.) The highest number is never deleted, so a slow starter that acts on an old view
-creates a number that is too low, sees the higher one, and gives way.
-On the holder's machine the lease is free as soon as its process is gone; pid and start time identify the process. From
-another machine it is free once the counter has not changed for `lease_s`, by the clock of the observer: clocks of two
-machines are never compared. A holder that finds another one's lease was taken over and hears of it (`on_lost`); it can
-also ask before it writes (`make_sure`), which costs nothing unless renewals have been missing.
-Left out: recalling a write that the kernel has already accepted when the lease is lost.
+Why: two starts of one run would delete each other's unfinished checkpoints. `flock` does not help: Lustre without
+`-o flock` and many FUSE file systems do not have it.
+How: the lease is a file `NNNNNN.json`; the highest number is the valid one. Its first line identifies the holder and
+never changes. Its second line is a counter that the holder's thread rewrites every few seconds, and a flag for a clean
+exit.
+A process takes the lease by creating the next number with link(2), from a complete file. link fails if the name exists,
+on local file systems, NFS and Lustre alike, so exactly one of several processes succeeds. (O_EXCL gives the same from
+NFSv3 on, but a process killed before its first write would leave a lease without a holder. It is used only where hard
+links are missing.) The highest number is never deleted: a slow process with an old view creates a number that is too
+low, sees the higher one, and gives up.
+On the holder's machine the lease is free as soon as its process is gone; pid and start time identify the process. On
+another machine it is free once the counter has not changed for `lease_s`, by the clock of the observer. Clocks of two
+machines are never compared. A holder that finds a newer lease has lost its own (`on_lost`). It can also check before a
+write (`verify`), which costs nothing unless renewals are overdue.
+Left out: a write that the kernel has already accepted when the lease is lost.
 """
 
 from __future__ import annotations
@@ -31,51 +32,51 @@ from typing import final
 
 from harness.core.locking.lease_holder import DEFAULT_LEASE_S, HIDDEN, Holder, start_of
 
-LOOK_EVERY_S = 0.2
+POLL_S = 0.2
 RELEASE_WITHIN_S = 2.0
-"""A file system that hangs does not keep a process from exiting."""
+"""Time limit of a release, so that a hanging file system does not keep a process from exiting."""
 NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class SeenLease:
-    """A lease file as it was read."""
+    """The content of a lease file at the time it was read."""
 
     number: int
     holder: Holder | None
-    """None: the file is empty or damaged; its holder is judged by whether the file changes."""
+    """None: the file is empty or damaged. Its holder then counts as alive if the file changes."""
     pulse: str
-    """The second line; any change of it is a sign of life."""
+    """The second line; any change of it shows that the holder is alive."""
     released: bool
     time: float
-    """Of the last renewal, by the holder's clock; only to be shown."""
+    """Last renewal, by the holder's clock, in seconds since 1970; for display only."""
 
     @property
     def lease_s(self) -> float:
         return DEFAULT_LEASE_S if self.holder is None else self.holder.lease_s
 
-    def patience_s(self, me: Holder) -> float:
-        """How long the counter must stand still before the lease counts as stale."""
-        then = self.holder
-        if then is not None and me.job and me.job == then.job and me.restart > then.restart:
-            return then.sure_s  # Slurm has ended the earlier start of this job; this only makes sure
+    def stale_after_s(self, me: Holder) -> float:
+        """Seconds without a change of the counter after which the lease is stale."""
+        holder = self.holder
+        if holder is not None and me.job and me.job == holder.job and me.restart > holder.restart:
+            return holder.overdue_s  # Slurm has ended the earlier start of this job; this is only a safeguard
         return self.lease_s
 
     def is_alive(self, me: Holder) -> bool | None:
-        """Whether the holder lives; None where only the counter can tell."""
-        then = self.holder
-        if then is None or then.machine != me.machine:
+        """Whether the holder is alive; None if only the counter can show it."""
+        holder = self.holder
+        if holder is None or holder.machine != me.machine:
             return None
-        start = start_of(then.pid)
-        if start is not None and start in (then.started, HIDDEN):
-            return True if start == then.started else None
-        launcher_lives = start_of(then.launcher_pid) in (then.launcher_started, HIDDEN)
-        is_ours = then.launcher_pid in (me.launcher_pid, me.pid)
-        return None if then.launcher_pid and launcher_lives and not is_ours else False
+        start = start_of(holder.pid)
+        if start is not None and start in (holder.started, HIDDEN):
+            return True if start == holder.started else None
+        launcher_lives = start_of(holder.launcher_pid) in (holder.launcher_started, HIDDEN)
+        is_ours = holder.launcher_pid in (me.launcher_pid, me.pid)
+        return None if holder.launcher_pid and launcher_lives and not is_ours else False
 
     def describe(self) -> str:
-        """Who holds the lease, and for how long; for one line of text."""
+        """Holder and age of the lease, as part of a line."""
         if self.holder is None:
             return f"an unknown process (lease {self.number} is unreadable)"
         job = f", job {self.holder.job}" if self.holder.job else ""
@@ -98,13 +99,13 @@ def file_of(directory: Path, number: int) -> Path:
     return directory / f"{number:06d}.json"
 
 
-def newest(directory: Path) -> SeenLease | None:
-    """The lease that counts; None where there never was one."""
+def read_newest(directory: Path) -> SeenLease | None:
+    """The valid lease; None if there never was one."""
     while True:
         numbers = _numbers(directory)
         if not numbers:
             return None
-        with suppress(FileNotFoundError):  # a higher number came and this one was deleted: look again
+        with suppress(FileNotFoundError):  # replaced by a higher number and deleted meanwhile: read again
             return _read(directory, max(numbers))
 
 
@@ -133,28 +134,28 @@ def wait_until_free(
     me: Holder,
     *,
     at_most_s: float | None = None,
-    tell: Callable[[SeenLease, float], None] | None = None,
+    on_wait: Callable[[SeenLease, float], None] | None = None,
 ) -> SeenLease | None:
-    """Return once nobody holds the lease: the last one that was seen. Raises if its holder lives.
+    """Wait until nobody holds the lease; returns the last one that was seen. Raises InUseError if its holder is alive.
 
-    With `at_most_s`, also returns if no sign of life was seen for so long. `tell` hears that there is something to
-    wait for. Time counts only between looks that succeeded: a file system that hangs here proves nothing.
+    With `at_most_s`, also returns after that many seconds without a sign of life. `on_wait` is called once if there is
+    something to wait for. Only time between successful reads counts: a file system that hangs here proves nothing.
     """
-    seen, silent_s, blind_s, looked_s = newest(directory), 0.0, 0.0, time.monotonic()
+    seen, silent_s, blind_s, read_s = read_newest(directory), 0.0, 0.0, time.monotonic()
     while seen is not None and not seen.released:
         alive = seen.is_alive(me)
         if alive:
             raise InUseError(seen)
-        patience_s = min(seen.patience_s(me), seen.lease_s if at_most_s is None else at_most_s)
-        if alive is False or silent_s >= patience_s:
+        stale_after_s = min(seen.stale_after_s(me), seen.lease_s if at_most_s is None else at_most_s)
+        if alive is False or silent_s >= stale_after_s:
             return seen
-        if tell is not None:
-            tell(seen, patience_s)
-            tell = None
-        time.sleep(min(LOOK_EVERY_S, patience_s / 4))
-        elapsed_s, looked_s = time.monotonic() - looked_s, time.monotonic()
+        if on_wait is not None:
+            on_wait(seen, stale_after_s)
+            on_wait = None
+        time.sleep(min(POLL_S, stale_after_s / 4))
+        elapsed_s, read_s = time.monotonic() - read_s, time.monotonic()
         try:
-            now = newest(directory)
+            now = read_newest(directory)
         except OSError:
             blind_s += elapsed_s
             if blind_s > seen.lease_s:
@@ -162,7 +163,7 @@ def wait_until_free(
             continue
         if now is not None and not now.released and (now.number, now.pulse) != (seen.number, seen.pulse):
             raise InUseError(now)
-        seen, silent_s = now, silent_s + min(elapsed_s, 2 * LOOK_EVERY_S)
+        seen, silent_s = now, silent_s + min(elapsed_s, 2 * POLL_S)
     return seen
 
 
@@ -171,12 +172,12 @@ def acquire(
     me: Holder,
     *,
     on_lost: Callable[[SeenLease], None],
-    tell: Callable[[SeenLease, float], None] | None = None,
+    on_wait: Callable[[SeenLease, float], None] | None = None,
 ) -> Lease:
-    """Take the lease of a directory, which is created. Raises InUseError if another process holds it."""
+    """Take the lease of a directory, and create the directory. Raises InUseError if another process holds it."""
     directory.mkdir(parents=True, exist_ok=True)
     while True:
-        free = wait_until_free(directory, me, tell=tell)
+        free = wait_until_free(directory, me, on_wait=on_wait)
         number = 1 if free is None else free.number + 1
         descriptor = create(directory, number, me)
         if descriptor is not None:
@@ -184,7 +185,7 @@ def acquire(
 
 
 def create(directory: Path, number: int, me: Holder, *, released: bool = False) -> int | None:
-    """Create the lease of this number; its open file, or None where another process was first."""
+    """Create the lease of this number. Returns its open file, or None if another process was first."""
     scratch, path = directory / f"new-{me.owner}", file_of(directory, number)
     try:
         descriptor = _write_new(scratch, me, released=released)
@@ -196,7 +197,7 @@ def create(directory: Path, number: int, me: Holder, *, released: bool = False) 
                 if error.errno not in NO_HARD_LINKS:
                     raise
                 descriptor = _write_new(path, me, released=released)
-    except (FileExistsError, FileNotFoundError):  # another starter has the number, or has removed our scratch file
+    except (FileExistsError, FileNotFoundError):  # another process has the number, or removed our scratch file
         return None
     finally:
         scratch.unlink(missing_ok=True)
@@ -209,7 +210,7 @@ def create(directory: Path, number: int, me: Holder, *, released: bool = False) 
 
 
 def _was_linked(scratch: Path) -> bool:
-    """Whether link(2) worked although it failed: over NFS its answer may be lost and the call be repeated."""
+    """Whether link(2) succeeded despite its error: over NFS the reply can be lost and the call repeated."""
     try:
         return scratch.stat().st_nlink == 2
     except OSError:
@@ -217,7 +218,7 @@ def _was_linked(scratch: Path) -> bool:
 
 
 def _write_new(path: Path, me: Holder, *, released: bool) -> int:
-    """A new file with a whole lease in it, open."""
+    """Create a file with a complete lease; returns it open."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         os.pwrite(descriptor, f"{json.dumps(asdict(me))}\n{_pulse(0, released=released)}".encode(), 0)
@@ -229,13 +230,13 @@ def _write_new(path: Path, me: Holder, *, released: bool) -> int:
 
 
 def _pulse(beats: int, *, released: bool) -> str:
-    """The second line; always of the same length, so that it is overwritten in place."""
+    """The second line, of fixed length, so that it is overwritten in place."""
     flag = "true " if released else "false"
     return f'{{"beats": {beats:>12}, "released": {flag}, "time": {time.time():>17.3f}}}\n'
 
 
 def _prune(directory: Path, number: int) -> None:
-    """Delete lower numbers, and what killed starters left."""
+    """Delete lower numbers, and scratch files of killed processes."""
     for path in directory.iterdir():
         stem = path.name.removesuffix(".json")
         if path.name.startswith("new-") or (stem.isdigit() and int(stem) < number):
@@ -254,23 +255,23 @@ class Lease:
         self._descriptor, self._on_lost = descriptor, on_lost
         self._offset = len(json.dumps(asdict(me)).encode()) + 1
         self._beats = 0
-        self._sure_s = time.monotonic()
+        self._confirmed_s = time.monotonic()
         self._ended = Event()
-        self._thread = Thread(target=self._renew_on, name="lease", daemon=True)
+        self._thread = Thread(target=self._renew_until_ended, name="lease", daemon=True)
         self._thread.start()
 
-    def make_sure(self) -> None:
-        """Return if the lease is still ours. Looks at the directory only if renewals have been missing."""
-        if time.monotonic() - self._sure_s > self.me.sure_s and not self._ended.is_set():
+    def verify(self) -> None:
+        """Check that the lease is still ours. Reads the directory only if renewals are overdue."""
+        if time.monotonic() - self._confirmed_s > self.me.overdue_s and not self._ended.is_set():
             self._check()
 
     def release(self) -> None:
-        """Stop renewing and leave the lease to the next; best effort where the file system does not answer."""
+        """Stop renewing and mark the lease as released; best effort if the file system does not answer."""
         self._ended.set()
         self._thread.join(timeout=RELEASE_WITHIN_S)
 
-    def _renew_on(self) -> None:
-        while not self._ended.wait(self.me.every_s):
+    def _renew_until_ended(self) -> None:
+        while not self._ended.wait(self.me.renew_every_s):
             with suppress(OSError):
                 self._renew()
         with suppress(OSError):
@@ -281,20 +282,20 @@ class Lease:
         began_s = time.monotonic()
         try:
             self._write(released=False)
-        finally:  # a write that fails may mean that the file was deleted by whoever took over
+        finally:  # a write can fail because the new holder deleted our file
             self._check()
-        self._sure_s = began_s
+        self._confirmed_s = began_s
 
     def _write(self, *, released: bool) -> None:
-        """Goes to our own file, whatever its name is now: it never overwrites another holder's lease."""
+        """Write to our own open file, whatever its name is now; never to the lease of another holder."""
         self._beats += 1
         os.pwrite(self._descriptor, _pulse(self._beats, released=released).encode(), self._offset)
         os.fdatasync(self._descriptor)
 
     def _check(self) -> None:
-        seen = newest(self.directory)
+        seen = read_newest(self.directory)
         if seen is None:
-            return  # somebody deleted the directory; nobody has taken over
+            return  # the directory was deleted; no other process took over
         is_other = seen.holder is not None and seen.holder.owner != self.me.owner
         if (is_other or seen.number > self.number) and not self._ended.is_set():
             self._ended.set()

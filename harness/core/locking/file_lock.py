@@ -1,9 +1,9 @@
-"""One process at a time: a file lock, or a lease where the file system has no file locks.
+"""Mutual exclusion between processes: a file lock, or a lease where the file system has no file locks.
 
-`flock` comes first: the kernel drops it with its process, and processes that inherit the open file hold it too. Lustre
-without `-o flock` and some FUSE file systems answer ENOSYS, EOPNOTSUPP or ENOLCK. There a lease beside the file takes
-its place (`harness.core.locking.directory_lease`): this process alone holds it, and that of a dead process on another
-machine is stale after a minute.
+`flock` is tried first: the kernel releases it with its process, and processes that inherit the open file hold it too.
+Lustre without `-o flock` and some FUSE file systems answer ENOSYS, EOPNOTSUPP or ENOLCK. There a lease beside the file
+replaces it (`harness.core.locking.directory_lease`): only this process holds it, and the lease of a dead process on
+another machine is stale after a minute.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ POLL_S = 0.5
 
 @contextmanager
 def exclusive(path: Path, *, keep_trying: Callable[[], bool]) -> Iterator[IO[str] | None]:
-    """Hold the lock of this name and yield its open file; None if another process holds it and we stop trying."""
+    """Hold the lock and yield its open file; None if another process holds it and `keep_trying` returns False."""
     with path.open("w") as file, ExitStack() as held:
-        while not _take(file, path, held):
+        while not _try_lock(file, path, held):
             if not keep_trying():
                 yield None
                 return
@@ -36,7 +36,7 @@ def exclusive(path: Path, *, keep_trying: Callable[[], bool]) -> Iterator[IO[str
         yield file
 
 
-def _take(file: IO[str], path: Path, held: ExitStack) -> bool:
+def _try_lock(file: IO[str], path: Path, held: ExitStack) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -45,7 +45,7 @@ def _take(file: IO[str], path: Path, held: ExitStack) -> bool:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-    me = replace(this_process(), launcher_pid=0)  # no ranks to be waited for
+    me = replace(this_process(), launcher_pid=0)  # there are no other ranks to wait for
     try:
         held.callback(directory_lease.acquire(path.with_name(f"{path.name}.lease"), me, on_lost=lambda _: None).release)
     except directory_lease.InUseError:

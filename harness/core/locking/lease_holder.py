@@ -1,7 +1,7 @@
-"""A process as the holder of a lease: where it runs, whether it still runs, and for which job.
+"""Identifies the process that holds a lease: machine, pid, start time and Slurm job.
 
-A pid says nothing on another machine, in another container, or after a reboot, and it is used again. A process is
-therefore identified by the boot id, the pid namespace, the pid and its start time.
+A pid means nothing on another machine, in another container or after a reboot, and the kernel reuses it. A process is
+therefore identified by boot id, pid namespace, pid and start time.
 """
 
 from __future__ import annotations
@@ -16,44 +16,48 @@ from typing import final
 
 DEFAULT_LEASE_S = 60.0
 BEAT_S = 2.0
-"""How often a holder renews its lease; a sixth of a short lease."""
-BEATS_TO_BE_SURE = 3
-"""After so many missing beats a holder looks before it writes, and a requeued job takes over from its earlier start."""
+"""Seconds between renewals of a lease; a sixth of `lease_s` if that is shorter."""
+MISSED_BEATS = 3
+"""After this many missed renewals a holder checks before it writes, and a requeued job takes over from its earlier
+start."""
 HIDDEN = -1
-"""The start of a process that exists and shows no more than that."""
+"""Start time of a process that exists but whose start time cannot be read."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """The first line of a lease: who holds it."""
+    """The first line of a lease: the process that holds it."""
 
     owner: str
-    """Unique for each time that a lease is taken."""
+    """Unique id of this acquisition."""
     host: str
     machine: str
-    """Where a pid identifies a process: boot id and pid namespace."""
+    """Scope in which a pid is unique: boot id and pid namespace."""
     pid: int
     started: int
-    """When the process started, in clock ticks since boot; tells it from a later one with the same pid."""
+    """Start time of the process, in clock ticks since boot; distinguishes processes that reuse a pid."""
     launcher_pid: int = 0
-    """The parent of rank 0, which takes the other ranks down; 0: there are no other ranks."""
+    """Parent of rank 0, which terminates the other ranks; 0: there are no other ranks."""
     launcher_started: int = 0
     job: str = ""
-    """Slurm's name for the job; empty outside Slurm."""
+    """Slurm job id; empty outside Slurm."""
     restart: int = 0
     """How often Slurm has requeued the job."""
     lease_s: float = DEFAULT_LEASE_S
+    """Seconds without renewal after which the lease is stale."""
     since: float = 0.0
-    """Seconds since 1970, by the holder's clock; only to be shown."""
+    """When the lease was taken, by the holder's clock, in seconds since 1970; for display only."""
 
     @property
-    def every_s(self) -> float:
+    def renew_every_s(self) -> float:
+        """Seconds between renewals."""
         return min(BEAT_S, self.lease_s / 6)
 
     @property
-    def sure_s(self) -> float:
-        return BEATS_TO_BE_SURE * self.every_s
+    def overdue_s(self) -> float:
+        """Seconds without renewal after which the holder is suspected to be dead."""
+        return MISSED_BEATS * self.renew_every_s
 
     def is_same_process(self, other: Holder) -> bool:
         return (self.machine, self.pid, self.started) == (other.machine, other.pid, other.started)
@@ -81,7 +85,7 @@ def this_process(lease_s: float = DEFAULT_LEASE_S) -> Holder:
 
 
 def this_machine() -> str:
-    """Boot id and pid namespace; the host's name where the system has neither."""
+    """Boot id and pid namespace; the host name if the system has neither."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -90,7 +94,7 @@ def this_machine() -> str:
 
 
 def start_of(pid: int) -> int | None:
-    """When a process of this machine started; None if it is gone or a zombie, HIDDEN where the system does not say."""
+    """Start time of a process on this machine; None if it is gone or a zombie, HIDDEN if it cannot be read."""
     if pid <= 0:
         return None
     try:

@@ -1,9 +1,9 @@
-"""The lease of a run directory: one start writes a run at a time.
+"""The lease of a run directory: only one start of a run writes at a time.
 
-Rank 0 takes it in `harness.resume` before it changes anything, renews it from a thread while the run goes on, and
-releases it at the end. A launcher asks first, before it creates a file. `harness.core.locking.directory_lease` says how
-a lease works and when one that was not released counts as stale. Commands that only read, and `harness ctl`, do not ask
-for it.
+Rank 0 takes the lease in `harness.resume` before it changes anything, renews it from a thread during the run, and
+releases it at the end. A launcher checks it before it creates a file. `harness.core.locking.directory_lease` explains
+how a lease works and when one that was not released is stale. Commands that only read, and `harness ctl`, do not need
+it.
 """
 
 from __future__ import annotations
@@ -22,43 +22,46 @@ from harness.core.locking.directory_lease import InUseError, Lease, SeenLease
 from harness.core.locking.lease_holder import this_process
 
 FOLDER = "lease"
-OF_STORAGE = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN)
+STORAGE_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN)
 """Errors after which the same command may succeed."""
 
 _held: Lease | None = None
-"""Of the run that this process writes."""
-_left: Lease | None = None
-"""Of a run that crashed in this process, which has not ended."""
+"""Lease of the run that this process writes."""
+_abandoned: Lease | None = None
+"""Lease of a run that crashed in this process while the process lives on."""
 
 
 def hold(run: Path, lease_s: float) -> None:
-    """Take the lease of a run for this process; refuses if any process holds it."""
-    global _held, _left
-    if _left is not None:
-        _left.release()
-        _left = None
+    """Take the lease of a run for this process. Raises ConfigError if another process holds it."""
+    global _held, _abandoned
+    if _abandoned is not None:
+        _abandoned.release()
+        _abandoned = None
     try:
-        _held = directory_lease.acquire(run / FOLDER, this_process(lease_s), on_lost=leave, tell=say_waiting)
+        _held = directory_lease.acquire(
+            run / FOLDER, this_process(lease_s), on_lost=exit_after_takeover, on_wait=report_waiting
+        )
     except InUseError as error:
-        raise in_use(run, error) from None
+        raise in_use_error(run, error) from None
     except OSError as error:
-        raise unusable(run, "cannot create", error) from None
+        raise io_error(run, "cannot create", error) from None
 
 
 @contextmanager
 def holding() -> Iterator[None]:
-    """Release at the end the lease that `hold` took meanwhile.
+    """Context that releases at its end the lease that `hold` took inside.
 
-    After a crash it stays: a thread that writes a checkpoint may still be at work. It is free once the process is gone.
+    After a crash the lease stays held: a writer thread of a checkpoint may still be running. It is free once the
+    process is gone.
     """
-    global _held, _left
+    global _held, _abandoned
     try:
         yield
     except ConfigError:
         _release()
         raise
     except BaseException:
-        _held, _left = None, _held
+        _held, _abandoned = None, _held
         raise
     _release()
 
@@ -71,26 +74,26 @@ def _release() -> None:
 
 
 @contextmanager
-def cleared(run: Path) -> Iterator[None]:
-    """In a launcher, around the ranks: if rank 0 died here, free its lease for every machine."""
+def clearing_dead_lease(run: Path) -> Iterator[None]:
+    """Context for a launcher, around its ranks: if rank 0 died here, frees its lease for every machine."""
     try:
         yield
     finally:
         with suppress(OSError):
-            if (dead := _dead(run)) is not None:
+            if (dead := _dead_lease(run)) is not None:
                 clear(run / FOLDER, dead)
 
 
 def guard() -> None:
-    """Before a write that lasts: exit if another process has taken over the run of this one."""
+    """Call before a durable write: exits if another process has taken over the run of this one."""
     if _held is not None and _held.me.pid == os.getpid():
-        _held.make_sure()
+        _held.verify()
 
 
-def leave(seen: SeenLease) -> NoReturn:
-    """End this process at once, because another one writes the run now.
+def exit_after_takeover(seen: SeenLease) -> NoReturn:
+    """Exit at once, because another process writes the run now.
 
-    The launcher sees rank 0 exit and takes the other ranks down; without rank 0 none of them publishes anything. The
+    The launcher sees rank 0 exit and terminates the other ranks; without rank 0 none of them publishes anything. The
     exit code is 2 and not 75: a requeue of this job would end the start that has taken over.
     """
     line = f"this run was taken over by {seen.describe()}; this process exits and writes nothing more"
@@ -99,60 +102,63 @@ def leave(seen: SeenLease) -> NoReturn:
 
 
 def require_free(run: Path, *, wait: bool) -> None:
-    """Refuse if another process holds the lease of a run. A lease that this process holds is free to it.
+    """Raise ConfigError if another process holds the lease of a run.
 
-    With `wait`, it waits until a silent holder on another machine shows life or its lease is stale, and then clears the
-    lease. Otherwise it returns after a few heartbeats without a sign of life.
+    With `wait`, waits until a silent holder on another machine renews its lease or the lease is stale, and then clears
+    it. Otherwise returns after a few missed renewals.
     """
     directory, me = run / FOLDER, this_process()
     try:
-        seen = directory_lease.newest(directory)
+        seen = directory_lease.read_newest(directory)
         if seen is None or (seen.holder is not None and seen.holder.is_same_process(me)):
             return
-        at_most_s = None if wait or seen.holder is None else seen.holder.sure_s
-        free = directory_lease.wait_until_free(directory, me, at_most_s=at_most_s, tell=say_waiting if wait else None)
+        at_most_s = None if wait or seen.holder is None else seen.holder.overdue_s
+        on_wait = report_waiting if wait else None
+        free = directory_lease.wait_until_free(directory, me, at_most_s=at_most_s, on_wait=on_wait)
         if wait and free is not None and not free.released and free.is_alive(me) is None:
             clear(directory, free)
     except InUseError as error:
-        raise in_use(run, error) from None
+        raise in_use_error(run, error) from None
     except OSError as error:
-        raise unusable(directory, "cannot read", error) from None
+        raise io_error(directory, "cannot read", error) from None
 
 
 def dead_holder(run: Path) -> str:
-    """Who wrote a run last, if that process died on this machine without releasing the lease; else empty."""
+    """The last writer of a run, if it died on this machine without releasing the lease; else empty."""
     with suppress(OSError):
-        if (dead := _dead(run)) is not None:
+        if (dead := _dead_lease(run)) is not None:
             return f"{dead.describe()}, is gone"
     return ""
 
 
-def _dead(run: Path) -> SeenLease | None:
-    """A lease whose holder is known to have died without releasing it."""
-    seen = directory_lease.newest(run / FOLDER)
+def _dead_lease(run: Path) -> SeenLease | None:
+    """The lease, if its holder is known to have died without releasing it."""
+    seen = directory_lease.read_newest(run / FOLDER)
     is_dead = seen is not None and not seen.released and seen.is_alive(this_process()) is False
     return seen if is_dead else None
 
 
 def clear(directory: Path, stale: SeenLease) -> None:
-    """Put a released lease above that of a holder which is gone, so that nobody waits for it."""
+    """Create a released lease above that of a dead holder, so that no process waits for it."""
     descriptor = directory_lease.create(directory, stale.number + 1, this_process(), released=True)
     if descriptor is not None:
         os.close(descriptor)
 
 
-def unusable(path: Path, problem: str, error: OSError) -> Exception:
-    """What to raise for an I/O error: one of the storage, or of the user who named the place."""
-    if error.errno in OF_STORAGE:
+def io_error(path: Path, problem: str, error: OSError) -> Exception:
+    """The exception for an I/O error: StorageError if the storage failed, ConfigError if the path is wrong."""
+    if error.errno in STORAGE_ERRORS:
         return StorageError(error.errno, f"{problem} it: {error.strerror}", str(path))
     return ConfigError("run.dir", f"{problem} {path}: {error.strerror}")
 
 
-def in_use(run: Path, error: InUseError) -> ConfigError:
-    advice = f"stop it (harness ctl {run} stop --reason ...), wait for its end, or choose another name"
+def in_use_error(run: Path, error: InUseError) -> ConfigError:
+    """The exception for a run that another process writes."""
+    advice = f"stop it (harness ctl {run} stop --reason ...), wait until it ends, or choose another name"
     return ConfigError("run.name", f"{run} is in use by {error}; {advice}")
 
 
-def say_waiting(seen: SeenLease, patience_s: float) -> None:
-    line = f"waiting up to {patience_s:.0f} s for a sign of life of {seen.describe()}"
+def report_waiting(seen: SeenLease, stale_after_s: float) -> None:
+    """Print for which holder and how long this process waits."""
+    line = f"waiting up to {stale_after_s:.0f} s for a sign of life of {seen.describe()}"
     print(f"harness: {line}", file=sys.stderr, flush=True)

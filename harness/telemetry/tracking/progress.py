@@ -20,7 +20,7 @@ import yaml
 from harness.core.credentials import is_same_store
 from harness.core.locking.file_lock import exclusive
 from harness.core.rundir import RunDir, write_atomically
-from harness.telemetry.tracking.store_uri import resolve
+from harness.telemetry.tracking.store_uri import absolute_uri
 
 LOCK = ".mlflow.lock"
 
@@ -75,7 +75,7 @@ def configuration(run: RunDir) -> dict[str, Any]:
 
 def configured_uri(run: RunDir) -> str:
     """The store that the run's configuration names."""
-    return resolve(configuration(run)["telemetry"]["tracking_uri"], runs=run.path.parent)
+    return absolute_uri(configuration(run)["telemetry"]["tracking_uri"], runs=run.path.parent)
 
 
 @contextmanager

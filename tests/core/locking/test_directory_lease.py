@@ -1,4 +1,4 @@
-"""The lease with real processes and files: who is refused, who takes over, and that it is never two."""
+"""Tests of the lease with real processes and files: rejection, takeover, and never two holders."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ FAR_TOO_LONG_S = 20.0
 
 
 def ignore(_: SeenLease) -> None:
-    """What a test does that loses a lease."""
+    """`on_lost` of a test."""
 
 
 def elsewhere(lease_s: float = SHORT_S, **changes: Any) -> Holder:
-    """A holder that this machine cannot look up."""
+    """A holder on another machine, whose process cannot be looked up here."""
     return replace(this_process(lease_s), machine=ELSEWHERE, host="node7", **changes)
 
 
@@ -45,8 +45,8 @@ def acquire(directory: Path, me: Holder | None = None) -> Lease:
     return directory_lease.acquire(directory, me or this_process(), on_lost=ignore)
 
 
-def left_behind(directory: Path, who: Holder, number: int = 1) -> None:
-    """The lease of a process that ended without releasing it."""
+def abandon_lease(directory: Path, who: Holder, number: int = 1) -> None:
+    """Create the lease of a process that ended without releasing it."""
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = directory_lease.create(directory, number, who)
     assert descriptor is not None
@@ -94,26 +94,26 @@ def test_a_released_lease_is_free_for_every_machine(tmp_path: Path) -> None:
     acquire(tmp_path).release()
 
 
-def test_a_process_is_refused_its_own_lease(tmp_path: Path) -> None:
+def test_a_process_cannot_take_its_own_lease_again(tmp_path: Path) -> None:
     held = acquire(tmp_path)
     with pytest.raises(InUseError):
         acquire(tmp_path)
     held.release()
 
 
-def test_a_pid_that_was_used_again_is_another_process(tmp_path: Path) -> None:
+def test_a_reused_pid_is_another_process(tmp_path: Path) -> None:
     me = this_process()
-    left_behind(tmp_path, replace(me, started=me.started - 1))
+    abandon_lease(tmp_path, replace(me, started=me.started - 1))
     acquire(tmp_path).release()
 
 
-def test_ranks_whose_launcher_lives_are_waited_for_unless_it_starts_them_again(tmp_path: Path) -> None:
+def test_a_living_launcher_keeps_the_lease_of_its_dead_rank_busy_unless_it_restarts_the_rank(tmp_path: Path) -> None:
     me = this_process(SHORT_S)
     dead = replace(me, started=me.started - 1, launcher_pid=os.getppid(), launcher_started=start(os.getppid()))
-    left_behind(tmp_path, dead)
-    seen = directory_lease.newest(tmp_path)
+    abandon_lease(tmp_path, dead)
+    seen = directory_lease.read_newest(tmp_path)
     assert seen is not None
-    assert seen.is_alive(me) is None, "its launcher takes the other ranks down"
+    assert seen.is_alive(me) is None, "its launcher terminates the other ranks"
     assert seen.is_alive(replace(me, launcher_pid=os.getppid())) is False
     assert seen.is_alive(replace(me, machine=ELSEWHERE)) is None
 
@@ -124,7 +124,7 @@ def start(pid: int) -> int:
     return found
 
 
-def test_a_heartbeat_from_another_machine_refuses_within_seconds(tmp_path: Path) -> None:
+def test_a_renewal_on_another_machine_rejects_within_seconds(tmp_path: Path) -> None:
     held = acquire(tmp_path, elsewhere(3600.0, job="4711_2"))
     begun_s = time.monotonic()
     with pytest.raises(InUseError, match=r"^pid \d+ on node7, job 4711_2, held for \d+ s, last heartbeat \d+ s ago$"):
@@ -134,46 +134,44 @@ def test_a_heartbeat_from_another_machine_refuses_within_seconds(tmp_path: Path)
 
 
 @pytest.mark.parametrize("skew_s", [-1e6, 1e6], ids=["behind", "ahead"])
-def test_silence_on_another_machine_is_taken_over_after_the_lease_whatever_its_clock_says(
+def test_a_silent_lease_of_another_machine_is_stale_after_lease_s_whatever_its_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew_s: float
 ) -> None:
     now = time.time
     with monkeypatch.context() as skewed:
         skewed.setattr(time, "time", lambda: now() + skew_s)
-        left_behind(tmp_path, elsewhere(1.0))
+        abandon_lease(tmp_path, elsewhere(1.0))
     begun_s = time.monotonic()
     acquire(tmp_path).release()
     assert 1.0 <= time.monotonic() - begun_s < FAR_TOO_LONG_S
 
 
 def test_a_requeued_job_waits_only_for_a_few_heartbeats(tmp_path: Path) -> None:
-    left_behind(tmp_path, elsewhere(3600.0, job="17"))
-    seen = directory_lease.newest(tmp_path)
+    abandon_lease(tmp_path, elsewhere(3600.0, job="17"))
+    seen = directory_lease.read_newest(tmp_path)
     assert seen is not None
     me = replace(this_process(), job="17", restart=1)
-    assert seen.patience_s(me) == 3 * lease_holder.BEAT_S
-    assert seen.patience_s(replace(me, restart=0)) == 3600.0
-    assert seen.patience_s(replace(me, job="18")) == 3600.0
+    assert seen.stale_after_s(me) == 3 * lease_holder.BEAT_S
+    assert seen.stale_after_s(replace(me, restart=0)) == 3600.0
+    assert seen.stale_after_s(replace(me, job="18")) == 3600.0
 
 
-def test_a_lease_that_cannot_be_read_is_stale_once_it_stands_still(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_lease_is_stale_once_it_stops_changing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory_lease, "DEFAULT_LEASE_S", SHORT_S)
     (tmp_path / "000004.json").write_text("{")
     acquire(tmp_path).release()
     assert names(tmp_path) == ["000005.json"]
 
 
-def test_fields_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
-    words = json.dumps(asdict(this_process()) | {"new": 1})
-    (tmp_path / "000001.json").write_text(f'{words}\n{{"beats": 1, "released": false, "time": 0, "more": 2}}\n')
+def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
+    holder = json.dumps(asdict(this_process()) | {"new": 1})
+    (tmp_path / "000001.json").write_text(f'{holder}\n{{"beats": 1, "released": false, "time": 0, "more": 2}}\n')
     with pytest.raises(InUseError, match=f"^pid {os.getpid()} "):
         acquire(tmp_path)
 
 
 def race(directory: Path, barrier: Barrier, reports: Connection) -> None:
-    """Take every stale lease there is, each at the same moment as a competitor; report those that were got."""
+    """Take every stale lease at the same moment as a competitor; report those that were won."""
     won = []
     for number in range(NUM_RACES):
         barrier.wait(60)
@@ -181,15 +179,15 @@ def race(directory: Path, barrier: Barrier, reports: Connection) -> None:
             acquire(directory / str(number))
             won.append(number)
     reports.send(won)
-    barrier.wait(60)  # who has lost must see that who has won is alive
+    barrier.wait(60)  # the loser must see that the winner is alive
 
 
 @pytest.mark.parametrize("machine", ["this", ELSEWHERE])
-def test_of_two_starters_on_a_stale_lease_exactly_one_wins(tmp_path: Path, machine: str) -> None:
+def test_exactly_one_of_two_processes_takes_a_stale_lease(tmp_path: Path, machine: str) -> None:
     me = this_process()
     stale = replace(me, started=me.started - 1) if machine == "this" else elsewhere(0.1)
     for number in range(NUM_RACES):
-        left_behind(tmp_path / str(number), stale)
+        abandon_lease(tmp_path / str(number), stale)
     barrier = forks().Barrier(3)
     pipes = [forks().Pipe() for _ in range(2)]
     processes = [in_a_process(race, tmp_path, barrier, theirs) for _, theirs in pipes]
@@ -202,7 +200,7 @@ def test_of_two_starters_on_a_stale_lease_exactly_one_wins(tmp_path: Path, machi
     assert sorted(won[0] + won[1]) == list(range(NUM_RACES)), "each once"
 
 
-def test_a_slow_starter_with_an_old_view_gives_way(tmp_path: Path) -> None:
+def test_a_slow_process_with_an_old_view_gives_up(tmp_path: Path) -> None:
     for _ in range(3):
         acquire(tmp_path).release()
     held = acquire(tmp_path)
@@ -212,13 +210,13 @@ def test_a_slow_starter_with_an_old_view_gives_way(tmp_path: Path) -> None:
     held.release()
 
 
-def test_what_a_killed_starter_left_is_removed(tmp_path: Path) -> None:
+def test_scratch_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     (tmp_path / "new-0123").touch()
     acquire(tmp_path).release()
     assert names(tmp_path) == ["000001.json"]
 
 
-def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_hard_links_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_link(*_: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -231,7 +229,7 @@ def test_a_file_system_without_hard_links_will_do(tmp_path: Path, monkeypatch: p
     assert names(tmp_path) == ["000001.json"]
 
 
-def test_a_link_whose_answer_was_lost_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_whose_reply_was_lost_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 
     def repeated(source: Path, target: Path) -> None:
@@ -243,8 +241,8 @@ def test_a_link_whose_answer_was_lost_counts(tmp_path: Path, monkeypatch: pytest
     assert names(tmp_path) == ["000001.json"]
 
 
-def write_on(run: Path) -> None:
-    """A run on another machine that writes all the time."""
+def write_forever(run: Path) -> None:
+    """A run on another machine that writes continuously."""
     lease_holder.this_machine = lambda: ELSEWHERE
     with run_lease.holding():
         run_lease.hold(run, 1.0)
@@ -253,8 +251,8 @@ def write_on(run: Path) -> None:
             time.sleep(0.005)
 
 
-def test_a_holder_that_was_taken_over_exits_before_it_writes_again(tmp_path: Path) -> None:
-    process = in_a_process(write_on, tmp_path)
+def test_a_holder_that_lost_its_lease_exits_before_it_writes_again(tmp_path: Path) -> None:
+    process = in_a_process(write_forever, tmp_path)
     deadline = time.monotonic() + 60
     while not (tmp_path / "written").exists():
         assert time.monotonic() < deadline
@@ -270,12 +268,12 @@ def test_a_holder_that_was_taken_over_exits_before_it_writes_again(tmp_path: Pat
         assert len((tmp_path / "written").read_bytes()) <= len(written) + 2, "at most the line it was stopped in"
 
 
-class LeftError(Exception):
-    """Stands for the end of the process."""
+class ExitedError(Exception):
+    """Stands for the exit of the process."""
 
 
-def leave(_: SeenLease) -> None:
-    raise LeftError
+def exit_now(_: SeenLease) -> None:
+    raise ExitedError
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
@@ -287,30 +285,29 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_after_a_stall_a_holder_looks_before_it_writes(
+def test_after_a_stall_a_holder_checks_its_lease_before_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
 ) -> None:
-    monkeypatch.setattr(run_lease, "leave", leave)
+    monkeypatch.setattr(run_lease, "exit_after_takeover", exit_now)
     kept = tmp_path / "kept"
     (kept / ".part").mkdir(parents=True)
     with run_lease.holding():
         run_lease.hold(tmp_path, 3600.0)
-        left_behind(tmp_path / run_lease.FOLDER, elsewhere(), number=2)
+        abandon_lease(tmp_path / run_lease.FOLDER, elsewhere(), number=2)
         assert run_lease._held is not None
-        run_lease._held._sure_s -= run_lease._held.me.sure_s
-        with pytest.raises(LeftError):
+        run_lease._held._confirmed_s -= run_lease._held.me.overdue_s
+        with pytest.raises(ExitedError):
             WRITERS[writer](kept)
     assert set(names(kept)) <= {".part", ".health.json.tmp"}
 
 
-def test_a_holder_whose_lease_stands_keeps_writing_through_a_long_stall(tmp_path: Path) -> None:
-    """A renewal that is late is no reason to leave."""
+def test_a_late_renewal_does_not_end_a_holder_whose_lease_is_valid(tmp_path: Path) -> None:
     with run_lease.holding():
         run_lease.hold(tmp_path, 1.0)
         assert run_lease._held is not None
-        run_lease._held._sure_s -= 1000.0
+        run_lease._held._confirmed_s -= 1000.0
         append_line(tmp_path / "written", "x")
-    seen = directory_lease.newest(tmp_path / "lease")
+    seen = directory_lease.read_newest(tmp_path / "lease")
     assert seen is not None
     assert seen.released
 
@@ -322,18 +319,18 @@ def crash(run: Path) -> None:
 
 
 def test_after_a_crash_the_lease_stays_until_the_process_is_gone(tmp_path: Path) -> None:
-    """A thread of it may still write; the launcher frees it for other machines."""
+    """Its writer thread may still be running. The launcher frees the lease for other machines."""
     with pytest.raises(ZeroDivisionError):
         crash(tmp_path)
     with pytest.raises(InUseError):
         acquire(tmp_path / run_lease.FOLDER)
     with run_lease.holding():
-        run_lease.hold(tmp_path, 60.0)  # this process has nothing left to wait for
+        run_lease.hold(tmp_path, 60.0)  # the same process may take it again
 
     process = in_a_process(crash_quietly, tmp_path / "other")
-    with run_lease.cleared(tmp_path / "other"):
+    with run_lease.clearing_dead_lease(tmp_path / "other"):
         process.join(60)
-    seen = directory_lease.newest(tmp_path / "other" / run_lease.FOLDER)
+    seen = directory_lease.read_newest(tmp_path / "other" / run_lease.FOLDER)
     assert seen is not None
     assert (seen.number, seen.released) == (2, True)
 
@@ -343,14 +340,14 @@ def crash_quietly(run: Path) -> None:
         crash(run)
 
 
-def test_a_bad_configuration_releases_the_lease(tmp_path: Path) -> None:
+def test_a_config_error_releases_the_lease(tmp_path: Path) -> None:
     with suppress(ConfigError), run_lease.holding():
         run_lease.hold(tmp_path, 60.0)
         raise ConfigError("a", "b")
     acquire(tmp_path / run_lease.FOLDER).release()
 
 
-def test_a_second_start_is_told_who_holds_the_run(tmp_path: Path) -> None:
+def test_a_second_start_is_rejected_with_the_holder_of_the_run(tmp_path: Path) -> None:
     run = tmp_path / "first"
     held = acquire(run / run_lease.FOLDER, elsewhere(6.0))
     message = rf"^run\.name: {run} is in use by pid {os.getpid()} on node7, held for \d+ s, .*; stop it \(harness ctl"
@@ -363,32 +360,30 @@ def test_a_second_start_is_told_who_holds_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.EIO, StorageError), (errno.EACCES, ConfigError)])
-def test_storage_that_does_not_answer_is_no_bad_configuration(
+def test_a_storage_error_is_not_a_config_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
 ) -> None:
     def fail(_: Path) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(directory_lease, "newest", fail)
+    monkeypatch.setattr(directory_lease, "read_newest", fail)
     with pytest.raises(kind, match=os.strerror(number)):
         run_lease.hold(tmp_path, 1.0)
     with pytest.raises(kind, match=os.strerror(number)):
         run_lease.require_free(tmp_path, wait=True)
 
 
-def test_a_launcher_that_has_waited_clears_the_way_for_rank_0(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    left_behind(tmp_path / run_lease.FOLDER, elsewhere(SHORT_S))
+def test_a_launcher_clears_a_stale_lease_for_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    abandon_lease(tmp_path / run_lease.FOLDER, elsewhere(SHORT_S))
     run_lease.require_free(tmp_path, wait=True)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("harness: waiting up to 0 s for a sign of life of pid ")
-    seen = directory_lease.newest(tmp_path / run_lease.FOLDER)
+    seen = directory_lease.read_newest(tmp_path / run_lease.FOLDER)
     assert seen is not None
     assert (seen.number, seen.released) == (2, True)
 
 
-def test_who_only_lays_out_a_run_does_not_wait_for_long(tmp_path: Path) -> None:
-    left_behind(tmp_path / run_lease.FOLDER, elsewhere(1.2))
+def test_without_wait_a_stale_lease_is_left_to_the_start(tmp_path: Path) -> None:
+    abandon_lease(tmp_path / run_lease.FOLDER, elsewhere(1.2))
     run_lease.require_free(tmp_path, wait=False)
     assert names(tmp_path / run_lease.FOLDER) == ["000001.json"], "the start itself decides"

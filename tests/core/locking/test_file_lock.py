@@ -1,4 +1,4 @@
-"""One process at a time, on file systems with file locks and on those without."""
+"""Tests of mutual exclusion, on file systems with file locks and without."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from launch.sweeps.scheduler import sole_sweeper
 from tests.forks import forks
 
 ANSWERS = ["works", "ENOSYS", "EOPNOTSUPP", "ENOLCK"]
-"""What flock says; "works" is this machine's."""
+"""Results of flock; "works" is the real one."""
 
 
 def use_flock(answer: str) -> None:
-    """Let flock say this from now on, in this process."""
+    """Make flock fail with this error from now on, in this process."""
 
-    def refuse(*_: object) -> None:
+    def fail(*_: object) -> None:
         number = getattr(errno, answer)
         raise OSError(number, os.strerror(number))
 
     if answer != "works":
-        fcntl.flock = refuse
+        fcntl.flock = fail
 
 
 @pytest.fixture(params=ANSWERS)
@@ -44,22 +44,22 @@ def flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
-def once(path: Path) -> AbstractContextManager[object]:
+def try_once(path: Path) -> AbstractContextManager[object]:
     return exclusive(path, keep_trying=lambda: False)
 
 
-def test_a_second_holder_is_turned_away_until_the_first_has_left(tmp_path: Path, flock: str) -> None:
+def test_a_second_holder_is_rejected_until_the_first_has_released(tmp_path: Path, flock: str) -> None:
     path = tmp_path / ".lock"
-    with once(path) as first, once(path) as second:
+    with try_once(path) as first, try_once(path) as second:
         assert (first is not None, second) == (True, None)
-    with once(path) as third:
+    with try_once(path) as third:
         assert third is not None
     assert (tmp_path / ".lock.lease").exists() == (flock != "works")
 
 
 def hold_and_die(path: Path, answer: str, reports: Connection) -> None:
     use_flock(answer)
-    with once(path) as lock:
+    with try_once(path) as lock:
         reports.send(lock is not None)
         time.sleep(60)
 
@@ -71,18 +71,18 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path, flock: str) -> Non
     process.start()
     assert ours.poll(60)
     assert ours.recv()
-    with once(tmp_path / ".lock") as lock:
+    with try_once(tmp_path / ".lock") as lock:
         assert lock is None
     process.kill()
     process.join()
-    with once(tmp_path / ".lock") as lock:
+    with try_once(tmp_path / ".lock") as lock:
         assert lock is not None
 
 
 @contextmanager
 def sent(directory: Path) -> Iterator[None]:
-    with sole_sender(RunDir(directory), None) as alone:
-        assert alone
+    with sole_sender(RunDir(directory), None) as is_sole:
+        assert is_sole
         with sole_sender(RunDir(directory), None) as another:
             assert not another
         yield
@@ -108,7 +108,7 @@ USERS: dict[str, Callable[[Path], AbstractContextManager[None]]] = {
 @pytest.mark.parametrize("flock", ["ENOSYS"], indirect=True)
 @pytest.mark.parametrize("user", USERS)
 @pytest.mark.usefixtures("flock")
-def test_mlflow_and_sweeps_do_without_flock(tmp_path: Path, user: str) -> None:
+def test_mlflow_and_sweeps_work_without_flock(tmp_path: Path, user: str) -> None:
     for _ in range(2):
         with USERS[user](tmp_path):
             pass
@@ -117,5 +117,5 @@ def test_mlflow_and_sweeps_do_without_flock(tmp_path: Path, user: str) -> None:
 def test_any_other_error_of_flock_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", fcntl.flock)
     use_flock("EIO")
-    with pytest.raises(OSError, match="Input/output"), once(tmp_path / ".lock"):
+    with pytest.raises(OSError, match="Input/output"), try_once(tmp_path / ".lock"):
         pass

@@ -87,7 +87,7 @@ def test_a_living_run_is_not_started_again_and_a_killed_one_is_at_once(tmp_path:
     run = RunDir(tmp_path / "once")
     with started(run, "first") as first:
         wait_for_step(run, first, 1)
-        seen = directory_lease.newest(run.lease)
+        seen = directory_lease.read_newest(run.lease)
         assert seen is not None
         assert seen.holder is not None
         line = IN_USE.format(run=re.escape(str(run.path)), pid=seen.holder.pid)
@@ -106,7 +106,7 @@ def test_a_living_run_is_not_started_again_and_a_killed_one_is_at_once(tmp_path:
         wait_for_step(run, third, 2)
         third.send_signal(signal.SIGTERM)
         assert third.wait(timeout=60) == 75, third.stderr
-    seen = directory_lease.newest(run.lease)
+    seen = directory_lease.read_newest(run.lease)
     assert seen is not None
     assert seen.released
 
