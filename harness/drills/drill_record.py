@@ -22,7 +22,7 @@ from harness.core.rundir import RunDir, write_atomically
 from harness.data.order.ledger import Ledger
 from harness.drills.scenario import Scenario, from_tree
 from harness.faults.plan import FaultPlan, read_plan
-from harness.telemetry.console import notice
+from harness.telemetry.console import event_line
 
 
 @final
@@ -168,7 +168,7 @@ class DrillEvidence:
     @property
     def said(self) -> list[str]:
         """Every line that an operator would have read: the run's own notices, the launcher's and the runner's words."""
-        own = [line for event in self.events if (line := notice(event)) is not None]
+        own = [line for event in self.events if (line := event_line(event)) is not None]
         return [*own, *(line for start in self.starts for line in start.said), *self.notes]
 
 

@@ -1,1 +1,1 @@
-"""What a run tells the outside world."""
+"""Event log, console, heartbeat, manifest, picture, post-mortem process, and MLflow."""

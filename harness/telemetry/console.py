@@ -1,8 +1,8 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines in a file or a pipe.
+"""Console output of a run: a progress bar on a terminal, plain lines in a file or a pipe.
 
-How: `Console.show` takes the same events as the log. Step records move the bar (or, without a terminal, print a line
-every few seconds, and the first and the last); everything rarer is printed above it. Nothing here runs in a thread
-and nothing here may stop a run: when the reader of a pipe goes away, the console falls silent and training continues.
+`Console.show` takes the same events as the log. Step records move the bar. Without a terminal they print a line every
+few seconds, and always the first and the last. Rarer events are printed above the bar. Nothing here runs in a thread,
+and no output error stops a run: if the reader of a pipe goes away, the output ends and training continues.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ REFRESH_EVERY_S = 0.1
 
 @dataclass(slots=True, kw_only=True)
 class RunTotals:
-    """What the closing block tells."""
+    """Totals of a run, for the closing lines."""
 
     first_loss: float | None = None
     last_loss: float | None = None
@@ -64,34 +64,34 @@ class RunTotals:
                 pass
 
 
-def closing(run: RunDir, totals: RunTotals, *, tracking_uri: str | None, shipped: bool) -> str:
-    """The last words of a run: how it went, where it lies, how to look at it."""
+def closing_lines(run: RunDir, totals: RunTotals, *, tracking_uri: str | None, is_sent: bool) -> str:
+    """The last lines of a run: losses, directory, picture, and the command that opens MLflow."""
     rows: list[tuple[str, str]] = []
     if totals.first_loss is not None and totals.last_loss is not None:
         rows.append(("loss", f"{totals.first_loss:.4f} -> {totals.last_loss:.4f}"))
     if totals.eval_loss is not None:
         rows.append(("eval loss", f"{totals.eval_loss:.4f}"))
     if totals.num_refused:
-        rows.append(("refused", f"{totals.num_refused} updates"))
+        rows.append(("rejected", f"{totals.num_refused} updates"))
     rows.append(("run", _short(run.path)))
     if run.picture.exists():
         rows.append(("picture", _short(run.picture)))
     if tracking_uri is not None:
         rows.append(("mlflow", mlflow_command(tracking_uri)))
-        if not shipped:
-            rows.append(("unsent", f"{_program('python')} -m {SINK_MODULE} {shlex.quote(_short(run.path))}"))
+        if not is_sent:
+            rows.append(("send rest", f"{_program('python')} -m {SINK_MODULE} {shlex.quote(_short(run.path))}"))
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
 
 def mlflow_command(tracking_uri: str) -> str:
-    """How to look at a store: a server has its address, a database needs one."""
+    """How to open a store: the address of a server, or the command that starts one for a database."""
     if tracking_uri.startswith(ENVIRONMENT):
         name = tracking_uri.removeprefix(ENVIRONMENT)
-        real = os.environ.get(name, "")
+        value = os.environ.get(name, "")
         return (
-            mlflow_command(real)
-            if real.startswith("http")
+            mlflow_command(value)
+            if value.startswith("http")
             else f'{_program("mlflow")} ui --backend-store-uri "${name}"'
         )
     database = sqlite_path(tracking_uri)
@@ -102,13 +102,13 @@ def mlflow_command(tracking_uri: str) -> str:
 
 
 def plain_line(record: StepRecord, num_steps: int, eta_s: float | None) -> str:
-    """One step, as it stands in a file."""
+    """One step, as a line of a file."""
     eta = [] if eta_s is None else [f"ETA {clock(eta_s)}"]
     return "  ".join([f"step {record.step}/{num_steps}", *_measures(record), *eta])
 
 
 def live_line(record: StepRecord, num_steps: int, eta_s: float | None) -> str:
-    """One step beside the bar: shorter, and what matters least last, where a narrow terminal cuts it off."""
+    """One step beside the bar. The least important values are last, because a narrow terminal cuts the line."""
     eta = [] if eta_s is None else [f"ETA {clock(eta_s)}"]
     return " ".join([f"{record.step}/{num_steps}", *eta, *_measures(record)])
 
@@ -123,33 +123,30 @@ def _measures(record: StepRecord) -> list[str]:
     ]
 
 
-def notice(event: Event) -> str | None:
-    """The line of an event that is not an ordinary step."""
+def event_line(event: Event) -> str | None:
+    """The line of an event; None for an ordinary step and for events that are not shown."""
     match event:
-        case RunStarted(resumed_from=None):
-            return (
-                f"training {event.num_steps} steps on {event.world_size} {'rank' if event.world_size == 1 else 'ranks'}"
-            )
         case RunStarted():
-            return (
-                f"resumed from {event.resumed_from}, step {event.step}/{event.num_steps}, on {event.world_size} ranks"
-            )
+            ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
+            if event.resumed_from is None:
+                return f"training {event.num_steps} steps on {ranks}"
+            return f"resumed from {event.resumed_from}, step {event.step}/{event.num_steps}, on {ranks}"
         case StepRecord(refused=True):
             return (
-                f"iteration {event.iteration}: update refused, loss {event.loss:.4g}, grad norm {event.grad_norm:.4g}"
+                f"iteration {event.iteration}: update rejected, loss {event.loss:.4g}, grad norm {event.grad_norm:.4g}"
             )
         case EvalRecord():
             return f"step {event.step}: eval loss {event.loss:.4f}"
         case CheckpointSaved():
             return f"step {event.step}: saved {event.directory} in {event.seconds:.1f} s"
         case CheckpointFailed():
-            return f"step {event.step}: not saved, {event.reason}"
+            return f"step {event.step}: checkpoint not saved, {event.reason}"
         case CheckpointJudged() if event.health != "good":
-            return f"{event.directory} is {event.health}: {event.reason}"
+            return f"checkpoint {event.directory} is {event.health}: {event.reason}"
         case Finding():
-            blamed = [*(f"rank {rank}" for rank in event.ranks), *event.groups]
-            suspects = f" ({', '.join(blamed)})" if blamed else ""
-            return f"iteration {event.iteration}: {event.kind}, {event.message}{suspects}"
+            causes = [*(f"rank {rank}" for rank in event.ranks), *event.groups]
+            suffix = f" ({', '.join(causes)})" if causes else ""
+            return f"iteration {event.iteration}: {event.kind}, {event.message}{suffix}"
         case Action():
             return f"iteration {event.iteration}: {event.kind}, {event.reason}"
         case ChangePlanned():
@@ -157,12 +154,12 @@ def notice(event: Event) -> str | None:
         case Outcome(held_out_loss=float(loss)):
             return f"held-out loss {loss:.4f}, measured in {event.seconds:.2f} s"
         case Outcome(target=str(target)) if target:
-            return f"back to {target}, step {event.step}: {event.steps_lost} steps lost, {event.seconds:.2f} s"
+            return f"restored {target}, step {event.step}: {event.steps_lost} steps lost, took {event.seconds:.2f} s"
         case Outcome(succeeded=False):
-            return f"{event.kind} failed: {event.reason or 'there is nothing to go back to'}"
+            return f"{event.kind} failed: {event.reason or 'there is no state to restore'}"
         case Intervention(changes={"command": str(command), **rest}):
-            refusal = f"; refused: {rest['refused']}" if "refused" in rest else ""
-            return f"{event.who} ordered: {command} ({event.reason}){refusal}"
+            rejection = f"; rejected: {rest['refused']}" if "refused" in rest else ""
+            return f"command of {event.who}: {command} ({event.reason}){rejection}"
         case Intervention():
             changes = ", ".join(f"{key}: {change}" for key, change in event.changes.items())
             return f"{event.who} changed {changes or 'nothing'} ({event.reason})"
@@ -190,27 +187,27 @@ def clock(seconds: float) -> str:
 
 @final
 class PatientStream(io.TextIOBase):
-    """A stream that nobody may be reading: a write that fails ends the output, not the run."""
+    """A stream whose reader may go away: a failed write ends the output, not the run."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.silent = False
+        self.is_silent = False
 
     def write(self, text: str) -> int:
-        if not self.silent:
+        if not self.is_silent:
             try:
                 self._stream.write(text)
             except OSError:
-                self._fall_silent()
+                self._discard_output()
         return len(text)
 
     def flush(self) -> None:
         """Also called when this object is freed, perhaps after `stream` was closed."""
-        if not self.silent and not self._stream.closed:
+        if not self.is_silent and not self._stream.closed:
             try:
                 self._stream.flush()
             except OSError:
-                self._fall_silent()
+                self._discard_output()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -222,12 +219,12 @@ class PatientStream(io.TextIOBase):
     def fileno(self) -> int:
         return self._stream.fileno()
 
-    def _fall_silent(self) -> None:
-        """What is left in the buffer goes nowhere, or the interpreter would stumble over it on its way out."""
-        self.silent = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._stream.fileno())
-        os.close(nowhere)
+    def _discard_output(self) -> None:
+        """Redirect the stream to /dev/null; otherwise the interpreter fails to flush the rest at exit."""
+        self.is_silent = True
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, self._stream.fileno())
+        os.close(devnull)
 
 
 @final
@@ -243,20 +240,20 @@ class Console:
         self._progress: Progress | None = None
         self._task = TaskID(0)
         if self._stream.isatty() and os.environ.get("TERM") != "dumb":
-            self._progress = _progress(self._stream)
+            self._progress = _make_progress(self._stream)
             self._task = self._progress.add_task("", total=num_steps, line="", visible=False)
             self._progress.start()
 
     def show(self, event: Event) -> None:
         self.totals.count(event)
-        text = notice(event)
+        text = event_line(event)
         if text is not None:
-            self.say(text)
+            self.print(text)
         if isinstance(event, StepRecord):
             self._show_step(event)
 
-    def say(self, text: str) -> None:
-        """Lines that stay, above the live one."""
+    def print(self, text: str) -> None:
+        """Print permanent lines, above the bar."""
         if self._progress is not None:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
@@ -264,7 +261,7 @@ class Console:
             self._stream.flush()
 
     def close(self) -> None:
-        """Show where the run stands and take the live line down; `say` still works."""
+        """Show the last step and remove the bar; `print` still works."""
         if self._last is not None and self._shown is not self._last:
             self._draw(self._last, eta_s=None)
         if self._progress is not None:
@@ -286,14 +283,14 @@ class Console:
     def _draw(self, record: StepRecord, eta_s: float | None) -> None:
         self._shown = record
         if self._progress is None:
-            self.say(plain_line(record, self._num_steps, eta_s))
+            self.print(plain_line(record, self._num_steps, eta_s))
         else:
             line = live_line(record, self._num_steps, eta_s)
             self._progress.update(self._task, completed=record.step, line=line, visible=True)
             self._progress.refresh()
 
 
-def _progress(stream: PatientStream) -> Progress:
+def _make_progress(stream: PatientStream) -> Progress:
     console = RichConsole(file=cast(TextIO, stream), force_terminal=True)
     bar = BarColumn(bar_width=None, complete_style="cyan", finished_style="green")
     return Progress(
@@ -302,13 +299,13 @@ def _progress(stream: PatientStream) -> Progress:
 
 
 def _short(path: Path) -> str:
-    """Relative where it lies below the working directory."""
+    """The path, relative if it is below the working directory."""
     path = path.resolve()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _program(name: str) -> str:
-    """A program of this environment, by its path: the reader's shell may not have the environment activated."""
+    """Path of a program of this virtual environment, which the user's shell may not have activated."""
     beside = Path(sys.executable).with_name(name)
     if not beside.exists():
         return name

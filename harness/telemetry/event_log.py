@@ -1,21 +1,21 @@
-"""The event log: one line for each thing that happened, written by rank 0, read by everything else.
+"""Writes and reads the event log: `events.jsonl`, appended by a writer thread on rank 0.
 
-Why: console, MLflow and picture can all be rebuilt from this file, so this is the one write that must survive
-trouble. It must not hold up training either: a shared file system may stall for a minute.
-How: `write` puts the line into a queue in memory; one thread appends the lines to the file in order, each with one
-`write` call. A line cut short, by a crash or by a full disk, is ended before the next one begins. A write that fails
-costs that event and one warning, never the training step; the next event tries again.
-While the file system stalls, events wait in the queue, up to `QUEUE_BYTES`. When it is full, new step records are lost
-first; all other events have as much room again. Lost events are counted, with one warning.
+Why: console, MLflow and picture can all be rebuilt from this file, so its writes must survive errors. They must not
+delay training either: a shared file system may stall for a minute.
+How: `write` puts the line into a queue in memory; the writer thread appends the lines to the file in order, each with
+one `write` call. A line cut short by a crash or a full disk is terminated before the next one. A failed write loses
+that event and prints one warning; training continues, and the next event is written normally.
+While the file system stalls, events wait in the queue, up to `QUEUE_BYTES`. If it is full, new step records are
+dropped; all other events may use the same amount again. Dropped events are counted, with one warning.
 
-What holds when the process is killed (SIGKILL, power): the queue is lost. It is empty milliseconds after each event
-unless the file system stalls. An action or an intervention is in the file before it is carried out: `flush` waits for
-it, for at most `FLUSH_WAIT_S` a stall. If the file system has not taken it by then, one warning says so and training
-goes on. Ledger entries and the marks of checkpoints do not use this queue: they are written by their owners, with
-fsync, before the decision takes effect, however long that takes; they are rare. So a decision whose line was lost in a
-stall still holds for data and checkpoints; what a resume no longer knows is that the policy spent an attempt on it.
+Guarantees after a kill (SIGKILL, power failure): the queue is lost. It is empty milliseconds after each event unless
+the file system stalls. An action or an intervention is in the file before it is executed: `flush` waits for it, for at
+most `FLUSH_WAIT_S` per stall. If it is not written by then, one warning is printed and training continues. Ledger
+entries and checkpoint marks do not use this queue: their owners write them with fsync before the decision takes effect,
+however long that takes; they are rare. A decision whose line was lost in a stall therefore still holds for data and
+checkpoints; only the attempt that the policy spent on it is unknown after a resume.
 `close` waits at most `CLOSE_WAIT_S` for the queue.
-Left out: fsync. After a power cut the last seconds may be missing; checkpoints do not depend on them.
+Left out: fsync. After a power failure the last seconds may be missing; checkpoints do not depend on them.
 """
 
 from __future__ import annotations
@@ -37,24 +37,26 @@ from harness.telemetry.log_index import IndexWriter, covered_until, read_blocks,
 TAIL_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
 RECALL_BYTES = 16 << 20
-"""What a resume reads of the ordinary steps since its checkpoint, at most about."""
+"""Approximate limit of the ordinary steps that a resume reads since its checkpoint."""
 QUEUE_BYTES = 64 << 20
-"""Lines that wait for a file system: 17,000 steps of a model of 80 layers."""
+"""Limit of the queued lines: 17,000 steps of a model with 80 layers."""
 FLUSH_WAIT_S = 5.0
 CLOSE_WAIT_S = 10.0
 BACKFILL_BYTES = 16 << 20
-"""What a start adds to an index that ends before the log does. A longer part is left to the readers' scan."""
+"""Most that a start adds to an index that ends before the log does. Readers scan a longer part themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
+    """Events of a part of the log."""
+
     events: list[Event]
     end: int
-    """Where in the log the chunk ends, in bytes."""
+    """Byte position in the log where the chunk ends."""
 
 
 def read_chunk(path: Path, offset: int) -> Chunk | None:
-    """About a megabyte of whole lines from byte `offset` on; None where there is no further whole line."""
+    """Read about a megabyte of whole lines from byte `offset` on; None if there is no further whole line."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -66,7 +68,7 @@ def read_chunk(path: Path, offset: int) -> Chunk | None:
 
 
 def tail(path: Path, num_bytes: int = TAIL_BYTES) -> list[Event]:
-    """The last events of a log in order, from about `num_bytes` of its end; more where those hold none."""
+    """The last events of a log in order, from about its last `num_bytes`; from more if those hold no event."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -82,15 +84,14 @@ def tail(path: Path, num_bytes: int = TAIL_BYTES) -> list[Event]:
 
 
 def last_iteration(path: Path) -> int:
-    """The highest iteration near the end of a log (records come late, so not that of the last line); -1 where none."""
+    """The highest iteration near the end of a log, whose lines are not in order of iteration; -1 if there is none."""
     return max((event.iteration for event in tail(path)), default=-1)
 
 
 def events_since(path: Path, iteration: int) -> list[Event]:
-    """The events of a log after the record of an iteration, in order; all of them where there is no such record.
+    """The events of a log after the record of an iteration, in order; all events if there is no such record.
 
-    Of more than `RECALL_BYTES` ordinary steps are left out evenly. All other events are there, and so is the step
-    before each of them.
+    Beyond `RECALL_BYTES`, ordinary steps are sampled evenly. All other events are included, and the step before each.
     """
     num_bytes, size_bytes = TAIL_BYTES, path.stat().st_size if path.is_file() else 0
     while True:
@@ -118,15 +119,15 @@ def _parse_all(lines: Iterable[bytes]) -> list[Event]:
 
 @final
 class EventLog:
-    """Appends events to `path` from a thread; `num_lost` counts those that are not in the file.
+    """Appends events to `path` from a writer thread; `num_lost` counts the events that are not in the file.
 
-    `after` is called in that thread with each event that was written.
+    `on_written` is called in that thread with each event after its write.
     """
 
-    def __init__(self, path: Path, *, after: Callable[[Event], None] | None = None) -> None:
+    def __init__(self, path: Path, *, on_written: Callable[[Event], None] | None = None) -> None:
         self.path = path
         self.num_lost = 0
-        self._after = after
+        self._on_written = on_written
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         status = os.fstat(self._descriptor)
         self._torn = status.st_size > 0 and os.pread(self._descriptor, 1, status.st_size - 1) != b"\n"
@@ -136,34 +137,36 @@ class EventLog:
             self._index = _continue_index(path, status.st_size)
         self._queue: deque[tuple[Event, bytes]] = deque()
         self._changed = Condition()
-        """Guards the queue and what follows."""
+        """Guards the queue and the fields below."""
         self._queued_bytes = 0
         self._num_queued = self._num_done = 0
-        """Events that were given to the thread, and those it is done with."""
+        """Events that were queued, and events that the thread has finished."""
         self._gave_up_at = -1
-        """How many were done when a flush last gave up."""
+        """Value of `_num_done` when a flush last gave up."""
         self._closed = False
         self._thread = Thread(target=self._append_all, name="event log", daemon=True)
         self._thread.start()
 
     def write(self, event: Event) -> None:
-        """Put an event into the queue. Never waits for the file."""
+        """Queue an event. Never waits for the file."""
         line = (to_json(event) + "\n").encode()
-        room_bytes = QUEUE_BYTES if isinstance(event, StepRecord) else 2 * QUEUE_BYTES
+        limit_bytes = QUEUE_BYTES if isinstance(event, StepRecord) else 2 * QUEUE_BYTES
         with self._changed:
             assert not self._closed, "the log is closed"
-            is_full = self._queued_bytes + len(line) > room_bytes
+            is_full = self._queued_bytes + len(line) > limit_bytes
             if not is_full:
                 self._queue.append((event, line))
                 self._queued_bytes += len(line)
                 self._num_queued += 1
                 self._changed.notify_all()
         if is_full:
-            self._lose("it takes no data and the queue in memory is full")
+            self._lose("the file system accepts no data and the queue in memory is full")
 
     def flush(self, wait_s: float = FLUSH_WAIT_S) -> bool:
-        """Wait until all events so far are in the file; False if they are not after `wait_s`. In one stall only the
-        first call waits."""
+        """Wait until all queued events are in the file; False if they are not after `wait_s`.
+
+        During one stall only the first call waits.
+        """
         with self._changed:
             until = self._num_queued
             if self._num_done < until and self._gave_up_at == self._num_done:
@@ -171,11 +174,11 @@ class EventLog:
             if self._changed.wait_for(lambda: self._num_done >= until, timeout=wait_s):
                 return True
             self._gave_up_at = self._num_done
-        _warn(f"{self.path} takes no data for {wait_s:g} s; training goes on, its events wait in memory")
+        _warn(f"{self.path} accepted no data for {wait_s:g} s; training continues, events wait in memory")
         return False
 
     def close(self, wait_s: float = CLOSE_WAIT_S) -> bool:
-        """Wait for the queue, at most `wait_s`, and say what was lost; False if something was not written in time."""
+        """Wait at most `wait_s` for the queue and report lost events; False if some were not written in time."""
         with self._changed:
             if self._closed:
                 return True
@@ -188,7 +191,7 @@ class EventLog:
         return num_left == 0
 
     def _append_all(self) -> None:
-        """The thread: until the log is closed and the queue is empty."""
+        """Body of the writer thread: runs until the log is closed and the queue is empty."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._closed)
@@ -196,21 +199,21 @@ class EventLog:
                     break
                 event, line = self._queue.popleft()
             self._append(line)
-            self._pass_on(event)
+            self._notify(event)
             with self._changed:
                 self._queued_bytes -= len(line)
                 self._num_done += 1
                 self._changed.notify_all()
         os.close(self._descriptor)
 
-    def _pass_on(self, event: Event) -> None:
-        if self._after is None:
+    def _notify(self, event: Event) -> None:
+        if self._on_written is None:
             return
         try:
-            self._after(event)
-        except Exception as error:  # the log goes on
-            self._after = None
-            _warn(f"no further post-mortems in this start: {type(error).__name__}: {error}")
+            self._on_written(event)
+        except Exception as error:  # the log must continue
+            self._on_written = None
+            _warn(f"no more post-mortems until the next start: {type(error).__name__}: {error}")
 
     def _append(self, line: bytes) -> None:
         pending = b"\n" + line if self._torn else line
@@ -227,7 +230,7 @@ class EventLog:
             self._add_to_index(line, is_clean=num_written == len(line))
 
     def _add_to_index(self, line: bytes, *, is_clean: bool) -> None:
-        """Index a line that was appended. After a torn line, or a line by another process, a new block begins."""
+        """Index a line that was appended. After a torn line, or a line of another process, a new block starts."""
         if self._index is None and not self._torn:
             self._index = IndexWriter(self.path, os.fstat(self._descriptor).st_size - len(line))
         elif not is_clean:
@@ -237,12 +240,12 @@ class EventLog:
 
     def _lose(self, reason: str) -> None:
         if self.num_lost == 0:
-            _warn(f"cannot write {self.path}: {reason}; training goes on, this event is lost")
+            _warn(f"cannot write {self.path}: {reason}; training continues, this event is lost")
         self.num_lost += 1
 
 
 def _continue_index(path: Path, size_bytes: int) -> IndexWriter:
-    """The index of a log of that size, brought up to its end if it is not far behind."""
+    """Open the index of a log of that size, and extend it to the end of the log if it is not far behind."""
     start = covered_until(path)
     if size_bytes - start > BACKFILL_BYTES:
         return IndexWriter(path, size_bytes)

@@ -1,12 +1,12 @@
-"""Rank 0's voice: what happens goes into the event log first, and from there to the console, MLflow and a picture.
+"""Reports the events of a run on rank 0: event log first, then console, MLflow, post-mortems and the picture.
 
-Nothing here waits for the file system while the run trains, but for one bounded wait: actions and interventions are in
-the log before they are carried out (`harness.telemetry.event_log`). The thread that writes the log also starts the
-post-mortems, which read what it wrote.
-Leaving is bounded: the picture is drawn from at most `picture.BUDGET_BYTES` of ordinary steps however long the log is,
-and not at all when the run was interrupted (exit code 75), because the machine may be taken away. The next end
+Nothing here waits for the file system during training, with one bounded exception: actions and interventions are in
+the log before they are executed (`harness.telemetry.event_log`). The writer thread of the log also starts the
+post-mortem processes, which read the log.
+The end of a run takes bounded time: the picture is drawn from at most `run_picture.BUDGET_BYTES` of ordinary steps. It
+is not drawn after an interruption (exit code 75), because the scheduler may kill the job at any moment; the next end
 draws it.
-Other ranks have a reporter too and say nothing, so that the loop needs no `if rank == 0`.
+Other ranks have a reporter that does nothing, so that the loop needs no `if rank == 0`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from harness.config.schema import Config
 from harness.core.events import Action, ActionKind, Event, Intervention, RunEnded, StepRecord
 from harness.core.rundir import RunDir
 from harness.distributed.world import World
-from harness.telemetry.console import Console, closing
+from harness.telemetry.console import Console, closing_lines
 from harness.telemetry.event_log import EventLog
 from harness.telemetry.meters import Meter
 from harness.telemetry.postmortem_process import EXIT_WAIT_S, HURRIED_WAIT_S, PostmortemProcess
@@ -32,36 +32,39 @@ from harness.telemetry.tracking.store_uri import tracking_uri
 
 @final
 class EventReporter:
+    """Reports events on rank 0 and does nothing on other ranks."""
+
     def __init__(self, cfg: Config, run: RunDir, *, world: World, meter: Meter) -> None:
         self._cfg = cfg
         self._run = run
         self._meter = meter
-        self._speaks = world.is_first
+        self._is_first = world.is_first
         self.step_time_s = 0.0
-        """Of the last step that was told, by this rank's clock; 0 before the first."""
+        """Duration of the last reported step by this rank's clock, in seconds; 0 before the first."""
 
     def __enter__(self) -> Self:
-        if self._speaks:
+        if self._is_first:
             self._postmortems = PostmortemProcess(self._run) if self._cfg.telemetry.postmortem else None
-            self._log = EventLog(self._run.events, after=None if self._postmortems is None else self._postmortems.hear)
+            on_written = None if self._postmortems is None else self._postmortems.on_event
+            self._log = EventLog(self._run.events, on_written=on_written)
             self._console = Console(self._cfg.train.num_steps)
             self._sink = SinkProcess.start(self._run) if self._cfg.telemetry.mlflow else None
         return self
 
     def emit(self, event: Event) -> None:
-        """Tell an event; the time it took was not training."""
-        self._tell(event)
+        """Report an event whose work interrupted training; that time does not count in the throughput."""
+        self._report(event)
         self._meter.resume(time.perf_counter())
 
     def note(self, event: Event) -> None:
-        """Tell an event that took no time from training."""
-        self._tell(event)
+        """Report an event that took no training time."""
+        self._report(event)
 
     def emit_step(self, record: StepRecord, *, posted_s: float) -> StepRecord:
-        """Tell a step, with the pace the host's clock gave it when it was posted; returns it as it was told."""
+        """Report a step with its throughput, by the host clock at the time it was posted; returns the full record."""
         rates = self._meter.tick(posted_s)
         self.step_time_s = rates.step_time_s
-        told = replace(
+        full_record = replace(
             record,
             time=time.time(),
             step_time_s=rates.step_time_s,
@@ -69,19 +72,19 @@ class EventReporter:
             flops_per_s=rates.flops_per_s,
             mfu=rates.mfu,
         )
-        self._tell(told)
-        return told
+        self._report(full_record)
+        return full_record
 
     def end(self, event: RunEnded) -> None:
-        """The last event of a run; pictures and reports come before it, because MLflow takes its leave with it."""
-        if self._speaks:
+        """Report the last event. Picture and post-mortems come first, because this event ends the sink process."""
+        if self._is_first:
             is_written = self._log.flush()
-            is_hurried = event.exit_code == EXIT_INTERRUPTED  # whoever takes the machine away does not wait
+            is_hurried = event.exit_code == EXIT_INTERRUPTED  # the scheduler does not wait
             if is_written and self._cfg.telemetry.picture and not is_hurried:
                 self._draw()
             if is_written and self._postmortems is not None:
                 self._postmortems.finish(HURRIED_WAIT_S if is_hurried else EXIT_WAIT_S)
-        self._tell(event)
+        self._report(event)
 
     def _draw(self) -> None:
         try:
@@ -89,21 +92,21 @@ class EventReporter:
         except OSError as error:
             print(f"warning: cannot write {self._run.picture}: {error.strerror}", file=sys.stderr, flush=True)
 
-    def _tell(self, event: Event) -> None:
-        if self._speaks:
+    def _report(self, event: Event) -> None:
+        if self._is_first:
             self._log.write(event)
             self._console.show(event)
             if isinstance(event, Intervention) or (isinstance(event, Action) and event.kind is not ActionKind.watch):
                 self._log.flush()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the log, give MLflow its time, and say where everything lies; after a crash, leave at once."""
-        if not self._speaks:
+        """Close the log, wait for the sink process, and print the closing lines. After a crash, return at once."""
+        if not self._is_first:
             return
         self._log.close()
         self._console.close()
         if kind is not None:
             return
-        shipped = self._sink is None or self._sink.finish(self._cfg.telemetry.exit_wait_s)
+        is_sent = self._sink is None or self._sink.finish(self._cfg.telemetry.exit_wait_s)
         uri = None if self._sink is None else tracking_uri(self._cfg)
-        self._console.say(closing(self._run, self._console.totals, tracking_uri=uri, shipped=shipped))
+        self._console.print(closing_lines(self._run, self._console.totals, tracking_uri=uri, is_sent=is_sent))

@@ -1,13 +1,13 @@
-"""Every rank says that it is alive and how far it is: `heartbeat/rank-NNNNN.json`; rank 0 also `status.json`.
+"""Heartbeat files: every rank writes `heartbeat/rank-NNNNN.json`, and rank 0 also `status.json`.
 
-Why: a collective waits for a rank that hangs as it waits for one that is slow, for ten minutes. Whoever watches from
-outside must see which loop moves, and see it apart from whether the process is alive at all.
-How: the loop counts its beats in memory, which costs nothing; a thread writes them down once a second, so that a slow
-file system holds nobody up and a write that fails is made up for by the next one. `beats` stands still when the loop
-does, `writes` only when the process does: a stopped or killed one tells itself from those that wait for it. Both are
-counts, because clocks of two machines differ and jump. With very many ranks each writes less often: a file system
-shared by all of them has to bear it.
-Left out: what the ranks tell each other; the sentinel sees a rank that lags (`slow`), from the step's own numbers.
+Why: a collective waits ten minutes for a rank, whether it hangs or is only slow. An outside observer must see which
+training loop still moves, separately from which process is alive.
+How: the loop counts its beats in memory, which costs nothing. A thread writes them once a second, so a slow file system
+delays nothing, and the next write repairs a failed one. `beats` stops when the loop stops, `writes` only when the
+process stops: this separates a stopped or killed rank from the ranks that wait for it. Both are counts, because the
+clocks of two machines differ and jump. With very many ranks each rank writes less often, to limit the load on a shared
+file system.
+Left out: communication between ranks. The sentinel detects a slow rank (`slow`) from the reduced step record.
 """
 
 from __future__ import annotations
@@ -30,30 +30,34 @@ from harness.core.state import RunState
 
 WRITE_EVERY_S = 1.0
 WRITES_PER_S = 100
-"""What all ranks together ask of the file system."""
+"""Limit for the writes of all ranks together."""
 
 LONGEST_REASON = 200
 LAST_WRITE_WITHIN_S = 2.0
-"""A file system that hangs does not keep a rank from leaving."""
+"""Time limit of the last write, so that a hanging file system does not keep a rank from exiting."""
 
 
 class Phase(StrEnum):
+    """What a rank is doing."""
+
     start = "start"
-    """Builds, resumes, and computes its first iteration, which may compile."""
+    """Building, resuming, and the first iteration, which may compile."""
     train = "train"
     evaluate = "evaluate"
     pause = "pause"
     save = "save"
-    """May wait for a disk."""
+    """Saving; may wait for a disk."""
     restore = "restore"
     end = "end"
 
 
 MOVING = frozenset({Phase.train, Phase.evaluate, Phase.pause})
-"""Phases in which the loop beats often; the others are one long call."""
+"""Phases in which the loop beats often; each other phase is one long call."""
 
 
 class RunStatus(StrEnum):
+    """Value of `state` in `status.json`."""
+
     running = "running"
     paused = "paused"
     ended = "ended"
@@ -62,7 +66,7 @@ class RunStatus(StrEnum):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """What one rank wrote last."""
+    """Content of the heartbeat file of one rank."""
 
     rank: int
     world_size: int
@@ -72,15 +76,17 @@ class Beat:
     iteration: int
     step: int
     beats: int
-    """How often its loop has moved, in this start."""
+    """Beats of its training loop since this start."""
     writes: int
+    """Writes of this file since this start."""
     every_s: float
-    """How often it writes."""
+    """Seconds between writes."""
     beat_time: float
-    """When its loop moved last; seconds since 1970."""
+    """Last beat of its loop, in seconds since 1970."""
     time: float
-    """When this was written."""
+    """Time of this write, in seconds since 1970."""
     exit_code: int | None = None
+    """None while the rank runs."""
 
 
 def file_of(run: RunDir, rank: int) -> Path:
@@ -88,23 +94,23 @@ def file_of(run: RunDir, rank: int) -> Path:
 
 
 def read(path: Path) -> Beat | None:
-    """None where there is none, or none that can be read."""
+    """Read one heartbeat file; None if it is missing or unreadable."""
     try:
-        words = json.loads(path.read_bytes())
-        return Beat(**(words | {"phase": Phase(words["phase"])}))
+        values = json.loads(path.read_bytes())
+        return Beat(**(values | {"phase": Phase(values["phase"])}))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def read_all(run: RunDir) -> list[Beat]:
-    """What is known of every rank, in their order."""
+    """Read the heartbeats of all ranks, in rank order."""
     found = [read(path) for path in sorted(run.heartbeat.glob("rank-*.json"))]
     return [beat for beat in found if beat is not None]
 
 
 @final
 class Heartbeat:
-    """One rank's own."""
+    """Writes the heartbeat of one rank."""
 
     def __init__(self, run: RunDir, *, rank: int, world_size: int, num_steps: int) -> None:
         self._run, self._rank, self._world_size, self._num_steps = run, rank, world_size, num_steps
@@ -117,10 +123,10 @@ class Heartbeat:
         self._exit_code: int | None = None
         self._reason = ""
         self._ended = Event()
-        self._thread = Thread(target=self._write_on, name="heartbeat", daemon=True)
+        self._thread = Thread(target=self._write_until_ended, name="heartbeat", daemon=True)
 
     def beat(self, state: RunState, phase: Phase = Phase.train) -> None:
-        """The loop has moved. The first iteration still belongs to the start."""
+        """Count one beat of the loop. The first iteration still belongs to the start."""
         self._phase = phase if self._beats else Phase.start
         self._iteration, self._step = state.iteration, state.step
         self._beats += 1
@@ -128,7 +134,7 @@ class Heartbeat:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Something long, in which the loop does not move."""
+        """Context for a long call in which the loop does not beat."""
         before, self._phase = self._phase, phase
         try:
             yield
@@ -138,11 +144,11 @@ class Heartbeat:
             self._beat_s = time.monotonic()
 
     def set_progress(self, record: StepRecord) -> None:
-        """What the last step that was reported came to."""
+        """Set loss and step time from the last reported step."""
         self._loss, self._step_time_s = record.loss, record.step_time_s
 
     def end(self, exit_code: int, reason: str) -> None:
-        """All is done but the farewells."""
+        """Set exit code and reason; the last write includes them."""
         self._phase, self._exit_code, self._reason = Phase.end, exit_code, reason
 
     def __enter__(self) -> Self:
@@ -155,11 +161,11 @@ class Heartbeat:
         self._ended.set()
         self._thread.join(timeout=LAST_WRITE_WITHIN_S)
 
-    def _write_on(self) -> None:
+    def _write_until_ended(self) -> None:
         with suppress(OSError):
             self._run.heartbeat.mkdir(parents=True, exist_ok=True)
         if self._rank == 0:
-            self._forget_others()
+            self._remove_stale_files()
         while True:
             is_last = self._ended.is_set()
             with suppress(OSError):
@@ -168,11 +174,11 @@ class Heartbeat:
                 return
             self._ended.wait(self._every_s)
 
-    def _forget_others(self) -> None:
-        """A run that goes on with fewer ranks leaves no word of the others."""
+    def _remove_stale_files(self) -> None:
+        """Delete the files of ranks that no longer exist after a resume with fewer ranks."""
         for path in self._run.heartbeat.glob("rank-*.json"):
-            known = read(path)
-            if known is None or known.rank >= self._world_size:
+            beat = read(path)
+            if beat is None or beat.rank >= self._world_size:
                 with suppress(OSError):
                     path.unlink()
 
@@ -199,7 +205,7 @@ class Heartbeat:
             replace_file(self._run.status, self._status(now))
 
     def _status(self, now: float) -> dict[str, Any]:
-        """How the run stands, for scripts."""
+        """Content of `status.json`, for scripts."""
         status = RunStatus.paused if self._phase is Phase.pause else RunStatus.running
         left = None if self._step_time_s is None else self._step_time_s * (self._num_steps - self._step)
         has_ended = self._exit_code is not None
@@ -218,12 +224,12 @@ class Heartbeat:
         }
 
 
-def end_of_run(run: RunDir, exit_code: int, reason: str) -> None:
-    """What the launcher knows of a run whose rank 0 could not say it: it was killed, or only saw others go."""
+def mark_ended(run: RunDir, exit_code: int, reason: str) -> None:
+    """Set `status.json` to ended, from the launcher, if rank 0 could not: it was killed, or another rank failed."""
     try:
-        words = json.loads(run.status.read_bytes())
-        fallen = {"state": RunStatus.ended, "eta_s": None, "exit_code": exit_code, "reason": one_line(reason)}
-        replace_file(run.status, words | fallen | {"time": time.time()})
+        status = json.loads(run.status.read_bytes())
+        ended = {"state": RunStatus.ended, "eta_s": None, "exit_code": exit_code, "reason": one_line(reason)}
+        replace_file(run.status, status | ended | {"time": time.time()})
     except (OSError, ValueError, TypeError):
         return
 
@@ -232,8 +238,8 @@ def one_line(text: str) -> str:
     return " ".join(text.split())[:LONGEST_REASON]
 
 
-def replace_file(path: Path, words: dict[str, Any]) -> None:
-    """The old one or the new one, never a part; not forced to disk, for the next one comes in a second."""
+def replace_file(path: Path, values: dict[str, Any]) -> None:
+    """Replace a JSON file atomically, without fsync: the next write follows within a second."""
     scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(json.dumps(words) + "\n", encoding="utf-8")
+    scratch.write_text(json.dumps(values) + "\n", encoding="utf-8")
     scratch.replace(path)

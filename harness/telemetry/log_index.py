@@ -1,14 +1,14 @@
-"""An index of the event log, so that readers of a log of gigabytes read the part they need.
+"""Block index of the event log, so that a reader of a multi-gigabyte log reads only the part it needs.
 
-Why: a run of a million steps has a log of several GB. The page, the terminal view, a post-mortem and a resume must not
-read all of it, and must not hold all of it in memory.
+Why: a run of a million steps has a log of several GB. The dashboard, the terminal view, a post-mortem and a resume must
+not read all of it, and must not hold all of it in memory.
 How: the log is divided into blocks of about 1 MiB of whole lines. For each block the index holds the byte range, the
-range of iterations, the position of every line that is not an ordinary step (findings, actions, refused steps, ...,
+range of iterations, the position of every line that is not an ordinary step (findings, actions, rejected steps, ...,
 and the step before each of them), and the positions of the extreme values of loss and gradient norm. The run appends
-one line a block to `events.index` beside the log. The index is a help and never required: what it does not cover, or
-covers wrongly, is scanned, which costs one pass over the raw lines and no parsing. Readers write nothing.
-`between` and `rare_lines` are exact. `sampled` is exact for a log of up to its budget in bytes; of a longer one it has
-all lines that are not ordinary steps, the extremes of each block, and evenly chosen stretches of ordinary steps.
+one line per block to `events.index` beside the log. The index is optional: parts that it does not cover, or covers
+wrongly, are scanned, which costs one pass over the raw lines and no parsing. Readers write nothing.
+`between` and `rare_lines` are exact. `sampled` is exact for a log up to its budget in bytes. From a longer log it takes
+all lines that are not ordinary steps, the extremes of each block, and evenly spaced stretches of ordinary steps.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any, BinaryIO, NamedTuple, Self, final
 
 BLOCK_BYTES = 1 << 20
 LARGEST_BLOCK_BYTES = 8 << 20
-"""A block ends before an ordinary step, or at this size if none comes."""
+"""A block ends before an ordinary step, or at this size if there is none."""
 SCAN_BYTES = 4 << 20
 BUDGET_BYTES = 64 << 20
-"""What `sampled` reads of the ordinary steps of a log, at most about."""
+"""Approximate limit of the ordinary steps that `sampled` reads."""
 MOST_BLOCKS = 4096
-"""More blocks than this are merged by `sampled`, so that the number of extremes does not grow with the log."""
+"""`sampled` merges blocks beyond this number, so that the number of extremes does not grow with the log."""
 
 NUMBER = rb"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 PLAIN = re.compile(
@@ -51,85 +51,88 @@ def index_path(log: Path) -> Path:
 @final
 @dataclass(slots=True)
 class LogBlock:
-    """Some whole lines of the log, from byte `start` to byte `end`."""
+    """Index entry of the whole lines from byte `start` to byte `end`."""
 
     start: int
     end: int
     first: int | None = None
-    """Lowest and highest iteration of a step; None: the block has no step."""
+    """Lowest iteration of a step; None: the block has no step."""
     last: int | None = None
+    """Highest iteration of a step."""
     rare: list[int] = field(default_factory=list)
     """Positions of the lines that are not ordinary steps, and of the ordinary step before each of them."""
     low: Extreme | None = None
-    """Lowest loss, highest loss and highest gradient norm of the ordinary steps."""
+    """Lowest loss of the ordinary steps."""
     high: Extreme | None = None
+    """Highest loss of the ordinary steps."""
     norm: Extreme | None = None
+    """Highest gradient norm of the ordinary steps."""
     previous: int | None = None
-    """Position of the last line if that is an ordinary step."""
+    """Position of the last line if that is an ordinary step; not on disk."""
 
     def add(self, line: bytes) -> None:
-        """Take the next whole line."""
+        """Extend the block by the next whole line."""
         place, self.end = self.end, self.end + len(line)
         if plain := PLAIN.match(line):
             loss, norm = float(plain[3]), float(plain[4])
             self.low = (loss, place) if self.low is None else min(self.low, (loss, place))
             self.high = (loss, place) if self.high is None else max(self.high, (loss, place))
             self.norm = (norm, place) if self.norm is None else max(self.norm, (norm, place))
-            self._see(int(plain[1]))
+            self._extend_range(int(plain[1]))
             self.previous = place
             return
         if step := STEP.match(line):
-            self._see(int(step[1]))
+            self._extend_range(int(step[1]))
         if self.previous is not None:
             self.rare.append(self.previous)
         self.rare.append(place)
         self.previous = None
 
-    def _see(self, iteration: int) -> None:
+    def _extend_range(self, iteration: int) -> None:
         self.first = iteration if self.first is None else min(self.first, iteration)
         self.last = iteration if self.last is None else max(self.last, iteration)
 
     def is_full(self, line: bytes) -> bool:
-        """Whether the next line begins another block. A finding stays in the block of its step."""
+        """Whether `line` starts another block. A finding stays in the block of its step."""
         size_bytes = self.end - self.start
         return size_bytes >= LARGEST_BLOCK_BYTES or (size_bytes >= BLOCK_BYTES and PLAIN.match(line) is not None)
 
-    def merged(self, later: LogBlock) -> LogBlock:
-        """This block and the next one as one."""
-        firsts = [each.first for each in (self, later) if each.first is not None]
-        lasts = [each.last for each in (self, later) if each.last is not None]
+    def merge(self, later: LogBlock) -> LogBlock:
+        """This block and the next one as one block."""
+        firsts = [block.first for block in (self, later) if block.first is not None]
+        lasts = [block.last for block in (self, later) if block.last is not None]
         return LogBlock(
             start=self.start,
             end=later.end,
             first=min(firsts, default=None),
             last=max(lasts, default=None),
             rare=[*self.rare, *later.rare],
-            low=min((each for each in (self.low, later.low) if each is not None), default=None),
-            high=max((each for each in (self.high, later.high) if each is not None), default=None),
-            norm=max((each for each in (self.norm, later.norm) if each is not None), default=None),
+            low=min((low for low in (self.low, later.low) if low is not None), default=None),
+            high=max((high for high in (self.high, later.high) if high is not None), default=None),
+            norm=max((norm for norm in (self.norm, later.norm) if norm is not None), default=None),
         )
 
     @property
     def kept(self) -> list[int]:
-        """Positions of the lines that no sample leaves out, in order."""
+        """Positions of the lines that every sample includes, in order."""
         extremes = (self.low, self.high, self.norm)
         return sorted({*self.rare, *(extreme[1] for extreme in extremes if extreme is not None)})
 
     def to_json(self) -> str:
-        words = asdict(self)
-        del words["previous"]
-        return json.dumps(words, separators=(",", ":"))
+        values = asdict(self)
+        del values["previous"]
+        return json.dumps(values, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        words: dict[str, Any] = json.loads(line)
+        values: dict[str, Any] = json.loads(line)
         for name in ("low", "high", "norm"):
-            words[name] = None if words[name] is None else (float(words[name][0]), int(words[name][1]))
-        return cls(**words)
+            values[name] = None if values[name] is None else (float(values[name][0]), int(values[name][1]))
+        return cls(**values)
 
 
 def blocks_of(lines: Iterable[bytes], start: int) -> Iterator[LogBlock]:
-    """Divide whole lines, of which the first is at byte `start`, into blocks."""
+    """Divide whole lines into blocks; the first line is at byte `start`."""
     block = LogBlock(start, start)
     for line in lines:
         if block.is_full(line):
@@ -141,7 +144,7 @@ def blocks_of(lines: Iterable[bytes], start: int) -> Iterator[LogBlock]:
 
 
 def read_blocks(log: Path) -> list[LogBlock]:
-    """All whole lines of the log in blocks: from the index, and by a scan of what it does not cover."""
+    """All blocks of the log: from the index, and by a scan of the parts that it does not cover."""
     if not log.is_file():
         return []
     found: list[LogBlock] = []
@@ -158,7 +161,7 @@ def read_blocks(log: Path) -> list[LogBlock]:
 
 
 def covered_until(log: Path) -> int:
-    """Where in the log the last block of a usable index ends; 0 without one."""
+    """Byte position where the last block of a usable index ends; 0 without an index."""
     if not log.is_file():
         return 0
     with log.open("rb") as file:
@@ -166,7 +169,7 @@ def covered_until(log: Path) -> int:
 
 
 def _indexed(log: Path, file: BinaryIO) -> list[LogBlock]:
-    """What `events.index` holds; nothing if it does not fit the log. A line cut short by a crash is passed over."""
+    """The blocks in `events.index`; none if it does not match the log. Skips a line that a crash cut short."""
     blocks = []
     try:
         with index_path(log).open(encoding="utf-8", errors="replace") as lines:
@@ -202,7 +205,7 @@ def whole_lines(file: BinaryIO, start: int, end: int | None = None) -> Iterator[
 
 
 def rare_lines(log: Path) -> Iterator[bytes]:
-    """Every line that is not an ordinary step, in order, and some that are."""
+    """Every line that is not an ordinary step, in order; also some ordinary steps."""
     blocks = read_blocks(log)
     if not blocks:
         return
@@ -214,7 +217,7 @@ def rare_lines(log: Path) -> Iterator[bytes]:
 
 
 def between(log: Path, first: int, last: int) -> Iterator[bytes]:
-    """The lines of all blocks that hold a step of these iterations, both included; others too."""
+    """The lines of all blocks with a step in this range of iterations, both ends included; also other lines."""
     chosen = [
         block
         for block in read_blocks(log)
@@ -228,15 +231,17 @@ def between(log: Path, first: int, last: int) -> Iterator[bytes]:
 
 
 class LogSample(NamedTuple):
+    """Lines of a log, or an even sample of them."""
+
     lines: Iterator[bytes]
     end: int
-    """How far the log was read, in bytes."""
+    """Byte position up to which the log was read."""
     is_whole: bool
-    """Whether no line was left out."""
+    """Whether the sample holds every line."""
 
 
 def sampled(log: Path, *, start: int = 0, budget_bytes: int = BUDGET_BYTES, with_extremes: bool = True) -> LogSample:
-    """The whole lines from byte `start` on, or an even sample of them where they are more than the budget."""
+    """The whole lines from byte `start` on, or an even sample if they exceed the budget."""
     size_bytes = log.stat().st_size if log.is_file() else 0
     if size_bytes - start <= budget_bytes:
         lines, end = _whole(log, start)
@@ -246,7 +251,7 @@ def sampled(log: Path, *, start: int = 0, budget_bytes: int = BUDGET_BYTES, with
     while len(blocks) > MOST_BLOCKS:
         *older, newest = blocks
         pairs = [older[place : place + 2] for place in range(0, len(older), 2)]
-        blocks = [*(pair[0].merged(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs), newest]
+        blocks = [*(pair[0].merge(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs), newest]
     if not with_extremes:
         blocks = [replace(block, low=None, high=None, norm=None) for block in blocks]
     return LogSample(_sample(log, blocks, budget_bytes // max(1, len(blocks))), end, is_whole=False)
@@ -261,7 +266,7 @@ def _whole(log: Path, start: int) -> tuple[list[bytes], int]:
 
 
 def _sample(log: Path, blocks: list[LogBlock], bytes_each: int) -> Iterator[bytes]:
-    """Of each block the first `bytes_each` bytes, and the lines that must be kept of the rest; all of the last one."""
+    """Yield the first `bytes_each` bytes of each block and its `kept` lines; all lines of the last block."""
     with log.open("rb") as file:
         for number, block in enumerate(blocks):
             is_last = number == len(blocks) - 1
@@ -278,15 +283,18 @@ def _sample(log: Path, blocks: list[LogBlock], bytes_each: int) -> Iterator[byte
 
 @final
 class IndexWriter:
-    """Appends the blocks of a growing log to its index. An error costs the index and nothing else."""
+    """Appends the blocks of a growing log to its index. An error ends the index and nothing else."""
 
     def __init__(self, log: Path, start: int) -> None:
         self._log = log
         self.block = LogBlock(start, start)
 
     def add(self, line: bytes) -> bool:
-        """Take the line that was just appended to the log. False: the positions are not known any more, because
-        somebody else wrote to the log, or the index cannot be written."""
+        """Index the line that was just appended to the log.
+
+        Returns False if the positions are unknown because another process wrote to the log, or if the index cannot be
+        written.
+        """
         if self.block.is_full(line):
             try:
                 if self._log.stat().st_size != self.block.end + len(line):

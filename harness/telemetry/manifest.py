@@ -1,10 +1,9 @@
-"""What a run was made of: code, versions, machine, seeds, number formats.
+"""Writes `manifest.json`: code, versions, hardware, seeds and dtypes of every start of a run.
 
-Why: a result that cannot be traced to its code and its machine cannot be repeated.
-How: `manifest.json` holds the first start; each later one (a resume may bring other code, another machine) is
-appended whole to its list `starts`. The diff against the commit is kept up to a limit, with the size and hash of all
-of it. Of the environment only an allow-list is written, and credentials are cut out of command lines, because
-manifests are shared.
+The file holds the first start; each later start (a resume may use other code or another machine) is appended to its
+list `starts`. The diff against the commit is stored up to a limit, with the size and hash of the whole diff. Only an
+allow-list of environment variables is written, and credentials are removed from command lines, because manifests are
+shared.
 Left out: contents of untracked files (their names are listed) and the machines of other ranks.
 """
 
@@ -49,7 +48,7 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|CREDENTIAL|KEY", re.IGNORECASE)
 def build_manifest(
     cfg: Config, *, world_size: int, device: torch.device, corpus_fingerprint: str, num_parameters: int
 ) -> dict[str, Any]:
-    """This start of the run, as plain values."""
+    """Describe this start of the run, as plain data."""
     return {
         "time": time.time(),
         "run": cfg.run.name,
@@ -67,20 +66,20 @@ def build_manifest(
 
 
 def dtypes(cfg: PrecisionConfig) -> dict[str, Any]:
-    """What numbers are multiplied, kept and reduced in; of fp8 also how, because that changes a result."""
-    numbers: dict[str, Any] = {
+    """Dtypes of GEMMs, master weights and gradient reduction; for fp8 also recipe and engine, which change results."""
+    formats: dict[str, Any] = {
         "compute": str(cfg.kind),
         "master_weights": "fp32",
         "gradient_reduction": "fp32",
         "fp32_matmul": torch.get_float32_matmul_precision(),
     }
     if cfg.kind is PrecisionKind.fp8:
-        numbers["fp8"] = {"recipe": str(cfg.fp8.recipe), "engine": str(cfg.fp8.engine)}
-    return numbers
+        formats["fp8"] = {"recipe": str(cfg.fp8.recipe), "engine": str(cfg.fp8.engine)}
+    return formats
 
 
 def write_manifest(run: RunDir, manifest: dict[str, Any]) -> None:
-    """Keep the first start as it is and append the others to it."""
+    """Write the first start, or append this start to it."""
     if run.manifest.exists():
         first = json.loads(run.manifest.read_text(encoding="utf-8"))
         first["starts"].append(manifest)
@@ -90,7 +89,7 @@ def write_manifest(run: RunDir, manifest: dict[str, Any]) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Python and the packages whose version can change a result."""
+    """Versions of Python and of the packages that can change a result."""
     return {"python": platform.python_version()} | {name: _version(package) for name, package in PACKAGES.items()}
 
 
@@ -134,7 +133,7 @@ def _after_colon(path: Path, label: str) -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """The variables that change how a run behaves; never one that may hold a secret."""
+    """Environment variables that affect a run, without any that may hold a secret."""
     return {
         name: value
         for name, value in sorted(os.environ.items())

@@ -1,12 +1,10 @@
-"""How fast and how large: throughput, FLOP/s, MFU and memory, from clocks and counters the host already has.
+"""Measures throughput, FLOP/s, MFU and peak memory from host clocks and counters, without a host sync.
 
-Why: a meter that waits for the device slows down what it measures.
-How: the loop calls `tick` once an iteration with the host's clock. The host runs at most `lag` steps ahead of the
-device, so over a few steps both keep the same pace. Rates are means over the last steps; the first one, which
-compiles and warms up, is never among them, nor is time spent elsewhere (evaluation, checkpoint), which `resume`
-leaves out.
-Left out: device timers (they need a sync or an event pool) and the rates of other ranks (one step is as slow as the
-slowest).
+The loop calls `tick` once per iteration with the host clock. The host runs at most `lag` steps ahead of the device, so
+over a few steps both have the same rate. Rates are means over the last steps. They exclude the first step, which
+compiles and warms up, and time spent on evaluation and checkpoints (`resume`).
+Left out: device timers, which need a sync or an event pool, and rates of other ranks: every step is as slow as the
+slowest rank.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ PEAK_FLOPS: tuple[tuple[frozenset[str], float], ...] = (
     (frozenset({"L4"}), 121e12),
     (frozenset({"MI300X"}), 1307e12),
 )
-"""Words of a device's name -> dense bf16 FLOP/s of one device; the first row whose words all occur wins."""
+"""Words in a device name -> dense bf16 FLOP/s of one device. The first row whose words all occur is used."""
 
 
 def peak_flops(device_name: str | None, override_tflops: float | None) -> float | None:
-    """What one device could do at best; None where nobody said and the name is not known."""
+    """Peak FLOP/s of one device; None without an override and with an unknown device name."""
     if override_tflops is not None:
         return override_tflops * 1e12
     words = set(re.split(r"[^A-Z0-9]+", (device_name or "").upper()))
@@ -51,7 +49,7 @@ def peak_flops(device_name: str | None, override_tflops: float | None) -> float 
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak memory of this process on `device`, as the allocator or the kernel counted it; no sync."""
+    """Peak memory of this process on `device`, from the allocator or the kernel, without a host sync."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -60,16 +58,19 @@ def memory_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
+    """Speed of the whole run."""
+
     step_time_s: float
-    """This step alone."""
+    """Duration of this step."""
     tokens_per_s: float
     flops_per_s: float
     mfu: float | None
+    """Model FLOP/s divided by the peak; None: the peak is unknown."""
 
 
 @final
 class Meter:
-    """Turns the host's clock, read once an iteration, into rates of the whole run.
+    """Computes rates of the whole run from the host clock, read once per iteration.
 
     `flops_per_step` and `peak_flops` are those of all ranks together.
     """
@@ -92,7 +93,7 @@ class Meter:
         self._recent_s: deque[float] = deque(maxlen=window_steps)
 
     def tick(self, now_s: float) -> Rates:
-        """One iteration was issued."""
+        """Count one issued iteration; returns the current rates."""
         begun_s = max(self._last_s, self._resumed_s) if now_s >= self._resumed_s else self._last_s
         step_time_s = max(now_s - begun_s, 1e-9)
         self._last_s = now_s
@@ -109,5 +110,5 @@ class Meter:
         )
 
     def resume(self, now_s: float) -> None:
-        """The time since the last tick was not training; iterations issued before may still be told."""
+        """Exclude the time since the last tick. Iterations issued before it may still be ticked."""
         self._resumed_s = now_s

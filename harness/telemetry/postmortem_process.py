@@ -1,11 +1,11 @@
-"""The trainer's handle on the process that writes the post-mortem of an incident.
+"""Starts the process that writes the post-mortem of an incident, during the run and without blocking it.
 
-Why: pictures and reports take seconds that no GPU may wait for, and a report that cannot be written must never stop a
-run. The person who is woken up should not have to ask for it either.
-How: the scribe hears what rank 0 tells. A while after something was done about an incident it starts `python -m
-harness.analysis.postmortem RUN --incident N` for a first draft, and again when the incident ends or the run does; one
-process at a time, of low priority, in a session of its own. The two share nothing but the run directory. `finish` waits
-a bounded time and leaves no process behind; what is missing can be written later by `harness postmortem`.
+Why: pictures and reports take seconds, no GPU may wait for them, and a failed report must not stop a run. An operator
+finds the report without asking for it.
+How: `on_event` receives each event after it is in the log. `DRAFT_AFTER` iterations after an action it starts `python
+-m harness.analysis.postmortem RUN --incident N` for a first draft, and again when the incident or the run ends. Only
+one process runs at a time, with low priority, in its own session. It shares only the run directory with the trainer.
+`finish` waits a bounded time and leaves no process behind; `harness postmortem` can write missing reports later.
 """
 
 from __future__ import annotations
@@ -22,35 +22,36 @@ from harness.telemetry.tracking.sink_process import last_line
 
 MODULE = "harness.analysis.postmortem"
 DRAFT_AFTER = 50
-"""Iterations from an action to the first draft: what the window of evidence shows of its aftermath."""
+"""Iterations from an action to the first draft: the aftermath that the evidence window shows."""
 EXIT_WAIT_S, HURRIED_WAIT_S = 60.0, 5.0
-"""How long the end of a run waits for its reports, of which the words come first."""
-LOOK_S = 0.05
+"""Seconds for which the end of a run waits for its reports, normally and after an interruption. The text of a report is
+written before its pictures."""
+POLL_S = 0.05
 REMARKS = 0
-"""Stands for duplicate batches that no incident accounts for; they are written about as a run ends."""
+"""Incident number that stands for duplicate batches outside any incident; reported at the end of a run."""
 
 
 @final
 class PostmortemProcess:
-    """Rank 0 owns one."""
+    """Writes the post-mortems of one run; owned by rank 0."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._log = run.logs / "evidence.log"
         self._waiting: list[int] = []
-        """Incidents to write about, the next first."""
+        """Queued incidents, the next one first."""
         self._due: dict[int, int] = {}
         """Incident -> the iteration of its first draft."""
         self._process: subprocess.Popen[bytes] | None = None
         self._failed = False
         self._has_remarks = False
 
-    def hear(self, event: Event) -> None:
-        """Take note of an event that is in the log by now."""
+    def on_event(self, event: Event) -> None:
+        """Queue the reports that an event makes due. The event must be in the log already."""
         match event:
             case Incident():
                 self._due.pop(event.number, None)
-                self._ask(event.number)
+                self._enqueue(event.number)
             case Action() if event.incident and event.kind is not ActionKind.watch:
                 self._due.setdefault(event.incident, event.iteration + DRAFT_AFTER)
             case Finding(kind=FindingKind.duplicate_batch):
@@ -58,32 +59,32 @@ class PostmortemProcess:
             case StepRecord() if self._due:
                 for number in [number for number, due in self._due.items() if event.iteration >= due]:
                     del self._due[number]
-                    self._ask(number)
+                    self._enqueue(number)
             case _:
                 pass
         if self._waiting or self._process is not None:
-            self._work()
+            self._advance()
 
     def finish(self, wait_s: float) -> bool:
-        """Wait until everything is written; False where it was not."""
+        """Wait until all reports are written; False if one was not."""
         until = time.monotonic() + wait_s
         if self._has_remarks:
             self._has_remarks = False
-            self._ask(REMARKS)
+            self._enqueue(REMARKS)
         while self._waiting or self._process is not None:
-            self._work()
+            self._advance()
             if time.monotonic() > until:
                 self._give_up(f"still writing after {wait_s:g} s")
             elif self._process is not None:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
         return not self._failed
 
-    def _ask(self, number: int) -> None:
+    def _enqueue(self, number: int) -> None:
         if number not in self._waiting:
             self._waiting.append(number)
 
-    def _work(self) -> None:
-        """Begin the next report where the last one is done."""
+    def _advance(self) -> None:
+        """Start the next report if the last one is finished."""
         if self._process is not None:
             code = self._process.poll()
             if code is None:

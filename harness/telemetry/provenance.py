@@ -1,6 +1,6 @@
-"""Which code this is: commit and diff, also of a copy that was taken out of its checkout.
+"""Identifies the running code: commit, diff and untracked files.
 
-A copy for a job carries what was known where it was taken, in a file beside its packages.
+The copy of the code that a job runs has no git; it carries this information in a file beside its packages.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ GIT_TIMEOUT_S = 20
 
 
 def code(directory: Path) -> dict[str, Any]:
-    """Commit and diff of the tree that a package belongs to; nulls where git does not track it."""
+    """Commit and diff of the tree that a package belongs to; None values if git does not track it."""
     carried = directory.parent / CARRIED
     if carried.exists():
-        known = json.loads(carried.read_text(encoding="utf-8"))
-        assert isinstance(known, dict)
-        return known
+        content = json.loads(carried.read_text(encoding="utf-8"))
+        assert isinstance(content, dict)
+        return content
     untracked_here = _git(directory, "ls-files", "--error-unmatch", "__init__.py") is None
     commit = None if untracked_here else _git(directory, "rev-parse", "HEAD")
     if commit is None:
@@ -33,12 +33,12 @@ def code(directory: Path) -> dict[str, Any]:
     )
     return {
         "commit": commit.decode().strip(),
-        "diff": _described(_git(directory, "diff", "HEAD", "--no-ext-diff", "--no-color")),
+        "diff": _describe_diff(_git(directory, "diff", "HEAD", "--no-ext-diff", "--no-color")),
         "untracked": untracked.splitlines()[:UNTRACKED_LIMIT],
     }
 
 
-def _described(diff: bytes | None) -> dict[str, Any] | None:
+def _describe_diff(diff: bytes | None) -> dict[str, Any] | None:
     if not diff:
         return None
     return {

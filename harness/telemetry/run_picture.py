@@ -1,9 +1,9 @@
-"""One picture of a run, drawn from its event log: loss above, gradient norm and learning rate below.
+"""Draws `loss.png` from the event log: loss above, gradient norm and learning rate below.
 
-What cannot be drawn is left out rather than refused: NaN and Inf are gaps, refused updates are marks on the axis, an
-empty log gives empty axes. The x axis is the iteration, which never goes back; dotted lines are resumes.
-Time and memory are bounded: of a log with more than `BUDGET_BYTES` of ordinary steps, a sample is drawn
-(`harness.telemetry.log_index`). It has every evaluation, resume and refused update, and the extremes of each stretch.
+NaN and Inf are gaps, rejected updates are marks on the axis, an empty log gives empty axes. The x axis is the
+iteration, which never decreases; dotted lines are resumes.
+Time and memory are bounded: from a log with more than `BUDGET_BYTES` of ordinary steps a sample is drawn
+(`harness.telemetry.log_index`). It has every evaluation, resume and rejected update, and the extremes of each block.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ BLUE, LIGHT_BLUE, ORANGE, RED, GREY = "#2563a8", "#a9c8e8", "#e07b1f", "#c8322b"
 SIZE_INCHES, DOTS_PER_INCH = (8.0, 4.7), 150
 LONGEST_SERIES = 5000
 BUDGET_BYTES = 32 << 20
-"""Of ordinary steps that are read for a picture."""
+"""Approximate limit of the ordinary steps that are read for a picture."""
 WIDE_RANGE = 30
 """Gradient norms that differ by more than this factor are drawn on a logarithmic axis."""
 
 
 @dataclass(slots=True)
 class Curves:
-    """The series of a run; values that are not finite are NaN, which draws as a gap."""
+    """The series of a run. Values that are not finite are NaN, which is drawn as a gap."""
 
     iterations: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Curves:
 
 
 def draw(events: Path, out: Path) -> None:
-    """Write the picture of the log `events` to `out` (PNG)."""
+    """Draw the log `events` and write the picture to `out` (PNG)."""
     from matplotlib.figure import Figure
 
     curves = collect(events)
@@ -61,10 +61,10 @@ def draw(events: Path, out: Path) -> None:
 
 
 def collect(events: Path) -> Curves:
-    """The series of a log."""
+    """Read the series of a log."""
     curves = Curves()
     for line in sampled(events, budget_bytes=BUDGET_BYTES).lines:
-        if plain := PLAIN.match(line):  # ten times quicker than to parse all of it
+        if plain := PLAIN.match(line):  # ten times faster than parsing the JSON
             curves.iterations.append(int(plain[1]))
             curves.losses.append(_drawable(float(plain[3])))
             curves.grad_norms.append(_drawable(float(plain[4])))
@@ -94,7 +94,7 @@ def _add(curves: Curves, event: Event) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """The mean around each value, over about a thirtieth of the run, less at the steep start; gaps do not count."""
+    """Centred moving mean over about a thirtieth of the run, over less near the start; NaN values are ignored."""
     reach = max(1, len(values) // 60)
     totals = list(accumulate((0.0 if math.isnan(value) else value for value in values), initial=0.0))
     counts = list(accumulate((not math.isnan(value) for value in values), initial=0))
@@ -125,7 +125,7 @@ def _draw_loss(axes: Axes, curves: Curves) -> None:
             zorder=4,
         )
     axes.set_ylabel("loss", color=INK)
-    _dress(axes, curves)
+    _style_axes(axes, curves)
     axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, ncols=4, loc="upper right")
 
 
@@ -140,7 +140,7 @@ def _draw_gradient(axes: Axes, curves: Curves) -> None:
         axes.set_ylim(bottom=0)
     axes.set_ylabel("gradient norm", color=BLUE)
     axes.set_xlabel("iteration", color=INK)
-    _dress(axes, curves)
+    _style_axes(axes, curves)
     right = axes.twinx()
     right.plot(x, _thin(curves.rates), color=GREY, linewidth=1.4, linestyle="--")
     right.set_ylabel("learning rate", color=GREY)
@@ -151,7 +151,7 @@ def _draw_gradient(axes: Axes, curves: Curves) -> None:
     right.spines[:].set_visible(False)
 
 
-def _dress(axes: Axes, curves: Curves) -> None:
+def _style_axes(axes: Axes, curves: Curves) -> None:
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -171,7 +171,7 @@ def _dress(axes: Axes, curves: Curves) -> None:
             transform=transform,
             clip_on=False,
             zorder=5,
-            label="refused",
+            label="rejected",
         )
 
 
@@ -180,5 +180,5 @@ def _drawable(value: float) -> float:
 
 
 def _thin(values: Sequence[float]) -> Sequence[float]:
-    """At most a few thousand evenly spaced values: more than the picture has columns."""
+    """At most a few thousand evenly spaced values: more than the picture has pixel columns."""
     return values[:: max(1, len(values) // LONGEST_SERIES)]

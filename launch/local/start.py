@@ -37,7 +37,7 @@ from harness.control.stop_requests import STOP_SIGNALS
 from harness.core.locking.run_lease import clearing_dead_lease
 from harness.core.rundir import locate
 from harness.precision.fp8.engine import require_parts
-from harness.telemetry.heartbeat import end_of_run
+from harness.telemetry.heartbeat import mark_ended
 from launch.local.agent import POLL_S, run_agent
 from launch.local.node_group import ALONE, Fall, Machines, Place
 from launch.local.ranks import RankLogs, exit_code_of, render
@@ -131,7 +131,7 @@ def run_ranks(
         except ChildFailedError as error:
             code = report(error, logs, machines, stopping=bool(requests), hung=hung)
             if node == 0 and machines.fall is not None:
-                end_of_run(locate(cfg), code, machines.fall.line)
+                mark_ended(locate(cfg), code, machines.fall.line)
             return code
         machines.done()
         return code

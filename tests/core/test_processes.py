@@ -1,4 +1,4 @@
-"""Tests that subprocesses import the harness's own code, even if the working directory has modules of the same names."""
+"""Tests that subprocesses import the harness's own code, even if the working directory has modules of these names."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_log(log: Path) -> str:
 def test_a_post_mortem_ignores_stray_modules(trapped: Path, tmp_path: Path) -> None:
     run = stories.write(tmp_path / "run", stories.poisoned())
     writer = PostmortemProcess(run)
-    writer.hear(stories.ended())
+    writer.on_event(stories.ended())
     written = writer.finish(60)
     assert read_log(trapped) == ""
     assert written

@@ -1,4 +1,4 @@
-"""Runs on disk without a trainer: a configuration, and events as a trainer would write them."""
+"""Fixtures: run directories without a trainer, and events as a trainer would write them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_run(tmp_path: Path) -> MakeRun:
 
 @pytest.fixture(scope="session")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with MLflow's tables and nothing in them: creating those takes MLflow a second."""
+    """A database with MLflow's empty tables, shared because MLflow takes a second to create them."""
     from mlflow.tracking import MlflowClient
 
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
@@ -50,14 +50,14 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ready_store(tmp_path: Path, empty_store: Path) -> Path:
-    """A copy of it where the runs of this test look for their store."""
+    """A copy of it at the default location for the runs of this test."""
     (tmp_path / "runs").mkdir()
     return Path(shutil.copy(empty_store, tmp_path / "runs" / "mlflow.db"))
 
 
 @pytest.fixture
 def make_step() -> MakeStep:
-    """A step record of iteration `iteration`, with what matters replaced."""
+    """A factory of step records, with some fields replaced."""
 
     def make(iteration: int, **changes: Any) -> StepRecord:
         values: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a person sees: plain lines in a file, a live line on a terminal, nothing that could stop a run."""
+"""Tests of the console: plain lines in a file, a progress bar on a terminal, and output errors that stop no run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,22 @@ import pytest
 from harness.config.schema import Config
 from harness.core.events import CheckpointSaved, EvalRecord, Event, Intervention, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
-from harness.telemetry.console import Console, PatientStream, RunTotals, clock, closing, mlflow_command, with_prefix
+from harness.telemetry.console import (
+    Console,
+    PatientStream,
+    RunTotals,
+    clock,
+    closing_lines,
+    mlflow_command,
+    with_prefix,
+)
 
 MakeRun = Callable[..., tuple[RunDir, Config]]
 MakeStep = Callable[..., StepRecord]
 
 
-def a_run(make_step: MakeStep, started: RunStarted, num_steps: int) -> list[Event]:
-    """One step a second, with one of everything else."""
+def events_of_a_run(make_step: MakeStep, started: RunStarted, num_steps: int) -> list[Event]:
+    """One step per second, with one event of each other kind."""
     events: list[Event] = [started, *(make_step(iteration) for iteration in range(num_steps))]
     events[4] = make_step(3, loss=float("nan"), grad_norm=float("inf"), refused=True, step=3)
     events[7:7] = [
@@ -36,7 +44,7 @@ def a_run(make_step: MakeStep, started: RunStarted, num_steps: int) -> list[Even
 
 
 def read_terminal(leader: int) -> str:
-    """All that a terminal shows until its other side is closed, which Linux reports as an I/O error."""
+    """Everything that a terminal shows until its other side is closed, which Linux reports as an I/O error."""
     shown = b""
     with os.fdopen(leader, "rb", buffering=0) as screen:
         while True:
@@ -49,13 +57,13 @@ def read_terminal(leader: int) -> str:
 def test_plain_lines(make_step: MakeStep, started: RunStarted) -> None:
     stream = io.StringIO()
     console = Console(12, stream)
-    for event in a_run(make_step, started, 12):
+    for event in events_of_a_run(make_step, started, 12):
         console.show(event)
     console.close()
     assert stream.getvalue().splitlines() == [
         "training 100 steps on 2 ranks",
         "step 1/12  loss 5.5000  grad 1.25  lr 3.0e-03  20.5 ktok/s  38.2 GFLOP/s",
-        "iteration 3: update refused, loss nan, grad norm inf",
+        "iteration 3: update rejected, loss nan, grad norm inf",
         "step 6/12  loss 5.4500  grad 1.25  lr 3.0e-03  20.5 ktok/s  38.2 GFLOP/s  ETA 0:01",
         "step 6: eval loss 2.5000",
         "step 6: saved step-6-gen-0 in 0.4 s",
@@ -78,7 +86,7 @@ def test_an_interrupted_run_shows_where_it_stopped(make_step: MakeStep) -> None:
     ]
 
 
-def test_a_terminal_gets_a_live_line_under_the_lines_that_stay(
+def test_a_terminal_shows_a_progress_bar_below_the_permanent_lines(
     make_step: MakeStep, started: RunStarted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -88,10 +96,10 @@ def test_a_terminal_gets_a_live_line_under_the_lines_that_stay(
     with ThreadPoolExecutor(1) as pool, os.fdopen(follower, "w") as terminal:
         screen = pool.submit(read_terminal, leader)
         console = Console(12, terminal)
-        for event in a_run(make_step, started, 12):
+        for event in events_of_a_run(make_step, started, 12):
             console.show(event)
         console.close()
-        console.say("goodbye")
+        console.print("goodbye")
         terminal.close()
         output = screen.result(timeout=30)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
@@ -99,7 +107,7 @@ def test_a_terminal_gets_a_live_line_under_the_lines_that_stay(
     assert "\x1b[2K" in output
     for expected in (
         "12/12 ETA 0:00 loss 5.3900 grad 1.25 lr 3.0e-03 20.5 ktok/s 38.2 GFLOP/s",
-        "iteration 3: update refused",
+        "iteration 3: update rejected",
         "step 6: eval loss 2.5000",
     ):
         assert expected in text
@@ -108,7 +116,7 @@ def test_a_terminal_gets_a_live_line_under_the_lines_that_stay(
     assert text.rstrip().endswith("goodbye")
 
 
-def test_a_reader_that_goes_away_stops_nothing(tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
     program = """
 import sys
 from harness.core.events import EvalRecord
@@ -117,7 +125,7 @@ console = Console(10)
 for iteration in range(5000):
     console.show(EvalRecord(time=0.0, iteration=iteration, step=1, loss=2.5, tokens=8))
 console.close()
-console.say("unheard")
+console.print("not read")
 print("to the end", file=sys.stderr)
 """
     process = subprocess.Popen(
@@ -132,7 +140,7 @@ print("to the end", file=sys.stderr)
     assert process.wait(timeout=30) == 0
 
 
-def test_the_closing_block(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_closing_lines(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run, _ = make_run("tiny-1")
     run.picture.touch()
     monkeypatch.chdir(tmp_path)
@@ -142,20 +150,20 @@ def test_the_closing_block(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, t
         (tmp_path / ".venv" / "bin" / name).touch()
     totals = RunTotals(first_loss=5.5, last_loss=2.25, eval_loss=2.5, num_refused=1)
     uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
-    assert closing(run, totals, tracking_uri=uri, shipped=False).splitlines() == [
+    assert closing_lines(run, totals, tracking_uri=uri, is_sent=False).splitlines() == [
         "loss       5.5000 -> 2.2500",
         "eval loss  2.5000",
-        "refused    1 updates",
+        "rejected   1 updates",
         "run        runs/tiny-1",
         "picture    runs/tiny-1/loss.png",
         "mlflow     .venv/bin/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db",
-        "unsent     .venv/bin/python -m harness.telemetry.tracking.mlflow_sink runs/tiny-1",
+        "send rest  .venv/bin/python -m harness.telemetry.tracking.mlflow_sink runs/tiny-1",
     ]
     run.picture.unlink()
-    assert closing(run, RunTotals(), tracking_uri=None, shipped=True).splitlines() == ["run  runs/tiny-1"]
+    assert closing_lines(run, RunTotals(), tracking_uri=None, is_sent=True).splitlines() == ["run  runs/tiny-1"]
 
 
-def test_how_to_look_at_a_store() -> None:
+def test_the_command_that_opens_a_store_hides_credentials() -> None:
     assert mlflow_command("https://ann:secret@mlflow.example") == "https://***@mlflow.example"
     assert mlflow_command("postgresql://ann:secret@db/x").endswith("--backend-store-uri 'postgresql://***@db/x'")
 
@@ -168,12 +176,12 @@ def test_three_digits_and_a_prefix(value: float, text: str) -> None:
     assert with_prefix(value, "x") == text
 
 
-def test_clock() -> None:
+def test_durations_are_formatted() -> None:
     assert [clock(seconds) for seconds in (0.4, 59.6, 125, 3723)] == ["0:00", "1:00", "2:05", "1:02:03"]
 
 
 def test_a_stream_may_be_closed_before_the_console_is_freed() -> None:
-    """Python 3.13 reports what a finalizer raises; older versions kept it to themselves."""
+    """Python 3.13 reports exceptions of a finalizer; older versions ignore them."""
     stream = io.StringIO()
     patient = PatientStream(stream)
     stream.close()

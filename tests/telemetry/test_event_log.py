@@ -1,4 +1,4 @@
-"""The event log survives torn lines, full disks and stalls, and is read from its end."""
+"""Tests of the event log: torn lines, full disks, stalls, and reading from the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_written_events_can_be_read_before_the_log_is_closed(tmp_path: Path, mak
 
 
 @pytest.mark.parametrize("kept_bytes", [1, 40, -2, -1])
-def test_a_torn_last_line_costs_nothing_after_it(tmp_path: Path, make_step: MakeStep, kept_bytes: int) -> None:
+def test_events_after_a_torn_last_line_are_read(tmp_path: Path, make_step: MakeStep, kept_bytes: int) -> None:
     path = tmp_path / "events.jsonl"
     torn = (to_json(make_step(1)) + "\n")[:kept_bytes]
     path.write_text(to_json(make_step(0)) + "\n" + torn)
@@ -43,20 +43,20 @@ def test_a_torn_last_line_costs_nothing_after_it(tmp_path: Path, make_step: Make
     assert [event.iteration for event in read(path)] == ([0, 1, 2, 3] if whole else [0, 2, 3])
 
 
-def test_a_full_disk_costs_events_and_one_warning(make_step: MakeStep, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_loses_events_with_one_warning(make_step: MakeStep, capfd: pytest.CaptureFixture[str]) -> None:
     log = EventLog(Path("/dev/full"))
     for iteration in range(3):
         log.write(make_step(iteration))
-    assert log.flush(), "lost is done with too"
+    assert log.flush(), "lost events count as finished"
     assert log.num_lost == 3
     assert capfd.readouterr().err.splitlines() == [
-        "warning: cannot write /dev/full: No space left on device; training goes on, this event is lost"
+        "warning: cannot write /dev/full: No space left on device; training continues, this event is lost"
     ]
     log.close()
     assert "3 events could not be written to /dev/full" in capfd.readouterr().err
 
 
-def test_a_line_the_disk_cut_short_is_ended_by_the_next(
+def test_a_line_cut_short_by_the_disk_is_terminated_before_the_next(
     tmp_path: Path, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "events.jsonl"
@@ -76,7 +76,7 @@ def test_a_line_the_disk_cut_short_is_ended_by_the_next(
 
 @dataclass
 class Pipe:
-    """A log that takes nothing: a full pipe, which `drain` empties."""
+    """A log that accepts no data: a full pipe, which `drain` empties."""
 
     path: Path
     descriptor: int = -1
@@ -111,7 +111,7 @@ def pipe(tmp_path: Path) -> Iterator[Pipe]:
     os.close(pipe.descriptor)
 
 
-def test_a_log_that_takes_nothing_holds_nobody_up(
+def test_a_stalled_log_does_not_block_the_writer(
     pipe: Pipe, make_step: MakeStep, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = EventLog(pipe.path)
@@ -120,15 +120,15 @@ def test_a_log_that_takes_nothing_holds_nobody_up(
         log.write(event)
     assert not log.flush(0.2)
     begin_s = time.monotonic()
-    assert not any(log.flush(3600) for _ in range(100)), "one stall is waited for once"
+    assert not any(log.flush(3600) for _ in range(100)), "only the first flush of a stall waits"
     assert time.monotonic() - begin_s < 60
-    assert capfd.readouterr().err.count("takes no data for 0.2 s; training goes on") == 1
+    assert capfd.readouterr().err.count("accepted no data for 0.2 s; training continues") == 1
     assert pipe.drain(log) == written, "all of them, in order"
     log.close()
     assert log.num_lost == 0
 
 
-def test_a_full_queue_loses_steps_before_anything_else(
+def test_a_full_queue_drops_step_records_first(
     pipe: Pipe, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(event_log, "QUEUE_BYTES", 20_000)
@@ -143,16 +143,16 @@ def test_a_full_queue_loses_steps_before_anything_else(
     assert log.num_lost == 1000 - num_steps
     for _ in range(1000):
         log.write(saved[0])
-    assert log.num_lost > 1000 - num_steps, "nothing grows without end"
+    assert log.num_lost > 1000 - num_steps, "the queue is bounded"
     assert capfd.readouterr().err.count("the queue in memory is full") == 1
-    told = pipe.drain(log)
-    assert told[:num_steps] == [make_step(iteration) for iteration in range(num_steps)]
-    assert told[num_steps : num_steps + 20] == saved
+    events = pipe.drain(log)
+    assert events[:num_steps] == [make_step(iteration) for iteration in range(num_steps)]
+    assert events[num_steps : num_steps + 20] == saved
     log.close()
     assert f"{log.num_lost} events could not be written" in capfd.readouterr().err
 
 
-def test_closing_a_log_that_takes_nothing_is_bounded(
+def test_closing_a_stalled_log_takes_bounded_time(
     pipe: Pipe, make_step: MakeStep, capfd: pytest.CaptureFixture[str]
 ) -> None:
     log = EventLog(pipe.path)
@@ -163,14 +163,14 @@ def test_closing_a_log_that_takes_nothing_is_bounded(
     pipe.drain(log)
 
 
-def test_whoever_listens_hears_what_is_in_the_file(tmp_path: Path, make_step: MakeStep) -> None:
-    path, heard = tmp_path / "events.jsonl", list[tuple[int, int]]()
-    log = EventLog(path, after=lambda event: heard.append((event.iteration, len(list(read(path))))))
+def test_the_callback_gets_events_that_are_in_the_file(tmp_path: Path, make_step: MakeStep) -> None:
+    path, calls = tmp_path / "events.jsonl", list[tuple[int, int]]()
+    log = EventLog(path, on_written=lambda event: calls.append((event.iteration, len(list(read(path))))))
     for iteration in range(3):
         log.write(make_step(iteration))
     log.close()
-    assert [iteration for iteration, _ in heard] == [0, 1, 2]
-    assert all(num_written > iteration for iteration, num_written in heard)
+    assert [iteration for iteration, _ in calls] == [0, 1, 2]
+    assert all(num_written > iteration for iteration, num_written in calls)
 
 
 def test_last_iteration_reads_the_end_only(tmp_path: Path, make_step: MakeStep) -> None:
@@ -185,7 +185,7 @@ def test_last_iteration_reads_the_end_only(tmp_path: Path, make_step: MakeStep) 
     assert last_iteration(path) == 299
 
 
-def test_last_iteration_sees_past_late_records_torn_lines_and_noise(tmp_path: Path, make_step: MakeStep) -> None:
+def test_last_iteration_ignores_late_records_torn_lines_and_noise(tmp_path: Path, make_step: MakeStep) -> None:
     path = tmp_path / "events.jsonl"
     saved = CheckpointSaved(time=0.0, iteration=8, step=8, directory="step-8", seconds=0.1)
     path.write_text(f"{to_json(saved)}\n{to_json(make_step(7))}\n" + "x" * 200_000 + "\n" + to_json(make_step(9))[:50])

@@ -1,4 +1,4 @@
-"""The index of the event log: readers find what a reading of the whole log finds, and read little of a long one."""
+"""Tests of the log index: indexed readers agree with a full read, and read little of a long log."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, _small_blocks: None) -> RunDir:
-    """A run with three incidents, written by a real log; its index is there."""
+    """A run with three incidents, written by a real event log with its index."""
     source = long_run(tmp_path / "source", NUM_STEPS) / "events.jsonl"
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
@@ -54,28 +54,28 @@ def run(tmp_path: Path, _small_blocks: None) -> RunDir:
     return run
 
 
-def parsed(lines: Iterator[bytes]) -> list[Event]:
+def parse_lines(lines: Iterator[bytes]) -> list[Event]:
     return [event for line in lines for event in events.parse(line.decode())]
 
 
 @cache
-def everything(content: bytes) -> list[Event]:
-    return parsed(iter(line for line in content.splitlines(keepends=True) if line.endswith(b"\n")))
+def all_events(content: bytes) -> list[Event]:
+    return parse_lines(iter(line for line in content.splitlines(keepends=True) if line.endswith(b"\n")))
 
 
-def told(run: RunDir) -> list[Event]:
-    return [event for event in everything(run.events.read_bytes()) if not isinstance(event, StepRecord)]
+def rare_events(run: RunDir) -> list[Event]:
+    return [event for event in all_events(run.events.read_bytes()) if not isinstance(event, StepRecord)]
 
 
 def steps(run: RunDir, first: int, last: int) -> list[StepRecord]:
-    records = [event for event in everything(run.events.read_bytes()) if isinstance(event, StepRecord)]
+    records = [event for event in all_events(run.events.read_bytes()) if isinstance(event, StepRecord)]
     return [record for record in records if first <= record.iteration <= last]
 
 
 def check(run: RunDir) -> None:
-    """Every exact reader agrees with a reading of the whole log, and nothing in the directory changes."""
+    """Assert that every exact reader agrees with a full read, and that no file changes."""
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.path.iterdir()}
-    assert gather.told(run.events) == told(run)
+    assert gather.told(run.events) == rare_events(run)
     for first, last in ((0, 3), (299, 302), (590, 610), (NUM_STEPS - 1, 2 * NUM_STEPS)):
         assert gather.steps(run.events, first, last) == steps(run, first, last)
     blocks = read_blocks(run.events)
@@ -84,7 +84,7 @@ def check(run: RunDir) -> None:
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in run.path.iterdir()} == before
 
 
-def test_the_run_writes_the_index_that_a_scan_finds(run: RunDir) -> None:
+def test_the_written_index_equals_that_of_a_scan(run: RunDir) -> None:
     written = read_blocks(run.events)
     assert index_path(run.events).read_text().count("\n") > 20
     with run.events.open("rb") as file:
@@ -97,7 +97,7 @@ def test_the_run_writes_the_index_that_a_scan_finds(run: RunDir) -> None:
     check(run)
 
 
-def test_an_index_that_is_missing_torn_or_of_another_log_costs_nothing(run: RunDir) -> None:
+def test_a_missing_torn_or_wrong_index_changes_no_result(run: RunDir) -> None:
     index = index_path(run.events)
     lines = index.read_text().splitlines(keepends=True)
     for content in ("", "".join(lines[:9])[:-20], "".join([*lines[:4], "{}\n", "7\n", "\n", *lines[6:]])):
@@ -108,12 +108,12 @@ def test_an_index_that_is_missing_torn_or_of_another_log_costs_nothing(run: RunD
     index.write_text("".join(lines))
     short = run.events.read_bytes()[:200_000]
     run.events.write_bytes(short[: short.rindex(b"\n") + 1])
-    assert gather.told(run.events) == told(run)
+    assert gather.told(run.events) == rare_events(run)
     run.events.write_bytes(b"x" * 5 + b"\n" + run.events.read_bytes())
-    assert gather.told(run.events) == told(run)
+    assert gather.told(run.events) == rare_events(run)
 
 
-def test_the_index_goes_on_after_a_torn_line_and_a_line_of_another_process(run: RunDir, make_step: MakeStep) -> None:
+def test_the_index_continues_after_a_torn_line_and_a_line_of_another_process(run: RunDir, make_step: MakeStep) -> None:
     num_indexed = index_path(run.events).read_text().count("\n")
     with run.events.open("ab") as file:
         file.write(to_json(make_step(1)).encode()[:100])
@@ -128,15 +128,15 @@ def test_the_index_goes_on_after_a_torn_line_and_a_line_of_another_process(run: 
     check(run)
 
 
-def test_a_sample_keeps_all_that_is_not_ordinary_and_the_extremes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_keeps_all_rare_lines_and_the_extremes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     size_bytes = run.events.stat().st_size
     sample = sampled(run.events, budget_bytes=size_bytes // 20)
     lines = list(sample.lines)
     assert not sample.is_whole
     assert sample.end == size_bytes
     assert sum(map(len, lines)) < size_bytes // 3
-    shown = parsed(iter(lines))
-    assert [event for event in shown if not isinstance(event, StepRecord)] == told(run)
+    shown = parse_lines(iter(lines))
+    assert [event for event in shown if not isinstance(event, StepRecord)] == rare_events(run)
     whole = steps(run, 0, NUM_STEPS)
     records = [event for event in shown if isinstance(event, StepRecord)]
     assert [event.iteration for event in records] == sorted({event.iteration for event in records})
@@ -146,10 +146,10 @@ def test_a_sample_keeps_all_that_is_not_ordinary_and_the_extremes(run: RunDir, m
     monkeypatch.setattr(log_index, "MOST_BLOCKS", 8)
     fewer = list(sampled(run.events, budget_bytes=size_bytes // 20).lines)
     assert len(fewer) < len(lines)
-    assert [event for event in parsed(iter(fewer)) if not isinstance(event, StepRecord)] == told(run)
+    assert [event for event in parse_lines(iter(fewer)) if not isinstance(event, StepRecord)] == rare_events(run)
 
 
-def test_a_story_of_a_sample_has_the_accounts_of_the_whole(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dashboard_of_a_sample_has_the_totals_of_the_whole_log(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Story()
     whole.read_more(run)
     monkeypatch.setattr("harness.analysis.dashboard.story.sampled", lambda path: sampled(path, budget_bytes=100_000))
@@ -168,13 +168,13 @@ def test_a_story_of_a_sample_has_the_accounts_of_the_whole(run: RunDir, monkeypa
     assert part.seconds == pytest.approx(total.seconds)
 
 
-def test_a_resume_from_far_back_forgets_no_decision(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_from_an_old_checkpoint_reads_every_decision(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {iteration: events_since(run.events, iteration) for iteration in (0, 280, 599, NUM_STEPS - 5)}
     monkeypatch.setattr(event_log, "RECALL_BYTES", event_log.TAIL_BYTES)
     for iteration, expected in whole.items():
         since = events_since(run.events, iteration)
-        assert [each for each in since if not isinstance(each, StepRecord)] == [
-            each for each in expected if not isinstance(each, StepRecord)
+        assert [event for event in since if not isinstance(event, StepRecord)] == [
+            event for event in expected if not isinstance(event, StepRecord)
         ]
         for place, event in enumerate(since):
             if isinstance(event, events.Finding):
@@ -184,7 +184,7 @@ def test_a_resume_from_far_back_forgets_no_decision(run: RunDir, monkeypatch: py
 
 
 @pytest.mark.parametrize("is_old", [False, True])
-def test_an_ordinary_step_is_recognized_in_logs_of_both_layouts(is_old: bool) -> None:
+def test_ordinary_steps_of_old_and_new_logs_match(is_old: bool) -> None:
     other = {"stop_requested": False, "step_time_s": 0.5, "flops_per_s": 1e12, "time": 0.0}
     record = StepRecord(
         iteration=7, step=6, cursor=5, tokens=4, loss=3.5, grad_norm=0.25, lr=1e-5, tokens_per_s=1.5e6, refused=False,
@@ -198,7 +198,7 @@ def test_an_ordinary_step_is_recognized_in_logs_of_both_layouts(is_old: bool) ->
     line = json.dumps(fields, separators=(",", ":")).encode()
     plain, rate = PLAIN.match(line), TOKENS_PER_S.search(line)
     assert plain
-    assert [float(each) for each in plain.groups()] == [7, 6, 3.5, 0.25, 1e-5]
+    assert [float(text) for text in plain.groups()] == [7, 6, 3.5, 0.25, 1e-5]
     assert rate
     assert float(rate[1]) == 1.5e6
     fields["refused"] = True
@@ -207,7 +207,7 @@ def test_an_ordinary_step_is_recognized_in_logs_of_both_layouts(is_old: bool) ->
 
 @pytest.fixture(scope="module")
 def long_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A million steps, a refused one and an evaluation now and then, with their index."""
+    """A million steps with some rejected updates and evaluations, and their index."""
     path = tmp_path_factory.mktemp("long") / "events.jsonl"
     other = {"stop_requested": False, "step_time_s": 0.5, "flops_per_s": 1e12, "time": 0.0, "iteration": 0, "step": 0}
     zero = StepRecord(
@@ -252,10 +252,10 @@ def test_readers_of_a_long_log_read_little(long_log: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "most_bytes"), [(EXIT_INTERRUPTED, 16 * MIB), (EXIT_DONE, 80 * MIB)])
-def test_leaving_does_not_depend_on_the_length_of_the_log(
+def test_the_end_of_a_run_does_not_depend_on_the_length_of_the_log(
     code: int, most_bytes: int, long_log: Path, make_run: MakeRun
 ) -> None:
-    """Measured in bytes, and generously in seconds: a whole reading takes minutes."""
+    """Measured in bytes read, with a generous limit in seconds: a full read takes minutes."""
     run, cfg = make_run(mlflow="false", picture="true", postmortem="false")
     os.link(long_log, run.events)
     shutil.copy(index_path(long_log), index_path(run.events))

@@ -1,4 +1,4 @@
-"""The manifest names the code and the machine, and tells no secrets."""
+"""Tests of the manifest: code, machine, versions, and no secrets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build(cfg: Config, **changes: Any) -> dict[str, Any]:
     return build_manifest(cfg, **(facts | changes))
 
 
-def test_it_says_what_the_run_was_made_of(make_run: MakeRun) -> None:
+def test_the_manifest_describes_code_machine_and_seeds(make_run: MakeRun) -> None:
     _, cfg = make_run()
     manifest = build(cfg)
     assert manifest["run"] == "run"
@@ -45,7 +45,7 @@ def test_it_says_what_the_run_was_made_of(make_run: MakeRun) -> None:
     assert {"commit", "diff", "untracked", "argv", "time"} <= manifest.keys()
 
 
-def test_of_fp8_it_says_how_it_was_computed() -> None:
+def test_fp8_runs_record_recipe_and_engine() -> None:
     dtype = build(load(["precision=fp8_emulated", "precision.fp8.recipe=block"]))["dtype"]
     assert (dtype["compute"], dtype["master_weights"]) == ("fp8", "fp32")
     assert dtype["fp8"] == {"recipe": "block", "engine": "emulated"}
@@ -54,7 +54,7 @@ def test_of_fp8_it_says_how_it_was_computed() -> None:
     assert "transformer_engine" in manifest["versions"]
 
 
-def test_no_secret_gets_in(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_written(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run, cfg = make_run()
     for name in ("SECRET_TOKEN", "AWS_SECRET_ACCESS_KEY", "TORCH_HUB_TOKEN", "MLFLOW_TRACKING_PASSWORD"):
         monkeypatch.setenv(name, "hunter2")
@@ -95,7 +95,7 @@ def test_a_clean_tree_has_a_commit_and_no_diff(package: Path) -> None:
     assert (found["diff"], found["untracked"]) == (None, [])
 
 
-def test_a_long_diff_is_cut_but_fully_hashed(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_diff_is_truncated_but_fully_hashed(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "DIFF_LIMIT_BYTES", 100)
     (package / "__init__.py").write_text("second = 2\n" * 50)
     (package.parent / "notes.txt").write_text("not added")

@@ -1,4 +1,4 @@
-"""The process that writes post-mortems, as the trainer knows it: started late, one at a time, never waited for."""
+"""Tests of the post-mortem process from the trainer's side: when it starts, one at a time, without blocking."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ with (run / "written").open("a") as log: print(number, file=log)
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A module of another name in the place of the one that takes seconds."""
+    """A run with a fast stand-in for the post-mortem module."""
     (tmp_path / "stand_in_writer.py").write_text(WRITER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(postmortem_process, "MODULE", "stand_in_writer")
@@ -41,64 +41,64 @@ def written(run: RunDir) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
-def tell(writer: PostmortemProcess, *events: Event) -> None:
+def send_events(writer: PostmortemProcess, *events: Event) -> None:
     for event in events:
-        writer.hear(event)
+        writer.on_event(event)
 
 
-def test_an_incident_is_written_about_when_it_ends_one_at_a_time(run: RunDir) -> None:
+def test_ended_incidents_are_reported_one_at_a_time(run: RunDir) -> None:
     writer = PostmortemProcess(run)
-    tell(writer, stories.ended(number=1), stories.ended(number=2), stories.ended(number=2))
+    send_events(writer, stories.ended(number=1), stories.ended(number=2), stories.ended(number=2))
     assert writer.finish(30)
     assert written(run) == ["1", "2"]
 
 
-def test_a_draft_a_while_after_something_was_done(run: RunDir) -> None:
+def test_a_draft_is_written_some_iterations_after_an_action(run: RunDir) -> None:
     writer = PostmortemProcess(run)
-    tell(writer, stories.action(ActionKind.watch, ONSET), stories.action(ActionKind.skip, ONSET))
-    tell(writer, *(stories.healthy(at) for at in range(ONSET, ONSET + DRAFT_AFTER)))
+    send_events(writer, stories.action(ActionKind.watch, ONSET), stories.action(ActionKind.skip, ONSET))
+    send_events(writer, *(stories.healthy(at) for at in range(ONSET, ONSET + DRAFT_AFTER)))
     assert writer.finish(30)
     assert written(run) == []
-    tell(writer, stories.healthy(ONSET + DRAFT_AFTER))
+    send_events(writer, stories.healthy(ONSET + DRAFT_AFTER))
     assert writer.finish(30)
     assert written(run) == ["1"]
 
 
-def test_duplicate_batches_are_a_remark_at_the_end(run: RunDir) -> None:
+def test_duplicate_batches_are_reported_at_the_end(run: RunDir) -> None:
     writer = PostmortemProcess(run)
-    tell(writer, stories.finding(FindingKind.duplicate_batch, 9, "twice"), stories.healthy(10))
+    send_events(writer, stories.finding(FindingKind.duplicate_batch, 9, "twice"), stories.healthy(10))
     assert written(run) == []
     assert writer.finish(30)
     assert written(run) == ["0"]
 
 
-def test_a_run_without_trouble_starts_nothing(run: RunDir) -> None:
+def test_a_run_without_incidents_starts_no_process(run: RunDir) -> None:
     writer = PostmortemProcess(run)
-    tell(writer, *(stories.healthy(at) for at in range(200)))
+    send_events(writer, *(stories.healthy(at) for at in range(200)))
     assert writer.finish(30)
     assert not run.logs.exists()
 
 
-def test_a_failure_costs_a_warning_with_its_last_line(
+def test_a_failure_prints_a_warning_with_its_last_line(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(postmortem_process, "MODULE", "no_such_module")
     writer = PostmortemProcess(run)
-    tell(writer, stories.ended())
+    send_events(writer, stories.ended())
     assert not writer.finish(30)
     assert "warning: a post-mortem was not written: " in capsys.readouterr().err
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    tell(writer, stories.ended())
+    send_events(writer, stories.ended())
     assert not writer.finish(30)
     assert "No such file" in capsys.readouterr().err
 
 
-def test_a_writer_that_hangs_is_left_behind_dead(
+def test_a_hanging_process_is_killed_at_the_end(
     run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "stand_in_writer.py").write_text("import time; time.sleep(60)")
     writer = PostmortemProcess(run)
-    tell(writer, stories.ended())
+    send_events(writer, stories.ended())
     process = writer._process
     assert process is not None
     assert not writer.finish(0.3)

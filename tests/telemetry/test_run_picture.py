@@ -1,4 +1,4 @@
-"""The picture is drawn whatever the log holds, and shows it."""
+"""Tests of the picture of a run, also of empty, short and non-finite logs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def num_pixels(image: np.ndarray, color: tuple[int, int, int]) -> int:
     return int((np.abs(image - np.array(color)).max(axis=-1) <= 8).sum())
 
 
-def test_it_shows_loss_evaluations_and_refusals(tmp_path: Path, make_step: MakeStep) -> None:
+def test_the_picture_shows_loss_evaluations_and_rejected_updates(tmp_path: Path, make_step: MakeStep) -> None:
     events: list[Event] = [make_step(iteration) for iteration in range(30)]
     events[12] = make_step(12, loss=math.nan, grad_norm=math.inf, refused=True)
     events.append(EvalRecord(time=0.0, iteration=29, step=30, loss=5.3, tokens=8))
@@ -46,14 +46,14 @@ def test_it_shows_loss_evaluations_and_refusals(tmp_path: Path, make_step: MakeS
     assert num_pixels(image, RED) > 50
 
 
-def test_a_falling_loss_falls(tmp_path: Path, make_step: MakeStep) -> None:
+def test_a_falling_loss_is_drawn_falling(tmp_path: Path, make_step: MakeStep) -> None:
     image = picture_of([make_step(iteration) for iteration in range(30)], tmp_path)
     rows, columns = np.nonzero(np.abs(image[:400] - np.array(BLUE)).max(axis=-1) <= 8)
     rows, columns = rows[rows > 100], columns[rows > 100]
     assert rows[columns.argmax()] > rows[columns.argmin()] + 100
 
 
-def test_without_refusals_nothing_is_red(tmp_path: Path, make_step: MakeStep) -> None:
+def test_without_rejected_updates_nothing_is_red(tmp_path: Path, make_step: MakeStep) -> None:
     assert num_pixels(picture_of([make_step(0), make_step(1)], tmp_path), RED) == 0
 
 
@@ -68,12 +68,12 @@ def test_a_run_of_nothing_but_nan_has_a_picture(tmp_path: Path, make_step: MakeS
     assert picture_of(events, tmp_path).std() > 5
 
 
-def test_gradient_norms_of_all_sizes(tmp_path: Path, make_step: MakeStep) -> None:
+def test_gradient_norms_of_all_sizes_are_drawn(tmp_path: Path, make_step: MakeStep) -> None:
     events: list[Event] = [make_step(i, grad_norm=10.0 ** (i - 4) if i else 0.0) for i in range(9)]
     assert num_pixels(picture_of(events, tmp_path), BLUE) > 500
 
 
-def test_a_missing_log_is_an_empty_one(tmp_path: Path) -> None:
+def test_a_missing_log_gives_an_empty_picture(tmp_path: Path) -> None:
     draw(tmp_path / "events.jsonl", tmp_path / "loss.png")
     assert (tmp_path / "loss.png").stat().st_size > 1000
 
@@ -88,7 +88,7 @@ def test_the_series_of_a_log(tmp_path: Path, make_step: MakeStep, started: RunSt
     assert (curves.refused, curves.resumed) == ([0], [1])
 
 
-def test_smoothing_keeps_a_constant_and_steps_over_gaps() -> None:
+def test_smoothing_keeps_a_constant_and_ignores_gaps() -> None:
     assert smooth([2.0, math.nan, 2.0, 2.0]) == [2.0] * 4
     assert smooth([]) == []
     assert math.isnan(smooth([math.nan])[0])

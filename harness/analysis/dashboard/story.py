@@ -40,7 +40,7 @@ from harness.core.events import (
     parse,
 )
 from harness.core.rundir import RunDir
-from harness.telemetry.console import notice
+from harness.telemetry.console import event_line
 from harness.telemetry.log_index import sampled
 
 STEP_MARK = b'{"event":"step",'
@@ -263,7 +263,7 @@ class Story:
         return sorted(marks, key=lambda mark: (mark.time, mark.iteration))
 
     def _tell(self, kind: MarkKind, event: Event, *, incident: int = 0) -> None:
-        text = notice(event)
+        text = event_line(event)
         if text is not None:
             text = text.removeprefix(f"iteration {event.iteration}: ")
             self._mark(kind, event.iteration, event.time, text, incident=incident)

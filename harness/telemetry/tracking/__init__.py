@@ -1,1 +1,1 @@
-"""Sends the event log to MLflow, from a process of its own."""
+"""Sends the event log to MLflow from a separate process."""

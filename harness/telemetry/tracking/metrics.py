@@ -1,8 +1,6 @@
-"""The numbers of an event, under the names they have in MLflow.
+"""Maps an event to MLflow metric names and values; a pure function.
 
-Why: what is charted must not depend on how it is sent; this table is pure and can be read at a glance.
-How: NaN and Inf have no place in a chart (MLflow stores Inf as 1.8e308), so `loss = nan` becomes `loss_nonfinite =
-1`.
+NaN and Inf cannot be plotted (MLflow stores Inf as 1.8e308), so `loss = nan` becomes `loss_nonfinite = 1`.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ _NOT_IN_A_NAME = re.compile(r"[^\w\-./: ]")
 
 
 def metrics_of(event: Event) -> dict[str, float]:
-    """Name -> finite value; empty for an event that holds no numbers to chart."""
+    """Metric name -> finite value; empty for an event without metrics."""
     match event:
         case StepRecord():
             values = _step_values(event)

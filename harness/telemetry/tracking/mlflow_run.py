@@ -1,7 +1,7 @@
-"""One run in MLflow's books: found again or created once, described, and laid under the run of its sweep.
+"""MLflow calls for one run: find or create it, set params and tags, nest it under the run of its sweep.
 
-Part of the door to MLflow: `mlflow_sink` says when, this file says how. Every function may be called again after a
-failure, and raises where the store does not answer.
+`mlflow_sink` decides when to call them. Every function can be called again after a failure, and raises if the store
+does not answer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PARENT_TAG = "mlflow.parentRunId"
 
 
 class BadStoreError(Exception):
-    """The tracking URI names nothing MLflow could ever write to."""
+    """MLflow cannot use this tracking URI, now or later."""
 
 
 def open_client(uri: str) -> Any:
-    """MLflow's client; a URI it can never use is told apart from a store that does not answer now."""
+    """Open MLflow's client. Raises BadStoreError for an invalid URI, other errors for a store that does not answer."""
     with loading():
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
@@ -44,7 +44,7 @@ def open_client(uri: str) -> Any:
 
 
 def is_active(client: Any, run_id: str | None) -> bool:
-    """Whether the store has this run, and nobody deleted it."""
+    """Whether the store has this run and it was not deleted."""
     from mlflow.exceptions import MlflowException
 
     if run_id is None:
@@ -63,7 +63,7 @@ def create_run(client: Any, run: RunDir, progress: SinkProgress, experiment_name
     The run is searched by its key first: an earlier call may have created it without receiving the answer.
     """
     progress.offset = 0
-    progress.experiment_id = experiment(client, connection_uri(progress.tracking_uri), experiment_name)
+    progress.experiment_id = find_experiment(client, connection_uri(progress.tracking_uri), experiment_name)
     found = client.search_runs([progress.experiment_id], f"tags.`{KEY_TAG}` = '{progress.key}'", max_results=1)
     if found:
         progress.run_id = found[0].info.run_id
@@ -75,8 +75,8 @@ def create_run(client: Any, run: RunDir, progress: SinkProgress, experiment_name
     progress.run_id = created.info.run_id
 
 
-def experiment(client: Any, uri: str, name: str) -> str:
-    """The id of the experiment, created where there is none; a sqlite store keeps its artifacts beside it."""
+def find_experiment(client: Any, uri: str, name: str) -> str:
+    """The id of the experiment, created if missing. Artifacts of a sqlite store lie beside its file."""
     from mlflow.exceptions import MlflowException
 
     known = client.get_experiment_by_name(name)
@@ -93,7 +93,7 @@ def experiment(client: Any, uri: str, name: str) -> str:
 
 
 def describe(client: Any, run: RunDir, run_id: str | None, settings: dict[str, Any]) -> None:
-    """The configuration as params, what changed since as tags, and the commit."""
+    """Log the configuration as params, changed values as tags, and the commit."""
     from mlflow.entities import Param, RunTag
 
     wanted = {key: without_credentials(str(value))[:LONGEST_PARAM] for key, value in flat(settings).items()}
@@ -118,18 +118,18 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def nest(client: Any, run: RunDir, progress: SinkProgress, experiment_name: str) -> None:
-    """Lay a job's run under that of its sweep, which goes on from now; a run that stands alone stays as it is."""
+def nest_under_sweep(client: Any, run: RunDir, progress: SinkProgress, experiment_name: str) -> None:
+    """Nest the run of a sweep's job under the run of the sweep, and set that to RUNNING. Other runs are unchanged."""
     sweep = parent_run.sweep_of(run)
     if sweep is not None:
-        parent_id = run_of_sweep(client, sweep, progress.tracking_uri, experiment_name)
+        parent_id = find_sweep_run(client, sweep, progress.tracking_uri, experiment_name)
         client.set_tag(progress.run_id, PARENT_TAG, parent_id)
         client.update_run(parent_id, status="RUNNING")
 
 
-def run_of_sweep(client: Any, sweep: RunDir, tracking_uri: str, experiment_name: str) -> str:
-    """The id of a sweep's own run, created where there is none, with what is swept as its tags."""
-    with parent_run.one_parent(sweep):
+def find_sweep_run(client: Any, sweep: RunDir, tracking_uri: str, experiment_name: str) -> str:
+    """The id of a sweep's own run, created if missing, with the swept values as its tags."""
+    with parent_run.parent_lock(sweep):
         progress = load_progress(sweep, tracking_uri)
         if not is_active(client, progress.run_id):
             create_run(client, sweep, progress, experiment_name)
@@ -140,8 +140,8 @@ def run_of_sweep(client: Any, sweep: RunDir, tracking_uri: str, experiment_name:
     return progress.run_id
 
 
-def settle(client: Any, run: RunDir, progress: SinkProgress) -> None:
-    """Say how the sweep of a run ended, where this was the last of its jobs."""
+def end_sweep_after_last_job(client: Any, run: RunDir, progress: SinkProgress) -> None:
+    """Set the final status of the sweep of a run if this was its last job."""
     sweep = parent_run.sweep_of(run)
     if sweep is None:
         return

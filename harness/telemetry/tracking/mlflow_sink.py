@@ -1,18 +1,18 @@
-"""The door to MLflow, with `mlflow_run`: a process that tails `events.jsonl` and sends it.
+"""The sink process: tails `events.jsonl` and sends it to MLflow.
 
-    python -m harness.telemetry.tracking.mlflow_sink RUN_DIR      sends what a run left unsent, then exits
-    python -m harness.telemetry.tracking.mlflow_sink SWEEP_DIR    says how a sweep ended
+    python -m harness.telemetry.tracking.mlflow_sink RUN_DIR      sends the unsent rest of a run, then exits
+    python -m harness.telemetry.tracking.mlflow_sink SWEEP_DIR    sets the final status of a sweep
 
-Why: a tracking server may be slow, down or gone, and none of that is the trainer's business.
-How: `mlflow.json` remembers the MLflow run and how many bytes of the log it has. The number moves only after MLflow
-took the batch, so nothing is lost; a batch sent twice is sent with the same timestamps, and MLflow keeps identical
-rows once. The MLflow run is created once too: it carries a key written down before the first contact, by which a lost
-answer is found again.
-While the trainer lives, every failure is tried again, ever less often; once it is gone, what is there is sent once.
-MLflow's step is the iteration, which never goes back. A run ends as FINISHED (exit code 0), KILLED (75: interrupted,
-may be resumed) or FAILED (any other code, or no last word at all). A resumed run goes on under the same id; options
-that changed become tags `changed.<key>`, because MLflow's params are written once.
-Left out: the picture and a drill's card are sent once, without a second try; they lie in the run directory anyway.
+Why: a tracking server may be slow, down or gone, and none of that may affect training.
+How: `mlflow.json` holds the MLflow run id and how many bytes of the log were sent. The number advances only after
+MLflow accepted a batch, so nothing is lost. A batch that is sent twice has the same timestamps, and MLflow keeps
+identical rows once. The MLflow run is created once: it carries a key that is stored before the first request, so it is
+found even if the reply was lost.
+While the trainer runs, every failure is retried with growing pauses. Once the trainer is gone, the rest is sent with
+one attempt. MLflow's step is the iteration, which never decreases. A run ends as FINISHED (exit code 0), KILLED (75:
+interrupted, resumable) or FAILED (any other code, or no `run_ended` event). A resumed run keeps its id; changed config
+values become tags `changed.<key>`, because MLflow's params cannot be overwritten.
+Left out: picture and score card are sent once, without a retry; they are in the run directory anyway.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from harness.telemetry.tracking.mlflow_run import (
     BadStoreError,
     create_run,
     describe,
+    end_sweep_after_last_job,
+    find_sweep_run,
     first_line,
     is_active,
     milliseconds,
-    nest,
+    nest_under_sweep,
     open_client,
-    run_of_sweep,
-    settle,
 )
 from harness.telemetry.tracking.progress import (
     SinkProgress,
@@ -82,74 +82,74 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parent_run.is_sweep(run):
         return end_sweep(run)
     if not run.config.is_file():
-        say(f"{run.path} is not a run directory: it has no {run.config.name}")
+        log(f"{run.path} is not a run directory: it has no {run.config.name}")
         return EXIT_BAD_CONFIG
-    for number in (signal.SIGINT, signal.SIGUSR1):  # meant for the run, sent to everybody
+    for number in (signal.SIGINT, signal.SIGUSR1):  # meant for the trainer, but sent to all processes of the job
         signal.signal(number, signal.SIG_IGN)
     trainer = None if options.trainer is None else Trainer(options.trainer, options.log_bytes)
-    with sole_sender(run, trainer) as alone:
-        if not alone:
-            say(f"{run.path} is being sent by another process")
+    with sole_sender(run, trainer) as is_sole:
+        if not is_sole:
+            log(f"{run.path} is being sent by another process")
             return EXIT_NOT_SENT
         return follow(run, trainer)
 
 
 def follow(run: RunDir, trainer: Trainer | None) -> int:
-    """Send until the run has ended and all of it is sent; the exit code."""
+    """Send until the run has ended and everything is sent; returns the exit code."""
     progress = load_progress(run, None if trainer is None else configured_uri(run))
     delivery = Delivery(run, progress)
     num_failures = 0
     while True:
-        last_call = trainer is None or not trainer.is_alive()
+        is_last_try = trainer is None or not trainer.is_alive()
         try:
             delivery.send()
-            if last_call:
-                delivery.end_without_last_word()
-            if last_call or (trainer is not None and delivery.has_ended(trainer)):
+            if is_last_try:
+                delivery.end_if_unfinished()
+            if is_last_try or (trainer is not None and delivery.has_ended(trainer)):
                 return EXIT_DONE
             num_failures = 0
         except BadStoreError as error:
-            say(f"telemetry.tracking_uri: {error}")
+            log(f"telemetry.tracking_uri: {error}")
             return EXIT_BAD_CONFIG
         except ConfigError as error:
-            say(str(error))
+            log(str(error))
             return EXIT_BAD_CONFIG
         except Exception as error:
             num_failures += 1
-            after = "gave up" if last_call else f"next try in {pause_s(num_failures):g} s"
-            say(f"{first_line(error)}; {after}; sent {progress.offset} bytes of {run.events.name}")
-            if last_call:
+            after = "gave up" if is_last_try else f"next try in {pause_s(num_failures):g} s"
+            log(f"{first_line(error)}; {after}; sent {progress.offset} bytes of {run.events.name}")
+            if is_last_try:
                 return EXIT_NOT_SENT
         time.sleep(pause_s(num_failures))
 
 
 def end_sweep(sweep: RunDir) -> int:
-    """Say once how a sweep ended of which no job goes on any more; the exit code."""
+    """Set the final status of a sweep without running jobs; returns the exit code."""
     runs = [RunDir(sweep.path / job["name"]) for job in parent_run.jobs(sweep)]
     try:
         first = next(run for run in runs if run.config.is_file())
         uri, settings = configured_uri(first), configuration(first)
         with schema_lock(connection_uri(uri)):
             client = open_client(connection_uri(uri))
-        parent_id = run_of_sweep(client, sweep, uri, settings["telemetry"]["experiment"])
+        parent_id = find_sweep_run(client, sweep, uri, settings["telemetry"]["experiment"])
         client.set_terminated(parent_id, parent_run.status(sweep, is_over=True))
     except StopIteration:
-        say(f"{sweep.path} holds no run")
+        log(f"{sweep.path} holds no run")
         return EXIT_BAD_CONFIG
     except Exception as error:
-        say(f"{first_line(error)}; gave up")
+        log(f"{first_line(error)}; gave up")
         return EXIT_NOT_SENT
     return EXIT_DONE
 
 
 def pause_s(num_failures: int) -> float:
-    """Doubles with each failure in a row, up to a limit."""
+    """Seconds until the next attempt: doubles with each failure in a row, up to a limit."""
     return min(POLL_S * 2.0 ** min(num_failures, 10), LONGEST_PAUSE_S)
 
 
 @final
 class Delivery:
-    """One run on its way to one MLflow store."""
+    """Sends one run to one MLflow store."""
 
     def __init__(self, run: RunDir, progress: SinkProgress) -> None:
         self._run = run
@@ -157,7 +157,7 @@ class Delivery:
         self._client: Any = None
 
     def send(self) -> None:
-        """Everything the log holds; raises where MLflow does not take it, and can be called again."""
+        """Send the unsent part of the log. Raises if MLflow does not accept it, and can be called again."""
         if self._client is None:
             self._client = self._connect()
         while chunk := read_chunk(self._run.events, self._progress.offset):
@@ -166,13 +166,13 @@ class Delivery:
             self._progress.save(self._run)
 
     def has_ended(self, trainer: Trainer) -> bool:
-        """Whether the trainer's own last word is among what was sent."""
+        """Whether the `run_ended` event of this trainer was sent."""
         if self._progress.offset <= trainer.log_bytes or self._progress.offset < self._run.events.stat().st_size:
             return False
         return isinstance(last_event(self._run), RunEnded)
 
-    def end_without_last_word(self) -> None:
-        """A trainer that is gone and did not say why has failed."""
+    def end_if_unfinished(self) -> None:
+        """Set the run to FAILED if the trainer is gone without a `run_ended` event."""
         if not isinstance(last_event(self._run), RunEnded):
             self._send_incidents()
             self._client.set_terminated(self._progress.run_id, "FAILED")
@@ -186,7 +186,7 @@ class Delivery:
                 create_run(client, self._run, self._progress, settings["telemetry"]["experiment"])
                 self._progress.save(self._run)
         describe(client, self._run, self._progress.run_id, settings)
-        nest(client, self._run, self._progress, settings["telemetry"]["experiment"])
+        nest_under_sweep(client, self._run, self._progress, settings["telemetry"]["experiment"])
         return client
 
     def _send_events(self, events: list[Event]) -> None:
@@ -206,12 +206,12 @@ class Delivery:
                 case RunEnded():
                     self._end(event)
                 case Incident():
-                    words = f"{', '.join(event.kinds)} from iteration {event.onset}: {event.verdict}"
-                    self._client.set_tag(self._progress.run_id, f"incident.{event.number:03d}", words)
+                    text = f"{', '.join(event.kinds)} from iteration {event.onset}: {event.verdict}"
+                    self._client.set_tag(self._progress.run_id, f"incident.{event.number:03d}", text)
                 case DrillScored():
                     self._send_file(self._run.score_card)
-                    verdict = "passed" if event.passed else "failed"
-                    self._client.set_tag(self._progress.run_id, f"drill.{event.scenario}", verdict)
+                    result = "passed" if event.passed else "failed"
+                    self._client.set_tag(self._progress.run_id, f"drill.{event.scenario}", result)
                 case _:
                     pass
 
@@ -220,17 +220,17 @@ class Delivery:
             try:
                 self._client.log_artifact(self._progress.run_id, str(path))
             except Exception as error:
-                say(f"{path.name} was not sent: {first_line(error)}")
+                log(f"{path.name} was not sent: {first_line(error)}")
 
     def _send_incidents(self) -> None:
-        """Post-mortems, evidence and pictures, as they lie in the run directory."""
+        """Send post-mortems, evidence and pictures of all incidents."""
         for folder in sorted(self._run.incidents.glob("*")):
             try:
                 self._client.log_artifacts(
                     self._progress.run_id, str(folder), f"{self._run.incidents.name}/{folder.name}"
                 )
             except Exception as error:
-                say(f"incident {folder.name} was not sent: {first_line(error)}")
+                log(f"incident {folder.name} was not sent: {first_line(error)}")
 
     def _end(self, event: RunEnded) -> None:
         self._send_file(self._run.picture)
@@ -243,15 +243,15 @@ class Delivery:
             case _:
                 status = "FAILED"
         self._client.set_terminated(self._progress.run_id, status, milliseconds(event.time))
-        settle(self._client, self._run, self._progress)
+        end_sweep_after_last_job(self._client, self._run, self._progress)
 
 
 def last_event(run: RunDir) -> Event | None:
-    """The last word of the run itself; what was scored afterwards is not its own."""
+    """The last event of the run itself, without the drill score that is appended later."""
     return next((event for event in reversed(tail(run.events)) if not isinstance(event, DrillScored)), None)
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {without_credentials(message)}", file=sys.stderr, flush=True)
 
 

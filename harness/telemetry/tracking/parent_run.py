@@ -1,10 +1,10 @@
-"""The sweep that a run belongs to, as its MLflow run needs to know it; torch-free and MLflow-free.
+"""The sweep that a run belongs to: jobs, swept values and status, without importing torch or MLflow.
 
-Why: a sweep is one line in MLflow that unfolds into its jobs, and no process lives as long as a sweep does: its jobs
-may run on many machines, today and next week.
-How: `sweep.yaml` beside a run's directory says that the run is a job of a sweep. Whichever sender comes first creates
-the run of the sweep, whose progress lies in the sweep's directory as a run's lies in its own; the last job to end, or the
-launcher that waited for all of them, says how the sweep ended.
+Why: in MLflow a sweep is one parent run with a child run per job. No process lives as long as a sweep: its jobs may run
+on many machines, days apart.
+How: `sweep.yaml` beside the directory of a run marks the run as a job of a sweep. The first sink process creates the
+parent run; its progress file lies in the directory of the sweep. The last job, or the launcher that waited for all
+jobs, sets the final status.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SWEEP_FILE = "sweep.yaml"
 
 
 def sweep_of(run: RunDir) -> RunDir | None:
-    """The directory of the sweep that a run is a job of; None where it stands alone."""
+    """The directory of the sweep that a run is a job of; None if it is not part of a sweep."""
     sweep = RunDir(run.path.parent)
     return sweep if is_sweep(sweep) and run.path.name in (job["name"] for job in jobs(sweep)) else None
 
@@ -43,16 +43,16 @@ def jobs(sweep: RunDir) -> list[dict[str, Any]]:
 
 
 def tags(sweep: RunDir) -> dict[str, str]:
-    """What was swept, and over which values."""
+    """Tags of the parent run: each swept key with its values."""
     values: dict[str, dict[str, None]] = {}
     for job in jobs(sweep):
         for key, value in job["overrides"].items():
             values.setdefault(f"swept.{key}", {})[str(value)] = None
-    return {key: ", ".join(each) for key, each in values.items()}
+    return {key: ", ".join(distinct) for key, distinct in values.items()}
 
 
 def status(sweep: RunDir, *, is_over: bool) -> str:
-    """What MLflow calls the state of a sweep; once it is over, a job without a last word has failed."""
+    """MLflow status of a sweep. With `is_over`, a job without a `run_ended` event counts as failed."""
     codes = [1 if job["problem"] else exit_code(RunDir(sweep.path / job["name"])) for job in jobs(sweep)]
     if None in codes and not is_over:
         return "RUNNING"
@@ -62,13 +62,13 @@ def status(sweep: RunDir, *, is_over: bool) -> str:
 
 
 def exit_code(run: RunDir) -> int | None:
-    """How a run ended; None while it goes on, or where it died without a word."""
+    """Exit code of a run; None while it runs, or if it died without a `run_ended` event."""
     last = next(reversed(tail(run.events)), None)
     return last.exit_code if isinstance(last, RunEnded) else None
 
 
 @contextmanager
-def one_parent(sweep: RunDir) -> Iterator[None]:
-    """One sender at a time looks for the run of a sweep, because the first creates it."""
+def parent_lock(sweep: RunDir) -> Iterator[None]:
+    """Serialize the search for the parent run, because the first process creates it."""
     with exclusive(sweep.path / ".mlflow.lock", keep_trying=lambda: True):
         yield

@@ -1,8 +1,8 @@
-"""The trainer's handle on the process that sends its events to MLflow.
+"""Starts and stops the sink process, which sends the events of a run to MLflow.
 
-Why: MLflow's import, retries and locks must never touch the training loop, and a dead server must never stop a run.
-How: `start` runs `python -m harness.telemetry.tracking.mlflow_sink` in a session of its own, so that signals meant for
-the trainer pass it by; the two share nothing but the run directory. `finish` waits a bounded time and leaves no process
+Why: MLflow's import, retries and locks must not slow the training loop, and a dead server must not stop a run.
+How: `start` runs `python -m harness.telemetry.tracking.mlflow_sink` in its own session, so that it does not receive the
+trainer's signals. The two processes share only the run directory. `finish` waits a bounded time and leaves no process
 behind.
 """
 
@@ -23,7 +23,7 @@ TERMINATE_WAIT_S = 5.0
 
 @final
 class SinkProcess:
-    """Rank 0 owns one, started after `config.yaml` is written and finished after `RunEnded` is in the log."""
+    """Owned by rank 0; started after `config.yaml` is written, finished after `RunEnded` is in the log."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None, log: Path) -> None:
         self._process = process
@@ -31,15 +31,15 @@ class SinkProcess:
 
     @classmethod
     def start(cls, run: RunDir) -> Self:
-        """Begin to send what the event log holds and will hold; a failure to start costs a warning, not the run."""
+        """Start sending the event log as it grows. If the process cannot start, only a warning is printed."""
         log = run.logs / "mlflow.log"
         log_bytes = run.events.stat().st_size if run.events.exists() else 0
-        words = [str(run.path), "--trainer", str(os.getpid()), "--log-bytes", str(log_bytes)]
+        args = [str(run.path), "--trainer", str(os.getpid()), "--log-bytes", str(log_bytes)]
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("ab") as output:
                 process = subprocess.Popen(
-                    processes.command(SINK_MODULE, *words),
+                    processes.command(SINK_MODULE, *args),
                     env=processes.environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
@@ -47,26 +47,26 @@ class SinkProcess:
                     start_new_session=True,
                 )
         except OSError as error:
-            _warn(f"cannot start the MLflow sink: {error}")
+            _warn(f"cannot start the MLflow sink process: {error}")
             return cls(None, log)
         return cls(process, log)
 
     def finish(self, wait_s: float) -> bool:
-        """Wait for the rest to be sent; False where it was not, and `mlflow_sink` can send it later."""
+        """Wait until everything is sent; False if it was not. `mlflow_sink` can send the rest later."""
         if self._process is None:
             return False
         try:
             sent = self._process.wait(timeout=wait_s) == 0
         except subprocess.TimeoutExpired:
             sent = False
-            _end(self._process)
+            _terminate(self._process)
         if not sent:
-            _warn(f"not everything reached MLflow: {last_line(self._log) or f'still sending after {wait_s:g} s'}")
+            _warn(f"some events were not sent to MLflow: {last_line(self._log) or f'still sending after {wait_s:g} s'}")
         return sent
 
 
 def last_line(path: Path) -> str:
-    """The last thing a log says; empty where it says nothing."""
+    """The last nonempty line of a file; empty if there is none."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:
@@ -74,7 +74,7 @@ def last_line(path: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _terminate(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(timeout=TERMINATE_WAIT_S)

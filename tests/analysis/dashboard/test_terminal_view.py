@@ -58,7 +58,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
         "  rank 1 on node0: train, iteration 37, 0 s ago",
         "",
         "last events",
-        "       40  intervention  ada ordered: lr 0.5 (too loud [31m)",
+        "       40  intervention  command of ada: lr 0.5 (too loud [31m)",
     ]
 
 

@@ -16,7 +16,7 @@ import pytest
 from harness.config.errors import ConfigError
 from harness.core.locking.file_lock import exclusive
 from harness.core.rundir import RunDir
-from harness.telemetry.tracking.parent_run import one_parent
+from harness.telemetry.tracking.parent_run import parent_lock
 from harness.telemetry.tracking.progress import sole_sender
 from harness.telemetry.tracking.store_uri import schema_lock
 from launch.sweeps.scheduler import sole_sweeper
@@ -101,7 +101,7 @@ USERS: dict[str, Callable[[Path], AbstractContextManager[None]]] = {
     "sender": sent,
     "sweep": swept,
     "store": lambda directory: schema_lock(f"sqlite:///{directory}/mlflow.db"),
-    "parent": lambda directory: one_parent(RunDir(directory)),
+    "parent": lambda directory: parent_lock(RunDir(directory)),
 }
 
 

@@ -1,4 +1,4 @@
-"""What is charted under which name."""
+"""Tests of the MLflow metrics of each event."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_a_step_has_its_metrics(make_step: MakeStep) -> None:
     }
 
 
-def test_what_is_not_known_is_not_sent(make_step: MakeStep) -> None:
+def test_unknown_values_are_not_sent(make_step: MakeStep) -> None:
     assert (
         not {"mfu", "memory_gb", "z_loss", "loss_scale", "param_norm", "v_norm", "in_fp8"}
         & metrics_of(make_step(0)).keys()
     )
 
 
-def test_what_is_not_finite_becomes_a_flag(make_step: MakeStep) -> None:
+def test_nonfinite_values_become_a_flag(make_step: MakeStep) -> None:
     metrics = metrics_of(make_step(0, loss=math.nan, grad_norm=math.inf, group_grad_norms={"head": -math.inf}))
     flags = {"loss_nonfinite", "grad_norm_nonfinite", "grad_norm/head_nonfinite"}
     assert {name for name in metrics if name.endswith("_nonfinite")} == flags
@@ -66,7 +66,7 @@ def test_what_is_not_finite_becomes_a_flag(make_step: MakeStep) -> None:
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_rarer_events(started: RunStarted) -> None:
+def test_other_events_have_their_metrics(started: RunStarted) -> None:
     evaluated = EvalRecord(time=0.0, iteration=1, step=1, loss=2.5, tokens=8)
     assert metrics_of(evaluated) == {"eval/loss": 2.5, "eval/tokens": 8.0}
     saved = CheckpointSaved(time=0.0, iteration=1, step=1, directory="d", seconds=0.5, blocked_s=0.1, bytes=2 * 10**9)

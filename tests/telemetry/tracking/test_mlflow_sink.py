@@ -1,4 +1,4 @@
-"""What reaches a real sqlite store: everything, once, under one run, whatever was interrupted."""
+"""Tests of the sink process with a real sqlite store: every event arrives once, under one run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from harness.telemetry.tracking.store_uri import tracking_uri
 MakeRun = Callable[..., tuple[RunDir, Config]]
 MakeStep = Callable[..., StepRecord]
 
-# MLflow's own use of its libraries is not ours to mend.
+# Deprecations inside MLflow are not ours to fix.
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("ready_store")]
 
 
@@ -55,7 +55,7 @@ def history(client: Any, run: Any, name: str) -> list[tuple[int, float, int]]:
 
 
 @pytest.mark.full
-def test_a_whole_run(make_run: MakeRun, make_step: MakeStep, started: RunStarted, ended: RunEnded) -> None:
+def test_a_whole_run_is_sent(make_run: MakeRun, make_step: MakeStep, started: RunStarted, ended: RunEnded) -> None:
     run, cfg = make_run("whole", experiment="tests")
     run.picture.write_bytes(b"png")
     run.manifest.write_text(json.dumps({"commit": "a" * 40, "starts": [{"commit": "b" * 40}]}))
@@ -83,7 +83,7 @@ def test_a_whole_run(make_run: MakeRun, make_step: MakeStep, started: RunStarted
     assert (run.path.parent / "mlartifacts").is_dir()
 
 
-def test_a_drill_is_scored_after_its_end(make_run: MakeRun, started: RunStarted, ended: RunEnded) -> None:
+def test_a_drill_score_is_sent_after_the_run_ended(make_run: MakeRun, started: RunStarted, ended: RunEnded) -> None:
     run, cfg = make_run("drill-nan_grad")
     append(run, started, ended)
     run.score_card.write_text("# passed")
@@ -124,7 +124,7 @@ def test_an_incident_is_a_tag_and_its_post_mortem_an_artifact(
     assert sent == ["incidents/001/1-loss.png", "incidents/001/postmortem.md"]
 
 
-def test_a_resumed_run_goes_on_under_its_id(
+def test_a_resumed_run_keeps_its_id(
     make_run: MakeRun, make_step: MakeStep, started: RunStarted, ended: RunEnded
 ) -> None:
     run, cfg = make_run()
@@ -154,7 +154,7 @@ def test_a_resumed_run_goes_on_under_its_id(
     assert [row[0] for row in history(client, third, "loss")] == [0, 1]
 
 
-def test_what_is_sent_twice_is_stored_once(make_run: MakeRun, make_step: MakeStep, ended: RunEnded) -> None:
+def test_a_batch_sent_twice_is_stored_once(make_run: MakeRun, make_step: MakeStep, ended: RunEnded) -> None:
     run, cfg = make_run()
     steps = [make_step(iteration) for iteration in range(100)]
     append(run, *steps)
@@ -170,7 +170,7 @@ def test_what_is_sent_twice_is_stored_once(make_run: MakeRun, make_step: MakeSte
     assert len(client.search_runs([seen.info.experiment_id])) == 1
 
 
-def test_a_torn_line_is_neither_sent_nor_in_the_way(make_run: MakeRun, make_step: MakeStep, ended: RunEnded) -> None:
+def test_a_torn_line_is_skipped(make_run: MakeRun, make_step: MakeStep, ended: RunEnded) -> None:
     run, cfg = make_run()
     append(run, make_step(0))
     with run.events.open("a") as file:
@@ -185,7 +185,7 @@ def test_a_torn_line_is_neither_sent_nor_in_the_way(make_run: MakeRun, make_step
     assert seen.info.status == "FINISHED"
 
 
-def test_a_run_whose_creation_was_never_confirmed_is_found_again(make_run: MakeRun, make_step: MakeStep) -> None:
+def test_a_run_whose_creation_was_not_confirmed_is_found(make_run: MakeRun, make_step: MakeStep) -> None:
     run, cfg = make_run()
     append(run, make_step(0))
     progress = load_progress(run, None)
@@ -197,7 +197,7 @@ def test_a_run_whose_creation_was_never_confirmed_is_found_again(make_run: MakeR
     assert len(client.search_runs([progress.experiment_id])) == 1
 
 
-def test_a_run_deleted_from_the_store_or_sent_to_another_starts_over(
+def test_a_run_is_sent_from_the_start_after_deletion_or_to_another_store(
     make_run: MakeRun, make_step: MakeStep, ended: RunEnded
 ) -> None:
     run, cfg = make_run()
@@ -214,7 +214,7 @@ def test_a_run_deleted_from_the_store_or_sent_to_another_starts_over(
     assert (moved.run_id, moved.offset) == (None, 0)
 
 
-def test_a_store_that_takes_half_a_batch_loses_nothing(
+def test_a_store_that_accepts_half_a_batch_loses_nothing(
     make_run: MakeRun, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow.tracking import MlflowClient
@@ -239,7 +239,7 @@ def test_a_store_that_takes_half_a_batch_loses_nothing(
 
 
 @pytest.mark.full
-def test_runs_that_start_at_once_share_one_fresh_database(
+def test_runs_that_start_together_share_one_new_database(
     ready_store: Path, make_run: MakeRun, make_step: MakeStep, ended: RunEnded
 ) -> None:
     ready_store.unlink()
@@ -256,7 +256,7 @@ def test_runs_that_start_at_once_share_one_fresh_database(
     assert {view.info.status for view in seen} == {"FINISHED"}
 
 
-def test_two_senders_by_hand_do_not_mix(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_sink_process_started_by_hand_exits(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     run, _ = make_run()
     with sole_sender(run, None) as first, sole_sender(run, None) as second:
         assert (first, second) == (True, False)
@@ -266,13 +266,13 @@ def test_two_senders_by_hand_do_not_mix(make_run: MakeRun, capsys: pytest.Captur
     assert "is not a run directory" in capsys.readouterr().err
 
 
-def test_the_sender_of_a_living_trainer_waits_for_the_one_before(make_run: MakeRun) -> None:
+def test_the_sink_process_of_a_living_trainer_waits_for_the_previous_one(make_run: MakeRun) -> None:
     run, _ = make_run()
     living, gone = Trainer(os.getppid(), 0), Trainer(-1, 0)
 
     def take(trainer: Trainer) -> bool:
-        with sole_sender(run, trainer) as alone:
-            return alone
+        with sole_sender(run, trainer) as is_sole:
+            return is_sole
 
     with ThreadPoolExecutor(2) as pool:
         with sole_sender(run, None):
@@ -282,7 +282,7 @@ def test_the_sender_of_a_living_trainer_waits_for_the_one_before(make_run: MakeR
         assert waiting.result(timeout=30) is True
 
 
-def test_a_hopeless_uri_is_told_from_a_silent_server(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_uri_differs_from_a_silent_server(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     hopeless, _ = make_run("hopeless", tracking_uri="bogus://nowhere")
     assert follow(hopeless, None) == 2
     assert "telemetry.tracking_uri" in capsys.readouterr().err

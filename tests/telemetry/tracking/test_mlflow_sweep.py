@@ -1,4 +1,4 @@
-"""A sweep in a real sqlite store: one run that unfolds into its jobs, whoever comes first and whatever fails."""
+"""Tests of a sweep in a real sqlite store: one parent run with a child run per job, in any order and after failures."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from launch.sweeps import multirun
 
 MakeStep = Callable[..., StepRecord]
 
-# MLflow's own use of its libraries is not ours to mend.
+# Deprecations inside MLflow are not ours to fix.
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("ready_store")]
 
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> tuple[Path, dict[str, RunDir]]:
-    """Three jobs laid out in the directory of their sweep, one of them refused."""
+    """A sweep of three jobs, one of them with an invalid config."""
     directory = tmp_path / "runs" / "many"
     jobs = [Job(name=f"optim.lr={lr}", overrides={"optim.lr": lr}) for lr in ("1", "2")]
     jobs.append(Job(name="optim.lr=-1", overrides={"optim.lr": "-1"}, problem="must be positive"))
@@ -71,19 +71,19 @@ def seen(directory: Path) -> dict[str, Any]:
     return {run.info.run_name: run for run in runs}
 
 
-def tell(run: RunDir, *events: StepRecord | RunStarted | RunEnded) -> None:
+def append_events(run: RunDir, *events: StepRecord | RunStarted | RunEnded) -> None:
     log = EventLog(run.events)
     for event in events:
         log.write(event)
     log.close()
 
 
-def test_jobs_lie_under_their_sweep(
+def test_jobs_are_nested_under_their_sweep(
     sweep: tuple[Path, dict[str, RunDir]], make_step: MakeStep, started: RunStarted, ended: RunEnded
 ) -> None:
     directory, runs = sweep
     first, second = runs.values()
-    tell(first, started, make_step(0), ended)
+    append_events(first, started, make_step(0), ended)
     assert follow(first, None) == 0
     found = seen(directory)
     assert set(found) == {"many", "optim.lr=1"}
@@ -93,36 +93,36 @@ def test_jobs_lie_under_their_sweep(
     assert PARENT_TAG not in parent.data.tags
 
     write(directory, [Job(name=name, overrides={"optim.lr": name[-1]}) for name in runs])
-    tell(second, started, make_step(0), replace(ended, exit_code=EXIT_INTERRUPTED))
+    append_events(second, started, make_step(0), replace(ended, exit_code=EXIT_INTERRUPTED))
     assert follow(second, None) == 0
     found = seen(directory)
     assert {found[name].data.tags[PARENT_TAG] for name in runs} == {parent.info.run_id}
     assert (found["many"].info.run_id, found["many"].info.status) == (parent.info.run_id, "KILLED")
 
-    tell(second, started, make_step(1), ended)
+    append_events(second, started, make_step(1), ended)
     assert follow(second, None) == 0
     assert seen(directory)["many"].info.status == "FINISHED"
 
 
-def test_the_launcher_has_the_last_word(sweep: tuple[Path, dict[str, RunDir]], started: RunStarted) -> None:
+def test_the_launcher_sets_the_final_status(sweep: tuple[Path, dict[str, RunDir]], started: RunStarted) -> None:
     directory, runs = sweep
-    tell(next(iter(runs.values())), started)
+    append_events(next(iter(runs.values())), started)
     assert main([str(directory)]) == 0
     assert {name: run.info.status for name, run in seen(directory).items()} == {"many": "FAILED"}
 
 
-def test_a_run_beside_a_sweep_is_none_of_its_jobs(
+def test_a_run_beside_a_sweep_is_not_one_of_its_jobs(
     sweep: tuple[Path, dict[str, RunDir]], started: RunStarted, ended: RunEnded
 ) -> None:
     directory, _ = sweep
     stranger = lay_out(directory, Job(name="stranger"))
-    tell(stranger, started, ended)
+    append_events(stranger, started, ended)
     assert follow(stranger, None) == 0
     assert {name: PARENT_TAG in run.data.tags for name, run in seen(directory).items()} == {"stranger": False}
 
 
 @pytest.mark.full
-def test_a_silent_server_costs_a_line_and_no_more(
+def test_a_silent_server_causes_one_warning(
     sweep: tuple[Path, dict[str, RunDir]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     directory, _ = sweep

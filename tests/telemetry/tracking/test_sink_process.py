@@ -1,4 +1,4 @@
-"""The sender as the trainer knows it: a real process, a real server that dies, a trainer that dies."""
+"""Tests of the sink process from the trainer's side, with servers and trainers that die."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from launch.local.ports import reserved_port
 MakeRun = Callable[..., tuple[RunDir, Config]]
 MakeStep = Callable[..., StepRecord]
 
-# MLflow's own use of its libraries is not ours to mend.
+# Deprecations inside MLflow are not ours to fix.
 pytestmark = [
     pytest.mark.full,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -40,12 +40,12 @@ pytestmark = [
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        assert time.monotonic() < deadline, f"timed out: {what}"
         time.sleep(0.1)
 
 
 def iterations(cfg: Config, run: RunDir) -> list[int]:
-    """The iterations whose loss MLflow has; empty while it has no run."""
+    """Iterations whose loss MLflow has; empty while it has no run."""
     run_id = load_progress(run, None).run_id if run.mlflow.exists() else None
     if run_id is None:
         return []
@@ -76,7 +76,7 @@ def process_of(sink: SinkProcess) -> subprocess.Popen[bytes]:
 
 @final
 class Server:
-    """`mlflow server` on loopback, over a database that outlives it."""
+    """`mlflow server` on loopback, with a database that persists."""
 
     def __init__(self, directory: Path, port: int) -> None:
         self.port = port
@@ -112,7 +112,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Server]:
-    """Not running yet: it takes seconds to start, and each test says when."""
+    """A server that is not started yet: that takes seconds, and each test starts it when it needs it."""
     directory = tmp_path_factory.mktemp("server")
     shutil.copy(empty_store, directory / "server.db")
     with reserved_port() as port:
@@ -121,7 +121,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Itera
         server.kill()
 
 
-def test_what_a_dead_server_did_not_take_is_sent_later(
+def test_events_that_a_dead_server_missed_are_sent_later(
     server: Server, make_run: MakeRun, make_step: MakeStep, ended: RunEnded, capfd: pytest.CaptureFixture[str]
 ) -> None:
     server.kill()
@@ -131,10 +131,10 @@ def test_what_a_dead_server_did_not_take_is_sent_later(
     log.write(make_step(0))
     log.write(ended)
     log.close()
-    wait_until(lambda: "next try in" in last_line(run.logs / "mlflow.log"), "the sender has met the silence")
+    wait_until(lambda: "next try in" in last_line(run.logs / "mlflow.log"), "the sink process notices the dead server")
     assert not sink.finish(wait_s=0)
     assert process_of(sink).returncode == -signal.SIGTERM
-    assert "warning: not everything reached MLflow" in capfd.readouterr().err
+    assert "warning: some events were not sent to MLflow" in capfd.readouterr().err
     assert load_progress(run, None).offset == 0
     server.start()
     assert follow(run, None) == 0
@@ -142,7 +142,7 @@ def test_what_a_dead_server_did_not_take_is_sent_later(
     assert status(cfg, run) == "FINISHED"
 
 
-def test_a_server_that_dies_and_comes_back_has_everything_once(
+def test_a_restarted_server_has_everything_once(
     server: Server, make_run: MakeRun, make_step: MakeStep, started: RunStarted, ended: RunEnded
 ) -> None:
     from mlflow.tracking import MlflowClient
@@ -188,13 +188,15 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     trainer = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=30)
     assert trainer.returncode == -signal.SIGKILL
-    sender = Path("/proc") / trainer.stdout.decode().strip()
-    wait_until(lambda: not sender.exists() or "State:\tZ" in (sender / "status").read_text(), "the sender is gone")
+    process = Path("/proc") / trainer.stdout.decode().strip()
+    wait_until(
+        lambda: not process.exists() or "State:\tZ" in (process / "status").read_text(), "the sink process is gone"
+    )
     assert iterations(cfg, run) == [0]
     assert status(cfg, run) == "FAILED"
 
 
-def test_neither_an_old_last_word_nor_an_interrupt_ends_the_sender(
+def test_an_old_run_ended_event_or_an_interrupt_does_not_end_the_sink_process(
     make_run: MakeRun, make_step: MakeStep, ended: RunEnded
 ) -> None:
     run, cfg = make_run()
@@ -214,16 +216,16 @@ def test_neither_an_old_last_word_nor_an_interrupt_ends_the_sender(
     assert iterations(cfg, run) == [0, 1]
 
 
-def test_a_sender_that_cannot_start_costs_a_warning(
+def test_a_sink_process_that_cannot_start_causes_a_warning(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, _ = make_run()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert not SinkProcess.start(run).finish(wait_s=60)
-    assert "warning: cannot start the MLflow sink" in capfd.readouterr().err
+    assert "warning: cannot start the MLflow sink process" in capfd.readouterr().err
 
 
-def test_the_sender_is_light() -> None:
+def test_the_sink_process_imports_no_heavy_module_at_start() -> None:
     tracking = "harness.telemetry.tracking"
     program = f"import sys, {tracking}.sink_process, {tracking}.mlflow_sink; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
