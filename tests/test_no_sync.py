@@ -23,7 +23,7 @@ from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
 from harness.distributed.fsdp import WatchedScatter
 from harness.distributed.world import rank_from_environment
-from harness.faults.site import watched
+from harness.faults.site import intercept
 from harness.precision.fp8.emulation import Emulated
 from harness.run import Ending, Run
 from tests.distributed import cases
@@ -153,15 +153,15 @@ def in_reduce_scatter(run: Run) -> None:
 
 
 def in_gate(run: Run) -> None:
-    run.parts.gate = watched(run.parts.gate, "judge", lambda: plant_all(torch.ones(4)), first=True)
+    run.parts.gate = intercept(run.parts.gate, "judge", lambda: plant_all(torch.ones(4)), first=True)
 
 
 def in_update(run: Run) -> None:
-    run.parts.update = watched(run.parts.update, "apply", lambda: plant_all(torch.ones(4)), first=True)
+    run.parts.update = intercept(run.parts.update, "apply", lambda: plant_all(torch.ones(4)), first=True)
 
 
 def in_mailbox(run: Run) -> None:
-    run.parts.mailbox = watched(run.parts.mailbox, "post", lambda: plant_all(torch.ones(4)), first=True)
+    run.parts.mailbox = intercept(run.parts.mailbox, "post", lambda: plant_all(torch.ones(4)), first=True)
 
 
 def in_snapshot(run: Run) -> None:

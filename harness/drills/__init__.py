@@ -1,1 +1,1 @@
-"""Drills: a run with a fault, its clean twin, and the card that says how the run answered."""
+"""Drills: a run with injected faults, its clean twin, and the score card."""

@@ -1,9 +1,9 @@
-"""Where drills lie on disk: which directories may be replaced, how one is laid out, and which twin may serve again.
+"""Directories of drills: creates and replaces them, and reuses finished twins.
 
     runs/drill-NAME/   runs/drill-NAME-twin/   runs/campaign-SEED/{twin, round-NNN}/
 
-How: a twin is a pure function of its configuration, the code and the machine. `twin.json` holds the digest of the
-three, so a finished twin of the same digest stands in for a new one, by copy.
+A twin is a pure function of its configuration, the code and the machine. `twin.json` holds a digest of the three, so a
+finished twin with the same digest is copied instead of trained again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from harness.core.locking import run_lease
 from harness.core.rundir import RunDir, write_atomically
 
 TWIN = "twin.json"
-NOT_OF_A_TWIN = (
+NOT_IN_TWIN_KEY = (
     "run.name",
     "run.dir",
     "telemetry.",
@@ -36,28 +36,28 @@ NOT_OF_A_TWIN = (
     "launch.start_within_s",
     "parallel.timeout_s",
 )
-"""Keys in which a run and its twin may differ: who it is, who is told, and how long one waits."""
+"""Keys that do not change what a twin computes: name, place, telemetry and timeouts."""
 
 
 def configure(train: Sequence[str], overrides: Sequence[str]) -> Config:
-    """The training of a drill; the command line has the last word, but for the name."""
+    """Compose the training config of a drill; overrides of the command line come last."""
     cfg = compose.load([*train, *overrides])
-    require(cfg.run.name is None, "run.name", "is not yours to choose: a drill is named after its scenario")
-    require(not cfg.launch.dry_run, "launch.dry_run", "there is nothing to print: a drill is two runs")
+    require(cfg.run.name is None, "run.name", "must not be set: a drill is named after its scenario")
+    require(not cfg.launch.dry_run, "launch.dry_run", "must be false: a drill starts two real runs")
     return cfg
 
 
 def check_replaceable(run: RunDir) -> None:
-    """Refuse to touch what is no drill's, and a drill that is running."""
+    """Raise ConfigError if the directory exists and is not a drill, or is a drill that is running."""
     run_lease.require_free(run.path, wait=False)
-    mine = (run.drill, run.path / TWIN)
+    marks = (run.drill, run.path / TWIN)
     is_free = not run.path.exists() or (run.path.is_dir() and not any(run.path.iterdir()))
-    if not is_free and not any(mark.is_file() for mark in mine):
-        raise ConfigError("run.dir", f"{run.path} is there and is no drill; move it away, or choose another run.dir")
+    if not is_free and not any(mark.is_file() for mark in marks):
+        raise ConfigError("run.dir", f"{run.path} exists and is not a drill; move it away, or choose another run.dir")
 
 
-def lay_out(cfg: Config, run: RunDir) -> None:
-    """An empty run of this configuration, in the place of an earlier drill."""
+def create_directory(cfg: Config, run: RunDir) -> None:
+    """Create an empty run of this configuration; replaces an earlier drill."""
     check_replaceable(run)
     shutil.rmtree(run.path, ignore_errors=True)
     write_config(cfg, run)
@@ -68,14 +68,14 @@ def write_config(cfg: Config, run: RunDir) -> None:
     rundir.prepare(named, run)
 
 
-def lay_out_twin(cfg: Config, run: RunDir) -> bool:
-    """A twin in its place: True where it is trained already, here or in a directory beside, which is then copied."""
+def prepare_twin(cfg: Config, run: RunDir) -> bool:
+    """Create the directory of a twin. True: it is trained already, here or as a copy of an equal twin."""
     quiet = replace(cfg, telemetry=replace(cfg.telemetry, mlflow=False))
     key = twin_key(quiet)
     check_replaceable(run)
     found = find_twin(run, key)
     if found is None:
-        lay_out(quiet, run)
+        create_directory(quiet, run)
         write_atomically(run.path / TWIN, json.dumps({"key": key}) + "\n")
         return False
     if found.path != run.path:
@@ -86,14 +86,14 @@ def lay_out_twin(cfg: Config, run: RunDir) -> bool:
 
 
 def copy_run(source: RunDir, target: RunDir) -> None:
-    """All of a finished run; checkpoints, which nobody writes to, as second names of the same files."""
+    """Copy a finished run. Checkpoints are hard links, because they are never written to again."""
     shutil.copytree(source.path, target.path, ignore=shutil.ignore_patterns(source.checkpoints.name))
     if source.checkpoints.is_dir():
         shutil.copytree(source.checkpoints, target.checkpoints, copy_function=os.link)
 
 
 def find_twin(run: RunDir, key: str) -> RunDir | None:
-    """A finished twin of this digest: the one in this place, or any beside it or one level above."""
+    """A finished twin with this digest: this directory, one beside it, or one beside its parent."""
     marks = [run.path / TWIN, *run.path.parent.glob(f"*/{TWIN}"), *run.path.parent.parent.glob(f"*/{TWIN}")]
     for mark in marks:
         twin = RunDir(mark.parent)
@@ -110,11 +110,11 @@ def _key_in(mark: Path) -> str | None:
 
 
 def has_finished(run: RunDir) -> bool:
-    """Whether a run came to its end at its first start."""
+    """Whether a run finished in its first start."""
     if not run.events.exists():
         return False
-    told = [event for event in events.read(run.events) if isinstance(event, RunStarted | RunEnded)]
-    match told:
+    found = [event for event in events.read(run.events) if isinstance(event, RunStarted | RunEnded)]
+    match found:
         case [RunStarted(), RunEnded(exit_code=code)]:
             return code == EXIT_DONE
         case _:
@@ -122,16 +122,16 @@ def has_finished(run: RunDir) -> bool:
 
 
 def twin_key(cfg: Config) -> str:
-    """Equal where a twin would come out the same: configuration, code, machine."""
+    """Digest of configuration, code and machine; equal digests mean equal twins."""
     tree = compose.flat(compose.plain(cfg))
-    kept: dict[str, Any] = {key: value for key, value in tree.items() if not key.startswith(NOT_OF_A_TWIN)}
-    words = json.dumps([kept, code_digest(), socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")])
-    return hashlib.sha256(words.encode()).hexdigest()
+    kept: dict[str, Any] = {key: value for key, value in tree.items() if not key.startswith(NOT_IN_TWIN_KEY)}
+    text = json.dumps([kept, code_digest(), socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def code_digest() -> str:
-    """Of every module of the package, committed or not."""
-    root, joined = Path(harness.__file__).parent, hashlib.sha256()
+    """Digest of every module of the package, committed or not."""
+    root, digest = Path(harness.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        joined.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return joined.hexdigest()
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -1,10 +1,10 @@
-"""What a drill leaves behind: the run directory as the score card reads it, long after the processes are gone.
+"""Reads and writes `drill.json`, and gathers the evidence of a drill from its run directory.
 
-    runs/drill-NAME/        a run like any other, with drill.json and faults.jsonl
-    runs/drill-NAME-twin/   the same run with nothing broken; twin.json marks it
+    runs/drill-NAME/        a normal run, with drill.json and faults.jsonl
+    runs/drill-NAME-twin/   the same run without faults, marked by twin.json
 
-How: `drill.json` holds the scenario, the plan, the name of the twin, and how each start ended and what the launcher
-said of it; the worker reads the plan, the runner appends the starts. `gather` reads a directory into plain data.
+`drill.json` holds the scenario, the fault plan, the name of the twin, and the exit code and launcher output of each
+start. The worker reads the plan; the runner appends the starts. `gather` reads a directory into plain data.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from harness.telemetry.console import event_line
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """One start of a run, as whoever started it saw it."""
+    """One start of a run, as seen by the drill runner."""
 
     exit_code: int
-    """Negative: the signal that ended the launcher itself."""
+    """Exit code of the launcher; negative: the signal that killed it."""
     said: list[str] = field(default_factory=list)
-    """The launcher's own lines, without what the ranks print."""
+    """Output lines of the launcher, without those of the ranks."""
     seconds: float = 0.0
+    """Duration of the start."""
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class DrillRecord:
-    """What `drill.json` holds."""
+    """Content of `drill.json`."""
 
     name: str
     scenario: Scenario
@@ -49,7 +50,7 @@ class DrillRecord:
     """Name of the directory beside this one."""
     starts: list[Start] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What the runner found out and the card must tell."""
+    """Observations of the runner, shown on the score card."""
 
     def write(self, run: RunDir) -> None:
         tree = {
@@ -64,10 +65,10 @@ class DrillRecord:
 
 
 def read_drill_record(run: RunDir) -> DrillRecord:
-    """The drill that a directory holds."""
+    """Read the drill record of a directory."""
     plan = read_plan(run)
     if plan is None:
-        raise ConfigError(str(run.path), f"is no drill: it has no {run.drill.name}")
+        raise ConfigError(str(run.path), f"is not a drill: it has no {run.drill.name}")
     try:
         tree = json.loads(run.drill.read_text(encoding="utf-8"))
         return DrillRecord(
@@ -83,30 +84,30 @@ def read_drill_record(run: RunDir) -> DrillRecord:
 
 
 def _starts(tree: dict[str, Any]) -> list[Start]:
-    return [Start(**each) for each in tree.get("starts", [])]
+    return [Start(**start) for start in tree.get("starts", [])]
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillEvidence:
-    """One run, as far as a score needs it."""
+    """Everything that a score needs from one run."""
 
     events: list[Event]
     faults: list[FaultInjected] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What the runner found out."""
+    """Observations of the runner."""
     batch_tokens: int = 0
     num_excluded: int = 0
-    """Batches that the ledger excludes for good."""
+    """Batches that the ledger excludes."""
 
     def of(self, *kinds: type[Event]) -> Iterator[Any]:
         """Events of these kinds, in order."""
         return (event for event in self.events if isinstance(event, kinds))
 
     @property
-    def is_alone(self) -> bool:
-        """One rank: there is nobody else to blame, and nothing to compare it with."""
+    def is_single_rank(self) -> bool:
+        """Whether world_size is 1: the affected rank is known without detection."""
         return any(event.world_size == 1 for event in self.of(RunStarted))
 
     @property
@@ -115,19 +116,19 @@ class DrillEvidence:
 
     @property
     def end(self) -> RunEnded | None:
-        """The last word of the last start; None where it died without one."""
+        """The `run_ended` event of the last start; None if it died without one."""
         last = next((event for event in reversed(self.events) if isinstance(event, RunEnded | RunStarted)), None)
         return last if isinstance(last, RunEnded) else None
 
     @property
     def step(self) -> int:
-        """How far it came."""
+        """Updates applied at the end."""
         last = self.end or next(reversed(self.records), None)
         return 0 if last is None else last.step
 
     @property
     def num_steps(self) -> int:
-        """How far it should have come."""
+        """Updates that the run should apply."""
         return next((started.num_steps for started in self.of(RunStarted)), 0)
 
     @property
@@ -136,7 +137,7 @@ class DrillEvidence:
 
     @property
     def exit_code(self) -> int | None:
-        """Of the last start; a launcher that was killed left none of its own."""
+        """Exit code of the last start: from the run's log, else from its launcher."""
         if self.end is not None:
             return self.end.exit_code
         return self.starts[-1].exit_code if self.starts else None
@@ -147,13 +148,13 @@ class DrillEvidence:
 
     @property
     def last_numbers(self) -> tuple[float | int | None, ...] | None:
-        """What two runs that did the same have in common, bit for bit; times are not."""
+        """The last step and losses, which are bit-identical in two runs that computed the same."""
         last = next(reversed(self.records), None)
         return None if last is None else (last.step, last.cursor, last.loss, last.grad_norm, self.held_out_loss)
 
     @property
     def restart_s(self) -> float:
-        """From the last sign of life of each start to the first step of the next."""
+        """Seconds from the last event of each start to the first step of the next start, summed."""
         kept = [event for event in self.events if isinstance(event, RunStarted | StepRecord | RunEnded)]
         total_s, last_s, is_new = 0.0, None, False
         for event in kept:
@@ -167,13 +168,13 @@ class DrillEvidence:
 
     @property
     def said(self) -> list[str]:
-        """Every line that an operator would have read: the run's own notices, the launcher's and the runner's words."""
+        """Every line that an operator would have seen: of the run, the launcher and the runner."""
         own = [line for event in self.events if (line := event_line(event)) is not None]
         return [*own, *(line for start in self.starts for line in start.said), *self.notes]
 
 
 def gather(run: RunDir) -> DrillEvidence:
-    """What lies in a run directory; `ConfigError` where it is none."""
+    """Read the evidence of a run directory. Raises ConfigError if it is not one."""
     cfg = compose.read(run.config)
     record = json.loads(run.drill.read_text(encoding="utf-8")) if run.drill.exists() else {}
     faults = events.read(run.faults) if run.faults.exists() else ()

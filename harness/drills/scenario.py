@@ -1,7 +1,7 @@
-"""A scenario: what is broken, what is expected of the run, and within which bounds; types for `conf/drill/*.yaml`.
+"""Drill scenarios, the types of `conf/drill/*.yaml`: fault, expected reaction, bounds.
 
-How: `conf/drill/base.yaml` holds what all share, a scenario's own file what is different; its `train` follows that of
-the base. Overrides of the command line that begin with `drill.` change the scenario, all others the training.
+`conf/drill/base.yaml` holds the common values, each scenario file its own; the `train` overrides of a scenario follow
+those of the base. Overrides of the command line that start with `drill.` change the scenario, all others the training.
 """
 
 from __future__ import annotations
@@ -18,55 +18,56 @@ from harness.core.events import ActionKind, FindingKind
 from harness.faults.plan import Fault, FaultPlan
 
 GROUP = "drill"
-"""The folder of `conf/`, and what the overrides of a scenario begin with."""
+"""The folder in `conf/`, and the prefix of scenario overrides."""
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class Expected:
-    """What a run should find and do."""
+    """The expected reaction of a run."""
 
     findings: list[FindingKind] = field(default_factory=list)
-    """Any of them counts as detected; empty: the sentinel is to find nothing, as when a process is killed."""
+    """Any of these counts as detected; empty: no finding is expected, as when a process is killed."""
     notices: list[str] = field(default_factory=list)
-    """What the launcher or the run must have said, in these words, each of them; {rank} is the rank that was struck."""
+    """Texts that must all occur in the output of the launcher or the run; {rank} is the affected rank."""
     names_rank: bool = False
-    """A finding, or else a notice, names the rank that was struck."""
+    """A finding, or else a notice, must name the affected rank."""
     groups: list[str] = field(default_factory=list)
-    """Layer groups that a finding must name, these and no others; empty: none."""
+    """Layer groups that a finding must name, exactly these; empty: not checked."""
     actions: list[ActionKind] = field(default_factory=list)
-    """Those taken, watching and checking left out, must be among these, and the first of them must be the first; empty:
-    none may be taken."""
+    """Allowed actions, watch and check aside; the first action must be the first of these. Empty: no action is
+    allowed."""
     starts: int = 1
-    """How often the run is started until it is done."""
+    """Number of starts until the run is done."""
     exit_code: int = 0
-    """Of the last start."""
+    """Exit code of the last start."""
 
     def __post_init__(self) -> None:
         require(self.starts >= 1, "drill.expected.starts", f"must be at least 1, got {self.starts}")
         valid = not self.names_rank or bool(self.findings or self.notices)
-        require(valid, "drill.expected.names_rank", "needs drill.expected.findings or notices that could name it")
+        message = "must be false without drill.expected.findings or drill.expected.notices"
+        require(valid, "drill.expected.names_rank", message)
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class Bounds:
-    """Where a number must stay; null: anywhere."""
+    """Upper limits of the measurements; null: no limit."""
 
     latency_steps: float | None = None
-    """Iterations from the strike to the first expected finding."""
+    """Iterations from the first strike to the first expected finding."""
     steps_lost: float | None = None
-    """Steps trained again or refused."""
+    """Steps that were trained again or rejected."""
     seconds: float | None = None
-    """Spent on recovery: in restores, or from the end of one start to the first new step of the next."""
+    """Recovery time: restores, and from the end of one start to the first step of the next."""
     loss_gap: float | None = None
-    """Nats of held-out loss at the end above the twin's."""
+    """Held-out loss at the end minus that of the twin, in nats per token."""
     identical: bool = False
-    """The last loss equals the twin's, bit for bit."""
+    """The last losses must equal those of the twin bit for bit."""
     false_alarms: int = 0
     """Findings in the twin."""
     excluded: int | None = None
-    """Batches that are excluded for good."""
+    """Batches that the ledger excludes."""
 
     def __post_init__(self) -> None:
         for name in ("latency_steps", "steps_lost", "seconds", "loss_gap"):
@@ -78,17 +79,19 @@ class Bounds:
 @final
 @dataclass(slots=True, kw_only=True)
 class Scenario:
+    """One drill: the fault, the expected reaction and its bounds."""
+
     summary: str
     """One line for `harness drill list`."""
     fault: Fault
     expected: Expected
     bounds: Bounds
     train: list[str]
-    """Overrides of the training that the fault needs; the command line has the last word."""
+    """Training overrides that the fault needs; overrides of the command line come after them."""
     seed: int = 0
-    """Of what the fault leaves to chance."""
+    """Seed of the random choices of the fault."""
     limit_s: float = 600.0
-    """How long one start may take before it is killed."""
+    """Seconds after which a start is killed."""
 
     def __post_init__(self) -> None:
         require(0 < self.limit_s < math.inf, "drill.limit_s", f"must be positive, got {self.limit_s}")
@@ -102,27 +105,27 @@ class Scenario:
 
 
 def names() -> tuple[str, ...]:
-    """All scenarios there are."""
+    """Names of all scenarios."""
     return compose.options_of(GROUP)
 
 
 def load(name: str, overrides: Sequence[str] = ()) -> Scenario:
-    """A scenario by its name, changed by those overrides that begin with `drill.`."""
+    """Load a scenario by name, with the overrides that start with `drill.`; others are ignored."""
     if name not in names():
         close = difflib.get_close_matches(name, names(), n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(GROUP, f"no {name!r}; choose among {', '.join(names())}, or all{hint}")
+        raise ConfigError(GROUP, f"no scenario {name!r}; choose one of {', '.join(names())}, or all{hint}")
     folder = compose.conf_dir() / GROUP
-    base, own = (compose.read_tree(folder / f"{each}.yaml") for each in (compose.BASE, name))
+    base, own = (compose.read_tree(folder / f"{stem}.yaml") for stem in (compose.BASE, name))
     own["train"] = [*base.get("train", []), *own.get("train", [])]
-    return compose.typed(Scenario, GROUP, [base, own], [each for each in overrides if is_of_scenario(each)])
+    return compose.typed(Scenario, GROUP, [base, own], [text for text in overrides if changes_scenario(text)])
 
 
-def is_of_scenario(override: str) -> bool:
-    """Whether an override changes the scenario, and not the training."""
+def changes_scenario(override: str) -> bool:
+    """Whether an override changes the scenario rather than the training."""
     return override.lstrip("+~").startswith(f"{GROUP}.")
 
 
 def from_tree(tree: Mapping[str, Any]) -> Scenario:
-    """A scenario as it lies in `drill.json`."""
+    """A scenario from its form in `drill.json`."""
     return compose.typed(Scenario, GROUP, [tree], [])

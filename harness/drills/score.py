@@ -1,10 +1,10 @@
-"""How a run answered what was injected: a pure function of the two run directories, the victim's and its twin's.
+"""Scores a drill: a pure function of two run directories, the victim's and its twin's.
 
-How: `score` measures, `judge` holds what was measured against the scenario. What a scenario asks for and could not be
-measured counts as broken: a drill whose fault never struck, or whose twin is missing, must not look like a success.
-A step is lost when it was trained or tried and does not count in the end: steps told minus steps reached. So a refusal,
-a rewind, a rollback and a killed start are counted alike; the one or two steps that a killed run had not told are not.
-Left out: findings of `slow` in the twin. They speak of the machine, not of the run, and are told as remarks.
+`score` measures; `check_bounds` compares the measurements with the scenario. A bound that could not be measured fails:
+a drill whose fault never struck, or whose twin is missing, must not pass.
+Lost steps are step records minus the final step. A rejected update, a rewind, a rollback and a killed start count
+alike; the one or two steps that a killed run had not logged yet do not count.
+Left out: `slow` findings in the twin. They are caused by the machine, and are shown as remarks.
 """
 
 from __future__ import annotations
@@ -24,33 +24,35 @@ from harness.faults.plan import Fault
 
 
 class BoundStatus(StrEnum):
+    """Whether a bound holds."""
+
     held = "held"
     broken = "broken"
     unmeasured = "not measured"
-    """Asked for, and there was nothing to measure."""
+    """The scenario sets a bound, but there was nothing to measure."""
     free = "free"
-    """Not asked for."""
+    """The scenario sets no bound."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """One line of the card."""
+    """One line of the score card."""
 
     name: str
     measured: float | bool | None
     wanted: str
-    """In words; empty: anything."""
+    """The bound as text; empty: no bound."""
     verdict: BoundStatus
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What was measured; None: there was nothing to measure."""
+    """The measurements of a drill; None: there was nothing to measure."""
 
     struck: int
-    """How often the fault struck."""
+    """Number of strikes of the fault."""
     detected: bool | None
     latency_steps: int | None
     right_rank: bool | None
@@ -65,10 +67,10 @@ class Score:
     starts: int
     exit_code: int | None
     survived: bool
-    """It ended as it should: with all steps done and a finite loss, or halted where that was the right answer."""
+    """The run ended as expected: all steps done with a finite loss, or halted if the scenario expects that."""
     remarks: list[str] = field(default_factory=list)
     excluded: int = 0
-    """Batches that are excluded for good."""
+    """Batches that the ledger excludes."""
 
 
 @final
@@ -98,7 +100,7 @@ class Card:
 
 
 def score_run(run: RunDir) -> Card:
-    """The card of a drill that lies on disk, as often as one likes."""
+    """Score a drill from its directory; can be repeated at any time."""
     record = read_drill_record(run)
     twin_run = RunDir(run.path.parent / record.twin)
     twin = gather(twin_run) if twin_run.config.exists() else None
@@ -107,18 +109,18 @@ def score_run(run: RunDir) -> Card:
         scenario=record.name,
         summary=record.scenario.summary,
         score=measured,
-        bounds=judge(record.scenario, measured),
+        bounds=check_bounds(record.scenario, measured),
     )
 
 
 def score(scenario: Scenario, victim: DrillEvidence, twin: DrillEvidence | None) -> Score:
-    """Measure one drill."""
+    """Compute the measurements of one drill."""
     expected, fault = scenario.expected, scenario.fault
     detection = detect(expected, fault, 0, victim)
     steps_lost = len(victim.records) - victim.step
-    finished = victim.exit_code != EXIT_DONE or (victim.step == victim.num_steps > 0 and has_sound_end(victim))
+    finished = victim.exit_code != EXIT_DONE or (victim.step == victim.num_steps > 0 and has_finite_loss(victim))
     return Score(
-        struck=len(strikes(victim, 0)),
+        struck=len(find_strikes(victim, 0)),
         detected=detection.found,
         latency_steps=detection.latency_steps,
         right_rank=detection.right_rank,
@@ -129,11 +131,11 @@ def score(scenario: Scenario, victim: DrillEvidence, twin: DrillEvidence | None)
         seconds=round(sum(outcome.seconds for outcome in victim.of(Outcome)) + victim.restart_s, 3),
         loss_gap=loss_gap(victim, twin),
         identical=None if twin is None else victim.last_numbers == twin.last_numbers,
-        false_alarms=None if twin is None else len(alarms(twin)),
+        false_alarms=None if twin is None else len(find_false_alarms(twin)),
         starts=victim.num_starts,
         exit_code=victim.exit_code,
         survived=victim.exit_code == expected.exit_code and finished,
-        remarks=remarks(expected, victim, twin, since=detection.since),
+        remarks=list_remarks(expected, victim, twin, since=detection.since),
         excluded=victim.num_excluded,
     )
 
@@ -141,10 +143,10 @@ def score(scenario: Scenario, victim: DrillEvidence, twin: DrillEvidence | None)
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detection:
-    """How one fault was noticed."""
+    """How one fault was detected."""
 
     since: int
-    """The iteration of its first strike."""
+    """The iteration of its first strike; 0: it never struck."""
     found: bool | None = None
     latency_steps: int | None = None
     right_rank: bool | None = None
@@ -152,20 +154,20 @@ class Detection:
 
 
 def detect(expected: Expected, fault: Fault, number: int, victim: DrillEvidence) -> Detection:
-    """Whether and how a run noticed the fault at one place of its plan."""
-    struck = strikes(victim, number)
+    """Whether and how a run detected one fault of its plan."""
+    struck = find_strikes(victim, number)
     if not struck:
         return Detection(since=0)
     since, rank = struck[0].iteration, struck[0].rank
     if not expected.findings and not expected.notices:
         return Detection(since=since)
-    found = [each for each in victim.of(Finding) if each.kind in expected.findings and each.iteration >= since]
+    found = [item for item in victim.of(Finding) if item.kind in expected.findings and item.iteration >= since]
     lines = victim.said
-    noticed = [any(words.format(rank=rank) in line for line in lines) for words in expected.notices]
-    told_by_finding = [set(each.ranks) == {rank} for each in found if each.ranks][:1]
-    told_by_notice = [seen for seen, words in zip(noticed, expected.notices, strict=True) if "{rank}" in words]
-    layers = [set(each.groups) == set(expected.groups) for each in found]
-    names_rank = victim.is_alone or any(told_by_finding or told_by_notice)
+    noticed = [any(text.format(rank=rank) in line for line in lines) for text in expected.notices]
+    named_by_finding = [set(item.ranks) == {rank} for item in found if item.ranks][:1]
+    named_by_notice = [seen for seen, text in zip(noticed, expected.notices, strict=True) if "{rank}" in text]
+    layers = [set(item.groups) == set(expected.groups) for item in found]
+    names_rank = victim.is_single_rank or any(named_by_finding or named_by_notice)
     return Detection(
         since=since,
         found=(bool(found) or not expected.findings) and all(noticed),
@@ -175,66 +177,66 @@ def detect(expected: Expected, fault: Fault, number: int, victim: DrillEvidence)
     )
 
 
-def strikes(victim: DrillEvidence, number: int) -> list[Any]:
-    """When the fault at one place of the plan struck, and whom."""
-    return sorted((each for each in victim.faults if each.number == number), key=lambda each: each.iteration)
+def find_strikes(victim: DrillEvidence, number: int) -> list[Any]:
+    """The strikes of one fault of the plan, in order."""
+    return sorted((strike for strike in victim.faults if strike.number == number), key=lambda strike: strike.iteration)
 
 
 def actions_since(victim: DrillEvidence, iteration: int) -> list[ActionKind]:
-    """What was done from an iteration on; watching and checking change nothing and are left out."""
-    taken = (each for each in victim.of(Action) if each.iteration >= iteration)
-    return [each.kind for each in taken if each.kind not in (ActionKind.watch, ActionKind.check)]
+    """Kinds of the actions from an iteration on, without watch and check, which change nothing."""
+    taken = (action for action in victim.of(Action) if action.iteration >= iteration)
+    return [action.kind for action in taken if action.kind not in (ActionKind.watch, ActionKind.check)]
 
 
 def is_right(expected: Sequence[ActionKind], taken: Sequence[ActionKind]) -> bool:
-    """The first answer is the expected one, and no other kind of answer follows than those expected."""
+    """Whether the first action is the first expected one, and all others are among the expected ones."""
     return list(taken[:1]) == list(expected[:1]) and set(taken) <= set(expected)
 
 
-def alarms(twin: DrillEvidence) -> list[Finding]:
-    """What was found where nothing was broken; a slow machine is no invention of the sentinel."""
+def find_false_alarms(twin: DrillEvidence) -> list[Finding]:
+    """Findings in the twin, without those about speed, which the machine causes."""
     return [finding for finding in twin.of(Finding) if finding.kind not in ABOUT_SPEED]
 
 
 def loss_gap(victim: DrillEvidence, twin: DrillEvidence | None) -> float | None:
-    """Held-out loss at the end above the twin's, in nats."""
+    """Held-out loss at the end minus that of the twin, in nats per token."""
     if twin is None or victim.held_out_loss is None or twin.held_out_loss is None:
         return None
     return victim.held_out_loss - twin.held_out_loss
 
 
-def has_sound_end(run: DrillEvidence) -> bool:
-    """The last loss is a number."""
+def has_finite_loss(run: DrillEvidence) -> bool:
+    """Whether the last loss is finite."""
     return bool(run.records) and math.isfinite(run.records[-1].loss)
 
 
-def remarks(expected: Expected, victim: DrillEvidence, twin: DrillEvidence | None, *, since: int) -> list[str]:
-    """What no bound speaks of and a person would want to know."""
+def list_remarks(expected: Expected, victim: DrillEvidence, twin: DrillEvidence | None, *, since: int) -> list[str]:
+    """Observations that no bound covers: notes of the runner, a failed twin, unexpected findings."""
     lines = list(victim.notes)
     if twin is not None:
-        told = [("twin", finding) for finding in twin.of(Finding)]
+        findings = [("twin", finding) for finding in twin.of(Finding)]
         if twin.exit_code != EXIT_DONE:
             lines.append(f"the twin ended with exit code {twin.exit_code}")
     else:
-        told = []
+        findings = []
         lines.append("there is no twin to compare with")
-    told += [("victim", each) for each in victim.of(Finding) if each.kind not in expected.findings]
-    for who, finding in told:
-        when = " before anything was broken" if who == "victim" and finding.iteration < since else ""
+    findings += [("victim", finding) for finding in victim.of(Finding) if finding.kind not in expected.findings]
+    for who, finding in findings:
+        when = " (before the first strike)" if who == "victim" and finding.iteration < since else ""
         lines.append(f"{who}, iteration {finding.iteration}: {finding.kind}, {finding.message}{when}")
     return lines
 
 
-def judge(scenario: Scenario, score: Score) -> list[Bound]:
-    """Hold what was measured against what the scenario asks for."""
+def check_bounds(scenario: Scenario, score: Score) -> list[Bound]:
+    """Compare the measurements with the bounds and expectations of the scenario."""
     expected, bounds = scenario.expected, scenario.bounds
-    asks_to_detect = bool(expected.findings or expected.notices)
+    must_detect = bool(expected.findings or expected.notices)
     return [
         _exactly("struck", score.struck > 0, True),
         _exactly("survived", score.survived, True),
         _exactly("exit_code", score.exit_code, expected.exit_code),
         _exactly("starts", score.starts, expected.starts),
-        _exactly("detected", score.detected, True if asks_to_detect else None),
+        _exactly("detected", score.detected, True if must_detect else None),
         _at_most("latency_steps", score.latency_steps, bounds.latency_steps),
         _exactly("right_rank", score.right_rank, True if expected.names_rank else None),
         _exactly("right_layer", score.right_layer, True if expected.groups else None),
@@ -250,17 +252,17 @@ def judge(scenario: Scenario, score: Score) -> list[Bound]:
 
 
 def _exactly(name: str, measured: bool | int | None, wanted: bool | int | None) -> Bound:
-    words = "" if wanted is None else in_words(wanted)
-    return Bound(name=name, measured=measured, wanted=words, verdict=_verdict(measured, wanted, measured == wanted))
+    text = "" if wanted is None else format_value(wanted)
+    return Bound(name=name, measured=measured, wanted=text, verdict=_status(measured, wanted, measured == wanted))
 
 
 def _at_most(name: str, measured: float | None, limit: float | None) -> Bound:
-    words = "" if limit is None else f"at most {limit:g}"
+    text = "" if limit is None else f"at most {limit:g}"
     holds = measured is not None and limit is not None and measured <= limit
-    return Bound(name=name, measured=measured, wanted=words, verdict=_verdict(measured, limit, holds))
+    return Bound(name=name, measured=measured, wanted=text, verdict=_status(measured, limit, holds))
 
 
-def _verdict(measured: float | None, wanted: float | None, holds: bool) -> BoundStatus:
+def _status(measured: float | None, wanted: float | None, holds: bool) -> BoundStatus:
     if wanted is None:
         return BoundStatus.free
     if measured is None:
@@ -268,8 +270,8 @@ def _verdict(measured: float | None, wanted: float | None, holds: bool) -> Bound
     return BoundStatus.held if holds else BoundStatus.broken
 
 
-def in_words(value: float | bool | None) -> str:
-    """A number of the card as a person reads it."""
+def format_value(value: float | bool | None) -> str:
+    """A value of the score card as text."""
     match value:
         case None:
             return "-"

@@ -1,11 +1,11 @@
-"""The score card as text: for a terminal, as Markdown and as JSON. Pure: data in, text out."""
+"""Renders score cards for a terminal, as Markdown and as JSON. Pure functions."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 
-from harness.drills.score import Bound, BoundStatus, Card, in_words
+from harness.drills.score import Bound, BoundStatus, Card, format_value
 
 MARKS = {
     BoundStatus.held: "ok",
@@ -29,7 +29,7 @@ LABELS = {
     "loss_gap": "loss gap to the twin, nats",
     "identical": "identical to the twin",
     "false_alarms": "false alarms in the twin",
-    "excluded": "batches excluded for good",
+    "excluded": "batches excluded",
 }
 
 
@@ -43,7 +43,7 @@ def as_text(card: Card) -> str:
 
 
 def as_markdown(card: Card) -> str:
-    """One drill, as it lies in its run directory."""
+    """One drill as Markdown, stored in its run directory."""
     lines = [
         f"# Drill {card.scenario}: {'passed' if card.passed else 'FAILED'}",
         "",
@@ -65,32 +65,32 @@ def summary(cards: Sequence[Card], skipped: Sequence[tuple[str, str]] = ()) -> s
     rows: list[tuple[str, ...]] = [("drill", "", "detected", "latency", "steps lost", "seconds", "broken")]
     for card in cards:
         broken = [
-            LABELS[each.name] for each in card.bounds if each.verdict in (BoundStatus.broken, BoundStatus.unmeasured)
+            LABELS[bound.name] for bound in card.bounds if bound.verdict in (BoundStatus.broken, BoundStatus.unmeasured)
         ]
         score = card.score
         numbers = (score.detected, score.latency_steps, score.steps_lost, score.seconds)
-        verdict = "passed" if card.passed else "FAILED"
-        rows.append((card.scenario, verdict, *(in_words(number) for number in numbers), ", ".join(broken)))
+        result = "passed" if card.passed else "FAILED"
+        rows.append((card.scenario, result, *(format_value(number) for number in numbers), ", ".join(broken)))
     lines = aligned(rows)
-    lines += [f"{name} was left out: {reason}" for name, reason in skipped]
+    lines += [f"{name} was skipped: {reason}" for name, reason in skipped]
     num_passed = sum(card.passed for card in cards)
     lines.append(f"{num_passed} of {len(cards)} passed")
     return "\n".join(lines) + "\n"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of words with their columns one below the other."""
+    """Lines of a table with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(f"{word:<{width}}" for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [_cells(head), _cells(["---"] * len(head)), *(_cells(row) for row in rows)]
 
 
-def _cells(words: Sequence[str]) -> str:
-    return "| " + " | ".join(word.replace("|", "\\|") for word in words) + " |"
+def _cells(texts: Sequence[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
 
 
 def _row(bound: Bound) -> tuple[str, str, str, str]:
-    return LABELS[bound.name], in_words(bound.measured), bound.wanted, MARKS[bound.verdict]
+    return LABELS[bound.name], format_value(bound.measured), bound.wanted, MARKS[bound.verdict]

@@ -1,1 +1,1 @@
-"""Faults: what a drill breaks on purpose in a real run, and how it is put there."""
+"""Fault injection for drills: the plan, and one injector per kind of fault."""

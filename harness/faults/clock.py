@@ -1,8 +1,8 @@
-"""A wall clock that jumps, as where a time server corrects a machine by an hour, and later corrects it back.
+"""Injects a wall clock jump, as when a time server corrects a machine by an hour and later corrects it back.
 
-How: `time.time` of this process answers `factor` seconds off while the fault lasts; it is this process's view of the
-clock that jumps, and nothing of the machine is changed. The monotonic clocks go on, as they do in the real case.
-Left out: what other programs, the kernel and file systems read.
+`time.time` of this process is `factor` seconds off while the fault lasts; the clock of the machine is unchanged. The
+monotonic clocks continue, as they do in the real case.
+Left out: clocks of other programs, the kernel and file systems.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ _true_time = time.time
 
 @final
 class ClockJump:
+    """clock_jump: shifts `time.time` of this process."""
+
     def __init__(self, site: Site) -> None:
         self._site = site
         self._is_off = False
@@ -27,7 +29,7 @@ class ClockJump:
         self._is_off = self._site.strikes(iteration)
         if self._is_off:
             off_s = self._site.fault.factor
-            self._site.tell(f"its clock is {off_s:+g} s off")
+            self._site.log_strike(f"its clock is {off_s:+g} s off")
             time.time = lambda: _true_time() + off_s
 
     def after(self, iteration: int) -> None:

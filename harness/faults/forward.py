@@ -1,7 +1,7 @@
-"""Faults of the forward pass: what a layer computes is wrong, or grows until it is.
+"""Injects faults into the forward pass: NaN outputs, overflow, outliers and growing attention logits.
 
-How: hooks on modules of the real model. Blocks that are compiled share one graph, which knows no hook of one of them:
-the block that is struck is not compiled in a drill. Evaluations are left alone: they compute no gradient.
+They are hooks on modules of the real model. Compiled blocks share one graph, which cannot hold a hook of a single
+block, so the affected block is not compiled. Evaluations are not affected: they compute no gradient.
 """
 
 from __future__ import annotations
@@ -18,86 +18,86 @@ from harness.distributed.fsdp import unwrap
 from harness.faults.site import Site
 
 
-def uncompiled(site: Site) -> None:
-    """Let the block of a layer that is struck run by itself."""
+def disable_compile(site: Site) -> None:
+    """Run the block of the affected layer without torch.compile."""
     for block in site.run.parts.model.blocks:
         if site.layer in set(block.modules()):
             unwrap(block)
 
 
 @final
-class SpoiledLoss:
-    """nan_loss: one number of the final norm's output is NaN, and with it the loss of one token."""
+class NanLoss:
+    """nan_loss: one value of the final norm's output is NaN, and so is the loss of one token."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
         self._armed = False
-        site.run.parts.model.norm.register_forward_hook(self._spoil)
+        site.run.parts.model.norm.register_forward_hook(self._corrupt)
 
     def before(self, iteration: int) -> None:
         self._armed = self._site.strikes(iteration)
         if self._armed:
-            self._site.tell("one number of what the head reads becomes NaN")
+            self._site.log_strike("one value of the head's input becomes NaN")
 
     def after(self, iteration: int) -> None:
         pass
 
-    def _spoil(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
+    def _corrupt(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
         if not (self._armed and torch.is_grad_enabled()):
             return output
         self._armed = False
         site = self._site
-        dice = site.fault.dice(site.seed, site.iteration, site.run.parts.world.rank)
-        spoiled = output.clone()
-        spoiled.view(-1)[dice.randrange(output.numel())] = torch.nan
-        return spoiled
+        rng = site.fault.rng(site.seed, site.iteration, site.run.parts.world.rank)
+        changed = output.clone()
+        changed.view(-1)[rng.randrange(output.numel())] = torch.nan
+        return changed
 
 
 @final
 class Overflow:
-    """fp16_overflow: what a layer gives on is so large that fp16 has no number for it."""
+    """fp16_overflow: the output of a layer is multiplied by `factor`, beyond the range of fp16."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
         self._factor = 1.0
         site.layer.register_forward_hook(self._multiply)
-        uncompiled(site)
+        disable_compile(site)
 
     def before(self, iteration: int) -> None:
         if self._site.strikes(iteration):
             fault = self._site.fault
-            self._site.tell(f"what {fault.layer} gives on is multiplied with {fault.factor:g}")
+            self._site.log_strike(f"output of {fault.layer} is multiplied by {fault.factor:g}")
             self._factor = fault.factor
 
     def after(self, iteration: int) -> None:  # noqa: ARG002 -- part of the FaultInjector protocol
         self._factor = 1.0
 
     def _multiply(self, _module: Any, _inputs: Any, output: Any) -> Any:
-        return output if self._factor == 1.0 else tree_map(lambda each: each * self._factor, output)
+        return output if self._factor == 1.0 else tree_map(lambda tensor: tensor * self._factor, output)
 
 
 @final
 class Outlier:
-    """fp8_outlier: one token out of all proportion, as the first one of a sequence becomes in large models.
+    """fp8_outlier: an extreme activation of the first token of every sequence, as in large models.
 
-    Each map of the layer reads it `factor` times as large, and what it makes of it is divided by `factor` again. A
-    power of two is exact in fp32 and bf16: there the layer computes the same bits, forward and backward, and so does
-    every update. In fp8 with one scale for a tensor all other tokens become zero.
+    Each linear layer below the module reads the token `factor` times as large, and its output is divided by `factor`. A
+    power of two is exact in fp32 and bf16: there forward, backward and updates are bit-identical. In fp8 with one scale
+    per tensor all other tokens underflow to zero.
     """
 
     def __init__(self, site: Site) -> None:
         self._site = site
-        self._maps = [module for module in site.layer.modules() if isinstance(module, nn.Linear)]
+        self._linears = [module for module in site.layer.modules() if isinstance(module, nn.Linear)]
         self._hooks: list[RemovableHandle] = []
-        require(bool(self._maps), "drill.fault.layer", f"must hold a linear map, {site.fault.layer} has none")
-        uncompiled(site)
+        require(bool(self._linears), "drill.fault.layer", f"must contain a linear layer, {site.fault.layer} has none")
+        disable_compile(site)
 
     def before(self, iteration: int) -> None:
-        """Only while it lasts: maps that somebody watches do not share the rounding of what they read."""
+        """Add the hooks only while the fault lasts: linear layers with hooks do not share their quantized input."""
         if self._site.strikes(iteration):
             fault = self._site.fault
-            self._site.tell(f"the maps of {fault.layer} read the first token of every sequence times {fault.factor:g}")
-            for module in self._maps:
+            self._site.log_strike(f"input of {fault.layer}: the first token of every sequence times {fault.factor:g}")
+            for module in self._linears:
                 self._hooks += [
                     module.register_forward_pre_hook(self._enlarge),
                     module.register_forward_hook(self._reduce),
@@ -109,13 +109,13 @@ class Outlier:
         self._hooks = []
 
     def _enlarge(self, _module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (self._first(inputs[0], self._site.fault.factor),)
+        return (self._scale_first_token(inputs[0], self._site.fault.factor),)
 
     def _reduce(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
-        return self._first(output, 1 / self._site.fault.factor)
+        return self._scale_first_token(output, 1 / self._site.fault.factor)
 
     @staticmethod
-    def _first(hidden: Tensor, factor: float) -> Tensor:
+    def _scale_first_token(hidden: Tensor, factor: float) -> Tensor:
         """[..., tokens, channels] with the first token times `factor`."""
         factors = hidden.new_ones(hidden.shape[-2], 1)
         factors[0] = factor
@@ -124,7 +124,7 @@ class Outlier:
 
 @final
 class LogitGrowth:
-    """logit_growth: query and key weights of a layer's attention grow, and its logits with their product."""
+    """logit_growth: query and key weights of an attention layer grow, and so do its logits."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -133,7 +133,7 @@ class LogitGrowth:
     def before(self, iteration: int) -> None:
         if self._site.strikes(iteration):
             fault = self._site.fault
-            self._site.tell(f"query and key weights of {fault.layer} are multiplied with {fault.factor:g}")
+            self._site.log_strike(f"query and key weights of {fault.layer} are multiplied by {fault.factor:g}")
             for weight in self._weights:
                 weight.mul_(fault.factor)
 

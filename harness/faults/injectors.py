@@ -1,4 +1,4 @@
-"""From the kind of a fault to what does it: one `match`, no registry."""
+"""Makes the injector of each kind of fault."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from harness.faults.clock import ClockJump
 from harness.faults.data import TamperedCorpus
 from harness.faults.device import BusyDevice
 from harness.faults.files import DamagedCheckpoint, FullDisk
-from harness.faults.forward import LogitGrowth, Outlier, Overflow, SpoiledLoss
-from harness.faults.gradient import SpoiledGradient
+from harness.faults.forward import LogitGrowth, NanLoss, Outlier, Overflow
+from harness.faults.gradient import CorruptGradient
 from harness.faults.optimizer import CutWarmup, FlippedWeight, RateSpike, ResetMoments
 from harness.faults.plan import FaultKind
-from harness.faults.process import Signal, Sleep, TrackingDown
+from harness.faults.process import ProcessSignal, RankSleep, TrackingDown
 from harness.faults.site import FaultInjector, Site
 
 
 def make_injector(site: Site) -> FaultInjector:
-    """Put one fault in its place."""
+    """Install one fault in the run."""
     match site.fault.kind:
         case FaultKind.nan_loss:
-            return SpoiledLoss(site)
+            return NanLoss(site)
         case FaultKind.nan_grad | FaultKind.inf_grad | FaultKind.big_grad | FaultKind.bit_flip_grad:
-            return SpoiledGradient(site)
+            return CorruptGradient(site)
         case FaultKind.bit_flip_weight:
             return FlippedWeight(site)
         case (
@@ -44,11 +44,11 @@ def make_injector(site: Site) -> FaultInjector:
         case FaultKind.logit_growth:
             return LogitGrowth(site)
         case FaultKind.slow_rank:
-            return Sleep(site)
+            return RankSleep(site)
         case FaultKind.slow_device:
             return BusyDevice(site)
         case FaultKind.hung_rank | FaultKind.kill_rank | FaultKind.kill_node | FaultKind.preemption:
-            return Signal(site)
+            return ProcessSignal(site)
         case FaultKind.full_disk:
             return FullDisk(site)
         case FaultKind.corrupted_checkpoint | FaultKind.truncated_checkpoint:

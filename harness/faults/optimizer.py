@@ -1,4 +1,4 @@
-"""Faults of the update: a weight, the moments or the learning rate are not what the optimizer left or was given."""
+"""Injects faults into the update: a flipped weight bit, reset moments, a wrong learning rate."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from harness.faults.site import Site
 
 @final
 class FlippedWeight:
-    """bit_flip_weight: one bit of one number of this rank's part of a weight, after an update, as memory errors do it.
+    """bit_flip_weight: flips one bit of one value of this rank's shard of a weight, after an update.
 
-    Which number is left to chance. The other shards are whole; the next gathering brings the wrong number to all ranks.
+    The value is drawn at random. The other shards are correct; the next all-gather copies the wrong value to all ranks.
     """
 
     def __init__(self, site: Site) -> None:
         self._site = site
         self._weight = site.weight(site.fault.layer).view(-1)
-        message = f"{site.fault.layer} has no part on rank {site.run.parts.world.rank}"
+        message = f"must have a shard on rank {site.run.parts.world.rank}, {site.fault.layer} has none"
         require(not site.is_here or len(self._weight) > 0, "drill.fault.layer", message)
 
     def before(self, iteration: int) -> None:
@@ -33,16 +33,16 @@ class FlippedWeight:
         site = self._site
         if not site.strikes(iteration):
             return
-        dice = site.fault.dice(site.seed, iteration, site.run.parts.world.rank)
-        place = dice.randrange(len(self._weight))
-        message = f"bit {site.fault.bit} of number {place} of this rank's part of {site.fault.layer} is turned over"
-        site.tell(message, iteration)
+        rng = site.fault.rng(site.seed, iteration, site.run.parts.world.rank)
+        place = rng.randrange(len(self._weight))
+        message = f"bit {site.fault.bit} of value {place} of this rank's shard of {site.fault.layer} is flipped"
+        site.log_strike(message, iteration)
         flip(self._weight, torch.tensor([place], device=self._weight.device), site.fault.bit)
 
 
 @final
 class RateSpike:
-    """lr_spike: a schedule that is wrong for some iterations, and right again afterwards."""
+    """lr_spike: multiplies the learning rate by `factor` for some iterations."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -51,7 +51,7 @@ class RateSpike:
     def before(self, iteration: int) -> None:
         if self._site.strikes(iteration):
             factor, rates = self._site.fault.factor, self._site.run.parts.update.rates
-            self._site.tell(f"learning rate times {factor:g}")
+            self._site.log_strike(f"learning rate times {factor:g}")
             self._scheduled = rates.clone()
             rates.mul_(factor)
 
@@ -63,14 +63,14 @@ class RateSpike:
 
 @final
 class CutWarmup:
-    """warmup_cut: from one iteration on, the schedule of this process has no warm-up, as after a wrong resume."""
+    """warmup_cut: from one iteration on, the schedule has no warm-up, as after a wrong resume."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
 
     def before(self, iteration: int) -> None:
         if self._site.strikes(iteration):
-            self._site.tell("the rest of the warm-up is left out")
+            self._site.log_strike("the rest of the warm-up is skipped")
             rates, num_steps = self._site.run.parts.update.rates, self._site.run.cfg.optim.warmup_steps
             rates[:num_steps] = rates.max()
 
@@ -80,14 +80,14 @@ class CutWarmup:
 
 @final
 class ResetMoments:
-    """optimizer_reset: both moments are zero while the step counter goes on, as after a reload that lost them."""
+    """optimizer_reset: sets both moments to zero but keeps the step counter, as after a reload that lost them."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
 
     def before(self, iteration: int) -> None:
         if self._site.strikes(iteration):
-            self._site.tell("both moments become zero")
+            self._site.log_strike("both moments become zero")
             for moments in self._site.run.parts.update.state().values():
                 for name in ("exp_avg", "exp_avg_sq"):
                     local(moments[name]).zero_()

@@ -1,10 +1,9 @@
-"""What a drill breaks: which fault, where and when, as plain data that needs no torch.
+"""The faults of a drill as plain data: kinds, time and place; without torch.
 
-Why: a fault must strike the same place at the same moment however often the drill is run, and on every cluster.
-How: a fault is a pure function of (seed, iteration, rank): it says itself when it strikes, and what it leaves to chance
-(which number, which bit) is drawn from those three. The plan lies in the run directory as `drill.json`, so that a run
-that is killed and begins again, here or on another node, goes on with the same plan. An iteration never comes back, so
-a fault strikes once; a batch does come back, after a rewind that did not exclude it, and spoils what it spoiled before.
+A fault is a pure function of (seed, iteration, rank): random choices, such as the affected value, are drawn from these
+three. The drill is therefore reproducible on every cluster. The plan is stored in the run directory as `drill.json`, so
+a run that is killed and resumes, here or on another node, continues with the same plan. Iterations never repeat, so a
+fault strikes an iteration once. A batch is read again after a rewind that did not exclude it, and is then bad again.
 """
 
 from __future__ import annotations
@@ -21,125 +20,131 @@ from harness.core.rundir import RunDir
 
 
 class FaultKind(StrEnum):
-    """Each touches the real thing; `harness.faults` has one small class or function for each."""
+    """The kinds of fault; `harness.faults.injectors` maps each to its injector."""
 
     nan_loss = "nan_loss"
-    """One number of what this rank's loss is computed from is NaN."""
+    """One value of the head's input on this rank is NaN, and so is its loss."""
     nan_grad = "nan_grad"
-    """One number of this rank's own gradient, before the reduction, is NaN."""
+    """One value of this rank's own gradient, before the reduction, is NaN."""
     inf_grad = "inf_grad"
+    """One value of this rank's own gradient, before the reduction, is infinite."""
     big_grad = "big_grad"
     """This rank's own gradient of one layer, before the reduction, times `factor`."""
     bit_flip_grad = "bit_flip_grad"
-    """Bit `bit` of one number of this rank's own gradient is turned over."""
+    """Bit `bit` of one value of this rank's own gradient is flipped."""
     bit_flip_weight = "bit_flip_weight"
-    """Bit `bit` of one number of this rank's weights is turned over, after an update."""
+    """Bit `bit` of one value of this rank's weights is flipped, after an update."""
     poisoned_batch = "poisoned_batch"
     """Rows of the batch consist of the rarest tokens."""
     scrambled_batch = "scrambled_batch"
     """Rows of the batch are tokens drawn at random."""
     duplicate_batch = "duplicate_batch"
-    """The batch is the one before it again."""
+    """The batch has the tokens of the batch before it."""
     repeated_batch = "repeated_batch"
-    """So are the `duration` ones that follow."""
+    """`duration` batches have the tokens of the batch before the first of them."""
     data_shift = "data_shift"
     """A share `factor` of the rows of `duration` batches is other data: the same text with its frequent tokens
-    exchanged for each other, which the model has never seen and can learn."""
+    permuted, which the model has never seen and can learn."""
     lr_spike = "lr_spike"
-    """The learning rate is `factor` times what the schedule says, for `duration` iterations."""
+    """The learning rate is `factor` times the scheduled one for `duration` iterations."""
     warmup_cut = "warmup_cut"
-    """The rest of the warm-up is left out: the rate jumps to its peak."""
+    """The rest of the warm-up is skipped: the learning rate jumps to its peak."""
     optimizer_reset = "optimizer_reset"
-    """Both moments are zero."""
+    """Both moments are set to zero."""
     fp16_overflow = "fp16_overflow"
-    """What one layer gives on is multiplied with `factor`, beyond what fp16 can hold."""
+    """The output of one layer is multiplied by `factor`, beyond the range of fp16."""
     fp8_outlier = "fp8_outlier"
-    """The first token of every sequence is `factor` times as large as the others where the maps of one layer read it,
-    and what they make of it is as much smaller again."""
+    """The linear layers of one module read the first token of every sequence `factor` times as large, and their output
+    is divided by `factor`."""
     logit_growth = "logit_growth"
     """Query and key weights of one layer grow by `factor` each iteration, for `duration` iterations."""
     slow_rank = "slow_rank"
     """This rank sleeps `factor` seconds in each of `duration` iterations."""
     slow_device = "slow_device"
-    """The device of this rank does `factor` seconds of other work in the forward pass of each of `duration`
+    """The device of this rank computes `factor` seconds of extra GEMMs in the forward pass of each of `duration`
     iterations."""
     hung_rank = "hung_rank"
-    """SIGSTOP."""
+    """SIGSTOP of this rank."""
     kill_rank = "kill_rank"
-    """SIGKILL."""
+    """SIGKILL of this rank."""
     kill_node = "kill_node"
-    """SIGKILL of all ranks of this machine and of what started them."""
+    """SIGKILL of all ranks of this machine and of their launcher."""
     preemption = "preemption"
-    """The signal a scheduler sends before it takes the machine away."""
+    """SIGUSR1, which a scheduler sends before it ends a job."""
     full_disk = "full_disk"
     """The file system of the checkpoints is full for `duration` iterations."""
     corrupted_checkpoint = "corrupted_checkpoint"
-    """One bit of the newest checkpoint is turned over on disk, then SIGKILL."""
+    """One bit of the newest checkpoint is flipped on disk, then SIGKILL."""
     truncated_checkpoint = "truncated_checkpoint"
-    """The largest file of the newest checkpoint loses its end, then SIGKILL."""
+    """The largest file of the newest checkpoint is truncated, then SIGKILL."""
     tracking_down = "tracking_down"
     """SIGKILL of the tracking server."""
     clock_jump = "clock_jump"
     """The wall clock of this rank is `factor` seconds off for `duration` iterations."""
 
 
-OF_THE_DATA = (
+DATA_FAULTS = (
     FaultKind.poisoned_batch,
     FaultKind.scrambled_batch,
     FaultKind.duplicate_batch,
     FaultKind.repeated_batch,
     FaultKind.data_shift,
 )
-"""These belong to a batch index, whenever it is seen; all others to an iteration."""
+"""These strike a batch index, whenever it is read; all others strike an iteration."""
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class Fault:
+    """One fault: what, when and where."""
+
     kind: FaultKind
     at: int
-    """The iteration that it strikes, counted from 1; for faults of the data, the batch index."""
+    """The first iteration that it strikes, counted from 1; for data faults, the first batch index."""
     duration: int = 1
-    """Iterations, or batches, that it lasts."""
+    """Number of iterations, or batches, that it strikes."""
     rank: int | None = None
-    """Who is struck; negative: counted from the last one; null: all. Faults of the data: whose rows."""
+    """The affected rank; negative: counted from the last; null: all ranks. For data faults, the rank whose rows are
+    bad."""
     layer: str = ""
-    """Name of a module, such as blocks.1.mlp.up; faults of one layer need it."""
+    """Name of a module, such as blocks.1.mlp.up; required by faults of a layer."""
     factor: float = 1.0
+    """Strength; its meaning and unit depend on the kind."""
     bit: int = 30
-    """Of the 32 of a float; 30 is the highest of the exponent."""
+    """Bit of a float32, 0 to 31; 30 is the highest bit of the exponent."""
 
     def __post_init__(self) -> None:
         require(self.at >= 0, "drill.fault.at", f"must be 0 or more, got {self.at}")
         require(self.duration >= 1, "drill.fault.duration", f"must be at least 1, got {self.duration}")
         is_share = self.kind is not FaultKind.data_shift or 0 < self.factor <= 1
-        require(
-            is_share, "drill.fault.factor", f"must be a share of the rows, above 0 and at most 1, got {self.factor}"
-        )
-        require(0 <= self.bit < 32, "drill.fault.bit", f"must be in 0 .. 31, got {self.bit}")
+        message = f"must be a share of the rows, above 0 and at most 1, got {self.factor}"
+        require(is_share, "drill.fault.factor", message)
+        require(0 <= self.bit < 32, "drill.fault.bit", f"must be from 0 to 31, got {self.bit}")
 
     def strikes_at(self, moment: int) -> bool:
-        """Whether it lasts at this iteration, or spoils this batch."""
+        """Whether it strikes this iteration or batch index."""
         return self.at <= moment < self.at + self.duration
 
     def strikes_rank(self, rank: int, world_size: int) -> bool:
+        """Whether it strikes this rank."""
         return self.rank is None or rank == self.rank_of(world_size)
 
     def rank_of(self, world_size: int) -> int:
-        """The rank it strikes; the first, where it strikes all."""
+        """The rank that it strikes; 0 if it strikes all ranks."""
         rank = self.rank or 0
-        require(-world_size <= rank < world_size, "drill.fault.rank", f"there are {world_size} ranks, got {rank}")
+        message = f"must be a rank of {world_size}, from {-world_size} to {world_size - 1}, got {rank}"
+        require(-world_size <= rank < world_size, "drill.fault.rank", message)
         return rank % world_size
 
-    def dice(self, seed: int, moment: int, rank: int) -> random.Random:
-        """Whatever is left to chance comes from here."""
+    def rng(self, seed: int, moment: int, rank: int) -> random.Random:
+        """The random generator for everything that the fault draws."""
         return random.Random(f"{seed}/{self.kind}/{moment}/{rank}")
 
 
 @final
 @dataclass(slots=True, kw_only=True)
 class FaultPlan:
-    """All that is broken in one run."""
+    """All faults of one run."""
 
     seed: int
     faults: list[Fault]
@@ -152,12 +157,12 @@ class FaultPlan:
 
 
 def read_plan(run: RunDir) -> FaultPlan | None:
-    """What is to be broken in a run; None where it is no drill."""
+    """The fault plan of a run; None if the run is not a drill."""
     try:
-        words = json.loads(run.drill.read_text(encoding="utf-8"))["plan"]
-        faults = [Fault(**each | {"kind": FaultKind(each["kind"])}) for each in words["faults"]]
-        return FaultPlan(seed=words["seed"], faults=faults)
+        tree = json.loads(run.drill.read_text(encoding="utf-8"))["plan"]
+        faults = [Fault(**fault | {"kind": FaultKind(fault["kind"])}) for fault in tree["faults"]]
+        return FaultPlan(seed=tree["seed"], faults=faults)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(str(run.drill), f"is not the plan of a drill: {error}") from None
+        raise ConfigError(str(run.drill), f"holds no valid fault plan: {error}") from None

@@ -1,7 +1,7 @@
-"""Faults of processes: a rank that sleeps, stops or dies, a machine that goes, a scheduler's signal, a dead server.
+"""Injects process faults: a rank that sleeps, hangs or dies, a lost machine, a preemption signal, a dead server.
 
-How: each does what the kernel, the scheduler or the machine would do, with the same signals to the same processes.
-What dies takes nothing back: the strike is on disk before it, and the next start goes on without it.
+Each sends the signals that the kernel, the scheduler or a failing machine would send, to the same processes. The strike
+is logged before the signal, so that the next start does not repeat it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from harness.faults.site import Site
 
 
 @final
-class Sleep:
-    """This rank is late in every iteration that it is struck in: a hot device, a bad link, a noisy neighbour."""
+class RankSleep:
+    """slow_rank: delays every affected iteration, like a hot device, a bad link or another tenant."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -29,7 +29,7 @@ class Sleep:
     def before(self, iteration: int) -> None:
         if self._site.strikes(iteration):
             seconds = self._site.fault.factor
-            self._site.tell(f"sleeps {seconds:g} s")
+            self._site.log_strike(f"sleeps {seconds:g} s")
             time.sleep(seconds)
 
     def after(self, iteration: int) -> None:
@@ -37,8 +37,8 @@ class Sleep:
 
 
 @final
-class Signal:
-    """hung_rank: SIGSTOP; kill_rank: SIGKILL; kill_node: SIGKILL of everybody on this machine; preemption: SIGUSR1."""
+class ProcessSignal:
+    """hung_rank: SIGSTOP; kill_rank: SIGKILL; kill_node: SIGKILL of all processes of this node; preemption: SIGUSR1."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -53,7 +53,7 @@ class Signal:
                 self._send("gets SIGUSR1, as from a scheduler", signal.SIGUSR1)
             case FaultKind.kill_node:
                 launcher = os.getppid()
-                self._site.tell(f"kills launcher {launcher} and all it started with SIGKILL")
+                self._site.log_strike(f"kills launcher {launcher} and all it started with SIGKILL")
                 for pid in (launcher, *children_of(launcher)):
                     if pid != os.getpid():
                         with suppress(ProcessLookupError):
@@ -65,14 +65,14 @@ class Signal:
     def after(self, iteration: int) -> None:
         """Nothing to undo."""
 
-    def _send(self, words: str, number: signal.Signals) -> None:
-        self._site.tell(words)
+    def _send(self, message: str, number: signal.Signals) -> None:
+        self._site.log_strike(message)
         os.kill(os.getpid(), number)
 
 
 @final
 class TrackingDown:
-    """The tracking server dies in the middle of the run."""
+    """tracking_down: kills the tracking server during the run."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -80,12 +80,12 @@ class TrackingDown:
 
     def before(self, iteration: int) -> None:
         if self._site.strikes(iteration):
-            self._site.tell(f"kills tracking server {self._group} with SIGKILL")
+            self._site.log_strike(f"kills tracking server {self._group} with SIGKILL")
             with suppress(ProcessLookupError):
                 os.killpg(self._group, signal.SIGKILL)
 
     def after(self, iteration: int) -> None:
-        """Nothing to undo: whoever started the server starts it again."""
+        """Nothing to undo: the drill runner starts the server again."""
 
 
 def tracking_group(run: RunDir) -> int:
@@ -93,17 +93,17 @@ def tracking_group(run: RunDir) -> int:
     try:
         return int(run.tracking_pid.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        message = "names no tracking server; start this drill with harness drill"
+        message = "must name the tracking server of the drill; start this drill with harness drill"
         raise ConfigError(str(run.tracking_pid), message) from None
 
 
 def children_of(parent: int) -> list[int]:
-    """Processes that a process started, itself left out."""
+    """Pids of the child processes of a process."""
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _parent(entry) == parent]
 
 
 def _parent(entry: Path) -> int:
-    """Of a process in /proc; 0 where it is gone. Its name, in parentheses, may hold anything."""
+    """Parent pid of a process in /proc; 0 if it is gone. Its name, in parentheses, may contain any character."""
     try:
         return int((entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
     except (OSError, IndexError, ValueError):

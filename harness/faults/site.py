@@ -1,10 +1,10 @@
-"""Where a fault is put: the run it is part of, and the two moments of an iteration at which it may act.
+"""The interface of fault injectors, and the view of a run that each injector gets.
 
-Why: the product has no hook for faults, and a drill must break the run that a user would have, not a copy of it.
-How: `watched` stands in the place of the run's batches and of its mailbox and passes everything on; what the loop takes
-first and gives last mark the beginning and the end of an iteration. A fault that needs another place (a layer, the
-reduction of gradients, the corpus, a file) goes there itself when it is made. Every strike is written to `faults.jsonl`
-by the rank that does it, before it does it, because it may not live to tell.
+Why: the trainer has no hooks for faults, and a drill must break the same run that a user would have.
+How: `intercept` wraps the run's batches and mailbox. The loop reads the batch first and posts to the mailbox last,
+which marks the start and the end of an iteration. An injector that needs another place (a layer, the reduction of
+gradients, the corpus, a file) installs itself there when it is created. Every strike is written to `faults.jsonl` by
+the rank that injects it, before the injection, because the process may not survive it.
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ from harness.core import events
 from harness.core.events import FaultInjected, to_json
 from harness.core.rundir import append_line
 from harness.distributed.shards import local
-from harness.faults.plan import OF_THE_DATA, Fault
+from harness.faults.plan import DATA_FAULTS, Fault
 from harness.run import Run
 
 T = TypeVar("T")
 
 
 class FaultInjector(Protocol):
-    """A fault that is in place, on one rank."""
+    """An installed fault, on one rank."""
 
     def before(self, iteration: int) -> None:
-        """The iteration is about to begin: its batch has not been taken."""
+        """Called at the start of an iteration, before its batch is read."""
 
     def after(self, iteration: int) -> None:
-        """Its update was applied or refused, and its report is posted."""
+        """Called after its update was applied or rejected and its report was posted."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """One fault of one run, as one rank sees it."""
+    """One fault of one run, on one rank."""
 
     run: Run
     fault: Fault
     number: int
-    """Place in the plan."""
+    """Index in the plan."""
     seed: int
     struck: frozenset[int]
-    """Iterations at which this fault has struck this rank in earlier starts: it does not strike twice."""
+    """Iterations that this fault has struck on this rank in earlier starts; it does not strike them again."""
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank is among those that are struck."""
+        """Whether the fault strikes this rank."""
         world = self.run.parts.world
         return self.fault.strikes_rank(world.rank, world.size)
 
     @property
     def iteration(self) -> int:
-        """The one that goes on now."""
+        """The current iteration."""
         return self.run.state.iteration + 1
 
     def strikes(self, iteration: int) -> bool:
-        """Whether this rank is struck in this iteration."""
+        """Whether the fault strikes this rank in this iteration."""
         return self.is_here and self.fault.strikes_at(iteration) and iteration not in self.struck
 
     @property
@@ -75,15 +75,14 @@ class Site:
         return modules[name]
 
     def weight(self, name: str) -> Tensor:
-        """This rank's part of the weight of a module."""
+        """This rank's shard of the weight of a module."""
         parameters = self.run.parts.update.parameters
         if f"{name}.weight" not in parameters:
-            raise ConfigError("drill.fault.layer", f"must lead to a module with a weight, {name or 'nothing'} has none")
+            raise ConfigError("drill.fault.layer", f"must name a module with a weight, '{name}' has none")
         return local(parameters[f"{name}.weight"]).detach()
 
-    def tell(self, message: str, iteration: int | None = None) -> None:
-        """Write down what is about to be done, for the score card and for the person who reads the run later; in the
-        iteration that goes on, unless another is named."""
+    def log_strike(self, message: str, iteration: int | None = None) -> None:
+        """Append an imminent injection to `faults.jsonl`, at the current iteration unless another is given."""
         event = FaultInjected(
             time=time.time(),
             iteration=self.iteration if iteration is None else iteration,
@@ -96,8 +95,8 @@ class Site:
 
 
 def earlier_strikes(run: Run, number: int, fault: Fault) -> frozenset[int]:
-    """Iterations at which a fault has struck this rank before this start; a fault of the data strikes again."""
-    if fault.kind in OF_THE_DATA or not run.directory.faults.exists():
+    """Iterations that a fault struck on this rank in earlier starts; empty for data faults, which strike again."""
+    if fault.kind in DATA_FAULTS or not run.directory.faults.exists():
         return frozenset()
     return frozenset(
         event.iteration
@@ -106,30 +105,30 @@ def earlier_strikes(run: Run, number: int, fault: Fault) -> frozenset[int]:
     )
 
 
-def watched(part: T, method: str, act: Callable[[], None], *, first: bool) -> T:
-    """A stand-in for a part that acts before (`first`) or after each call of one method, and else is the part."""
-    return cast(T, _Watched(part, method, act, first))
+def intercept(part: T, method: str, act: Callable[[], None], *, first: bool) -> T:
+    """Wrap an object: `act` runs before (`first`) or after each call of one method; all else is passed through."""
+    return cast(T, _Interceptor(part, method, act, first))
 
 
 @final
-class _Watched:
+class _Interceptor:
     def __init__(self, part: Any, method: str, act: Callable[[], None], first: bool) -> None:
         self._part, self._method, self._act, self._first = part, method, act, first
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._part, name)
-        return self._around(value) if name == self._method else value
+        return self._wrap(value) if name == self._method else value
 
     def __getitem__(self, index: Any) -> Any:
         if self._method != "__getitem__":
             return self._part[index]
-        return self._around(self._part.__getitem__)(index)
+        return self._wrap(self._part.__getitem__)(index)
 
     def __len__(self) -> int:
         return len(self._part)
 
-    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def around(*arguments: Any, **options: Any) -> Any:
+    def _wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*arguments: Any, **options: Any) -> Any:
             if self._first:
                 self._act()
             result = call(*arguments, **options)
@@ -137,4 +136,4 @@ class _Watched:
                 self._act()
             return result
 
-        return around
+        return wrapper

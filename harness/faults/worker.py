@@ -1,4 +1,4 @@
-"""The worker of a drill: the trainer's own, with the faults of `drill.json` put in before it begins."""
+"""The worker of a drill: the normal training worker, with the faults of `drill.json` installed."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from harness import train
 from harness.config.schema import Config
 from harness.faults.injectors import make_injector
 from harness.faults.plan import read_plan
-from harness.faults.site import Site, earlier_strikes, watched
+from harness.faults.site import Site, earlier_strikes, intercept
 from harness.run import Run
 
 
 def run_worker(cfg: Config) -> int:
-    """One rank's whole life in a drill; returns the exit code of the contract."""
-    return train.run_worker(cfg, outfit)
+    """Run one rank of a drill; returns its exit code."""
+    return train.run_worker(cfg, install_faults)
 
 
-def outfit(run: Run) -> Run:
-    """Put every fault of the plan into the run."""
+def install_faults(run: Run) -> Run:
+    """Install every fault of the plan in the run."""
     plan = read_plan(run.directory)
     assert plan is not None, "launch.local.worker chose this worker for the plan it saw"
     injectors = [
@@ -27,13 +27,13 @@ def outfit(run: Run) -> Run:
     ]
 
     def before() -> None:
-        for each in injectors:
-            each.before(run.state.iteration + 1)
+        for injector in injectors:
+            injector.before(run.state.iteration + 1)
 
     def after() -> None:
-        for each in injectors:
-            each.after(run.state.iteration)
+        for injector in injectors:
+            injector.after(run.state.iteration)
 
-    run.parts.batches = watched(run.parts.batches, "__getitem__", before, first=True)
-    run.parts.mailbox = watched(run.parts.mailbox, "post", after, first=False)
+    run.parts.batches = intercept(run.parts.batches, "__getitem__", before, first=True)
+    run.parts.mailbox = intercept(run.parts.mailbox, "post", after, first=False)
     return run

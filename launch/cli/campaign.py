@@ -21,10 +21,10 @@ from harness.core.events import RunStarted
 from harness.core.rundir import RunDir, write_atomically
 from harness.drills import campaign as campaigns
 from harness.drills import directories
-from harness.drills.campaign import Campaign, Drawn, Round
+from harness.drills.campaign import Campaign, DrawnFault, Round
 from harness.drills.drill_record import DrillEvidence, DrillRecord, gather
 from launch.cli.parser import Parser
-from launch.drills.fault_environment import Bare
+from launch.drills.fault_environment import PlainEnvironment
 from launch.drills.runner import train_twin, train_victim
 
 EXIT_LOST = 1
@@ -43,13 +43,13 @@ def main(argv: Sequence[str]) -> int:
     words = parser().parse_intermixed_args(argv)
     require(words.minutes > 0, "--minutes", f"must be positive, got {words.minutes:g}")
     require(words.round is None or words.round >= 0, "--round", f"must be 0 or more, got {words.round}")
-    known = campaigns.catalogue()
-    cfg = directories.configure(campaigns.training(known), words.override)
+    known = campaigns.mixable_scenarios()
+    cfg = directories.configure(campaigns.training_overrides(known), words.override)
     campaigns.check_length(cfg.train.num_steps)
     root = Path(cfg.run.dir) / f"campaign-{words.seed}"
     make_room(root, keep_rounds=words.round is not None)
     twin_run = RunDir(root / "twin")
-    train_twin(cfg, twin_run, say=say, limit_s=TWIN_LIMIT_S)
+    train_twin(cfg, twin_run, report=say, limit_s=TWIN_LIMIT_S)
     twin = gather(twin_run)
     num_ranks = next((event.world_size for event in twin.of(RunStarted)), 0)
     require(twin.exit_code == EXIT_DONE and num_ranks > 0, str(twin_run.path), "the twin did not finish")
@@ -57,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
     begun_s, done = time.monotonic(), list[Round]()
     number = words.round or 0
     while True:
-        drawn = campaigns.draw(
+        drawn = campaigns.draw_faults(
             known, seed=words.seed, number=number, num_steps=cfg.train.num_steps, num_ranks=num_ranks
         )
         done.append(run_round(cfg, root, drawn, twin, seed=words.seed, number=number))
-        say(campaigns.in_brief(done[-1]))
+        say(campaigns.round_line(done[-1]))
         minutes = (time.monotonic() - begun_s) / 60
         campaign = Campaign(seed=words.seed, minutes=minutes, words=list(words.override), rounds=done)
         if words.round is None:
@@ -89,17 +89,23 @@ def make_room(root: Path, *, keep_rounds: bool) -> None:
         write_atomically(root / REPORT, "{}\n")
 
 
-def run_round(cfg: Config, root: Path, drawn: Sequence[Drawn], twin: DrillEvidence, *, seed: int, number: int) -> Round:
+def run_round(
+    cfg: Config, root: Path, drawn: Sequence[DrawnFault], twin: DrillEvidence, *, seed: int, number: int
+) -> Round:
     """One run with its faults, started again as often as they make it necessary."""
     victim = RunDir(root / f"round-{number:03d}")
-    directories.lay_out(cfg, victim)
-    scenario = campaigns.merged(drawn, f"round {number} of campaign {seed}: {', '.join(map(str, drawn))}")
-    plan = campaigns.plan_of(drawn, seed=seed, number=number)
+    directories.create_directory(cfg, victim)
+    scenario = campaigns.merge_scenarios(drawn, f"round {number} of campaign {seed}: {', '.join(map(str, drawn))}")
+    plan = campaigns.make_plan(drawn, seed=seed, number=number)
     DrillRecord(name=victim.path.name, scenario=scenario, plan=plan, twin="twin").write(victim)
     train_victim(
-        Bare(cfg=cfg), victim, max_starts=scenario.expected.starts + 1, limit_s=scenario.limit_s, say=lambda _: None
+        PlainEnvironment(cfg=cfg),
+        victim,
+        max_starts=scenario.expected.starts + 1,
+        limit_s=scenario.limit_s,
+        report=lambda _: None,
     )
-    return campaigns.judge_round(drawn, gather(victim), twin, number=number)
+    return campaigns.score_round(drawn, gather(victim), twin, number=number)
 
 
 def say(line: str) -> None:

@@ -100,17 +100,17 @@ def drill(arguments: Sequence[str]) -> int:
     chosen = list(scenarios.names()) if names == [ALL] else names
     require(bool(chosen), "drill", f"which? choose among {', '.join(scenarios.names())}, or {ALL}")
     loaded = {name: scenarios.load(name, overrides) for name in chosen}
-    training = [word for word in overrides if not scenarios.is_of_scenario(word)]
+    training = [word for word in overrides if not scenarios.changes_scenario(word)]
 
     from launch.drills.fault_environment import UnavailableError
-    from launch.drills.runner import RefusedError, run_drill
+    from launch.drills.runner import RejectedStartError, run_drill
 
     scored: list[Card] = []
     left_out: list[tuple[str, str]] = []
     for name, scenario in loaded.items():
         try:
-            scored.append(run_drill(name, scenario, training, say=say, to_mlflow=words.mlflow))
-        except RefusedError as refused:
+            scored.append(run_drill(name, scenario, training, report=say, to_mlflow=words.mlflow))
+        except RejectedStartError as refused:
             print(refused, file=sys.stderr)
             return EXIT_BAD_CONFIG
         except UnavailableError as error:

@@ -114,9 +114,9 @@ def replay(run: RunDir, cfg: Config, words: Namespace) -> Path:
 
 def spoil_again(run: Path, world_size: int, parts: Parts) -> None:
     """In a drill, the bad data that was there is there again."""
-    from harness.faults.data import spoil_as_planned
+    from harness.faults.data import corrupt_planned_batches
 
-    spoil_as_planned(RunDir(run), parts.batches, world_size)
+    corrupt_planned_batches(RunDir(run), parts.batches, world_size)
 
 
 def rewrite(run: RunDir, incident: int) -> None:

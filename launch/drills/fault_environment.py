@@ -1,10 +1,9 @@
-"""What some faults need around the run: a disk small enough to be filled, a tracking server that can be killed.
+"""The environment that some faults need: a small disk that can be filled, a tracking server that can be killed.
 
-How: `stage_for` yields a `Stage` that the runner asks at four moments: which configuration the victim gets, what to do
-before its first start, what its command is wrapped in, and what to look at after its last. The small disk is a tmpfs in
-a mount namespace of the victim's own, so nothing is mounted for anybody else and nothing is left when it is killed;
-what lies on it in the end is copied out. The tracking server is MLflow's own, on the loopback, over the store that all
-runs of the directory share.
+`open_environment` yields a `FaultEnvironment`. It provides the victim's configuration, the setup before its first
+start, the wrapper of its command, and the clean-up after its last start. The small disk is a tmpfs in the victim's own
+mount namespace: no other process sees it, and the kernel removes it with the victim; its content is copied out at the
+end. The tracking server is MLflow's, on the loopback interface, with the store that all runs of the directory share.
 """
 
 from __future__ import annotations
@@ -35,11 +34,12 @@ from harness.telemetry.tracking.store_uri import tracking_uri
 from launch.local.ports import reserved_port
 
 CHECKPOINTS_ON_DISK = 3
-"""Room on the small disk beyond what a run keeps: one that is written, one that is deleted, one to spare."""
+"""Checkpoints that fit on the small disk beyond those that a run keeps: one being written, one being deleted, one
+spare."""
 LEAST_DISK_BYTES = 1 << 22
 SERVER_WITHIN_S = 120.0
 SERVER_ENVIRONMENT = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-"""MLflow's server would start half a dozen processes for jobs that no run has, and be twice as slow to come up."""
+"""Job execution would start half a dozen unused processes and double the start time of MLflow's server."""
 ON_SMALL_DISK = """\
 mount -t tmpfs -o size="$1" tmpfs "$2" || exit 2
 disk=$2 kept=$3; shift 3
@@ -49,58 +49,60 @@ exit $code
 """
 
 
-class Stage(Protocol):
-    """What stands around a victim."""
+class FaultEnvironment(Protocol):
+    """The environment of a victim."""
 
     cfg: Config
-    """How the victim trains."""
+    """The victim's configuration."""
     wrap: list[str]
-    """What its command is wrapped in."""
+    """Command prefix of each start."""
 
     def set_up(self) -> None:
-        """After the victim's directory is laid out, before its first start."""
+        """Called after the victim's directory is created, before its first start."""
 
-    def look_after(self) -> list[str]:
-        """After its last start; what the card must tell."""
+    def clean_up(self) -> list[str]:
+        """Called after its last start; returns notes for the score card."""
 
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Bare:
-    """Nothing: what most faults need."""
+class PlainEnvironment:
+    """No special environment; enough for most faults."""
 
     cfg: Config
     wrap: list[str] = field(default_factory=list)
 
     def set_up(self) -> None:
-        """There is nothing to set up."""
+        """Nothing to set up."""
 
-    def look_after(self) -> list[str]:
+    def clean_up(self) -> list[str]:
         return []
 
 
 @contextmanager
-def stage_for(kind: FaultKind, cfg: Config, victim: RunDir, *, twin: DrillEvidence) -> Iterator[Stage]:
-    """What a fault of this kind needs around the victim."""
+def open_environment(
+    kind: FaultKind, cfg: Config, victim: RunDir, *, twin: DrillEvidence
+) -> Iterator[FaultEnvironment]:
+    """Open the environment that a fault of this kind needs."""
     match kind:
         case FaultKind.full_disk:
             largest = max((event.bytes for event in twin.of(CheckpointSaved)), default=0)
             num = cfg.checkpoint.keep + CHECKPOINTS_ON_DISK
             size_bytes = max(LEAST_DISK_BYTES, num * (largest + LEAST_DISK_BYTES // 8))
-            yield SmallDisk(cfg=cfg, victim=victim, wrap=namespace(), size_bytes=size_bytes)
+            yield SmallDiskEnvironment(cfg=cfg, victim=victim, wrap=namespace(), size_bytes=size_bytes)
         case FaultKind.tracking_down:
-            with tracking_server(cfg, victim) as stage:
-                yield stage
+            with tracking_server(cfg, victim) as environment:
+                yield environment
         case _:
-            yield Bare(cfg=cfg)
+            yield PlainEnvironment(cfg=cfg)
 
 
 class UnavailableError(ConfigError):
-    """This machine cannot give a drill what it needs."""
+    """This machine cannot provide the environment of a drill."""
 
 
-def check_stage(kind: FaultKind, cfg: Config) -> None:
-    """Refuse at once what this machine cannot give a fault of this kind."""
+def require_environment(kind: FaultKind, cfg: Config) -> None:
+    """Raise UnavailableError if this machine cannot provide the environment of a fault."""
     if kind not in (FaultKind.full_disk, FaultKind.tracking_down):
         return
     if kind is FaultKind.full_disk:
@@ -110,19 +112,19 @@ def check_stage(kind: FaultKind, cfg: Config) -> None:
 
 
 def namespace() -> list[str]:
-    """How to get a mount namespace here; refuses where there is none to be had."""
+    """Command prefix that gives a mount namespace. Raises UnavailableError if this machine allows none."""
     for command in (["unshare", "-m"], ["unshare", "-rm"]):
         probe = [*command, "mount", "-t", "tmpfs", "-o", "size=4096", "tmpfs", "/mnt"]
         with suppress(OSError):
             if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
                 return command
-    raise UnavailableError("full_disk", "needs a small disk: root, or unshare -rm with user namespaces allowed")
+    raise UnavailableError("full_disk", "needs a mount namespace: run as root, or allow user namespaces (unshare -rm)")
 
 
 @final
 @dataclass(slots=True, kw_only=True)
-class SmallDisk:
-    """The checkpoints of the victim lie on a tmpfs."""
+class SmallDiskEnvironment:
+    """Puts the victim's checkpoints on a small tmpfs."""
 
     cfg: Config
     victim: RunDir
@@ -139,35 +141,35 @@ class SmallDisk:
         paths = [str(path.resolve()) for path in (self.victim.checkpoints, self.kept)]
         self.wrap += ["sh", "-c", ON_SMALL_DISK, "sh", str(self.size_bytes), *paths]
 
-    def look_after(self) -> list[str]:
+    def clean_up(self) -> list[str]:
         self.victim.checkpoints.rmdir()
         self.kept.rename(self.victim.checkpoints)
         return []
 
 
 @contextmanager
-def tracking_server(cfg: Config, victim: RunDir) -> Iterator[Stage]:
-    """A server for this drill alone; the victim reports to it."""
+def tracking_server(cfg: Config, victim: RunDir) -> Iterator[FaultEnvironment]:
+    """Context with a tracking server for this drill only; the victim sends to it."""
     with reserved_port() as port:
         telemetry = replace(cfg.telemetry, mlflow=True, tracking_uri=f"http://127.0.0.1:{port}")
-        told = replace(cfg, telemetry=telemetry)
-        stage = Tracked(cfg=told, victim=victim, port=port, store=tracking_uri(cfg))
+        own_cfg = replace(cfg, telemetry=telemetry)
+        environment = TrackingEnvironment(cfg=own_cfg, victim=victim, port=port, store=tracking_uri(cfg))
         try:
-            yield stage
+            yield environment
         finally:
-            stage.stop()
+            environment.stop()
 
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Tracked:
-    """The victim sends to a server that the fault will kill."""
+class TrackingEnvironment:
+    """Runs a tracking server that the fault kills."""
 
     cfg: Config
     victim: RunDir
     port: int
     store: str
-    """Where the server keeps what it is sent."""
+    """Backend store of the server."""
     wrap: list[str] = field(default_factory=list)
     server: subprocess.Popen[bytes] | None = None
 
@@ -178,8 +180,8 @@ class Tracked:
     def set_up(self) -> None:
         self.start()
 
-    def look_after(self) -> list[str]:
-        """Start the server again, send what it missed, and count what it holds."""
+    def clean_up(self) -> list[str]:
+        """Restart the server, send what it missed, and count the stored iterations."""
         assert self.server is not None
         was_killed = self.server.poll() is not None
         self.stop()
@@ -187,7 +189,7 @@ class Tracked:
         command = processes.command(SINK_MODULE, str(self.victim.path))
         subprocess.run(command, env=processes.environment(), stdin=subprocess.DEVNULL, capture_output=True, check=False)
         wanted = {record.iteration for record in gather(self.victim).records}
-        held = wanted & losses_held(self.address, self.victim)
+        held = wanted & stored_iterations(self.address, self.victim)
         notes = [] if was_killed else ["the tracking server was not killed"]
         share = "all" if held == wanted else f"{len(held)} of"
         return [*notes, f"MLflow holds the losses of {share} {len(wanted)} iterations"]
@@ -200,7 +202,7 @@ class Tracked:
         with log.open("ab") as output:
             self.server = subprocess.Popen(
                 command,
-                cwd=self.victim.logs,  # it looks for modules where it is started, whatever it is told
+                cwd=self.victim.logs,  # MLflow imports modules from its working directory
                 env=os.environ | SERVER_ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -209,9 +211,9 @@ class Tracked:
             )
         self.victim.tracking_pid.write_text(f"{self.server.pid}\n", encoding="utf-8")
         deadline_s = time.monotonic() + SERVER_WITHIN_S
-        while not answers(f"{self.address}/health"):
+        while not responds(f"{self.address}/health"):
             if self.server.poll() is not None or time.monotonic() > deadline_s:
-                raise UnavailableError("tracking_down", f"no tracking server came up; {log} says why")
+                raise UnavailableError("tracking_down", f"the tracking server did not start; see {log}")
             time.sleep(0.1)
 
     def stop(self) -> None:
@@ -222,7 +224,7 @@ class Tracked:
             self.victim.tracking_pid.unlink(missing_ok=True)
 
 
-def answers(url: str) -> bool:
+def responds(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=1) as reply:
             return bool(reply.status == 200)
@@ -230,8 +232,8 @@ def answers(url: str) -> bool:
         return False
 
 
-def losses_held(address: str, run: RunDir) -> set[int]:
-    """Iterations whose loss a server holds for a run, by its own interface."""
+def stored_iterations(address: str, run: RunDir) -> set[int]:
+    """Iterations whose loss the server has for a run, by its REST API."""
     run_id = json.loads(run.mlflow.read_text(encoding="utf-8"))["run_id"]
     url = f"{address}/api/2.0/mlflow/metrics/get-history?run_id={run_id}&metric_key=loss&max_results=25000"
     with urllib.request.urlopen(url, timeout=30) as reply:

@@ -1,10 +1,9 @@
-"""Runs a drill: lays out the twin and the victim, starts them as an operator would, and has them scored.
+"""Runs a drill: creates twin and victim, starts them as an operator would, and scores them.
 
-How: each start is `python -m launch.local.node RUN`, a process of its own in a session of its own, whose output goes to
-`logs/start-N.*`. A victim that ends with 75, with 1 or by a signal is started again, as a scheduler would requeue it,
-once more than the scenario expects at most. The same two directories are submitted as jobs with launch=slurm, and
-there the scheduler starts again.
-Nothing of a start outlives it: what is left of its session when the launcher is gone is killed.
+Each start is a process `python -m launch.local.node RUN` in its own session, with its output in `logs/start-N.*`. A
+victim that ends with 75, with 1 or by a signal is started again, as a scheduler would requeue it, at most once more
+than the scenario expects. With launch=slurm the two directories are submitted as jobs, and Slurm requeues them.
+No process outlives its start: the rest of its session is killed when the launcher is gone.
 """
 
 from __future__ import annotations
@@ -33,88 +32,93 @@ from harness.drills.scenario import Scenario
 from harness.drills.score import Card, score_run
 from harness.telemetry.event_log import last_iteration
 from harness.telemetry.tracking.sink_process import SINK_MODULE
-from launch.drills.fault_environment import Stage, check_stage, stage_for
+from launch.drills.fault_environment import FaultEnvironment, open_environment, require_environment
 
 POLL_S = 0.1
 ORPHANS_MAY_TAKE_S = 5.0
 STOP_WITHIN_S = 60.0
 FINAL = (EXIT_DONE, EXIT_BAD_CONFIG, EXIT_HALTED)
-"""Exit codes after which nobody starts a run again."""
+"""Exit codes after which a run is not started again."""
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def silent(_line: str) -> None:
-    """For those who do not want to hear how far it is."""
+def print_nothing(_line: str) -> None:
+    """Ignore a progress line."""
 
 
 @final
-class RefusedError(Exception):
-    """A start that refused its configuration, in its own words."""
+class RejectedStartError(Exception):
+    """A start rejected its configuration; holds the output of the launcher."""
 
 
 def run_drill(
-    name: str, scenario: Scenario, overrides: Sequence[str], *, say: Say = silent, to_mlflow: bool = True
+    name: str, scenario: Scenario, overrides: Sequence[str], *, report: Report = print_nothing, to_mlflow: bool = True
 ) -> Card:
-    """Train twin and victim, score them, and leave everything in `runs/drill-NAME` and `runs/drill-NAME-twin`."""
+    """Train twin and victim and score them, in `runs/drill-NAME` and `runs/drill-NAME-twin`."""
     cfg = directories.configure(scenario.train, overrides)
     runs = Path(cfg.run.dir)
     victim, twin = RunDir(runs / f"drill-{name}"), RunDir(runs / f"drill-{name}-twin")
     for run in (victim, twin):
         directories.check_replaceable(run)
-    check_stage(scenario.fault.kind, cfg)
-    train_twin(cfg, twin, say=say, limit_s=scenario.limit_s)
-    with stage_for(scenario.fault.kind, cfg, victim, twin=gather(twin)) as stage:
-        directories.lay_out(stage.cfg, victim)
+    require_environment(scenario.fault.kind, cfg)
+    train_twin(cfg, twin, report=report, limit_s=scenario.limit_s)
+    with open_environment(scenario.fault.kind, cfg, victim, twin=gather(twin)) as environment:
+        directories.create_directory(environment.cfg, victim)
         DrillRecord(name=name, scenario=scenario, plan=scenario.plan, twin=twin.path.name).write(victim)
-        stage.set_up()
-        train_victim(stage, victim, max_starts=scenario.expected.starts + 1, limit_s=scenario.limit_s, say=say)
-        if notes := stage.look_after():
+        environment.set_up()
+        train_victim(
+            environment, victim, max_starts=scenario.expected.starts + 1, limit_s=scenario.limit_s, report=report
+        )
+        if notes := environment.clean_up():
             record = read_drill_record(victim)
             record.notes += notes
             record.write(victim)
-        return finish(victim, to_mlflow=to_mlflow)
+        return finish_drill(victim, to_mlflow=to_mlflow)
 
 
-def train_twin(cfg: Config, twin: RunDir, *, say: Say, limit_s: float) -> None:
-    """The run with nothing broken, unless it lies there already."""
-    if directories.lay_out_twin(cfg, twin):
-        say(f"{twin.path.name}: taken over from an equal one, not trained again")
+def train_twin(cfg: Config, twin: RunDir, *, report: Report, limit_s: float) -> None:
+    """Train the run without faults, unless an equal twin exists."""
+    if directories.prepare_twin(cfg, twin):
+        report(f"{twin.path.name}: reused an equal twin, not trained again")
         return
     start = start_run(cfg, twin, limit_s=limit_s)
-    say(in_words(twin, start))
+    report(start_line(twin, start))
     if start.exit_code == EXIT_BAD_CONFIG:
-        raise RefusedError("\n".join(start.said))
+        raise RejectedStartError("\n".join(start.said))
 
 
-def train_victim(stage: Stage, victim: RunDir, *, max_starts: int, limit_s: float, say: Say) -> None:
-    """Start the run until it is done, as whoever requeues it would; every start goes into the drill record."""
+def train_victim(
+    environment: FaultEnvironment, victim: RunDir, *, max_starts: int, limit_s: float, report: Report
+) -> None:
+    """Start the run until it is done, as a scheduler would; every start is added to the drill record."""
     record = read_drill_record(victim)
     for _ in range(max_starts):
-        start = start_run(stage.cfg, victim, limit_s=limit_s, wrap=stage.wrap)
+        start = start_run(environment.cfg, victim, limit_s=limit_s, wrap=environment.wrap)
         record.starts.append(start)
         record.write(victim)
-        say(in_words(victim, start))
+        report(start_line(victim, start))
         if start.exit_code == EXIT_BAD_CONFIG:
-            raise RefusedError("\n".join(start.said))
-        if start.exit_code in FINAL or stage.cfg.launch.kind is LaunchKind.slurm:
+            raise RejectedStartError("\n".join(start.said))
+        if start.exit_code in FINAL or environment.cfg.launch.kind is LaunchKind.slurm:
             return
 
 
-def in_words(run: RunDir, start: Start) -> str:
+def start_line(run: RunDir, start: Start) -> str:
+    """Progress line of a finished start."""
     why = f": {start.said[0].removeprefix('harness: ')}" if start.said else ""
     return f"{run.path.name}: exit code {start.exit_code} after {start.seconds:.1f} s{why}"
 
 
 def start_run(cfg: Config, run: RunDir, *, limit_s: float, wrap: Sequence[str] = ()) -> Start:
-    """One start, here or as a job, from its beginning to its exit code."""
+    """Run one start to its end, here or as a Slurm job."""
     if cfg.launch.kind is LaunchKind.slurm:
         return start_job(run)
     return start_here(run, limit_s=limit_s, wrap=wrap)
 
 
 def start_here(run: RunDir, *, limit_s: float, wrap: Sequence[str] = ()) -> Start:
-    """`python -m launch.local.node RUN`, watched; after `limit_s` seconds it is killed."""
+    """Run `python -m launch.local.node RUN`; it is killed after `limit_s` seconds."""
     number = len(list(run.logs.glob("start-*.stderr")))
     paths = [run.logs / f"start-{number}.{stream}" for stream in ("stdout", "stderr")]
     begun_s = time.monotonic()
@@ -146,7 +150,7 @@ def start_here(run: RunDir, *, limit_s: float, wrap: Sequence[str] = ()) -> Star
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Wait for whatever the launcher left behind, then kill it: two starts of one run must not overlap."""
+    """Wait for the rest of the launcher's session, then kill it: two starts of one run must not overlap."""
     deadline_s = time.monotonic() + (ORPHANS_MAY_TAKE_S if process.poll() is not None else 0)
     with suppress(ProcessLookupError):
         while time.monotonic() < deadline_s:
@@ -157,7 +161,7 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def start_job(run: RunDir) -> Start:
-    """A job of Slurm and all its requeues; its own time limit holds."""
+    """Run a Slurm job with all its requeues; the time limit is that of the job."""
     from launch.slurm import submit
 
     begun_s = time.monotonic()
@@ -171,30 +175,30 @@ def start_job(run: RunDir) -> Start:
     return Start(exit_code=code, said=said, seconds=round(time.monotonic() - begun_s, 3))
 
 
-def finish(victim: RunDir, *, to_mlflow: bool) -> Card:
-    """Score a drill that has ended; the card goes into its directory, its log and MLflow."""
+def finish_drill(victim: RunDir, *, to_mlflow: bool) -> Card:
+    """Score a drill that has ended; writes the score card, its event and MLflow."""
     card = write_card(victim)
     event = card.as_event(time=time.time(), iteration=max(last_iteration(victim.events), 0))
     append_line(victim.events, to_json(event))
     if to_mlflow:
-        send(victim)
+        send_to_mlflow(victim)
     return card
 
 
 def write_card(victim: RunDir) -> Card:
-    """Score a drill that lies on disk, and leave the card there."""
+    """Score a drill from its directory and write the score card into it."""
     card = score_run(victim)
     write_atomically(victim.path / "score.json", cards.as_json(card))
     write_atomically(victim.score_card, cards.as_markdown(card))
     return card
 
 
-def send(run: RunDir) -> None:
-    """What MLflow has not got yet; a store that does not answer costs a warning."""
+def send_to_mlflow(run: RunDir) -> None:
+    """Send the unsent events to MLflow; prints a warning if the store does not answer."""
     with (run.logs / "mlflow.log").open("ab") as log:
         command = processes.command(SINK_MODULE, str(run.path))
         sent = subprocess.run(
             command, env=processes.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
         )
     if sent.returncode != EXIT_DONE:
-        print(f"warning: {run.path.name} did not reach MLflow; {log.name} says why", file=sys.stderr)
+        print(f"warning: {run.path.name} was not sent to MLflow; see {log.name}", file=sys.stderr)

@@ -38,7 +38,7 @@ from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
 from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data
-from harness.faults.site import watched
+from harness.faults.site import intercept
 from harness.model.init import initialize
 from harness.model.size import num_parameters
 from harness.model.transformer import Transformer
@@ -87,7 +87,7 @@ def train_in_turns(cfg: Config, turns: Turns) -> None:
     """One rank of the harness, whole; its loop moves when it is told to."""
 
     def outfit(run: Run) -> Run:
-        return replace(run, heart=watched(run.heart, "beat", turns.step, first=True))
+        return replace(run, heart=intercept(run.heart, "beat", turns.step, first=True))
 
     run_worker(cfg, outfit)
 

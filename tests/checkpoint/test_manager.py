@@ -24,7 +24,7 @@ from harness.core import events
 from harness.core.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, RunEnded, StepRecord
 from harness.core.state import RunState
 from harness.distributed.world import connect, disconnect
-from harness.faults.site import watched
+from harness.faults.site import intercept
 from harness.run import Run
 from tests.checkpoint.storage import failing
 from tests.distributed import cases, trouble
@@ -72,7 +72,7 @@ def obstructed(directory: str) -> None:
             if run.state.iteration == 12:
                 obstacle.rmdir()
 
-        run.parts.mailbox = watched(run.parts.mailbox, "post", look, first=False)
+        run.parts.mailbox = intercept(run.parts.mailbox, "post", look, first=False)
         return run
 
     train.run_worker(cfg, outfit)

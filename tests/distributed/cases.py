@@ -36,7 +36,7 @@ from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.fsdp import WatchedScatter
 from harness.distributed.shards import local
 from harness.distributed.world import World, connect
-from harness.faults.site import watched
+from harness.faults.site import intercept
 from harness.run import Run
 from harness.step import finish_step, forward_backward, loss_sums
 
@@ -112,7 +112,7 @@ def run_in_fp8(directory: str, *overrides: str) -> list[bool | None]:
 
     def outfit(run: Run) -> Run:
         note = lambda: seen.append(run.parts.products.in_fp8)  # noqa: E731
-        run.parts.mailbox = watched(run.parts.mailbox, "post", note, first=True)
+        run.parts.mailbox = intercept(run.parts.mailbox, "post", note, first=True)
         return run
 
     cfg = tiny("precision=fp8_emulated", "run.name=victim", *overrides, directory=directory)
@@ -338,7 +338,7 @@ def start_run(directory: str, *overrides: str) -> Started:
         source = run.parts.held_out.sources[0]
         held_out.extend(source.corpus.origin(sample)[:2] for sample in source.samples)
         note = lambda: windows.extend(origin[:2] for origin in batches.origins(run.state.cursor - 1))  # noqa: E731
-        run.parts.mailbox = watched(run.parts.mailbox, "post", note, first=True)
+        run.parts.mailbox = intercept(run.parts.mailbox, "post", note, first=True)
         return run
 
     cfg = tiny(*overrides, directory=directory)

@@ -17,7 +17,7 @@ from harness import build as building
 from harness import resume, train
 from harness.config.schema import Config
 from harness.data.order.ledger import Ledger
-from harness.faults.site import watched
+from harness.faults.site import intercept
 from harness.run import Run
 from tests.distributed.cases import tiny
 
@@ -77,7 +77,7 @@ def _at(run: Run, iteration: int, act: Callable[[], Any]) -> None:
         if run.state.iteration + 1 == iteration:
             act()
 
-    run.parts.batches = watched(run.parts.batches, "__getitem__", look, first=True)
+    run.parts.batches = intercept(run.parts.batches, "__getitem__", look, first=True)
 
 
 def other_tokens(run: Run) -> None:

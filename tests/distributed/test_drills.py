@@ -68,7 +68,7 @@ def twin_of(ranks: Pool, runs: Path, words: Sequence[str]) -> str:
     """A clean run of a scenario's training, one for all that train alike; its name."""
     alike = RunDir(runs / f"twin-{abs(hash(tuple(words)))}")
     if not alike.path.exists():
-        directories.lay_out(configured(tuple(words)), alike)
+        directories.create_directory(configured(tuple(words)), alike)
         assert ranks.run(2, drilling.run, str(alike.path)) == [0, 0]
     return alike.path.name
 
@@ -79,7 +79,7 @@ def drilled(ranks: Pool, runs: Path, name: str) -> Card:
     victim = RunDir(runs / f"drill-{name}")
     words = [*drill.train, *ON_RANKS]
     twin = twin_of(ranks, runs, words)
-    directories.lay_out(configured((*words, *OFTEN_SAVED.get(name, ()))), victim)
+    directories.create_directory(configured((*words, *OFTEN_SAVED.get(name, ()))), victim)
     DrillRecord(name=name, scenario=drill, plan=drill.plan, twin=twin).write(victim)
     codes = ranks.run(2, drilling.run, str(victim.path))
     assert codes == 2 * [drill.expected.exit_code]

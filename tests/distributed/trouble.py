@@ -17,7 +17,7 @@ from harness.core import events
 from harness.core.events import Event
 from harness.core.rundir import RunDir, locate
 from harness.distributed.shards import local
-from harness.faults.data import spoil
+from harness.faults.data import corrupt_batches
 from harness.faults.plan import Fault as Shift
 from harness.faults.plan import FaultKind
 from tests.distributed.cases import digest, tiny
@@ -80,7 +80,7 @@ def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
         if fault is not None and fault.kind == "data":
             assert fault.batch is not None
             shift = Shift(kind=FaultKind.data_shift, at=fault.batch, duration=SHIFTED, factor=fault.factor)
-            spoil(batches, shift, seed=0, world_size=parts.world.size)
+            corrupt_batches(batches, shift, seed=0, world_size=parts.world.size)
         parts.batches = _Seen(batches, note)  # type: ignore[assignment]
         return parts
 

@@ -1,4 +1,4 @@
-"""Logs of runs that never were, as a score reads them: short to write, whole enough to judge."""
+"""Made-up logs of runs, as input of the score."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def step(iteration: int, number: int | None = None, **changes: Any) -> StepRecor
 
 
 def steps(first: int, last: int, *, behind: int = 0) -> list[Event]:
-    """Records of iterations; `behind`: how many steps fewer than iterations there are."""
-    return [step(each, each - behind) for each in range(first, last + 1)]
+    """Records of iterations; `behind`: iterations minus steps."""
+    return [step(iteration, iteration - behind) for iteration in range(first, last + 1)]
 
 
 def held_out(loss: float, iteration: int = NUM_STEPS) -> EvalRecord:
@@ -76,12 +76,12 @@ def strike(iteration: int, *, rank: int = 1, number: int = 0) -> FaultInjected:
 
 
 def clean() -> DrillEvidence:
-    """A run with nothing broken."""
+    """A run without faults."""
     return DrillEvidence(events=[started(), *steps(1, NUM_STEPS), held_out(4.0), ended()], batch_tokens=100)
 
 
 def killed_and_resumed() -> DrillEvidence:
-    """Rank 1 is killed in iteration 12; the run goes on from step 8."""
+    """Rank 1 is killed in iteration 12; the run resumes from step 8."""
     events = [started(), *steps(1, 11), started(11, 8, time=30.0), *steps(12, 23, behind=3)]
     last = events[-1]
     assert isinstance(last, StepRecord)

@@ -1,4 +1,4 @@
-"""Directories of drills: nothing of anybody else's is touched, and a twin serves again only where it is the same."""
+"""Tests of drill directories: other directories are not touched, and only an equal twin is reused."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def config(runs: Path, *overrides: str) -> Config:
 
 
 def trained(cfg: Config, run: RunDir, exit_code: int = 0) -> RunDir:
-    """A twin with a log, and a checkpoint, as a trainer leaves it."""
-    assert not directories.lay_out_twin(cfg, run)
+    """A twin with a log and a checkpoint, as a trainer leaves it."""
+    assert not directories.prepare_twin(cfg, run)
     for event in (logs.started(), logs.step(1), logs.ended(exit_code=exit_code)):
         append_line(run.events, to_json(event))
     (run.checkpoints / "step-1").mkdir(parents=True)
@@ -30,60 +30,60 @@ def trained(cfg: Config, run: RunDir, exit_code: int = 0) -> RunDir:
     return run
 
 
-def test_an_equal_twin_is_copied_and_kept_in_its_place(tmp_path: Path) -> None:
+def test_an_equal_twin_is_copied_and_the_original_kept(tmp_path: Path) -> None:
     first = trained(config(tmp_path), RunDir(tmp_path / "drill-a-twin"))
     second = RunDir(tmp_path / "drill-b-twin")
-    assert directories.lay_out_twin(config(tmp_path, "launch.hang_after_s=5"), second)
+    assert directories.prepare_twin(config(tmp_path, "launch.hang_after_s=5"), second)
     assert second.events.read_text() == first.events.read_text()
     assert (second.checkpoints / "step-1/weights").samefile(first.checkpoints / "step-1/weights")
     assert compose.read(second.config).run.name == "drill-b-twin"
-    assert directories.lay_out_twin(config(tmp_path), first)
+    assert directories.prepare_twin(config(tmp_path), first)
     append_line(second.events, to_json(logs.ended()))
     assert len(list(events.read(first.events))) == 3
     inside = RunDir(tmp_path / "campaign-1/twin")
-    assert directories.lay_out_twin(config(tmp_path), inside)
+    assert directories.prepare_twin(config(tmp_path), inside)
 
 
 @pytest.mark.parametrize("overrides", [["optim.lr=1e-4"], ["launch.nproc=1"], ["checkpoint.every_steps=7"]])
 def test_another_configuration_is_another_twin(tmp_path: Path, overrides: list[str]) -> None:
     trained(config(tmp_path), RunDir(tmp_path / "drill-a-twin"))
-    assert not directories.lay_out_twin(config(tmp_path, *overrides), RunDir(tmp_path / "drill-b-twin"))
+    assert not directories.prepare_twin(config(tmp_path, *overrides), RunDir(tmp_path / "drill-b-twin"))
 
 
 def test_a_twin_that_did_not_finish_is_trained_again(tmp_path: Path) -> None:
     run = trained(config(tmp_path), RunDir(tmp_path / "drill-a-twin"), exit_code=75)
-    assert not directories.lay_out_twin(config(tmp_path), RunDir(tmp_path / "drill-b-twin"))
-    assert not directories.lay_out_twin(config(tmp_path), run)
+    assert not directories.prepare_twin(config(tmp_path), RunDir(tmp_path / "drill-b-twin"))
+    assert not directories.prepare_twin(config(tmp_path), run)
     assert not run.events.exists()
 
 
 def test_other_code_is_another_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(config(tmp_path), RunDir(tmp_path / "drill-a-twin"))
     monkeypatch.setattr(directories, "code_digest", lambda: "other")
-    assert not directories.lay_out_twin(config(tmp_path), RunDir(tmp_path / "drill-b-twin"))
+    assert not directories.prepare_twin(config(tmp_path), RunDir(tmp_path / "drill-b-twin"))
 
 
-def test_what_is_no_drill_is_not_touched(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_a_drill_is_not_touched(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "drill-kill_rank")
     run.path.mkdir()
-    directories.lay_out(config(tmp_path), run)
+    directories.create_directory(config(tmp_path), run)
     (run.path / "thesis.txt").write_text("years of work")
-    for lay_out in (directories.lay_out, directories.lay_out_twin):
-        with pytest.raises(ConfigError, match=r"^run.dir: .*drill-kill_rank is there and is no drill; move it away"):
-            lay_out(config(tmp_path), run)
+    for create in (directories.create_directory, directories.prepare_twin):
+        with pytest.raises(ConfigError, match=r"^run.dir: .*drill-kill_rank exists and is not a drill; move it away"):
+            create(config(tmp_path), run)
     assert (run.path / "thesis.txt").read_text() == "years of work"
     run.drill.write_text("{}")
-    directories.lay_out(config(tmp_path), run)
+    directories.create_directory(config(tmp_path), run)
     assert not (run.path / "thesis.txt").exists()
 
 
-@pytest.mark.parametrize("word", ["run.name=mine", "launch.dry_run=true"])
-def test_what_a_drill_decides_itself_is_refused(tmp_path: Path, word: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{word.partition('=')[0]}: "):
-        config(tmp_path, word)
+@pytest.mark.parametrize("override", ["run.name=mine", "launch.dry_run=true"])
+def test_keys_that_a_drill_sets_itself_are_rejected(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{override.partition('=')[0]}: "):
+        config(tmp_path, override)
 
 
-def test_the_end_of_a_run_is_told_from_the_end_of_a_start(tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_count_as_a_finished_twin(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert not directories.has_finished(run)
     for event in (logs.started(), logs.ended(9, 9, exit_code=75), logs.started(9, 9), logs.ended()):

@@ -1,4 +1,4 @@
-"""Faults of processes, files and the clock, on two real ranks that really die; each run ends as its twin did."""
+"""Tests of process, file and clock faults on two real ranks that are killed; each run ends like its twin."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_STEPS = 34
 TRAIN = (f"train.num_steps={NUM_STEPS}", "checkpoint.every_steps=10", "parallel.device=cpu")
 STRUCK = ("drill.fault.at=27", "drill.expected.names_rank=false")
 BY_ITSELF = AtTime(after_s=50, rank=1, grace_s=0.3)
-"""Rank 1 dies of its fault; the other follows, as it would under a launcher."""
+"""Rank 1 is killed by its fault; the other rank follows, as under a launcher."""
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +45,19 @@ def mortals() -> Iterator[Mortals]:
 
 @pytest.fixture(scope="module")
 def runs(mortals: Mortals, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the twin of all of them."""
+    """A directory with the common twin."""
     root = tmp_path_factory.mktemp("runs")
     twin = RunDir(root / "twin")
-    directories.lay_out(directories.configure(scenario.load("kill_rank").train, TRAIN), twin)
+    directories.create_directory(directories.configure(scenario.load("kill_rank").train, TRAIN), twin)
     assert mortals.run(SIZE, drilling.run, str(twin.path)).results == [0] * SIZE
     return root
 
 
-def drilled(mortals: Mortals, runs: Path, name: str, *overrides: str) -> tuple[RunDir, Card]:
-    """The run of a scenario, started until it is done, and its card."""
+def run_scenario(mortals: Mortals, runs: Path, name: str, *overrides: str) -> tuple[RunDir, Card]:
+    """Run a scenario until it is done; returns the run and its score card."""
     drill = scenario.load(name, [*STRUCK, *overrides])
     victim = RunDir(runs / name)
-    directories.lay_out(directories.configure(drill.train, TRAIN), victim)
+    directories.create_directory(directories.configure(drill.train, TRAIN), victim)
     DrillRecord(name=name, scenario=drill, plan=drill.plan, twin="twin").write(victim)
     dies = name in ("kill_rank", "corrupted_checkpoint", "truncated_checkpoint")
     for start in range(drill.expected.starts):
@@ -66,43 +66,45 @@ def drilled(mortals: Mortals, runs: Path, name: str, *overrides: str) -> tuple[R
     return victim, score_run(victim)
 
 
-def broken(card: Card) -> list[str]:
+def broken_bounds(card: Card) -> list[str]:
     return [bound.name for bound in card.bounds if bound.verdict not in (BoundStatus.held, BoundStatus.free)]
 
 
-def test_a_killed_rank(mortals: Mortals, runs: Path) -> None:
-    victim, card = drilled(mortals, runs, "kill_rank", 'drill.expected.notices=["resumed from step-"]')
-    assert not broken(card), card.score
+def test_a_run_resumes_after_a_killed_rank(mortals: Mortals, runs: Path) -> None:
+    victim, card = run_scenario(mortals, runs, "kill_rank", 'drill.expected.notices=["resumed from step-"]')
+    assert not broken_bounds(card), card.score
     assert card.score.struck == 1
     assert [started.resumed_from is None for started in gather(victim).of(RunStarted)] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["corrupted_checkpoint", "truncated_checkpoint"])
-def test_a_checkpoint_that_is_not_what_was_saved(mortals: Mortals, runs: Path, name: str) -> None:
-    victim, card = drilled(mortals, runs, name, 'drill.expected.notices=["is damaged: "]')
-    assert not broken(card), card.score
-    judged = [each for each in events.read(victim.events) if isinstance(each, CheckpointJudged)]
-    assert [each.directory for each in judged if each.health == "damaged"] == ["step-00000020-gen-0"]
-    assert [path.name for path in catalog.list_damaged(victim.checkpoints)] == ["step-00000020-gen-0.damaged"]
+def test_a_run_resumes_from_an_older_checkpoint_if_the_newest_is_damaged(
+    mortals: Mortals, runs: Path, name: str
+) -> None:
+    victim, card = run_scenario(mortals, runs, name, 'drill.expected.notices=["is list_damaged: "]')
+    assert not broken_bounds(card), card.score
+    judged = [event for event in events.read(victim.events) if isinstance(event, CheckpointJudged)]
+    assert [event.directory for event in judged if event.health == "list_damaged"] == ["step-00000020-gen-0"]
+    assert [path.name for path in catalog.list_damaged(victim.checkpoints)] == ["step-00000020-gen-0.list_damaged"]
     assert [started.resumed_from for started in gather(victim).of(RunStarted)] == [None, "step-00000010-gen-0"]
 
 
-def test_a_clock_that_jumps(mortals: Mortals, runs: Path) -> None:
-    victim, card = drilled(mortals, runs, "clock_jump", "drill.fault.duration=5")
-    assert not broken(card), card.score
+def test_a_clock_jump_changes_no_result(mortals: Mortals, runs: Path) -> None:
+    victim, card = run_scenario(mortals, runs, "clock_jump", "drill.fault.duration=5")
+    assert not broken_bounds(card), card.score
     assert card.score.struck == 5
     times = {record.iteration: record.time for record in gather(victim).records}
-    assert times[29] < times[20] - 3000  # records come late: that of 29 was told while the clock was wrong
+    assert times[29] < times[20] - 3000  # records are late: that of 29 was written while the clock was wrong
     assert times[NUM_STEPS] > times[20]
 
 
-def test_a_scheduler_that_wants_the_machine(mortals: Mortals, runs: Path) -> None:
-    victim, card = drilled(mortals, runs, "preemption")
-    assert not broken(card), card.score
+def test_a_preempted_run_resumes_without_loss(mortals: Mortals, runs: Path) -> None:
+    victim, card = run_scenario(mortals, runs, "preemption")
+    assert not broken_bounds(card), card.score
     assert [started.step for started in gather(victim).of(RunStarted)] == [0, 28]
 
 
-def test_one_bit_is_turned_over_and_no_time_changes(tmp_path: Path) -> None:
+def test_one_bit_is_flipped_and_no_timestamp_changes(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
     os.utime(path, ns=(5, 7))
@@ -124,7 +126,7 @@ def test_a_disk_is_filled_to_the_last_byte(tmp_path: Path) -> None:
     assert (tmp_path / "filler").stat().st_size == 1_234_567
 
 
-def test_the_children_of_a_process() -> None:
+def test_children_of_lists_direct_children() -> None:
     child = subprocess.Popen(["sleep", "60"])
     try:
         assert child.pid in children_of(os.getpid())

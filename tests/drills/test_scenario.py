@@ -1,4 +1,4 @@
-"""Every scenario of `conf/drill` loads and makes sense; every complaint is one line about its key."""
+"""Tests that every scenario in `conf/drill` loads, and that every error is one line about its key."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def test_every_kind_of_fault_has_a_scenario() -> None:
     assert {scenario.load(name).fault.kind for name in scenario.names()} == set(FaultKind)
 
 
-def test_what_a_scenario_adds_follows_what_all_share() -> None:
+def test_overrides_of_a_scenario_follow_those_of_the_base() -> None:
     base = yaml.safe_load((compose.conf_dir() / "drill/base.yaml").read_text())["train"]
     hung = scenario.load("hung_rank").train
     assert hung[: len(base)] == base
     assert hung[len(base) :] == ["launch.hang_after_s=30", "parallel.timeout_s=60"]
 
 
-def test_overrides_of_the_scenario_are_told_from_those_of_the_training() -> None:
-    words = ["drill.fault.at=40", "optim.lr=1e-3", "drill.bounds.seconds=null", "drill.train=[a=b]"]
-    loaded = scenario.load("kill_rank", words)
+def test_overrides_of_the_scenario_are_separated_from_those_of_the_training() -> None:
+    overrides = ["drill.fault.at=40", "optim.lr=1e-3", "drill.bounds.seconds=null", "drill.train=[a=b]"]
+    loaded = scenario.load("kill_rank", overrides)
     assert (loaded.fault.at, loaded.bounds.seconds, loaded.train) == (40, None, ["a=b"])
-    assert [scenario.is_of_scenario(word) for word in words] == [True, False, True, True]
+    assert [scenario.changes_scenario(override) for override in overrides] == [True, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_overrides_of_the_scenario_are_told_from_those_of_the_training() -> None
         ("drill.fault.kind=flood", "drill.fault.kind: must be one of nan_loss, nan_grad, "),
         ("drill.fault.rank=abc", "drill.fault.rank: must be a whole number, got 'abc'"),
         ("drill.fault.at=-1", "drill.fault.at: must be 0 or more, got -1"),
-        ("drill.fault.bit=77", "drill.fault.bit: must be in 0 .. 31, got 77"),
+        ("drill.fault.bit=77", "drill.fault.bit: must be from 0 to 31, got 77"),
         ("drill.expected.findings=[odd]", "drill.expected.findings[0]: must be one of nonfinite, "),
         ("drill.expected.actions=skip", "drill.expected.actions: must be a list, as [...]"),
         ("drill.expected.starts=0", "drill.expected.starts: must be at least 1, got 0"),
-        ("drill.expected.notices=[]", "drill.expected.names_rank: needs drill.expected.findings or notices"),
+        ("drill.expected.notices=[]", "drill.expected.names_rank: must be false without drill.expected.findings"),
         ("drill.seed=1.5", "drill.seed: must be a whole number, got '1.5'"),
         ("drill.train=null", "drill.train: must not be null"),
         ("drill.limit_s=0", "drill.limit_s: must be positive, got 0.0"),
@@ -73,5 +73,7 @@ def test_a_bad_override_is_one_line(override: str, line: str) -> None:
 
 
 def test_an_unknown_scenario_is_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"^drill: no 'kil_rank'; choose among .*, or all; did you mean kill_rank\?$"):
+    with pytest.raises(
+        ConfigError, match=r"^drill: no scenario 'kil_rank'; choose one of .*, or all; did you mean kill_rank\?$"
+    ):
         scenario.load("kil_rank")

@@ -1,4 +1,4 @@
-"""What is measured of a drill, and what counts as held."""
+"""Tests of the measurements of a drill and of its bounds."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 from harness.core.events import ActionKind, CheckpointJudged, Event, FindingKind, StepRecord
 from harness.drills.drill_record import DrillEvidence
 from harness.drills.scenario import Bounds, Expected
-from harness.drills.score import BoundStatus, Card, detect, in_words, is_right, judge, score
+from harness.drills.score import BoundStatus, Card, check_bounds, detect, format_value, is_right, score
 from tests.drills import logs
 
 SKIP, REWIND, HALT = ActionKind.skip, ActionKind.rewind, ActionKind.halt
 
 
-def verdicts(
+def bound_statuses(
     expected: Expected, bounds: Bounds, victim: DrillEvidence, twin: DrillEvidence | None
 ) -> dict[str, BoundStatus]:
     scenario = logs.scenario(expected, bounds)
-    return {bound.name: bound.verdict for bound in judge(scenario, score(scenario, victim, twin))}
+    return {bound.name: bound.verdict for bound in check_bounds(scenario, score(scenario, victim, twin))}
 
 
-def spoiled(*findings: object, actions: tuple[ActionKind, ...] = (SKIP,), lost: int = 1) -> DrillEvidence:
-    """A run whose update of iteration 12 was refused."""
+def rejected_update(*findings: object, actions: tuple[ActionKind, ...] = (SKIP,), lost: int = 1) -> DrillEvidence:
+    """A run whose update of iteration 12 was rejected."""
     events = [logs.started(), *logs.steps(1, 11), logs.step(12, 11, refused=True), *logs.steps(13, 21, behind=lost)]
     events += [*findings, *(logs.action(12, kind) for kind in actions)]  # type: ignore[list-item]
     return DrillEvidence(
@@ -33,12 +33,12 @@ def spoiled(*findings: object, actions: tuple[ActionKind, ...] = (SKIP,), lost: 
     )
 
 
-def test_a_refused_update_is_scored() -> None:
+def test_a_rejected_update_is_scored() -> None:
     found = logs.finding(13, ranks=[1], groups=["blocks.1"])
     expected = Expected(findings=[FindingKind.nonfinite], names_rank=True, groups=["blocks.1"], actions=[SKIP])
     bounds = Bounds(latency_steps=1, steps_lost=1, seconds=0, loss_gap=0.05)
     scenario = logs.scenario(expected, bounds)
-    measured = score(scenario, spoiled(found), logs.clean())
+    measured = score(scenario, rejected_update(found), logs.clean())
     assert (measured.detected, measured.latency_steps, measured.right_rank, measured.right_layer) == (
         True,
         1,
@@ -48,7 +48,7 @@ def test_a_refused_update_is_scored() -> None:
     assert (measured.steps_lost, measured.tokens_lost, measured.seconds) == (1, 100, 0)
     assert measured.loss_gap == pytest.approx(0.02)
     assert (measured.identical, measured.false_alarms, measured.starts) == (False, 0, 1)
-    card = Card(scenario="x", summary="", score=measured, bounds=judge(scenario, measured))
+    card = Card(scenario="x", summary="", score=measured, bounds=check_bounds(scenario, measured))
     assert card.passed
     assert card.as_event(time=1.0, iteration=21).scores["loss_gap"] == pytest.approx(0.02)
     assert "remarks" not in card.as_event(time=1.0, iteration=21).scores
@@ -71,27 +71,26 @@ def test_each_error_breaks_its_own_bound(changes: dict[str, object], broken: str
     values = {"iteration": 12, "ranks": [1], "groups": ["blocks.1"]} | changes
     expected = Expected(findings=[FindingKind.nonfinite], names_rank=True, groups=["blocks.1"], actions=[SKIP])
     found = logs.finding(**values)  # type: ignore[arg-type]
-    judged = verdicts(expected, Bounds(latency_steps=2), spoiled(found), logs.clean())
-    assert judged[broken] is BoundStatus.broken
+    statuses = bound_statuses(expected, Bounds(latency_steps=2), rejected_update(found), logs.clean())
+    assert statuses[broken] is BoundStatus.broken
     others = {"survived", "starts", "exit_code", "struck", "right_action", "false_alarms"}
-    assert all(judged[name] is BoundStatus.held for name in others)
+    assert all(statuses[name] is BoundStatus.held for name in others)
 
 
-def test_a_killed_run_is_scored_by_what_its_launcher_said() -> None:
+def test_a_killed_run_is_scored_by_its_launcher_output() -> None:
     expected = Expected(notices=["rank {rank} was killed by SIGKILL", "resumed from step-"], names_rank=True, starts=2)
     scenario = logs.scenario(expected, Bounds(steps_lost=3, seconds=10, identical=True))
     measured = score(scenario, logs.killed_and_resumed(), logs.clean())
     assert (measured.detected, measured.right_rank, measured.latency_steps) == (True, True, None)
     assert (measured.steps_lost, measured.seconds, measured.starts, measured.identical) == (3, 2.0, 2, True)
-    assert all(bound.verdict in (BoundStatus.held, BoundStatus.free) for bound in judge(scenario, measured))
+    assert all(bound.verdict in (BoundStatus.held, BoundStatus.free) for bound in check_bounds(scenario, measured))
     wrong = logs.scenario(expected)
     victim = logs.killed_and_resumed()
     victim.faults[0].rank = 0
     assert score(wrong, victim, logs.clean()).right_rank is False
 
 
-def test_a_damaged_checkpoint_is_no_sign_of_life() -> None:
-    """What the next start says before it begins does not shorten the time it took."""
+def test_events_before_a_start_do_not_shorten_the_recovery_time() -> None:
     victim = logs.killed_and_resumed()
     judged = CheckpointJudged(time=29.9, iteration=11, directory="step-10", health="damaged", reason="hash")
     place = next(place for place, event in enumerate(victim.events) if event.time == 30.0)
@@ -99,11 +98,11 @@ def test_a_damaged_checkpoint_is_no_sign_of_life() -> None:
     assert score(logs.scenario(), victim, logs.clean()).seconds == 2.0
 
 
-def test_what_was_not_measured_does_not_pass() -> None:
+def test_an_unmeasured_bound_does_not_pass() -> None:
     bounds = Bounds(loss_gap=1.0, identical=True, latency_steps=3)
-    judged = verdicts(Expected(), bounds, logs.clean(), None)
-    assert judged["struck"] is BoundStatus.broken
-    assert {name for name, verdict in judged.items() if verdict is BoundStatus.unmeasured} == {
+    statuses = bound_statuses(Expected(), bounds, logs.clean(), None)
+    assert statuses["struck"] is BoundStatus.broken
+    assert {name for name, verdict in statuses.items() if verdict is BoundStatus.unmeasured} == {
         "loss_gap",
         "identical",
         "latency_steps",
@@ -111,7 +110,7 @@ def test_what_was_not_measured_does_not_pass() -> None:
     }
 
 
-def test_an_early_end_is_no_survival() -> None:
+def test_a_run_that_ends_early_or_with_nan_does_not_survive() -> None:
     short = DrillEvidence(events=[logs.started(), *logs.steps(1, 9), logs.ended(9, 9)], faults=[logs.strike(5)])
     assert not score(logs.scenario(), short, logs.clean()).survived
     silent = DrillEvidence(events=[logs.started(), *logs.steps(1, 9)], faults=[logs.strike(5)])
@@ -125,7 +124,7 @@ def test_an_early_end_is_no_survival() -> None:
     assert not score(logs.scenario(), sick, logs.clean()).survived
 
 
-def test_a_slow_twin_is_a_remark_and_any_other_finding_an_alarm() -> None:
+def test_slow_in_the_twin_is_a_remark_and_any_other_finding_a_false_alarm() -> None:
     twin = logs.clean()
     twin.events.insert(5, logs.finding(5, FindingKind.slow))
     measured = score(logs.scenario(), logs.clean(), twin)
@@ -147,20 +146,22 @@ def test_a_slow_twin_is_a_remark_and_any_other_finding_an_alarm() -> None:
         ([SKIP], [SKIP, HALT], False),
     ],
 )
-def test_the_right_action(expected: list[ActionKind], taken: list[ActionKind], right: bool) -> None:
+def test_actions_are_compared_with_the_expected_ones(
+    expected: list[ActionKind], taken: list[ActionKind], right: bool
+) -> None:
     assert is_right(expected, taken) is right
 
 
-def test_what_was_done_before_the_strike_is_no_answer_to_it() -> None:
+def test_actions_before_the_strike_are_ignored() -> None:
     found = logs.finding(12, ranks=[1])
-    victim = spoiled(found)
+    victim = rejected_update(found)
     victim.events.insert(3, logs.action(3, HALT))
     expected = Expected(findings=[FindingKind.nonfinite], actions=[SKIP])
     assert score(logs.scenario(expected), victim, logs.clean()).right_action
 
 
-def test_each_fault_of_a_plan_is_detected_by_itself() -> None:
-    victim = spoiled(logs.finding(12, ranks=[1]))
+def test_each_fault_of_a_plan_is_detected_separately() -> None:
+    victim = rejected_update(logs.finding(12, ranks=[1]))
     victim.faults.append(logs.strike(17, rank=0, number=1))
     expected = Expected(findings=[FindingKind.nonfinite])
     fault = logs.scenario().fault
@@ -170,8 +171,7 @@ def test_each_fault_of_a_plan_is_detected_by_itself() -> None:
 @given(
     refused=st.lists(st.booleans(), min_size=1, max_size=40), killed_after=st.integers(0, 40), saved=st.integers(1, 9)
 )
-def test_steps_lost_is_what_was_tried_and_does_not_count(refused: list[bool], killed_after: int, saved: int) -> None:
-    """Against a count that follows the run step by step."""
+def test_lost_steps_match_a_step_by_step_count(refused: list[bool], killed_after: int, saved: int) -> None:
     events: list[Event] = [logs.started()]
     number, lost, at_save, num_starts = 0, 0, 0, 1
     for iteration, is_refused in enumerate(refused, start=1):
@@ -191,8 +191,8 @@ def test_steps_lost_is_what_was_tried_and_does_not_count(refused: list[bool], ki
     assert (measured.steps_lost, measured.tokens_lost, measured.starts) == (lost, 7 * lost, num_starts)
 
 
-def test_numbers_in_words() -> None:
-    assert [in_words(value) for value in (None, True, False, 12345, 0.12345, 3.0)] == [
+def test_values_are_formatted() -> None:
+    assert [format_value(value) for value in (None, True, False, 12345, 0.12345, 3.0)] == [
         "-",
         "yes",
         "no",

@@ -1,4 +1,4 @@
-"""The card as text, to the letter; `python -m tests.drills.test_score_card` writes the golden files anew."""
+"""Golden tests of score cards; `python -m tests.drills.test_score_card` rewrites the golden files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from harness.drills import campaign, score_card
 from harness.drills.campaign import Campaign, Round
 from harness.drills.scenario import Bounds, Expected
-from harness.drills.score import Card, judge, score
+from harness.drills.score import Card, check_bounds, score
 from tests.drills import logs
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -23,10 +23,12 @@ def scored(**bounds: float) -> Card:
     twin = logs.clean()
     twin.events.insert(5, logs.finding(5, message="loss 9 | bound 8"))
     measured = score(scenario, logs.killed_and_resumed(), twin)
-    return Card(scenario="kill_rank", summary="one rank is killed", score=measured, bounds=judge(scenario, measured))
+    return Card(
+        scenario="kill_rank", summary="one rank is killed", score=measured, bounds=check_bounds(scenario, measured)
+    )
 
 
-def fought() -> Campaign:
+def example_campaign() -> Campaign:
     shared = {"seconds": 8.0, "starts": 2}
     rounds = [
         Round(
@@ -59,22 +61,22 @@ TEXTS: dict[str, Callable[[], str]] = {
     "card.txt": lambda: score_card.as_text(scored(seconds=1.0)),
     "card.md": lambda: score_card.as_markdown(scored(seconds=1.0)),
     "summary.txt": lambda: score_card.summary([scored(), scored(seconds=1.0)], [("full_disk", "needs a small disk")]),
-    "campaign.txt": lambda: campaign.as_text(fought()),
-    "campaign.md": lambda: campaign.as_markdown(fought()),
+    "campaign.txt": lambda: campaign.as_text(example_campaign()),
+    "campaign.md": lambda: campaign.as_markdown(example_campaign()),
 }
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_text(name: str) -> None:
+def test_text_equals_the_golden_file(name: str) -> None:
     assert TEXTS[name]() == (GOLDEN / name).read_text(encoding="utf-8")
 
 
-def test_json_holds_all() -> None:
+def test_json_holds_all_bounds() -> None:
     tree = json.loads(score_card.as_json(scored()))
     assert tree["passed"] is False  # the twin raised an alarm
     assert tree["score"]["steps_lost"] == 3
     assert {bound["name"] for bound in tree["bounds"]} == set(score_card.LABELS) - {"excluded"}, (
-        "which is a line where a drill asks"
+        "`excluded` is a line only if the scenario sets it"
     )
 
 

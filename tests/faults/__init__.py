@@ -1,1 +1,1 @@
-"""Tests of what a drill breaks."""
+"""Tests of fault injection."""

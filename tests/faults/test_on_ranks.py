@@ -1,4 +1,4 @@
-"""Each fault of the numbers on two real ranks: it strikes its rank, its iteration, its tensor, and nothing else."""
+"""Tests of numerical faults on two real ranks: each changes its rank, iteration and tensor, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from tests.distributed.drilling import LAYER
 from tests.distributed.pool import Pool
 
 
-def test_one_bit_of_one_weight_of_one_rank_is_turned_over_once(ranks: Pool, tmp_path: Path) -> None:
+def test_one_bit_of_one_weight_of_one_rank_is_flipped_once(ranks: Pool, tmp_path: Path) -> None:
     first, second = ranks.run(2, drilling.ready, str(tmp_path), drilling.flipped_weights)
     assert first["counts"] == [{}, {}, {}]
     assert second["counts"] == [{}, {f"{LAYER}.weight": 1}, {}]
-    assert (first["told"], second["told"]) == ([], [(2, 0)]), "told for the iteration whose update it follows"
+    assert (first["told"], second["told"]) == ([], [(2, 0)]), "logged for the iteration whose update it follows"
     _, again = ranks.run(2, drilling.ready, str(tmp_path), drilling.flipped_weights)
-    assert again["counts"] == [{}, {}, {}], "a run that starts again is not struck again"
+    assert again["counts"] == [{}, {}, {}], "a resumed run is not struck again"
     assert again["told"] == [(2, 0)]
 
 
 @pytest.mark.parametrize(
     ("kind", "replicate"), [("nan_grad", 1), ("inf_grad", 1), ("bit_flip_grad", 1), ("nan_grad", 2)]
 )
-def test_a_gradient_is_spoiled_before_it_is_measured(ranks: Pool, tmp_path: Path, kind: str, replicate: int) -> None:
-    """The last slot is the struck rank's own: all ranks read the same one after the reduction."""
-    words = [f"parallel.replicate={replicate}"]
-    before, struck, after = ranks.run(2, drilling.ready_with, str(tmp_path), words, drilling.own_squares, [kind])[0]
+def test_a_gradient_is_corrupted_before_it_is_measured(ranks: Pool, tmp_path: Path, kind: str, replicate: int) -> None:
+    """The last slot belongs to the affected rank; after the reduction all ranks read the same value."""
+    overrides = [f"parallel.replicate={replicate}"]
+    before, struck, after = ranks.run(2, drilling.ready_with, str(tmp_path), overrides, drilling.own_squares, [kind])[0]
     assert before == after > 0
     assert not struck < math.inf
 
 
 @pytest.mark.parametrize("kind", ["nan_grad", "big_grad"])
-def test_a_lone_rank_has_no_reduction_and_is_struck_all_the_same(ranks: Pool, tmp_path: Path, kind: str) -> None:
+def test_gradient_faults_strike_with_world_size_1(ranks: Pool, tmp_path: Path, kind: str) -> None:
     ((before, struck, after),) = ranks.run(1, drilling.ready, str(tmp_path), drilling.own_squares, [kind])
     assert before == after > 0
     assert not struck <= 100 * before
@@ -49,7 +49,7 @@ def test_several_faults_of_one_layer_all_strike(ranks: Pool, tmp_path: Path) -> 
     assert before < once < twice / 1000
 
 
-def test_faults_of_the_update(ranks: Pool, tmp_path: Path) -> None:
+def test_update_faults_change_rates_moments_and_weights(ranks: Pool, tmp_path: Path) -> None:
     for rank, seen in enumerate(ranks.run(2, drilling.ready, str(tmp_path), drilling.optimizer_faults)):
         assert seen["untouched"]
         assert seen["spiked"] == pytest.approx([8.0] * len(seen["spiked"]))
@@ -62,8 +62,8 @@ def test_faults_of_the_update(ranks: Pool, tmp_path: Path) -> None:
         assert sorted(seen["told"]) == [(1, number) for number in range(4)], rank
 
 
-def test_an_outlier_changes_no_bit_but_in_fp8(ranks: Pool, tmp_path: Path) -> None:
-    """Loss and gradient of a step, clean, struck and clean again."""
+def test_an_outlier_changes_bits_only_in_fp8(ranks: Pool, tmp_path: Path) -> None:
+    """Loss and gradient of a step before, during and after the fault."""
     in_bf16, in_fp8 = (
         ranks.run(2, drilling.ready_with, str(tmp_path / name), [f"precision={name}"], drilling.outlier)[0]
         for name in ("bf16", "fp8_emulated")
@@ -73,12 +73,12 @@ def test_an_outlier_changes_no_bit_but_in_fp8(ranks: Pool, tmp_path: Path) -> No
     assert in_bf16["told"] == [(2, 0)]
 
 
-def test_faults_of_the_forward_pass(ranks: Pool, tmp_path: Path) -> None:
+def test_forward_faults_change_only_their_step(ranks: Pool, tmp_path: Path) -> None:
     first, second = ranks.run(2, drilling.ready, str(tmp_path), drilling.forward_faults)
     for seen in (first, second):
-        assert seen["in_place"], "a fault that waits changes no bit"
-        assert seen["evaluated"], "evaluations are left alone"
-        assert seen["second"], "one number of one micro-batch"
+        assert seen["in_place"], "an installed fault changes no bit before it strikes"
+        assert seen["evaluated"], "evaluations are not affected"
+        assert seen["second"], "one value of one micro-batch"
         assert not seen["overflown"]
         assert seen["restored"]
     assert (first["num_nan"], second["num_nan"]) == (0, 1)

@@ -1,4 +1,4 @@
-"""What a plan says of itself, and the two moments of an iteration."""
+"""Tests of fault plans, strikes, and the interception of the run's parts."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from harness.core.events import FaultInjected, to_json
 from harness.core.rundir import RunDir, append_line
 from harness.faults.gradient import flip
 from harness.faults.plan import Fault, FaultKind, FaultPlan, read_plan
-from harness.faults.site import Site, earlier_strikes, watched
+from harness.faults.site import Site, earlier_strikes, intercept
 
 FAULT = Fault(kind=FaultKind.nan_grad, at=7, duration=2, rank=-1, layer="blocks.1")
 
 
-def test_a_fault_says_when_and_whom_it_strikes() -> None:
+def test_a_fault_strikes_its_iterations_and_ranks() -> None:
     assert [moment for moment in range(20) if FAULT.strikes_at(moment)] == [7, 8]
     assert [rank for rank in range(4) if FAULT.strikes_rank(rank, 4)] == [3]
     everywhere = Fault(kind=FaultKind.lr_spike, at=1)
     assert all(everywhere.strikes_rank(rank, 4) for rank in range(4))
-    with pytest.raises(ConfigError, match=r"drill\.fault\.rank: there are 2 ranks, got 5"):
+    with pytest.raises(ConfigError, match=r"drill\.fault\.rank: must be a rank of 2, from -2 to 1, got 5"):
         Fault(kind=FaultKind.nan_grad, at=1, rank=5).rank_of(2)
 
 
-def test_chance_is_a_function_of_seed_moment_and_rank() -> None:
-    draws = {key: FAULT.dice(*key).random() for key in [(0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 1)]}
+def test_random_choices_are_a_function_of_seed_moment_and_rank() -> None:
+    draws = {key: FAULT.rng(*key).random() for key in [(0, 1, 0), (1, 1, 0), (0, 2, 0), (0, 1, 1)]}
     assert len(set(draws.values())) == 4
-    assert all(FAULT.dice(*key).random() == draw for key, draw in draws.items())
+    assert all(FAULT.rng(*key).random() == draw for key, draw in draws.items())
 
 
-def test_a_plan_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_plan_survives_a_round_trip(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert read_plan(run) is None
     plan = FaultPlan(seed=3, faults=[FAULT])
@@ -45,43 +45,43 @@ def test_a_plan_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert read_plan(run) == plan
     for text in ("{}", "nonsense", '{"plan": {"seed": 0, "faults": [{"kind": "earthquake", "at": 1}]}}'):
         run.drill.write_text(text)
-        with pytest.raises(ConfigError, match=r"drill\.json: is not the plan of a drill"):
+        with pytest.raises(ConfigError, match=r"drill\.json: holds no valid fault plan"):
             read_plan(run)
 
 
 def run_of(tmp_path: Path, rank: int, iteration: int = 0) -> Any:
-    """Of a run, what a site reads of it."""
+    """A run with only what a site reads."""
     world = SimpleNamespace(rank=rank, size=2)
     state = SimpleNamespace(iteration=iteration)
     return cast(Any, SimpleNamespace(directory=RunDir(tmp_path), parts=SimpleNamespace(world=world), state=state))
 
 
-def test_an_iteration_is_struck_once_whatever_starts_again(tmp_path: Path) -> None:
+def test_an_iteration_is_struck_once_across_restarts(tmp_path: Path) -> None:
     fault = Fault(kind=FaultKind.nan_grad, at=7, duration=2)
     for rank, iteration in ((0, 7), (1, 7), (0, 8)):
-        told = FaultInjected(time=0.0, iteration=iteration, number=1, kind=fault.kind, rank=rank, message="")
-        append_line(RunDir(tmp_path).faults, to_json(told))
+        event = FaultInjected(time=0.0, iteration=iteration, number=1, kind=fault.kind, rank=rank, message="")
+        append_line(RunDir(tmp_path).faults, to_json(event))
     first, second = run_of(tmp_path, 0), run_of(tmp_path, 1)
     assert earlier_strikes(first, 1, fault) == {7, 8}
     assert earlier_strikes(second, 1, fault) == {7}
     assert earlier_strikes(second, 0, fault) == frozenset(), "another fault of the plan"
     data = Fault(kind=FaultKind.scrambled_batch, at=7)
-    assert earlier_strikes(first, 1, data) == frozenset(), "a spoiled batch is spoiled whenever it is seen"
+    assert earlier_strikes(first, 1, data) == frozenset(), "a bad batch is bad whenever it is read"
     site = Site(run=second, fault=fault, number=1, seed=0, struck=earlier_strikes(second, 1, fault))
     assert [iteration for iteration in range(12) if site.strikes(iteration)] == [8]
 
 
-def test_what_is_told_belongs_to_the_iteration_that_goes_on(tmp_path: Path) -> None:
+def test_a_strike_is_logged_at_the_current_iteration_by_default(tmp_path: Path) -> None:
     site = Site(run=run_of(tmp_path, 0, iteration=4), fault=FAULT, number=0, seed=0, struck=frozenset())
-    site.tell("before the fifth")
-    site.tell("after the fourth", 4)
+    site.log_strike("before the fifth")
+    site.log_strike("after the fourth", 4)
     assert earlier_strikes(site.run, 0, FAULT) == {4, 5}
 
 
-def test_a_part_that_is_watched_is_still_the_part() -> None:
+def test_an_intercepted_object_behaves_like_the_original() -> None:
     seen: list[Any] = []
-    both = watched(
-        watched([3, 1, 2], "sort", lambda: seen.append("first"), first=True), "append", seen.clear, first=False
+    both = intercept(
+        intercept([3, 1, 2], "sort", lambda: seen.append("first"), first=True), "append", seen.clear, first=False
     )
     both.sort()
     assert (seen, both[0], len(both)) == (["first"], 1, 3)
@@ -90,7 +90,7 @@ def test_a_part_that_is_watched_is_still_the_part() -> None:
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=8), st.integers(0, 31), st.data())
-def test_flipping_a_bit_twice_is_nothing(numbers: list[float], bit: int, data: st.DataObject) -> None:
+def test_flipping_a_bit_twice_restores_the_value(numbers: list[float], bit: int, data: st.DataObject) -> None:
     tensor = torch.tensor(numbers, dtype=torch.float32)
     before = tensor.clone().view(torch.int32)
     place = torch.tensor([data.draw(st.integers(0, len(numbers) - 1))])

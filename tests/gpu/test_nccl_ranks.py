@@ -24,7 +24,7 @@ def drill(tmp_path: Path, name: str, *overrides: str, num_ranks: int = 2) -> Run
     of_training = [each for each in overrides if not each.startswith("drill.")]
     cfg = directories.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", *of_training])
     run = RunDir(tmp_path / "victim")
-    directories.lay_out(cfg, run)
+    directories.create_directory(cfg, run)
     DrillRecord(name=name, scenario=planned, plan=planned.plan, twin="").write(run)
     check_trained(run, num_ranks=num_ranks)
     return run
@@ -67,7 +67,7 @@ def test_uneven_shares_give_the_same_loss(tmp_path: Path) -> None:
     for num_ranks in (2, 3):
         cfg = directories.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", "train.num_steps=30"])
         run = RunDir(tmp_path / f"ranks-{num_ranks}")
-        directories.lay_out(cfg, run)
+        directories.create_directory(cfg, run)
         check_trained(run, num_ranks=num_ranks)
         records = [event for event in read(run.events) if isinstance(event, StepRecord)]
         losses.append([(record.fingerprint, record.loss) for record in records])
