@@ -1,1 +1,1 @@
-"""The typed config tree, and Hydra that composes it. No torch."""
+"""The typed config tree, and its composition with Hydra. No torch."""

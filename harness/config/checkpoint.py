@@ -1,4 +1,4 @@
-"""Config section `checkpoint`: when checkpoints are saved, how many are kept, snapshots in memory."""
+"""Config section `checkpoint`: when checkpoints are saved, how many are kept, and snapshots in memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from harness.config.errors import require
 
 @dataclass(slots=True, kw_only=True)
 class RingConfig:
+    """Snapshots in host memory, for rewinds."""
+
     slots: int
-    """Snapshots in host memory a run can rewind to; 0: none. One buffer more is held for what is being saved."""
+    """Number of snapshots in host memory; 0: none. One more buffer is allocated for the snapshot being saved."""
     every_steps: int
     """Iterations between snapshots."""
     memory_gb: float | None
-    """Host memory of one machine that all its snapshots may take, in GB (1e9 bytes); null: half of what is free."""
+    """Host memory per machine for all its snapshots, in GB (1e9 bytes); null: half of the free memory."""
 
     def __post_init__(self) -> None:
-        message = f"must be 0 (none) or at least 2, one to keep while the next is taken, got {self.slots}"
+        message = f"must be 0 (none) or at least 2 (one is kept while the next is taken), got {self.slots}"
         require(self.slots == 0 or self.slots >= 2, "checkpoint.ring.slots", message)
         require(self.every_steps >= 1, "checkpoint.ring.every_steps", f"must be at least 1, got {self.every_steps}")
         valid = self.memory_gb is None or self.memory_gb > 0
@@ -27,20 +29,22 @@ class RingConfig:
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointConfig:
+    """Checkpoints on disk."""
+
     every_steps: int
-    """Steps between checkpoints; 0: none by steps. A run that stops or ends always saves."""
+    """Steps between checkpoints; 0: not by steps. A run that stops or ends always saves."""
     every_minutes: float | None
-    """Minutes between checkpoints, by rank 0's clock; null: none by the clock. With every_steps, whichever is first."""
+    """Minutes between checkpoints, by rank 0's clock; null: not by time. With every_steps, whichever is first."""
     keep: int
-    """How many of the newest checkpoints stay on disk; the newest good one always does."""
+    """Number of newest checkpoints that stay on disk; the newest good one always stays."""
     keep_every_steps: int
-    """The first checkpoint in every so many steps stays for ever; 0: none."""
+    """The first checkpoint in each interval of this many steps is never deleted; 0: none."""
     good_after_steps: int
-    """Clean steps in a row that must follow before a checkpoint counts as good."""
+    """Clean steps in a row after which a checkpoint counts as good."""
     retry_s: float = 300.0
-    """Seconds for which reading a checkpoint is retried, with growing pauses, after an I/O error on any rank; 0: not at
-    all. Then a start exits with 75, and a rollback tries an older checkpoint. Must be below launch.start_within_s to be
-    of use: the launcher takes a longer start or restore for a hang."""
+    """Seconds for which reading a checkpoint is retried, with growing pauses, after an I/O error on any rank; 0: no
+    retry. After that a start exits with 75, and a rollback tries an older checkpoint. Should be below
+    launch.start_within_s: the launcher treats a longer start or restore as a hang."""
     ring: RingConfig
 
     def __post_init__(self) -> None:
@@ -51,4 +55,4 @@ class CheckpointConfig:
         valid = self.every_minutes is None or 0 < self.every_minutes < math.inf
         require(valid, "checkpoint.every_minutes", f"must be positive or null, got {self.every_minutes}")
         valid = 0 <= self.retry_s < math.inf
-        require(valid, "checkpoint.retry_s", f"must be 0 or more seconds, and finite, got {self.retry_s}")
+        require(valid, "checkpoint.retry_s", f"must be 0 or more, and finite, got {self.retry_s}")

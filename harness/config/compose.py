@@ -1,8 +1,8 @@
-"""The door to Hydra: overrides in, a checked `Config` out, and every complaint in one line.
+"""Composes a checked `Config` from overrides with Hydra, and turns every error into one line.
 
-Why: the launcher, the plain torchrun door and the tests must read the same command line the same way.
-How: `conf/config.yaml` starts from the schema registered here, so that a wrong key or type stops at the merge;
-`explain` turns what Hydra and OmegaConf say about it into a line that names the key and what is allowed.
+The launcher, `torchrun -m harness.train` and the tests all use this module, so they read a command line the same way.
+`conf/config.yaml` starts from the schema registered here, so a wrong key or type fails in the merge. `explain` turns
+the errors of Hydra and OmegaConf into a line that names the key and what is allowed.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from harness.core.credentials import require_no_credentials, without_credentials
 T = TypeVar("T")
 
 BASE = "base"
-"""The file of a group that holds what its options share; not itself a choice."""
+"""Name of the file with the common values of a group; it is not an option."""
 
-NOT_OF_A_RUN = ("drill", "hydra")
-"""Folders of `conf/` that nothing is chosen from for a run."""
+NOT_RUN_GROUPS = ("drill", "hydra")
+"""Folders of `conf/` that are not config groups of a run."""
 
 
 def conf_dir() -> Path:
-    """Where the values live: inside the package when installed, beside it in a checkout."""
+    """The directory of the YAML files: inside the package if installed, beside it in a checkout."""
     here = Path(__file__).resolve().parents[1]
     installed = here / "conf"
     return installed if installed.is_dir() else here.parent / "conf"
 
 
 def check(tree: Any) -> Config:
-    """The composed Hydra tree, which has its types already, or one from a file, as checked dataclasses."""
+    """Convert a tree composed by Hydra, or an untyped tree from a file, to checked dataclasses."""
     from omegaconf import MissingMandatoryValue, OmegaConf
 
     try:
@@ -51,13 +51,13 @@ def check(tree: Any) -> Config:
     assert isinstance(cfg, Config)
     for key, value in flat(plain(cfg)).items():
         require(not isinstance(value, float) or math.isfinite(value), key, f"must be finite, got {value}")
-    if is_typed:  # what an earlier version wrote can still be read
+    if is_typed:  # a file of an earlier version may hold credentials and can still be read
         require_no_credentials(cfg.telemetry.tracking_uri)
     return cfg
 
 
 def register() -> None:
-    """Tell Hydra the types that `conf/config.yaml` starts from, how a size follows another one, and what help lists."""
+    """Register with Hydra the schema of `conf/config.yaml` and the resolvers `groups` (for --help) and `scaled`."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
@@ -67,7 +67,7 @@ def register() -> None:
 
 
 def load(overrides: Sequence[str] = ()) -> Config:
-    """The default configuration with `overrides` applied: what the Hydra command line would give."""
+    """Compose the default configuration with `overrides`, like the Hydra command line."""
     from hydra import compose, initialize_config_dir
 
     register()
@@ -79,7 +79,7 @@ def load(overrides: Sequence[str] = ()) -> Config:
 
 
 def read(path: Path) -> Config:
-    """The configuration that lies in a run directory, checked like any other."""
+    """Read and check the stored configuration of a run."""
     from omegaconf import OmegaConf
 
     try:
@@ -89,21 +89,21 @@ def read(path: Path) -> Config:
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """A YAML file that holds keys and values."""
+    """Read a YAML file that holds a mapping."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except yaml.YAMLError:
-        raise ConfigError(str(path), "is not YAML") from None
-    require(isinstance(tree, dict), str(path), "must hold keys and values")
+        raise ConfigError(str(path), "is not valid YAML") from None
+    require(isinstance(tree, dict), str(path), "must be a mapping of keys to values")
     return dict(tree)
 
 
-def typed(kind: type[T], name: str, trees: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> T:
-    """Trees, the later over the earlier, then overrides `name.key=value`, as one checked dataclass.
+def load_typed(kind: type[T], name: str, trees: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> T:
+    """Merge trees in order, then overrides `name.key=value`, into one checked dataclass.
 
-    For what is configured beside a run and is no part of its tree; complaints read as all others do.
+    For configuration outside the tree of a run, such as drill scenarios, with the same error messages.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -113,36 +113,36 @@ def typed(kind: type[T], name: str, trees: Sequence[Mapping[str, Any]], override
 
     tree, at = OmegaConf.structured(kind), name
     try:
-        for each in trees:
-            tree = OmegaConf.merge(tree, OmegaConf.create(dict(each)))
+        for values in trees:
+            tree = OmegaConf.merge(tree, OmegaConf.create(dict(values)))
         for override in overrides:
             at = override.partition("=")[0]
             tree = OmegaConf.merge(tree, OmegaConf.create(_as_tree(override, name)))
-        made = OmegaConf.to_object(tree)
+        merged = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         key = f"{name}.{error.full_key}" if error.full_key else at
         raise explain_key(key, str(error), keys) from None
-    assert isinstance(made, kind)
-    return made
+    assert isinstance(merged, kind)
+    return merged
 
 
 def _as_tree(override: str, name: str) -> dict[str, Any]:
     key, equals, value = override.partition("=")
     path = key.split(".")
     try:
-        words: Any = yaml.safe_load(value)
+        tree: Any = yaml.safe_load(value)
     except yaml.YAMLError:
-        words, equals = None, ""
+        tree, equals = None, ""
     readable = bool(equals) and path[0] == name and all(part.isidentifier() for part in path) and len(path) > 1
-    require(readable, override, "cannot be read; write key=value and quote special characters")
+    require(readable, override, "cannot be parsed; write key=value and quote special characters")
     for part in reversed(path[1:]):
-        words = {part: words}
-    assert isinstance(words, dict)
-    return words
+        tree = {part: tree}
+    assert isinstance(tree, dict)
+    return tree
 
 
 def explain(error: Exception, overrides: Sequence[str] = ()) -> Exception:
-    """What Hydra and OmegaConf say of a bad override, as a `ConfigError`; any other error as it is."""
+    """Convert an error of Hydra or OmegaConf about an override to a `ConfigError`; other errors are returned as is."""
     from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -150,44 +150,44 @@ def explain(error: Exception, overrides: Sequence[str] = ()) -> Exception:
     match cause:
         case MissingConfigException(missing_cfg_file=str(missing), options=[*options]):
             group, _, option = missing.rpartition("/")
-            choices = ", ".join(each for each in options if each != BASE)
+            choices = ", ".join(name for name in options if name != BASE)
             return ConfigError(group, f"no {option!r}; choose one of {choices}")
         case OverrideParseException():
             return ConfigError(
                 without_credentials(cause.override or ""),
-                "cannot be read; write key=value and quote special characters",
+                "cannot be parsed; write key=value and quote special characters",
             )
         case OmegaConfBaseException() if cause.full_key:
             return explain_key(whole_key(str(cause.full_key), overrides), str(cause))
         case AttributeError() | ValueError():
             return explain_override(cause, overrides)
         case HydraException():
-            return ConfigError("", in_words(str(cause)))
+            return ConfigError("", translate(str(cause)))
         case _:
             return error
 
 
 def explain_key(key: str, complaint: str, keys: Callable[[str], tuple[str, ...]] | None = None) -> ConfigError:
-    """A complaint that came with its key: the key does not exist, or its value is not of the right kind.
+    """The error for a known key: the key does not exist, or its value has the wrong type.
 
-    `keys` says which keys a section may have; without it, those of a run's configuration.
+    `keys` lists the keys of a section; by default, of a section of a run's configuration.
     """
     keys = keys or keys_of
     section, _, name = key.rpartition(".")
     allowed = keys(section)
     if keys(key) and not allowed and re.match(NO_ENTRY, complaint):
         listed = ", ".join(keys(key))
-        return ConfigError(key, f"is not there; add it with +{section}={{{name}: {{...}}}} and the keys {listed}")
+        return ConfigError(key, f"does not exist; add it with +{section}={{{name}: {{...}}}} and the keys {listed}")
     if re.sub(r"\[\d+\]$", "", name) in allowed or not allowed:
-        inside = f"; it has the keys {', '.join(keys(key))}" if keys(key) else ""
-        return ConfigError(key, in_words(complaint.splitlines()[0]) + inside)
+        inside = f"; its keys are {', '.join(keys(key))}" if keys(key) else ""
+        return ConfigError(key, translate(complaint.splitlines()[0]) + inside)
     close = difflib.get_close_matches(name, allowed, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     return ConfigError(key, f"no such key; {section or 'the configuration'} has {', '.join(allowed)}{hint}")
 
 
 def whole_key(key: str, overrides: Sequence[str]) -> str:
-    """The key with its section: inside a dict or a list of sections OmegaConf forgets where it is."""
+    """The key with its section, which OmegaConf omits inside a dict or a list of sections."""
     first = re.split(r"[.\[]", key)[0]
     if first in keys_of(""):
         return key
@@ -202,7 +202,7 @@ def whole_key(key: str, overrides: Sequence[str]) -> str:
 
 
 def explain_override(error: Exception, overrides: Sequence[str]) -> Exception:
-    """A complaint without a key: the override it can only be about, or the error as it is where there is none."""
+    """Find the override that an error without a key must be about; returns the error itself if there is none."""
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         section, _, name = key.rpartition(".")
@@ -215,70 +215,71 @@ def explain_override(error: Exception, overrides: Sequence[str]) -> Exception:
 
 
 NO_ENTRY = r"Key '.*' is not in struct|Invalid type assigned: dict is not a subclass"
-"""What OmegaConf says of an override inside a section that its dict does not have yet."""
+"""OmegaConf's message for an override inside a section that does not exist in its dict."""
 
-COMPLAINTS = (
+TRANSLATIONS = (
     (r"Value '(.*)' of type '.*' could not be converted to Float", r"must be a number, got '\1'"),
-    (r"Value '(.*)' of type '.*' could not be converted to Integer", r"must be a whole number, got '\1'"),
+    (r"Value '(.*)' of type '.*' could not be converted to Integer", r"must be an integer, got '\1'"),
     (r"Value '(.*)' is not a valid bool .*", r"must be true or false, got '\1'"),
-    (r"Cannot convert '.*' to string: '(.*)'", r"must be a text, got \1"),
+    (r"Cannot convert '.*' to string: '(.*)'", r"must be a string, got \1"),
     (r"Invalid value '(.*)', expected one of \[(.*)\]", r"must be one of \2, got '\1'"),
-    (r"(Invalid type assigned|Merge error): .* value: (.*)", r"is a section, got \2"),
-    (r"Invalid value assigned: (.*) is not a ListConfig, list or tuple\.", r"must be a list, as [...]"),
-    (r"Cannot assign (.*) to Dict.*", r"must map names to sections, as {name: {...}}"),
+    (r"(Invalid type assigned|Merge error): .* value: (.*)", r"must be a section of keys, got \2"),
+    (r"Invalid value assigned: (.*) is not a ListConfig, list or tuple\.", r"must be a list: [...]"),
+    (r"Cannot assign (.*) to Dict.*", r"must map names to sections: {name: {...}}"),
     (r"field '.*' is not Optional", r"must not be null"),
     (r"Missing mandatory value: .*", r"has no value"),
-    (r".* does not support deletion", r"cannot be left out"),
+    (r".* does not support deletion", r"cannot be removed"),
     (r"Ambiguous value for argument '(.*?)=(.*?)'.*", r"\1: got several values, \2; add --multirun to sweep over them"),
     (
         r"Could not override '(.*?)'\. No match in the defaults list\..*use (\+.*)",
         r"\1: not chosen by default; add it with \2",
     ),
 )
-"""What the libraries say, and how it reads beside the name of the key."""
+"""Patterns of Hydra's and OmegaConf's messages, and our message beside the name of the key."""
 
 
-def in_words(complaint: str) -> str:
-    """One line of plain words for a complaint of Hydra or OmegaConf."""
+def translate(complaint: str) -> str:
+    """Our one-line message for a message of Hydra or OmegaConf."""
     line = " ".join(complaint.split())
-    for said, meant in COMPLAINTS:
-        if re.fullmatch(said, line):
-            return re.sub(said, meant, line)
+    for pattern, message in TRANSLATIONS:
+        if re.fullmatch(pattern, line):
+            return re.sub(pattern, message, line)
     return line
 
 
 def groups() -> tuple[str, ...]:
-    """The groups that a run's configuration is chosen from."""
+    """Names of the config groups of a run."""
     folders = sorted(path.name for path in conf_dir().iterdir() if path.is_dir())
-    return tuple(name for name in folders if name not in NOT_OF_A_RUN)
+    return tuple(name for name in folders if name not in NOT_RUN_GROUPS)
 
 
 def list_groups() -> str:
+    """One line per config group with its options, for --help."""
     return "\n".join(f"{group}: {', '.join(options_of(group))}" for group in groups())
 
 
 def options_of(group: str) -> tuple[str, ...]:
-    """What may be chosen for a config group; empty when there is no such group."""
+    """Options of a config group; empty if there is no such group."""
     files = (conf_dir() / group).glob("*.yaml") if group.isidentifier() else ()
     return tuple(sorted(file.stem for file in files if file.stem != BASE))
 
 
 @cache
 def keys_of(section: str, root: Any = Config) -> tuple[str, ...]:
-    """The keys a section of the tree may have; empty when there is no such section."""
+    """Keys of a section of the tree; empty if there is no such section."""
     node: Any = root
     for name in re.findall(r"[^.\[\]]+", re.sub(r"\[\d+\]|\.\d+\b", "", section)):
-        if get_origin(node) is dict:  # under a name of the user's choice
+        if get_origin(node) is dict:  # the name is the user's
             node = get_args(node)[-1]
         else:
             node = get_type_hints(node).get(name) if is_dataclass(node) else None
-        if get_origin(node) is list:  # all its sections are of one kind
+        if get_origin(node) is list:  # all its sections have one type
             (node,) = get_args(node)
     return tuple(field.name for field in fields(node)) if is_dataclass(node) else ()
 
 
 def to_yaml(cfg: Config) -> str:
-    """The whole tree as YAML, as it lies in the run directory."""
+    """The whole tree as YAML, the format of config.yaml in the run directory."""
     return yaml.safe_dump(plain(cfg), sort_keys=False)
 
 

@@ -11,12 +11,16 @@ from harness.config.errors import require
 
 
 class DataKind(StrEnum):
+    """Where the tokens of a source come from."""
+
     embedded = "embedded"
     synthetic = "synthetic"
     files = "files"
 
 
 class TokenDtype(StrEnum):
+    """Integer type of a flat token file."""
+
     auto = "auto"
     uint8 = "uint8"
     uint16 = "uint16"
@@ -27,16 +31,19 @@ class TokenDtype(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class SyntheticConfig:
+    """A generated corpus with Zipf-distributed tokens and a tail of rare tokens."""
+
     num_samples: int
-    """Training and held-out sequences in the corpus."""
+    """Sequences in the corpus, training and held-out together."""
     zipf_exponent: float
-    """Frequency of the k-th common token falls as k ** -exponent."""
+    """The frequency of the k-th most common token is proportional to k ** -exponent."""
     repeat_probability: float
-    """How often the next token is the fixed successor of the last one: what there is to learn beyond frequencies."""
+    """Probability, 0 to 1, that a token is the fixed successor of the one before: what a model can learn beyond
+    frequencies."""
     rare_tokens: int
-    """Size of the tail: that many highest token ids never occur in the bulk."""
+    """Size of the tail: this many highest token ids occur only as rare tokens."""
     rare_probability: float
-    """How often a position holds a token of the tail."""
+    """Probability, 0 to 1, that a position holds a token of the tail."""
 
     def __post_init__(self) -> None:
         require(self.num_samples >= 3, "data.synthetic.num_samples", f"must be at least 3, got {self.num_samples}")
@@ -44,40 +51,46 @@ class SyntheticConfig:
         require(self.rare_tokens >= 0, "data.synthetic.rare_tokens", f"must be 0 or more, got {self.rare_tokens}")
         for name in ("repeat_probability", "rare_probability"):
             value = getattr(self, name)
-            require(0 <= value <= 1, f"data.synthetic.{name}", f"must be in 0 .. 1, got {value}")
-        message = "must be at least 1 where data.synthetic.rare_probability is above 0, got 0"
+            require(0 <= value <= 1, f"data.synthetic.{name}", f"must be from 0 to 1, got {value}")
+        message = "must be at least 1 if data.synthetic.rare_probability is above 0, got 0"
         require(self.rare_tokens > 0 or self.rare_probability == 0, "data.synthetic.rare_tokens", message)
 
 
 @dataclass(slots=True, kw_only=True)
 class SourceConfig:
+    """One data source of the mixture."""
+
     kind: DataKind
-    """embedded: English text that every Python installation carries; synthetic: a corpus with a controllable tail;
-    files: tokens on disk."""
+    """embedded: English text from the Python installation; synthetic: a generated corpus; files: tokens on disk."""
     weight: float = 1.0
-    """How many samples this source gives, relative to the others."""
+    """Share of the samples, relative to the other sources."""
     seed: int | None = None
-    """Order of the samples, and content of synthetic ones; null: from run.seed and the name of the source."""
+    """Seed of the sample order, and of the content of a synthetic source; null: derived from run.seed and the name of
+    the source."""
     paths: list[str] = field(default_factory=list)
     """files only: Megatron prefixes, .bin or .npy files, globs."""
     dtype: TokenDtype = TokenDtype.auto
-    """files only: what a flat .bin without a header holds; auto: what the file itself says, or uint16."""
+    """files only: integer type of a flat .bin without a header; auto: from the file's own header, else uint16."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PhaseConfig:
+    """A planned change of the mixture."""
+
     from_batch: int
     """The first batch index with these weights."""
     weights: dict[str, float]
-    """Source -> weight; 0: off. A source that is not named keeps the weight it had."""
+    """Source -> weight; 0: off. A source that is not listed keeps its weight."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StratifyConfig:
+    """Spreads rare tokens over the batches."""
+
     rare_below: int
     """A token with fewer occurrences in the training data is rare; 0: off. Rank 0 scans the data at the first start."""
     max_per_batch: int
-    """Most occurrences of any one rare token in one global batch."""
+    """Maximum occurrences of one rare token in one global batch."""
 
     def __post_init__(self) -> None:
         require(self.rare_below >= 0, "data.stratify.rare_below", f"must be 0 (off) or more, got {self.rare_below}")
@@ -87,17 +100,19 @@ class StratifyConfig:
 
 @dataclass(slots=True, kw_only=True)
 class DataConfig:
+    """Sources of tokens and how they are mixed."""
+
     eval_fraction: float
-    """Share of each source's samples held out; disjoint from training by construction."""
+    """Share of each source's samples that is held out, 0 to 1; never used for training."""
     document_mask: bool
-    """No attention and no target across documents; refused for files without document boundaries (flat .bin, .npy)."""
+    """Mask attention and targets across documents; invalid for files without document boundaries (flat .bin, .npy)."""
     sources: dict[str, SourceConfig]
-    """Name -> where tokens come from."""
+    """Name -> source."""
     phases: list[PhaseConfig]
-    """Changes of the weights, in order; evaluation always mixes by the weights of the sources."""
+    """Changes of the weights, in order of batch index; evaluation always uses the weights of the sources."""
     stratify: StratifyConfig
     synthetic: SyntheticConfig
-    """Shared by all synthetic sources; they differ by their seeds."""
+    """Settings of all synthetic sources, which differ only in their seeds."""
 
     def __post_init__(self) -> None:
         require(0 < self.eval_fraction < 1, "data.eval_fraction", f"must be between 0 and 1, got {self.eval_fraction}")
@@ -105,20 +120,18 @@ class DataConfig:
         for name, source in self.sources.items():
             check_source(name, source)
         check_phases(self.phases, self.sources)
-        message = (
-            f"must be 0 (off) for a mixture: it orders the batches of one source, and there are {len(self.sources)}"
-        )
+        message = f"must be 0 (off) with {len(self.sources)} sources, got {self.stratify.rare_below}"
         require(self.stratify.rare_below == 0 or len(self.sources) == 1, "data.stratify.rare_below", message)
 
 
 def check_source(name: str, source: SourceConfig) -> None:
-    """Refuse what no source can be."""
+    """Check the name and the values of a source."""
     key = f"data.sources.{name}"
-    message = f"names of sources are letters, digits, _ and -, got {name!r}"
+    message = f"the name of a source must consist of letters, digits, _ and -, got {name!r}"
     require(re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None, "data.sources", message)
     require(0 < source.weight < math.inf, f"{key}.weight", f"must be positive, got {source.weight}")
     valid = source.seed is None or 0 <= source.seed < 2**63
-    require(valid, f"{key}.seed", f"must be in 0 .. 2**63 - 1 or null, got {source.seed}")
+    require(valid, f"{key}.seed", f"must be from 0 to 2**63 - 1, or null, got {source.seed}")
     if source.kind is DataKind.files:
         require(bool(source.paths), f"{key}.paths", "must name at least one file, prefix or glob for kind=files")
     else:
@@ -126,17 +139,17 @@ def check_source(name: str, source: SourceConfig) -> None:
 
 
 def check_phases(phases: list[PhaseConfig], sources: dict[str, SourceConfig]) -> None:
-    """Refuse phases out of order, of unknown sources, or that leave nothing to read."""
+    """Check that phases are in order, name existing sources and leave a source with a weight."""
     weights = {name: source.weight for name, source in sources.items()}
     earlier = -1
     for number, phase in enumerate(phases):
         key = f"data.phases[{number}]"
-        message = f"must be above {earlier}, where the phase before begins, got {phase.from_batch}"
+        message = f"must be above {earlier}, the start of the phase before, got {phase.from_batch}"
         require(phase.from_batch >= 0, f"{key}.from_batch", f"must be 0 or more, got {phase.from_batch}")
         require(phase.from_batch > earlier, f"{key}.from_batch", message)
         earlier = phase.from_batch
         for name, weight in phase.weights.items():
-            require(name in sources, f"{key}.weights", f"no source {name!r}; there are {', '.join(sources)}")
+            require(name in sources, f"{key}.weights", f"no source {name!r}; choose one of {', '.join(sources)}")
             require(0 <= weight < math.inf, f"{key}.weights.{name}", f"must be 0 (off) or more, got {weight}")
         weights |= phase.weights
-        require(any(weights.values()), f"{key}.weights", "must leave a source with a weight above 0")
+        require(any(weights.values()), f"{key}.weights", "must leave at least one source with a weight above 0")

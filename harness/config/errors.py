@@ -1,4 +1,4 @@
-"""Exit codes, and the errors that a user sees as one line."""
+"""Exit codes, and the exceptions that a user sees as one line."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ EXIT_INTERRUPTED = 75
 
 
 class ConfigError(Exception):
-    """The user asked for something that cannot be; the message names the key and what is allowed."""
+    """Invalid config; the message names the key and what is allowed."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}" if key else message)
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
-        """A rank sends it to the others."""
+        """Make it picklable: ranks send it to each other."""
         return ConfigError, ("", str(self))
 
 
 class StorageError(OSError):
-    """Storage did not answer, or answered with an error. This says nothing about the data: the same command may succeed
-    later, so the exit code of a run is 75. Built like `OSError`: errno, problem, path."""
+    """Storage failed or did not answer. The data may be intact: the same command may succeed later, so the exit code of
+    a run is 75. Constructed like `OSError`: errno, problem, path."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
 
 
 def require(condition: bool, key: str, message: str) -> None:
-    """Refuse the configuration unless `condition` holds."""
+    """Raise ConfigError unless `condition` holds."""
     if not condition:
         raise ConfigError(key, message)

@@ -1,4 +1,4 @@
-"""Config section `launch`: local ranks or Slurm jobs."""
+"""Config section `launch`: local ranks or Slurm jobs, hang detection, requeue limits."""
 
 from __future__ import annotations
 
@@ -11,42 +11,44 @@ from harness.config.errors import require
 
 
 class LaunchKind(StrEnum):
+    """Where the ranks run."""
+
     local = "local"
     slurm = "slurm"
 
 
 @dataclass(slots=True, kw_only=True)
 class SlurmConfig:
-    """What is asked of Slurm, and when a job that ended may begin again."""
+    """Slurm resources, and when a job that ended is requeued."""
 
     partition: str | None
     account: str | None
     qos: str | None
     time_minutes: int | None
-    """Time limit of one job; null: the partition's."""
+    """Time limit of one job, in minutes; null: that of the partition."""
     gpus_per_node: int | None
-    """null: none is asked for, as on a cluster that hands out whole nodes."""
+    """GPUs to request per node; null: none, for clusters that allocate whole nodes."""
     cpus_per_node: int | None
-    """null: what the partition gives to a task that does not ask, often one core."""
+    """CPU cores to request per node; null: the default of the partition, often one core."""
     memory_gb: float | None
-    """Host memory of a node, in GB (1e9 bytes); 0: all of it; null: the partition's default."""
+    """Host memory to request per node, in GB (1e9 bytes); 0: all of it; null: the default of the partition."""
     options: list[str]
-    """Further options of sbatch, one a word: launch.slurm.options=['--constraint=h100']."""
+    """Further options of sbatch, one per item: launch.slurm.options=['--constraint=h100']."""
     warn_s: int
-    """Seconds before its time is up at which a job is told to save and leave."""
+    """Seconds before the time limit at which a job gets the signal to save and stop."""
     max_requeues: int
     """Requeues in a row without a newer checkpoint after which a job ends, whatever ended its starts; 0: never requeue.
-    A newer checkpoint resets the count, so that a run that advances is never ended by it."""
+    A newer checkpoint resets the count, so a run that makes progress is never ended by it."""
     max_stalled: int
-    """The same limit for starts that the run itself spent without a newer checkpoint: it crashed, or left unsaved.
-    Starts that a node failed (health check, node death) do not count here."""
+    """The same limit for starts that ended without a newer checkpoint because of the run itself: it crashed, or stopped
+    without saving. Node failures (health check, node death) do not count here."""
     health: bool
-    """Look at every node before each start: devices, memory, disk, clocks, a small all-reduce; false where the cluster
-    does so itself."""
+    """Check every node before each start: devices, memory, disk, clocks, a small all-reduce; false if the cluster does
+    this itself."""
     exclude_hours: float = 24.0
-    """A node that failed the health check twice is excluded for so many hours since its last failure; 0: never."""
+    """Hours since its last failure for which a node is excluded that failed the health check twice; 0: never."""
     max_excluded: int = 4
-    """Most nodes excluded at a time; never so many that the job could not start."""
+    """Maximum number of excluded nodes; always fewer than would prevent the job from starting."""
 
     def __post_init__(self) -> None:
         for name in ("time_minutes", "gpus_per_node", "cpus_per_node"):
@@ -55,7 +57,7 @@ class SlurmConfig:
         valid = self.memory_gb is None or 0 <= self.memory_gb < math.inf
         require(valid, "launch.slurm.memory_gb", f"must be 0 (all) or more, or null, got {self.memory_gb}")
         for option in self.options:
-            message = f"each is one word that begins with --, got {option!r}"
+            message = f"must be a list of options that start with -- and contain no space, got {option!r}"
             require(re.fullmatch(r"--[a-z][\w-]*(=\S+)?", option) is not None, "launch.slurm.options", message)
         require(self.warn_s >= 1, "launch.slurm.warn_s", f"must be at least 1, got {self.warn_s}")
         require(self.max_requeues >= 0, "launch.slurm.max_requeues", f"must be 0 or more, got {self.max_requeues}")
@@ -66,31 +68,33 @@ class SlurmConfig:
 
 @dataclass(slots=True, kw_only=True)
 class LaunchConfig:
+    """How the ranks of a run are started and supervised."""
+
     kind: LaunchKind
     """local: this machine, now; slurm: a job."""
     nproc: int | None
-    """Ranks on one machine; null: one a GPU, or 2 on CPU."""
+    """Ranks per machine; null: one per GPU, or 2 on CPU."""
     threads: int | None
-    """CPU threads of one rank; null: the machine's cores shared out."""
+    """CPU threads per rank; null: the cores of the machine divided by its ranks."""
     nodes: int
-    """Machines."""
+    """Number of machines."""
     min_nodes: int | None
-    """With how few the run may go on where others are gone; null: all. The global batch stays what it is: its sequences
-    are shared out again, unevenly where they do not divide. Must leave no more ranks than train.batch_size, and a
-    multiple of parallel.replicate."""
+    """Smallest number of machines with which the run continues after others are lost; null: all. The global batch stays
+    the same: its sequences are split over fewer ranks, unevenly if they do not divide. The remaining ranks must not
+    outnumber train.batch_size and must be a multiple of parallel.replicate."""
     dry_run: bool
     """Print what would be submitted, and submit nothing."""
     hang_after_s: float
-    """A rank whose loop has not moved for so long is taken for hung: within ten seconds more it is named, and the run
-    is taken down on all machines, to begin again from its newest checkpoint. Longer than the longest step; shorter than
-    parallel.timeout_s, after which the ranks that wait for it give up without knowing whom they waited for. A machine
-    that is not heard of is given up after as long, or after 30 s where that is less. Never shorter than three intervals
-    of the heartbeat files (1 s; above 100 ranks num_ranks / 100 s): 492 s for 16,384 ranks."""
+    """Seconds without progress of a rank's loop after which the rank counts as hung. Within ten more seconds it is
+    reported, and the run is terminated on all machines and restarted from its newest checkpoint. Must be longer than
+    the longest step, and shorter than parallel.timeout_s, after which the waiting ranks fail without knowing which rank
+    hung. A machine that stops responding is given up after the same time, but at most 30 s. Never shorter than three
+    intervals of the heartbeat files (1 s; above 100 ranks num_ranks / 100 s): 492 s for 16,384 ranks."""
     start_within_s: float
-    """What may take longer: the machines' gathering, a start up to the end of its first iteration (reading a
-    checkpoint, compiling), a save that waits for its disk, going back to a checkpoint."""
+    """Time limit, in seconds, of phases that may take longer: the rendezvous of the machines, a start up to the end of
+    its first iteration (reading a checkpoint, compiling), a save that waits for its disk, restoring a checkpoint."""
     at_once: int | None
-    """Runs of a sweep at the same time on this machine; null: as its cores or GPUs allow."""
+    """Concurrent runs of a sweep on this machine; null: as its cores or GPUs allow."""
     slurm: SlurmConfig
 
     def __post_init__(self) -> None:

@@ -9,19 +9,25 @@ from harness.config.errors import require
 
 
 class AttentionKind(StrEnum):
+    """Numerics of the attention kernel."""
+
     fused = "fused"
     fp32 = "fp32"
 
 
 class InitKind(StrEnum):
+    """Standard deviation of the initial weights."""
+
     fixed = "fixed"
     hidden = "hidden"
 
 
 @dataclass(slots=True, kw_only=True)
 class ModelConfig:
+    """Shape, numerics and initialization of the transformer."""
+
     name: str
-    """What the size is called in run names and reports."""
+    """Name of the size, for run names and reports."""
     vocab_size: int
     dim: int
     """Width of the residual stream."""
@@ -35,17 +41,17 @@ class ModelConfig:
     rope_theta: float
     norm_eps: float
     tied_head: bool
-    """Use the embedding as output head."""
+    """Share the weights of embedding and output head."""
     qk_norm: bool
     """RMSNorm on queries and keys of each head."""
     embedding_norm: bool
     """RMSNorm right after the embedding (BLOOM)."""
     attention: AttentionKind
-    """fused: the fastest kernel, whose softmax is fp32; fp32: queries, keys and values are raised to fp32 too."""
+    """fused: the fastest kernel, with an fp32 softmax; fp32: queries, keys and values are cast to fp32 too."""
     z_loss: float
     """Coefficient of the squared log-partition; 0: off."""
     loss_chunk_tokens: int
-    """Tokens whose logits exist at once in the loss."""
+    """Tokens per chunk of the loss; only one chunk of logits is in memory."""
     init: InitKind
     """fixed: std is init_std; hidden: std is sqrt(1 / (3 dim))."""
     init_std: float
@@ -60,7 +66,7 @@ class ModelConfig:
         require(
             self.dim % self.num_heads == 0, "model.num_heads", f"must divide model.dim={self.dim}, got {self.num_heads}"
         )
-        message = f"must be even for rotary embedding, model.dim / model.num_heads is {self.head_dim}"
+        message = f"must give an even model.dim / model.num_heads for rotary embedding, gives {self.head_dim}"
         require(self.head_dim % 2 == 0, "model.dim", message)
         message = f"must divide model.num_heads={self.num_heads}, got {self.num_kv_heads}"
         require(self.num_heads % self.num_kv_heads == 0, "model.num_kv_heads", message)

@@ -9,6 +9,8 @@ from harness.config.errors import require
 
 
 class ScheduleKind(StrEnum):
+    """Shape of the learning-rate schedule after the warm-up."""
+
     cosine = "cosine"
     wsd = "wsd"
     linear = "linear"
@@ -18,26 +20,28 @@ class ScheduleKind(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class OptimConfig:
+    """AdamW, clipping and schedule."""
+
     lr: float
-    """Peak learning rate; under muP, the one of the base width."""
+    """Peak learning rate; with muP, that of the base width."""
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
-    """Decoupled; on matrices, never on norms."""
+    """Decoupled weight decay of matrices; norms have none."""
     decay_embeddings: bool
     """Also decay the embedding (and the head tied to it)."""
     clip_norm: float | None
-    """Largest global gradient norm; null: no clipping."""
+    """Maximum global gradient norm; null: no clipping."""
     clip_value: float | None
-    """Largest absolute value of one number of the gradient, after clip_norm; null: no clipping by value."""
+    """Maximum absolute value of each gradient element, after clip_norm; null: no clipping by value."""
     schedule: ScheduleKind
     warmup_steps: int
-    """Linear warm-up from lr / warmup_steps."""
+    """Steps of the linear warm-up, which starts at lr / warmup_steps."""
     decay_steps: int
-    """Length of the final descent of schedule wsd; the other schedules do not use it."""
+    """Steps of the final decay of schedule wsd; other schedules ignore it."""
     min_lr_fraction: float
-    """Where cosine, wsd and linear end, as a fraction of lr."""
+    """Final learning rate of cosine, wsd and linear, as a fraction of lr."""
 
     def __post_init__(self) -> None:
         require(self.lr > 0, "optim.lr", f"must be positive, got {self.lr}")
@@ -45,7 +49,7 @@ class OptimConfig:
             require(
                 0 <= getattr(self, name) < 1,
                 f"optim.{name}",
-                f"must be in 0 .. 1 (1 excluded), got {getattr(self, name)}",
+                f"must be at least 0 and below 1, got {getattr(self, name)}",
             )
         require(self.eps > 0, "optim.eps", f"must be positive, got {self.eps}")
         require(self.weight_decay >= 0, "optim.weight_decay", f"must be 0 or more, got {self.weight_decay}")
@@ -60,5 +64,5 @@ class OptimConfig:
         require(self.warmup_steps >= 0, "optim.warmup_steps", f"must be 0 or more, got {self.warmup_steps}")
         require(self.decay_steps >= 0, "optim.decay_steps", f"must be 0 or more, got {self.decay_steps}")
         require(
-            0 <= self.min_lr_fraction <= 1, "optim.min_lr_fraction", f"must be in 0 .. 1, got {self.min_lr_fraction}"
+            0 <= self.min_lr_fraction <= 1, "optim.min_lr_fraction", f"must be from 0 to 1, got {self.min_lr_fraction}"
         )

@@ -1,4 +1,4 @@
-"""Config sections `parallel` and `cluster`: sharding, compilation, and the hardware that a plan assumes."""
+"""Config sections `parallel` and `cluster`: sharding, compilation, and the hardware that `harness plan` assumes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from harness.config.errors import require
 
 
 class ActivationCheckpointing(StrEnum):
+    """Which activations are recomputed in the backward pass."""
+
     none = "none"
     selective = "selective"
     full = "full"
 
 
 class DeviceKind(StrEnum):
+    """Device of the ranks."""
+
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
@@ -22,19 +26,21 @@ class DeviceKind(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class ParallelConfig:
+    """Sharding, recomputation and compilation."""
+
     device: DeviceKind
-    """auto: cuda where there is one."""
+    """auto: cuda if available, else cpu."""
     replicate: int
-    """Copies of the sharded model (HSDP); 1: plain FSDP. Divides the number of ranks."""
+    """Replicas of the sharded model (HSDP); 1: plain FSDP. Must divide the number of ranks."""
     reshard_after_forward: bool | None
-    """Free gathered weights after each block's forward: less memory, one more all-gather; null: where they would take
+    """Free gathered weights after each block's forward: less memory, one more all-gather; null: only if they would take
     more than a tenth of the device's memory."""
     activation_checkpointing: ActivationCheckpointing
-    """none; selective: keep matrix products and attention, recompute the rest; full: keep block inputs only."""
+    """none; selective: keep the outputs of matmuls and attention, recompute the rest; full: keep only block inputs."""
     compile: bool
     """torch.compile each block (needs a C++ compiler on CPU)."""
     timeout_s: float
-    """How long a collective may wait for a lost rank."""
+    """Seconds after which a collective fails that waits for a lost rank."""
 
     def __post_init__(self) -> None:
         require(self.replicate >= 1, "parallel.replicate", f"must be at least 1, got {self.replicate}")
@@ -43,22 +49,22 @@ class ParallelConfig:
 
 @dataclass(slots=True, kw_only=True)
 class ClusterConfig:
-    """What the machines can do; `harness plan` reckons with it."""
+    """The hardware, as assumed by MFU and `harness plan`."""
 
     peak_tflops: float | None
-    """Dense bf16 rate of one device, the 100 % of MFU; null: known from the device's name, or no MFU."""
+    """Dense bf16 TFLOP/s of one device, the 100 % of MFU; null: from the device's name, else no MFU."""
     memory_gb: float | None
-    """Memory of one device, in GB (1e9 bytes); null: not known, and nothing is refused for it."""
+    """Memory of one device, in GB (1e9 bytes); null: unknown, and no plan is rejected for its memory."""
     memory_gb_s: float | None = None
-    """Bandwidth of that memory, in GB/s; null: in proportion to peak_tflops, as on an H200."""
+    """Memory bandwidth of one device, in GB/s; null: in proportion to peak_tflops, as on an H200."""
     gpus_per_node: int | None
-    """Devices of one machine; null: launch.nproc."""
+    """Devices per machine; null: launch.nproc."""
     intra_node_gb_s: float | None
-    """What one device sends to the others of its machine, one way, in GB/s."""
+    """Bandwidth from one device to the others of its machine, one way, in GB/s."""
     inter_node_gb_s: float | None
-    """What one device sends to other machines, one way, in GB/s."""
+    """Bandwidth from one device to other machines, one way, in GB/s."""
     price_per_gpu_hour: float | None
-    """Any currency; null: costs are told in time alone."""
+    """Price per GPU and hour, in any currency; null: costs are shown as time only."""
 
     def __post_init__(self) -> None:
         names = ("peak_tflops", "memory_gb", "memory_gb_s", "gpus_per_node", "intra_node_gb_s", "inter_node_gb_s")

@@ -8,10 +8,12 @@ from enum import StrEnum
 from harness.config.errors import require
 
 FP8_SIDE = 16
-"""What every side of a product in fp8 is a multiple of."""
+"""Every dimension of an fp8 GEMM is a multiple of this."""
 
 
 class PrecisionKind(StrEnum):
+    """Number format of the matmuls."""
+
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
@@ -19,52 +21,59 @@ class PrecisionKind(StrEnum):
 
 
 class Fp8Recipe(StrEnum):
+    """How the quantization scales are computed."""
+
     current = "current"
-    """A scale for each tensor, from the tensor itself: no state, nothing to roll back."""
+    """One scale per tensor, from its own amax: no state, nothing to roll back."""
     delayed = "delayed"
-    """A scale for each tensor, from its largest numbers in the last steps: nothing is rounded twice, and a memory."""
+    """One scale per tensor, from its amax in the last steps: one pass over the tensor, but the history is state."""
     block = "block"
-    """A scale for every 128 numbers of an activation or gradient, and for every 128 x 128 of a weight."""
+    """One scale per 128 values of an activation or gradient, and per 128 x 128 values of a weight."""
 
 
 class Fp8Engine(StrEnum):
+    """Implementation of the fp8 GEMMs."""
+
     transformer_engine = "transformer_engine"
     emulated = "emulated"
-    """The same rounding in plain torch, on any device: for rehearsals, not for speed."""
+    """The same rounding in plain torch, on any device: for tests and drills, not for speed."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Fp8Config:
-    """Which products of a run in fp8 are taken in fp8, and how; all others are bf16."""
+    """Which GEMMs use fp8 with precision=fp8, and how; all others use bf16."""
 
     recipe: Fp8Recipe
-    """Where the scales come from."""
+    """How the scales are computed."""
     engine: Fp8Engine
     attention: bool
-    """Whether the projections of attention are among them."""
+    """Use fp8 for the projections of attention."""
     mlp: bool
+    """Use fp8 for the projections of the MLP."""
     keep_first_blocks: int
-    """So many blocks at the beginning stay bf16."""
+    """Number of first blocks that stay bf16."""
     keep_last_blocks: int
-    """So many blocks at the end stay bf16."""
+    """Number of last blocks that stay bf16."""
     history_steps: int
-    """delayed only: steps whose largest numbers make the scale."""
+    """delayed only: number of last steps whose amax determines the scale."""
 
     def __post_init__(self) -> None:
         for name in ("keep_first_blocks", "keep_last_blocks"):
             require(getattr(self, name) >= 0, f"precision.fp8.{name}", f"must be 0 or more, got {getattr(self, name)}")
         require(self.history_steps >= 1, "precision.fp8.history_steps", f"must be at least 1, got {self.history_steps}")
-        some = self.attention or self.mlp
-        require(some, "precision.fp8.mlp", "must be true where precision.fp8.attention is false: nothing would be fp8")
+        uses_fp8 = self.attention or self.mlp
+        require(uses_fp8, "precision.fp8.mlp", "must be true if precision.fp8.attention is false, or nothing is fp8")
 
 
 @dataclass(slots=True, kw_only=True)
 class PrecisionConfig:
+    """Number formats and loss scaling."""
+
     kind: PrecisionKind
-    """What matrices are multiplied in; master weights, moments and gradient reduction stay fp32."""
+    """Number format of the matmuls; master weights, moments and gradient reduction stay fp32."""
     fp8: Fp8Config
     initial_loss_scale: float
-    """fp16 only."""
+    """fp16 only: loss scale of the first step."""
     loss_scale_growth_interval: int
     """fp16 only: clean steps after which the loss scale doubles; an overflow halves it at once."""
 

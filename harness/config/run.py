@@ -1,4 +1,4 @@
-"""Config sections `run`, `train` and `eval`: what a run is called, how long it trains, when it evaluates."""
+"""Config sections `run`, `train` and `eval`: name, seed, resume policy, batch size, length, evaluation."""
 
 from __future__ import annotations
 
@@ -9,45 +9,57 @@ from harness.config.errors import require
 
 
 class ResumePolicy(StrEnum):
+    """What happens if an existing run is started with another configuration."""
+
     same = "same"
+    """The start is rejected."""
     changed = "changed"
+    """The change is recorded as an intervention."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunConfig:
+    """Name, place and seed of a run."""
+
     name: str | None
     """Name of the run and of its directory; null: model name and start time."""
     dir: str
-    """Where run directories live."""
+    """Parent directory of all run directories."""
     seed: int
-    """Weights, data order and synthetic data are pure functions of it."""
+    """Seed of the weights, the data order and synthetic data."""
     resume: ResumePolicy
-    """What to do when an existing run is started with another configuration: refuse (same) or record it (changed)."""
+    """If an existing run is started with another configuration: reject it (same) or record the change (changed)."""
     lease_s: float = 60.0
-    """Seconds without a heartbeat after which a start on another machine takes a run over; on the same machine it does
-    so as soon as the process is gone."""
+    """Seconds without a lease renewal after which a start on another machine takes over a run; on the same machine it
+    takes over as soon as the process is gone."""
 
     def __post_init__(self) -> None:
-        require(self.lease_s >= 1, "run.lease_s", f"must be at least 1 second, got {self.lease_s}")
-        require(0 <= self.seed < 2**63, "run.seed", f"must be in 0 .. 2**63 - 1, got {self.seed}")
+        require(self.lease_s >= 1, "run.lease_s", f"must be at least 1, got {self.lease_s}")
+        require(0 <= self.seed < 2**63, "run.seed", f"must be from 0 to 2**63 - 1, got {self.seed}")
         if self.name is not None:
             valid = bool(self.name) and "/" not in self.name and not self.name.startswith(".")
-            require(valid, "run.name", f"must be a plain directory name, got {self.name!r}")
+            require(
+                valid,
+                "run.name",
+                f"must be a directory name without / that does not start with a dot, got {self.name!r}",
+            )
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainConfig:
+    """Length of the run and size of its batches."""
+
     num_steps: int
-    """Updates to apply; a refused update does not count."""
+    """Updates to apply; a rejected update does not count."""
     batch_size: int
     """Sequences in one global batch, over all ranks and micro-batches."""
     sequence_length: int
     """Tokens the model predicts in one sequence."""
     batch_tokens: int | None
-    """Tokens in one global batch; when set, it decides batch_size."""
+    """Tokens in one global batch; if set, it replaces batch_size."""
     micro_batch_size: int | None
-    """The most sequences in one forward pass of one rank; null: the rank's whole share of the batch. Passes are of
-    equal size: where this does not divide the share, they are smaller, and filled up with rows that count nothing."""
+    """Maximum sequences in one forward pass of one rank; null: the rank's whole share of the batch. All passes have the
+    same size: if this does not divide the share, they are smaller, and padded with rows that do not count."""
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "batch_size", "sequence_length"):
@@ -65,10 +77,12 @@ class TrainConfig:
 
 @dataclass(slots=True, kw_only=True)
 class EvalConfig:
+    """Evaluation on held-out data."""
+
     every_steps: int
     """Steps between evaluations on held-out data; 0: never. The last step is always evaluated unless 0."""
     num_batches: int
-    """Held-out batches in one evaluation; fewer where the held-out data has fewer."""
+    """Held-out batches per evaluation; fewer if the held-out data has fewer."""
 
     def __post_init__(self) -> None:
         require(self.every_steps >= 0, "eval.every_steps", f"must be 0 (never) or more, got {self.every_steps}")

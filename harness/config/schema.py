@@ -1,9 +1,8 @@
-"""Every option of a run, as one typed tree that needs no torch.
+"""The config tree of a run: `Config` and the checks that involve several sections; no torch.
 
-Why: an option that exists is written once, here, with its unit and its limits, and nowhere else.
-How: types and checks live in this file, values in `conf/`; `harness.config.compose` lets Hydra merge the two into these
-plain dataclasses. A value that cannot work is a `ConfigError`: one line, the key first, then what is allowed.
-Left out: what only the machine can tell (how many ranks there are) is checked by `check_world`, once it is known.
+Types, units and limits are in `harness/config/`, values in `conf/`; `harness.config.compose` merges the two with Hydra
+into these dataclasses. An invalid value raises `ConfigError`: one line with the key and what is allowed. Checks that
+depend on the number of ranks are in `check_world`, which runs once that number is known.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ from harness.core.batch_shares import Sharing
 
 @dataclass(slots=True, kw_only=True)
 class Config:
+    """All options of a run; one field per config section."""
+
     run: RunConfig
     train: TrainConfig
     eval: EvalConfig
@@ -45,9 +46,9 @@ class Config:
         message = f"must not exceed train.num_steps={train.num_steps}, got {optim.warmup_steps}"
         require(optim.warmup_steps <= train.num_steps, "optim.warmup_steps", message)
         if optim.schedule is ScheduleKind.wsd:
-            room = train.num_steps - optim.warmup_steps
-            message = f"must fit between the warm-up and the end ({room} steps), got {optim.decay_steps}"
-            require(optim.decay_steps <= room, "optim.decay_steps", message)
+            limit = train.num_steps - optim.warmup_steps
+            message = f"must not exceed train.num_steps - optim.warmup_steps ({limit}), got {optim.decay_steps}"
+            require(optim.decay_steps <= limit, "optim.decay_steps", message)
         if self.precision.kind is PrecisionKind.fp8:
             check_fp8(self)
         kinds = {source.kind for source in self.data.sources.values()}
@@ -56,12 +57,12 @@ class Config:
             require(model.vocab_size >= 256, "model.vocab_size", message)
         if DataKind.synthetic in kinds:
             rare = self.data.synthetic.rare_tokens
-            message = f"must leave at least 2 tokens of model.vocab_size={model.vocab_size} to the bulk, got {rare}"
+            message = f"must be at most model.vocab_size - 2 ({model.vocab_size - 2}), got {rare}"
             require(rare <= model.vocab_size - 2, "data.synthetic.rare_tokens", message)
 
 
 def check_fp8(cfg: Config) -> None:
-    """Refuse what fp8 cannot multiply: its products take sides that are multiples of 16."""
+    """Check that all dimensions of fp8 GEMMs are multiples of 16."""
     model, fp8 = cfg.model, cfg.precision.fp8
     first, last, layers = fp8.keep_first_blocks, fp8.keep_last_blocks, model.num_layers
     key = "precision.fp8.keep_first_blocks" if first >= layers else "precision.fp8.keep_last_blocks"
@@ -73,32 +74,32 @@ def check_fp8(cfg: Config) -> None:
         "model.num_kv_heads": model.num_kv_heads * model.head_dim,
     }
     for key, side in sides.items():
-        message = f"must give matrices of a multiple of {FP8_SIDE} for precision=fp8, gives {side}"
+        message = f"must give GEMM dimensions that are multiples of {FP8_SIDE} for precision=fp8, gives {side}"
         require(side % FP8_SIDE == 0, key, message)
     rows = (cfg.train.micro_batch_size or 1) * cfg.train.sequence_length
-    message = f"must make micro-batches of a multiple of {FP8_SIDE} tokens for precision=fp8, got {rows}"
+    message = f"must give micro-batches of a multiple of {FP8_SIDE} tokens for precision=fp8, gives {rows}"
     require(rows % FP8_SIDE == 0, "train.sequence_length", message)
 
 
 def check_world(cfg: Config, world_size: int) -> None:
-    """Refuse what `world_size` ranks cannot share."""
+    """Check the values that depend on the number of ranks."""
     replicate, batch = cfg.parallel.replicate, cfg.train.batch_size
     require(
         world_size % replicate == 0,
         "parallel.replicate",
         f"must divide the number of ranks ({world_size}), got {replicate}",
     )
-    message = f"must be at least the number of ranks ({world_size}): each takes one sequence or more, got {batch}"
+    message = f"must be at least the number of ranks ({world_size}), one sequence per rank, got {batch}"
     require(batch >= world_size, "train.batch_size", message)
     if cfg.precision.kind is PrecisionKind.fp8:
         rows = sharing(cfg, world_size).micro_batch_slots
         tokens = rows * cfg.train.sequence_length
-        message = f"gives micro-batches of {rows} sequences on {world_size} ranks, which is {tokens} tokens; "
-        message += f"must be a multiple of {FP8_SIDE} for precision=fp8"
+        message = f"must give micro-batches of a multiple of {FP8_SIDE} tokens for precision=fp8, "
+        message += f"gives {rows} sequences ({tokens} tokens) on {world_size} ranks"
         require(tokens % FP8_SIDE == 0, "train.micro_batch_size", message)
 
 
 def sharing(cfg: Config, world_size: int) -> Sharing:
-    """How `world_size` ranks share the global batch."""
+    """The split of the global batch over `world_size` ranks."""
     train = cfg.train
     return Sharing(batch_size=train.batch_size, world_size=world_size, micro_batch_size=train.micro_batch_size)

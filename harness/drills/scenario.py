@@ -118,7 +118,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Scenario:
     folder = compose.conf_dir() / GROUP
     base, own = (compose.read_tree(folder / f"{stem}.yaml") for stem in (compose.BASE, name))
     own["train"] = [*base.get("train", []), *own.get("train", [])]
-    return compose.typed(Scenario, GROUP, [base, own], [text for text in overrides if changes_scenario(text)])
+    return compose.load_typed(Scenario, GROUP, [base, own], [text for text in overrides if changes_scenario(text)])
 
 
 def changes_scenario(override: str) -> bool:
@@ -128,4 +128,4 @@ def changes_scenario(override: str) -> bool:
 
 def from_tree(tree: Mapping[str, Any]) -> Scenario:
     """A scenario from its form in `drill.json`."""
-    return compose.typed(Scenario, GROUP, [tree], [])
+    return compose.load_typed(Scenario, GROUP, [tree], [])

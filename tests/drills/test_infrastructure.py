@@ -78,9 +78,7 @@ def test_a_run_resumes_after_a_killed_rank(mortals: Mortals, runs: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["corrupted_checkpoint", "truncated_checkpoint"])
-def test_a_run_resumes_from_an_older_checkpoint_if_the_newest_is_damaged(
-    mortals: Mortals, runs: Path, name: str
-) -> None:
+def test_a_run_resumes_from_an_older_checkpoint_than_a_damaged_one(mortals: Mortals, runs: Path, name: str) -> None:
     victim, card = run_scenario(mortals, runs, name, 'drill.expected.notices=["is list_damaged: "]')
     assert not broken_bounds(card), card.score
     judged = [event for event in events.read(victim.events) if isinstance(event, CheckpointJudged)]

@@ -146,9 +146,7 @@ def test_slow_in_the_twin_is_a_remark_and_any_other_finding_a_false_alarm() -> N
         ([SKIP], [SKIP, HALT], False),
     ],
 )
-def test_actions_are_compared_with_the_expected_ones(
-    expected: list[ActionKind], taken: list[ActionKind], right: bool
-) -> None:
+def test_actions_must_be_the_expected_ones(expected: list[ActionKind], taken: list[ActionKind], right: bool) -> None:
     assert is_right(expected, taken) is right
 
 

@@ -196,7 +196,7 @@ def test_jobs_get_names_of_their_own(tmp_path: Path) -> None:
     assert [job.problem for job, _ in named[:3]] == ["", "", ""]
     assert [(job.problem, cfg) for job, cfg in named[3:]] == [
         ("no good", None),
-        ("train.batch_size: must be at least the number of ranks (2): each takes one sequence or more, got 1", None),
+        ("train.batch_size: must be at least the number of ranks (2), one sequence per rank, got 1", None),
     ]
     first = named[0][1]
     assert first is not None

@@ -11,7 +11,7 @@ from harness.config.errors import ConfigError
 from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionKind
 from tests.forks import Launched
 
-SIDES = "must give matrices of a multiple of 16 for precision=fp8, gives"
+SIDES = "must give GEMM dimensions that are multiples of 16 for precision=fp8, gives"
 
 
 def test_the_default_recipe_has_no_memory_and_the_rehearsal_is_named() -> None:
@@ -32,7 +32,7 @@ def test_the_default_recipe_has_no_memory_and_the_rehearsal_is_named() -> None:
         (["model.dim=32", "model.num_heads=4", "model.num_kv_heads=1"], f"model.num_kv_heads: {SIDES} 8"),
         (
             ["train.sequence_length=40"],
-            "train.sequence_length: must make micro-batches of a multiple of 16 tokens for precision=fp8, got 40",
+            "train.sequence_length: must give micro-batches of a multiple of 16 tokens for precision=fp8, gives 40",
         ),
         (["precision.fp8.recipe=best"], "precision.fp8.recipe: must be one of current, delayed, block, got 'best'"),
         (["precision.fp8.engine=x"], "precision.fp8.engine: must be one of transformer_engine, emulated, got 'x'"),
@@ -50,7 +50,7 @@ def test_the_default_recipe_has_no_memory_and_the_rehearsal_is_named() -> None:
         ),
         (
             ["precision.fp8.attention=false", "precision.fp8.mlp=false"],
-            "precision.fp8.mlp: must be true where precision.fp8.attention is false: nothing would be fp8",
+            "precision.fp8.mlp: must be true if precision.fp8.attention is false, or nothing is fp8",
         ),
     ],
 )
