@@ -1,10 +1,10 @@
-"""A few hosts on one machine: each with its own network, name and process table, to be killed or cut off for real.
+"""Virtual hosts on one machine: each has its own network, host name and process table, and can be killed or cut off.
 
-How: an outer process holds a network of its own with a bridge; each host is a process table and a network inside,
-joined to the bridge by a cable. Killing the first process of a host kills everything on it, and its kernel still closes
-the connections; taking its cable down leaves the others without a word. Files are shared, as on a cluster. Nothing
-outside is touched, and the end of the outer process is the end of all.
-What runs on a host is forked from a process that has imported torch (`tests.forks`) and goes there itself.
+An outer process has its own network namespace with a bridge. Each host is a pid and network namespace inside it,
+connected to the bridge by a virtual cable (veth). Killing the first process of a host kills everything on it, and the
+kernel still closes its connections; taking its cable down gives the others no sign. Files are shared, as on a cluster.
+Nothing outside is changed, and the end of the outer process ends all hosts.
+Processes of a host are forked from a process that has imported torch (`tests.forks`) and then enter its namespaces.
 Needs root and iproute2.
 """
 
@@ -45,7 +45,7 @@ INNER = "hostname host$1; echo $$; exec sleep infinity"
 
 
 def missing() -> str:
-    """Why there can be no hosts here; empty where there can."""
+    """Why this machine cannot have virtual hosts; empty if it can."""
     if os.geteuid() != 0:
         return "needs root"
     absent = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
@@ -67,7 +67,7 @@ def only_child(pid: int) -> int:
 
 
 def go(first: int, environment: Mapping[str, str]) -> None:
-    """Go on as a process of the host whose first process this is; what stays behind waits, as nsenter would."""
+    """Continue as a process of a host, given the pid of its first process; the parent waits, like nsenter."""
     spaces = [os.open(f"/proc/{first}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "pid", "mnt")]
     libc = ctypes.CDLL(None, use_errno=True)
     for space in spaces:
@@ -115,9 +115,9 @@ class Hosts:
         assert process.stdout.readline() == "1\n", "the first process of a process table"
         self._hosts[host] = process
 
-    def start(self, host: int, module: str, *words: str, output: Path, environment: Mapping[str, str]) -> Launched:
-        """`python -m MODULE WORDS` on a host."""
-        return Launched(module, *words, output=output, first=partial(go, self._first_process(host), environment))
+    def start(self, host: int, module: str, *args: str, output: Path, environment: Mapping[str, str]) -> Launched:
+        """`python -m MODULE ARGS` on a host."""
+        return Launched(module, *args, output=output, first=partial(go, self._first_process(host), environment))
 
     def crash(self, host: int) -> None:
         """Kill everything on a host."""
@@ -126,7 +126,7 @@ class Hosts:
         process.communicate()
 
     def cut(self, host: int) -> None:
-        """Pull its cable; nobody is told."""
+        """Take its cable down, without closing connections."""
         self._link(host, "down")
 
     def join(self, host: int) -> None:

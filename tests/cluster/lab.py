@@ -1,11 +1,11 @@
-"""A real Slurm on this machine: four virtual nodes on the loopback address, up in a second, gone without a trace.
+"""A real Slurm cluster on this machine: four virtual nodes on the loopback address, started in a second.
 
-How: one controller and one slurmd a node, each a child of the test, with a directory, a key and ports of their own, so
-that several labs can live on one machine; so have their jobs, whose ports follow from their numbers. Nodes share one
-network and one process table; what tells them apart is Slurm's view. A job that goes back to the queue waits there for
-a few seconds (cred_expire, which is not taken below 5, and is 120 elsewhere).
-Whatever belongs to a lab names its configuration in its environment, and is found and ended by that at the end.
-Left out: accounting (`sacct`), control groups, and hosts that can be cut off, which `tests.cluster.hosts` has.
+One controller and one slurmd per node are children of the test, with their own directory, key and ports, so several
+labs can run on one machine. So can their jobs, whose ports follow from their job ids. All nodes share one network and
+one process table; only Slurm distinguishes them. A requeued job waits a few seconds in the queue (cred_expire: at least
+5, by default 120).
+All processes of a lab have its configuration in their environment; `stop` finds and ends them by it.
+Left out: accounting (`sacct`), control groups, and hosts that can be cut off (`tests.cluster.hosts` has those).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ PartitionName=main Nodes=n[1-{num_nodes}] Default=YES MaxTime=INFINITE State=UP
 
 
 def why_not() -> str:
-    """Why this machine cannot have a lab; empty where it can."""
+    """Why this machine cannot run a lab; empty if it can."""
     if os.geteuid() != 0:
         return "a real Slurm needs root"
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -79,7 +79,7 @@ def why_not() -> str:
 
 
 def until(ready: Callable[[], bool], what: Callable[[], str], *, within_s: float) -> None:
-    """Wait, but not for ever, and say what was waited for."""
+    """Wait for a condition; fails after `within_s` seconds with a description."""
     deadline_s = time.monotonic() + within_s
     while not ready():
         assert time.monotonic() < deadline_s, f"not within {within_s:.0f} s: {what()}"
@@ -101,7 +101,7 @@ class Lab:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What every command of Slurm needs to find this cluster, and no other."""
+        """Environment with which Slurm commands use this cluster."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         return inherited | {"SLURM_CONF": str(self.configuration)}
 
@@ -125,22 +125,22 @@ class Lab:
         )
 
     def boot(self, node: str) -> None:
-        """Start a node's daemon, at first or after its death."""
+        """Start the daemon of a node, at first or after it was killed."""
         self._spawn("slurmd", "-D", "-N", node)
 
-    def command(self, *words: str | Path, cwd: Path | None = None) -> str:
-        """What a command of Slurm says; a failure is the test's."""
+    def command(self, *args: str | Path, cwd: Path | None = None) -> str:
+        """Output of a Slurm command; fails the test if the command fails."""
         done = subprocess.run(
-            [str(word) for word in words], env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60
+            [str(arg) for arg in args], env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60
         )
-        assert done.returncode == 0, f"{words}: {done.stderr or done.stdout}"
+        assert done.returncode == 0, f"{args}: {done.stderr or done.stdout}"
         return done.stdout.strip()
 
     def log(self, daemon: str) -> str:
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.path.glob(f"{daemon}*.log")))
 
     def stop(self) -> None:
-        """End all that is left of the cluster: jobs first, then daemons, then whatever still names it."""
+        """End the cluster: jobs first, then daemons, then all remaining processes."""
         with suppress(AssertionError, subprocess.TimeoutExpired):
             self.command("scancel", "--signal=KILL", "--full", "--user=root")
             self.command("scancel", "--user=root")
@@ -155,7 +155,7 @@ class Lab:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def processes(self) -> list[int]:
-        """Everything alive that was started in this cluster; what the test itself started is in the test's session."""
+        """Pids of all processes started in this cluster, without those in the session of the test."""
         mark = f"SLURM_CONF={self.configuration}".encode()
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -183,11 +183,11 @@ class Lab:
             )
         )
 
-    def _spawn(self, *words: str) -> None:
-        """A daemon that dies with the test."""
-        log = self.path / f"{words[0]}{'-' + words[-1] if words[0] == 'slurmd' else ''}.log"
+    def _spawn(self, *args: str) -> None:
+        """Start a daemon that is killed with the test."""
+        log = self.path / f"{args[0]}{'-' + args[-1] if args[0] == 'slurmd' else ''}.log"
         with log.open("ab") as file:
-            command: Sequence[str] = ("setpriv", "--pdeathsig", "KILL", *words)
+            command: Sequence[str] = ("setpriv", "--pdeathsig", "KILL", *args)
             self.daemons.append(
                 subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
             )

@@ -1,4 +1,4 @@
-"""A run over two hosts that are killed and cut off for real: noticed in time, resumed bit for bit, or on one host."""
+"""Tests of a run over two virtual hosts that are killed or cut off: detected in time, resumed bit-identically."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(missing()), reason=missi
 
 HANG_AFTER_S = 10.0
 NOTICED_WITHIN_S = HANG_AFTER_S + 30.0
-"""What the code promises (hang_after_s and ten seconds), and room for a machine that is busy."""
+"""The promised time (hang_after_s and ten seconds), with a margin for a busy machine."""
 STARTED_WITHIN_S = 200.0
 PORT = 29500
 SECRET = "-".join(("hf", "fedcba9876543210"))
-"""In two pieces: the manifest holds what is not committed of the code, and this file may be among that."""
+"""In two pieces: the manifest holds the uncommitted diff of the code, which may include this file."""
 OVERRIDES = (
     "parallel.device=cpu",
     "model.num_layers=1",
@@ -50,11 +50,11 @@ LAUNCH = (
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    with Hosts(2) as made:
-        yield made
+    with Hosts(2) as two_hosts:
+        yield two_hosts
 
 
-def laid_out(runs: Path, name: str) -> RunDir:
+def create_run(runs: Path, name: str) -> RunDir:
     """A run directory with its configuration, as a launcher leaves it for the machines."""
     cfg: Config = load([*TINY, *OVERRIDES, *LAUNCH, f"run.dir={runs}", f"run.name={name}"])
     run = locate(cfg)
@@ -65,12 +65,12 @@ def laid_out(runs: Path, name: str) -> RunDir:
 
 def start(hosts: Hosts, run: RunDir, num_nodes: int = 2) -> list[Launched]:
     """`launch.local.node` on each host."""
-    words = [str(run.path), "--nodes", str(num_nodes), "--rendezvous", f"{hosts.address(1)}:{PORT}"]
+    args = [str(run.path), "--nodes", str(num_nodes), "--rendezvous", f"{hosts.address(1)}:{PORT}"]
     return [
         hosts.start(
             node + 1,
             "launch.local.node",
-            *words,
+            *args,
             "--node-rank",
             str(node),
             output=run.path.parent / f"node-{node}",
@@ -81,7 +81,7 @@ def start(hosts: Hosts, run: RunDir, num_nodes: int = 2) -> list[Launched]:
 
 
 def wait_until_trained(run: RunDir, num_steps: int, agents: list[Launched]) -> None:
-    """Both ranks are past their first iteration, and `num_steps` more are in the log than before."""
+    """Wait until both ranks are past their first iteration and the log has `num_steps` more steps."""
     deadline = time.monotonic() + STARTED_WITHIN_S
     goal = len(steps(run)) + num_steps
     while len(steps(run)) < goal or any(beat.phase is Phase.start for beat in heartbeat.read_all(run)):
@@ -100,10 +100,8 @@ def ended(agent: Launched, within_s: float) -> tuple[int, str]:
     return agent.wait(within_s), agent.stderr
 
 
-def test_two_hosts_lose_one_then_a_cable_and_end_as_if_nothing_had_happened(
-    hosts: Hosts, ranks: Pool, tmp_path: Path
-) -> None:
-    run = laid_out(tmp_path, "run")
+def test_a_run_survives_a_lost_host_and_a_cut_cable_bit_identically(hosts: Hosts, ranks: Pool, tmp_path: Path) -> None:
+    run = create_run(tmp_path, "run")
 
     agents = start(hosts, run)
     wait_until_trained(run, 15, agents)
@@ -125,8 +123,8 @@ def test_two_hosts_lose_one_then_a_cable_and_end_as_if_nothing_had_happened(
     assert lines[1].startswith("harness: machine 1 (host2) comes down: machine 0 (10.77.0.1) has been silent for ")
     hosts.join(2)
 
-    alone = RunDir(tmp_path / "alone" / "run")
-    shutil.copytree(run.path, alone.path)
+    single = RunDir(tmp_path / "single" / "run")
+    shutil.copytree(run.path, single.path)
     assert [ended(agent, STARTED_WITHIN_S)[0] for agent in start(hosts, run)] == [0, 0]
     expected = reference(ranks, tmp_path)
     assert {record.step for record in steps(run)} == set(expected)
@@ -137,16 +135,16 @@ def test_two_hosts_lose_one_then_a_cable_and_end_as_if_nothing_had_happened(
     files = [path for path in run.path.rglob("*") if path.is_file()]
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
-    (agent,) = start(hosts, alone, num_nodes=1)
+    (agent,) = start(hosts, single, num_nodes=1)
     assert ended(agent, STARTED_WITHIN_S)[0] == 0
-    *_, last = [event for event in events.read(alone.events) if isinstance(event, RunStarted)]
+    *_, last = [event for event in events.read(single.events) if isinstance(event, RunStarted)]
     assert (last.world_size, bool(last.resumed_from)) == (1, True)
-    assert steps(alone)[-1].loss == pytest.approx(expected[80], rel=1e-3)
-    assert [beat.rank for beat in heartbeat.read_all(alone)] == [0], "no word is left of the rank that is gone"
+    assert steps(single)[-1].loss == pytest.approx(expected[80], rel=1e-3)
+    assert [beat.rank for beat in heartbeat.read_all(single)] == [0], "the heartbeat file of the lost rank is deleted"
 
 
 def reference(ranks: Pool, directory: Path) -> dict[int, float]:
-    """Loss by step of a run that nobody disturbed, on two ranks of one machine."""
+    """Loss by step of an undisturbed run, on two ranks of one machine."""
     (code, records), _ = ranks.run(2, cases.run, str(directory / "reference"), *OVERRIDES, "run.name=run")
     assert code == 0
     return {record.step: record.loss for record in records}

@@ -1,11 +1,11 @@
-"""Jobs of a real Slurm: what is submitted runs, leaves in time, begins again where it should and nowhere else.
+"""Tests of jobs on a real Slurm: they run, stop in time, and are requeued when they should be.
 
-Four jobs live side by side in one cluster and are looked at one after the other:
-- *preempted*, 2 nodes: gets the signal before its time is up, saves, begins again and ends as if nothing had happened
-- *sweep*, an array: one run is halted by the sentinel, one loses a task to SIGKILL, begins again and is done
+Four jobs run at the same time in one cluster and are checked one after the other:
+- *preempted*, 2 nodes: gets the signal before its time limit, saves, is requeued and ends bit-identically
+- *sweep*, an array: one run is halted by the sentinel, one loses a task to SIGKILL, is requeued and finishes
 - *cancelled*: scancel while it trains
 - *plain*, 4 nodes: `sbatch slurm/train.sbatch` by hand
-A run that must not be over before something happened to it is paused by an order that waits for its start.
+A run that must not end too early is paused by an operator command that is queued before its start.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.distributed.pool import Pool
 pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(labs.why_not()), reason=labs.why_not())]
 
 ROOT = Path(__file__).parents[2]
-WORDS = (
+OVERRIDES = (
     *cases.TINY,
     "train.num_steps=40",
     "checkpoint.every_steps=10",
@@ -53,21 +53,21 @@ WORDS = (
 UNCHECKED = "launch.slurm.health=false"
 LONG_MINUTES = 30
 PATIENCE_S = 150.0
-"""A start of torch takes seconds, many at once take many."""
+"""Importing torch takes seconds, and many processes import it at once."""
 
 
 class Cluster:
-    """The lab, with an eye on the runs in it."""
+    """The lab and the directory of its runs."""
 
     def __init__(self, lab: Lab, runs: Path) -> None:
         self.lab = lab
         self.runs = runs
 
-    def config(self, name: str, *words: str) -> Config:
-        return compose.load([*WORDS, "launch=slurm", f"run.dir={self.runs}", f"run.name={name}", *words])
+    def config(self, name: str, *overrides: str) -> Config:
+        return compose.load([*OVERRIDES, "launch=slurm", f"run.dir={self.runs}", f"run.name={name}", *overrides])
 
     def logs(self) -> str:
-        """What every job has said, for a test that fails."""
+        """Logs of all jobs, for the message of a failed test."""
         paths = [*self.runs.glob("*/logs/*"), *self.runs.glob("slurm/*.log"), *self.runs.glob("*.log")]
         texts = {path: path.read_text(errors="replace") for path in paths if path.is_file()}
         return "\n".join(f"--- {path}\n{text[-4000:]}" for path, text in texts.items())
@@ -87,7 +87,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster, and a place to submit from where importing the code that lies there would be a mistake."""
+    """A cluster, and a working directory with stray modules that must not be imported."""
     runs = tmp_path_factory.mktemp("cluster")
     (runs / "harness").mkdir()
     (runs / "harness" / "__init__.py").write_text("raise SystemExit('this is not the code that was submitted')\n")
@@ -107,9 +107,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def paused(cfg: Config) -> RunDir:
-    """A run that will stop to think at its first step."""
+    """A run that pauses at its first step."""
     run = job_directory.lay_out(cfg)
-    inbox.send(run, Pause(), who="the test", reason="not before I say so")
+    inbox.send(run, Pause(), who="the test", reason="wait for the test")
     return run
 
 
@@ -121,7 +121,7 @@ def losses(run: RunDir) -> dict[int, float]:
     return {event.step: event.loss for event in events.read(run.events) if isinstance(event, StepRecord)}
 
 
-def last_word(run: RunDir) -> RunEnded:
+def run_ended(run: RunDir) -> RunEnded:
     *_, ended = (event for event in events.read(run.events) if isinstance(event, RunEnded))
     return ended
 
@@ -142,7 +142,7 @@ class Jobs:
 
 @pytest.fixture(scope="module")
 def jobs(cluster: Cluster) -> Jobs:
-    """All jobs, submitted; the first one has just been told that its time is nearly up."""
+    """All jobs, submitted; the first one has just received the signal before its time limit."""
     first, array, cancelled = submit_by_command(cluster), submit_array(cluster), submit_one(cluster)
     job, run = first
     cluster.until(lambda: is_paused(run))
@@ -156,19 +156,19 @@ def jobs(cluster: Cluster) -> Jobs:
 
 
 def submit_by_command(cluster: Cluster) -> tuple[str, RunDir]:
-    """On two nodes, as a user would, by a name that shells dislike."""
+    """Submit on two nodes with the command line, with a run name that needs quoting."""
     name = 'two nodes, "it\'s #1"'
     escaped = name.replace("'", "\\'")
-    words = [
+    overrides = [
         "launch.nodes=2",
         "launch.min_nodes=1",
         f"launch.slurm.time_minutes={LONG_MINUTES}",
         "launch.slurm.warn_s=120",
     ]
-    run = paused(cluster.config(f"'{escaped}'", *words))
+    run = paused(cluster.config(f"'{escaped}'", *overrides))
     assert run.path.name == name
     code = "import sys; from launch.cli.main import main; sys.exit(main())"
-    chosen = [*WORDS, "launch=slurm", f"run.dir={cluster.runs}", f"run.name='{escaped}'", *words]
+    chosen = [*OVERRIDES, "launch=slurm", f"run.dir={cluster.runs}", f"run.name='{escaped}'", *overrides]
     environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
     command = [sys.executable, "-c", code, "train", *chosen]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -200,48 +200,48 @@ def submit_one(cluster: Cluster) -> tuple[str, RunDir]:
 
 
 def submit_plain(cluster: Cluster) -> tuple[str, RunDir]:
-    """By hand, from a checkout."""
+    """Submit by hand, from a checkout."""
     script, log = ROOT / "slurm" / "train.sbatch", cluster.runs / "plain.log"
-    words = [*WORDS, "train.num_steps=4", "checkpoint.every_steps=0", f"run.dir={cluster.runs}", "run.name=plain"]
-    command = ["sbatch", "--parsable", "--nodes=4", f"--output={log}", str(script), *words]
+    args = [*OVERRIDES, "train.num_steps=4", "checkpoint.every_steps=0", f"run.dir={cluster.runs}", "run.name=plain"]
+    command = ["sbatch", "--parsable", "--nodes=4", f"--output={log}", str(script), *args]
     environment = cluster.lab.environment | {"HARNESS_PYTHON": sys.executable, "HARNESS_HEALTH": "false"}
     said = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
     return said.stdout.strip(), RunDir(cluster.runs / "plain")
 
 
-def test_scancel_saves_and_does_not_begin_again(jobs: Jobs, cluster: Cluster) -> None:
+def test_scancel_saves_and_does_not_requeue(jobs: Jobs, cluster: Cluster) -> None:
     job, run = jobs.cancelled
     cluster.until(lambda: is_paused(run))
     cluster.lab.command("scancel", job)
     assert cluster.wait(job).state == "CANCELLED"
     assert ends(run) == [(75, False, "ended from outside, by scancel or by a requeue that is not this one's")]
     assert cluster.show(job, "Restarts") == "0"
-    assert last_word(run).exit_code == 75
-    assert [each.step for each in catalog.list_checkpoints(run.checkpoints)] == [last_word(run).step]
+    assert run_ended(run).exit_code == 75
+    assert [each.step for each in catalog.list_checkpoints(run.checkpoints)] == [run_ended(run).step]
 
 
-def test_a_killed_task_begins_again_and_a_halt_does_not(jobs: Jobs, cluster: Cluster) -> None:
+def test_a_killed_task_is_requeued_and_a_halted_run_is_not(jobs: Jobs, cluster: Cluster) -> None:
     job, runs = jobs.sweep
     killed = runs["killed"]
     cluster.until(lambda: is_paused(killed))
     os.kill(agent_of(cluster, killed), signal.SIGKILL)
-    assert cluster.wait(job) == ("FAILED", 3), "of an array the worst"
+    assert cluster.wait(job) == ("FAILED", 3), "the worst exit code of an array"
     assert ends(runs["halted"]) == [(3, False, "halted by the sentinel")]
     assert ends(killed) == [(137, True, "crashed with exit code 137"), (0, False, "all steps done")]
-    assert last_word(runs["halted"]).exit_code == 3
+    assert run_ended(runs["halted"]).exit_code == 3
     assert sorted(losses(killed)) == list(range(1, 41))
     assert [requeue.read(run)[0].job for run in runs.values()] == [f"{job}_{index}" for index in range(2)]
 
 
 def agent_of(cluster: Cluster, run: RunDir) -> int:
-    """The task that Slurm started for a run; its ranks have its command line, and names of their own."""
-    words = f"launch.local.node\0{run.path.resolve()}\0".encode()
-    alike = [pid for pid in cluster.lab.processes() if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(words)]
+    """Pid of the task that Slurm started for a run; its ranks have the same command line and other names."""
+    arguments = f"launch.local.node\0{run.path.resolve()}\0".encode()
+    alike = [pid for pid in cluster.lab.processes() if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(arguments)]
     (pid,) = (pid for pid in alike if not Path(f"/proc/{pid}/comm").read_text().startswith(("srun", "rank-")))
     return pid
 
 
-def test_before_its_time_is_up_a_job_leaves_and_goes_on_bit_for_bit(
+def test_a_job_stops_before_its_time_limit_and_continues_bit_identically(
     jobs: Jobs, cluster: Cluster, ranks: Pool, tmp_path: Path
 ) -> None:
     job, run = jobs.preempted
@@ -252,12 +252,12 @@ def test_before_its_time_is_up_a_job_leaves_and_goes_on_bit_for_bit(
     assert [start.world_size for start in starts] == [2, 2]
     assert starts[1].resumed_from is not None
     stops = [each for each in inbox.interventions(run) if "stop" in each.changes]
-    assert [(each.who, each.reason) for each in stops] == [("slurm", f"the time of job {job} is nearly up")]
+    assert [(stop.who, stop.reason) for stop in stops] == [("slurm", f"the time of job {job} is nearly up")]
     text = (run.logs / f"slurm-{job}.log").read_text()
     assert text.count("health: 2 nodes, clocks within") == 2, text
     assert text.count(f"harness: job {job}, start") == 2, "both starts write one log"
 
-    (control, _) = ranks.run(2, cases.run, str(tmp_path), *WORDS, "run.name=control")
+    (control, _) = ranks.run(2, cases.run, str(tmp_path), *OVERRIDES, "run.name=control")
     assert losses(run) == {record.step: record.loss for record in control[1]}
 
 
@@ -273,8 +273,8 @@ def test_plain_sbatch_on_four_nodes(jobs: Jobs, cluster: Cluster) -> None:
     assert Path(known.code).is_relative_to(run.path)
 
 
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have the GPU that is missed")
-def test_a_sick_node_is_named_before_anything_starts(cluster: Cluster) -> None:
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
+def test_an_unhealthy_node_is_reported_before_the_run_starts(cluster: Cluster) -> None:
     cfg = cluster.config("sick", "parallel.device=cuda", "launch.slurm.max_requeues=0")
     job = submit.submit(cfg)
     assert cluster.wait(job) == ("FAILED", 69)
@@ -285,7 +285,7 @@ def test_a_sick_node_is_named_before_anything_starts(cluster: Cluster) -> None:
     assert not run.events.exists()
 
 
-def test_what_slurm_refuses_is_one_line_and_leaves_nothing(cluster: Cluster) -> None:
+def test_a_job_that_slurm_rejects_is_one_line_and_leaves_no_files(cluster: Cluster) -> None:
     cfg = cluster.config("refused", "launch.slurm.partition=nowhere")
     with pytest.raises(ConfigError, match=r"launch\.slurm: sbatch: .*invalid partition") as refused:
         submit.submit(cfg)

@@ -1,7 +1,6 @@
-"""A real Slurm that hands out nodes one by one: who waits reads what it was submitted with, and who is sick stays out.
+"""Tests of a real Slurm that allocates nodes one by one: waiting array tasks, and nodes that fail their health check.
 
-Nothing is trained on most nodes here: a stand-in for Python says what it was asked for, and lets the launcher's own
-commands do their part.
+Most tasks train nothing: a stand-in for Python records its arguments and runs only the launcher's own commands.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
         lab.stop()
 
 
-def config(directory: Path, name: str, *words: str) -> Config:
+def config(directory: Path, name: str, *overrides: str) -> Config:
     fixed = ["launch=slurm", "launch.nproc=1", "launch.threads=1", f"run.dir={directory}", f"run.name={name}"]
-    return compose.load([*cases.TINY, *fixed, *words])
+    return compose.load([*cases.TINY, *fixed, *overrides])
 
 
 def wait(lab: Lab, *jobs: str) -> list[submit.Finished]:
@@ -81,15 +80,15 @@ def executable(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_waiting_task_reads_the_line_it_was_submitted_with(
+def test_a_waiting_task_uses_the_arguments_it_was_submitted_with(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, go = tmp_path / "calls", tmp_path / "go"
     python = executable(tmp_path / "bin" / "python", PYTHON.format(calls=calls, go=go, python=sys.executable))
     monkeypatch.setattr(sys, "executable", str(python))
     sweep = tmp_path / "sweep"
-    words = ("launch.at_once=1", "launch.slurm.health=false")
-    cfgs = {name: config(sweep, name, *words) for name in "abc"}
+    overrides = ("launch.at_once=1", "launch.slurm.health=false")
+    cfgs = {name: config(sweep, name, *overrides) for name in "abc"}
 
     first = submit.submit_array(list(cfgs.values()), sweep)
     until(
@@ -110,7 +109,7 @@ def test_a_waiting_task_reads_the_line_it_was_submitted_with(
     assert ends["c"] == [(f"{first}_2", False)]
 
 
-def test_a_node_that_failed_twice_is_left_out(
+def test_a_node_that_failed_twice_is_excluded(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     executable(tmp_path / "bin" / "nvidia-smi", NVIDIA_SMI)

@@ -63,6 +63,7 @@ def test_micro_batches_with_an_invalid_fp8_shape_are_rejected() -> None:
     overrides = ["precision=fp8_emulated", "train.sequence_length=8", "train.batch_size=8", "train.micro_batch_size=2"]
     cfg = load(overrides)
     check_world(cfg, 4)
-    message = r"^train\.micro_batch_size: must give micro-batches of a multiple of 16 tokens.*gives 1 sequences \(8 tokens\) on 8 ranks"
+    rule = r"must give micro-batches of a multiple of 16 tokens for precision=fp8"
+    message = rf"^train\.micro_batch_size: {rule}, gives 1 sequences \(8 tokens\) on 8 ranks$"
     with pytest.raises(ConfigError, match=message):
         check_world(cfg, 8)
