@@ -43,7 +43,7 @@ from harness.precision.mixed_precision import DTYPES, linear, policy
 from harness.run_corpus import recorded_data
 from harness.sentinel.device.gate import Gate
 from harness.sentinel.device.mailbox import Mailbox
-from harness.sentinel.device.signals import Layout, Signals, group_of
+from harness.sentinel.device.signals import SignalLayout, Signals, group_of
 from harness.sentinel.device.step_report import DECIDED, HostFacts
 from harness.sentinel.sentinel import Sentinel
 from harness.telemetry.manifest import build_manifest
@@ -115,7 +115,7 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
     ledger = Ledger.of(entries, path=run.ledger if world.is_first else None)
     batches, held_out = open_data_on_all_ranks(cfg, world, run, ledger)
     parameters = dict(model.named_parameters())
-    layout = Layout(
+    layout = SignalLayout(
         groups=tuple(dict.fromkeys(group_of(name) for name in parameters)),
         layers=tuple(f"blocks.{layer}" for layer in sampled_layers(cfg.model.num_layers)),
         sources=batches.source_names,

@@ -62,7 +62,7 @@ def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Ev
     state.iteration = max(state.iteration, opened.last_iteration)
     if directory is not None:
         parts.checkpoints.continue_from(directory, state)
-    parts.sentinel.policy.chart.resume(state.iteration, state.step)
+    parts.sentinel.policy.policy_state.resume(state.iteration, state.step)
     set_rate(parts, state)
     now, iteration = time.time(), state.iteration
     damaged: list[Event] = [

@@ -16,7 +16,7 @@ from harness.core.events import Action, ReducedRecord, StepRecord
 from harness.core.gc_schedule import GcSchedule
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
-from harness.sentinel.device.step_report import HostFacts, unpack
+from harness.sentinel.device.step_report import HostFacts, unpack_report
 from harness.telemetry.event_reporter import EventReporter
 from harness.telemetry.heartbeat import Heartbeat
 
@@ -52,7 +52,7 @@ class Run:
 
     def log_step(self, facts: HostFacts, values: Tensor) -> StepRecord:
         """Turn a step report into its record, and write the record to the event log."""
-        record = unpack(
+        record = unpack_report(
             self.parts.signals.layout,
             facts,
             values,

@@ -20,7 +20,7 @@ from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.fsdp import free_gathered_weights, reduce_replicas
 from harness.model.transformer import document_mask
 from harness.sentinel.device.gate import Judgement
-from harness.sentinel.device.step_report import Totals, pack, totals
+from harness.sentinel.device.step_report import Totals, pack_report, totals
 
 
 def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) -> None:
@@ -84,7 +84,7 @@ def gate(parts: Parts, signals: StepSignals, *, planned: bool) -> Judgement:
     the data or of the schedule.
     """
     loss, grad_norm, _ = signals.totals
-    return parts.gate.judge(loss=loss, grad_norm=grad_norm, warming=parts.update.warming, planned=planned)
+    return parts.gate.decide(loss=loss, grad_norm=grad_norm, warming=parts.update.warming, planned=planned)
 
 
 @torch.no_grad()
@@ -93,14 +93,14 @@ def apply_update(parts: Parts, signals: StepSignals, decision: Judgement) -> tor
 
     Returns the report of the step: everything that the host reads later, as one vector.
     """
-    parts.products.learn(decision.refuse)
+    parts.products.learn(decision.skip_mask)
     _, grad_norm, divisor = signals.totals
-    lr = parts.update.apply(refuse=decision.refuse, grad_norm=grad_norm, divisor=divisor)
-    parts.scale.update(overflow=decision.overflow, refused=decision.refuse)
-    return pack(
+    lr = parts.update.apply(skip_mask=decision.skip_mask, grad_norm=grad_norm, divisor=divisor)
+    parts.scale.update(overflow=decision.overflow, refused=decision.skip_mask)
+    return pack_report(
         signals.reduced,
         signals.totals,
-        judgement=decision,
+        decision=decision,
         lr=lr,
         step=parts.update.step,
         scale=signals.loss_scale,

@@ -97,7 +97,7 @@ def train(run: Run) -> Ending:
 
 
 class Branches(NamedTuple):
-    """The branches that a rank takes in the coming step. Every rank must take the same ones, or a collective hangs.
+    """The branches that a rank takes in the coming step. Every rank must read the same ones, or a collective hangs.
 
     They follow from state that all ranks share. A digest of them is part of the step's all-reduce, so ranks that
     disagree are named.
@@ -125,7 +125,7 @@ def choose_branches(run: Run, cursor: int, *, planned: bool = False) -> Branches
         step=state.step,
         cursor=cursor,
         generation=state.generation,
-        probe=state.iteration % cfg.sentinel.probe_every == 0 or parts.sentinel.looks_closer,
+        probe=state.iteration % cfg.sentinel.probe_every == 0 or parts.sentinel.probe_next_step,
         in_fp8=parts.products.in_fp8,
         saves=parts.checkpoints.is_due(state.step + 1),
         evaluates=is_due(cfg.eval.every_steps, state.step + 1, cfg),
@@ -191,7 +191,7 @@ def process_reports(run: Run, *, everything: bool = False, ending: Ending | None
     logged.
     """
     parts = run.parts
-    for facts, values in parts.mailbox.take(everything=everything):
+    for facts, values in parts.mailbox.read(everything=everything):
         is_halted = ending is not None and ending.is_halt
         record, action = run.process_report(facts, values, is_halted=is_halted)
         if is_halted:

@@ -17,12 +17,12 @@ from harness.config.sentinel import SentinelConfig
 from harness.core.events import Action, ActionKind, Event, Finding, HeldOutMeasured, Incident, Outcome, ReducedRecord
 from harness.sentinel.detect.detectors import Detectors
 from harness.sentinel.device.slots import DIGEST_BITS
-from harness.sentinel.policy.incident_log import Register
-from harness.sentinel.policy.open_incident import Verdict
+from harness.sentinel.policy.incident_log import IncidentLog
+from harness.sentinel.policy.open_incident import IncidentVerdict
 from harness.sentinel.policy.policy import Policy
 
 
-class Judgement(NamedTuple):
+class StepVerdict(NamedTuple):
     findings: list[Finding]
     action: Action | None
 
@@ -35,51 +35,51 @@ class Sentinel:
     policy: Policy
     digest: int = 0
     """Of every finding and decision so far, in order."""
-    looks_closer: bool = False
+    probe_next_step: bool = False
     """A step in fp8 raised suspicion, or fp8 begins anew: the next step is probed, for whatever follows is answered
     otherwise where fp8 did it."""
-    register: Register = field(default_factory=Register)
+    incident_log: IncidentLog = field(default_factory=IncidentLog)
     """For reports; nothing is decided by it."""
 
     @classmethod
     def start(cls, cfg: SentinelConfig) -> Self:
         return cls(cfg, Detectors(cfg.detect), Policy.start(cfg.policy, lag=cfg.lag))
 
-    def judge(self, record: ReducedRecord) -> Judgement:
+    def process_record(self, record: ReducedRecord) -> StepVerdict:
         """What to make of an iteration."""
         findings = self.detectors.observe(record)
         for found in findings:
             self._digest((found.kind, found.iteration, found.onset, found.ranks, found.groups, found.cursors))
-        self.looks_closer = bool(findings) and record.in_fp8 is True
+        self.probe_next_step = bool(findings) and record.in_fp8 is True
         action = self.policy.decide(record, findings)
         for closed in self.policy.closed:
-            if closed.verdict is Verdict.accepted:
+            if closed.verdict is IncidentVerdict.accepted:
                 self.detectors.accept_level()
-        self.register.see(record, findings, self.policy.chart)
-        return Judgement(findings, self._noted(action))
+        self.incident_log.on_record(record, findings, self.policy.policy_state)
+        return StepVerdict(findings, self._record_action(action))
 
-    def hear(self, outcome: Outcome) -> Action | None:
+    def on_outcome(self, outcome: Outcome) -> Action | None:
         """What is to be done after an action came to something."""
-        action = self.policy.hear(outcome)
-        self.register.close(outcome.time, outcome.iteration, self.policy.chart)
-        return self._noted(action)
+        action = self.policy.on_outcome(outcome)
+        self.incident_log.close_ended(outcome.time, outcome.iteration, self.policy.policy_state)
+        return self._record_action(action)
 
-    def measure(self, event: HeldOutMeasured) -> None:
+    def on_held_out_measured(self, event: HeldOutMeasured) -> None:
         """The held-out loss was measured while nothing was wrong; the policy compares with it later."""
-        self.policy.measure(event)
+        self.policy.on_held_out_measured(event)
 
-    def news(self, *, last: bool = False) -> list[Incident]:
+    def drain_events(self, *, last: bool = False) -> list[Incident]:
         """Incidents that ended since this was last asked; with `last`, as a run ends, those still open too."""
-        return self.register.take(self.policy.chart.cases if last else ())
+        return self.incident_log.drain(self.policy.policy_state.open_incidents if last else ())
 
-    def obey(self, action: Action) -> None:
+    def on_operator_action(self, action: Action) -> None:
         """Take note of what a person decided."""
-        self.policy.chart.note(action)
-        self._noted(action)
+        self.policy.policy_state.on_action(action)
+        self._record_action(action)
 
-    def _noted(self, action: Action | None) -> Action | None:
+    def _record_action(self, action: Action | None) -> Action | None:
         if action is not None:
-            self.register.note(action)
+            self.incident_log.on_action(action)
             said = {name: value for name, value in asdict(action).items() if name not in ("time", "reason")}
             self._digest(said)
             if action.lr_scale is not None:
@@ -87,7 +87,7 @@ class Sentinel:
             if action.kind is ActionKind.accept:
                 self.detectors.accept_level(loss=action.level, grad_norm=action.grad_level)
             if action.in_fp8:
-                self.looks_closer = True
+                self.probe_next_step = True
         return action
 
     def digest_with(self, branches: tuple[int | bool | None, ...]) -> int:
@@ -112,7 +112,7 @@ class Sentinel:
         if memory:
             self.policy = Policy.restore(self.cfg.policy, memory["policy"])
             self.digest = memory["digest"]
-        for _ in self.policy.choices(since):
+        for _ in self.policy.choose_actions(since):
             pass
 
 

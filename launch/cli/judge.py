@@ -66,7 +66,7 @@ def judge(rows: Iterable[StepRecord], detectors: Detectors, policy: Policy, trac
         findings = detectors.observe(record)
         ended += incidents.observe(record, findings)
         trace.add(record.step, record.loss)
-        if findings or policy.chart.cases:
+        if findings or policy.policy_state.open_incidents:
             concerned = incidents.open or (ended[-1] if ended else None)
             for action in answers(policy, record, findings):
                 if concerned is not None and action.kind not in concerned.actions:
@@ -89,7 +89,7 @@ def answers(policy: Policy, record: StepRecord, findings: Sequence[Finding]) -> 
             succeeded=True,
             step=record.step,
         )
-        action = policy.hear(done)
+        action = policy.on_outcome(done)
 
 
 def policy_config() -> PolicyConfig:

@@ -29,7 +29,7 @@ import numpy as np
 from harness.analysis.judge.foreign_logs import empty_record
 from harness.config.sentinel import DetectConfig
 from harness.core.events import FindingKind
-from harness.sentinel.detect.baseline import FLOATS, advance, begin, beyond, gate_bounds
+from harness.sentinel.detect.baseline import FLOATS, advance, beyond, gate_bounds, initial_state
 from harness.sentinel.detect.detectors import Detectors
 from launch.cli.judge import detect_config
 from tests.bench.loss_events import Labels, centred_median, label
@@ -72,7 +72,7 @@ def findings(log: TrainingLog, cfg: DetectConfig, *, watched: bool) -> Iterator[
 
 def gate(log: TrainingLog, cfg: DetectConfig) -> Iterator[int]:
     """Rows whose update the gate rejects; rejected values do not enter its baseline."""
-    loss_state, grad_state = begin(), begin()
+    loss_state, grad_state = initial_state(), initial_state()
     for row, loss in enumerate(log.losses):
         grad_norm = log.grad_norms[row] if log.grad_norms else 1.0
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from harness.config.compose import load
 from harness.core.events import StepRecord
-from harness.sentinel.device.gate import Judgement
-from harness.sentinel.device.signals import Layout
+from harness.sentinel.device.gate import GateDecision
+from harness.sentinel.device.signals import SignalLayout
 from harness.sentinel.device.slots import SLOTS
-from harness.sentinel.device.step_report import HostFacts, pack, totals, unpack
+from harness.sentinel.device.step_report import HostFacts, pack_report, totals, unpack_report
 from harness.sentinel.sentinel import Sentinel
 
 WORLDS = (1, 8, 64, 1024, 4096, 16384)
@@ -35,14 +35,14 @@ PROBE_EVERY, BAD_EVERY = 10, 100
 NUM_WARMUP = 20
 
 
-def layout_of(num_ranks: int) -> Layout:
+def layout_of(num_ranks: int) -> SignalLayout:
     blocks = tuple(f"blocks.{layer}" for layer in range(NUM_LAYERS))
-    return Layout(
+    return SignalLayout(
         groups=("embedding", *blocks, "norm", "head"), layers=blocks[::4], sources=("web", "code"), num_ranks=num_ranks
     )
 
 
-def report_of(layout: Layout, number: int, generator: torch.Generator) -> Tensor:
+def report_of(layout: SignalLayout, number: int, generator: torch.Generator) -> Tensor:
     """What the device would have said of one step."""
 
     def noise(*size: int) -> Tensor:
@@ -66,11 +66,11 @@ def report_of(layout: Layout, number: int, generator: torch.Generator) -> Tensor
         slots[SLOTS.index("grad_square"), number % layout.num_ranks] = math.nan
         layout.group_squares(reduced)[3] = math.nan
     refuse = torch.tensor(float(is_bad))
-    judgement = Judgement(refuse=refuse, overflow=refuse, bounds=torch.tensor([9.0, 30.0]))
+    decision = GateDecision(skip_mask=refuse, overflow=refuse, bounds=torch.tensor([9.0, 30.0]))
     scale = torch.ones(())
     total = totals(layout, reduced, scale=scale, expected_tokens=int(TOKENS))
     step = torch.tensor(number - number // BAD_EVERY)
-    return pack(reduced, total, judgement=judgement, lr=torch.tensor(3e-4), step=step, scale=scale)
+    return pack_report(reduced, total, decision=decision, lr=torch.tensor(3e-4), step=step, scale=scale)
 
 
 def measure(num_ranks: int, num_steps: int) -> tuple[list[float], list[float]]:
@@ -93,15 +93,15 @@ def measure(num_ranks: int, num_steps: int) -> tuple[list[float], list[float]]:
         began_s = time.perf_counter()
         record = read(layout, facts, report)
         read_s = time.perf_counter()
-        sentinel.judge(record)
+        sentinel.process_record(record)
         unpack_s.append(read_s - began_s)
         judge_s.append(time.perf_counter() - read_s)
     return unpack_s[NUM_WARMUP:], judge_s[NUM_WARMUP:]
 
 
-def read(layout: Layout, facts: HostFacts, report: Tensor) -> StepRecord:
+def read(layout: SignalLayout, facts: HostFacts, report: Tensor) -> StepRecord:
     replicate = REPLICATE if layout.num_ranks % REPLICATE == 0 else 1
-    return unpack(layout, facts, report, dim=4096, dynamic_scale=False, clip_norm=1.0, replicate=replicate)
+    return unpack_report(layout, facts, report, dim=4096, dynamic_scale=False, clip_norm=1.0, replicate=replicate)
 
 
 def microseconds(seconds: list[float]) -> str:

@@ -4,7 +4,7 @@
     python -m tests.bench.sentinel +experiment=1b_bf16      1.26B parameters, 4k x 8 tokens
 
 *On* is the loop's own step: signals, probes every `sentinel.probe_every` steps, the all-reduce, the gate, the update
-it can refuse, the report to the host, and there reading it, detectors, policy and the checkpoint manager. *Off* is the
+it can refuse, the report to the host, and there reading it, detectors, policy and the checkpoints's books. *Off* is the
 least that trains the same model on the same data: forward, backward, the norm of the gradient by the same kernel, and
 the same AdamW with clipping folded in; nothing is read back, and the host stays at most `sentinel.lag` steps ahead, as
 it does in the loop. Both go on with the same weights. Blocks of steps alternate, and so does which of the two comes
@@ -47,7 +47,7 @@ from harness.optim.schedule import table
 from harness.precision.attention import fast_attention
 from harness.recovery import recover
 from harness.sentinel.device.local_sums import square_sums, square_sums_in_one_launch
-from harness.sentinel.device.step_report import HostFacts, unpack
+from harness.sentinel.device.step_report import HostFacts, unpack_report
 from harness.step import finish_step, forward_backward, mask_of
 from harness.telemetry.meters import Meter, memory_bytes
 from tests.bench.clock import SETTLING_STEPS, WARMUP_STEPS, Block, in_turns, led, nothing
@@ -63,12 +63,12 @@ class Watched:
     parts: Parts
     state: RunState
     root: Path
-    meter: Meter
+    build_meter: Meter
     judging_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
     def run(self, num_steps: int, begin: Callable[[], None] = nothing) -> None:
-        self.meter.resume(time.perf_counter())
+        self.build_meter.resume(time.perf_counter())
         for _ in led(num_steps, begin):
             self.step()
         self.hear(everything=True)
@@ -78,11 +78,11 @@ class Watched:
         begun_s = time.perf_counter() - parts.collectives.waited_s
         batch = parts.batches[state.cursor]
         probe = state.iteration % cfg.sentinel.probe_every == 0
-        forward_backward(parts, batch, cfg=cfg, probe=probe)
+        finish_step(parts, batch, cfg=cfg, probe=probe)
         parts.signals.add_requests(stop=False, save=parts.checkpoints.is_due_by_clock(), command=False)
         busy_s = time.perf_counter() - parts.collectives.waited_s - begun_s
         parts.signals.add_host_facts(decision=parts.sentinel.digest, busy_s=busy_s)
-        report = finish_step(parts, cfg=cfg, probe=probe)
+        report = forward_backward(parts, cfg=cfg, probe=probe)
         parts.mailbox.post(self.facts(batch, probe=probe), report)
         self.hear()
 
@@ -101,14 +101,14 @@ class Watched:
         )
 
     def hear(self, *, everything: bool = False) -> None:
-        for facts, values in self.parts.mailbox.take(everything=everything):
+        for facts, values in self.parts.mailbox.read(everything=everything):
             begun_s = time.perf_counter()
             self.judge(facts, values)
             self.judging_s.append(time.perf_counter() - begun_s)
 
     def judge(self, facts: HostFacts, values: torch.Tensor) -> None:
         parts, state = self.parts, self.state
-        read = unpack(
+        read = unpack_report(
             parts.signals.layout,
             facts,
             values,
@@ -117,13 +117,13 @@ class Watched:
             clip_norm=self.cfg.optim.clip_norm,
             replicate=parts.world.replicate,
         )
-        rates = self.meter.tick(facts.posted_s)
+        rates = self.build_meter.tick(facts.posted_s)
         record = replace(read, step_time_s=rates.step_time_s, tokens_per_s=rates.tokens_per_s)
         self.losses.append(record.loss)
         state.correct_step(refused=record.refused)
-        _, action = parts.sentinel.judge(record)
+        _, action = parts.sentinel.process_record(record)
         doubtful_since = parts.sentinel.policy.doubtful_since
-        parts.checkpoints.on_step_record(record, state, doubtful_since=doubtful_since, remembered=parts.sentinel.memory)
+        parts.checkpoints.correct_step(record, state, doubtful_since=doubtful_since, remembered=parts.sentinel.memory)
         self.act(action)
 
     def act(self, action: Action | None) -> None:
@@ -131,7 +131,7 @@ class Watched:
         while action is not None:
             if action.kind is not ActionKind.watch:
                 sys.exit(f"iteration {action.iteration}, {action.kind}: {action.reason}; there is nothing to compare")
-            action = self.parts.sentinel.hear(recover(action, self.parts, self.state, root=self.root))
+            action = self.parts.sentinel.on_outcome(recover(action, self.parts, self.state, root=self.root))
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class Plain:
         for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
             with parts.products.probing(False):
                 parts.model(rows.inputs, rows.targets, seed=seed, mask=mask_of(rows)).objective.backward()
-        parts.products.learn(torch.zeros((), device=parts.world.device))
+        parts.products.correct_step(torch.zeros((), device=parts.world.device))
         self.update()
         if parts.world.device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

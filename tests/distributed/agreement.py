@@ -23,8 +23,8 @@ from harness.config.schema import Config
 from harness.core.events import ActionKind, FindingKind, Outcome, StepRecord
 from harness.core.state import RunState
 from harness.distributed.world import connect
-from harness.sentinel.device.gate import Judgement
-from harness.sentinel.device.step_report import HostFacts, pack, totals, unpack
+from harness.sentinel.device.gate import GateDecision
+from harness.sentinel.device.step_report import HostFacts, pack_report, totals, unpack_report
 from tests.distributed import cases
 
 GUILTY = 2
@@ -174,7 +174,7 @@ class Driven:
             batch={},
             in_fp8=branches.in_fp8,
         )
-        record: StepRecord = unpack(
+        record: StepRecord = unpack_report(
             parts.signals.layout, facts, report, dim=32, dynamic_scale=True, clip_norm=None, replicate=2
         )
         record = replace(record, beta2=0.95 if branches.probe else None, **said.local)
@@ -183,13 +183,13 @@ class Driven:
         if record.digests:
             self.trace.parted.append(record.digests)
             return
-        findings, action = parts.sentinel.judge(record)
+        findings, action = parts.sentinel.process_record(record)
         self.trace.found += [(finding.kind, finding.iteration) for finding in findings]
         while action is not None:
             self.trace.actions.append((action.kind, action.iteration))
             if action.kind is ActionKind.halt:
                 break
-            action = parts.sentinel.hear(self._done(action))
+            action = parts.sentinel.on_outcome(self._done(action))
         self.trace.digests.append(parts.sentinel.digest)
 
     def _healthy(self, cursor: int) -> Said:
@@ -229,10 +229,10 @@ class Driven:
         total = totals(layout, reduced, scale=one, expected_tokens=int(tokens * size))
         refuse = ~(total.loss.isfinite() & total.grad_norm.isfinite())
         bounds = torch.full((2,), math.inf)
-        verdict = Judgement(refuse.float(), refuse.float(), bounds)
+        verdict = GateDecision(refuse.float(), refuse.float(), bounds)
         step = torch.tensor(self.state.step + 1 - int(refuse))
         lr = torch.tensor(said.lr)
-        return pack(reduced, total, judgement=verdict, lr=lr, step=step, scale=torch.tensor(said.scale))
+        return pack_report(reduced, total, decision=verdict, lr=lr, step=step, scale=torch.tensor(said.scale))
 
     def _done(self, action: Any) -> Outcome:
         """Every action succeeds; a restore goes back a few steps."""
@@ -263,10 +263,10 @@ def partings(driven: Driven) -> dict[str, Spoil]:
     """State that all ranks should share, changed on one of them: its branches are no longer those of the others."""
 
     def look_closer() -> None:
-        driven.parts.sentinel.looks_closer = True
+        driven.parts.sentinel.probe_next_step = True
 
     def leave_fp8() -> None:
-        driven.parts.sentinel.policy.chart.fallback.is_on = True
+        driven.parts.sentinel.policy.policy_state.fallback.is_on = True
 
     def count_otherwise() -> None:
         driven.state.step += 1

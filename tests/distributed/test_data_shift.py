@@ -13,7 +13,7 @@ from harness.core.events import Action, ActionKind, Event, Outcome, StepRecord
 from harness.core.rundir import RunDir
 from harness.data.order.ledger import Ledger, Revocation
 from harness.data.sources import open_data
-from harness.sentinel.policy.policy import replayed
+from harness.sentinel.policy.policy import replay_actions
 from tests.distributed import trouble
 from tests.distributed.cases import tiny
 from tests.distributed.pool import Pool
@@ -52,7 +52,9 @@ def consumed(log: list[Event]) -> list[int]:
 
 def check_replay(log: list[Event]) -> None:
     cfg = tiny(*STEPS).sentinel
-    again = [(action.kind, action.iteration, action.give_back) for action in replayed(log, cfg.policy, lag=cfg.lag)]
+    again = [
+        (action.kind, action.iteration, action.give_back) for action in replay_actions(log, cfg.policy, lag=cfg.lag)
+    ]
     assert again == [(action.kind, action.iteration, action.give_back) for action in of(Action, log)]
 
 

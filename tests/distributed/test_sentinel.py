@@ -14,7 +14,7 @@ from harness.analysis.replay.rerun import Order, run_worker, uncompiled
 from harness.core import events
 from harness.core.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunEnded, StepRecord
 from harness.core.rundir import RunDir
-from harness.sentinel.policy.policy import replayed
+from harness.sentinel.policy.policy import replay_actions
 from tests.distributed import cases, trouble
 from tests.distributed.cases import tiny
 from tests.distributed.pool import Pool
@@ -58,7 +58,7 @@ def actions(log: list[Event]) -> list[ActionKind]:
 def check_replay(log: list[Event], *overrides: str) -> None:
     """Fed to the policy again, the logged records give the logged actions."""
     cfg = tiny(*STEPS, *overrides).sentinel
-    again = replayed(log, cfg.policy, lag=cfg.lag)
+    again = replay_actions(log, cfg.policy, lag=cfg.lag)
     logged = [action for action in of(Action, log) if action.incident]
     assert [(a.kind, a.iteration, a.onset, a.exclude) for a in again] == [
         (a.kind, a.iteration, a.onset, a.exclude) for a in logged

@@ -20,7 +20,7 @@ from harness.distributed.shards import local
 from harness.distributed.world import connect
 from harness.model.transformer import Transformer
 from harness.precision.mixed_precision import linear
-from harness.sentinel.device.step_report import HostFacts, unpack
+from harness.sentinel.device.step_report import HostFacts, unpack_report
 from harness.step import finish_step, forward_backward
 from tests.distributed import cases
 from tests.distributed.pool import Pool
@@ -35,10 +35,10 @@ def start(*overrides: str) -> tuple[Parts, Config]:
 
 def step(parts: Parts, cfg: Config, index: int, *, probe: bool = True) -> StepRecord:
     """One iteration and its record, read at once."""
-    forward_backward(parts, parts.batches[index], cfg=cfg, probe=probe)
-    report = finish_step(parts, cfg=cfg, probe=probe)
+    finish_step(parts, parts.batches[index], cfg=cfg, probe=probe)
+    report = forward_backward(parts, cfg=cfg, probe=probe)
     facts = HostFacts(iteration=index, cursor=index, tokens=0, probed=probe, posted_s=0.0, memory_bytes=0, batch={})
-    return unpack(
+    return unpack_report(
         parts.signals.layout,
         facts,
         report,

@@ -27,7 +27,7 @@ from harness.distributed.world import connect, disconnect
 from harness.precision.attention import fast_attention
 from harness.recovery import recover
 from harness.run import Run
-from harness.sentinel.detect.baseline import FLOATS, advance, begin, beyond, gate_bounds
+from harness.sentinel.detect.baseline import FLOATS, advance, beyond, gate_bounds, initial_state
 from harness.sentinel.device.gate import Gate
 from harness.step import finish_step, forward_backward
 from harness.telemetry.event_reporter import EventReporter
@@ -182,7 +182,7 @@ def series(num: int) -> torch.Tensor:
 
 def by_host(rows: torch.Tensor, warming: list[float], cfg: DetectConfig) -> tuple[list[bool], list[list[float]]]:
     """What the baseline refuses in plain floats, and what it has learnt of loss and gradient norm."""
-    by_loss, by_gradient = begin(), begin()
+    by_loss, by_gradient = initial_state(), initial_state()
     refused = []
     for (loss, grad_norm), is_warming in zip(rows.tolist(), warming, strict=True):
         bounds = gate_bounds(by_loss, by_gradient, cfg, FLOATS, warming=is_warming)
@@ -207,8 +207,8 @@ def test_the_gate_decides_as_the_host_does(is_compiled: bool) -> None:
     judged = []
     with waiting_is_an_error():
         for row, now in zip(on_device, is_warming, strict=True):
-            judged.append(gate.judge(loss=row[0], grad_norm=row[1], warming=now))
-    refused = [bool(bit) for bit in torch.stack([each.refuse for each in judged]).tolist()]
+            judged.append(gate.decide(loss=row[0], grad_norm=row[1], warming=now))
+    refused = [bool(bit) for bit in torch.stack([each.skip_mask for each in judged]).tolist()]
     overflowed = [bool(bit) for bit in torch.stack([each.overflow for each in judged]).tolist()]
     expected, history = by_host(rows, warming, cfg)
     assert refused == expected

@@ -23,7 +23,7 @@ from harness.core.events import (
     RunStarted,
     StepRecord,
 )
-from harness.sentinel.policy.open_incident import Closed
+from harness.sentinel.policy.open_incident import ClosedIncident
 from harness.sentinel.policy.policy import Policy
 from tests.sentinel.policy_runs import finding, record
 
@@ -113,7 +113,7 @@ class Cluster:
     """Incident -> steps it was set back to."""
     is_halted: bool = False
     in_bf16: bool = False
-    closed: list[Closed] = field(default_factory=list)
+    closed: list[ClosedIncident] = field(default_factory=list)
 
     def chance(self, probability: float) -> bool:
         return self.dice.random() < probability
@@ -144,7 +144,7 @@ class Cluster:
     def measure_held_out(self) -> None:
         event = HeldOutMeasured(time=0.0, iteration=self.iteration, step=self.now.step, loss=3.0 + self.now.rise)
         self.log.append(event)
-        self.policy.measure(event)
+        self.policy.on_held_out_measured(event)
 
     def measure(self, cursor: int, refused: bool) -> StepRecord:
         loss = 3.0 + self.now.rise + 0.01 * self.dice.random()
@@ -189,7 +189,7 @@ class Cluster:
                 return
             done = self.execute(action)
             self.log.append(done)
-            action = self.policy.hear(done)
+            action = self.policy.on_outcome(done)
             self.closed += self.policy.closed
 
     def execute(self, action: Action) -> Outcome:
@@ -230,13 +230,13 @@ class Cluster:
         """What must hold of every action."""
         assert 0 <= action.onset <= now.iteration, "back, never forward"
         assert not action.exclude or 0 <= action.exclude[0] <= action.exclude[1]
-        is_raise = action.kind is ActionKind.cool and self.policy.chart.case(action.incident) is None
+        is_raise = action.kind is ActionKind.cool and self.policy.policy_state.find_incident(action.incident) is None
         is_for_good = action.kind is ActionKind.precision and action.until is None
         free = (ActionKind.watch, ActionKind.halt, ActionKind.accept)
         if action.kind in free or is_raise or is_for_good:
             return
         if action.kind is ActionKind.skip:  # skips of an incident that is accepted do not count
-            assert self.policy.chart.budgets.num_spent["skip"] <= CFG.budgets.skip.per_run
+            assert self.policy.policy_state.budgets.num_spent["skip"] <= CFG.budgets.skip.per_run
             return
         self.spent.append((action.kind, self.progress))
         limit: BudgetConfig = getattr(CFG.budgets, action.kind)

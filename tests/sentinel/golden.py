@@ -22,12 +22,12 @@ from harness.sentinel.detect.baseline import (
     FLOATS,
     State,
     advance,
-    begin,
-    begin_late,
-    bound,
-    expected,
+    expected_log_value,
     gate_bounds,
+    initial_state,
+    initial_state_late,
     tolerance,
+    upper_bound,
 )
 from harness.sentinel.detect.detectors import Detectors
 from tests.sentinel.cluster import Malice, actions_of, survive
@@ -324,7 +324,7 @@ def lines_of_baselines() -> Golden:
     }
     golden: Golden = {}
     for name, values in shapes.items():
-        for start, state in (("early", begin()), ("late", begin_late(3.0))):
+        for start, state in (("early", initial_state()), ("late", initial_state_late(3.0))):
             golden[f"{name}, {start}"] = [*_bounds(values, state)]
     return golden
 
@@ -332,10 +332,10 @@ def lines_of_baselines() -> Golden:
 def _bounds(values: Sequence[float], state: State) -> Iterator[str]:
     for place, value in enumerate(values):
         if place in (0, 1, 2, 5, 7, 8, 9, 15, 30, 49, 50, 51, 70) or place % 40 == 0:
-            level, spread = expected(state, CFG, FLOATS)
+            level, spread = expected_log_value(state, CFG, FLOATS)
             bounds = gate_bounds(state, state, CFG, FLOATS)
             wider = gate_bounds(state, state, CFG, FLOATS, warming=0.5, planned=1.0)
-            tight = bound(state, CFG, FLOATS, sigmas=0.5, factor=1.3, cap=1.4)
+            tight = upper_bound(state, CFG, FLOATS, sigmas=0.5, factor=1.3, cap=1.4)
             numbers = (level, spread, tolerance(state, CFG, FLOATS), *bounds, *wider, tight)
             yield f"{place}: {' '.join(map(number, numbers))}"
         state = advance(state, value, place % 11 != 7, CFG, FLOATS)

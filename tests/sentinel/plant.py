@@ -24,9 +24,9 @@ from harness.sentinel.detect.baseline import (
     FLOATS,
     State,
     advance,
-    begin,
     beyond,
     gate_bounds,
+    initial_state,
     reopen,
 )
 from harness.sentinel.sentinel import Sentinel
@@ -73,7 +73,7 @@ class Plant:
     def __post_init__(self) -> None:
         self.sentinel = Sentinel.start(self.cfg.sentinel)
         self.planned = PlannedChanges(self.cfg, self.ledger)
-        self.gate: tuple[State, State] = (begin(), begin())
+        self.gate: tuple[State, State] = (initial_state(), initial_state())
         self.snapshots: list[Snapshot] = []
         self.waiting: deque[StepRecord] = deque()
         self.measure()
@@ -88,7 +88,7 @@ class Plant:
             assert self.state.iteration < most, "it does not get on"
             self.issue()
             while len(self.waiting) > self.cfg.sentinel.lag:
-                self.hear()
+                self.process_next()
 
     def noise_of(self, batch: int, what: int, size: float) -> float:
         return math.exp(size * Random(batch * 10 + what + 10**6 * self.seed).gauss(0, 1))
@@ -127,18 +127,18 @@ class Plant:
     def measure(self) -> None:
         event = HeldOutMeasured(time=0.0, iteration=self.state.iteration, step=self.state.step, loss=self.held_out())
         self.log.append(event)
-        self.sentinel.measure(event)
+        self.sentinel.on_held_out_measured(event)
 
-    def hear(self) -> None:
-        action = self.judge()
+    def process_next(self) -> None:
+        action = self.process_record()
         while action is not None:
             action = self.carry_out(action)
 
-    def judge(self) -> Action | None:
+    def process_record(self) -> Action | None:
         record = self.waiting.popleft()
         self.state.correct_step(refused=record.refused)
         self.log.append(record)
-        findings, action = self.sentinel.judge(record)
+        findings, action = self.sentinel.process_record(record)
         self.log += findings
         return action
 
@@ -152,7 +152,7 @@ class Plant:
                 return None
             case ActionKind.check:
                 while self.waiting:
-                    assert self.judge() is None, "the policy waits for the answer"
+                    assert self.process_record() is None, "the policy waits for the answer"
                 held_out = self.held_out()
             case ActionKind.accept:
                 if action.give_back:
@@ -179,7 +179,7 @@ class Plant:
             held_out_loss=held_out,
         )
         self.log.append(outcome)
-        return self.sentinel.hear(outcome)
+        return self.sentinel.on_outcome(outcome)
 
     def set_back(self, action: Action) -> bool:
         targets = [each for each in self.snapshots if each.state.iteration < action.onset]

@@ -16,7 +16,7 @@ from harness.core.events import (
     Outcome,
     StepRecord,
 )
-from harness.sentinel.policy.open_incident import Closed
+from harness.sentinel.policy.open_incident import ClosedIncident
 from harness.sentinel.policy.policy import Policy
 
 LAG = 1
@@ -86,7 +86,7 @@ class Run:
     def __init__(self, cfg: PolicyConfig | None = None) -> None:
         self.policy = Policy.start(cfg or defaults(), lag=LAG)
         self.iteration = self.step = self.cursor = 0
-        self.closed: list[Closed] = []
+        self.closed: list[ClosedIncident] = []
 
     def take(
         self,
@@ -120,11 +120,11 @@ class Run:
         """The restore succeeded and took so many steps back; returns what follows it."""
         self.step, self.cursor = self.step - steps, self.cursor - steps
         self.iteration += LAG
-        return self.policy.hear(outcome(action, step=self.step))
+        return self.policy.on_outcome(outcome(action, step=self.step))
 
     def fail(self, action: Action | None) -> Action | None:
         assert action is not None
-        return self.policy.hear(outcome(action, step=self.step, succeeded=False))
+        return self.policy.on_outcome(outcome(action, step=self.step, succeeded=False))
 
 
 def kind_of(action: Action | None) -> ActionKind | None:

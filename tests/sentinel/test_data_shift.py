@@ -11,7 +11,7 @@ import pytest
 from harness.config import compose
 from harness.config.schema import Config
 from harness.core.events import Action, ActionKind
-from harness.sentinel.policy.policy import replayed
+from harness.sentinel.policy.policy import replay_actions
 from tests.sentinel.plant import Plant
 
 SHIFT, RETURN, NUM_STEPS = 300, 340, 500
@@ -47,7 +47,9 @@ def test_a_shift_of_the_data_costs_nothing(factor: float, noise: float, lasting:
     assert taken[ActionKind.skip] <= 3
     assert not any(plant.ledger.is_excluded(batch) for batch in range(NUM_STEPS)), "all were given back"
     assert sorted(plant.consumed) == list(range(NUM_STEPS)), "every batch was learned, once"
-    assert replayed(plant.log, plant.cfg.sentinel.policy, lag=1) == [e for e in plant.log if isinstance(e, Action)]
+    assert replay_actions(plant.log, plant.cfg.sentinel.policy, lag=1) == [
+        e for e in plant.log if isinstance(e, Action)
+    ]
 
 
 @pytest.mark.parametrize("factor", [1.25, 1.6, 2.0])
@@ -104,7 +106,7 @@ def test_a_second_shift_is_accepted_too() -> None:
     plant.train(600)
     assert HARMFUL.isdisjoint(plant.actions())
     assert sorted(plant.consumed) == list(range(600))
-    assert plant.sentinel.policy.chart.budgets.num_spent["skip"] == 0, "what was for nothing is not spent"
+    assert plant.sentinel.policy.policy_state.budgets.num_spent["skip"] == 0, "what was for nothing is not spent"
 
 
 @pytest.mark.parametrize("gap", [12, 20, 30])

@@ -112,18 +112,18 @@ class FloatOps:
 FLOATS = FloatOps()
 
 
-def begin() -> State:
+def initial_state() -> State:
     """The state before the first row of a run."""
     return (0.0, 0.0, 0.0, 0.0, 0.0, PRIOR_SPREAD, PRIOR_SPREAD, NORMAL_TAIL, 0.0, 0.0, 0.0)
 
 
-def begin_late(value: float) -> State:
+def initial_state_late(value: float) -> State:
     """The state at the first row of a log that begins long after the steep start: more is known of the noise."""
     row = math.log(max(value, SMALLEST))
     return (LATE_COUNT, row, row, row, 0.0, LATE_SPREAD, LATE_SPREAD, NORMAL_TAIL, 0.0, 0.0, row)
 
 
-def expected(state: Sequence[Number], cfg: DetectConfig, ops: Ops) -> tuple[Number, Number]:
+def expected_log_value(state: Sequence[Number], cfg: DetectConfig, ops: Ops) -> tuple[Number, Number]:
     """Logarithm of the highest value that would surprise nobody, and the spread around it."""
     level, lagged, memory, memory_slope, spread, miss = state[1:7]
     trend = ops.minimum(level - lagged, 0.0) * (1.0 + 1.0 / cfg.level_rows)
@@ -137,7 +137,7 @@ def tolerance(state: Sequence[Number], cfg: DetectConfig, ops: Ops, *, warming: 
     return heavy * (1.0 + early * 3.0) * (1.0 + warming * (cfg.warmup_widening - 1.0))
 
 
-def bound(
+def upper_bound(
     state: Sequence[Number],
     cfg: DetectConfig,
     ops: Ops,
@@ -150,7 +150,7 @@ def bound(
 ) -> Number:
     """The value beyond which a row is `sigmas` spreads and also `factor` times above what is expected; once a few rows
     were seen, `cap` times is enough, whatever the noise. `planned`: 1 within the window of a planned change."""
-    level, spread = expected(state, cfg, ops)
+    level, spread = expected_log_value(state, cfg, ops)
     reach = ops.maximum(spread * sigmas * tolerance(state, cfg, ops, warming=warming), math.log(factor))
     reach = reach + planned * math.log(cfg.planned_widening)
     capped = ops.where(state[0] < CAPPED_FROM_COUNT, reach, ops.minimum(reach, math.log(cap)))
@@ -169,7 +169,7 @@ def gate_bounds(
     """What the gate refuses beyond: loss alone, gradient norm alone, and the lower two that must be passed together."""
 
     def of(state: Sequence[Number], sigmas: float, factor: float, cap: float = math.inf) -> Number:
-        return bound(state, cfg, ops, sigmas=sigmas, factor=factor, cap=cap, warming=warming, planned=planned)
+        return upper_bound(state, cfg, ops, sigmas=sigmas, factor=factor, cap=cap, warming=warming, planned=planned)
 
     return (
         of(loss_state, cfg.gate_sigmas, cfg.gate_loss_factor, cfg.gate_loss_cap),

@@ -62,7 +62,7 @@ class Detectors:
         if record.other_data:
             found += self.batches.compare(record)
         if record.refused:
-            return found + ([] if broken else list(self.curves.refused(record, self.cfg)))
+            return found + ([] if broken else list(self.curves.observe_rejected(record, self.cfg)))
         if math.isfinite(record.lr):
             found += self.rate.observe(record)
         if not broken:
@@ -95,7 +95,7 @@ class Detectors:
         parts: dict[str, Any] = {
             name: kind(**_copy(state.get(name, {}))) for name, kind in PARTS.items() if name != "curves"
         }
-        return cls(cfg, curves=loss_curve.restore(_copy(state["curves"])), **parts)
+        return cls(cfg, curves=loss_curve.restore_curve_watch(_copy(state["curves"])), **parts)
 
 
 PARTS: dict[str, Any] = {

@@ -25,12 +25,12 @@ from harness.sentinel.detect.baseline import (
     SMALLEST,
     State,
     advance,
-    begin,
-    begin_late,
-    bound,
-    expected,
+    expected_log_value,
+    initial_state,
+    initial_state_late,
     reopen,
     tolerance,
+    upper_bound,
 )
 
 LEAST_ROWS, LATE_STEPS = 20, 1000
@@ -52,8 +52,8 @@ NUM_CURSORS = 16
 @final
 @dataclass(slots=True)
 class CurveWatch:
-    loss: State = field(default_factory=begin)
-    grad: State = field(default_factory=begin)
+    loss: State = field(default_factory=initial_state)
+    grad: State = field(default_factory=initial_state)
     sum: float = 0.0
     """Distance beyond the slack, in spreads, of the last rows."""
     onset: int = 0
@@ -85,8 +85,8 @@ class CurveWatch:
         if steps <= 0:
             self._start_over(record)
         elif self.last_step is None and record.step > LATE_STEPS:
-            self.loss = begin_late(record.loss)
-            self.grad = begin_late(record.grad_norm) if record.grad_norm > 0 else self.grad
+            self.loss = initial_state_late(record.loss)
+            self.grad = initial_state_late(record.grad_norm) if record.grad_norm > 0 else self.grad
         self.last_step = record.step
         self.cursors.append(record.cursor)
         if len(self.cursors) > 2 * NUM_CURSORS:
@@ -99,12 +99,12 @@ class CurveWatch:
             found.append(self._watch_blocks(record, cfg))
         return [finding for finding in found if finding is not None]
 
-    def refused(self, record: ReducedRecord, cfg: DetectConfig) -> Iterator[Finding]:
+    def observe_rejected(self, record: ReducedRecord, cfg: DetectConfig) -> Iterator[Finding]:
         """What a refused row would have been; nothing is learnt from it."""
-        limit = bound(self.grad, cfg, FLOATS, sigmas=cfg.lone_sigmas, factor=cfg.grad_spike_factor)
+        limit = upper_bound(self.grad, cfg, FLOATS, sigmas=cfg.lone_sigmas, factor=cfg.grad_spike_factor)
         if self.grad[0] and record.grad_norm > limit:
             yield self._grad_spike(record, limit)
-        limit = bound(self.loss, cfg, FLOATS, sigmas=cfg.lone_sigmas, factor=1.0)
+        limit = upper_bound(self.loss, cfg, FLOATS, sigmas=cfg.lone_sigmas, factor=1.0)
         if self.loss[0] and record.loss > limit:
             words = "the gate refused this batch for its loss"
             finding = self._finding(FindingKind.loss_spike, record, record.iteration, limit, words)
@@ -121,7 +121,7 @@ class CurveWatch:
     def _watch_gradient(self, record: ReducedRecord, cfg: DetectConfig, warming: float) -> Finding | None:
         finding = None
         if self.grad[0]:
-            level, spread = expected(self.grad, cfg, FLOATS)
+            level, spread = expected_log_value(self.grad, cfg, FLOATS)
             wide = tolerance(self.grad, cfg, FLOATS, warming=warming)
             distance = math.log(record.grad_norm) - level
             height, faded = distance / (spread * wide), FORGOTTEN_GRADIENT * self.gradient
@@ -135,7 +135,7 @@ class CurveWatch:
         return finding
 
     def _watch_loss(self, record: ReducedRecord, cfg: DetectConfig, warming: float, steps: int) -> Finding | None:
-        level, spread = expected(self.loss, cfg, FLOATS)
+        level, spread = expected_log_value(self.loss, cfg, FLOATS)
         wide = tolerance(self.loss, cfg, FLOATS, warming=warming)
         rise = (math.log(record.loss) if record.loss > SMALLEST else math.log(SMALLEST)) - level
         distance = rise / (spread * wide)
@@ -178,12 +178,12 @@ class CurveWatch:
 
     def _watch_blocks(self, record: ReducedRecord, cfg: DetectConfig) -> Finding | None:
         means = [mean for _, mean, _ in self.blocks]
-        shown = slow_change(means, expected(self.loss, cfg, FLOATS)[1])
+        shown = slow_change(means, expected_log_value(self.loss, cfg, FLOATS)[1])
         recent = range(max(1, len(means) - NUM_FLOOR - NUM_CEILING // 2), len(means))
         lowest = max(recent, key=lambda place: -means[place - 1], default=0)
         first, _, grad_level = self.blocks[lowest]
         rise = means[-1] - means[lowest - 1]
-        moved = not self.grad[0] or self.grad[1] - grad_level > expected(self.grad, cfg, FLOATS)[1]
+        moved = not self.grad[0] or self.grad[1] - grad_level > expected_log_value(self.grad, cfg, FLOATS)[1]
         if shown and not moved and rise < LARGE_RISE:
             shown = FindingKind.level_shift
         self.slow_quiet = 0 if shown else self.slow_quiet + 1
@@ -272,7 +272,7 @@ def _creeps(means: list[float], spread: float) -> bool:
     return rises and quarters[-1] > max(means[: NUM_BLOCKS // 2]) + 0.25 * RISE_SIGMAS * spread
 
 
-def restore(data: dict[str, Any]) -> CurveWatch:
+def restore_curve_watch(data: dict[str, Any]) -> CurveWatch:
     """The watch whose fields were `data`; JSON has turned tuples into lists."""
     watch = CurveWatch(**data)
     watch.loss, watch.grad = tuple(watch.loss), tuple(watch.grad)

@@ -9,14 +9,14 @@ from harness.core.events import Fp8Health
 from harness.precision.fp8.meters import SCALE_EXPONENTS, Role
 
 
-class Fp8Range(NamedTuple):
+class Fp8Usage(NamedTuple):
     """The fields of a `ReducedRecord` that tell it."""
 
     health: dict[str, Fp8Health]
     underflow: dict[str, float]
 
 
-def fp8_range(groups: Sequence[str], sums: dict[str, list[float]]) -> Fp8Range:
+def summarize_fp8_usage(groups: Sequence[str], sums: dict[str, list[float]]) -> Fp8Usage:
     """`sums` by the names of the parts of a report, of roles fastest; empty where nothing was in fp8."""
     roles = len(Role)
     zeros, nonzeros = (_rows(sums[name], roles) for name in ("fp8_zeros", "fp8_nonzeros"))
@@ -33,7 +33,7 @@ def fp8_range(groups: Sequence[str], sums: dict[str, list[float]]) -> Fp8Range:
                 "saturated": saturated or 0.0,
                 "scale_log2": [exponents[0], exponents[-1] + SCALE_EXPONENTS.step],
             }
-    return Fp8Range(health, {name: share for name, share in zip(groups, seen, strict=True) if share is not None})
+    return Fp8Usage(health, {name: share for name, share in zip(groups, seen, strict=True) if share is not None})
 
 
 def _rows(values: list[float], width: int) -> list[list[float]]:

@@ -47,11 +47,11 @@ OPS = TorchOps()
 
 def first_history(device: torch.device) -> Tensor:
     """Numbers of the baseline x (loss, gradient norm), before the first step."""
-    return torch.tensor(baseline.begin(), dtype=torch.float64, device=device)[:, None].repeat(1, 2)
+    return torch.tensor(baseline.initial_state(), dtype=torch.float64, device=device)[:, None].repeat(1, 2)
 
 
-class Judgement(NamedTuple):
-    refuse: Tensor
+class GateDecision(NamedTuple):
+    skip_mask: Tensor
     """1.0 where the update must not happen, else 0.0; exactly these two, because the kernel tests for 1."""
     overflow: Tensor
     """1.0 where loss or gradient norm is not finite, else 0.0."""
@@ -63,18 +63,18 @@ class Judgement(NamedTuple):
 class Gate:
     def __init__(self, cfg: DetectConfig, *, device: torch.device, compiled: bool = False) -> None:
         """`compiled`: as a few kernels, where there would be one for each of some 250 operations on single numbers."""
-        self._decide = torch.compile(decide, fullgraph=True) if compiled else decide
+        self._decide = torch.compile(decide_update, fullgraph=True) if compiled else decide_update
         self._cfg = cfg
         self._planned = torch.tensor([0.0, 1.0], dtype=torch.float64, device=device).unbind()
         self.history = first_history(device)
         """Changed in place."""
 
-    def judge(self, *, loss: Tensor, grad_norm: Tensor, warming: Tensor, planned: bool = False) -> Judgement:
+    def decide(self, *, loss: Tensor, grad_norm: Tensor, warming: Tensor, planned: bool = False) -> GateDecision:
         """Refuse or accept one step, and learn from what is accepted. `warming`: 1.0 while the learning rate rises.
         `planned`: the batch lies within the window of a planned change."""
-        judgement, following = self._decide(self.history, loss, grad_norm, warming, self._planned[planned], self._cfg)
+        decision, following = self._decide(self.history, loss, grad_norm, warming, self._planned[planned], self._cfg)
         self.history.copy_(following)
-        return judgement
+        return decision
 
     @torch.no_grad()
     def reopen(self, *, loss: float | None, grad_norm: float | None) -> None:
@@ -88,9 +88,9 @@ class Gate:
         self.history.copy_(torch.stack(reopened))
 
 
-def decide(
+def decide_update(
     history: Tensor, loss: Tensor, grad_norm: Tensor, warming: Tensor, planned: Tensor, cfg: DetectConfig
-) -> tuple[Judgement, Tensor]:
+) -> tuple[GateDecision, Tensor]:
     """What is to be done with a step, and the history after it; from numbers alone, so that it can be compiled."""
     values = torch.stack([loss, grad_norm]).to(torch.float64)
     by_loss, by_gradient = history.unbind(dim=1)
@@ -98,9 +98,9 @@ def decide(
     is_finite = torch.isfinite(values).all()
     is_clean = is_finite & ~baseline.beyond(values[0], values[1], bounds)
     following = baseline.advance(history.unbind(), values, is_clean, cfg, OPS)
-    judgement = Judgement(
-        refuse=(~is_clean).to(torch.float32),
+    decision = GateDecision(
+        skip_mask=(~is_clean).to(torch.float32),
         overflow=(~is_finite).to(torch.float32),
         bounds=torch.stack(bounds[:2]).to(torch.float32),
     )
-    return judgement, torch.stack(following)
+    return decision, torch.stack(following)

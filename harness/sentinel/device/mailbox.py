@@ -19,7 +19,7 @@ Facts = TypeVar("Facts")
 
 
 @dataclass(slots=True)
-class Letter(Generic[Facts]):
+class PostedReport(Generic[Facts]):
     facts: Facts
     """What the host knew when it posted."""
     values: Tensor
@@ -31,7 +31,7 @@ class Mailbox(Generic[Facts]):
         self._lag = lag
         self._on_gpu = device.type == "cuda"
         self._slots = [torch.empty(size, pin_memory=self._on_gpu) for _ in range(lag + 1)]
-        self._waiting: deque[Letter[Facts]] = deque()
+        self._waiting: deque[PostedReport[Facts]] = deque()
         self._posted = 0
 
     def post(self, facts: Facts, report: Tensor) -> None:
@@ -43,16 +43,16 @@ class Mailbox(Generic[Facts]):
         if self._on_gpu:
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        self._waiting.append(Letter(facts, slot, arrived))
+        self._waiting.append(PostedReport(facts, slot, arrived))
         self._posted += 1
 
-    def take(self, *, everything: bool = False) -> Iterator[tuple[Facts, Tensor]]:
+    def read(self, *, everything: bool = False) -> Iterator[tuple[Facts, Tensor]]:
         """Reports at least `lag` steps old, oldest first; or everything, waiting for the last one.
 
         A report is the slot it lies in, in host memory: read it before the next one is posted over it.
         """
         while len(self._waiting) > (0 if everything else self._lag):
-            letter = self._waiting.popleft()
-            if letter.arrived is not None:
-                letter.arrived.synchronize()  # sync: the report of `lag` steps ago, there unless the host is far ahead
-            yield letter.facts, letter.values
+            report = self._waiting.popleft()
+            if report.arrived is not None:
+                report.arrived.synchronize()  # sync: the report of `lag` steps ago, there unless the host is far ahead
+            yield report.facts, report.values

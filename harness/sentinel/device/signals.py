@@ -34,7 +34,7 @@ from harness.sentinel.device.local_sums import (
     state_sums_in_one_pass,
     weight_digest,
 )
-from harness.sentinel.device.slots import DIGEST_BITS, LIMBS, SLOTS, limbs_of
+from harness.sentinel.device.slots import DIGEST_BITS, LIMBS, SLOTS, split_fingerprint
 
 SCALARS = ("loss", "z_loss", "tokens", "stop", "save", "command", "v", "update")
 PARTS = (
@@ -57,7 +57,7 @@ PARTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SignalLayout:
     """Where each number lies in the vector."""
 
     groups: tuple[str, ...]
@@ -111,7 +111,7 @@ class Signals:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: SignalLayout,
         *,
         parameters: Mapping[str, Tensor],
         world: World,
@@ -167,9 +167,9 @@ class Signals:
         assert len(gradients) == len(self._parameters), "every parameter takes part in every step"
         self._part("group_squares").add_(self._by_group(self._sum_squares(gradients)))
         if self._collectives.sees_gradients:
-            self._say("grad_square", self._collectives.take())
+            self._set_slot("grad_square", self._collectives.take())
         elif self._world.size == 1:
-            self._say("grad_square", self._part("group_squares").sum())
+            self._set_slot("grad_square", self._part("group_squares").sum())
 
     @torch.no_grad()
     def add_state(
@@ -195,7 +195,7 @@ class Signals:
         steps = torch.stack([rates[name] for name in self._parameters]) / first_correction
         self._add("update", (sums.directions * steps.square()).sum() / self._world.replicate)
         if self._world.replicate > 1:
-            self._say("weight_digest", weight_digest(parameters))
+            self._set_slot("weight_digest", weight_digest(parameters))
 
     def add_fp8(self, sums: Mapping[str, Tensor]) -> None:
         """How the numbers of a probed step fitted into fp8, by the names of the parts."""
@@ -221,7 +221,7 @@ class Signals:
     def add_data(self, *, fingerprint: int, plan: int, own_row: int = 0, other_row: int = 0) -> None:
         """What this rank read: the fingerprint of its rows (64 bits), and in 24 bits each the plan that they follow,
         one of its rows and one row of another rank; 0: not compared in this step."""
-        numbers = (plan, *limbs_of(fingerprint), own_row, other_row)
+        numbers = (plan, *split_fingerprint(fingerprint), own_row, other_row)
         assert all(0 <= number < 2**DIGEST_BITS for number in numbers), "a number that float32 cannot hold"
         assert fingerprint < 2**64
         first = SLOTS.index("plan")
@@ -232,7 +232,7 @@ class Signals:
     def reduce(self) -> Tensor:
         """The one collective of the step; returns the vector every rank now shares and starts a new one."""
         tokens = self.layout.scalar(self.vector, "tokens")
-        self._say("loss", self.layout.scalar(self.vector, "loss") / tokens.clamp(min=1))
+        self._set_slot("loss", self.layout.scalar(self.vector, "loss") / tokens.clamp(min=1))
         with self._collectives.waiting():
             reduced = all_reduce_sum(self.vector)
         self.clear()
@@ -247,7 +247,7 @@ class Signals:
     def _add(self, scalar: str, value: Tensor) -> None:
         self.layout.scalar(self.vector, scalar).add_(value)
 
-    def _say(self, slot: str, value: Tensor) -> None:
+    def _set_slot(self, slot: str, value: Tensor) -> None:
         self._own(slot).copy_(value)
 
     def _by_group(self, sums: Tensor) -> Tensor:

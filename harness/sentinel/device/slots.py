@@ -57,7 +57,7 @@ class RankFacts:
     other_data: dict[str, list[int]] = field(default_factory=dict)
 
 
-def summarise(table: Numbers, *, divisor: float, replicate: int, stride: int = 1) -> RankFacts:
+def summarize_slots(table: Numbers, *, divisor: float, replicate: int, stride: int = 1) -> RankFacts:
     """The facts of a table of `SLOTS` x ranks; `divisor` turns stored gradients into true ones.
 
     `stride` is how far the rank whose row another one read lies ahead of it.
@@ -66,7 +66,7 @@ def summarise(table: Numbers, *, divisor: float, replicate: int, stride: int = 1
     loss, grad_square = said["loss"], said["grad_square"]
     is_bad = ~(np.isfinite(loss) & np.isfinite(grad_square))
     nonfinite = [int(rank) for rank in np.flatnonzero(is_bad)[:MAX_NAMED]]
-    total = sum_of_fingerprints(*(said[name] for name in LIMBS))
+    total = sum_fingerprints(*(said[name] for name in LIMBS))
     alike = RankFacts(
         nonfinite_ranks=nonfinite,
         median_step_s=_median(said["step_s"]),
@@ -82,33 +82,33 @@ def summarise(table: Numbers, *, divisor: float, replicate: int, stride: int = 1
         "step_time_s": said["busy_s"],
         "device_time_s": said["device_s"],
     }
-    spreads = {name: spread(values) for name, values in measured.items() if values.any()}
+    spreads = {name: rank_spread(values) for name, values in measured.items() if values.any()}
     differing = {
-        "plan": mismatched(said["plan"], replicate=len(loss)),
-        "rows": misread(said["own_row"], said["other_row"], stride=stride),
+        "plan": find_mismatched(said["plan"], replicate=len(loss)),
+        "rows": find_misread(said["own_row"], said["other_row"], stride=stride),
     }
     return replace(
         alike,
         ranks={name: found for name, found in spreads.items() if found},
-        mismatched_ranks=mismatched(said["weight_digest"], replicate=replicate) if replicate > 1 else [],
-        digests=holders(said["decision"]),
+        mismatched_ranks=find_mismatched(said["weight_digest"], replicate=replicate) if replicate > 1 else [],
+        digests=ranks_by_digest(said["decision"]),
         other_data={what: ranks for what, ranks in differing.items() if ranks},
     )
 
 
-def limbs_of(fingerprint: int) -> tuple[int, int, int]:
+def split_fingerprint(fingerprint: int) -> tuple[int, int, int]:
     """A fingerprint of 64 bits in the limbs of `LIMBS`."""
     mask = 2**DIGEST_BITS - 1
     return fingerprint & mask, fingerprint >> DIGEST_BITS & mask, fingerprint >> 2 * DIGEST_BITS
 
 
-def sum_of_fingerprints(low: Numbers, middle: Numbers, high: Numbers) -> int:
+def sum_fingerprints(low: Numbers, middle: Numbers, high: Numbers) -> int:
     """The sum of all ranks' fingerprints modulo 2 ** 64: that of the global batch."""
     sums = [int(limb.sum(dtype=np.float64)) for limb in (low, middle, high)]  # exact below 2 ** 53
     return sum(limb << place * DIGEST_BITS for place, limb in enumerate(sums)) % 2**64
 
 
-def misread(own_row: Numbers, other_row: Numbers, *, stride: int) -> list[int]:
+def find_misread(own_row: Numbers, other_row: Numbers, *, stride: int) -> list[int]:
     """Ranks that read other tokens for a row than the rank it belongs to, where rows were compared.
 
     One that differs both as a reader and as the one that is read is wrong; where there is none such, both sides are
@@ -122,7 +122,7 @@ def misread(own_row: Numbers, other_row: Numbers, *, stride: int) -> list[int]:
     return [int(rank) for rank in np.flatnonzero(wrong if wrong.any() else is_reader | is_read)[:MAX_NAMED]]
 
 
-def spread(values: Numbers) -> RankSpread:
+def rank_spread(values: Numbers) -> RankSpread:
     """Median, robust sigma and the farthest ranks of the finite values; empty where there is none."""
     is_finite = np.isfinite(values)
     finite = values if is_finite.all() else values[is_finite]
@@ -146,7 +146,7 @@ def _median(values: Numbers) -> float:
     return high if len(values) % 2 else (float(parted[:middle].max()) + high) / 2
 
 
-def mismatched(weight_digest: Numbers, *, replicate: int) -> list[int]:
+def find_mismatched(weight_digest: Numbers, *, replicate: int) -> list[int]:
     """Ranks whose weights are not those of most of their replicas; where no digest has a majority, all of them."""
     by_replica = weight_digest.reshape(replicate, -1)
     num_shards = by_replica.shape[1]
@@ -159,7 +159,7 @@ def mismatched(weight_digest: Numbers, *, replicate: int) -> list[int]:
     return sorted(ranks)[:MAX_NAMED]
 
 
-def holders(decision: Numbers) -> dict[str, list[int]]:
+def ranks_by_digest(decision: Numbers) -> dict[str, list[int]]:
     """Each digest of decisions, the commonest first, and some of the ranks that hold it; empty where all agree."""
     if (decision == decision[0]).all():
         return {}

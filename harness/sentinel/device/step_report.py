@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from harness.core.events import StepRecord
-from harness.sentinel.device.fp8_usage import fp8_range
-from harness.sentinel.device.gate import Judgement
-from harness.sentinel.device.signals import SCALARS, Layout
-from harness.sentinel.device.slots import summarise
+from harness.sentinel.device.fp8_usage import summarize_fp8_usage
+from harness.sentinel.device.gate import GateDecision
+from harness.sentinel.device.signals import SCALARS, SignalLayout
+from harness.sentinel.device.slots import summarize_slots
 
 
 class Totals(NamedTuple):
@@ -27,7 +27,7 @@ class Totals(NamedTuple):
     """What the stored gradient must be divided by to be the true one."""
 
 
-def totals(layout: Layout, reduced: Tensor, *, scale: Tensor, expected_tokens: int) -> Totals:
+def totals(layout: SignalLayout, reduced: Tensor, *, scale: Tensor, expected_tokens: int) -> Totals:
     """The backward pass was seeded with scale / expected_tokens; here the true token count is known."""
     tokens = layout.scalar(reduced, "tokens")
     divisor = scale * tokens / expected_tokens
@@ -39,10 +39,12 @@ DECIDED = 8
 """Numbers that follow the reduced signals in a report."""
 
 
-def pack(reduced: Tensor, total: Totals, *, judgement: Judgement, lr: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+def pack_report(
+    reduced: Tensor, total: Totals, *, decision: GateDecision, lr: Tensor, step: Tensor, scale: Tensor
+) -> Tensor:
     """Everything the host will read of this step, as one vector."""
-    decided = [total.grad_norm, total.divisor, judgement.refuse, lr, step.to(torch.float32), scale]
-    return torch.cat([reduced, torch.stack(decided), judgement.bounds])
+    decided = [total.grad_norm, total.divisor, decision.skip_mask, lr, step.to(torch.float32), scale]
+    return torch.cat([reduced, torch.stack(decided), decision.bounds])
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ class HostFacts:
     """Whether the batch lies within the window that follows a planned change; alike on all ranks."""
 
 
-def unpack(
-    layout: Layout,
+def unpack_report(
+    layout: SignalLayout,
     facts: HostFacts,
     report: Tensor,
     *,
@@ -89,7 +91,7 @@ def unpack(
     source_sums = zip(layout.sources, values[parts["source_losses"]], values[parts["source_tokens"]], strict=True)
     tokens = scalars["tokens"] or math.nan
     table = layout.slots(report[: layout.size]).numpy()  # sync: none, likewise
-    seen = summarise(table, divisor=divisor, replicate=replicate if facts.probed else 1, stride=facts.stride)
+    seen = summarize_slots(table, divisor=divisor, replicate=replicate if facts.probed else 1, stride=facts.stride)
     record = StepRecord(
         time=0.0,
         iteration=facts.iteration,
@@ -130,7 +132,7 @@ def unpack(
 
 
 def _add_probe(
-    record: StepRecord, layout: Layout, values: list[float], *, num_activations: float, divisor: float
+    record: StepRecord, layout: SignalLayout, values: list[float], *, num_activations: float, divisor: float
 ) -> None:
     """What is measured now and then; `divisor` turns the stored gradient into the one that Adam sees, clipped."""
     parts = layout.parts
@@ -146,7 +148,7 @@ def _add_probe(
     record.token_loss_counts = [int(count) for count in values[parts["token_losses"]]]
     if record.in_fp8:
         sums = {name: values[place] for name, place in parts.items() if name.startswith("fp8_")}
-        record.fp8, record.fp8_underflow = fp8_range(layout.groups, sums)
+        record.fp8, record.fp8_underflow = summarize_fp8_usage(layout.groups, sums)
 
 
 def _square_ratio(squares: list[float], moments: list[float], *, divisor: float) -> float | None:

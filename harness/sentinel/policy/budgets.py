@@ -29,7 +29,7 @@ class Budgets:
         self.num_spent[kind] = self.num_spent.get(kind, 0) + 1
         self.recent = [*self._within(progress), (str(kind), progress)]
 
-    def refusal(self, kind: ActionKind, *, progress: int) -> str | None:
+    def exhausted_reason(self, kind: ActionKind, *, progress: int) -> str | None:
         """Why there may be no further action of this kind; None: there may."""
         limit = self._limit(kind)
         num_recent = sum(spent == kind for spent, _ in self._within(progress))
@@ -40,7 +40,7 @@ class Budgets:
         return None
 
     def allows(self, kind: ActionKind, *, progress: int) -> bool:
-        return self.refusal(kind, progress=progress) is None
+        return self.exhausted_reason(kind, progress=progress) is None
 
     def num_since(self, kinds: Collection[ActionKind], *, last: Collection[ActionKind], progress: int) -> int:
         """How many of `kinds` were taken within the window, since the last of `last`."""
@@ -56,7 +56,7 @@ class Budgets:
         self.recent = [entry for place, entry in enumerate(recent) if place not in spent]
         self.num_spent[kind] = self.num_spent.get(kind, 0) - len(spent)
 
-    def forgive(self) -> None:
+    def reset_window(self) -> None:
         """A person started the run again after a halt: the stretch begins anew, the counts of the run stay."""
         self.recent = []
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, final
 
 from harness.core.events import HeldOutMeasured
-from harness.sentinel.policy.lineage import Branch
+from harness.sentinel.policy.lineage import Lineage
 
 NUM_LEVEL = 9
 """Training losses whose median is the level."""
@@ -27,7 +27,7 @@ losses are noisy, many lag behind a steep descent."""
 MOST_MEASURED = 64
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     iteration: int
     step: int
     loss: float
@@ -37,29 +37,29 @@ class Measured(NamedTuple):
 
 @final
 @dataclass(slots=True)
-class Health:
-    measured: list[Measured] = field(default_factory=list)
+class HeldOutLevel:
+    measured: list[Measurement] = field(default_factory=list)
     """On the present branch, oldest first."""
 
-    def add(self, event: HeldOutMeasured, branch: Branch) -> None:
+    def add(self, event: HeldOutMeasured, lineage: Lineage) -> None:
         """The held-out loss was measured; what is not finite is no level."""
         if math.isfinite(event.loss):
-            levels = [branch.level_before(event.iteration + 1, num) for num in WINDOWS]
+            levels = [lineage.level_before(event.iteration + 1, num) for num in WINDOWS]
             known = [event.loss if level is None else level for level in levels]
-            now = Measured(event.iteration, event.step, event.loss, known)
+            now = Measurement(event.iteration, event.step, event.loss, known)
             self.measured = [*self.measured[1 - MOST_MEASURED :], now]
 
-    def set_down(self, step: int) -> None:
+    def drop_after(self, step: int) -> None:
         """The run stands at an earlier step again."""
         self.measured = [each for each in self.measured if each.step <= step]
 
-    def expected(self, onset: int, branch: Branch) -> float | None:
+    def expected(self, onset: int, lineage: Lineage) -> float | None:
         """The held-out loss of a healthy state at an onset; None where it was not measured before. The update before
         the onset may have done the damage, so the measurement must be from before that one."""
         clean = next((each for each in reversed(self.measured) if each.iteration < onset - 1 or each.step == 0), None)
         if clean is None:
             return None
-        levels = [branch.level_before(onset, num) for num in WINDOWS]
+        levels = [lineage.level_before(onset, num) for num in WINDOWS]
         falls = [now - then for now, then in zip(levels, clean.train_losses, strict=True) if now is not None]
         return clean.loss + min(0.0, max(falls, default=0.0))
 
@@ -68,7 +68,7 @@ class Health:
 
     @classmethod
     def restore(cls, state: list[Any]) -> Self:
-        return cls([Measured(*each) for each in state])
+        return cls([Measurement(*each) for each in state])
 
 
 def is_at_level(loss: float | None, expected: float | None, *, tolerance: float) -> bool:

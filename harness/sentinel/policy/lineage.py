@@ -25,7 +25,7 @@ LEAST_LEVEL = 10
 MAD_TO_SIGMA = 1.4826
 
 
-class Seen(NamedTuple):
+class SeenStep(NamedTuple):
     iteration: int
     step: int
     cursor: int
@@ -33,32 +33,32 @@ class Seen(NamedTuple):
     """None where the update was refused or the loss not finite."""
 
 
-class Normal(NamedTuple):
+class NormalLoss(NamedTuple):
     level: float
     sigma: float
 
 
 @final
 @dataclass(slots=True)
-class Branch:
-    seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=MEMORY_ITERATIONS))
+class Lineage:
+    seen: deque[SeenStep] = field(default_factory=lambda: deque(maxlen=MEMORY_ITERATIONS))
     roots: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
     """Iteration and step at which the run was set down, oldest first; both rise."""
 
     def add(self, record: ReducedRecord) -> None:
         applied = not record.refused and math.isfinite(record.loss)
-        self.seen.append(Seen(record.iteration, record.step, record.cursor, record.loss if applied else None))
+        self.seen.append(SeenStep(record.iteration, record.step, record.cursor, record.loss if applied else None))
 
-    def set_down(self, iteration: int, step: int) -> None:
+    def restart_at(self, iteration: int, step: int) -> None:
         """The run stands at an earlier step again; from the next iteration on it trains from there."""
         self.roots = [root for root in self.roots if root[1] < step] + [(iteration, step)]
         self.seen = deque((seen for seen in self.seen if seen.step <= step), maxlen=MEMORY_ITERATIONS)
 
-    def at(self, iteration: int) -> Seen | None:
+    def last_seen(self, iteration: int) -> SeenStep | None:
         """What was seen at an iteration, or last before it."""
         return next((seen for seen in reversed(self.seen) if seen.iteration <= iteration), None)
 
-    def learned_at(self, cursor: int) -> int | None:
+    def consumed_at(self, cursor: int) -> int | None:
         """The first iteration at which a batch from `cursor` on was consumed."""
         return next((seen.iteration for seen in self.seen if seen.cursor >= cursor), None)
 
@@ -69,13 +69,13 @@ class Branch:
                 return root_iteration + step - root_step
         return 0
 
-    def normal(self, before: int) -> Normal | None:
+    def normal_before(self, before: int) -> NormalLoss | None:
         """What the loss was before an iteration; None where too little is known."""
         losses = [seen.loss for seen in self.seen if seen.loss is not None and seen.iteration < before][-NUM_LEVEL:]
         if len(losses) < LEAST_LEVEL:
             return None
         level = median(losses)
-        return Normal(level, MAD_TO_SIGMA * median(abs(loss - level) for loss in losses))
+        return NormalLoss(level, MAD_TO_SIGMA * median(abs(loss - level) for loss in losses))
 
     def level_before(self, iteration: int, num: int) -> float | None:
         """Median of the last `num` losses before an iteration, or of fewer; None where there is none."""
@@ -99,5 +99,5 @@ class Branch:
 
     @classmethod
     def restore(cls, state: dict[str, Any]) -> Self:
-        seen = deque((Seen(*entry) for entry in state["seen"]), maxlen=MEMORY_ITERATIONS)
+        seen = deque((SeenStep(*entry) for entry in state["seen"]), maxlen=MEMORY_ITERATIONS)
         return cls(seen, [(iteration, step) for iteration, step in state["roots"]])

@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 from harness.core.events import Action, Event, Finding, HeldOutMeasured, Outcome, RunStarted, StepRecord
 
-Heard = Action | Outcome | RunStarted | HeldOutMeasured
+PolicyEvent = Action | Outcome | RunStarted | HeldOutMeasured
 
 
-class Judged(NamedTuple):
+class JudgedRecord(NamedTuple):
     record: StepRecord
     findings: list[Finding]
 
 
-def judged(events: Iterable[Event]) -> Iterator[Judged | Heard]:
+def pair_findings(events: Iterable[Event]) -> Iterator[JudgedRecord | PolicyEvent]:
     """What the policy heard, in order; other events, which may lie between a record and its findings, are left out."""
-    waiting: Judged | None = None
+    waiting: JudgedRecord | None = None
     for event in events:
         match event:
             case Finding():
@@ -27,7 +27,7 @@ def judged(events: Iterable[Event]) -> Iterator[Judged | Heard]:
             case StepRecord() | Action() | Outcome() | RunStarted() | HeldOutMeasured():
                 if waiting is not None:
                     yield waiting
-                waiting = Judged(event, []) if isinstance(event, StepRecord) else None
+                waiting = JudgedRecord(event, []) if isinstance(event, StepRecord) else None
                 if not isinstance(event, StepRecord):
                     yield event
     if waiting is not None:

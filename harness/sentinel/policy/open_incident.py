@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self, final
 
 from harness.config.sentinel import PolicyConfig
 from harness.core.events import Action, ActionKind, FindingKind
-from harness.sentinel.policy.lineage import Branch
+from harness.sentinel.policy.lineage import Lineage
 
 NUM_RECENT = 9
 RECOVERED_SIGMAS = 0.5
@@ -45,7 +45,7 @@ class Rung(IntEnum):
     halt = 6
 
 
-class Verdict(StrEnum):
+class IncidentVerdict(StrEnum):
     """What became of a case, or of watching it."""
 
     harmless = "harmless"
@@ -61,9 +61,9 @@ class Verdict(StrEnum):
     lingering = "lingering"
 
 
-class Closed(NamedTuple):
+class ClosedIncident(NamedTuple):
     incident: int
-    verdict: Verdict
+    verdict: IncidentVerdict
     spike_type: int | None
     """1 recovered by itself, 2 lingering, 3 divergent; None: no spike, or cured before it could show."""
 
@@ -78,22 +78,22 @@ CAUSES = frozenset(
     }
 )
 """Signs that come before a loss spike; when one does, its cause is known."""
-OMENS = CAUSES | {FindingKind.weight_drift}
+WARNING_SIGNS = CAUSES | {FindingKind.weight_drift}
 """Findings that alone do no harm."""
-REFUSALS = frozenset({"refusal", "refusals"})
+REJECTION_KINDS = frozenset({"refusal", "refusals"})
 """What a case is made of where updates were refused and none that was applied did harm."""
 DIVERGENT = frozenset({FindingKind.divergence, FindingKind.nonfinite})
-INNOCENT_DATA = frozenset(
+BATCH_NOT_AT_FAULT = frozenset(
     {FindingKind.lr_jump, FindingKind.optimizer_reset, FindingKind.scale_collapse, FindingKind.fp8_range}
 )
 """What no batch is to blame for."""
-OF_THE_STATE = INNOCENT_DATA | {FindingKind.nonfinite, FindingKind.replica_mismatch, "nonfinite weights"}
+STATE_FINDINGS = BATCH_NOT_AT_FAULT | {FindingKind.nonfinite, FindingKind.replica_mismatch, "nonfinite weights"}
 """What is known of the state itself; a held-out loss says nothing more about it."""
 
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Case:
+class OpenIncident:
     number: int
     onset: int
     """Iteration."""
@@ -160,19 +160,19 @@ class Case:
         return not CAUSES.isdisjoint(self.kinds)
 
     @property
-    def is_harmed(self) -> bool:
+    def shows_damage(self) -> bool:
         """Something more than a sign of trouble shows, and is watched."""
-        return self.is_watched and not OMENS.issuperset(self.kinds)
+        return self.is_watched and not WARNING_SIGNS.issuperset(self.kinds)
 
     @property
-    def is_refused_alone(self) -> bool:
+    def has_only_rejections(self) -> bool:
         """Nothing that was applied ever looked suspicious: all there is to blame is what was refused."""
-        return REFUSALS.issuperset(self.kinds)
+        return REJECTION_KINDS.issuperset(self.kinds)
 
     @property
     def blames_data(self) -> bool:
         """Once a restore without an exclusion did not help, data is excluded too."""
-        return self.target_step is not None or INNOCENT_DATA.isdisjoint(self.kinds)
+        return self.target_step is not None or BATCH_NOT_AT_FAULT.isdisjoint(self.kinds)
 
     @property
     def spike_type(self) -> int | None:
@@ -183,7 +183,7 @@ class Case:
     @property
     def may_be_checked(self) -> bool:
         """Whether a held-out loss can tell damage from other data: nothing is known of the state itself yet."""
-        return not self.is_checked and self.is_finite and OF_THE_STATE.isdisjoint(self.new_kinds)
+        return not self.is_checked and self.is_finite and STATE_FINDINGS.isdisjoint(self.new_kinds)
 
     @property
     def looks_like_data(self) -> bool:
@@ -191,7 +191,7 @@ class Case:
         return 2 * self.num_excessive < max(len(self.refused), 1)
 
     @property
-    def batches_refused(self) -> list[list[int]]:
+    def rejected_batches(self) -> list[list[int]]:
         """Ranges of the batches whose updates were rejected, in the order of the batches."""
         ranges: list[list[int]] = []
         for batch in sorted({int(batch) for batch, _, _ in self.refused}):
@@ -201,16 +201,16 @@ class Case:
                 ranges.append([batch, batch])
         return ranges
 
-    def refuse(self, *, cursor: int, loss: float, grad_norm: float, is_excessive: bool) -> None:
+    def add_rejected(self, *, cursor: int, loss: float, grad_norm: float, is_excessive: bool) -> None:
         """A finite update of it was rejected."""
         self.refused = [*self.refused[1 - MOST_REFUSED :], [cursor, loss, grad_norm]]
         self.num_excessive += is_excessive
 
-    def extend(self, kind: str, *, onset: int, onset_step: int, step: int, cursors: Iterable[int]) -> None:
+    def add_finding(self, kind: str, *, onset: int, onset_step: int, step: int, cursors: Iterable[int]) -> None:
         """One more finding; the first after a restore starts the place anew, and so does one that comes so many clean
         steps after a refusal: that changed nothing, and the state since is as good as before it."""
         is_past = onset_step - self.end_step >= NUM_RECENT
-        begins_anew = self.is_restored or (is_past and self.is_refused_alone and not self.is_treated)
+        begins_anew = self.is_restored or (is_past and self.has_only_rejections and not self.is_treated)
         if self.is_restored:
             self.is_passed, self.new_kinds = is_past, []
         for kinds in (self.kinds, self.new_kinds):
@@ -224,7 +224,7 @@ class Case:
         self.is_restored = False
         self.cursors += [cursor for cursor in cursors if cursor not in self.cursors]
 
-    def note(self, action: Action, *, cfg: PolicyConfig) -> None:
+    def on_action(self, action: Action, *, cfg: PolicyConfig) -> None:
         """Something was decided about it."""
         match action.kind:
             case ActionKind.watch:
@@ -251,40 +251,40 @@ class Case:
         fall = self.height(self.peak) - self.height(recent)
         return fall > max(TURNED * self.height(self.peak), TURNED_SIGMAS * self.sigma)
 
-    def is_tolerable(self, branch: Branch, *, cfg: PolicyConfig) -> bool:
+    def is_tolerable(self, lineage: Lineage, *, cfg: PolicyConfig) -> bool:
         """Whether a lasting rise of the loss may be watched: it comes down, or looks like other data."""
-        recent = branch.recent_loss(NUM_RECENT, since=self.onset)
+        recent = lineage.recent_loss(NUM_RECENT, since=self.onset)
         if recent is None or self.level is None:
             return True
         looks_like_data = not self.has_cause and self.height(recent) <= cfg.accept_rise_nats
         return looks_like_data or (self.peak is not None and self.has_turned(recent))
 
-    def judge(self, branch: Branch, iteration: int, *, cfg: PolicyConfig) -> Verdict | None:
+    def evaluate_watch(self, lineage: Lineage, iteration: int, *, cfg: PolicyConfig) -> IncidentVerdict | None:
         """What watching it says so far; None: go on. Prolongs the watch of a spike that keeps coming down."""
         assert self.watched_since is not None
-        if OMENS.issuperset(self.kinds) or self.level is None:
-            period = cfg.patience_iterations if OMENS.issuperset(self.kinds) else cfg.watch_iterations
-            return Verdict.harmless if iteration - self.watched_since >= period else None
-        recent = branch.recent_loss(NUM_RECENT, since=self.watched_since)
+        if WARNING_SIGNS.issuperset(self.kinds) or self.level is None:
+            period = cfg.patience_iterations if WARNING_SIGNS.issuperset(self.kinds) else cfg.watch_iterations
+            return IncidentVerdict.harmless if iteration - self.watched_since >= period else None
+        recent = lineage.recent_loss(NUM_RECENT, since=self.watched_since)
         if recent is None:
-            return Verdict.lingering if iteration >= self.watched_until else None
+            return IncidentVerdict.lingering if iteration >= self.watched_until else None
         self.peak = recent if self.peak is None else max(self.peak, recent)
         if self.height(recent) <= RECOVERED_SIGMAS * self.sigma:
-            return Verdict.recovered
+            return IncidentVerdict.recovered
         has_turned = self.has_turned(recent)
         is_acceptable = not has_turned and not self.has_cause and self.height(recent) <= cfg.accept_rise_nats
         is_overdue = iteration - self.watched_since >= cfg.patience_iterations
         if is_overdue and not has_turned and not is_acceptable:
-            return Verdict.stuck
+            return IncidentVerdict.stuck
         if iteration < self.watched_until:
             return None
-        return Verdict.accepted if is_acceptable else self._prolong(recent, iteration, cfg=cfg)
+        return IncidentVerdict.accepted if is_acceptable else self._prolong_watch(recent, iteration, cfg=cfg)
 
-    def _prolong(self, recent: float, iteration: int, *, cfg: PolicyConfig) -> Verdict | None:
+    def _prolong_watch(self, recent: float, iteration: int, *, cfg: PolicyConfig) -> IncidentVerdict | None:
         """A spike that halved since the last look may go on; halving cannot go on for ever above the noise."""
         before = self.height(self.peak) if self.last_height is None else self.last_height
         if self.height(recent) > HALVED * before:
-            return Verdict.lingering
+            return IncidentVerdict.lingering
         self.last_height = self.height(recent)
         self.watched_until = iteration + cfg.watch_iterations
         return None

@@ -46,18 +46,18 @@ from harness.core.events import (
     RunStarted,
 )
 from harness.sentinel.policy.held_out_level import NUM_LEVEL
-from harness.sentinel.policy.log_events import Judged, judged
-from harness.sentinel.policy.open_incident import Case, Closed, Rung
-from harness.sentinel.policy.precision_fallback import window
-from harness.sentinel.policy.responses import Demand
-from harness.sentinel.policy.restore_scope import bound, exclusion
-from harness.sentinel.policy.state import RESTORES, Chart
+from harness.sentinel.policy.log_events import JudgedRecord, pair_findings
+from harness.sentinel.policy.open_incident import ClosedIncident, OpenIncident, Rung
+from harness.sentinel.policy.precision_fallback import fallback_iterations
+from harness.sentinel.policy.responses import Response
+from harness.sentinel.policy.restore_scope import excluded_batches, restore_bound
+from harness.sentinel.policy.state import RESTORES, PolicyState
 
 CURES = (ActionKind.precision, ActionKind.swap, ActionKind.cool)
 """In the order in which they are tried."""
 
 
-class Moment(NamedTuple):
+class DecisionPoint(NamedTuple):
     """When a choice is made."""
 
     time: float
@@ -68,225 +68,237 @@ class Moment(NamedTuple):
 @final
 @dataclass(slots=True)
 class Policy:
-    chart: Chart
+    policy_state: PolicyState
     lag: int
     """Iterations that are issued before the record of one is judged."""
 
     @classmethod
     def start(cls, cfg: PolicyConfig, *, lag: int) -> Self:
-        return cls(Chart.new(cfg), lag)
+        return cls(PolicyState.new(cfg), lag)
 
     def decide(self, record: ReducedRecord, findings: Sequence[Finding]) -> Action | None:
         """What to do after an iteration; None: nothing."""
-        self.chart.see(record, findings)
-        return self._noted(self.choice(Moment(record.time, record.iteration, record.step)))
+        self.policy_state.on_record(record, findings)
+        return self._record_action(self.choose_action(DecisionPoint(record.time, record.iteration, record.step)))
 
-    def hear(self, outcome: Outcome) -> Action | None:
+    def on_outcome(self, outcome: Outcome) -> Action | None:
         """What to do after an action came to something: climb where it failed, cure after a restore; None: nothing."""
-        self.chart.absorb(outcome)
-        return self._noted(self.choice(Moment(outcome.time, outcome.iteration, outcome.step)))
+        self.policy_state.on_outcome(outcome)
+        return self._record_action(self.choose_action(DecisionPoint(outcome.time, outcome.iteration, outcome.step)))
 
-    def measure(self, event: HeldOutMeasured) -> None:
+    def on_held_out_measured(self, event: HeldOutMeasured) -> None:
         """The held-out loss was measured while nothing was wrong."""
-        self.chart.measure(event)
+        self.policy_state.on_held_out_measured(event)
 
     @property
-    def closed(self) -> list[Closed]:
+    def closed(self) -> list[ClosedIncident]:
         """Incidents that ended with the last record or outcome."""
-        return self.chart.closed
+        return self.policy_state.closed
 
     @property
     def lr_scale(self) -> float:
         """What the learning rate is multiplied with; it does not come back with older weights."""
-        return self.chart.lr_scale
+        return self.policy_state.lr_scale
 
     @property
     def in_fallback(self) -> bool:
         """Whether a run in fp8 computes in bf16 from now on; it does not come back with older weights either."""
-        return self.chart.fallback.is_on
+        return self.policy_state.fallback.is_on
 
     @property
     def doubtful_since(self) -> int | None:
         """The iteration from which on no state is known to be clean, while something is watched."""
-        return min((case.onset for case in self.chart.cases if case.is_watched), default=None)
+        return min(
+            (incident.onset for incident in self.policy_state.open_incidents if incident.is_watched), default=None
+        )
 
-    def choice(self, now: Moment) -> Action | None:
+    def choose_action(self, now: DecisionPoint) -> Action | None:
         """What is to be done, without noting it."""
-        chart = self.chart
-        if chart.is_halted or chart.is_awaiting or chart.checking is not None:
+        state = self.policy_state
+        if state.is_halted or state.is_awaiting or state.checking is not None:
             return None
-        if chart.accept_for is not None and (case := chart.case(chart.accept_for)) is not None:
-            return self._accept(case, now)
-        if chart.cure_for is not None and (case := chart.case(chart.cure_for)) is not None:
-            cure = self._cure(case, now) if self._calls_for_cure(case) else None
+        if state.accept_for is not None and (incident := state.find_incident(state.accept_for)) is not None:
+            return self._accept_data(incident, now)
+        if state.cure_for is not None and (incident := state.find_incident(state.cure_for)) is not None:
+            cure = self._choose_cure(incident, now) if self._needs_cure(incident) else None
             if cure is not None:
-                asks = cure.kind is ActionKind.swap and case.looks_like_data
-                return (self._check(case, cure.reason, now) if asks else None) or cure
-        if chart.demand is not None and (case := chart.case(chart.demand.incident)) is not None:
-            return self._answer(chart.demand, case, now)
-        return self._warm_up(now) or self._return(now)
+                check_first = cure.kind is ActionKind.swap and incident.looks_like_data
+                return (self._check_held_out(incident, cure.reason, now) if check_first else None) or cure
+        if state.response is not None and (incident := state.find_incident(state.response.incident)) is not None:
+            return self._act_on(state.response, incident, now)
+        return self._raise_lr(now) or self._return_to_fp8(now)
 
     def state(self) -> dict[str, Any]:
         """Plain data, as JSON knows it."""
-        return {"lag": self.lag, "chart": self.chart.state()}
+        return {"lag": self.lag, "chart": self.policy_state.state()}
 
     @classmethod
     def restore(cls, cfg: PolicyConfig, state: dict[str, Any]) -> Self:
-        return cls(Chart.restore(cfg, state["chart"]), state["lag"])
+        return cls(PolicyState.restore(cfg, state["chart"]), state["lag"])
 
     @classmethod
     def replay(cls, cfg: PolicyConfig, events: Iterable[Event], *, lag: int) -> Self:
         """The policy as it was after the events of a log: records, findings, actions and outcomes in order."""
         policy = cls.start(cfg, lag=lag)
-        for _ in policy.choices(events):
+        for _ in policy.choose_actions(events):
             pass
         return policy
 
-    def _noted(self, action: Action | None) -> Action | None:
+    def _record_action(self, action: Action | None) -> Action | None:
         if action is not None:
-            self.chart.note(action)
+            self.policy_state.on_action(action)
         return action
 
-    def choices(self, events: Iterable[Event]) -> Iterator[Action]:
+    def choose_actions(self, events: Iterable[Event]) -> Iterator[Action]:
         """What would be decided at each point of a log, while the chart follows what was."""
-        for event in judged(events):
+        for event in pair_findings(events):
             match event:
-                case Judged(record, findings):
-                    self.chart.see(record, findings)
-                    chosen = self.choice(Moment(record.time, record.iteration, record.step))
+                case JudgedRecord(record, findings):
+                    self.policy_state.on_record(record, findings)
+                    chosen = self.choose_action(DecisionPoint(record.time, record.iteration, record.step))
                 case Outcome():
-                    self.chart.absorb(event)
-                    chosen = self.choice(Moment(event.time, event.iteration, event.step))
+                    self.policy_state.on_outcome(event)
+                    chosen = self.choose_action(DecisionPoint(event.time, event.iteration, event.step))
                 case Action():
-                    self.chart.note(event)
+                    self.policy_state.on_action(event)
                     continue
                 case HeldOutMeasured():
-                    self.chart.measure(event)
+                    self.policy_state.on_held_out_measured(event)
                     continue
                 case RunStarted():
-                    self.chart.resume(event.iteration, event.step)
+                    self.policy_state.resume(event.iteration, event.step)
                     continue
             if chosen is not None:
                 yield chosen
 
-    def _answer(self, demand: Demand, case: Case, now: Moment) -> Action | None:
-        budgets, progress = self.chart.budgets, self.chart.progress
-        match demand.rung:
+    def _act_on(self, response: Response, incident: OpenIncident, now: DecisionPoint) -> Action | None:
+        budgets, progress = self.policy_state.budgets, self.policy_state.progress
+        match response.rung:
             case Rung.halt:
-                return self._halt(case, demand.reason, now)
-            case Rung.watch if case.watched_since is None:
-                check = self._check(case, demand.reason, now) if demand.asks else None
-                return check or self._action(ActionKind.watch, case, demand.reason, now)
+                return self._halt(incident, response.reason, now)
+            case Rung.watch if incident.watched_since is None:
+                check = self._check_held_out(incident, response.reason, now) if response.check_first else None
+                return check or self._make_action(ActionKind.watch, incident, response.reason, now)
             case Rung.watch:
                 return None
-            case Rung.skip if demand.asks and (check := self._check(case, demand.reason, now)) is not None:
+            case Rung.skip if (
+                response.check_first and (check := self._check_held_out(incident, response.reason, now)) is not None
+            ):
                 return check
             case Rung.skip if budgets.allows(ActionKind.skip, progress=progress):
-                first = case.pending[0] if case.pending else self.chart.branch.seen[-1].cursor
-                skip = self._action(ActionKind.skip, case, demand.reason, now)
+                first = incident.pending[0] if incident.pending else self.policy_state.lineage.seen[-1].cursor
+                skip = self._make_action(ActionKind.skip, incident, response.reason, now)
                 return replace(skip, exclude=[first, first])
             case Rung.skip:
-                return self._restore(case, Rung.rollback, f"{demand.reason}; refusals are frequent", now)
+                return self._restore(incident, Rung.rollback, f"{response.reason}; refusals are frequent", now)
             case rung:
-                return self._restore(case, rung, demand.reason, now)
+                return self._restore(incident, rung, response.reason, now)
 
-    def _restore(self, case: Case, rung: Rung, reason: str, now: Moment) -> Action:
+    def _restore(self, incident: OpenIncident, rung: Rung, reason: str, now: DecisionPoint) -> Action:
         """Go back, at least by `rung`, further than before where the place was cured before."""
-        chart = self.chart
-        if (check := self._check(case, reason, now)) is not None:
+        state = self.policy_state
+        if (check := self._check_held_out(incident, reason, now)) is not None:
             return check
-        if case.is_hopeless:
-            return self._give_up(case, reason, now)
-        rung = min(max(rung, Rung(case.rung + 1)), Rung.cure) if case.is_treated else rung
-        if rung < Rung.rollback and not chart.budgets.allows(ActionKind.rewind, progress=chart.progress):
+        if incident.is_hopeless:
+            return self._give_up(incident, reason, now)
+        rung = min(max(rung, Rung(incident.rung + 1)), Rung.cure) if incident.is_treated else rung
+        if rung < Rung.rollback and not state.budgets.allows(ActionKind.rewind, progress=state.progress):
             rung = Rung.rollback
         if rung >= Rung.rollback:
-            refusal = chart.budgets.refusal(ActionKind.rollback, progress=chart.progress)
-            if refusal is not None:
-                return self._halt(case, f"{refusal}; {reason}", now)
-            if rung is Rung.cure and self._cure(case, now) is None:
-                problem = f"structural, tell the human: {', '.join(case.kinds)} came back after every cure"
-                return self._halt(case, f"{problem}; {reason}", now)
-        exclude = exclusion(case, rung, branch=chart.branch, cfg=chart.cfg)
-        onset = bound(case, rung, exclude, branch=chart.branch, cfg=chart.cfg)
+            exhausted = state.budgets.exhausted_reason(ActionKind.rollback, progress=state.progress)
+            if exhausted is not None:
+                return self._halt(incident, f"{exhausted}; {reason}", now)
+            if rung is Rung.cure and self._choose_cure(incident, now) is None:
+                problem = f"structural, tell the human: {', '.join(incident.kinds)} came back after every cure"
+                return self._halt(incident, f"{problem}; {reason}", now)
+        exclude = excluded_batches(incident, rung, lineage=state.lineage, cfg=state.cfg)
+        onset = restore_bound(incident, rung, exclude, lineage=state.lineage, cfg=state.cfg)
         kind = ActionKind.rewind if rung < Rung.rollback else ActionKind.rollback
-        return replace(self._action(kind, case, reason, now), exclude=exclude, onset=onset)
+        return replace(self._make_action(kind, incident, reason, now), exclude=exclude, onset=onset)
 
-    def _check(self, case: Case, reason: str, now: Moment) -> Action | None:
+    def _check_held_out(self, incident: OpenIncident, reason: str, now: DecisionPoint) -> Action | None:
         """Measure the held-out loss before anything is undone; None where that tells nothing, or cannot be compared."""
-        chart = self.chart
-        expected = chart.health.expected(case.onset, chart.branch) if case.may_be_checked else None
-        if expected is None or not chart.budgets.allows(ActionKind.check, progress=chart.progress):
+        state = self.policy_state
+        expected = state.held_out.expected(incident.onset, state.lineage) if incident.may_be_checked else None
+        if expected is None or not state.budgets.allows(ActionKind.check, progress=state.progress):
             return None
-        at_most = expected * (1 + chart.cfg.held_out_tolerance)
+        at_most = expected * (1 + state.cfg.held_out_tolerance)
         words = f"{reason}; a healthy state has a held-out loss of {expected:.4f}, at most {at_most:.4f}"
-        return replace(self._action(ActionKind.check, case, words, now), level=expected)
+        return replace(self._make_action(ActionKind.check, incident, words, now), level=expected)
 
-    def _accept(self, case: Case, now: Moment) -> Action:
+    def _accept_data(self, incident: OpenIncident, now: DecisionPoint) -> Action:
         """The state is healthy: the new level is that of the rejected updates, or else of the last applied ones."""
-        rows = case.refused[-NUM_LEVEL:]
-        level = median(loss for _, loss, _ in rows) if rows else self.chart.branch.level_since(case.onset, NUM_LEVEL)
+        rows = incident.refused[-NUM_LEVEL:]
+        level = (
+            median(loss for _, loss, _ in rows)
+            if rows
+            else self.policy_state.lineage.level_since(incident.onset, NUM_LEVEL)
+        )
         grad_level = median(norm for _, _, norm in rows) if rows else None
         reason = "the held-out loss is at its level: the state is healthy, the data changed"
         return replace(
-            self._action(ActionKind.accept, case, reason, now),
+            self._make_action(ActionKind.accept, incident, reason, now),
             level=level,
             grad_level=grad_level,
-            give_back=case.batches_refused,
+            give_back=incident.rejected_batches,
         )
 
-    def _give_up(self, case: Case, reason: str, now: Moment) -> Action:
+    def _give_up(self, incident: OpenIncident, reason: str, now: DecisionPoint) -> Action:
         """Moments that are gone come again by training on, and fp8 can be left; anything else needs a person."""
-        if self._can_fall_back(case):
-            return self._fall_back(case, now)
-        if case.kinds == [FindingKind.optimizer_reset] and case.watched_since is None:
-            return self._action(ActionKind.watch, case, f"{reason}; nothing to go back to", now)
-        return self._halt(case, f"nothing to go back to; {reason}", now)
+        if self._can_fall_back(incident):
+            return self._fall_back_to_bf16(incident, now)
+        if incident.kinds == [FindingKind.optimizer_reset] and incident.watched_since is None:
+            return self._make_action(ActionKind.watch, incident, f"{reason}; nothing to go back to", now)
+        return self._halt(incident, f"nothing to go back to; {reason}", now)
 
-    def _calls_for_cure(self, case: Case) -> bool:
+    def _needs_cure(self, incident: OpenIncident) -> bool:
         """After a skip, a guilty source; after a restore, one that did not help before, or one of many."""
-        chart = self.chart
-        if not case.is_treated or case.rung >= Rung.cure or self._can_fall_back(case):
+        state = self.policy_state
+        if not incident.is_treated or incident.rung >= Rung.cure or self._can_fall_back(incident):
             return True
-        if FindingKind.scale_collapse in case.kinds:
+        if FindingKind.scale_collapse in incident.kinds:
             return True
-        num = chart.budgets.num_since(RESTORES, last=CURES, progress=chart.progress)
-        return num >= chart.cfg.recur_after or chart.guilty_source is not None
+        num = state.budgets.num_since(RESTORES, last=CURES, progress=state.progress)
+        return num >= state.cfg.recur_after or state.guilty_source is not None
 
-    def _cure(self, case: Case, now: Moment) -> Action | None:
+    def _choose_cure(self, incident: OpenIncident, now: DecisionPoint) -> Action | None:
         """The first cure that fits, is in budget, and did not fail in this case."""
-        chart, cfg = self.chart, self.chart.cfg
+        state, cfg = self.policy_state, self.policy_state.cfg
         for kind in CURES:
             match kind:
-                case ActionKind.precision if self._can_fall_back(case):
-                    return self._fall_back(case, now)
-                case _ if kind in case.failed_cures or not chart.budgets.allows(kind, progress=chart.progress):
+                case ActionKind.precision if self._can_fall_back(incident):
+                    return self._fall_back_to_bf16(incident, now)
+                case _ if kind in incident.failed_cures or not state.budgets.allows(kind, progress=state.progress):
                     continue
-                case ActionKind.swap if chart.guilty_source is not None:
-                    reason = f"the last {cfg.swap_after} guilty batches share source {chart.guilty_source}"
-                    return replace(self._action(kind, case, reason, now), source=chart.guilty_source)
-                case ActionKind.cool if case.is_treated and chart.lr_scale * cfg.cool_factor >= cfg.min_lr_scale:
-                    return self._cool(case.number, case.onset, chart.lr_scale * cfg.cool_factor, "trouble recurs", now)
+                case ActionKind.swap if state.guilty_source is not None:
+                    reason = f"the last {cfg.swap_after} guilty batches share source {state.guilty_source}"
+                    return replace(self._make_action(kind, incident, reason, now), source=state.guilty_source)
+                case ActionKind.cool if incident.is_treated and state.lr_scale * cfg.cool_factor >= cfg.min_lr_scale:
+                    return self._scale_lr(
+                        incident.number, incident.onset, state.lr_scale * cfg.cool_factor, "trouble recurs", now
+                    )
         return None
 
-    def _can_fall_back(self, case: Case) -> bool:
-        is_unfit = FindingKind.fp8_range in case.kinds and ActionKind.precision not in case.failed_cures
-        return self.chart.cfg.fall_back_precision and is_unfit and not self.in_fallback
+    def _can_fall_back(self, incident: OpenIncident) -> bool:
+        is_unfit = FindingKind.fp8_range in incident.kinds and ActionKind.precision not in incident.failed_cures
+        return self.policy_state.cfg.fall_back_precision and is_unfit and not self.in_fallback
 
-    def _fall_back(self, case: Case, now: Moment) -> Action:
+    def _fall_back_to_bf16(self, incident: OpenIncident, now: DecisionPoint) -> Action:
         """Leave fp8 for a while; for good, where that was done too often."""
-        chart, kind = self.chart, ActionKind.precision
-        refusal = chart.budgets.refusal(kind, progress=chart.progress)
-        until, words = None, f"{refusal}, bf16 to the end of the run"
-        if refusal is None:
-            num_before = chart.budgets.num_spent.get(kind, 0)
-            until = now.iteration + self.lag + window(chart.cfg.precision_iterations, num_before=num_before)
+        state, kind = self.policy_state, ActionKind.precision
+        exhausted = state.budgets.exhausted_reason(kind, progress=state.progress)
+        until, words = None, f"{exhausted}, bf16 to the end of the run"
+        if exhausted is None:
+            num_before = state.budgets.num_spent.get(kind, 0)
+            until = (
+                now.iteration + self.lag + fallback_iterations(state.cfg.precision_iterations, num_before=num_before)
+            )
             words = f"bf16 until iteration {until}"
-        return replace(self._action(kind, case, f"{case.unfit}; {words}", now), in_fp8=False, until=until)
+        return replace(self._make_action(kind, incident, f"{incident.unfit}; {words}", now), in_fp8=False, until=until)
 
-    def _return(self, now: Moment) -> Action | None:
+    def _return_to_fp8(self, now: DecisionPoint) -> Action | None:
         """Compute in fp8 again when the window is over."""
-        fallback, seen = self.chart.fallback, self.chart.branch.seen
+        fallback, seen = self.policy_state.fallback, self.policy_state.lineage.seen
         if not seen or not fallback.is_over(seen[-1].iteration + self.lag):
             return None
         return Action(
@@ -300,17 +312,17 @@ class Policy:
             in_fp8=True,
         )
 
-    def _warm_up(self, now: Moment) -> Action | None:
+    def _raise_lr(self, now: DecisionPoint) -> Action | None:
         """Give one cooling back after a clean stretch of net progress."""
-        chart = self.chart
-        is_due = chart.lr_scale < 1 and not chart.cases and now.step >= chart.cooled_at + chart.cfg.cool_steps
+        state = self.policy_state
+        is_due = state.lr_scale < 1 and not state.open_incidents and now.step >= state.cooled_at + state.cfg.cool_steps
         if not is_due:
             return None
-        scale = min(1.0, chart.lr_scale / chart.cfg.cool_factor)
-        return self._cool(chart.cooled_for, now.iteration, scale, f"{chart.cfg.cool_steps} clean steps", now)
+        scale = min(1.0, state.lr_scale / state.cfg.cool_factor)
+        return self._scale_lr(state.cooled_for, now.iteration, scale, f"{state.cfg.cool_steps} clean steps", now)
 
-    def _cool(self, incident: int, onset: int, lr_scale: float, reason: str, now: Moment) -> Action:
-        clean_steps = max(self.chart.progress + self.chart.cfg.cool_steps - now.step, 0)
+    def _scale_lr(self, incident: int, onset: int, lr_scale: float, reason: str, now: DecisionPoint) -> Action:
+        clean_steps = max(self.policy_state.progress + self.policy_state.cfg.cool_steps - now.step, 0)
         return Action(
             time=now.time,
             iteration=now.iteration,
@@ -323,21 +335,21 @@ class Policy:
             until=now.iteration + self.lag + clean_steps if lr_scale < 1 else None,
         )
 
-    def _halt(self, case: Case, reason: str, now: Moment) -> Action:
-        return self._action(ActionKind.halt, case, reason, now)
+    def _halt(self, incident: OpenIncident, reason: str, now: DecisionPoint) -> Action:
+        return self._make_action(ActionKind.halt, incident, reason, now)
 
-    def _action(self, kind: ActionKind, case: Case, reason: str, now: Moment) -> Action:
+    def _make_action(self, kind: ActionKind, incident: OpenIncident, reason: str, now: DecisionPoint) -> Action:
         return Action(
             time=now.time,
             iteration=now.iteration,
             kind=kind,
             step=now.step,
-            incident=case.number,
+            incident=incident.number,
             reason=reason,
-            onset=case.onset,
+            onset=incident.onset,
         )
 
 
-def replayed(events: Iterable[Event], cfg: PolicyConfig, *, lag: int) -> list[Action]:
+def replay_actions(events: Iterable[Event], cfg: PolicyConfig, *, lag: int) -> list[Action]:
     """What the records and outcomes of a log give: its actions once more, but for those of persons (incident 0)."""
-    return list(Policy.start(cfg, lag=lag).choices(events))
+    return list(Policy.start(cfg, lag=lag).choose_actions(events))

@@ -16,18 +16,18 @@ from harness.core.events import Action
 
 @final
 @dataclass(slots=True)
-class Fallback:
+class PrecisionFallback:
     is_on: bool = False
     until: int | None = None
     """The last iteration of the window; None: the end of the run."""
     incident: int = 0
     """That it answers; 0: a person's order."""
 
-    def note(self, action: Action) -> None:
+    def on_action(self, action: Action) -> None:
         """Products are taken in another precision from now on."""
         self.is_on, self.until, self.incident = not action.in_fp8, action.until, action.incident
 
-    def fail(self) -> None:
+    def on_failure(self) -> None:
         """The run cannot compute in another precision."""
         self.is_on, self.until = False, None
 
@@ -43,6 +43,6 @@ class Fallback:
         return cls(**state)
 
 
-def window(iterations: int, *, num_before: int) -> int:
+def fallback_iterations(iterations: int, *, num_before: int) -> int:
     """How many iterations the next window has, after so many."""
     return int(iterations * 2**num_before)

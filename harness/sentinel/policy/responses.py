@@ -50,19 +50,19 @@ FIRST_RUNG = {
 }
 """What a finding calls for where nothing else is known; one that is not here calls for nothing, but for fp8_range: that
 is a cure at once (`Chart`)."""
-OF_THE_BATCH = CAUSES | {FindingKind.nonfinite, FindingKind.loss_spike, FindingKind.level_shift}
+BATCH_FINDINGS = CAUSES | {FindingKind.nonfinite, FindingKind.loss_spike, FindingKind.level_shift}
 """What a refused batch may raise; its update was never applied, so that excluding it is all there is to do."""
 LONGEST_OVERFLOW = 64
 """Overflows in a row that a loss scale may need to find its place; more are no matter of the scale."""
 
 
-class Demand(NamedTuple):
+class Response(NamedTuple):
     """What a record calls for; budgets, and what was tried before, may make it more."""
 
     rung: Rung
     incident: int
     reason: str
-    asks: bool = False
+    check_first: bool = False
     """Whether the held-out loss is checked first, where that is possible."""
 
 
@@ -72,7 +72,7 @@ def is_overflow(record: ReducedRecord) -> bool:
     return scale is not None and scale >= 1 and math.isfinite(record.loss) and not math.isfinite(record.grad_norm)
 
 
-def is_finite(record: ReducedRecord) -> bool:
+def has_finite_update(record: ReducedRecord) -> bool:
     """A batch can be out of all proportion; what is not a number, batch after batch, comes from elsewhere."""
     return math.isfinite(record.loss) and math.isfinite(record.grad_norm)
 
@@ -89,7 +89,7 @@ def has_broken_weights(record: ReducedRecord) -> bool:
 
 @final
 @dataclass(slots=True)
-class Refusals:
+class Rejections:
     """Updates refused since the last one that was applied."""
 
     num_in_row: int = 0

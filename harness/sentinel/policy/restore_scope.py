@@ -11,19 +11,19 @@ no such state is left, and the run had passed the place since the last restore, 
 from __future__ import annotations
 
 from harness.config.sentinel import PolicyConfig
-from harness.sentinel.policy.lineage import Branch
-from harness.sentinel.policy.open_incident import Case, Rung
+from harness.sentinel.policy.lineage import Lineage
+from harness.sentinel.policy.open_incident import OpenIncident, Rung
 
 
-def exclusion(case: Case, rung: Rung, *, branch: Branch, cfg: PolicyConfig) -> list[int]:
+def excluded_batches(incident: OpenIncident, rung: Rung, *, lineage: Lineage, cfg: PolicyConfig) -> list[int]:
     """First and last batch never to be seen again; empty where no batch is to blame or none is remembered."""
-    guilty = branch.at(case.onset)
-    if guilty is None or not case.blames_data:
+    guilty = lineage.last_seen(incident.onset)
+    if guilty is None or not incident.blames_data:
         return []
-    before = branch.at(guilty.iteration - 1) or guilty
+    before = lineage.last_seen(guilty.iteration - 1) or guilty
     furthest = max(cfg.rollback_window_batches, cfg.neighbours)
     blamed = [before.cursor, guilty.cursor]
-    blamed += [cursor for cursor in case.cursors if abs(cursor - guilty.cursor) <= furthest]
+    blamed += [cursor for cursor in incident.cursors if abs(cursor - guilty.cursor) <= furthest]
     match rung:
         case Rung.rewind:
             backward = forward = 0
@@ -31,19 +31,21 @@ def exclusion(case: Case, rung: Rung, *, branch: Branch, cfg: PolicyConfig) -> l
             backward = forward = cfg.neighbours
         case _:
             forward = cfg.rollback_window_batches // 2
-            backward = 0 if case.without_margin else forward
-    return [max(min(blamed) - backward, branch.seen[0].cursor), max(blamed) + forward]
+            backward = 0 if incident.without_margin else forward
+    return [max(min(blamed) - backward, lineage.seen[0].cursor), max(blamed) + forward]
 
 
-def bound(case: Case, rung: Rung, exclude: list[int], *, branch: Branch, cfg: PolicyConfig) -> int:
+def restore_bound(
+    incident: OpenIncident, rung: Rung, exclude: list[int], *, lineage: Lineage, cfg: PolicyConfig
+) -> int:
     """The state must be from before this iteration."""
-    bounds = [case.onset]
+    bounds = [incident.onset]
     if exclude:
-        learned = branch.learned_at(exclude[0])
+        learned = lineage.consumed_at(exclude[0])
         assert learned is not None, "only what is remembered is excluded"
         bounds.append(learned)
-    if rung >= Rung.rollback and not case.without_margin:
-        bounds.append(branch.before_step(case.onset_step - cfg.rollback_margin_steps))
-    if case.target_step is not None and not (case.is_passed and case.without_margin):
-        bounds.append(branch.before_step(case.target_step))
+    if rung >= Rung.rollback and not incident.without_margin:
+        bounds.append(lineage.before_step(incident.onset_step - cfg.rollback_margin_steps))
+    if incident.target_step is not None and not (incident.is_passed and incident.without_margin):
+        bounds.append(lineage.before_step(incident.target_step))
     return min(bounds)

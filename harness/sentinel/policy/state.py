@@ -16,27 +16,34 @@ from typing import Any, Self, final
 from harness.config.sentinel import PolicyConfig
 from harness.core.events import Action, ActionKind, Finding, FindingKind, HeldOutMeasured, Outcome, ReducedRecord
 from harness.sentinel.policy.budgets import Budgets
-from harness.sentinel.policy.held_out_level import Health, is_at_level
-from harness.sentinel.policy.lineage import Branch
-from harness.sentinel.policy.open_incident import CAUSES, OMENS, Case, Closed, Rung, Verdict
-from harness.sentinel.policy.precision_fallback import Fallback
+from harness.sentinel.policy.held_out_level import HeldOutLevel, is_at_level
+from harness.sentinel.policy.lineage import Lineage
+from harness.sentinel.policy.open_incident import (
+    CAUSES,
+    WARNING_SIGNS,
+    ClosedIncident,
+    IncidentVerdict,
+    OpenIncident,
+    Rung,
+)
+from harness.sentinel.policy.precision_fallback import PrecisionFallback
 from harness.sentinel.policy.responses import (
+    BATCH_FINDINGS,
     FIRST_RUNG,
-    OF_THE_BATCH,
-    Demand,
-    Refusals,
+    Rejections,
+    Response,
     has_broken_weights,
-    is_finite,
+    has_finite_update,
     is_within_gradient_bound,
 )
-from harness.sentinel.policy.suspect_sources import Suspects
+from harness.sentinel.policy.suspect_sources import SuspectSources
 
 RESTORES = (ActionKind.rewind, ActionKind.rollback)
-FREE = (ActionKind.watch, ActionKind.accept, ActionKind.halt)
+UNBUDGETED = (ActionKind.watch, ActionKind.accept, ActionKind.halt)
 """Actions without a budget."""
 BROKEN_BATCHES = "the held-out loss is at its level and the gradients are out of proportion: the batches are broken"
 
-NUMBERS = (
+PLAIN_FIELDS = (
     "num_incidents",
     "progress",
     "is_awaiting",
@@ -52,20 +59,20 @@ NUMBERS = (
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Chart:
+class PolicyState:
     cfg: PolicyConfig
     budgets: Budgets
-    branch: Branch = field(default_factory=Branch)
-    suspects: Suspects = field(default_factory=Suspects)
-    fallback: Fallback = field(default_factory=Fallback)
-    health: Health = field(default_factory=Health)
-    cases: list[Case] = field(default_factory=list)
+    lineage: Lineage = field(default_factory=Lineage)
+    suspects: SuspectSources = field(default_factory=SuspectSources)
+    fallback: PrecisionFallback = field(default_factory=PrecisionFallback)
+    held_out: HeldOutLevel = field(default_factory=HeldOutLevel)
+    open_incidents: list[OpenIncident] = field(default_factory=list)
     """Open ones, oldest first."""
     num_incidents: int = 0
     progress: int = 0
     """The furthest step the run ever reached."""
-    refusals: Refusals = field(default_factory=Refusals)
-    demand: Demand | None = None
+    rejections: Rejections = field(default_factory=Rejections)
+    response: Response | None = None
     cure_for: int | None = None
     """The incident that the record or outcome just heard may call for a cure of."""
     is_awaiting: bool = False
@@ -81,309 +88,328 @@ class Chart:
     """Net progress at the last change of the scale."""
     cooled_for: int = 0
     """Incident."""
-    closed: list[Closed] = field(default_factory=list)
+    closed: list[ClosedIncident] = field(default_factory=list)
     """Incidents that ended with the last record or outcome."""
 
     @classmethod
     def new(cls, cfg: PolicyConfig) -> Self:
         return cls(cfg=cfg, budgets=Budgets(cfg.budgets, cfg.window_steps))
 
-    def see(self, record: ReducedRecord, findings: Sequence[Finding]) -> None:
+    def on_record(self, record: ReducedRecord, findings: Sequence[Finding]) -> None:
         """One iteration, and what was suspected of it."""
         self.closed = []
         if self.is_halted or self.is_awaiting:
             return
         if self.checking is not None:
-            self._keep(record)
+            self._add_during_check(record)
             return
-        self.demand = self.cure_for = None
-        self.branch.add(record)
+        self.response = self.cure_for = None
+        self.lineage.add(record)
         self.progress = max(self.progress, record.step)
         causes_first = sorted(findings, key=lambda finding: finding.kind not in CAUSES)
-        demands = [*self._of_range(record, findings)]
-        demands += [*self._of_update(record), *self._of_findings(record, causes_first)]
-        answered = {demand.incident for demand in demands if demand.rung > Rung.watch}
-        demands += self._of_watch(record, other_than=answered)
-        self._close_left_behind(record.step)
-        if not self.cases and not record.refused:
-            self.suspects.learn(record)
-        self.demand = max(demands, key=lambda demand: demand.rung, default=None)
-        if self.demand is not None and self.demand.rung > Rung.skip:
+        responses = [*self._respond_to_fp8_range(record, findings)]
+        responses += [*self._respond_to_update(record), *self._respond_to_findings(record, causes_first)]
+        answered = {response.incident for response in responses if response.rung > Rung.watch}
+        responses += self._respond_to_watches(record, other_than=answered)
+        self._close_passed(record.step)
+        if not self.open_incidents and not record.refused:
+            self.suspects.on_clean_record(record)
+        self.response = max(responses, key=lambda response: response.rung, default=None)
+        if self.response is not None and self.response.rung > Rung.skip:
             self.cure_for = None  # it follows the restore
 
-    def measure(self, event: HeldOutMeasured) -> None:
+    def on_held_out_measured(self, event: HeldOutMeasured) -> None:
         """The held-out loss was measured, at the start or for a checkpoint; under suspicion it is no clean level."""
-        if not self.refusals.num_in_row and not any(case.is_watched for case in self.cases):
-            self.health.add(event, self.branch)
+        if not self.rejections.num_in_row and not any(incident.is_watched for incident in self.open_incidents):
+            self.held_out.add(event, self.lineage)
 
-    def note(self, action: Action) -> None:
+    def on_action(self, action: Action) -> None:
         """An action was decided, by the policy or (incident 0) by a person."""
-        case = self.case(action.incident)
+        incident = self.find_incident(action.incident)
         is_free = action.kind is ActionKind.precision and action.until is None
-        if case is not None and not is_free and action.kind not in FREE:
+        if incident is not None and not is_free and action.kind not in UNBUDGETED:
             self.budgets.spend(action.kind, progress=self.progress)
         self.is_awaiting = action.kind in RESTORES
         self.checking = action.incident if action.kind is ActionKind.check else None
         self.accept_for = None
         if not self.is_awaiting and self.checking is None:
-            self.demand = self.cure_for = None
+            self.response = self.cure_for = None
         match action.kind:
             case ActionKind.halt:
                 self.is_halted = True
-            case ActionKind.check if case is not None:
-                case.pending = [self.branch.seen[-1].cursor] if self.refusals.num_in_row else []
+            case ActionKind.check if incident is not None:
+                incident.pending = [self.lineage.seen[-1].cursor] if self.rejections.num_in_row else []
             case ActionKind.cool if action.incident:
                 self.lr_scale = 1.0 if action.lr_scale is None else action.lr_scale
                 self.cooled_at, self.cooled_for = self.progress, action.incident
             case ActionKind.swap if action.source is not None:
                 self.suspects.remove(action.source)
             case ActionKind.precision:
-                self.fallback.note(action)
-        if case is not None:
-            case.note(action, cfg=self.cfg)
+                self.fallback.on_action(action)
+        if incident is not None:
+            incident.on_action(action, cfg=self.cfg)
             if action.kind in (ActionKind.skip, *RESTORES):
-                self.suspects.blame(case.source, progress=self.progress)
+                self.suspects.blame(incident.source, progress=self.progress)
 
-    def absorb(self, outcome: Outcome) -> None:
+    def on_outcome(self, outcome: Outcome) -> None:
         """What an action came to."""
         self.closed = []
-        case = self.case(outcome.incident)
+        incident = self.find_incident(outcome.incident)
         if outcome.kind is ActionKind.check:
             self.checking = None
-            if case is not None:
-                self._conclude(case, outcome)
+            if incident is not None:
+                self._on_check_outcome(incident, outcome)
             return
         self.cure_for = None
         if outcome.kind is ActionKind.precision and not outcome.succeeded:
-            self.fallback.fail()
+            self.fallback.on_failure()
         if outcome.kind in RESTORES:
             self.is_awaiting = False
             if outcome.succeeded:
-                self._set_down(outcome, case)
-            elif case is not None:
-                self._fail(case, outcome.kind)
-        elif case is not None and outcome.kind is ActionKind.accept:
+                self._on_restored(outcome, incident)
+            elif incident is not None:
+                self._on_restore_failed(incident, outcome.kind)
+        elif incident is not None and outcome.kind is ActionKind.accept:
             if outcome.succeeded:
-                self._accept(case)
-        elif case is not None and not outcome.succeeded:
-            case.failed_cures.append(outcome.kind)
+                self._on_accepted(incident)
+        elif incident is not None and not outcome.succeeded:
+            incident.failed_cures.append(outcome.kind)
             if outcome.kind is ActionKind.cool:
                 self.lr_scale = min(1.0, self.lr_scale / self.cfg.cool_factor)
-            self.cure_for = case.number if case.is_treated else None
-        elif case is not None and outcome.kind is ActionKind.skip:
-            self.cure_for = case.number if self.guilty_source else None
-            if case.pending:
-                self.demand = Demand(Rung.skip, case.number, BROKEN_BATCHES)
+            self.cure_for = incident.number if incident.is_treated else None
+        elif incident is not None and outcome.kind is ActionKind.skip:
+            self.cure_for = incident.number if self.guilty_source else None
+            if incident.pending:
+                self.response = Response(Rung.skip, incident.number, BROKEN_BATCHES)
 
     def resume(self, iteration: int, step: int) -> None:
         """The run was started again; after a halt only a person does that, and means a new beginning."""
         if self.is_halted:
-            self.cases = []
-            self.budgets.forgive()
+            self.open_incidents = []
+            self.budgets.reset_window()
         self.is_halted = self.is_awaiting = False
-        self.demand = self.cure_for = self.accept_for = self.checking = None
-        self.refusals = Refusals()
-        self.branch.set_down(iteration, step)
-        self.health.set_down(step)
-        for case in self.cases:
-            case.refused, case.pending, case.num_excessive = [], [], 0
+        self.response = self.cure_for = self.accept_for = self.checking = None
+        self.rejections = Rejections()
+        self.lineage.restart_at(iteration, step)
+        self.held_out.drop_after(step)
+        for incident in self.open_incidents:
+            incident.refused, incident.pending, incident.num_excessive = [], [], 0
 
-    def case(self, number: int) -> Case | None:
-        return next((case for case in self.cases if case.number == number), None)
+    def find_incident(self, number: int) -> OpenIncident | None:
+        return next((incident for incident in self.open_incidents if incident.number == number), None)
 
     @property
     def guilty_source(self) -> str | None:
         since = self.progress - self.cfg.window_steps
-        return self.suspects.guilty(self.cfg.swap_after, since=since)
+        return self.suspects.shared_source(self.cfg.swap_after, since=since)
 
-    def _set_down(self, outcome: Outcome, case: Case | None) -> None:
-        self.branch.set_down(outcome.iteration, outcome.step)
-        self.health.set_down(outcome.step)
-        self.demand = None
-        self.refusals = Refusals()
-        for each in self.cases:
+    def _on_restored(self, outcome: Outcome, incident: OpenIncident | None) -> None:
+        self.lineage.restart_at(outcome.iteration, outcome.step)
+        self.held_out.drop_after(outcome.step)
+        self.response = None
+        self.rejections = Rejections()
+        for each in self.open_incidents:
             each.refused, each.pending, each.num_excessive = [], [], 0
-        for other in [other for other in self.cases if not other.is_treated and other.onset_step > outcome.step]:
-            self._close(other, Verdict.undone)
-        if case is not None:
-            case.is_restored = case.is_finite = True
-            case.is_checked = case.is_healthy = False
-            case.target_step = outcome.step if case.target_step is None else min(case.target_step, outcome.step)
-            self.cure_for = case.number
+        for other in [
+            other for other in self.open_incidents if not other.is_treated and other.onset_step > outcome.step
+        ]:
+            self._close(other, IncidentVerdict.undone)
+        if incident is not None:
+            incident.is_restored = incident.is_finite = True
+            incident.is_checked = incident.is_healthy = False
+            incident.target_step = (
+                outcome.step if incident.target_step is None else min(incident.target_step, outcome.step)
+            )
+            self.cure_for = incident.number
 
-    def _keep(self, record: ReducedRecord) -> None:
+    def _add_during_check(self, record: ReducedRecord) -> None:
         """A record of an iteration that was issued before a check: what it says counts for the check's case."""
-        self.branch.add(record)
+        self.lineage.add(record)
         self.progress = max(self.progress, record.step)
-        case = None if self.checking is None else self.case(self.checking)
-        if self.refusals.add(record) and case is not None:
-            self._refuse(case, record)
-            case.pending.append(record.cursor)
+        incident = None if self.checking is None else self.find_incident(self.checking)
+        if self.rejections.add(record) and incident is not None:
+            self._add_rejected(incident, record)
+            incident.pending.append(record.cursor)
 
-    def _refuse(self, case: Case, record: ReducedRecord) -> None:
-        if is_finite(record):
+    def _add_rejected(self, incident: OpenIncident, record: ReducedRecord) -> None:
+        if has_finite_update(record):
             is_excessive = not is_within_gradient_bound(record)
-            case.refuse(cursor=record.cursor, loss=record.loss, grad_norm=record.grad_norm, is_excessive=is_excessive)
+            incident.add_rejected(
+                cursor=record.cursor, loss=record.loss, grad_norm=record.grad_norm, is_excessive=is_excessive
+            )
         else:
-            case.is_finite = False
+            incident.is_finite = False
 
-    def _conclude(self, case: Case, outcome: Outcome) -> None:
+    def _on_check_outcome(self, incident: OpenIncident, outcome: Outcome) -> None:
         """What the held-out loss says: a healthy state is kept, and its data accepted unless it is garbage; a damaged
         one climbs the ladder. One that is watched first may recover by itself, as the first updates on new data do harm
         that the next ones mend; it is checked again before it is restored."""
-        case.is_checked = self.demand is None or self.demand.rung is not Rung.watch
+        incident.is_checked = self.response is None or self.response.rung is not Rung.watch
         tolerance = self.cfg.held_out_tolerance
-        at_level = is_at_level(outcome.held_out_loss, case.expected, tolerance=tolerance)
-        case.is_healthy = outcome.succeeded and case.is_finite and at_level
-        if case.is_healthy and case.looks_like_data:
-            self.accept_for, case.pending = case.number, []
-            self.demand = self.cure_for = None
-        elif case.is_healthy and self.demand is not None:
-            self.demand = Demand(Rung.skip, case.number, BROKEN_BATCHES) if case.pending else None
-        elif not case.is_healthy:
-            case.pending = []
-            if self.demand is not None:
-                rung = Rung.rewind if self.demand.rung is Rung.skip else self.demand.rung
-                self.demand = self.demand._replace(rung=rung, asks=False)
+        at_level = is_at_level(outcome.held_out_loss, incident.expected, tolerance=tolerance)
+        incident.is_healthy = outcome.succeeded and incident.is_finite and at_level
+        if incident.is_healthy and incident.looks_like_data:
+            self.accept_for, incident.pending = incident.number, []
+            self.response = self.cure_for = None
+        elif incident.is_healthy and self.response is not None:
+            self.response = Response(Rung.skip, incident.number, BROKEN_BATCHES) if incident.pending else None
+        elif not incident.is_healthy:
+            incident.pending = []
+            if self.response is not None:
+                rung = Rung.rewind if self.response.rung is Rung.skip else self.response.rung
+                self.response = self.response._replace(rung=rung, check_first=False)
 
-    def _accept(self, case: Case) -> None:
+    def _on_accepted(self, incident: OpenIncident) -> None:
         """Its data is the new normal: nothing that was skipped for it counts."""
-        self.budgets.refund(ActionKind.skip, num=len(case.refused), progress=self.progress)
-        self.suspects.acquit()
-        self.refusals = Refusals()
-        self._close(case, Verdict.accepted)
+        self.budgets.refund(ActionKind.skip, num=len(incident.refused), progress=self.progress)
+        self.suspects.clear_blame()
+        self.rejections = Rejections()
+        self._close(incident, IncidentVerdict.accepted)
 
-    def _fail(self, case: Case, kind: ActionKind) -> None:
+    def _on_restore_failed(self, incident: OpenIncident, kind: ActionKind) -> None:
         """There was nothing to go back to: the next rung, and from the last one without its margin."""
         if kind is ActionKind.rewind:
-            case.rung = Rung.wide
-        elif case.without_margin:
-            case.is_hopeless = True
+            incident.rung = Rung.wide
+        elif incident.without_margin:
+            incident.is_hopeless = True
         else:
-            case.without_margin = True
-            case.rung = Rung.wide if case.rung == Rung.rollback else Rung.rollback
+            incident.without_margin = True
+            incident.rung = Rung.wide if incident.rung == Rung.rollback else Rung.rollback
 
-    def _of_range(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Demand]:
+    def _respond_to_fp8_range(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Response]:
         """What does not fit into fp8 is known before anything else of a record is judged: it is the cause of that."""
         for finding in [each for each in findings if each.kind is FindingKind.fp8_range]:
-            case = self._join(finding.kind, record, onset=min(finding.onset, record.iteration))
-            case.unfit, self.cure_for = finding.message, case.number
-            if not case.is_treated:
-                yield Demand(Rung.rewind if case.is_harmed else Rung.watch, case.number, finding.message)
+            incident = self._find_or_open(finding.kind, record, onset=min(finding.onset, record.iteration))
+            incident.unfit, self.cure_for = finding.message, incident.number
+            if not incident.is_treated:
+                yield Response(Rung.rewind if incident.shows_damage else Rung.watch, incident.number, finding.message)
 
-    def _of_update(self, record: ReducedRecord) -> Iterator[Demand]:
+    def _respond_to_update(self, record: ReducedRecord) -> Iterator[Response]:
         """What the record itself calls for, whatever the detectors say."""
-        is_refusal = self.refusals.add(record)
-        before = (self.refusals.since if self.refusals.num_in_row else record.iteration) - 1
+        is_refusal = self.rejections.add(record)
+        before = (self.rejections.since if self.rejections.num_in_row else record.iteration) - 1
         if has_broken_weights(record):
-            case = self._join("nonfinite weights", record, onset=before)
-            yield Demand(Rung.rollback, case.number, "the weights are not finite")
-        elif is_refusal and self.refusals.num_in_row >= self.cfg.refused_in_row:
-            case = self._join("refusals", record, onset=before)
-            self._refuse(case, record)
-            reason = f"{self.refusals.num_in_row} updates refused in a row: the state is broken, not the batches"
-            if case.is_refused_alone and case.is_healthy and is_finite(record):
-                yield Demand(Rung.skip, case.number, BROKEN_BATCHES)
-            elif case.is_refused_alone and case.target_step is not None and is_finite(record):
+            incident = self._find_or_open("nonfinite weights", record, onset=before)
+            yield Response(Rung.rollback, incident.number, "the weights are not finite")
+        elif is_refusal and self.rejections.num_in_row >= self.cfg.refused_in_row:
+            incident = self._find_or_open("refusals", record, onset=before)
+            self._add_rejected(incident, record)
+            reason = f"{self.rejections.num_in_row} updates refused in a row: the state is broken, not the batches"
+            if incident.has_only_rejections and incident.is_healthy and has_finite_update(record):
+                yield Response(Rung.skip, incident.number, BROKEN_BATCHES)
+            elif incident.has_only_rejections and incident.target_step is not None and has_finite_update(record):
                 reason = f"the update of batch {record.cursor} was refused by an older state too"
-                yield Demand(Rung.skip, case.number, reason, asks=True)
+                yield Response(Rung.skip, incident.number, reason, check_first=True)
             else:
-                yield Demand(Rung.rewind, case.number, reason)
+                yield Response(Rung.rewind, incident.number, reason)
         elif is_refusal:
-            case = self._join("refusal", record, onset=record.iteration)
-            self._refuse(case, record)
-            rung = Rung.skip if case.blames_data else Rung.rewind
-            is_often = len(case.refused) >= self.cfg.refused_in_row and case.looks_like_data
-            asks = is_finite(record) and (is_often or record.in_planned_change)
-            yield Demand(rung, case.number, f"the update of batch {record.cursor} was refused", asks)
+            incident = self._find_or_open("refusal", record, onset=record.iteration)
+            self._add_rejected(incident, record)
+            rung = Rung.skip if incident.blames_data else Rung.rewind
+            is_often = len(incident.refused) >= self.cfg.refused_in_row and incident.looks_like_data
+            check_first = has_finite_update(record) and (is_often or record.in_planned_change)
+            yield Response(rung, incident.number, f"the update of batch {record.cursor} was refused", check_first)
 
-    def _of_findings(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Demand]:
+    def _respond_to_findings(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Response]:
         for finding in findings:
             rung = FIRST_RUNG.get(finding.kind)
-            if rung is None or (record.refused and finding.kind in OF_THE_BATCH):
+            if rung is None or (record.refused and finding.kind in BATCH_FINDINGS):
                 continue
             is_drift = finding.kind is FindingKind.weight_drift
             onset = record.iteration if is_drift else min(finding.onset, record.iteration)
-            case = self._join(finding.kind, record, onset=onset, cursors=finding.cursors)
-            if case.is_treated and rung is not Rung.halt:
-                rung = Rung.none if finding.kind in OMENS else Rung.rewind
-            elif finding.kind is FindingKind.loss_spike and case.has_cause:
+            incident = self._find_or_open(finding.kind, record, onset=onset, cursors=finding.cursors)
+            if incident.is_treated and rung is not Rung.halt:
+                rung = Rung.none if finding.kind in WARNING_SIGNS else Rung.rewind
+            elif finding.kind is FindingKind.loss_spike and incident.has_cause:
                 rung = Rung.rewind
-            elif finding.kind is FindingKind.level_shift and not case.is_tolerable(self.branch, cfg=self.cfg):
+            elif finding.kind is FindingKind.level_shift and not incident.is_tolerable(self.lineage, cfg=self.cfg):
                 rung = Rung.rollback
             if rung is not Rung.none:
-                yield Demand(rung, case.number, finding.message, asks=finding.kind is FindingKind.loss_spike)
+                yield Response(
+                    rung, incident.number, finding.message, check_first=finding.kind is FindingKind.loss_spike
+                )
 
-    def _of_watch(self, record: ReducedRecord, *, other_than: set[int]) -> Iterator[Demand]:
-        for case in [case for case in self.cases if case.is_watched and case.number not in other_than]:
-            match case.judge(self.branch, record.iteration, cfg=self.cfg):
+    def _respond_to_watches(self, record: ReducedRecord, *, other_than: set[int]) -> Iterator[Response]:
+        for incident in [
+            incident for incident in self.open_incidents if incident.is_watched and incident.number not in other_than
+        ]:
+            match incident.evaluate_watch(self.lineage, record.iteration, cfg=self.cfg):
                 case None:
                     continue
-                case Verdict.stuck:
-                    yield Demand(Rung.rewind, case.number, f"{case.kinds[0]} does not turn by itself")
-                case Verdict.lingering:
-                    yield Demand(Rung.rollback, case.number, f"{case.kinds[0]} lingers")
+                case IncidentVerdict.stuck:
+                    yield Response(Rung.rewind, incident.number, f"{incident.kinds[0]} does not turn by itself")
+                case IncidentVerdict.lingering:
+                    yield Response(Rung.rollback, incident.number, f"{incident.kinds[0]} lingers")
                 case verdict:
-                    self._close(case, verdict)
+                    self._close(incident, verdict)
 
-    def _join(self, kind: str, record: ReducedRecord, *, onset: int, cursors: Sequence[int] = ()) -> Case:
+    def _find_or_open(
+        self, kind: str, record: ReducedRecord, *, onset: int, cursors: Sequence[int] = ()
+    ) -> OpenIncident:
         """The open case at the place of a trouble, or a new one."""
         onset = max(onset, 0)
-        there = self.branch.at(onset)
+        there = self.lineage.last_seen(onset)
         onset_step = max(record.step - (record.iteration - onset), 0) if there is None else there.step
-        case = next((case for case in reversed(self.cases) if self._is_near(case, onset_step, record.step)), None)
-        if case is None:
+        incident = next(
+            (
+                incident
+                for incident in reversed(self.open_incidents)
+                if self._is_near(incident, onset_step, record.step)
+            ),
+            None,
+        )
+        if incident is None:
             self.num_incidents += 1
-            case = Case(number=self.num_incidents, onset=onset, onset_step=onset_step, end_step=record.step)
-            self.cases.append(case)
-        case.extend(kind, onset=onset, onset_step=onset_step, step=record.step, cursors=cursors)
-        if case.onset == onset:
-            normal = self.branch.normal(onset)
-            case.level, case.sigma = (None, 0.0) if normal is None else normal
+            incident = OpenIncident(number=self.num_incidents, onset=onset, onset_step=onset_step, end_step=record.step)
+            self.open_incidents.append(incident)
+        incident.add_finding(kind, onset=onset, onset_step=onset_step, step=record.step, cursors=cursors)
+        if incident.onset == onset:
+            normal = self.lineage.normal_before(onset)
+            incident.level, incident.sigma = (None, 0.0) if normal is None else normal
         if onset == record.iteration:
-            case.source = self.suspects.source_of(record)
-        return case
+            incident.source = self.suspects.source_of(record)
+        return incident
 
-    def _is_near(self, case: Case, first_step: int, last_step: int) -> bool:
+    def _is_near(self, incident: OpenIncident, first_step: int, last_step: int) -> bool:
         region = self.cfg.region_steps
-        return case.onset_step - region <= last_step and first_step <= case.end_step + region
+        return incident.onset_step - region <= last_step and first_step <= incident.end_step + region
 
-    def _close_left_behind(self, step: int) -> None:
-        for case in [case for case in self.cases if not case.is_watched]:
-            if step >= case.end_step + self.cfg.clean_steps:
-                self._close(case, Verdict.cured)
+    def _close_passed(self, step: int) -> None:
+        for incident in [incident for incident in self.open_incidents if not incident.is_watched]:
+            if step >= incident.end_step + self.cfg.clean_steps:
+                self._close(incident, IncidentVerdict.cured)
 
-    def _close(self, case: Case, verdict: Verdict) -> None:
-        self.cases.remove(case)
-        spike_type = 1 if verdict is Verdict.recovered else case.spike_type
-        self.closed.append(Closed(case.number, verdict, spike_type))
+    def _close(self, incident: OpenIncident, verdict: IncidentVerdict) -> None:
+        self.open_incidents.remove(incident)
+        spike_type = 1 if verdict is IncidentVerdict.recovered else incident.spike_type
+        self.closed.append(ClosedIncident(incident.number, verdict, spike_type))
 
     def state(self) -> dict[str, Any]:
         """Plain data, as JSON knows it."""
         return {
             "budgets": self.budgets.state(),
-            "branch": self.branch.state(),
+            "branch": self.lineage.state(),
             "suspects": self.suspects.state(),
             "fallback": self.fallback.state(),
-            "health": self.health.state(),
-            "refusals": asdict(self.refusals),
-            "cases": [case.state() for case in self.cases],
-            "demand": None if self.demand is None else list(self.demand),
-            "numbers": {name: getattr(self, name) for name in NUMBERS},
+            "health": self.held_out.state(),
+            "refusals": asdict(self.rejections),
+            "cases": [incident.state() for incident in self.open_incidents],
+            "demand": None if self.response is None else list(self.response),
+            "numbers": {name: getattr(self, name) for name in PLAIN_FIELDS},
         }
 
     @classmethod
     def restore(cls, cfg: PolicyConfig, state: dict[str, Any]) -> Self:
-        demand = state["demand"]
+        response = state["demand"]
         return cls(
             cfg=cfg,
             budgets=Budgets.restore(cfg.budgets, cfg.window_steps, state["budgets"]),
-            branch=Branch.restore(state["branch"]),
-            suspects=Suspects.restore(state["suspects"]),
-            fallback=Fallback.restore(state.get("fallback", {})),
-            health=Health.restore(state.get("health", [])),
-            refusals=Refusals(**state["refusals"]),
-            cases=[Case.restore(case) for case in state["cases"]],
-            demand=None if demand is None else Demand(Rung(demand[0]), *demand[1:]),
+            lineage=Lineage.restore(state["branch"]),
+            suspects=SuspectSources.restore(state["suspects"]),
+            fallback=PrecisionFallback.restore(state.get("fallback", {})),
+            held_out=HeldOutLevel.restore(state.get("health", [])),
+            rejections=Rejections(**state["refusals"]),
+            open_incidents=[OpenIncident.restore(incident) for incident in state["cases"]],
+            response=None if response is None else Response(Rung(response[0]), *response[1:]),
             **state["numbers"],
         )

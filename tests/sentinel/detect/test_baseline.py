@@ -13,14 +13,14 @@ from harness.sentinel.detect.baseline import (
     FLOATS,
     State,
     advance,
-    begin,
-    begin_late,
     beyond,
-    bound,
-    expected,
+    expected_log_value,
     gate_bounds,
+    initial_state,
+    initial_state_late,
     reopen,
     tolerance,
+    upper_bound,
 )
 from tests.sentinel.series import config, losses, norms
 
@@ -53,29 +53,29 @@ TENSORS = TensorOps()
 
 
 def learn(values: list[float], state: State | None = None) -> State:
-    state = begin() if state is None else state
+    state = initial_state() if state is None else state
     for value in values:
         state = advance(state, value, True, CFG, FLOATS)
     return state
 
 
 def level(state: State) -> float:
-    return math.exp(expected(state, CFG, FLOATS)[0])
+    return math.exp(expected_log_value(state, CFG, FLOATS)[0])
 
 
 def test_a_device_learns_the_same_numbers() -> None:
     """But for the last bit of a logarithm, which is the library's."""
     values = losses(300)
     values[150:160] = [9.0] * 10
-    host, device = begin(), torch.tensor(begin(), dtype=torch.float64).unbind()
+    host, device = initial_state(), torch.tensor(initial_state(), dtype=torch.float64).unbind()
     for place, value in enumerate(values):
         accept = place % 7 != 3
         host = advance(host, value, accept, CFG, FLOATS)
         tensor = torch.tensor(value, dtype=torch.float64)
         device = advance(device, tensor, torch.tensor(accept), CFG, TENSORS)
         assert torch.stack(device).tolist() == pytest.approx(list(host), rel=1e-12, abs=1e-15)
-    with_tensors = bound(device, CFG, TENSORS, sigmas=10.0, factor=1.2)
-    assert float(with_tensors) == pytest.approx(bound(host, CFG, FLOATS, sigmas=10.0, factor=1.2), rel=1e-12)
+    with_tensors = upper_bound(device, CFG, TENSORS, sigmas=10.0, factor=1.2)
+    assert float(with_tensors) == pytest.approx(upper_bound(host, CFG, FLOATS, sigmas=10.0, factor=1.2), rel=1e-12)
 
 
 def test_nothing_branches_on_a_value() -> None:
@@ -90,7 +90,7 @@ def test_nothing_branches_on_a_value() -> None:
 
 def test_both_signals_fit_into_one_pass() -> None:
     pairs = list(zip(losses(50), norms(50), strict=True))
-    both = torch.tensor([begin(), begin()], dtype=torch.float64).unbind(dim=1)
+    both = torch.tensor([initial_state(), initial_state()], dtype=torch.float64).unbind(dim=1)
     for pair in pairs:
         both = advance(both, torch.tensor(pair, dtype=torch.float64), torch.tensor([True, True]), CFG, TENSORS)
     assert torch.stack(both)[:, 0].tolist() == pytest.approx(list(learn([loss for loss, _ in pairs])), rel=1e-12)
@@ -131,7 +131,7 @@ def test_noise_that_is_heavy_by_nature_is_tolerated() -> None:
 
 def test_bounds_are_wide_at_first_and_while_the_learning_rate_rises() -> None:
     def width(state: State, warming: float = 0.0) -> float:
-        return math.log(bound(state, CFG, FLOATS, sigmas=10.0, factor=1.0, warming=warming) / level(state))
+        return math.log(upper_bound(state, CFG, FLOATS, sigmas=10.0, factor=1.0, warming=warming) / level(state))
 
     early, late = learn(losses(10)), learn(losses(500))
     assert width(early) > 5 * width(late)
@@ -140,7 +140,7 @@ def test_bounds_are_wide_at_first_and_while_the_learning_rate_rises() -> None:
 
 def refusals(values: list[float], grad_norms: list[float]) -> list[int]:
     """What a gate does: judge first, learn only from what is applied."""
-    loss_state, grad_state = begin(), begin()
+    loss_state, grad_state = initial_state(), initial_state()
     refused = []
     for place, (loss, norm) in enumerate(zip(values, grad_norms, strict=True)):
         bounds = gate_bounds(loss_state, grad_state, CFG, FLOATS)
@@ -204,10 +204,12 @@ def test_a_new_level_is_taken_when_it_is_accepted() -> None:
     raised = reopen(state, 4.0, True, FLOATS)
     assert level(raised) == pytest.approx(4.0)
     assert raised[5] == state[5]
-    assert bound(raised, CFG, FLOATS, sigmas=10.0, factor=1.0) > 4.2
+    assert upper_bound(raised, CFG, FLOATS, sigmas=10.0, factor=1.0) > 4.2
     assert reopen(state, math.nan, False, FLOATS) == state
 
 
 def test_a_log_that_begins_late_is_judged_sooner() -> None:
-    early, late = learn([3.0]), begin_late(3.0)
-    assert bound(late, CFG, FLOATS, sigmas=10.0, factor=1.0) < bound(early, CFG, FLOATS, sigmas=10.0, factor=1.0)
+    early, late = learn([3.0]), initial_state_late(3.0)
+    assert upper_bound(late, CFG, FLOATS, sigmas=10.0, factor=1.0) < upper_bound(
+        early, CFG, FLOATS, sigmas=10.0, factor=1.0
+    )

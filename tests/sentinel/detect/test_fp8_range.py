@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from harness.precision.fp8.meters import SCALE_EXPONENTS, Role
-from harness.sentinel.device.fp8_usage import fp8_range
-from harness.sentinel.device.signals import PARTS, Layout
+from harness.sentinel.device.fp8_usage import summarize_fp8_usage
+from harness.sentinel.device.signals import PARTS, SignalLayout
 
 GROUPS = ("embedding", "blocks.0", "blocks.1")
-LAYOUT = Layout(groups=GROUPS, layers=("blocks.0",), sources=("web",), num_ranks=2)
+LAYOUT = SignalLayout(groups=GROUPS, layers=("blocks.0",), sources=("web",), num_ranks=2)
 FP8_PARTS = [name for name in PARTS if name.startswith("fp8_")]
 
 
@@ -33,7 +33,7 @@ def sums(**changes: Any) -> dict[str, list[float]]:
 
 
 def test_sums_become_shares_by_role_and_by_group() -> None:
-    health, underflow = fp8_range(GROUPS, sums())
+    health, underflow = summarize_fp8_usage(GROUPS, sums())
     assert health == {
         "activations": {"underflow": 0.1, "saturated": 0.25, "scale_log2": [0, 10]},
         "weights": {"underflow": 0.0, "saturated": 0.0, "scale_log2": [-32, -30]},
@@ -44,9 +44,9 @@ def test_sums_become_shares_by_role_and_by_group() -> None:
 
 def test_what_was_not_seen_is_not_told() -> None:
     nothing = {name: [0.0] * len(values) for name, values in sums().items()}
-    assert fp8_range(GROUPS, nothing) == ({}, {})
+    assert summarize_fp8_usage(GROUPS, nothing) == ({}, {})
     without = sums(fp8_nonzeros=[0, 0, 0, 100, 50, 0, 300, 0, 0], fp8_zeros=[0, 0, 0, 10, 0, 0, 30, 0, 0])
-    health, underflow = fp8_range(GROUPS, without)
+    health, underflow = summarize_fp8_usage(GROUPS, without)
     assert list(health) == ["activations", "weights"]
     assert underflow == {"blocks.0": 0.1, "blocks.1": 0.1}
 
@@ -63,7 +63,7 @@ def test_a_run_without_fp8_sends_nothing_of_it() -> None:
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, replace(LAYOUT, has_fp8=True)], ids=["without", "with"])
-def test_parts_follow_each_other_without_a_gap(layout: Layout) -> None:
+def test_parts_follow_each_other_without_a_gap(layout: SignalLayout) -> None:
     places = list(layout.parts.values())
     assert [places[0].start, *(place.stop for place in places)] == [
         0,

@@ -17,11 +17,11 @@ from harness.distributed.world import World, connect, disconnect
 from harness.model.loss import IGNORED, count_losses
 from harness.sentinel.device import local_sums as module
 from harness.sentinel.device.local_sums import DIGEST_MODULUS, weight_digest
-from harness.sentinel.device.signals import Layout, Signals, group_of
+from harness.sentinel.device.signals import SignalLayout, Signals, group_of
 from harness.sentinel.device.slots import SLOTS
 
 BETAS, EPS, RATE = (0.9, 0.95), 1e-8, 0.125
-LAYOUT = Layout(groups=("embedding", "blocks.0"), layers=("blocks.0",), sources=("web", "code", "books"))
+LAYOUT = SignalLayout(groups=("embedding", "blocks.0"), layers=("blocks.0",), sources=("web", "code", "books"))
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_parameters_belong_to_their_block_or_module() -> None:
 
 
 def test_parts_follow_each_other_without_a_gap() -> None:
-    layout = Layout(groups=("a", "b"), layers=("b",), sources=("s",), num_ranks=7)
+    layout = SignalLayout(groups=("a", "b"), layers=("b",), sources=("s",), num_ranks=7)
     places = list(layout.parts.values())
     assert places[0].start == 0
     assert [place.start for place in places[1:]] == [place.stop for place in places[:-1]]

@@ -16,13 +16,13 @@ from harness.sentinel.device.slots import (
     MAX_WORST,
     SLOTS,
     Numbers,
-    holders,
-    limbs_of,
-    mismatched,
-    misread,
-    spread,
-    sum_of_fingerprints,
-    summarise,
+    find_mismatched,
+    find_misread,
+    rank_spread,
+    ranks_by_digest,
+    split_fingerprint,
+    sum_fingerprints,
+    summarize_slots,
 )
 
 
@@ -37,7 +37,7 @@ def table(num_ranks: int, **rows: ArrayLike) -> Numbers:
 def test_a_spread_is_that_of_the_finite_values(values: list[float]) -> None:
     numbers = np.array(values, dtype=np.float32)
     finite = numbers[np.isfinite(numbers)].astype(np.float64)
-    found = spread(numbers)
+    found = rank_spread(numbers)
     if not len(finite):
         assert found == {}
         return
@@ -52,7 +52,7 @@ def test_a_spread_is_that_of_the_finite_values(values: list[float]) -> None:
 
 
 def test_gradients_are_told_in_true_units_and_time_by_its_name() -> None:
-    found = summarise(
+    found = summarize_slots(
         table(3, loss=[1.0, 2.0, 9.0], grad_square=[4.0, 16.0, 36.0], busy_s=[0.5, 0.5, 0.75]), divisor=2.0, replicate=1
     )
     assert found.ranks["loss"]["worst"][0] == [2, 9.0]
@@ -62,18 +62,18 @@ def test_gradients_are_told_in_true_units_and_time_by_its_name() -> None:
 
 
 def test_what_nobody_measured_is_not_told() -> None:
-    assert summarise(table(3, loss=[1.0, 2.0, 3.0]), divisor=1.0, replicate=1).ranks.keys() == {"loss"}
+    assert summarize_slots(table(3, loss=[1.0, 2.0, 3.0]), divisor=1.0, replicate=1).ranks.keys() == {"loss"}
 
 
 def test_a_lone_rank_has_no_spread_but_may_be_guilty() -> None:
-    found = summarise(table(1, loss=[1.0], grad_square=[math.nan]), divisor=1.0, replicate=1)
+    found = summarize_slots(table(1, loss=[1.0], grad_square=[math.nan]), divisor=1.0, replicate=1)
     assert found.ranks == {}
     assert found.nonfinite_ranks == [0]
 
 
 def test_bad_ranks_are_named_and_do_not_spoil_the_spread() -> None:
     rows = table(5, loss=[1.0, math.nan, 1.0, 1.0, 2.0], grad_square=[1.0, 1.0, math.inf, 1.0, 1.0])
-    found = summarise(rows, divisor=1.0, replicate=1)
+    found = summarize_slots(rows, divisor=1.0, replicate=1)
     assert found.nonfinite_ranks == [1, 2]
     assert found.ranks["loss"]["median"] == 1.0
     assert found.ranks["loss"]["worst"][0] == [4, 2.0]
@@ -82,7 +82,7 @@ def test_bad_ranks_are_named_and_do_not_spoil_the_spread() -> None:
 
 def test_a_record_does_not_grow_with_the_cluster() -> None:
     rows = table(1000, loss=math.nan, decision=np.arange(1000), weight_digest=np.arange(1000))
-    found = summarise(rows, divisor=1.0, replicate=2)
+    found = summarize_slots(rows, divisor=1.0, replicate=2)
     assert len(found.nonfinite_ranks) == len(found.mismatched_ranks) == MAX_NAMED
     assert len(found.digests) <= 8
     assert found.ranks == {}, "no finite loss"
@@ -101,35 +101,35 @@ def test_a_record_does_not_grow_with_the_cluster() -> None:
     ],
 )
 def test_replicas_that_differ_from_the_majority(digests: list[int], replicate: int, expected: list[int]) -> None:
-    assert mismatched(np.array(digests, dtype=np.float32), replicate=replicate) == expected
+    assert find_mismatched(np.array(digests, dtype=np.float32), replicate=replicate) == expected
 
 
 def test_decisions_are_told_only_where_they_differ() -> None:
     largest = 2**24 - 1
-    assert holders(np.full(6, largest, dtype=np.float32)) == {}
-    told = holders(np.array([7, largest, 7, 7, 7, 7], dtype=np.float32))
+    assert ranks_by_digest(np.full(6, largest, dtype=np.float32)) == {}
+    told = ranks_by_digest(np.array([7, largest, 7, 7, 7, 7], dtype=np.float32))
     assert told == {"000007": [0, 2, 3, 4], "ffffff": [1]}
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=200))
 def test_fingerprints_travel_as_floats_and_add_up_exactly(fingerprints: list[int]) -> None:
-    rows = np.array([limbs_of(each) for each in fingerprints], dtype=np.float32).T
-    assert sum_of_fingerprints(*rows) == sum(fingerprints) % 2**64
-    said = summarise(table(len(fingerprints), **dict(zip(LIMBS, rows, strict=True))), divisor=1.0, replicate=1)
+    rows = np.array([split_fingerprint(each) for each in fingerprints], dtype=np.float32).T
+    assert sum_fingerprints(*rows) == sum(fingerprints) % 2**64
+    said = summarize_slots(table(len(fingerprints), **dict(zip(LIMBS, rows, strict=True))), divisor=1.0, replicate=1)
     total = sum(fingerprints) % 2**64
     assert said.fingerprint == (f"{total:016x}" if total else "")
 
 
 def test_the_step_time_that_all_ranks_share_is_the_median() -> None:
-    assert summarise(table(1, step_s=[0.5]), divisor=1.0, replicate=1).median_step_s == 0.5
-    assert summarise(table(3, step_s=[0.5, 9.0, 0.25]), divisor=1.0, replicate=1).median_step_s == 0.5
+    assert summarize_slots(table(1, step_s=[0.5]), divisor=1.0, replicate=1).median_step_s == 0.5
+    assert summarize_slots(table(3, step_s=[0.5, 9.0, 0.25]), divisor=1.0, replicate=1).median_step_s == 0.5
 
 
 def test_a_rank_with_another_plan_is_named() -> None:
-    said = summarise(table(4, plan=[7, 7, 9, 7]), divisor=1.0, replicate=1)
+    said = summarize_slots(table(4, plan=[7, 7, 9, 7]), divisor=1.0, replicate=1)
     assert said.other_data == {"plan": [2]}
-    assert summarise(table(2, plan=[7, 9]), divisor=1.0, replicate=1).other_data == {"plan": [0, 1]}
+    assert summarize_slots(table(2, plan=[7, 9]), divisor=1.0, replicate=1).other_data == {"plan": [0, 1]}
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -138,14 +138,14 @@ def test_a_rank_that_reads_other_bytes_is_named(num_ranks: int, wrong: list[int]
     """The owner of row r and the rank `stride` before it read it; a wrong rank reads everything otherwise."""
     true = np.arange(1, num_ranks + 1, dtype=np.float32)
     own, other = true.copy(), np.roll(true, -stride)
-    assert misread(own, other, stride=stride) == []
+    assert find_misread(own, other, stride=stride) == []
     own[wrong] += 100
     other[wrong] += 1000
-    assert misread(own, other, stride=stride) == wrong
+    assert find_misread(own, other, stride=stride) == wrong
 
 
 def test_where_two_ranks_differ_once_both_are_named() -> None:
     own, other = np.array([1, 2, 3, 4], dtype=np.float32), np.array([2, 3, 4, 1], dtype=np.float32)
     other[1] = 9
-    assert misread(own, other, stride=1) == [1, 2]
-    assert misread(np.zeros(4, dtype=np.float32), np.zeros(4, dtype=np.float32), stride=1) == []
+    assert find_misread(own, other, stride=1) == [1, 2]
+    assert find_misread(np.zeros(4, dtype=np.float32), np.zeros(4, dtype=np.float32), stride=1) == []

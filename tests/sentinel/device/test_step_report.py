@@ -11,13 +11,15 @@ from torch import Tensor
 
 from harness.config.compose import load
 from harness.core.events import TOKEN_LOSS_EDGES, StepRecord
-from harness.sentinel.device.gate import Gate, Judgement
+from harness.sentinel.device.gate import Gate, GateDecision
 from harness.sentinel.device.mailbox import Mailbox
-from harness.sentinel.device.signals import SCALARS, Layout
+from harness.sentinel.device.signals import SCALARS, SignalLayout
 from harness.sentinel.device.slots import SLOTS
-from harness.sentinel.device.step_report import DECIDED, HostFacts, pack, totals, unpack
+from harness.sentinel.device.step_report import DECIDED, HostFacts, pack_report, totals, unpack_report
 
-LAYOUT = Layout(groups=("embedding", "blocks.0"), layers=("blocks.0",), sources=("web", "code", "books"), num_ranks=4)
+LAYOUT = SignalLayout(
+    groups=("embedding", "blocks.0"), layers=("blocks.0",), sources=("web", "code", "books"), num_ranks=4
+)
 FACTS = HostFacts(
     iteration=7, cursor=9, tokens=700, probed=True, posted_s=0.0, memory_bytes=1, batch={"fingerprint": "f"}
 )
@@ -53,13 +55,13 @@ def make_reduced(**values: float) -> Tensor:
 def judged(vector: Tensor, *, refuse: float = 0.0, scale: float = 1.0, expected_tokens: int = 50) -> Tensor:
     """The report of a step that nobody would refuse for its size."""
     scales = torch.tensor(scale)
-    judgement = Judgement(
+    decision = GateDecision(
         refuse=torch.tensor(refuse), overflow=torch.tensor(refuse), bounds=torch.tensor([8.0, math.inf])
     )
-    return pack(
+    return pack_report(
         vector,
         totals(LAYOUT, vector, scale=scales, expected_tokens=expected_tokens),
-        judgement=judgement,
+        decision=decision,
         lr=torch.tensor(0.5),
         step=torch.tensor(6),
         scale=scales,
@@ -67,7 +69,7 @@ def judged(vector: Tensor, *, refuse: float = 0.0, scale: float = 1.0, expected_
 
 
 def read(report: Tensor, facts: HostFacts = FACTS, *, clip_norm: float | None = None) -> StepRecord:
-    return unpack(LAYOUT, facts, report, dim=2, dynamic_scale=False, clip_norm=clip_norm, replicate=2)
+    return unpack_report(LAYOUT, facts, report, dim=2, dynamic_scale=False, clip_norm=clip_norm, replicate=2)
 
 
 def test_numbers_come_back_as_they_were_meant() -> None:
@@ -78,7 +80,7 @@ def test_numbers_come_back_as_they_were_meant() -> None:
     assert float(total.grad_norm) == 5.0 / 4.0
     report = judged(vector, scale=8.0, expected_tokens=100)
     assert len(report) == LAYOUT.size + DECIDED
-    record = unpack(LAYOUT, FACTS, report, dim=2, dynamic_scale=True, clip_norm=None, replicate=2)
+    record = unpack_report(LAYOUT, FACTS, report, dim=2, dynamic_scale=True, clip_norm=None, replicate=2)
     assert (record.iteration, record.cursor, record.tokens, record.step) == (7, 9, 700, 6)
     assert (record.loss, record.z_loss, record.grad_norm, record.lr) == (4.0, 0.2, 1.25, 0.5)
     assert record.group_grad_norms == {"embedding": 0.75, "blocks.0": 1.0}
@@ -159,17 +161,17 @@ def test_a_bad_group_and_rank_are_named_and_poison_no_other(bad: float) -> None:
 def test_the_gate_says_zero_or_one(loss: float, grad_norm: float, expected: float) -> None:
     gate = Gate(load([]).sentinel.detect, device=torch.device("cpu"))
     warming = torch.zeros((), dtype=torch.float64)
-    judgement = gate.judge(loss=torch.tensor(loss), grad_norm=torch.tensor(grad_norm), warming=warming)
-    assert float(judgement.refuse) == expected
-    assert float(judgement.overflow) == expected
+    decision = gate.decide(loss=torch.tensor(loss), grad_norm=torch.tensor(grad_norm), warming=warming)
+    assert float(decision.skip_mask) == expected
+    assert float(decision.overflow) == expected
 
 
 def test_a_batch_without_tokens_is_refused_and_still_told() -> None:
     vector = make_reduced()
     total = totals(LAYOUT, vector, scale=torch.tensor(1.0), expected_tokens=50)
     gate = Gate(load([]).sentinel.detect, device=torch.device("cpu"))
-    judgement = gate.judge(loss=total.loss, grad_norm=total.grad_norm, warming=torch.zeros((), dtype=torch.float64))
-    assert float(judgement.refuse) == 1.0
+    decision = gate.decide(loss=total.loss, grad_norm=total.grad_norm, warming=torch.zeros((), dtype=torch.float64))
+    assert float(decision.skip_mask) == 1.0
     assert math.isnan(read(judged(vector)).loss)
 
 
@@ -179,7 +181,7 @@ def test_mail_comes_in_order_and_late_by_the_lag(lag: int) -> None:
     seen: list[tuple[int, float]] = []
     for number in range(6):
         mailbox.post(number, torch.tensor([number * 1.5]))
-        seen += [(facts, float(values[0])) for facts, values in mailbox.take()]
+        seen += [(facts, float(values[0])) for facts, values in mailbox.read()]
         assert len(seen) == max(0, number + 1 - lag)
-    seen += [(facts, float(values[0])) for facts, values in mailbox.take(everything=True)]
+    seen += [(facts, float(values[0])) for facts, values in mailbox.read(everything=True)]
     assert seen == [(number, number * 1.5) for number in range(6)]

@@ -16,9 +16,9 @@ def told(records: list[StepRecord], *, last: bool = False) -> list[Incident]:
     sentinel = Sentinel.start(load(["sentinel.policy.clean_steps=30"]).sentinel)
     found: list[Incident] = []
     for record in records:
-        sentinel.judge(record)
-        found += sentinel.news()
-    return found + sentinel.news(last=last)
+        sentinel.process_record(record)
+        found += sentinel.drain_events()
+    return found + sentinel.drain_events(last=last)
 
 
 def broken(num: int) -> list[StepRecord]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from harness.core.events import ActionKind, FindingKind
-from harness.sentinel.policy.open_incident import Closed, Verdict
+from harness.sentinel.policy.open_incident import ClosedIncident, IncidentVerdict
 from harness.sentinel.policy.policy import Policy
 from tests.sentinel.policy_runs import LAG, F, K, Run, defaults, finding, kind_of, outcome, record
 
@@ -28,7 +28,7 @@ class TestWatch:
         assert run.policy.doubtful_since == 101
         for age in range(100):
             assert run.take(loss=3.0 + 1.5 * math.exp(-age / 10)) is None
-        assert run.closed == [Closed(1, Verdict.recovered, 1)]
+        assert run.closed == [ClosedIncident(1, IncidentVerdict.recovered, 1)]
         assert run.policy.doubtful_since is None
 
     def test_once_per_incident(self) -> None:
@@ -42,7 +42,7 @@ class TestWatch:
         run.calm(100)
         assert kind_of(run.take(F.grad_spike)) is K.watch
         assert run.calm(defaults().patience_iterations) == []
-        assert run.closed == [Closed(1, Verdict.harmless, None)]
+        assert run.closed == [ClosedIncident(1, IncidentVerdict.harmless, None)]
 
     def test_a_refusal_meanwhile_is_skipped_all_the_same(self) -> None:
         run = Run()
@@ -82,7 +82,7 @@ class TestWatch:
         run.take(F.loss_spike, loss=7.0)
         actions = [run.take(loss=3.0 + 4.0 * math.exp(-age / 50)) for age in range(600)]
         assert [action for action in actions if action is not None] == []
-        assert run.closed == [Closed(1, Verdict.recovered, 1)]
+        assert run.closed == [ClosedIncident(1, IncidentVerdict.recovered, 1)]
 
 
 class TestOtherData:
@@ -94,7 +94,7 @@ class TestOtherData:
             assert run.take(loss=3.5) is None
         assert kind_of(run.take(kind, loss=3.5, back=20)) is K.watch
         assert [run.take(loss=3.5) for _ in range(250)] == [None] * 250
-        assert run.closed == [Closed(1, Verdict.accepted, None)]
+        assert run.closed == [ClosedIncident(1, IncidentVerdict.accepted, None)]
 
     def test_a_sustained_jump_is_not(self) -> None:
         """OLMo-core takes a sustained jump for the new normal after four steps."""
@@ -128,7 +128,7 @@ class TestSkip:
         action = run.take(F.nonfinite, F.rank_outlier, loss=math.nan, refused=True)
         assert action is not None
         assert (action.kind, action.exclude, action.incident) == (K.skip, [50, 50], 1)
-        assert run.policy.hear(outcome(action, step=50)) is None
+        assert run.policy.on_outcome(outcome(action, step=50)) is None
         assert run.calm(300) == []
 
     def test_one_nan_costs_one_batch(self) -> None:

@@ -11,19 +11,19 @@ import pytest
 from harness.config.sentinel import BudgetConfig
 from harness.core.events import Action, ActionKind, FindingKind, HeldOutMeasured, RunStarted, StepRecord
 from harness.sentinel.policy.budgets import Budgets
-from harness.sentinel.policy.held_out_level import Health, is_at_level
-from harness.sentinel.policy.lineage import Branch
-from harness.sentinel.policy.open_incident import Case, Rung, Verdict
-from harness.sentinel.policy.precision_fallback import Fallback, window
+from harness.sentinel.policy.held_out_level import HeldOutLevel, is_at_level
+from harness.sentinel.policy.lineage import Lineage
+from harness.sentinel.policy.open_incident import IncidentVerdict, OpenIncident, Rung
+from harness.sentinel.policy.precision_fallback import PrecisionFallback, fallback_iterations
 from harness.sentinel.policy.responses import (
-    Refusals,
+    Rejections,
     has_broken_weights,
-    is_finite,
+    has_finite_update,
     is_overflow,
     is_within_gradient_bound,
 )
-from harness.sentinel.policy.restore_scope import bound, exclusion
-from harness.sentinel.policy.suspect_sources import Suspects
+from harness.sentinel.policy.restore_scope import excluded_batches, restore_bound
+from harness.sentinel.policy.suspect_sources import SuspectSources
 from tests.sentinel.cluster import CFG
 from tests.sentinel.policy_runs import Run, outcome, record
 
@@ -41,7 +41,7 @@ class TestBudgets:
         budgets.spend(SKIP, progress=5)
         assert budgets.allows(SKIP, progress=5)
         budgets.spend(SKIP, progress=6)
-        assert budgets.refusal(SKIP, progress=14) == "budget spent: 2 x skip within 10 steps of progress"
+        assert budgets.exhausted_reason(SKIP, progress=14) == "budget spent: 2 x skip within 10 steps of progress"
         assert budgets.allows(SKIP, progress=15), "the first one is 10 steps behind"
         assert budgets.allows(REWIND, progress=6), "other kinds have budgets of their own"
 
@@ -50,7 +50,7 @@ class TestBudgets:
         for progress in (0, 100, 200):
             assert budgets.allows(SKIP, progress=progress)
             budgets.spend(SKIP, progress=progress)
-        assert budgets.refusal(SKIP, progress=300) == "budget spent: 3 x skip in this run"
+        assert budgets.exhausted_reason(SKIP, progress=300) == "budget spent: 3 x skip in this run"
 
     def test_restores_are_counted_since_the_last_cure_within_the_window(self) -> None:
         budgets = self.budgets()
@@ -82,27 +82,27 @@ class TestBudgets:
         budgets = self.budgets()
         for progress in (1, 2):
             budgets.spend(SKIP, progress=progress)
-        budgets.forgive()
+        budgets.reset_window()
         assert budgets.allows(SKIP, progress=2)
         budgets.spend(SKIP, progress=2)
         assert not budgets.allows(SKIP, progress=50)
 
 
-class TestSuspects:
-    def learned(self, num: int = 20, **losses: float) -> Suspects:
+class TestSuspectSources:
+    def learned(self, num: int = 20, **losses: float) -> SuspectSources:
         """Sources that were seen so often, with a mean deviation of about 0.1."""
-        suspects = Suspects()
+        suspects = SuspectSources()
         for place in range(num):
             noise = 0.1 if place % 2 else -0.1
-            suspects.learn(record(place, sources={name: loss + noise for name, loss in losses.items()}))
+            suspects.on_clean_record(record(place, sources={name: loss + noise for name, loss in losses.items()}))
         return suspects
 
-    def source_of(self, suspects: Suspects, **losses: float) -> str | None:
+    def source_of(self, suspects: SuspectSources, **losses: float) -> str | None:
         return suspects.source_of(record(99, sources=losses))
 
     def test_a_source_far_above_its_habit_stands_out(self) -> None:
         suspects = self.learned(web=3.0, code=1.0)
-        num, mean, deviation = suspects.habits["code"]
+        num, mean, deviation = suspects.loss_stats["code"]
         assert num == 20
         assert mean == pytest.approx(1.0, abs=0.02)
         assert deviation == pytest.approx(0.1, abs=0.02)
@@ -116,56 +116,56 @@ class TestSuspects:
         assert self.source_of(self.learned(1, web=3.0, code=1.0), web=3.0, code=math.nan) == "code"
 
     def test_habits_follow_slowly(self) -> None:
-        suspects = Suspects()
-        suspects.learn(record(0, sources={"web": 2.0}))
-        assert suspects.habits["web"] == (1, 2.0, 0.0)
-        suspects.learn(record(1, sources={"web": 4.0}))
-        assert suspects.habits["web"] == (2, 3.0, 1.0), "the mean of two"
+        suspects = SuspectSources()
+        suspects.on_clean_record(record(0, sources={"web": 2.0}))
+        assert suspects.loss_stats["web"] == (1, 2.0, 0.0)
+        suspects.on_clean_record(record(1, sources={"web": 4.0}))
+        assert suspects.loss_stats["web"] == (2, 3.0, 1.0), "the mean of two"
         for place in range(2, 20):
-            suspects.learn(record(place, sources={"web": 3.0}))
-        _, mean, deviation = suspects.habits["web"]
-        suspects.learn(record(20, sources={"web": mean + 1.0}))
-        num, now, spread = suspects.habits["web"]
+            suspects.on_clean_record(record(place, sources={"web": 3.0}))
+        _, mean, deviation = suspects.loss_stats["web"]
+        suspects.on_clean_record(record(20, sources={"web": mean + 1.0}))
+        num, now, spread = suspects.loss_stats["web"]
         assert num == 21
         assert now == pytest.approx(mean + 0.05)
         assert spread == pytest.approx(deviation + 0.05 * (1.0 - deviation))
-        suspects.learn(record(21, sources={"web": math.inf}))
-        assert suspects.habits["web"] == (num, now, spread)
+        suspects.on_clean_record(record(21, sources={"web": math.inf}))
+        assert suspects.loss_stats["web"] == (num, now, spread)
 
     def test_the_only_source_is_never_to_blame(self) -> None:
         suspects = self.learned(web=3.0)
         assert self.source_of(suspects, web=math.nan) is None
         suspects.blame("web", progress=5)
-        assert suspects.guilty(1, since=0) is None
+        assert suspects.shared_source(1, since=0) is None
 
     @pytest.mark.parametrize(("num", "source"), [(49, "code"), (50, None)])
     def test_a_source_that_is_not_seen_for_fifty_steps_cannot_take_over(self, num: int, source: str | None) -> None:
         suspects = self.learned(web=3.0, code=1.0)
         for place in range(num):
-            suspects.learn(record(place, sources={"code": 1.0}))
+            suspects.on_clean_record(record(place, sources={"code": 1.0}))
         assert self.source_of(suspects, code=math.nan) == source
         for place in range(60):
-            suspects.learn(record(place))
+            suspects.on_clean_record(record(place))
         assert self.source_of(suspects, code=math.nan) == source, "records without sources tell nothing"
 
     def test_the_last_guilty_batches_share_a_source(self) -> None:
         suspects = self.learned(web=3.0, code=1.0)
         for source, progress in (("web", 1), ("code", 4), ("code", 5)):
             suspects.blame(source, progress=progress)
-        assert suspects.guilty(2, since=4) == "code"
-        assert suspects.guilty(2, since=5) is None, "one of them is too long ago"
-        assert suspects.guilty(3, since=0) is None
-        assert suspects.guilty(4, since=0) is None
+        assert suspects.shared_source(2, since=4) == "code"
+        assert suspects.shared_source(2, since=5) is None, "one of them is too long ago"
+        assert suspects.shared_source(3, since=0) is None
+        assert suspects.shared_source(4, since=0) is None
         suspects.blame(None, progress=6)
-        assert suspects.guilty(1, since=0) is None
-        suspects.acquit()
+        assert suspects.shared_source(1, since=0) is None
+        suspects.clear_blame()
         assert suspects.blamed == []
 
     def test_a_source_that_was_removed_is_forgotten(self) -> None:
         suspects = self.learned(web=3.0, code=1.0)
         suspects.blame("code", progress=1)
         suspects.remove("code")
-        assert (suspects.removed, suspects.blamed, [*suspects.habits], [*suspects.unseen]) == (
+        assert (suspects.removed, suspects.blamed, [*suspects.loss_stats], [*suspects.unseen]) == (
             ["code"],
             [],
             ["web"],
@@ -175,7 +175,7 @@ class TestSuspects:
         assert suspects.removed == ["code", "never seen"]
 
     def test_64_guilty_batches_are_remembered(self) -> None:
-        suspects = Suspects()
+        suspects = SuspectSources()
         for progress in range(70):
             suspects.blame("web", progress=progress)
         assert [progress for _, progress in suspects.blamed] == [*range(6, 70)]
@@ -200,9 +200,9 @@ class TestSymptoms:
         assert is_overflow(told(**facts)) is answer
 
     def test_numbers_of_a_record(self) -> None:
-        assert is_finite(told())
-        assert not is_finite(told(loss=math.nan))
-        assert not is_finite(told(grad_norm=math.inf))
+        assert has_finite_update(told())
+        assert not has_finite_update(told(loss=math.nan))
+        assert not has_finite_update(told(grad_norm=math.inf))
         assert is_within_gradient_bound(told(grad_norm=2.0, bounds={"grad_norm": 2.0}))
         assert not is_within_gradient_bound(told(grad_norm=2.01, bounds={"grad_norm": 2.0}))
         assert is_within_gradient_bound(told(grad_norm=1e9))
@@ -212,73 +212,73 @@ class TestSymptoms:
         assert has_broken_weights(told(param_norm=1.0, group_param_norms={"a": 2.0, "b": math.inf}))
 
     def test_refusals_in_a_row(self) -> None:
-        refusals = Refusals()
+        rejections = Rejections()
         rows = [record(place, refused=place in (2, 3, 5)) for place in range(6)]
-        assert [refusals.add(row) for row in rows] == [False, False, True, True, False, True]
-        assert (refusals.num_in_row, refusals.since) == (1, 5)
-        refusals.add(record(6, refused=True))
-        assert (refusals.num_in_row, refusals.since) == (2, 5)
+        assert [rejections.add(row) for row in rows] == [False, False, True, True, False, True]
+        assert (rejections.num_in_row, rejections.since) == (1, 5)
+        rejections.add(record(6, refused=True))
+        assert (rejections.num_in_row, rejections.since) == (2, 5)
 
     def test_overflows_are_refusals_only_after_64_of_them(self) -> None:
-        refusals = Refusals()
+        rejections = Rejections()
         overflow = told(loss_scale=8.0, grad_norm=math.inf)
-        assert not any(refusals.add(overflow) for _ in range(64))
-        assert refusals.num_in_row == 0
-        assert refusals.add(overflow)
-        assert refusals.num_in_row == 1
-        refusals.add(record(9))
-        assert not refusals.add(overflow), "an applied update starts the count again"
+        assert not any(rejections.add(overflow) for _ in range(64))
+        assert rejections.num_in_row == 0
+        assert rejections.add(overflow)
+        assert rejections.num_in_row == 1
+        rejections.add(record(9))
+        assert not rejections.add(overflow), "an applied update starts the count again"
 
 
-class TestHealth:
-    def branch(self, losses: list[float]) -> Branch:
-        branch = Branch()
+class TestHeldOutLevel:
+    def lineage(self, losses: list[float]) -> Lineage:
+        lineage = Lineage()
         for place, loss in enumerate(losses, start=1):
-            branch.add(record(place, loss=loss))
-        return branch
+            lineage.add(record(place, loss=loss))
+        return lineage
 
     def measured(self, *, iteration: int, step: int, loss: float = 3.0) -> HeldOutMeasured:
         return HeldOutMeasured(time=0.0, iteration=iteration, step=step, loss=loss)
 
     def test_the_newest_level_from_before_the_update_before_the_onset(self) -> None:
-        branch, health = self.branch([3.0] * 30), Health()
+        lineage, held_out = self.lineage([3.0] * 30), HeldOutLevel()
         for iteration, loss in ((5, 3.3), (10, 3.2), (20, 3.1)):
-            health.add(self.measured(iteration=iteration, step=iteration, loss=loss), branch)
-        assert health.expected(22, branch) == 3.1
-        assert health.expected(21, branch) == 3.2, "the update of iteration 20 may have done the damage"
-        assert health.expected(6, branch) is None
-        health.set_down(10)
-        assert health.expected(30, branch) == 3.2
-        health.set_down(9)
-        assert health.expected(30, branch) == 3.3
+            held_out.add(self.measured(iteration=iteration, step=iteration, loss=loss), lineage)
+        assert held_out.expected(22, lineage) == 3.1
+        assert held_out.expected(21, lineage) == 3.2, "the update of iteration 20 may have done the damage"
+        assert held_out.expected(6, lineage) is None
+        held_out.drop_after(10)
+        assert held_out.expected(30, lineage) == 3.2
+        held_out.drop_after(9)
+        assert held_out.expected(30, lineage) == 3.3
 
     def test_the_level_of_the_start_counts_for_every_onset(self) -> None:
-        branch, health = self.branch([3.0] * 3), Health()
-        health.add(self.measured(iteration=0, step=0, loss=9.0), branch)
-        assert health.expected(1, branch) == 9.0
+        lineage, held_out = self.lineage([3.0] * 3), HeldOutLevel()
+        held_out.add(self.measured(iteration=0, step=0, loss=9.0), lineage)
+        assert held_out.expected(1, lineage) == 9.0
 
     def test_what_is_not_finite_is_no_level(self) -> None:
-        health = Health()
-        health.add(self.measured(iteration=1, step=1, loss=math.nan), self.branch([3.0] * 3))
-        assert health.measured == []
+        held_out = HeldOutLevel()
+        held_out.add(self.measured(iteration=1, step=1, loss=math.nan), self.lineage([3.0] * 3))
+        assert held_out.measured == []
 
     def test_it_falls_with_the_training_loss_and_by_the_least_of_the_falls(self) -> None:
-        falling = self.branch([5.0] * 60 + [4.0] * 60)
-        health = Health()
-        health.add(self.measured(iteration=60, step=60, loss=6.0), falling)
-        assert health.expected(121, falling) == 5.0
-        assert health.expected(85, falling) == 6.0, "the median of 50 losses has not fallen yet"
-        assert health.expected(87, falling) == 5.0
-        rising = self.branch([4.0] * 60 + [5.0] * 60)
-        health = Health()
-        health.add(self.measured(iteration=60, step=60, loss=6.0), rising)
-        assert health.expected(121, rising) == 6.0, "a training loss that rose excuses nothing"
+        falling = self.lineage([5.0] * 60 + [4.0] * 60)
+        held_out = HeldOutLevel()
+        held_out.add(self.measured(iteration=60, step=60, loss=6.0), falling)
+        assert held_out.expected(121, falling) == 5.0
+        assert held_out.expected(85, falling) == 6.0, "the median of 50 losses has not fallen yet"
+        assert held_out.expected(87, falling) == 5.0
+        rising = self.lineage([4.0] * 60 + [5.0] * 60)
+        held_out = HeldOutLevel()
+        held_out.add(self.measured(iteration=60, step=60, loss=6.0), rising)
+        assert held_out.expected(121, rising) == 6.0, "a training loss that rose excuses nothing"
 
     def test_64_measurements_are_remembered(self) -> None:
-        branch, health = self.branch([3.0] * 5), Health()
+        lineage, held_out = self.lineage([3.0] * 5), HeldOutLevel()
         for iteration in range(70):
-            health.add(self.measured(iteration=iteration, step=iteration), branch)
-        assert [each.iteration for each in health.measured] == [*range(6, 70)]
+            held_out.add(self.measured(iteration=iteration, step=iteration), lineage)
+        assert [each.iteration for each in held_out.measured] == [*range(6, 70)]
 
     @pytest.mark.parametrize(
         ("loss", "expected", "answer"), [(4.5, 4.0, True), (4.51, 4.0, False), (None, 4.0, False), (4.0, None, False)]
@@ -287,98 +287,98 @@ class TestHealth:
         assert is_at_level(loss, expected, tolerance=0.125) is answer
 
 
-class TestBranch:
-    def branch(self, num: int = 20) -> Branch:
-        branch = Branch()
+class TestLineage:
+    def lineage(self, num: int = 20) -> Lineage:
+        lineage = Lineage()
         for place in range(1, num + 1):
-            branch.add(record(place, cursor=100 + place, loss=float(place), refused=place % 5 == 0))
-        return branch
+            lineage.add(record(place, cursor=100 + place, loss=float(place), refused=place % 5 == 0))
+        return lineage
 
     def test_what_was_seen_at_an_iteration_or_last_before_it(self) -> None:
-        branch = self.branch()
-        assert branch.at(0) is None
-        seen = branch.at(7)
+        lineage = self.lineage()
+        assert lineage.last_seen(0) is None
+        seen = lineage.last_seen(7)
         assert seen is not None
         assert (seen.iteration, seen.cursor, seen.loss) == (7, 107, 7.0)
-        last = branch.at(99)
+        last = lineage.last_seen(99)
         assert last is not None
         assert (last.iteration, last.loss) == (20, None)
 
     def test_where_a_batch_was_learned(self) -> None:
-        branch = self.branch()
-        assert (branch.learned_at(0), branch.learned_at(107), branch.learned_at(120)) == (1, 7, 20)
-        assert branch.learned_at(121) is None
+        lineage = self.lineage()
+        assert (lineage.consumed_at(0), lineage.consumed_at(107), lineage.consumed_at(120)) == (1, 7, 20)
+        assert lineage.consumed_at(121) is None
 
     def test_levels_around_an_iteration(self) -> None:
-        branch = self.branch()
-        assert branch.level_before(5, 2) == 3.5
-        assert branch.level_before(5, 99) == 2.5
-        assert branch.level_before(1, 2) is None
-        assert branch.level_since(17, 2) == 18.5
-        assert branch.level_since(17, 99) == 18.0
-        assert branch.level_since(20, 2) is None
-        assert branch.recent_loss(3, since=17) == 18.0
-        assert branch.recent_loss(4, since=17) is None
-        assert branch.recent_loss(2, since=16) == 18.5
+        lineage = self.lineage()
+        assert lineage.level_before(5, 2) == 3.5
+        assert lineage.level_before(5, 99) == 2.5
+        assert lineage.level_before(1, 2) is None
+        assert lineage.level_since(17, 2) == 18.5
+        assert lineage.level_since(17, 99) == 18.0
+        assert lineage.level_since(20, 2) is None
+        assert lineage.recent_loss(3, since=17) == 18.0
+        assert lineage.recent_loss(4, since=17) is None
+        assert lineage.recent_loss(2, since=16) == 18.5
 
     def test_what_is_normal_takes_ten_losses(self) -> None:
-        branch = self.branch()
-        assert branch.normal(12) is None
-        normal = branch.normal(13)
+        lineage = self.lineage()
+        assert lineage.normal_before(12) is None
+        normal = lineage.normal_before(13)
         assert normal is not None
         assert normal.level == 6.5
         assert normal.sigma == pytest.approx(1.4826 * 3.0)
 
     def test_what_is_normal_is_that_of_the_last_fifty(self) -> None:
-        branch = Branch()
+        lineage = Lineage()
         for place in range(1, 101):
-            branch.add(record(place, loss=float(place)))
-        normal = branch.normal(101)
+            lineage.add(record(place, loss=float(place)))
+        normal = lineage.normal_before(101)
         assert normal is not None
         assert normal.level == 75.5
         assert normal.sigma == pytest.approx(1.4826 * 12.5)
 
     def test_steps_in_iterations_across_restores(self) -> None:
-        branch = self.branch()
-        assert (branch.before_step(0), branch.before_step(1), branch.before_step(8)) == (0, 1, 8)
-        branch.set_down(30, 8)
-        assert branch.before_step(8) == 8
-        assert branch.before_step(9) == 31
-        branch.set_down(40, 8)
-        assert branch.roots == [(0, 0), (40, 8)]
-        assert branch.before_step(9) == 41
-        assert [seen.step for seen in branch.seen] == [1, 2, 3, 4, 5, 6, 7, 8]
+        lineage = self.lineage()
+        assert (lineage.before_step(0), lineage.before_step(1), lineage.before_step(8)) == (0, 1, 8)
+        lineage.restart_at(30, 8)
+        assert lineage.before_step(8) == 8
+        assert lineage.before_step(9) == 31
+        lineage.restart_at(40, 8)
+        assert lineage.roots == [(0, 0), (40, 8)]
+        assert lineage.before_step(9) == 41
+        assert [seen.step for seen in lineage.seen] == [1, 2, 3, 4, 5, 6, 7, 8]
 
     def test_1024_iterations_are_remembered(self) -> None:
-        branch = self.branch(1030)
-        assert (branch.seen[0].iteration, len(branch.seen)) == (7, 1024)
-        assert len(Branch.restore(branch.state()).seen) == 1024
+        lineage = self.lineage(1030)
+        assert (lineage.seen[0].iteration, len(lineage.seen)) == (7, 1024)
+        assert len(Lineage.restore(lineage.state()).seen) == 1024
 
 
-class TestFallback:
+class TestPrecisionFallback:
     def test_a_window_ends_with_its_last_iteration(self) -> None:
-        fallback = Fallback(is_on=True, until=20, incident=3)
+        fallback = PrecisionFallback(is_on=True, until=20, incident=3)
         assert not fallback.is_over(19)
         assert fallback.is_over(20)
-        assert not Fallback(is_on=True, until=None).is_over(10**9)
-        assert not Fallback(is_on=False, until=20).is_over(99)
-        fallback.fail()
+        assert not PrecisionFallback(is_on=True, until=None).is_over(10**9)
+        assert not PrecisionFallback(is_on=False, until=20).is_over(99)
+        fallback.on_failure()
         assert (fallback.is_on, fallback.until, fallback.incident) == (False, None, 3)
 
     def test_each_window_is_twice_as_long(self) -> None:
-        assert [window(10, num_before=num) for num in range(4)] == [10, 20, 40, 80]
+        assert [fallback_iterations(10, num_before=num) for num in range(4)] == [10, 20, 40, 80]
 
 
-def seen(num: int = 60) -> Branch:
-    branch = Branch()
+def seen(num: int = 60) -> Lineage:
+    lineage = Lineage()
     for place in range(1, num + 1):
-        branch.add(record(place, cursor=place + 9))
-    return branch
+        lineage.add(record(place, cursor=place + 9))
+    return lineage
 
 
-def case(**facts: Any) -> Case:
+def open_incident(**facts: Any) -> OpenIncident:
     given: dict[str, Any] = {"number": 1, "onset": 40, "onset_step": 40, "end_step": 40, "kinds": ["loss_spike"]}
-    return Case(**given | facts)
+    return OpenIncident(**given | facts)
 
 
 class TestScope:
@@ -403,7 +403,7 @@ class TestScope:
         ],
     )
     def test_batches_that_are_excluded(self, rung: Rung, facts: dict[str, Any], batches: list[int]) -> None:
-        assert exclusion(case(**facts), rung, branch=seen(), cfg=CFG) == batches
+        assert excluded_batches(open_incident(**facts), rung, lineage=seen(), cfg=CFG) == batches
 
     @pytest.mark.parametrize(
         ("rung", "facts", "exclude", "iteration"),
@@ -420,22 +420,22 @@ class TestScope:
     def test_how_old_the_state_must_be(
         self, rung: Rung, facts: dict[str, Any], exclude: list[int], iteration: int
     ) -> None:
-        assert bound(case(**facts), rung, exclude, branch=seen(), cfg=CFG) == iteration
+        assert restore_bound(open_incident(**facts), rung, exclude, lineage=seen(), cfg=CFG) == iteration
 
 
-class TestCase:
+class TestOpenIncident:
     def test_rejected_batches_are_given_back_in_ranges(self) -> None:
-        rejected = case()
+        rejected = open_incident()
         for batch in (9, 3, 4, 5, 9, 7):
-            rejected.refuse(cursor=batch, loss=3.0, grad_norm=1.0, is_excessive=batch == 9)
-        assert rejected.batches_refused == [[3, 5], [7, 7], [9, 9]]
+            rejected.add_rejected(cursor=batch, loss=3.0, grad_norm=1.0, is_excessive=batch == 9)
+        assert rejected.rejected_batches == [[3, 5], [7, 7], [9, 9]]
         assert rejected.num_excessive == 2
         shown = []
         for batch in (11, 12):
-            rejected.refuse(cursor=batch, loss=3.0, grad_norm=1.0, is_excessive=True)
+            rejected.add_rejected(cursor=batch, loss=3.0, grad_norm=1.0, is_excessive=True)
             shown.append(rejected.looks_like_data)
         assert shown == [True, False], "3 of 7, then 4 of 8 have a gradient beyond its bound"
-        assert case().looks_like_data
+        assert open_incident().looks_like_data
 
     def test_a_state_without_new_kinds_counts_all_kinds_as_new(self) -> None:
         """As an older version saved it: what it knew of the state still rules a check out."""
@@ -446,25 +446,25 @@ class TestCase:
         assert not restored.may_be_checked
 
     def test_64_rejected_batches_are_remembered(self) -> None:
-        rejected = case()
+        rejected = open_incident()
         for batch in range(70):
-            rejected.refuse(cursor=batch, loss=3.0, grad_norm=1.0, is_excessive=False)
-        assert rejected.batches_refused == [[6, 69]]
+            rejected.add_rejected(cursor=batch, loss=3.0, grad_norm=1.0, is_excessive=False)
+        assert rejected.rejected_batches == [[6, 69]]
 
     @pytest.mark.parametrize(("gap", "onset"), [(8, 40), (9, 57)])
     def test_what_comes_nine_clean_steps_after_a_refusal_begins_anew(self, gap: int, onset: int) -> None:
-        later = case(kinds=["refusal"], end_step=48, cursors=[1])
-        later.extend("loss_spike", onset=57, onset_step=48 + gap, step=60, cursors=[5, 6])
+        later = open_incident(kinds=["refusal"], end_step=48, cursors=[1])
+        later.add_finding("loss_spike", onset=57, onset_step=48 + gap, step=60, cursors=[5, 6])
         assert (later.onset, later.kinds, later.end_step) == (onset, ["refusal", "loss_spike"], 60)
         assert later.cursors == ([1, 5, 6] if gap == 8 else [5, 6])
-        later.extend("loss_spike", onset=57, onset_step=57, step=60, cursors=[6, 7])
+        later.add_finding("loss_spike", onset=57, onset_step=57, step=60, cursors=[6, 7])
         assert later.cursors[-3:] == [5, 6, 7]
 
     def test_an_earlier_onset_moves_the_place_and_a_later_one_does_not(self) -> None:
-        moved = case()
-        moved.extend("grad_spike", onset=38, onset_step=37, step=39, cursors=[])
+        moved = open_incident()
+        moved.add_finding("grad_spike", onset=38, onset_step=37, step=39, cursors=[])
         assert (moved.onset, moved.onset_step, moved.end_step) == (38, 37, 40)
-        moved.extend("grad_spike", onset=39, onset_step=38, step=45, cursors=[])
+        moved.add_finding("grad_spike", onset=39, onset_step=38, step=45, cursors=[])
         assert (moved.onset, moved.onset_step, moved.end_step, moved.kinds) == (
             38,
             37,
@@ -479,54 +479,54 @@ class TestCase:
     def test_a_spike_turns_by_a_quarter_of_its_height_and_two_sigmas(
         self, peak: float, recent: float, sigma: float, answer: bool
     ) -> None:
-        assert case(level=3.0, sigma=sigma, peak=peak).has_turned(recent) is answer
+        assert open_incident(level=3.0, sigma=sigma, peak=peak).has_turned(recent) is answer
 
-    def judged(self, losses: list[float], iteration: int, **facts: Any) -> Verdict | None:
+    def judged(self, losses: list[float], iteration: int, **facts: Any) -> IncidentVerdict | None:
         """A watch that began at iteration 41, after a level of 3."""
         given: dict[str, Any] = {"level": 3.0, "sigma": 0.5, "watched_since": 41, "watched_until": 61}
-        branch = Branch()
+        lineage = Lineage()
         for place, loss in enumerate([3.0] * 40 + losses, start=1):
-            branch.add(record(place, loss=loss))
-        return case(**given | facts).judge(branch, iteration, cfg=EXACT)
+            lineage.add(record(place, loss=loss))
+        return open_incident(**given | facts).evaluate_watch(lineage, iteration, cfg=EXACT)
 
     def test_back_to_half_a_sigma_is_recovered(self) -> None:
-        assert self.judged([3.25] * 9, 49) is Verdict.recovered
+        assert self.judged([3.25] * 9, 49) is IncidentVerdict.recovered
         assert self.judged([3.26] * 9, 49) is None
         assert self.judged([3.25] * 8, 48) is None, "nine losses are needed"
 
     def test_a_watch_without_losses_lingers_at_its_end(self) -> None:
         assert self.judged([3.0] * 3, 60) is None
-        assert self.judged([3.0] * 3, 61) is Verdict.lingering
+        assert self.judged([3.0] * 3, 61) is IncidentVerdict.lingering
 
-    @pytest.mark.parametrize(("iteration", "verdict"), [(52, None), (53, Verdict.stuck)])
+    @pytest.mark.parametrize(("iteration", "verdict"), [(52, None), (53, IncidentVerdict.stuck)])
     def test_a_large_spike_that_does_not_turn_is_stuck_after_a_while(
-        self, iteration: int, verdict: Verdict | None
+        self, iteration: int, verdict: IncidentVerdict | None
     ) -> None:
         assert self.judged([5.0] * 12, iteration) is verdict
 
     def test_a_small_step_without_a_cause_is_accepted_at_the_end_of_the_watch(self) -> None:
         assert self.judged([3.5] * 20, 60) is None
-        assert self.judged([3.5] * 21, 61) is Verdict.accepted
-        assert self.judged([3.51] * 21, 61) is Verdict.stuck
-        assert self.judged([3.5] * 21, 61, kinds=["grad_spike", "loss_spike"]) is Verdict.stuck
+        assert self.judged([3.5] * 21, 61) is IncidentVerdict.accepted
+        assert self.judged([3.51] * 21, 61) is IncidentVerdict.stuck
+        assert self.judged([3.5] * 21, 61, kinds=["grad_spike", "loss_spike"]) is IncidentVerdict.stuck
 
     def test_a_spike_that_halves_is_watched_on(self) -> None:
         assert self.judged([4.0] * 30, 61, sigma=0.1, peak=5.0) is None, "half of 2 is left"
-        assert self.judged([4.0] * 30, 61, sigma=0.1, peak=4.99) is Verdict.lingering
-        assert self.judged([4.0] * 30, 61, sigma=0.1, peak=9.0, last_height=1.9) is Verdict.lingering
+        assert self.judged([4.0] * 30, 61, sigma=0.1, peak=4.99) is IncidentVerdict.lingering
+        assert self.judged([4.0] * 30, 61, sigma=0.1, peak=9.0, last_height=1.9) is IncidentVerdict.lingering
         assert self.judged([4.0] * 30, 61, sigma=0.1, peak=9.0, last_height=2.0) is None
 
     @pytest.mark.parametrize(
         ("facts", "iteration", "verdict"),
         [
             ({"kinds": ["grad_spike"]}, 52, None),
-            ({"kinds": ["grad_spike"]}, 53, Verdict.harmless),
+            ({"kinds": ["grad_spike"]}, 53, IncidentVerdict.harmless),
             ({"level": None}, 60, None),
-            ({"level": None}, 61, Verdict.harmless),
+            ({"level": None}, 61, IncidentVerdict.harmless),
         ],
     )
     def test_a_sign_without_harm_ends_harmless(
-        self, facts: dict[str, Any], iteration: int, verdict: Verdict | None
+        self, facts: dict[str, Any], iteration: int, verdict: IncidentVerdict | None
     ) -> None:
         assert self.judged([5.0] * 20, iteration, **facts) is verdict
 
@@ -541,11 +541,11 @@ class TestCase:
         ],
     )
     def test_a_lasting_rise_may_be_tolerable(self, facts: dict[str, Any], loss: float, answer: bool) -> None:
-        branch = Branch()
+        lineage = Lineage()
         for place in range(1, 61):
-            branch.add(record(place, loss=3.0 if place < 40 else loss))
+            lineage.add(record(place, loss=3.0 if place < 40 else loss))
         given: dict[str, Any] = {"level": 3.0, "sigma": 0.1, "kinds": ["level_shift"]}
-        assert case(**given | facts).is_tolerable(branch, cfg=EXACT) is answer
+        assert open_incident(**given | facts).is_tolerable(lineage, cfg=EXACT) is answer
 
     @pytest.mark.parametrize(
         ("rung", "rewound", "rolled_back"),
@@ -553,20 +553,20 @@ class TestCase:
     )
     def test_each_restore_climbs(self, rung: Rung, rewound: int, rolled_back: int) -> None:
         for kind, reached in ((ActionKind.rewind, rewound), (ActionKind.rollback, rolled_back)):
-            climbing = case(rung=rung)
-            climbing.note(action(kind), cfg=CFG)
+            climbing = open_incident(rung=rung)
+            climbing.on_action(action(kind), cfg=CFG)
             assert climbing.rung == reached
 
     def test_a_skip_answers_the_batches_that_it_excludes(self) -> None:
-        skipped = case(pending=[3, 4, 5, 6], rung=Rung.none)
-        skipped.note(action(ActionKind.skip, exclude=[4, 5]), cfg=CFG)
+        skipped = open_incident(pending=[3, 4, 5, 6], rung=Rung.none)
+        skipped.on_action(action(ActionKind.skip, exclude=[4, 5]), cfg=CFG)
         assert (skipped.pending, skipped.rung) == ([3, 6], Rung.skip)
-        skipped.note(action(ActionKind.skip), cfg=CFG)
+        skipped.on_action(action(ActionKind.skip), cfg=CFG)
         assert skipped.pending == [3, 6]
 
     def test_a_watch_lasts_as_long_as_configured(self) -> None:
-        watched = case(rung=Rung.skip)
-        watched.note(action(ActionKind.watch), cfg=CFG)
+        watched = open_incident(rung=Rung.skip)
+        watched.on_action(action(ActionKind.watch), cfg=CFG)
         assert (watched.rung, watched.watched_since, watched.watched_until) == (Rung.skip, 40, 60)
 
     @pytest.mark.parametrize(
@@ -579,7 +579,7 @@ class TestCase:
         ],
     )
     def test_types_of_spikes(self, facts: dict[str, Any], spike_type: int | None) -> None:
-        assert case(**facts).spike_type == spike_type
+        assert open_incident(**facts).spike_type == spike_type
 
 
 def action(kind: ActionKind, **facts: Any) -> Action:
@@ -587,11 +587,11 @@ def action(kind: ActionKind, **facts: Any) -> Action:
     return Action(time=0.0, iteration=40, kind=kind, step=40, incident=1, reason="", onset=40, **facts)
 
 
-class TestChart:
+class TestPolicyState:
     def checked(self) -> tuple[Run, Action]:
         """A run with a loss spike without a cause, whose held-out loss is to be measured."""
         run = Run()
-        run.policy.measure(HeldOutMeasured(time=0.0, iteration=0, step=0, loss=3.0))
+        run.policy.on_held_out_measured(HeldOutMeasured(time=0.0, iteration=0, step=0, loss=3.0))
         assert run.calm(60) == []
         check = run.take(FindingKind.loss_spike, loss=5.0)
         assert check is not None
@@ -600,7 +600,7 @@ class TestChart:
 
     def test_data_whose_level_could_not_be_accepted_is_not_accepted_again(self) -> None:
         run, check = self.checked()
-        accept = run.policy.hear(replace(outcome(check, step=run.step), held_out_loss=3.0))
+        accept = run.policy.on_outcome(replace(outcome(check, step=run.step), held_out_loss=3.0))
         assert accept is not None
         assert accept.kind is ActionKind.accept
         assert run.fail(accept) is None
@@ -613,7 +613,7 @@ class TestChart:
     def test_a_restart_forgets_a_check_that_was_not_done(self) -> None:
         run, _ = self.checked()
         again = RunStarted(time=0.0, iteration=run.iteration, world_size=1, num_steps=9, step=run.step)
-        assert [*run.policy.choices([again])] == []
+        assert [*run.policy.choose_actions([again])] == []
         assert run.take() is None, "what called for it is forgotten too"
         assert run.take(FindingKind.divergence) is not None
 
@@ -623,7 +623,7 @@ class TestChart:
         leave = run.take(FindingKind.fp8_range)
         assert leave is not None
         assert leave.kind is ActionKind.precision
-        assert run.policy.hear(outcome(leave, step=run.step)) is None
+        assert run.policy.on_outcome(outcome(leave, step=run.step)) is None
         assert run.policy.in_fallback
         restore = run.take(FindingKind.divergence)
         assert restore is not None

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from harness.core.events import Action
-from harness.sentinel.policy.open_incident import Closed, Verdict
+from harness.sentinel.policy.open_incident import ClosedIncident, IncidentVerdict
 from tests.sentinel.policy_runs import F, K, Run, defaults, kind_of, outcome
 
 
@@ -121,7 +121,7 @@ class TestClimbing:
         assert rollback is not None
         assert rollback.incident == 2
         run.go_back(rollback, steps=300)
-        assert run.policy.closed == [Closed(1, Verdict.undone, None)]
+        assert run.policy.closed == [ClosedIncident(1, IncidentVerdict.undone, None)]
         assert run.policy.doubtful_since is None
 
     def test_a_place_left_behind_begins_anew(self) -> None:
@@ -134,7 +134,7 @@ class TestClimbing:
             assert (action.kind, action.exclude[1] - action.exclude[0]) == (K.rewind, 1)
             run.go_back(action, steps=10)
             run.calm(10 + defaults().clean_steps + defaults().region_steps)
-        assert [closed.verdict for closed in run.closed] == [Verdict.cured, Verdict.cured]
+        assert [closed.verdict for closed in run.closed] == [IncidentVerdict.cured, IncidentVerdict.cured]
 
     def test_steps_trained_again_earn_nothing_back(self) -> None:
         cfg = replace(defaults(), clean_steps=1, region_steps=1, window_steps=50, recur_after=10**9)
@@ -174,7 +174,7 @@ class TestCures:
         (cool,) = self.restore_often(run)
         assert (cool.kind, cool.lr_scale) == (K.cool, 0.5)
         assert cool.until is not None
-        assert run.policy.hear(outcome(cool, step=run.step)) is None
+        assert run.policy.on_outcome(outcome(cool, step=run.step)) is None
         assert run.policy.lr_scale == 0.5
         (warm,) = run.calm(1500)
         assert (warm.kind, warm.lr_scale, warm.until) == (K.cool, 1.0, None)
@@ -190,7 +190,7 @@ class TestCures:
     def test_no_warming_up_while_something_is_watched(self) -> None:
         run = Run()
         (cool,) = self.restore_often(run)
-        run.policy.hear(outcome(cool, step=run.step))
+        run.policy.on_outcome(outcome(cool, step=run.step))
         run.calm(defaults().cool_steps - 20)
         assert kind_of(run.take(F.loss_spike, loss=3.5)) is K.watch
         assert [run.take(loss=3.5) for _ in range(100)] == [None] * 100
@@ -198,9 +198,9 @@ class TestCures:
     def test_a_refused_batch_is_no_habit_of_its_source(self) -> None:
         run = Run()
         run.take(sources={"web": 3.0, "code": 1.0})
-        before = run.policy.chart.suspects.state()["habits"]
+        before = run.policy.policy_state.suspects.state()["habits"]
         run.take(refused=True, sources={"web": 3.0, "code": 90.0})
-        assert run.policy.chart.suspects.state()["habits"] == before
+        assert run.policy.policy_state.suspects.state()["habits"] == before
 
     def test_batches_of_one_source_turn_it_off(self) -> None:
         run = Run()
@@ -212,7 +212,7 @@ class TestCures:
             skip = run.take(loss=math.nan, refused=True, sources={"web": 3.0, "code": math.nan})
             assert skip is not None
             assert skip.kind is K.skip
-            last = run.policy.hear(outcome(skip, step=run.step))
+            last = run.policy.on_outcome(outcome(skip, step=run.step))
         assert last is not None
         assert (last.kind, last.source) == (K.swap, "code")
 
@@ -224,7 +224,7 @@ class TestCures:
             run.calm(10)
             skip = run.take(loss=math.nan, refused=True, sources={"web": math.nan})
             assert skip is not None
-            assert run.policy.hear(outcome(skip, step=run.step)) is None
+            assert run.policy.on_outcome(outcome(skip, step=run.step)) is None
 
     def test_a_collapsed_loss_scale(self) -> None:
         run = Run()
@@ -244,4 +244,4 @@ class TestCures:
             run.calm(10)
             skip = run.take(loss=math.nan, refused=True, sources={"web": math.nan})
             assert skip is not None
-            assert run.policy.hear(outcome(skip, step=run.step)) is None
+            assert run.policy.on_outcome(outcome(skip, step=run.step)) is None

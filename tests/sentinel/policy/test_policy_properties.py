@@ -14,7 +14,7 @@ from harness.core.events import (
     FindingKind,
     to_json,
 )
-from harness.sentinel.policy.policy import Policy, replayed
+from harness.sentinel.policy.policy import Policy, replay_actions
 from tests.sentinel.cluster import CFG, NUM_STEPS, Cluster, Malice, actions_of, survive
 from tests.sentinel.policy_runs import finding, record
 
@@ -48,7 +48,7 @@ def test_it_ends_in_progress_or_halt_within_its_budgets(malice: Malice) -> None:
 @settings(max_examples=60, deadline=None)
 def test_the_log_gives_its_actions_and_the_policy(malice: Malice) -> None:
     cluster = survive(malice)
-    assert replayed(cluster.log, CFG, lag=malice.lag) == actions_of(cluster)
+    assert replay_actions(cluster.log, CFG, lag=malice.lag) == actions_of(cluster)
     assert Policy.replay(CFG, cluster.log, lag=malice.lag).state() == cluster.policy.state()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from harness.core.events import Action, Event, Finding, RunStarted, StepRecord, from_json, to_json
-from harness.sentinel.policy.policy import Policy, replayed
+from harness.sentinel.policy.policy import Policy, replay_actions
 from tests.sentinel.policy_runs import LAG, F, K, Run, defaults, finding, kind_of, record
 
 
@@ -39,8 +39,8 @@ class TestReplay:
         assert rollback is not None
         run.go_back(rollback, steps=200)
         assert kind_of(run.take(F.replica_mismatch)) is K.halt
-        run.policy.chart.resume(run.iteration, run.step)
-        budgets = run.policy.chart.budgets
+        run.policy.policy_state.resume(run.iteration, run.step)
+        budgets = run.policy.policy_state.budgets
         assert (budgets.recent, budgets.num_spent) == ([], {"rollback": 1})
 
     def test_what_was_done_counts_and_not_what_would_be_done_today(self) -> None:
@@ -49,9 +49,9 @@ class TestReplay:
         log += decided(log, finding(F.divergence, last_record(log)))
         stingy = replace(defaults(), rollback_margin_steps=7)
         policy = Policy.replay(stingy, log, lag=LAG)
-        assert policy.chart.is_awaiting
-        assert policy.chart.budgets.num_spent == {"rollback": 1}
-        (today,) = replayed(log, stingy, lag=LAG)
+        assert policy.policy_state.is_awaiting
+        assert policy.policy_state.budgets.num_spent == {"rollback": 1}
+        (today,) = replay_actions(log, stingy, lag=LAG)
         assert today != log[-1]
 
     def test_a_log_read_back_from_disk_gives_its_actions(self) -> None:
@@ -59,7 +59,7 @@ class TestReplay:
         log.append(replace(record(51, step=50, loss=math.nan), refused=True))
         log += decided(log, finding(F.nonfinite, last_record(log)))
         read = [from_json(to_json(event)) for event in log]
-        assert replayed(read, defaults(), lag=LAG) == [event for event in read if isinstance(event, Action)]
+        assert replay_actions(read, defaults(), lag=LAG) == [event for event in read if isinstance(event, Action)]
 
     def test_state_is_json(self) -> None:
         run = Run()

@@ -12,7 +12,7 @@ import pytest
 from harness.config.compose import load
 from harness.config.sentinel import BudgetConfig
 from harness.core.events import Action, ActionKind, Event, FindingKind, RunStarted
-from harness.sentinel.policy.policy import Policy, replayed
+from harness.sentinel.policy.policy import Policy, replay_actions
 from harness.sentinel.sentinel import Sentinel
 from tests.sentinel.policy_runs import LAG, F, K, Run, defaults, finding, kind_of, outcome, record
 
@@ -27,7 +27,7 @@ def fallen_back(run: Run) -> Action:
     """The run finds that fp8 does not do, and leaves it."""
     action = run.take(F.fp8_range)
     assert action is not None
-    assert run.policy.hear(outcome(action, step=run.step)) is None
+    assert run.policy.on_outcome(outcome(action, step=run.step)) is None
     return action
 
 
@@ -118,7 +118,7 @@ def test_an_update_that_fp8_spoils_when_it_comes_back_blames_no_batch() -> None:
     assert restore is not None
     left = run.go_back(restore, steps=5)
     assert left is not None
-    run.policy.hear(outcome(left, step=run.step))
+    run.policy.on_outcome(outcome(left, step=run.step))
     assert [action.in_fp8 for action in run.calm(12)] == [True]
     again = run.take(F.fp8_range, F.grad_spike, refused=True)
     assert again is not None
@@ -130,7 +130,7 @@ def test_a_refused_batch_long_ago_is_no_harm() -> None:
     run.calm(150)
     skip = run.take(F.nonfinite, loss=math.nan, refused=True)
     assert skip is not None
-    run.policy.hear(outcome(skip, step=run.step))
+    run.policy.on_outcome(outcome(skip, step=run.step))
     run.calm(20)
     assert kind_of(run.take(F.fp8_range)) is K.precision
 
@@ -176,19 +176,21 @@ def test_a_restart_inside_the_window_finds_it_as_it_was() -> None:
     assert [kind_of(each) for each in decided] == [*[None] * 6, K.precision]
     assert decided[-1] is not None
     log += [*after, decided[-1]]
-    assert replayed(log, SHORT, lag=LAG) == [left, decided[-1]]
+    assert replay_actions(log, SHORT, lag=LAG) == [left, decided[-1]]
 
 
 def test_a_step_in_fp8_is_looked_at_more_closely_after_a_suspicion_and_when_fp8_begins_anew() -> None:
     sentinel = Sentinel.start(load().sentinel)
 
-    def looks_closer_after(at: int, **facts: Any) -> bool:
-        sentinel.judge(replace(record(at), **facts))
-        return sentinel.looks_closer
+    def probes_next_after(at: int, **facts: Any) -> bool:
+        sentinel.process_record(replace(record(at), **facts))
+        return sentinel.probe_next_step
 
-    assert not looks_closer_after(1, in_fp8=True)
-    assert looks_closer_after(2, in_fp8=True, grad_norm=math.nan, refused=True)
-    assert not looks_closer_after(3, in_fp8=True)
-    assert not looks_closer_after(4, in_fp8=None, grad_norm=math.nan, refused=True), "nothing more is measured there"
-    sentinel.obey(Action(time=0, iteration=5, kind=K.precision, step=5, incident=0, reason="", onset=5, in_fp8=True))
-    assert sentinel.looks_closer
+    assert not probes_next_after(1, in_fp8=True)
+    assert probes_next_after(2, in_fp8=True, grad_norm=math.nan, refused=True)
+    assert not probes_next_after(3, in_fp8=True)
+    assert not probes_next_after(4, in_fp8=None, grad_norm=math.nan, refused=True), "nothing more is measured there"
+    sentinel.on_operator_action(
+        Action(time=0, iteration=5, kind=K.precision, step=5, incident=0, reason="", onset=5, in_fp8=True)
+    )
+    assert sentinel.probe_next_step
