@@ -1,1 +1,1 @@
-"""What every step tells, and the gate that may refuse an update."""
+"""The sentinel: signals of every step, the gate that may reject an update, detectors, and the recovery policy."""

@@ -1,9 +1,10 @@
-"""The sentinel of one rank: what the detectors suspect and what the policy decides, and a digest of all decisions.
+"""The sentinel of one rank: runs the detectors and the policy on each record, and keeps a digest of all decisions.
 
-Every rank feeds it the same records in the same order, so every rank decides alike. The digest covers all findings and
-decisions, and the branches of the step that it travels in: ranks that part are named by the record of that step. It
-covers whole numbers and names only: devices of two kinds may round a float differently.
-The detectors forget with a rewind, the policy never does.
+Every rank processes the same records in the same order, so every rank takes the same decisions. Each rank sends its
+digest with the signals of the next step. The digest covers all findings and actions, and the branches of that step
+(probe, precision, ...); ranks that disagree are named by the record of that step. It covers integers and names only,
+because two kinds of devices may round a float differently.
+A rewind restores the detectors to the snapshot. It never restores the policy: no decision is forgotten.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ from harness.sentinel.policy.incident_log import IncidentLog
 from harness.sentinel.policy.open_incident import IncidentVerdict
 from harness.sentinel.policy.policy import Policy
 
+NOT_DIGESTED = ("time", "reason")
+"""Fields of an action that may differ between ranks or versions."""
+
 
 class StepVerdict(NamedTuple):
+    """The findings and the action of one record."""
+
     findings: list[Finding]
     action: Action | None
 
@@ -34,22 +40,22 @@ class Sentinel:
     detectors: Detectors
     policy: Policy
     digest: int = 0
-    """Of every finding and decision so far, in order."""
+    """CRC of every finding and action so far, in order."""
     probe_next_step: bool = False
-    """A step in fp8 raised suspicion, or fp8 begins anew: the next step is probed, for whatever follows is answered
-    otherwise where fp8 did it."""
+    """Probe the next step, because an fp8 step had a finding or fp8 was switched on again: the response differs if fp8
+    is the cause."""
     incident_log: IncidentLog = field(default_factory=IncidentLog)
-    """For reports; nothing is decided by it."""
+    """For reports; no decision depends on it."""
 
     @classmethod
     def start(cls, cfg: SentinelConfig) -> Self:
         return cls(cfg, Detectors(cfg.detect), Policy.start(cfg.policy, lag=cfg.lag))
 
     def process_record(self, record: ReducedRecord) -> StepVerdict:
-        """What to make of an iteration."""
+        """Run the detectors and the policy on the record of one iteration."""
         findings = self.detectors.observe(record)
         for found in findings:
-            self._digest((found.kind, found.iteration, found.onset, found.ranks, found.groups, found.cursors))
+            self._add_to_digest((found.kind, found.iteration, found.onset, found.ranks, found.groups, found.cursors))
         self.probe_next_step = bool(findings) and record.in_fp8 is True
         action = self.policy.decide(record, findings)
         for closed in self.policy.closed:
@@ -59,29 +65,28 @@ class Sentinel:
         return StepVerdict(findings, self._record_action(action))
 
     def on_outcome(self, outcome: Outcome) -> Action | None:
-        """What is to be done after an action came to something."""
+        """Return the follow-up of an action whose outcome is known, or None."""
         action = self.policy.on_outcome(outcome)
         self.incident_log.close_ended(outcome.time, outcome.iteration, self.policy.policy_state)
         return self._record_action(action)
 
     def on_held_out_measured(self, event: HeldOutMeasured) -> None:
-        """The held-out loss was measured while nothing was wrong; the policy compares with it later."""
+        """Record a held-out loss that was measured outside of an incident; the policy compares with it later."""
         self.policy.on_held_out_measured(event)
 
     def drain_events(self, *, last: bool = False) -> list[Incident]:
-        """Incidents that ended since this was last asked; with `last`, as a run ends, those still open too."""
+        """Return the incidents closed since the last call; with `last`, at the end of a run, the open ones too."""
         return self.incident_log.drain(self.policy.policy_state.open_incidents if last else ())
 
     def on_operator_action(self, action: Action) -> None:
-        """Take note of what a person decided."""
+        """Record an action that an operator requested."""
         self.policy.policy_state.on_action(action)
         self._record_action(action)
 
     def _record_action(self, action: Action | None) -> Action | None:
         if action is not None:
             self.incident_log.on_action(action)
-            said = {name: value for name, value in asdict(action).items() if name not in ("time", "reason")}
-            self._digest(said)
+            self._add_to_digest({name: value for name, value in asdict(action).items() if name not in NOT_DIGESTED})
             if action.lr_scale is not None:
                 self.detectors.expect_lr_change()
             if action.kind is ActionKind.accept:
@@ -91,23 +96,23 @@ class Sentinel:
         return action
 
     def digest_with(self, branches: tuple[int | bool | None, ...]) -> int:
-        """The digest, and the branches of the step that it travels in."""
-        return _digest_of(branches, self.digest)
+        """The digest extended by the branches of the step that it is sent with."""
+        return _extend_digest(self.digest, branches)
 
-    def _digest(self, said: object) -> None:
-        self.digest = _digest_of(said, self.digest)
+    def _add_to_digest(self, value: object) -> None:
+        self.digest = _extend_digest(self.digest, value)
 
     def memory(self) -> dict[str, Any]:
-        """What goes into a snapshot: plain data."""
+        """The part of a snapshot or checkpoint that belongs to the sentinel, as plain data."""
         return {"detectors": self.detectors.state(), "policy": self.policy.state(), "digest": self.digest}
 
     def rewind(self, memory: dict[str, Any]) -> None:
-        """The detectors as they were at a snapshot; as at the start of a run where nothing was remembered."""
+        """Restore the detectors from a snapshot; to their initial state if the snapshot has none."""
         detect = self.cfg.detect
         self.detectors = Detectors.restore(detect, memory["detectors"]) if memory else Detectors(detect)
 
     def resume(self, memory: dict[str, Any], since: Iterable[Event]) -> None:
-        """As at a checkpoint, the policy brought forward by what the log holds since: no decision is ever forgotten."""
+        """Restore from a checkpoint, then update the policy from the events logged since: no decision is lost."""
         self.rewind(memory)
         if memory:
             self.policy = Policy.restore(self.cfg.policy, memory["policy"])
@@ -116,5 +121,5 @@ class Sentinel:
             pass
 
 
-def _digest_of(said: object, before: int) -> int:
-    return zlib.crc32(repr(said).encode(), before) % (1 << DIGEST_BITS)
+def _extend_digest(digest: int, value: object) -> int:
+    return zlib.crc32(repr(value).encode(), digest) % (1 << DIGEST_BITS)

@@ -1,8 +1,8 @@
-"""How much the policy may still do: a count of every kind of action, for the whole run and for a stretch of it.
+"""Counts the actions of each kind, per run and per window, and limits them.
 
 Why: a cure that keeps failing must end in a halt, not in a loop that burns a cluster for a weekend.
-How: the stretch is measured in net progress, the furthest step the run has ever reached. Steps that are trained again
-after a restore move it not at all, so a run that turns in circles spends its budget without ever earning it back.
+How: the window is measured in net progress, the highest step the run ever reached. Retraining after a restore is no
+progress, so a run that loops spends its budget and never earns it back.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class Budgets:
     cfg: BudgetsConfig
     window_steps: int
     num_spent: dict[str, int] = field(default_factory=dict)
-    """Of each kind of action, in the whole run."""
+    """Kind of action -> count in the whole run."""
     recent: list[tuple[str, int]] = field(default_factory=list)
-    """Kind of action and net progress when it was taken, oldest first; what is older than the window is dropped."""
+    """Kind of action and net progress at that time, within the window; oldest first."""
 
     def spend(self, kind: ActionKind, *, progress: int) -> None:
         self.num_spent[kind] = self.num_spent.get(kind, 0) + 1
         self.recent = [*self._within(progress), (str(kind), progress)]
 
     def exhausted_reason(self, kind: ActionKind, *, progress: int) -> str | None:
-        """Why there may be no further action of this kind; None: there may."""
+        """Why no further action of this kind is allowed; None if it is."""
         limit = self._limit(kind)
         num_recent = sum(spent == kind for spent, _ in self._within(progress))
         if num_recent >= limit.per_window:
@@ -43,21 +43,21 @@ class Budgets:
         return self.exhausted_reason(kind, progress=progress) is None
 
     def num_since(self, kinds: Collection[ActionKind], *, last: Collection[ActionKind], progress: int) -> int:
-        """How many of `kinds` were taken within the window, since the last of `last`."""
+        """Number of actions of `kinds` within the window, since the last action of one of the kinds `last`."""
         num = 0
         for kind, _ in self._within(progress):
             num = 0 if kind in last else num + (kind in kinds)
         return num
 
     def refund(self, kind: ActionKind, *, num: int, progress: int) -> None:
-        """The last `num` actions of a kind, as far as there were so many, were for nothing and do not count."""
+        """Uncount the last `num` actions of a kind within the window, or all of them if there are fewer."""
         recent = self._within(progress)
-        spent = [place for place, (each, _) in enumerate(recent) if each == kind][-num:] if num else []
-        self.recent = [entry for place, entry in enumerate(recent) if place not in spent]
+        spent = [index for index, (spent_kind, _) in enumerate(recent) if spent_kind == kind][-num:] if num else []
+        self.recent = [entry for index, entry in enumerate(recent) if index not in spent]
         self.num_spent[kind] = self.num_spent.get(kind, 0) - len(spent)
 
     def reset_window(self) -> None:
-        """A person started the run again after a halt: the stretch begins anew, the counts of the run stay."""
+        """Clear the window after an operator restarted a halted run; the counts of the run stay."""
         self.recent = []
 
     def state(self) -> dict[str, Any]:

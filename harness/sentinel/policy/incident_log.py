@@ -1,10 +1,10 @@
-"""The register of incidents: what each was about, for reports; nothing is decided by it.
+"""Collects the facts of each incident for reports. No decision depends on it.
 
-Why: a case of the policy forgets what no decision needs: which ranks and layers were named, which findings a refused
-update raised, which batches were blamed before the first restore. A person who reads of it later needs all of that.
-How: it looks over the policy's shoulder. A finding belongs to the open case that showed in the same iteration, and
-where none did, to the newest. An entry becomes an `Incident` when its case is closed.
-Left out: findings that open no case (slow, duplicate_batch) and come while none is open; the log has them.
+Why: an `OpenIncident` drops what no decision needs: the ranks and layers that were named, the findings of a rejected
+update, the batches that were blamed before the first restore. Reports need all of that.
+How: it follows the policy state. A finding belongs to the open incident that had a finding in the same iteration, or
+else to the newest one. An entry becomes an `Incident` event when its incident is closed.
+Left out: findings that open no incident (slow, duplicate_batch) while none is open; the event log has them.
 """
 
 from __future__ import annotations
@@ -19,27 +19,24 @@ from harness.sentinel.policy.open_incident import OpenIncident
 from harness.sentinel.policy.state import PolicyState
 
 OPEN = "open"
-FOR_PEOPLE = ABOUT_SPEED | {FindingKind.duplicate_batch}
-"""Findings that open no case."""
+INFORMATIVE = ABOUT_SPEED | {FindingKind.duplicate_batch}
+"""Findings that open no incident."""
 
 
 @final
 @dataclass(slots=True)
 class IncidentLog:
     entries: dict[int, Incident] = field(default_factory=dict)
-    """Open ones, by their number."""
+    """Incident number -> entry, of the open incidents."""
     ended: list[Incident] = field(default_factory=list)
-    """Not asked for yet."""
+    """Closed and not drained yet."""
 
     def on_record(self, record: ReducedRecord, findings: Sequence[Finding], policy_state: PolicyState) -> None:
-        """One iteration, after the policy has seen it."""
-        is_trouble = record.refused or any(finding.kind not in FOR_PEOPLE for finding in findings)
-        showing = [
-            incident.number
-            for incident in policy_state.open_incidents
-            if is_trouble and record.step <= incident.end_step
-        ]
-        for incident in policy_state.open_incidents:
+        """Add one iteration; called after the policy has processed it."""
+        incidents = policy_state.open_incidents
+        is_suspicious = record.refused or any(finding.kind not in INFORMATIVE for finding in findings)
+        showing = [each.number for each in incidents if is_suspicious and record.step <= each.end_step]
+        for incident in incidents:
             entry = self.entries.get(incident.number)
             if entry is None:
                 entry = self.entries[incident.number] = _open_entry(incident, record)
@@ -48,25 +45,25 @@ class IncidentLog:
             if incident.onset < entry.onset:
                 entry.onset, entry.onset_step = incident.onset, incident.onset_step
             _add_new(entry.kinds, incident.kinds)
-        of = self.entries.get((showing or [incident.number for incident in policy_state.open_incidents] or [0])[-1])
-        if of is not None:
+        owner = self.entries.get((showing or [incident.number for incident in incidents] or [0])[-1])
+        if owner is not None:
             for finding in findings:
-                _add_new(of.kinds, [str(finding.kind)])
-                _add_new(of.ranks, finding.ranks)
-                _add_new(of.groups, finding.groups)
-                _add_new(of.cursors, finding.cursors)
+                _add_new(owner.kinds, [str(finding.kind)])
+                _add_new(owner.ranks, finding.ranks)
+                _add_new(owner.groups, finding.groups)
+                _add_new(owner.cursors, finding.cursors)
         self.close_ended(record.time, record.iteration, policy_state)
 
     def on_action(self, action: Action) -> None:
-        """An action was decided."""
+        """Add an action to the entry of its incident."""
         entry = self.entries.get(action.incident)
         if entry is not None:
             _add_new(entry.actions, [str(action.kind)])
-            if action.lr_scale != 1 and not action.in_fp8:  # what is given back is no sign of trouble
+            if action.lr_scale != 1 and not action.in_fp8:  # a return to the full lr or to fp8 does not prolong it
                 entry.last = max(entry.last, action.iteration)
 
     def close_ended(self, now: float, iteration: int, policy_state: PolicyState) -> None:
-        """Tell what ended with the last record or outcome."""
+        """Move the incidents closed by the last record or outcome to `ended`."""
         for number, verdict, spike_type in policy_state.closed:
             entry = self.entries.pop(number, None)
             if entry is not None:
@@ -75,14 +72,14 @@ class IncidentLog:
                 self.ended.append(entry)
 
     def drain(self, still_open: Iterable[OpenIncident] = ()) -> list[Incident]:
-        """What ended since this was last asked, and how those stand that are still open."""
-        told, self.ended = self.ended, []
+        """Return the incidents closed since the last call, and the entries of `still_open` as they are."""
+        drained, self.ended = self.ended, []
         for incident in still_open:
             entry = self.entries.get(incident.number)
             if entry is not None:
                 entry.time, entry.spike_type = time.time(), incident.spike_type
-                told.append(entry)
-        return told
+                drained.append(entry)
+        return drained
 
 
 def _open_entry(incident: OpenIncident, record: ReducedRecord) -> Incident:
@@ -101,4 +98,4 @@ def _open_entry(incident: OpenIncident, record: ReducedRecord) -> Incident:
 
 
 def _add_new(known: list[Any], more: Iterable[Any]) -> None:
-    known += [each for each in dict.fromkeys(more) if each not in known]
+    known += [item for item in dict.fromkeys(more) if item not in known]

@@ -1,10 +1,10 @@
-"""The branch: which iterations led to the present weights, across rewinds, rollbacks and restarts.
+"""Tracks which iterations led to the present weights, across rewinds, rollbacks and restarts.
 
-Why: iterations never go back and steps do, so "before step 900" and "before batch 1200 was learned" must be put into
-iterations before a snapshot or a checkpoint can be asked for.
-How: a root is where the run was last set down (iteration, step). Between two roots a step takes at least one iteration,
-so `first iteration + steps` bounds from below where a step was reached; a refusal makes the bound only more careful.
-The records themselves are remembered for the recent past. What a restore undoes is forgotten.
+Why: steps go back at a restore, iterations never do. "Before step 900" and "before batch 1200 was consumed" must be
+converted to iterations to select a snapshot or a checkpoint.
+How: a root is an (iteration, step) at which the run started or was restored. Between two roots a step takes at least
+one iteration, so `root iteration + steps` is a lower bound for the iteration that reached a step; rejected updates only
+make it more conservative. The records of the last `MEMORY_ITERATIONS` are stored; a restore drops the undone ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.core.events import ReducedRecord
 
 MEMORY_ITERATIONS = 1024
 NUM_LEVEL = 50
-"""Losses before an onset that tell what was normal."""
+"""Losses before an onset that define its normal level and sigma."""
 LEAST_LEVEL = 10
 MAD_TO_SIGMA = 1.4826
 
@@ -30,7 +30,7 @@ class SeenStep(NamedTuple):
     step: int
     cursor: int
     loss: float | None
-    """None where the update was refused or the loss not finite."""
+    """None if the update was rejected or the loss is not finite."""
 
 
 class NormalLoss(NamedTuple):
@@ -43,34 +43,34 @@ class NormalLoss(NamedTuple):
 class Lineage:
     seen: deque[SeenStep] = field(default_factory=lambda: deque(maxlen=MEMORY_ITERATIONS))
     roots: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
-    """Iteration and step at which the run was set down, oldest first; both rise."""
+    """Iteration and step of each start or restore, oldest first; both ascend."""
 
     def add(self, record: ReducedRecord) -> None:
         applied = not record.refused and math.isfinite(record.loss)
         self.seen.append(SeenStep(record.iteration, record.step, record.cursor, record.loss if applied else None))
 
     def restart_at(self, iteration: int, step: int) -> None:
-        """The run stands at an earlier step again; from the next iteration on it trains from there."""
+        """The run continues from `step`; the next iteration trains from there."""
         self.roots = [root for root in self.roots if root[1] < step] + [(iteration, step)]
         self.seen = deque((seen for seen in self.seen if seen.step <= step), maxlen=MEMORY_ITERATIONS)
 
     def last_seen(self, iteration: int) -> SeenStep | None:
-        """What was seen at an iteration, or last before it."""
+        """The stored record of an iteration, or the last one before it."""
         return next((seen for seen in reversed(self.seen) if seen.iteration <= iteration), None)
 
     def consumed_at(self, cursor: int) -> int | None:
-        """The first iteration at which a batch from `cursor` on was consumed."""
+        """The first iteration that consumed a batch at or after `cursor`."""
         return next((seen.iteration for seen in self.seen if seen.cursor >= cursor), None)
 
     def before_step(self, step: int) -> int:
-        """A state from before this iteration is from before `step`; 0: there is none."""
+        """An iteration such that every state before it precedes `step`; 0 if there is none."""
         for root_iteration, root_step in reversed(self.roots):
             if root_step < step:
                 return root_iteration + step - root_step
         return 0
 
     def normal_before(self, before: int) -> NormalLoss | None:
-        """What the loss was before an iteration; None where too little is known."""
+        """Level and sigma of the loss before an iteration; None with fewer than `LEAST_LEVEL` losses."""
         losses = [seen.loss for seen in self.seen if seen.loss is not None and seen.iteration < before][-NUM_LEVEL:]
         if len(losses) < LEAST_LEVEL:
             return None
@@ -78,18 +78,18 @@ class Lineage:
         return NormalLoss(level, MAD_TO_SIGMA * median(abs(loss - level) for loss in losses))
 
     def level_before(self, iteration: int, num: int) -> float | None:
-        """Median of the last `num` losses before an iteration, or of fewer; None where there is none."""
+        """Median of at most `num` losses before an iteration; None if there is none."""
         before = (seen.loss for seen in reversed(self.seen) if seen.loss is not None and seen.iteration < iteration)
         losses = list(islice(before, num))
         return median(losses) if losses else None
 
     def level_since(self, iteration: int, num: int) -> float | None:
-        """Median of the last `num` losses from an iteration on, or of fewer; None where there is none."""
+        """Median of at most `num` last losses since an iteration; None if there is none."""
         losses = [seen.loss for seen in self.seen if seen.loss is not None and seen.iteration >= iteration]
         return median(losses[-num:]) if losses else None
 
     def recent_loss(self, num: int, *, since: int) -> float | None:
-        """Median of the last `num` losses, where there are so many from iteration `since` on."""
+        """Median of the last `num` losses; None with fewer losses since iteration `since`."""
         since_then = takewhile(lambda seen: seen.iteration >= since, reversed(self.seen))
         losses = list(islice((seen.loss for seen in since_then if seen.loss is not None), num))
         return median(losses) if len(losses) == num else None

@@ -1,4 +1,4 @@
-"""The events of a log as the policy took them: each record with the findings that were made of it."""
+"""Groups the events of a log as the policy processes them: each record together with its findings."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ class JudgedRecord(NamedTuple):
 
 
 def pair_findings(events: Iterable[Event]) -> Iterator[JudgedRecord | PolicyEvent]:
-    """What the policy heard, in order; other events, which may lie between a record and its findings, are left out."""
-    waiting: JudgedRecord | None = None
+    """Yield the events that the policy processes, in order. Others, also between a record and its findings, are
+    dropped."""
+    pending: JudgedRecord | None = None
     for event in events:
         match event:
             case Finding():
-                if waiting is not None and event.iteration == waiting.record.iteration:
-                    waiting.findings.append(event)
+                if pending is not None and event.iteration == pending.record.iteration:
+                    pending.findings.append(event)
                 continue
             case StepRecord() | Action() | Outcome() | RunStarted() | HeldOutMeasured():
-                if waiting is not None:
-                    yield waiting
-                waiting = JudgedRecord(event, []) if isinstance(event, StepRecord) else None
+                if pending is not None:
+                    yield pending
+                pending = JudgedRecord(event, []) if isinstance(event, StepRecord) else None
                 if not isinstance(event, StepRecord):
                     yield event
-    if waiting is not None:
-        yield waiting
+    if pending is not None:
+        yield pending

@@ -1,11 +1,11 @@
-"""A case: one incident as the policy sees it, from its onset until the run has left it well behind.
+"""One open incident: where it is, what was tried, and what the loss does while it is watched.
 
-Why: what to do about a finding depends on what was tried before at the same place, and on what the loss does meanwhile.
-How: a case holds where the trouble lies (in iterations for restores, in steps for recognising the place again), the
-rung of the ladder it has reached, and what was normal before. While it is watched, `judge` looks at the median of the
-last few losses: down to normal again is recovered (type 1); stuck near its peak is a bad update that slipped through;
-still high when the watch ends is lingering (type 2). A step up that never overshot, is small and has no known cause is
-other data, and is accepted: damage comes down from a peak, data does not.
+Why: the response to a finding depends on what was tried before at the same place, and on how the loss develops.
+How: an incident stores its place (in iterations for restores, in steps to recognise the place again), the rung it has
+reached, and the loss level before its onset. While it is watched, `evaluate_watch` compares the median of the last few
+losses with that level. Back to the level: recovered (type 1). Still near its peak: a bad update got through (stuck).
+Still high when the watch ends: lingering (type 2). A small rise without an overshoot and without a known cause is new
+data and is accepted: damage falls from a peak, new data does not.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from harness.sentinel.policy.lineage import Lineage
 NUM_RECENT = 9
 RECOVERED_SIGMAS = 0.5
 TURNED, TURNED_SIGMAS = 0.25, 2.0
-"""A spike is coming down by itself once it fell by this share of its height, and by more than noise does."""
+"""A spike is recovering once it fell by this share of its height and by this many sigmas."""
 MOST_REFUSED = 64
-"""Rejected batches of one incident that are remembered."""
+"""Rejected updates of one incident that are stored."""
 HALVED = 0.5
-"""What must be left at most of a spike's height for its watch to be prolonged."""
+"""A watch is prolonged if the height of the spike fell to this share since the last prolongation."""
 
 
 class Rung(IntEnum):
-    """The ladder of one case; the cures (cool, swap, precision) follow a restore."""
+    """The ladder of one incident. The cures (cool, swap, precision) follow a restore."""
 
     none = -1
     watch = 0
     skip = 1
     rewind = 2
     wide = 3
-    """Rewind further, without the neighbours of the guilty batches."""
+    """Rewind further, and exclude the neighbours of the blamed batches too."""
     rollback = 4
     cure = 5
     """Roll back further, then cool, swap or change the precision."""
@@ -46,26 +46,28 @@ class Rung(IntEnum):
 
 
 class IncidentVerdict(StrEnum):
-    """What became of a case, or of watching it."""
+    """How an incident ended, or what its watch shows."""
 
     harmless = "harmless"
-    """A sign of trouble that no trouble followed."""
+    """A warning sign without consequences."""
     recovered = "recovered"
     accepted = "accepted"
-    """The new level of the loss is that of other data."""
+    """The new loss level comes from new data."""
     cured = "cured"
-    """The run has left the place well behind since something was done."""
+    """Something was done, and `clean_steps` without a finding followed."""
     undone = "undone"
-    """A restore for another case took its steps back."""
+    """A restore for another incident undid its steps."""
     stuck = "stuck"
+    """The spike does not recover by itself."""
     lingering = "lingering"
+    """The loss is still high at the end of the watch."""
 
 
 class ClosedIncident(NamedTuple):
     incident: int
     verdict: IncidentVerdict
     spike_type: int | None
-    """1 recovered by itself, 2 lingering, 3 divergent; None: no spike, or cured before it could show."""
+    """1 recovered by itself, 2 lingering, 3 divergent; None: no spike, or cured before the type was known."""
 
 
 CAUSES = frozenset(
@@ -77,18 +79,18 @@ CAUSES = frozenset(
         FindingKind.fp8_range,
     }
 )
-"""Signs that come before a loss spike; when one does, its cause is known."""
+"""Findings that precede a loss spike and are then its known cause."""
 WARNING_SIGNS = CAUSES | {FindingKind.weight_drift}
-"""Findings that alone do no harm."""
+"""Findings that do no damage by themselves."""
 REJECTION_KINDS = frozenset({"refusal", "refusals"})
-"""What a case is made of where updates were refused and none that was applied did harm."""
+"""Kinds of an incident in which updates were rejected and no applied update was suspicious."""
 DIVERGENT = frozenset({FindingKind.divergence, FindingKind.nonfinite})
 BATCH_NOT_AT_FAULT = frozenset(
     {FindingKind.lr_jump, FindingKind.optimizer_reset, FindingKind.scale_collapse, FindingKind.fp8_range}
 )
-"""What no batch is to blame for."""
+"""Findings that no batch is blamed for."""
 STATE_FINDINGS = BATCH_NOT_AT_FAULT | {FindingKind.nonfinite, FindingKind.replica_mismatch, "nonfinite weights"}
-"""What is known of the state itself; a held-out loss says nothing more about it."""
+"""Findings about the state itself. The held-out loss adds nothing to them."""
 
 
 @final
@@ -99,56 +101,59 @@ class OpenIncident:
     """Iteration."""
     onset_step: int
     end_step: int
-    """The furthest step at which it showed."""
+    """The highest step with a finding."""
     level: float | None = None
     """Loss before the onset."""
     sigma: float = 0.0
+    """Robust standard deviation of the loss before the onset."""
     kinds: list[str] = field(default_factory=list)
-    """Of its findings, in order of appearance."""
+    """Kinds of its findings, in order of appearance."""
     new_kinds: list[str] = field(default_factory=list)
-    """Of those since the last restore: what was found before says nothing about the state of now."""
+    """Kinds of its findings since the last restore; older findings say nothing about the present state."""
     cursors: list[int] = field(default_factory=list)
-    """Batches that its findings name."""
+    """Batches named by its findings."""
     source: str | None = None
-    """The source that stands out in its batch."""
+    """The data source that stands out in its batch."""
     unfit: str = ""
-    """What did not fit into fp8, in words; empty: nothing was found of that."""
+    """Message of its fp8_range finding; empty if there is none."""
     rung: int = Rung.none
     is_restored: bool = False
-    """The run was set back, and nothing has shown since."""
+    """A state was restored, and there was no finding since."""
     is_passed: bool = False
-    """After the last restore the run passed the place with clean steps before anything showed again."""
+    """After the last restore the run passed the place with clean steps before the next finding."""
     target_step: int | None = None
-    """The earliest step it was set back to."""
+    """The earliest step that was restored."""
     without_margin: bool = False
-    """There was nothing to go back to well before the onset; anything before it will do."""
+    """There was no state well before the onset; any state before the onset is allowed."""
     is_hopeless: bool = False
-    """There was nothing to go back to at all."""
+    """There was no state to restore at all."""
     failed_cures: list[str] = field(default_factory=list)
     watched_since: int | None = None
     """Iteration."""
     watched_until: int = 0
+    """Iteration."""
     refused: list[list[float]] = field(default_factory=list)
-    """Batch, loss and gradient norm of each rejected update that was finite, since the last restore; newest last."""
+    """Batch, loss and gradient norm of each finite rejected update since the last restore; newest last."""
     num_excessive: int = 0
-    """How many of them had a gradient norm beyond its own bound."""
+    """How many of them had a gradient norm above its own bound."""
     is_finite: bool = True
-    """Every rejected update of it had a finite loss and gradient norm."""
+    """All its rejected updates had a finite loss and gradient norm."""
     is_checked: bool = False
-    """The held-out loss was measured for it since the last restore, and not only as a spike began."""
+    """The held-out loss was measured since the last restore, and not only at the start of a spike."""
     is_healthy: bool = False
-    """And was at its level: the state is not damaged."""
+    """That held-out loss was at its expected level: the state is not damaged."""
     expected: float | None = None
-    """The held-out loss of a healthy state, when the check was decided."""
+    """Held-out loss of a healthy state, computed when the check was chosen."""
     pending: list[int] = field(default_factory=list)
-    """Batches whose updates were rejected, and which nothing was decided about before the check was done."""
+    """Batches of updates rejected while the check was under way; decided on after the check."""
     peak: float | None = None
-    """Highest median of recent losses while watched."""
+    """Highest median of the recent losses while watched."""
     last_height: float | None = None
-    """Above the level, when the watch was last prolonged."""
+    """Height above the level when the watch was last prolonged."""
 
     @property
     def is_treated(self) -> bool:
+        """A restore was chosen for it."""
         return self.rung >= Rung.rewind
 
     @property
@@ -161,17 +166,17 @@ class OpenIncident:
 
     @property
     def shows_damage(self) -> bool:
-        """Something more than a sign of trouble shows, and is watched."""
+        """It is watched and has a finding beyond warning signs."""
         return self.is_watched and not WARNING_SIGNS.issuperset(self.kinds)
 
     @property
     def has_only_rejections(self) -> bool:
-        """Nothing that was applied ever looked suspicious: all there is to blame is what was refused."""
+        """It consists of rejected updates; no applied update was suspicious."""
         return REJECTION_KINDS.issuperset(self.kinds)
 
     @property
     def blames_data(self) -> bool:
-        """Once a restore without an exclusion did not help, data is excluded too."""
+        """Whether batches are excluded: not at first for findings that no batch causes, but after a failed restore."""
         return self.target_step is not None or BATCH_NOT_AT_FAULT.isdisjoint(self.kinds)
 
     @property
@@ -182,17 +187,17 @@ class OpenIncident:
 
     @property
     def may_be_checked(self) -> bool:
-        """Whether a held-out loss can tell damage from other data: nothing is known of the state itself yet."""
+        """Whether the held-out loss can tell damage from new data: no finding concerns the state itself."""
         return not self.is_checked and self.is_finite and STATE_FINDINGS.isdisjoint(self.new_kinds)
 
     @property
     def looks_like_data(self) -> bool:
-        """Where updates were rejected: for their loss, most of them, and not for their gradients."""
+        """Most of the rejected updates, if any, were rejected for their loss and not for their gradient norm."""
         return 2 * self.num_excessive < max(len(self.refused), 1)
 
     @property
     def rejected_batches(self) -> list[list[int]]:
-        """Ranges of the batches whose updates were rejected, in the order of the batches."""
+        """First and last batch of each range of rejected updates, in ascending order."""
         ranges: list[list[int]] = []
         for batch in sorted({int(batch) for batch, _, _ in self.refused}):
             if ranges and ranges[-1][1] == batch - 1:
@@ -202,30 +207,30 @@ class OpenIncident:
         return ranges
 
     def add_rejected(self, *, cursor: int, loss: float, grad_norm: float, is_excessive: bool) -> None:
-        """A finite update of it was rejected."""
+        """Add a finite rejected update."""
         self.refused = [*self.refused[1 - MOST_REFUSED :], [cursor, loss, grad_norm]]
         self.num_excessive += is_excessive
 
     def add_finding(self, kind: str, *, onset: int, onset_step: int, step: int, cursors: Iterable[int]) -> None:
-        """One more finding; the first after a restore starts the place anew, and so does one that comes so many clean
-        steps after a refusal: that changed nothing, and the state since is as good as before it."""
+        """Add a finding. The first one after a restore moves the onset; so does one that follows a rejected update
+        after `NUM_RECENT` clean steps, because the rejected update did not change the state."""
         is_past = onset_step - self.end_step >= NUM_RECENT
-        begins_anew = self.is_restored or (is_past and self.has_only_rejections and not self.is_treated)
+        resets_onset = self.is_restored or (is_past and self.has_only_rejections and not self.is_treated)
         if self.is_restored:
             self.is_passed, self.new_kinds = is_past, []
         for kinds in (self.kinds, self.new_kinds):
             if kind not in kinds:
                 kinds.append(kind)
         self.end_step = max(self.end_step, step)
-        if begins_anew or onset < self.onset:
+        if resets_onset or onset < self.onset:
             self.onset, self.onset_step = onset, onset_step
-        if begins_anew:
+        if resets_onset:
             self.cursors = []
         self.is_restored = False
         self.cursors += [cursor for cursor in cursors if cursor not in self.cursors]
 
     def on_action(self, action: Action, *, cfg: PolicyConfig) -> None:
-        """Something was decided about it."""
+        """Record an action that was chosen for it."""
         match action.kind:
             case ActionKind.watch:
                 self.rung = max(self.rung, Rung.watch)
@@ -243,16 +248,16 @@ class OpenIncident:
                 self.rung = Rung.cure if self.rung >= Rung.rollback else Rung.rollback
 
     def height(self, loss: float | None) -> float:
-        """Of a loss above the level from before."""
+        """Height of a loss above the level before the onset."""
         return 0.0 if self.level is None or loss is None else loss - self.level
 
     def has_turned(self, recent: float) -> bool:
-        """It comes down from its peak, as damage that heals does; other data stays where it is."""
+        """The loss falls from its peak, as healing damage does; with new data it stays."""
         fall = self.height(self.peak) - self.height(recent)
         return fall > max(TURNED * self.height(self.peak), TURNED_SIGMAS * self.sigma)
 
     def is_tolerable(self, lineage: Lineage, *, cfg: PolicyConfig) -> bool:
-        """Whether a lasting rise of the loss may be watched: it comes down, or looks like other data."""
+        """Whether a lasting rise of the loss may be watched: it falls, or looks like new data."""
         recent = lineage.recent_loss(NUM_RECENT, since=self.onset)
         if recent is None or self.level is None:
             return True
@@ -260,7 +265,7 @@ class OpenIncident:
         return looks_like_data or (self.peak is not None and self.has_turned(recent))
 
     def evaluate_watch(self, lineage: Lineage, iteration: int, *, cfg: PolicyConfig) -> IncidentVerdict | None:
-        """What watching it says so far; None: go on. Prolongs the watch of a spike that keeps coming down."""
+        """The verdict of the watch so far; None: keep watching. Prolongs the watch of a spike that keeps falling."""
         assert self.watched_since is not None
         if WARNING_SIGNS.issuperset(self.kinds) or self.level is None:
             period = cfg.patience_iterations if WARNING_SIGNS.issuperset(self.kinds) else cfg.watch_iterations
@@ -281,7 +286,7 @@ class OpenIncident:
         return IncidentVerdict.accepted if is_acceptable else self._prolong_watch(recent, iteration, cfg=cfg)
 
     def _prolong_watch(self, recent: float, iteration: int, *, cfg: PolicyConfig) -> IncidentVerdict | None:
-        """A spike that halved since the last look may go on; halving cannot go on for ever above the noise."""
+        """Prolong the watch if the height halved since the last time; this ends, because noise bounds the height."""
         before = self.height(self.peak) if self.last_height is None else self.last_height
         if self.height(recent) > HALVED * before:
             return IncidentVerdict.lingering
@@ -290,6 +295,7 @@ class OpenIncident:
         return None
 
     def state(self) -> dict[str, Any]:
+        """Plain data; the field names are part of the checkpoint format."""
         return asdict(self)
 
     @classmethod

@@ -1,29 +1,30 @@
-"""The policy: what to do about a finding, as a pure function of what the log holds.
+"""The policy: chooses the action for each record and each outcome, as a pure function of the event log.
 
-Why: a run must be cured without a person, alike on every rank, never in circles, and so that anyone can check why.
-How: the ladder, from doing nothing to giving up; `harness.sentinel.policy.responses` says which finding calls for which
-rung.
+The actions form a ladder, from doing nothing to halting. `harness.sentinel.policy.responses` maps each finding to its
+first rung.
 
 | rung | action | when |
 |---|---|---|
-| A | watch | a spike that may turn by itself; a sign of trouble that may stay harmless; a step up, as of other data |
-| B | skip | the gate refused the update: exclude its batch, nothing else is needed |
-|   | check | a loss spike without a known cause, or before a restore: is the held-out loss at its level? |
-|   | accept | it is: the data changed; take its loss as the new level, give the skipped batches back |
-|   | rewind | the state is broken (refusals in a row), a spike has a known cause, or does not turn by itself |
-| C | rollback | lingering or divergent loss, weights not finite, frequent refusals, or rewinds that did not help |
-| D | cool | restores recur, or a rollback did not help: lr scaled down, given back step by step after clean stretches |
-| E | swap | as D, where the guilty batches share a source; also where skipped ones do |
-| F | precision | the range of fp8 does not do: bf16 for a while, at once or after a restore; then fp8 again |
-| G | halt | replicas differ; a budget is spent; nothing to go back to; structural: every cure was tried |
+| A | watch | a spike that may recover by itself; a warning sign; a small lasting rise, as new data causes it |
+| B | skip | the gate rejected the update: exclude its batch, nothing else is needed |
+|   | check | a loss spike without a known cause, or before a restore: measure the held-out loss |
+|   | accept | the held-out loss is at its expected level: accept the new loss level, give the skipped batches back |
+|   | rewind | rejected updates in a row, a spike with a known cause, or a spike that does not recover |
+| C | rollback | lasting or divergent loss, non-finite weights, frequent rejections, or rewinds that did not help |
+| D | cool | restores recur, or a rollback did not help: lower the lr, raise it again after clean steps |
+| E | swap | as D, if the bad batches come from one source; also after skips |
+| F | precision | fp8 underflows or saturates: bf16 for a while, at once or after a restore; then fp8 again |
+| G | halt | replicas differ; a budget is spent; no state to restore; structural: every cure was tried |
 
-D and E follow a restore, and so does F where harm was done. Each window of bf16 is twice as long as the one before; the
-one after the budget is spent lasts to the end of the run, since nothing is wrong with bf16 but its speed.
-Trouble at a place that was cured before climbs, and goes further back than before; a place left well behind is closed,
-and there the ladder begins anew. All progress is net: steps trained again do not count, so a run that turns in circles
-spends its budgets and halts.
-`decide` and `hear` first fold what happened into the chart, then choose, reading only; what they return is noted too.
-Left out: which snapshot or checkpoint it will be. An action says before which iteration the state must be from.
+- D and E follow a restore. F follows a restore if the weights were damaged. Each bf16 window is twice as long as the
+  one before. Once the budget is spent, bf16 lasts to the end of the run: it only costs speed.
+- A new finding near an incident that was treated climbs a rung and restores an older state than before. An incident is
+  closed after `clean_steps` without a finding; the next one starts at the first rung.
+- Budgets count net progress: retrained steps do not count, so a run that loops spends its budgets and halts.
+- `sentinel.policy.actions=nonfinite_only` limits the ladder to watch, and skip for non-finite updates.
+
+`decide` and `on_outcome` first update the `PolicyState`, then choose an action, then record it.
+Left out: which snapshot or checkpoint is restored. An action only states the iteration that the state must precede.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ from harness.sentinel.policy.restore_scope import excluded_batches, restore_boun
 from harness.sentinel.policy.state import RESTORES, PolicyState
 
 CURES = (ActionKind.precision, ActionKind.swap, ActionKind.cool)
-"""In the order in which they are tried."""
+"""Tried in this order."""
 
 
 class DecisionPoint(NamedTuple):
-    """When a choice is made."""
+    """Time, iteration and step of the record or outcome that is being decided on."""
 
     time: float
     iteration: int
@@ -70,50 +71,50 @@ class DecisionPoint(NamedTuple):
 class Policy:
     policy_state: PolicyState
     lag: int
-    """Iterations that are issued before the record of one is judged."""
+    """Iterations issued between an iteration and the processing of its record."""
 
     @classmethod
     def start(cls, cfg: PolicyConfig, *, lag: int) -> Self:
         return cls(PolicyState.new(cfg), lag)
 
     def decide(self, record: ReducedRecord, findings: Sequence[Finding]) -> Action | None:
-        """What to do after an iteration; None: nothing."""
+        """Return the action for one iteration, or None."""
         self.policy_state.on_record(record, findings)
         return self._record_action(self.choose_action(DecisionPoint(record.time, record.iteration, record.step)))
 
     def on_outcome(self, outcome: Outcome) -> Action | None:
-        """What to do after an action came to something: climb where it failed, cure after a restore; None: nothing."""
+        """Return the follow-up of an action, or None: the next rung if it failed, a cure after a restore."""
         self.policy_state.on_outcome(outcome)
         return self._record_action(self.choose_action(DecisionPoint(outcome.time, outcome.iteration, outcome.step)))
 
     def on_held_out_measured(self, event: HeldOutMeasured) -> None:
-        """The held-out loss was measured while nothing was wrong."""
+        """Record a held-out loss that was measured outside of an incident."""
         self.policy_state.on_held_out_measured(event)
 
     @property
     def closed(self) -> list[ClosedIncident]:
-        """Incidents that ended with the last record or outcome."""
+        """Incidents closed by the last record or outcome."""
         return self.policy_state.closed
 
     @property
     def lr_scale(self) -> float:
-        """What the learning rate is multiplied with; it does not come back with older weights."""
+        """Factor on the learning rate. A restore does not reset it."""
         return self.policy_state.lr_scale
 
     @property
     def in_fallback(self) -> bool:
-        """Whether a run in fp8 computes in bf16 from now on; it does not come back with older weights either."""
+        """Whether an fp8 run computes in bf16 from now on. A restore does not reset it."""
         return self.policy_state.fallback.is_on
 
     @property
     def doubtful_since(self) -> int | None:
-        """The iteration from which on no state is known to be clean, while something is watched."""
+        """Earliest onset of the watched incidents: states from this iteration on are not known to be clean."""
         return min(
             (incident.onset for incident in self.policy_state.open_incidents if incident.is_watched), default=None
         )
 
     def choose_action(self, now: DecisionPoint) -> Action | None:
-        """What is to be done, without noting it."""
+        """Choose the action without recording it."""
         state = self.policy_state
         if state.is_halted or state.is_awaiting or state.checking is not None:
             return None
@@ -129,7 +130,7 @@ class Policy:
         return self._raise_lr(now) or self._return_to_fp8(now)
 
     def state(self) -> dict[str, Any]:
-        """Plain data, as JSON knows it."""
+        """Plain data that JSON can hold. The keys are part of the checkpoint format."""
         return {"lag": self.lag, "chart": self.policy_state.state()}
 
     @classmethod
@@ -138,7 +139,7 @@ class Policy:
 
     @classmethod
     def replay(cls, cfg: PolicyConfig, events: Iterable[Event], *, lag: int) -> Self:
-        """The policy as it was after the events of a log: records, findings, actions and outcomes in order."""
+        """The policy after the events of a log: records, findings, actions and outcomes in order."""
         policy = cls.start(cfg, lag=lag)
         for _ in policy.choose_actions(events):
             pass
@@ -150,7 +151,7 @@ class Policy:
         return action
 
     def choose_actions(self, events: Iterable[Event]) -> Iterator[Action]:
-        """What would be decided at each point of a log, while the chart follows what was."""
+        """Yield what would be chosen at each point of a log; the state follows the actions that were really taken."""
         for event in pair_findings(events):
             match event:
                 case JudgedRecord(record, findings):
@@ -190,12 +191,12 @@ class Policy:
                 skip = self._make_action(ActionKind.skip, incident, response.reason, now)
                 return replace(skip, exclude=[first, first])
             case Rung.skip:
-                return self._restore(incident, Rung.rollback, f"{response.reason}; refusals are frequent", now)
+                return self._restore(incident, Rung.rollback, f"{response.reason}; the skip budget is spent", now)
             case rung:
                 return self._restore(incident, rung, response.reason, now)
 
     def _restore(self, incident: OpenIncident, rung: Rung, reason: str, now: DecisionPoint) -> Action:
-        """Go back, at least by `rung`, further than before where the place was cured before."""
+        """Restore with at least `rung`. An incident that was treated before climbs a rung and goes further back."""
         state = self.policy_state
         if (check := self._check_held_out(incident, reason, now)) is not None:
             return check
@@ -209,7 +210,7 @@ class Policy:
             if exhausted is not None:
                 return self._halt(incident, f"{exhausted}; {reason}", now)
             if rung is Rung.cure and self._choose_cure(incident, now) is None:
-                problem = f"structural, tell the human: {', '.join(incident.kinds)} came back after every cure"
+                problem = f"structural, needs a human: {', '.join(incident.kinds)} came back after every cure"
                 return self._halt(incident, f"{problem}; {reason}", now)
         exclude = excluded_batches(incident, rung, lineage=state.lineage, cfg=state.cfg)
         onset = restore_bound(incident, rung, exclude, lineage=state.lineage, cfg=state.cfg)
@@ -217,25 +218,22 @@ class Policy:
         return replace(self._make_action(kind, incident, reason, now), exclude=exclude, onset=onset)
 
     def _check_held_out(self, incident: OpenIncident, reason: str, now: DecisionPoint) -> Action | None:
-        """Measure the held-out loss before anything is undone; None where that tells nothing, or cannot be compared."""
+        """Measure the held-out loss before a restore; None if it cannot tell, or there is nothing to compare with."""
         state = self.policy_state
         expected = state.held_out.expected(incident.onset, state.lineage) if incident.may_be_checked else None
         if expected is None or not state.budgets.allows(ActionKind.check, progress=state.progress):
             return None
         at_most = expected * (1 + state.cfg.held_out_tolerance)
-        words = f"{reason}; a healthy state has a held-out loss of {expected:.4f}, at most {at_most:.4f}"
-        return replace(self._make_action(ActionKind.check, incident, words, now), level=expected)
+        check = f"{reason}; checking the held-out loss: expected {expected:.4f}, healthy up to {at_most:.4f}"
+        return replace(self._make_action(ActionKind.check, incident, check, now), level=expected)
 
     def _accept_data(self, incident: OpenIncident, now: DecisionPoint) -> Action:
-        """The state is healthy: the new level is that of the rejected updates, or else of the last applied ones."""
-        rows = incident.refused[-NUM_LEVEL:]
-        level = (
-            median(loss for _, loss, _ in rows)
-            if rows
-            else self.policy_state.lineage.level_since(incident.onset, NUM_LEVEL)
-        )
-        grad_level = median(norm for _, _, norm in rows) if rows else None
-        reason = "the held-out loss is at its level: the state is healthy, the data changed"
+        """Accept the loss of the new data: that of the rejected updates, or else of the last applied ones."""
+        rejected = incident.refused[-NUM_LEVEL:]
+        level = self.policy_state.lineage.level_since(incident.onset, NUM_LEVEL)
+        level = median(loss for _, loss, _ in rejected) if rejected else level
+        grad_level = median(norm for _, _, norm in rejected) if rejected else None
+        reason = "the held-out loss is at its expected level: the weights are healthy, the data changed"
         return replace(
             self._make_action(ActionKind.accept, incident, reason, now),
             level=level,
@@ -244,15 +242,15 @@ class Policy:
         )
 
     def _give_up(self, incident: OpenIncident, reason: str, now: DecisionPoint) -> Action:
-        """Moments that are gone come again by training on, and fp8 can be left; anything else needs a person."""
+        """No state can be restored. Lost moments are rebuilt by training on, and fp8 can be left; else halt."""
         if self._can_fall_back(incident):
             return self._fall_back_to_bf16(incident, now)
         if incident.kinds == [FindingKind.optimizer_reset] and incident.watched_since is None:
-            return self._make_action(ActionKind.watch, incident, f"{reason}; nothing to go back to", now)
-        return self._halt(incident, f"nothing to go back to; {reason}", now)
+            return self._make_action(ActionKind.watch, incident, f"{reason}; no state to restore", now)
+        return self._halt(incident, f"no state to restore; {reason}", now)
 
     def _needs_cure(self, incident: OpenIncident) -> bool:
-        """After a skip, a guilty source; after a restore, one that did not help before, or one of many."""
+        """Whether a cure follows: after a skip always, after a restore if restores recur or failed before."""
         state = self.policy_state
         if not incident.is_treated or incident.rung >= Rung.cure or self._can_fall_back(incident):
             return True
@@ -262,7 +260,7 @@ class Policy:
         return num >= state.cfg.recur_after or state.guilty_source is not None
 
     def _choose_cure(self, incident: OpenIncident, now: DecisionPoint) -> Action | None:
-        """The first cure that fits, is in budget, and did not fail in this case."""
+        """The first cure that applies, is within budget, and has not failed in this incident."""
         state, cfg = self.policy_state, self.policy_state.cfg
         for kind in CURES:
             match kind:
@@ -271,12 +269,11 @@ class Policy:
                 case _ if kind in incident.failed_cures or not state.budgets.allows(kind, progress=state.progress):
                     continue
                 case ActionKind.swap if state.guilty_source is not None:
-                    reason = f"the last {cfg.swap_after} guilty batches share source {state.guilty_source}"
+                    reason = f"the last {cfg.swap_after} bad batches all come from source {state.guilty_source}"
                     return replace(self._make_action(kind, incident, reason, now), source=state.guilty_source)
                 case ActionKind.cool if incident.is_treated and state.lr_scale * cfg.cool_factor >= cfg.min_lr_scale:
-                    return self._scale_lr(
-                        incident.number, incident.onset, state.lr_scale * cfg.cool_factor, "trouble recurs", now
-                    )
+                    lr_scale = state.lr_scale * cfg.cool_factor
+                    return self._scale_lr(incident.number, incident.onset, lr_scale, "incidents recur", now)
         return None
 
     def _can_fall_back(self, incident: OpenIncident) -> bool:
@@ -284,20 +281,19 @@ class Policy:
         return self.policy_state.cfg.fall_back_precision and is_unfit and not self.in_fallback
 
     def _fall_back_to_bf16(self, incident: OpenIncident, now: DecisionPoint) -> Action:
-        """Leave fp8 for a while; for good, where that was done too often."""
+        """Compute in bf16 for a window; to the end of the run once the budget is spent."""
         state, kind = self.policy_state, ActionKind.precision
         exhausted = state.budgets.exhausted_reason(kind, progress=state.progress)
-        until, words = None, f"{exhausted}, bf16 to the end of the run"
+        until, period = None, f"{exhausted}, bf16 to the end of the run"
         if exhausted is None:
             num_before = state.budgets.num_spent.get(kind, 0)
-            until = (
-                now.iteration + self.lag + fallback_iterations(state.cfg.precision_iterations, num_before=num_before)
-            )
-            words = f"bf16 until iteration {until}"
-        return replace(self._make_action(kind, incident, f"{incident.unfit}; {words}", now), in_fp8=False, until=until)
+            window = fallback_iterations(state.cfg.precision_iterations, num_before=num_before)
+            until = now.iteration + self.lag + window
+            period = f"bf16 until iteration {until}"
+        return replace(self._make_action(kind, incident, f"{incident.unfit}; {period}", now), in_fp8=False, until=until)
 
     def _return_to_fp8(self, now: DecisionPoint) -> Action | None:
-        """Compute in fp8 again when the window is over."""
+        """Compute in fp8 again after the bf16 window."""
         fallback, seen = self.policy_state.fallback, self.policy_state.lineage.seen
         if not seen or not fallback.is_over(seen[-1].iteration + self.lag):
             return None
@@ -307,19 +303,20 @@ class Policy:
             kind=ActionKind.precision,
             step=now.step,
             incident=fallback.incident,
-            reason="the window of bf16 is over: fp8 again",
+            reason="the bf16 window is over: back to fp8",
             onset=now.iteration,
             in_fp8=True,
         )
 
     def _raise_lr(self, now: DecisionPoint) -> Action | None:
-        """Give one cooling back after a clean stretch of net progress."""
+        """Undo one cooling after `cool_steps` clean steps of net progress."""
         state = self.policy_state
         is_due = state.lr_scale < 1 and not state.open_incidents and now.step >= state.cooled_at + state.cfg.cool_steps
         if not is_due:
             return None
         scale = min(1.0, state.lr_scale / state.cfg.cool_factor)
-        return self._scale_lr(state.cooled_for, now.iteration, scale, f"{state.cfg.cool_steps} clean steps", now)
+        reason = f"{state.cfg.cool_steps} clean steps: raising the learning rate again"
+        return self._scale_lr(state.cooled_for, now.iteration, scale, reason, now)
 
     def _scale_lr(self, incident: int, onset: int, lr_scale: float, reason: str, now: DecisionPoint) -> Action:
         clean_steps = max(self.policy_state.progress + self.policy_state.cfg.cool_steps - now.step, 0)
@@ -351,5 +348,5 @@ class Policy:
 
 
 def replay_actions(events: Iterable[Event], cfg: PolicyConfig, *, lag: int) -> list[Action]:
-    """What the records and outcomes of a log give: its actions once more, but for those of persons (incident 0)."""
+    """Recompute the actions of a log from its records and outcomes; operator actions (incident 0) are left out."""
     return list(Policy.start(cfg, lag=lag).choose_actions(events))

@@ -1,27 +1,27 @@
-"""What a record and its findings call for where nothing else is known.
+"""Maps each finding and each rejected update to its first response.
 
-| finding | alone | otherwise |
+| finding | by itself | otherwise |
 |---|---|---|
-| grad_spike, v_stale, rank_outlier, lr_jump | watch: harmless unless harm follows | the known cause of what follows |
-| weight_drift | watch: a matter of weight decay, for a person | |
-| loss_spike | watch | rewind where its cause is known or it does not turn; roll back where it lingers |
-| level_shift | watch: other data, accepted in the end | roll back after a cause, or where it is large |
-| nonfinite | refused: skip; applied: roll back | refused several times in a row: rewind |
-| (refused for its size) | skip | several times in a row: rewind; where the older state refuses too: skip again |
-| (refused after lr_jump) | rewind, blame no batch: the wrong rate did it | |
+| grad_spike, v_stale, rank_outlier, lr_jump | watch: harmless unless damage follows | known cause of what follows |
+| weight_drift | watch: a matter of weight decay, for a human | |
+| loss_spike | watch | rewind if its cause is known or it does not recover; roll back if it lingers |
+| level_shift | watch: new data, accepted in the end | roll back after a known cause, or if it is large |
+| nonfinite | rejected: skip; applied: roll back | rejected several times in a row: rewind |
+| (rejected for its size) | skip | several times in a row: rewind; if the restored state rejects it too: skip again |
+| (rejected after lr_jump) | rewind, blame no batch: the learning rate was wrong | |
 | divergence | roll back | |
-| optimizer_reset | roll back, blame no batch | watch where there is nothing to go back to: moments come again |
+| optimizer_reset | roll back, blame no batch | watch if there is no state to restore: training rebuilds the moments |
 | scale_collapse | roll back, blame no batch, then cool | |
-| fp8_range | bf16 for a while, nothing restored | a known cause: restore, blame no batch, then bf16 |
+| fp8_range | bf16 for a while, nothing restored | as a known cause: restore, blame no batch, then bf16 |
 | replica_mismatch, data_mismatch | halt | |
-| slow, speed_recovered, duplicate_batch | nothing: for people | |
+| slow, speed_recovered, duplicate_batch | nothing: for humans | |
 
 The held-out loss is checked (`harness.sentinel.policy.held_out_level`) at a loss spike without a known cause, and
-before every rewind or rollback of an incident whose numbers are finite, once for each restore. It decides whether the
-state is damaged and the answer of the table follows, or the data changed. So many rejected updates in one incident lead
-to the same check, and so does the first one after a planned change.
+before every rewind or rollback of an incident whose numbers are finite, once per restore. It tells damage (the table
+applies) from new data (the new level is accepted). `refused_in_row` rejected updates in one incident lead to the same
+check, and so does the first one after a planned change.
 
-Left out: whatever only one rank knows (its clock, its memory, facts of its rows). A `ReducedRecord` does not have it.
+Left out: facts of a single rank (its clock, its memory, its rows). A `ReducedRecord` does not contain them.
 """
 
 from __future__ import annotations
@@ -48,37 +48,37 @@ FIRST_RUNG = {
     FindingKind.replica_mismatch: Rung.halt,
     FindingKind.data_mismatch: Rung.halt,
 }
-"""What a finding calls for where nothing else is known; one that is not here calls for nothing, but for fp8_range: that
-is a cure at once (`Chart`)."""
+"""First rung of each finding. A finding that is not listed has no response, except fp8_range, which calls for a cure at
+once (`PolicyState`)."""
 BATCH_FINDINGS = CAUSES | {FindingKind.nonfinite, FindingKind.loss_spike, FindingKind.level_shift}
-"""What a refused batch may raise; its update was never applied, so that excluding it is all there is to do."""
+"""Findings that a rejected batch may raise. Its update was not applied, so excluding the batch is enough."""
 LONGEST_OVERFLOW = 64
-"""Overflows in a row that a loss scale may need to find its place; more are no matter of the scale."""
+"""Overflows in a row that dynamic loss scaling may need to find its scale; more have another cause."""
 
 
 class Response(NamedTuple):
-    """What a record calls for; budgets, and what was tried before, may make it more."""
+    """What a record calls for. Budgets and earlier attempts may raise the rung."""
 
     rung: Rung
     incident: int
     reason: str
     check_first: bool = False
-    """Whether the held-out loss is checked first, where that is possible."""
+    """Check the held-out loss first, if possible."""
 
 
 def is_overflow(record: ReducedRecord) -> bool:
-    """Dynamic loss scaling at work: the gradient overflowed, the scale halves, the batch is innocent."""
+    """The gradient overflowed under dynamic loss scaling: the scale halves, and the batch is not to blame."""
     scale = record.loss_scale
     return scale is not None and scale >= 1 and math.isfinite(record.loss) and not math.isfinite(record.grad_norm)
 
 
 def has_finite_update(record: ReducedRecord) -> bool:
-    """A batch can be out of all proportion; what is not a number, batch after batch, comes from elsewhere."""
+    """Loss and gradient norm are finite. A bad batch can make them large; repeated NaN has another cause."""
     return math.isfinite(record.loss) and math.isfinite(record.grad_norm)
 
 
 def is_within_gradient_bound(record: ReducedRecord) -> bool:
-    """Whether the gate would let the gradient norm alone through: garbage raises it far more than new data does."""
+    """Whether the gradient norm is within its own bound: bad batches raise it far more than new data does."""
     return record.grad_norm <= record.bounds.get("grad_norm", math.inf)
 
 
@@ -90,23 +90,23 @@ def has_broken_weights(record: ReducedRecord) -> bool:
 @final
 @dataclass(slots=True)
 class Rejections:
-    """Updates refused since the last one that was applied."""
+    """Updates rejected since the last one that was applied."""
 
     num_in_row: int = 0
     since: int = 0
     """Iteration of the first of them."""
     num_overflows: int = 0
-    """Loss-scale overflows, which are not among them."""
+    """Loss-scale overflows; not counted in `num_in_row`."""
 
     def add(self, record: ReducedRecord) -> bool:
-        """Whether the update was refused, and not by a loss scale that seeks its place."""
-        is_refusal = record.refused
+        """Count a record; returns whether its update was rejected for another reason than a loss-scale overflow."""
+        is_rejection = record.refused
         if record.refused and is_overflow(record):
             self.num_overflows += 1
-            is_refusal = self.num_overflows > LONGEST_OVERFLOW
+            is_rejection = self.num_overflows > LONGEST_OVERFLOW
         elif not record.refused:
             self.num_in_row = self.num_overflows = 0
-        if is_refusal:
+        if is_rejection:
             self.since = self.since if self.num_in_row else record.iteration
             self.num_in_row += 1
-        return is_refusal
+        return is_rejection

@@ -1,11 +1,11 @@
-"""How far back a restore goes, and which batches are never seen again.
+"""Computes which batches a restore excludes, and which iteration the restored state must precede.
 
-Why: a batch that is excluded must also be unlearned, or the run is not the one that never saw it. And a place that
-failed again after a restore must be left further back than before, or the run turns in circles.
-How: the guilty batch is that of the onset or the one before it: an update that does harm shows in the next step. A
-first rewind excludes these two and what the findings name, a further one their neighbours too, a rollback a window.
-The state must be older than the first excluded batch, and older than everything the case was set back to before. Where
-no such state is left, and the run had passed the place since the last restore, any from before the onset will do.
+Why: the restored state must not have trained on an excluded batch, or the run differs from one that never saw it. A
+place that failed again after a restore needs an older state than before, or the run loops.
+How: the batch of the onset and the one before it are blamed, because a bad update shows in the next step. A first
+rewind excludes these two and the batches that the findings name, a wider one their neighbours too, a rollback a window.
+The state must precede the first excluded batch and every state that was restored for this incident before. If there is
+no such state, and the run had passed the place since the last restore, any state before the onset is allowed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from harness.sentinel.policy.open_incident import OpenIncident, Rung
 
 
 def excluded_batches(incident: OpenIncident, rung: Rung, *, lineage: Lineage, cfg: PolicyConfig) -> list[int]:
-    """First and last batch never to be seen again; empty where no batch is to blame or none is remembered."""
-    guilty = lineage.last_seen(incident.onset)
-    if guilty is None or not incident.blames_data:
+    """First and last batch to exclude; empty if no batch is blamed or the onset is no longer stored."""
+    at_onset = lineage.last_seen(incident.onset)
+    if at_onset is None or not incident.blames_data:
         return []
-    before = lineage.last_seen(guilty.iteration - 1) or guilty
+    before = lineage.last_seen(at_onset.iteration - 1) or at_onset
     furthest = max(cfg.rollback_window_batches, cfg.neighbours)
-    blamed = [before.cursor, guilty.cursor]
-    blamed += [cursor for cursor in incident.cursors if abs(cursor - guilty.cursor) <= furthest]
+    blamed = [before.cursor, at_onset.cursor]
+    blamed += [cursor for cursor in incident.cursors if abs(cursor - at_onset.cursor) <= furthest]
     match rung:
         case Rung.rewind:
             backward = forward = 0
@@ -38,12 +38,12 @@ def excluded_batches(incident: OpenIncident, rung: Rung, *, lineage: Lineage, cf
 def restore_bound(
     incident: OpenIncident, rung: Rung, exclude: list[int], *, lineage: Lineage, cfg: PolicyConfig
 ) -> int:
-    """The state must be from before this iteration."""
+    """The iteration that the restored state must precede."""
     bounds = [incident.onset]
     if exclude:
-        learned = lineage.consumed_at(exclude[0])
-        assert learned is not None, "only what is remembered is excluded"
-        bounds.append(learned)
+        consumed = lineage.consumed_at(exclude[0])
+        assert consumed is not None, "only stored batches are excluded"
+        bounds.append(consumed)
     if rung >= Rung.rollback and not incident.without_margin:
         bounds.append(lineage.before_step(incident.onset_step - cfg.rollback_margin_steps))
     if incident.target_step is not None and not (incident.is_passed and incident.without_margin):

@@ -1,10 +1,10 @@
-"""The chart: everything the policy knows of a run, folded from its events.
+"""The state of the policy, folded from the events of a run: open incidents, budgets, lineage, held-out levels.
 
-Why: decisions must follow from the log alone, and a policy that is rebuilt after a restart must know what was really
-done, not what it would do today.
-How: `see` a record with its findings, `note` an action, `absorb` an outcome, `resume` after a restart; nothing else
-changes it. `see` also says what the record calls for, from the table in `harness.sentinel.policy.responses` and from
-what was seen and done before at the same place.
+Why: decisions must follow from the log alone. After a restart the state is rebuilt from the actions that were really
+taken, not from those that today's config would choose.
+How: only `on_record`, `on_action`, `on_outcome`, `on_held_out_measured` and `resume` change it. `on_record` also
+derives the response to the record: from the table in `harness.sentinel.policy.responses`, and from what was found and
+done before at the same place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from harness.sentinel.policy.suspect_sources import SuspectSources
 RESTORES = (ActionKind.rewind, ActionKind.rollback)
 UNBUDGETED = (ActionKind.watch, ActionKind.accept, ActionKind.halt)
 """Actions without a budget."""
-BROKEN_BATCHES = "the held-out loss is at its level and the gradients are out of proportion: the batches are broken"
+BROKEN_BATCHES = "the held-out loss is at its expected level but the gradients are far too large: the batches are bad"
 
 PLAIN_FIELDS = (
     "num_incidents",
@@ -54,7 +54,7 @@ PLAIN_FIELDS = (
     "cooled_at",
     "cooled_for",
 )
-"""Fields of a chart that are plain numbers, or None."""
+"""Fields of `PolicyState` that are plain numbers, or None."""
 
 
 @final
@@ -67,36 +67,37 @@ class PolicyState:
     fallback: PrecisionFallback = field(default_factory=PrecisionFallback)
     held_out: HeldOutLevel = field(default_factory=HeldOutLevel)
     open_incidents: list[OpenIncident] = field(default_factory=list)
-    """Open ones, oldest first."""
+    """Oldest first."""
     num_incidents: int = 0
     progress: int = 0
-    """The furthest step the run ever reached."""
+    """Net progress: the highest step the run ever reached."""
     rejections: Rejections = field(default_factory=Rejections)
     response: Response | None = None
+    """What the last record or outcome calls for."""
     cure_for: int | None = None
-    """The incident that the record or outcome just heard may call for a cure of."""
+    """The incident that may need a cure after the last record or outcome."""
     is_awaiting: bool = False
-    """A restore was decided and its outcome is not known; until then records tell of a state that is given up."""
+    """A restore was chosen and has no outcome yet. Records until then describe a state that is being discarded."""
     checking: int | None = None
-    """The incident whose check of the held-out loss was decided and has no outcome yet. Records that come until then
-    were issued before it; they are kept, and nothing is decided about them."""
+    """The incident whose held-out check was chosen and has no outcome yet. Records until then belong to iterations
+    issued before the check; they are stored and nothing is decided on them."""
     accept_for: int | None = None
-    """The incident whose data is accepted."""
+    """The incident whose new loss level is to be accepted."""
     is_halted: bool = False
     lr_scale: float = 1.0
     cooled_at: int = 0
-    """Net progress at the last change of the scale."""
+    """Net progress at the last change of `lr_scale`."""
     cooled_for: int = 0
-    """Incident."""
+    """The incident of the last change of `lr_scale`."""
     closed: list[ClosedIncident] = field(default_factory=list)
-    """Incidents that ended with the last record or outcome."""
+    """Incidents closed by the last record or outcome."""
 
     @classmethod
     def new(cls, cfg: PolicyConfig) -> Self:
         return cls(cfg=cfg, budgets=Budgets(cfg.budgets, cfg.window_steps))
 
     def on_record(self, record: ReducedRecord, findings: Sequence[Finding]) -> None:
-        """One iteration, and what was suspected of it."""
+        """Process one iteration with its findings: update the open incidents and derive the response."""
         self.closed = []
         if self.is_halted or self.is_awaiting:
             return
@@ -116,18 +117,18 @@ class PolicyState:
             self.suspects.on_clean_record(record)
         self.response = max(responses, key=lambda response: response.rung, default=None)
         if self.response is not None and self.response.rung > Rung.skip:
-            self.cure_for = None  # it follows the restore
+            self.cure_for = None  # the cure follows the restore
 
     def on_held_out_measured(self, event: HeldOutMeasured) -> None:
-        """The held-out loss was measured, at the start or for a checkpoint; under suspicion it is no clean level."""
+        """Record a held-out loss, measured at the start or for a checkpoint; ignored while an incident is watched."""
         if not self.rejections.num_in_row and not any(incident.is_watched for incident in self.open_incidents):
             self.held_out.add(event, self.lineage)
 
     def on_action(self, action: Action) -> None:
-        """An action was decided, by the policy or (incident 0) by a person."""
+        """Record an action that was chosen by the policy or (incident 0) by an operator."""
         incident = self.find_incident(action.incident)
-        is_free = action.kind is ActionKind.precision and action.until is None
-        if incident is not None and not is_free and action.kind not in UNBUDGETED:
+        is_permanent = action.kind is ActionKind.precision and action.until is None
+        if incident is not None and not is_permanent and action.kind not in UNBUDGETED:
             self.budgets.spend(action.kind, progress=self.progress)
         self.is_awaiting = action.kind in RESTORES
         self.checking = action.incident if action.kind is ActionKind.check else None
@@ -152,7 +153,7 @@ class PolicyState:
                 self.suspects.blame(incident.source, progress=self.progress)
 
     def on_outcome(self, outcome: Outcome) -> None:
-        """What an action came to."""
+        """Process the outcome of an action."""
         self.closed = []
         incident = self.find_incident(outcome.incident)
         if outcome.kind is ActionKind.check:
@@ -183,7 +184,7 @@ class PolicyState:
                 self.response = Response(Rung.skip, incident.number, BROKEN_BATCHES)
 
     def resume(self, iteration: int, step: int) -> None:
-        """The run was started again; after a halt only a person does that, and means a new beginning."""
+        """Process a restart of the run. A restart after a halt is an operator's: incidents and budget window reset."""
         if self.is_halted:
             self.open_incidents = []
             self.budgets.reset_window()
@@ -210,20 +211,18 @@ class PolicyState:
         self.rejections = Rejections()
         for each in self.open_incidents:
             each.refused, each.pending, each.num_excessive = [], [], 0
-        for other in [
-            other for other in self.open_incidents if not other.is_treated and other.onset_step > outcome.step
-        ]:
+        undone = [other for other in self.open_incidents if not other.is_treated and other.onset_step > outcome.step]
+        for other in undone:
             self._close(other, IncidentVerdict.undone)
         if incident is not None:
             incident.is_restored = incident.is_finite = True
             incident.is_checked = incident.is_healthy = False
-            incident.target_step = (
-                outcome.step if incident.target_step is None else min(incident.target_step, outcome.step)
-            )
+            target_step = outcome.step if incident.target_step is None else incident.target_step
+            incident.target_step = min(target_step, outcome.step)
             self.cure_for = incident.number
 
     def _add_during_check(self, record: ReducedRecord) -> None:
-        """A record of an iteration that was issued before a check: what it says counts for the check's case."""
+        """Store a record that was issued before the check; a rejected update counts for the checked incident."""
         self.lineage.add(record)
         self.progress = max(self.progress, record.step)
         incident = None if self.checking is None else self.find_incident(self.checking)
@@ -241,9 +240,9 @@ class PolicyState:
             incident.is_finite = False
 
     def _on_check_outcome(self, incident: OpenIncident, outcome: Outcome) -> None:
-        """What the held-out loss says: a healthy state is kept, and its data accepted unless it is garbage; a damaged
-        one climbs the ladder. One that is watched first may recover by itself, as the first updates on new data do harm
-        that the next ones mend; it is checked again before it is restored."""
+        """Evaluate the held-out loss. Healthy: keep the state, and accept the data unless the batches are bad. Damaged:
+        climb the ladder. An incident that is watched first may recover by itself (the first updates on new data do
+        damage that later ones repair); it is checked again before a restore."""
         incident.is_checked = self.response is None or self.response.rung is not Rung.watch
         tolerance = self.cfg.held_out_tolerance
         at_level = is_at_level(outcome.held_out_loss, incident.expected, tolerance=tolerance)
@@ -260,14 +259,14 @@ class PolicyState:
                 self.response = self.response._replace(rung=rung, check_first=False)
 
     def _on_accepted(self, incident: OpenIncident) -> None:
-        """Its data is the new normal: nothing that was skipped for it counts."""
+        """Close an incident whose data was accepted; its skips are refunded and no source is blamed for it."""
         self.budgets.refund(ActionKind.skip, num=len(incident.refused), progress=self.progress)
         self.suspects.clear_blame()
         self.rejections = Rejections()
         self._close(incident, IncidentVerdict.accepted)
 
     def _on_restore_failed(self, incident: OpenIncident, kind: ActionKind) -> None:
-        """There was nothing to go back to: the next rung, and from the last one without its margin."""
+        """No state could be restored: climb a rung; on the last one, drop the margin before the onset."""
         if kind is ActionKind.rewind:
             incident.rung = Rung.wide
         elif incident.without_margin:
@@ -277,38 +276,38 @@ class PolicyState:
             incident.rung = Rung.wide if incident.rung == Rung.rollback else Rung.rollback
 
     def _respond_to_fp8_range(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Response]:
-        """What does not fit into fp8 is known before anything else of a record is judged: it is the cause of that."""
-        for finding in [each for each in findings if each.kind is FindingKind.fp8_range]:
+        """Respond to fp8_range before anything else in the record: it is the cause of the rest."""
+        for finding in [finding for finding in findings if finding.kind is FindingKind.fp8_range]:
             incident = self._find_or_open(finding.kind, record, onset=min(finding.onset, record.iteration))
             incident.unfit, self.cure_for = finding.message, incident.number
             if not incident.is_treated:
                 yield Response(Rung.rewind if incident.shows_damage else Rung.watch, incident.number, finding.message)
 
     def _respond_to_update(self, record: ReducedRecord) -> Iterator[Response]:
-        """What the record itself calls for, whatever the detectors say."""
-        is_refusal = self.rejections.add(record)
+        """Respond to a rejected update or non-finite weights, independently of the detectors."""
+        is_rejection = self.rejections.add(record)
         before = (self.rejections.since if self.rejections.num_in_row else record.iteration) - 1
         if has_broken_weights(record):
             incident = self._find_or_open("nonfinite weights", record, onset=before)
             yield Response(Rung.rollback, incident.number, "the weights are not finite")
-        elif is_refusal and self.rejections.num_in_row >= self.cfg.refused_in_row:
+        elif is_rejection and self.rejections.num_in_row >= self.cfg.refused_in_row:
             incident = self._find_or_open("refusals", record, onset=before)
             self._add_rejected(incident, record)
-            reason = f"{self.rejections.num_in_row} updates refused in a row: the state is broken, not the batches"
+            reason = f"{self.rejections.num_in_row} updates rejected in a row: the state is damaged, not the batches"
             if incident.has_only_rejections and incident.is_healthy and has_finite_update(record):
                 yield Response(Rung.skip, incident.number, BROKEN_BATCHES)
             elif incident.has_only_rejections and incident.target_step is not None and has_finite_update(record):
-                reason = f"the update of batch {record.cursor} was refused by an older state too"
+                reason = f"the update of batch {record.cursor} was rejected again after a restore"
                 yield Response(Rung.skip, incident.number, reason, check_first=True)
             else:
                 yield Response(Rung.rewind, incident.number, reason)
-        elif is_refusal:
+        elif is_rejection:
             incident = self._find_or_open("refusal", record, onset=record.iteration)
             self._add_rejected(incident, record)
             rung = Rung.skip if incident.blames_data else Rung.rewind
             is_often = len(incident.refused) >= self.cfg.refused_in_row and incident.looks_like_data
             check_first = has_finite_update(record) and (is_often or record.in_planned_change)
-            yield Response(rung, incident.number, f"the update of batch {record.cursor} was refused", check_first)
+            yield Response(rung, incident.number, f"the update of batch {record.cursor} was rejected", check_first)
 
     def _respond_to_findings(self, record: ReducedRecord, findings: Iterable[Finding]) -> Iterator[Response]:
         for finding in findings:
@@ -325,39 +324,33 @@ class PolicyState:
             elif finding.kind is FindingKind.level_shift and not incident.is_tolerable(self.lineage, cfg=self.cfg):
                 rung = Rung.rollback
             if rung is not Rung.none:
-                yield Response(
-                    rung, incident.number, finding.message, check_first=finding.kind is FindingKind.loss_spike
-                )
+                is_spike = finding.kind is FindingKind.loss_spike
+                yield Response(rung, incident.number, finding.message, check_first=is_spike)
 
     def _respond_to_watches(self, record: ReducedRecord, *, other_than: set[int]) -> Iterator[Response]:
-        for incident in [
-            incident for incident in self.open_incidents if incident.is_watched and incident.number not in other_than
-        ]:
+        watched = [each for each in self.open_incidents if each.is_watched and each.number not in other_than]
+        for incident in watched:
             match incident.evaluate_watch(self.lineage, record.iteration, cfg=self.cfg):
                 case None:
                     continue
                 case IncidentVerdict.stuck:
-                    yield Response(Rung.rewind, incident.number, f"{incident.kinds[0]} does not turn by itself")
+                    yield Response(
+                        Rung.rewind, incident.number, f"the loss does not recover by itself after {incident.kinds[0]}"
+                    )
                 case IncidentVerdict.lingering:
-                    yield Response(Rung.rollback, incident.number, f"{incident.kinds[0]} lingers")
+                    yield Response(Rung.rollback, incident.number, f"the loss stays high after {incident.kinds[0]}")
                 case verdict:
                     self._close(incident, verdict)
 
     def _find_or_open(
         self, kind: str, record: ReducedRecord, *, onset: int, cursors: Sequence[int] = ()
     ) -> OpenIncident:
-        """The open case at the place of a trouble, or a new one."""
+        """Add a finding to the open incident near its onset, or open a new one."""
         onset = max(onset, 0)
         there = self.lineage.last_seen(onset)
         onset_step = max(record.step - (record.iteration - onset), 0) if there is None else there.step
-        incident = next(
-            (
-                incident
-                for incident in reversed(self.open_incidents)
-                if self._is_near(incident, onset_step, record.step)
-            ),
-            None,
-        )
+        newest_first = reversed(self.open_incidents)
+        incident = next((each for each in newest_first if self._is_near(each, onset_step, record.step)), None)
         if incident is None:
             self.num_incidents += 1
             incident = OpenIncident(number=self.num_incidents, onset=onset, onset_step=onset_step, end_step=record.step)
@@ -385,7 +378,7 @@ class PolicyState:
         self.closed.append(ClosedIncident(incident.number, verdict, spike_type))
 
     def state(self) -> dict[str, Any]:
-        """Plain data, as JSON knows it."""
+        """Plain data that JSON can hold. The keys are part of the checkpoint format and keep their old names."""
         return {
             "budgets": self.budgets.state(),
             "branch": self.lineage.state(),

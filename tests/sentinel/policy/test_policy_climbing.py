@@ -42,7 +42,7 @@ class TestClimbing:
         assert widths == sorted(widths)
         assert widths[0] == 2
         assert action is not None
-        assert "structural, tell the human" in action.reason
+        assert "structural, needs a human" in action.reason
 
     def test_no_cure_left_is_structural(self) -> None:
         cfg = replace(defaults(), min_lr_scale=1.0)
@@ -56,7 +56,7 @@ class TestClimbing:
                 assert run.go_back(action, steps=200) is None
                 run.calm(190)
         assert action is not None
-        assert "structural, tell the human" in action.reason
+        assert "structural, needs a human" in action.reason
 
     def test_nothing_to_go_back_to_climbs_and_halts(self) -> None:
         run = Run()
@@ -71,7 +71,7 @@ class TestClimbing:
         assert nearer is not None
         assert halt is not None
         assert rollback.onset < nearer.onset <= 101, "first well before the onset, then anything before it"
-        assert "nothing to go back to" in halt.reason
+        assert "no state to restore" in halt.reason
         assert run.take(F.divergence) is None, "a halted policy is silent"
 
     def test_a_relapse_is_blamed_where_it_shows(self) -> None:
