@@ -1,1 +1,1 @@
-"""What the sentinel computes on the GPU, without a host sync."""
+"""The part of the sentinel that runs on the GPU, without a host sync: signals, gate, mailbox."""

@@ -1,4 +1,4 @@
-"""How the numbers of a step fitted into fp8, from the sums of all ranks."""
+"""Computes fp8 underflow, saturation and scale range of a probed step from the sums of all ranks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from harness.precision.fp8.meters import SCALE_EXPONENTS, Role
 
 
 class Fp8Usage(NamedTuple):
-    """The fields of a `ReducedRecord` that tell it."""
+    """The fp8 fields of a `ReducedRecord`."""
 
     health: dict[str, Fp8Health]
     underflow: dict[str, float]
 
 
 def summarize_fp8_usage(groups: Sequence[str], sums: dict[str, list[float]]) -> Fp8Usage:
-    """`sums` by the names of the parts of a report, of roles fastest; empty where nothing was in fp8."""
+    """`sums`: part name of the report -> values, role index fastest. Empty if nothing was computed in fp8."""
     roles = len(Role)
     zeros, nonzeros = (_rows(sums[name], roles) for name in ("fp8_zeros", "fp8_nonzeros"))
     shares = [[_share(*pair) for pair in zip(*rows, strict=True)] for rows in zip(zeros, nonzeros, strict=True)]
-    seen = [max((share for share in row if share is not None), default=None) for row in shares]
+    worst = [max((share for share in row if share is not None), default=None) for row in shares]
     health = {}
     for role, scales in zip(Role, _rows(sums["fp8_scales"], len(SCALE_EXPONENTS)), strict=True):
         underflow = _share(sum(row[role] for row in zeros), sum(row[role] for row in nonzeros))
@@ -33,7 +33,7 @@ def summarize_fp8_usage(groups: Sequence[str], sums: dict[str, list[float]]) -> 
                 "saturated": saturated or 0.0,
                 "scale_log2": [exponents[0], exponents[-1] + SCALE_EXPONENTS.step],
             }
-    return Fp8Usage(health, {name: share for name, share in zip(groups, seen, strict=True) if share is not None})
+    return Fp8Usage(health, {name: share for name, share in zip(groups, worst, strict=True) if share is not None})
 
 
 def _rows(values: list[float], width: int) -> list[list[float]]:

@@ -1,8 +1,7 @@
-"""What is added up of gradients, weights and moments: one number a parameter, over this rank's own part of it.
+"""Sums over this rank's shard of gradients, weights and moments: one number per parameter.
 
-Why apart: sums over billions of numbers are what the sentinel costs most for, so each has the cheapest way there is. On
-CUDA all tensors go through one launch, and all sums over the state are taken in one pass (`harness.kernels`); elsewhere
-torch takes one for each.
+Why: these sums over billions of values are the main cost of the sentinel. On CUDA one kernel launch sums all gradients,
+and one pass computes all sums over the optimizer state (`harness.kernels`); elsewhere torch runs one kernel per tensor.
 """
 
 from __future__ import annotations
@@ -20,28 +19,29 @@ DIGEST_MODULUS = 2**DIGEST_BITS - 3
 """A prime: modulo a power of two, a flipped high bit would vanish from a sum."""
 
 PIECE = 2**24
-"""Numbers of one tensor that are looked at together, so that no large temporary exists."""
+"""Values of one tensor that are processed at a time, to avoid large temporaries."""
 
 
 class StateSums(NamedTuple):
-    """Sums of each parameter's weights and moments."""
+    """Sums over the weights and moments of each parameter."""
 
     weight_squares: Tensor
     seconds: Tensor
-    """Of second moments, which are never negative."""
+    """Sums of the second moments, which are never negative."""
     second_squares: Tensor
     directions: Tensor
-    """Squares of first / (sqrt(second / correction) + eps): Adam's step at rate 1, but for the first correction."""
+    """Sums of squares of first / (sqrt(second / correction) + eps): Adam's update at lr 1, without the correction of
+    the first moment."""
 
 
 def square_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of squares of each tensor, as a vector."""
+    """Sum of squares of each tensor [number of tensors]."""
     norms = torch._foreach_norm([local(tensor) for tensor in tensors], 2, dtype=torch.float32)
     return torch.stack(norms).square()
 
 
 def square_sums_in_one_launch(tensors: Sequence[Tensor]) -> Tensor:
-    """The same on CUDA; the last bits may differ."""
+    """`square_sums` on CUDA; the last bits may differ."""
     from harness.kernels.grad_norm import sum_squares
 
     return sum_squares([local(tensor) for tensor in tensors])
@@ -50,7 +50,7 @@ def square_sums_in_one_launch(tensors: Sequence[Tensor]) -> Tensor:
 def state_sums(
     weights: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor], correction: Tensor, *, eps: float
 ) -> StateSums:
-    """`correction`: of the second moments."""
+    """Sums over weights and moments; `correction` is the bias correction of the second moments."""
     pairs = zip(map(local, firsts), map(local, seconds), strict=True)
     return StateSums(
         weight_squares=square_sums(weights),
@@ -63,10 +63,12 @@ def state_sums(
 def state_sums_in_one_pass(
     weights: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor], correction: Tensor, *, eps: float
 ) -> StateSums:
-    """The same on CUDA; the last bits may differ."""
+    """`state_sums` on CUDA; the last bits may differ."""
     from harness.kernels.adamw import sum_state
 
-    own_weights, own_firsts, own_seconds = ([local(each) for each in every] for every in (weights, firsts, seconds))
+    own_weights, own_firsts, own_seconds = (
+        [local(tensor) for tensor in tensors] for tensors in (weights, firsts, seconds)
+    )
     return StateSums(*sum_state(own_weights, own_firsts, own_seconds, correction, eps=eps).unbind(dim=-1))
 
 
@@ -83,6 +85,6 @@ def _piece_square(first: Tensor, second: Tensor, correction: Tensor, eps: float)
 
 
 def weight_digest(parameters: Sequence[Tensor]) -> Tensor:
-    """A number that equal weights share and that any one flipped bit changes; exact in float32."""
+    """A digest of the weights, exact in float32: equal for equal weights, changed by any single flipped bit."""
     sums = [local(parameter).detach().view(torch.int32).sum(dtype=torch.int64) for parameter in parameters]
     return torch.stack(sums).sum().remainder(DIGEST_MODULUS)

@@ -1,8 +1,9 @@
-"""The mailbox: the only place where numbers come back from the device.
+"""The mailbox: the device-to-host copy of step reports, read `lag` steps later.
 
-Why: reading a number the device has just begun to compute stops the pipeline; reading one of `lag` steps ago does not.
-How: each step's report is copied into a pinned slot behind the step's own work, with an event to say when it is there.
-All ranks post every step and read with the same lag, so all of them learn the same thing at the same iteration.
+Why: reading a value that the device has just begun to compute stalls the pipeline; reading one of `lag` steps ago does
+not.
+How: each report is copied to a pinned slot on the stream of the step, followed by a CUDA event. All ranks post every
+step and read with the same lag, so all ranks read the same reports at the same iteration.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Facts = TypeVar("Facts")
 @dataclass(slots=True)
 class PostedReport(Generic[Facts]):
     facts: Facts
-    """What the host knew when it posted."""
+    """Host-side facts of the step at posting time."""
     values: Tensor
     arrived: torch.cuda.Event | None
 
@@ -35,7 +36,7 @@ class Mailbox(Generic[Facts]):
         self._posted = 0
 
     def post(self, facts: Facts, report: Tensor) -> None:
-        """Send a report on its way to the host; read before the slot comes round again."""
+        """Start the copy of a report to the host. It must be read before its slot is used again."""
         assert len(self._waiting) <= self._lag, "read the mailbox before posting again"
         slot = self._slots[self._posted % len(self._slots)]
         slot.copy_(report, non_blocking=True)
@@ -47,12 +48,12 @@ class Mailbox(Generic[Facts]):
         self._posted += 1
 
     def read(self, *, everything: bool = False) -> Iterator[tuple[Facts, Tensor]]:
-        """Reports at least `lag` steps old, oldest first; or everything, waiting for the last one.
+        """Yield reports that are at least `lag` steps old, oldest first; with `everything`, all, waiting for the last.
 
-        A report is the slot it lies in, in host memory: read it before the next one is posted over it.
+        The tensor is the pinned slot itself: use it before the next post overwrites it.
         """
         while len(self._waiting) > (0 if everything else self._lag):
             report = self._waiting.popleft()
             if report.arrived is not None:
-                report.arrived.synchronize()  # sync: the report of `lag` steps ago, there unless the host is far ahead
+                report.arrived.synchronize()  # sync: a report of `lag` steps ago, complete unless the host is far ahead
             yield report.facts, report.values

@@ -1,15 +1,14 @@
-"""What every step tells: one fixed-size float32 vector, summed over all ranks in one all-reduce.
+"""The signals of a step: one fixed-size float32 vector, summed over all ranks in one all-reduce.
 
-Why: every rank must hold the same numbers at the same step to take the same decision, and one small collective is what
-that may cost.
-How: `Layout` gives each number its place. Sums over data (loss, tokens, activations) add up over all ranks; sums over
-sharded state (gradients, weights, moments) are first divided by the number of replicas that hold the same shard. What
-one rank says for itself goes into its own column of a table that is zero elsewhere: there a sum is a gather, and a NaN
-stays where it arose. What is not measured in a step travels as zero, so the vector and the collective never change
-shape. Sums are taken over rows of a table, not by adding at indices: a GPU would add in another order each time, and
-clip by another norm.
-Left out: the ratio of each single gradient to its second moment. The rows of rare tokens have moments near zero, which
-would drown all others in a mean; second moments are summed by layer group and held against the group's gradient.
+Why: every rank needs the same numbers at the same step to take the same decision, at the cost of one small collective.
+How: `SignalLayout` maps each number to its place. Sums over data (loss, tokens, activations) add up over all ranks.
+Sums over sharded state (gradients, weights, moments) are first divided by the number of replicas of each shard. Numbers
+of a single rank go into its own column of a table that is zero elsewhere: the sum is then a gather, and a NaN stays in
+its column. What is not measured in a step is sent as zero, so the shape of the collective never changes. Per-group sums
+are row sums of a table, not index additions: on a GPU, index additions have no fixed order, and the clip norm would
+differ between runs.
+Left out: the ratio of each single gradient to its second moment. Rows of rare tokens have moments near zero and would
+dominate a mean; so second moments are summed per layer group and compared with the gradient of the group.
 """
 
 from __future__ import annotations
@@ -53,26 +52,26 @@ PARTS = (
     "fp8_scales",
     "slots",
 )
-"""The vector from its begin to its end."""
+"""The parts of the vector, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignalLayout:
-    """Where each number lies in the vector."""
+    """The place of each number in the signal vector."""
 
     groups: tuple[str, ...]
-    """Layer groups whose gradients and weights are told apart."""
+    """Layer groups with separate gradient and weight norms."""
     layers: tuple[str, ...]
     """Layers whose activations are sampled."""
     sources: tuple[str, ...]
-    """Sources of data whose losses are told apart."""
+    """Data sources with separate losses."""
     num_ranks: int = 1
     has_fp8: bool = False
-    """Whether the run is one in fp8, whose range is watched."""
+    """Whether the run uses fp8; adds the parts that measure underflow and saturation."""
 
     @property
     def parts(self) -> dict[str, slice]:
-        """Name of each part -> its place."""
+        """Part name -> its slice of the vector."""
         groups, sources, roles = len(self.groups), len(self.sources), len(Role) if self.has_fp8 else 0
         lengths = (
             *(len(SCALARS), groups, groups, groups, len(self.layers), sources, sources, len(TOKEN_LOSS_EDGES) + 1),
@@ -101,13 +100,13 @@ class SignalLayout:
 
 
 def group_of(parameter_name: str) -> str:
-    """The layer group a parameter belongs to: its block, or its own module outside the blocks."""
+    """The layer group of a parameter: its block, or its top-level module outside the blocks."""
     first, _, rest = parameter_name.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first
 
 
 class Signals:
-    """Gathers one step's numbers on this rank, then sums them over all."""
+    """Accumulates the signals of one step on this rank, then sums them over all ranks."""
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class Signals:
         collectives: Collectives,
         own_kernels: bool = False,
     ) -> None:
-        """`own_kernels`: have the harness's own take sums over gradients and state; CUDA only."""
+        """`own_kernels`: use the Triton kernels of the harness for sums over gradients and state; CUDA only."""
         self.layout = layout
         self._sum_squares = square_sums_in_one_launch if own_kernels else square_sums
         self._sum_state = state_sums_in_one_pass if own_kernels else state_sums
@@ -129,7 +128,7 @@ class Signals:
         self._width = max(Counter(groups).values())
         places = [group * self._width + groups[:number].count(group) for number, group in enumerate(groups)]
         self._places = torch.tensor(places, device=world.device)
-        """Where each parameter's number goes in a table of one row a group."""
+        """Index of each parameter in a flat table with one row per layer group."""
         self._source_numbers = torch.arange(len(layout.sources), device=world.device)[:, None]
         self.clear()
 
@@ -146,7 +145,7 @@ class Signals:
         layers: Tensor | None,
         token_losses: Tensor | None = None,
     ) -> None:
-        """Sums of one micro-batch, whose rows come from `sources`; `layers` and `token_losses` when it was probed."""
+        """Add one micro-batch whose rows come from `sources`; `layers` and `token_losses` only on a probed step."""
         self._add("loss", row_losses.sum())
         self._add("z_loss", z_loss)
         self._add("tokens", row_tokens.sum())
@@ -159,9 +158,9 @@ class Signals:
             self._part("token_losses").add_(token_losses)
 
     def add_gradients(self) -> None:
-        """Squared norm of each layer group's gradient, and of this rank's own before it was reduced.
+        """Add the squared gradient norm of each layer group, and of this rank before the reduce-scatter.
 
-        With one rank, the gradient is its own.
+        With world_size 1 both are the same gradient.
         """
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         assert len(gradients) == len(self._parameters), "every parameter takes part in every step"
@@ -180,9 +179,9 @@ class Signals:
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        """Norms of weights, of second moments and of the update they stand for; where there are replicas, a digest.
+        """Add norms of weights, second moments and the Adam update; with replicas, a digest of the weights too.
 
-        `moments` (step, exp_avg, exp_avg_sq) and `rates` (of the next update) by the name of their parameter.
+        `moments`: parameter name -> step, exp_avg, exp_avg_sq. `rates`: parameter name -> lr of the next update.
         """
         parameters = list(self._parameters.values())
         firsts, seconds = ([moments[name][key] for name in self._parameters] for key in ("exp_avg", "exp_avg_sq"))
@@ -198,39 +197,38 @@ class Signals:
             self._set_slot("weight_digest", weight_digest(parameters))
 
     def add_fp8(self, sums: Mapping[str, Tensor]) -> None:
-        """How the numbers of a probed step fitted into fp8, by the names of the parts."""
+        """Add the fp8 underflow and saturation counts of a probed step: part name -> values."""
         for name, values in sums.items():
             self._part(name).add_(values)
 
     def add_requests(self, *, stop: bool, save: bool, command: bool) -> None:
-        """What this rank was asked from outside; all ranks will hear of it at the same iteration."""
-        for name, asked in (("stop", stop), ("save", save), ("command", command)):
-            if asked:
+        """Add external requests to this rank; all ranks see them at the same iteration."""
+        for name, is_requested in (("stop", stop), ("save", save), ("command", command)):
+            if is_requested:
                 self.layout.scalar(self.vector, name).fill_(1.0)
 
     def add_host_facts(self, *, decision: int, busy_s: float, device_s: float = 0.0, step_s: float = 0.0) -> None:
-        """What the host of this rank knows: a digest of all it decided and of the branches it takes, its seconds
-        outside collectives, the seconds that its device took for the loss head of an earlier step, and how long the
-        last step took that it has timed."""
-        assert 0 <= decision < 2**DIGEST_BITS, "a digest that float32 cannot hold"
+        """Add this rank's digest of decisions and branches, its host seconds outside collectives, the device seconds of
+        the loss head of an earlier step, and the duration of the last timed step."""
+        assert 0 <= decision < 2**DIGEST_BITS, "float32 cannot hold this digest exactly"
         self._own("decision").fill_(decision)
         self._own("busy_s").fill_(busy_s)
         self._own("device_s").fill_(device_s)
         self._own("step_s").fill_(step_s)
 
     def add_data(self, *, fingerprint: int, plan: int, own_row: int = 0, other_row: int = 0) -> None:
-        """What this rank read: the fingerprint of its rows (64 bits), and in 24 bits each the plan that they follow,
-        one of its rows and one row of another rank; 0: not compared in this step."""
+        """Add what this rank read: the 64-bit fingerprint of its rows, and 24-bit digests of its data plan, of one of
+        its rows and of one row of another rank (0: no rows compared in this step)."""
         numbers = (plan, *split_fingerprint(fingerprint), own_row, other_row)
-        assert all(0 <= number < 2**DIGEST_BITS for number in numbers), "a number that float32 cannot hold"
+        assert all(0 <= number < 2**DIGEST_BITS for number in numbers), "float32 cannot hold this number exactly"
         assert fingerprint < 2**64
         first = SLOTS.index("plan")
         assert SLOTS[first:] == ("plan", *LIMBS, "own_row", "other_row")
-        said = torch.tensor(numbers, dtype=torch.float32, pin_memory=self._world.device.type == "cuda")
-        self.layout.slots(self.vector)[first:, self._world.rank].copy_(said, non_blocking=True)
+        values = torch.tensor(numbers, dtype=torch.float32, pin_memory=self._world.device.type == "cuda")
+        self.layout.slots(self.vector)[first:, self._world.rank].copy_(values, non_blocking=True)
 
     def reduce(self) -> Tensor:
-        """The one collective of the step; returns the vector every rank now shares and starts a new one."""
+        """All-reduce the vector (the only collective of the sentinel per step), return it, and start a new one."""
         tokens = self.layout.scalar(self.vector, "tokens")
         self._set_slot("loss", self.layout.scalar(self.vector, "loss") / tokens.clamp(min=1))
         with self._collectives.waiting():
@@ -251,6 +249,6 @@ class Signals:
         self._own(slot).copy_(value)
 
     def _by_group(self, sums: Tensor) -> Tensor:
-        """This rank's share of the sums of each layer group, from one number a parameter."""
+        """This rank's share of the sum of each layer group, from one number per parameter."""
         table = sums.new_zeros(len(self.layout.groups) * self._width).scatter_(0, self._places, sums)
         return table.view(-1, self._width).sum(dim=1) / self._world.replicate

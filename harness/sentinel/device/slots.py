@@ -1,11 +1,11 @@
-"""What each rank said for itself, in brief: how it spreads, and who stands out.
+"""Summarizes the per-rank slots of a report: median, spread and the farthest ranks of each signal.
 
-Why: after a reduction a NaN is everywhere; only what a rank said before it names the guilty one. And a log line must
-not grow with the cluster.
-How: the reduced vector ends in a table of one row a signal and one column a rank; each rank filled its own column and
-zeros elsewhere, so the sum is a gather. The table is read as it lies in host memory; a row takes three selections and
-no sort, so that 16,384 ranks are summarised in well under a millisecond.
-Left out: judging. How far is too far is for the detectors to say.
+Why: after the reduce-scatter a NaN is everywhere; only per-rank values from before it identify the rank. And the size
+of a log line must not grow with the cluster.
+How: the reduced vector ends in a table with one row per signal and one column per rank. Each rank filled its own column
+and left zeros elsewhere, so the sum is a gather. A row needs three partitions and no sort: 16,384 ranks are summarized
+in well under a millisecond.
+Left out: thresholds. The detectors apply them.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from numpy.typing import NDArray
 from harness.core.events import RankSpread
 
 LIMBS = ("data_low", "data_middle", "data_high")
-"""The fingerprint of a rank's rows in limbs of 24, 24 and 16 bits, the lowest first: float32 holds each exactly."""
+"""The fingerprint of a rank's rows in limbs of 24, 24 and 16 bits, lowest first; float32 holds each exactly."""
 SLOTS = (
     *("loss", "grad_square", "busy_s", "device_s", "decision", "weight_digest", "step_s"),
     *("plan", *LIMBS, "own_row", "other_row"),
 )
-"""A rank's mean loss; squares of its gradient before the reduction; the host's seconds outside collectives; on CUDA the
-seconds of its loss head (`harness.distributed.compute_clock`); digests of its decisions and, when probed, of its
-weights; its last step time. Of its data: a digest of the plan (corpus, order, ledger), the fingerprint of its rows, and
-now and then the digest of one of its rows and of one row of another rank."""
+"""Mean loss of the rank; squared norm of its gradient before the reduce-scatter; host seconds outside collectives; on
+CUDA the seconds of its loss head (`harness.distributed.compute_clock`); digest of its decisions; on probed steps the
+digest of its weights; its last step time. Data: digest of the data plan (corpus, order, ledger), fingerprint of its
+rows, and on some steps the digests of one of its rows and of one row of another rank."""
 
 DIGEST_BITS = 24
-"""Digests are integers of so many bits: float32 holds them exactly."""
+"""Width of a digest; float32 holds integers of 24 bits exactly."""
 
 MAX_WORST = 4
-"""Ranks that a spread, or a digest, names."""
+"""Ranks named per signal or per digest."""
 MAX_NAMED = 64
-"""Ranks that a list of guilty ones names: where all are, a few say enough."""
+"""Ranks named per list of non-finite or mismatched ranks."""
 MAX_DIGESTS = 8
 
 MAD_TO_SIGMA = 1.4826
-"""Standard deviation over median absolute deviation, of a normal distribution."""
+"""Standard deviation over median absolute deviation of a normal distribution."""
 
 Numbers = NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """The fields of a `ReducedRecord` that tell ranks apart, or come from what each rank said."""
+    """The fields of a `ReducedRecord` that come from the per-rank slots."""
 
     ranks: dict[str, RankSpread] = field(default_factory=dict)
     nonfinite_ranks: list[int] = field(default_factory=list)
@@ -58,61 +58,61 @@ class RankFacts:
 
 
 def summarize_slots(table: Numbers, *, divisor: float, replicate: int, stride: int = 1) -> RankFacts:
-    """The facts of a table of `SLOTS` x ranks; `divisor` turns stored gradients into true ones.
+    """Summarize a table of `SLOTS` x ranks. Stored gradients divided by `divisor` are the true ones.
 
-    `stride` is how far the rank whose row another one read lies ahead of it.
+    `stride`: distance from a rank to the rank whose row it also read.
     """
-    said = dict(zip(SLOTS, table, strict=True))
-    loss, grad_square = said["loss"], said["grad_square"]
+    slots = dict(zip(SLOTS, table, strict=True))
+    loss, grad_square = slots["loss"], slots["grad_square"]
     is_bad = ~(np.isfinite(loss) & np.isfinite(grad_square))
     nonfinite = [int(rank) for rank in np.flatnonzero(is_bad)[:MAX_NAMED]]
-    total = sum_fingerprints(*(said[name] for name in LIMBS))
-    alike = RankFacts(
+    total = sum_fingerprints(*(slots[name] for name in LIMBS))
+    facts = RankFacts(
         nonfinite_ranks=nonfinite,
-        median_step_s=_median(said["step_s"]),
+        median_step_s=_median(slots["step_s"]),
         fingerprint=f"{total:016x}" if total else "",
     )
     if len(loss) == 1:
-        return alike
+        return facts
     with np.errstate(invalid="ignore", divide="ignore"):
         grad_norm = np.sqrt(grad_square) / divisor
     measured = {
         "loss": loss,
         "grad_norm": grad_norm,
-        "step_time_s": said["busy_s"],
-        "device_time_s": said["device_s"],
+        "step_time_s": slots["busy_s"],
+        "device_time_s": slots["device_s"],
     }
     spreads = {name: rank_spread(values) for name, values in measured.items() if values.any()}
     differing = {
-        "plan": find_mismatched(said["plan"], replicate=len(loss)),
-        "rows": find_misread(said["own_row"], said["other_row"], stride=stride),
+        "plan": find_mismatched(slots["plan"], replicate=len(loss)),
+        "rows": find_misread(slots["own_row"], slots["other_row"], stride=stride),
     }
     return replace(
-        alike,
+        facts,
         ranks={name: found for name, found in spreads.items() if found},
-        mismatched_ranks=find_mismatched(said["weight_digest"], replicate=replicate) if replicate > 1 else [],
-        digests=ranks_by_digest(said["decision"]),
-        other_data={what: ranks for what, ranks in differing.items() if ranks},
+        mismatched_ranks=find_mismatched(slots["weight_digest"], replicate=replicate) if replicate > 1 else [],
+        digests=ranks_by_digest(slots["decision"]),
+        other_data={name: ranks for name, ranks in differing.items() if ranks},
     )
 
 
 def split_fingerprint(fingerprint: int) -> tuple[int, int, int]:
-    """A fingerprint of 64 bits in the limbs of `LIMBS`."""
+    """Split a 64-bit fingerprint into the limbs of `LIMBS`."""
     mask = 2**DIGEST_BITS - 1
     return fingerprint & mask, fingerprint >> DIGEST_BITS & mask, fingerprint >> 2 * DIGEST_BITS
 
 
 def sum_fingerprints(low: Numbers, middle: Numbers, high: Numbers) -> int:
-    """The sum of all ranks' fingerprints modulo 2 ** 64: that of the global batch."""
+    """The fingerprint of the global batch: the sum of all ranks' fingerprints modulo 2 ** 64."""
     sums = [int(limb.sum(dtype=np.float64)) for limb in (low, middle, high)]  # exact below 2 ** 53
     return sum(limb << place * DIGEST_BITS for place, limb in enumerate(sums)) % 2**64
 
 
 def find_misread(own_row: Numbers, other_row: Numbers, *, stride: int) -> list[int]:
-    """Ranks that read other tokens for a row than the rank it belongs to, where rows were compared.
+    """Ranks that disagree with another rank on the tokens of a row; empty if no rows were compared.
 
-    One that differs both as a reader and as the one that is read is wrong; where there is none such, both sides are
-    named.
+    Each row is read by its owner and by one other rank. A rank that disagrees in both roles is named; if there is none,
+    both sides of each disagreement are named.
     """
     if not own_row.any():
         return []
@@ -123,7 +123,7 @@ def find_misread(own_row: Numbers, other_row: Numbers, *, stride: int) -> list[i
 
 
 def rank_spread(values: Numbers) -> RankSpread:
-    """Median, robust sigma and the farthest ranks of the finite values; empty where there is none."""
+    """Median, robust sigma and the farthest ranks of the finite values; empty if no value is finite."""
     is_finite = np.isfinite(values)
     finite = values if is_finite.all() else values[is_finite]
     if not len(finite):
@@ -139,7 +139,7 @@ def rank_spread(values: Numbers) -> RankSpread:
 
 
 def _median(values: Numbers) -> float:
-    """By one selection: of one place, numpy's is many times faster than of two."""
+    """Median by one partition: numpy partitions at one index many times faster than at two."""
     middle = len(values) // 2
     parted = np.partition(values, middle)
     high = float(parted[middle])
@@ -147,7 +147,7 @@ def _median(values: Numbers) -> float:
 
 
 def find_mismatched(weight_digest: Numbers, *, replicate: int) -> list[int]:
-    """Ranks whose weights are not those of most of their replicas; where no digest has a majority, all of them."""
+    """Ranks whose digest differs from the majority of their replicas; all replicas if there is no majority."""
     by_replica = weight_digest.reshape(replicate, -1)
     num_shards = by_replica.shape[1]
     ranks: list[int] = []
@@ -160,7 +160,7 @@ def find_mismatched(weight_digest: Numbers, *, replicate: int) -> list[int]:
 
 
 def ranks_by_digest(decision: Numbers) -> dict[str, list[int]]:
-    """Each digest of decisions, the commonest first, and some of the ranks that hold it; empty where all agree."""
+    """Digest of decisions -> some of the ranks that hold it, most common digest first; empty if all agree."""
     if (decision == decision[0]).all():
         return {}
     digests, counts = np.unique(decision, return_counts=True)

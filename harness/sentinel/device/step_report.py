@@ -1,4 +1,4 @@
-"""One step's report: reduced signals and what was decided on them, from device scalars to a `StepRecord`."""
+"""The report of one step: packs reduced signals and the gate decision on the device, unpacks them to a `StepRecord`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from harness.sentinel.device.slots import summarize_slots
 
 
 class Totals(NamedTuple):
-    """What the gate and the update need of a step, on the device and equal on every rank."""
+    """Inputs of the gate and of the update, on the device and equal on every rank."""
 
     loss: Tensor
     """Mean over the tokens of the global batch."""
     grad_norm: Tensor
-    """Global, before clipping."""
+    """Global norm before clipping."""
     divisor: Tensor
-    """What the stored gradient must be divided by to be the true one."""
+    """The stored gradient divided by this is the true gradient."""
 
 
 def totals(layout: SignalLayout, reduced: Tensor, *, scale: Tensor, expected_tokens: int) -> Totals:
-    """The backward pass was seeded with scale / expected_tokens; here the true token count is known."""
+    """Loss, gradient norm and divisor. The backward pass was seeded with scale / expected_tokens; `reduced` holds the
+    true token count."""
     tokens = layout.scalar(reduced, "tokens")
     divisor = scale * tokens / expected_tokens
     grad_norm = layout.group_squares(reduced).sum().sqrt() / divisor
@@ -36,21 +37,21 @@ def totals(layout: SignalLayout, reduced: Tensor, *, scale: Tensor, expected_tok
 
 
 DECIDED = 8
-"""Numbers that follow the reduced signals in a report."""
+"""Number of values that follow the reduced signals in a report."""
 
 
 def pack_report(
     reduced: Tensor, total: Totals, *, decision: GateDecision, lr: Tensor, step: Tensor, scale: Tensor
 ) -> Tensor:
-    """Everything the host will read of this step, as one vector."""
+    """All values of this step that the host reads, as one vector."""
     decided = [total.grad_norm, total.divisor, decision.skip_mask, lr, step.to(torch.float32), scale]
     return torch.cat([reduced, torch.stack(decided), decision.bounds])
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What only the host knows of the step, noted when it was issued: equal on all ranks, but for `posted_s`,
-    `memory_bytes` and `batch`, which are this rank's own and go into the log only."""
+    """Host-side facts of a step, stored when it was issued. Equal on all ranks, except `posted_s`, `memory_bytes` and
+    `batch`, which are of this rank and only logged."""
 
     iteration: int
     cursor: int
@@ -58,16 +59,16 @@ class HostFacts:
     """Tokens consumed since the start of the run, this step included."""
     probed: bool
     posted_s: float
-    """The host's clock; steps are as far apart as their posts."""
+    """Host clock at posting; the difference between two posts is the step time."""
     memory_bytes: int
     batch: dict[str, Any]
-    """What this rank's rows of the batch held; empty on all ranks but the first."""
+    """Facts about the rows of the batch; empty on all ranks but the first."""
     in_fp8: bool | None = None
-    """Whether it was computed in fp8; None in a run that never is."""
+    """Whether the step was computed in fp8; None if the run does not use fp8."""
     stride: int = 1
-    """How far ahead the rank lay whose row each rank read too, where rows were compared."""
+    """Distance from a rank to the rank whose row it also read, if rows were compared."""
     in_planned_change: bool = False
-    """Whether the batch lies within the window that follows a planned change; alike on all ranks."""
+    """Whether the batch lies within the window after a planned change; equal on all ranks."""
 
 
 def unpack_report(
@@ -80,18 +81,19 @@ def unpack_report(
     clip_norm: float | None,
     replicate: int,
 ) -> StepRecord:
-    """The record of a step, from its report in host memory; throughput is filled in by whoever reads the clock."""
+    """The record of a step, from its report in host memory. The caller fills in the throughput."""
     parts = layout.parts
-    values = report[: parts["slots"].start].tolist()  # sync: none, it lies in host memory by now
+    values = report[: parts["slots"].start].tolist()  # sync: none, the report is in host memory
     decided = report[layout.size :].tolist()  # sync: none, likewise
     grad_norm, divisor, refused, lr, step, scale, loss_bound, grad_bound = decided
     divisor = divisor or math.nan
     scalars = dict(zip(SCALARS, values[parts["scalars"]], strict=True))
-    group_squares = values[parts["group_squares"]]
+    group_squares = zip(layout.groups, values[parts["group_squares"]], strict=True)
     source_sums = zip(layout.sources, values[parts["source_losses"]], values[parts["source_tokens"]], strict=True)
     tokens = scalars["tokens"] or math.nan
     table = layout.slots(report[: layout.size]).numpy()  # sync: none, likewise
-    seen = summarize_slots(table, divisor=divisor, replicate=replicate if facts.probed else 1, stride=facts.stride)
+    num_replicas = replicate if facts.probed else 1
+    rank_facts = summarize_slots(table, divisor=divisor, replicate=num_replicas, stride=facts.stride)
     record = StepRecord(
         time=0.0,
         iteration=facts.iteration,
@@ -111,17 +113,17 @@ def unpack_report(
         z_loss=scalars["z_loss"] / tokens,
         loss_scale=scale if dynamic_scale else None,
         memory_bytes=facts.memory_bytes,
-        group_grad_norms={name: _root(one) / divisor for name, one in zip(layout.groups, group_squares, strict=True)},
+        group_grad_norms={name: _root(square) / divisor for name, square in group_squares},
         source_losses={name: loss / count for name, loss, count in source_sums if count > 0},
         bounds={"loss": loss_bound, "grad_norm": grad_bound},
-        ranks=seen.ranks,
-        nonfinite_ranks=seen.nonfinite_ranks,
-        mismatched_ranks=seen.mismatched_ranks,
-        digests=seen.digests,
-        median_step_s=seen.median_step_s,
-        fingerprint=seen.fingerprint,
-        other_data=seen.other_data,
-        batch={"fingerprint": seen.fingerprint, **facts.batch} if facts.batch else {},
+        ranks=rank_facts.ranks,
+        nonfinite_ranks=rank_facts.nonfinite_ranks,
+        mismatched_ranks=rank_facts.mismatched_ranks,
+        digests=rank_facts.digests,
+        median_step_s=rank_facts.median_step_s,
+        fingerprint=rank_facts.fingerprint,
+        other_data=rank_facts.other_data,
+        batch={"fingerprint": rank_facts.fingerprint, **facts.batch} if facts.batch else {},
         in_fp8=facts.in_fp8,
         in_planned_change=facts.in_planned_change,
     )
@@ -134,7 +136,7 @@ def unpack_report(
 def _add_probe(
     record: StepRecord, layout: SignalLayout, values: list[float], *, num_activations: float, divisor: float
 ) -> None:
-    """What is measured now and then; `divisor` turns the stored gradient into the one that Adam sees, clipped."""
+    """Add the values of a probed step; the stored gradient divided by `divisor` is the clipped one that Adam gets."""
     parts = layout.parts
     scalars = dict(zip(SCALARS, values[parts["scalars"]], strict=True))
     params, moments = values[parts["group_params"]], values[parts["group_moments"]]
@@ -152,8 +154,8 @@ def _add_probe(
 
 
 def _square_ratio(squares: list[float], moments: list[float], *, divisor: float) -> float | None:
-    """Norm of the gradient that Adam sees over the root of its second moment, in the layer group where it is largest;
-    None before the first update, and where the gradient is not finite."""
+    """Gradient norm over the root of Adam's second moment, largest over the layer groups; None before the first update
+    or if the gradient is not finite."""
     ratios = [_root(square / moment) / divisor for square, moment in zip(squares, moments, strict=True) if moment > 0]
     return max(ratios) if ratios and math.isfinite(sum(ratios)) else None
 

@@ -330,15 +330,14 @@ class PolicyState:
     def _respond_to_watches(self, record: ReducedRecord, *, other_than: set[int]) -> Iterator[Response]:
         watched = [each for each in self.open_incidents if each.is_watched and each.number not in other_than]
         for incident in watched:
+            first = incident.kinds[0]
             match incident.evaluate_watch(self.lineage, record.iteration, cfg=self.cfg):
                 case None:
                     continue
                 case IncidentVerdict.stuck:
-                    yield Response(
-                        Rung.rewind, incident.number, f"the loss does not recover by itself after {incident.kinds[0]}"
-                    )
+                    yield Response(Rung.rewind, incident.number, f"the loss does not recover by itself after {first}")
                 case IncidentVerdict.lingering:
-                    yield Response(Rung.rollback, incident.number, f"the loss stays high after {incident.kinds[0]}")
+                    yield Response(Rung.rollback, incident.number, f"the loss stays high after {first}")
                 case verdict:
                     self._close(incident, verdict)
 
