@@ -1,1 +1,1 @@
-"""Detectors: pure functions of step records."""
+"""Detectors: pure functions of step records, without torch."""

@@ -1,19 +1,20 @@
-"""What is normal for a number that every step gives: its level, trend and spread, and the bound that follows from them.
+"""Online baseline of a scalar series (loss, gradient norm): level, trend, spread, and the upper bound from them.
 
-Why: the gate on the device and the detectors on the host must hold the same opinion of the same numbers, so there is
-one recursion, written over `ops`: plain floats on the host, float64 scalars on a device. It selects and never branches
-on a value, takes constant time, and its state is a flat tuple of numbers that goes into snapshots.
-How: loss and gradient norm are followed in logarithms, so that one set of options fits both.
-- The level is a moving mean whose upward pull is clipped: a spike cannot drag it along. Its trend counts only
-  downwards, since no healthy loss rises; a fall is followed as fast as it is steep.
-- The memory is a far slower level. Easy data pulls the loss down and lets it come back: coming back to where the loss
-  was a few hundred rows ago is no spike. It counts only while it still describes most of what was seen.
-- The spread comes from differences between neighbours, which know neither level nor trend.
-- The tail is the height, in spreads, that one row in a hundred passes. It tells noise that is heavy by nature (the loss
-  of one rank, small batches) from noise that is not; a run of high rows counts once.
-A value that is not accepted changes nothing at all, whatever it is.
-Left out: gaps between rows, after which whoever sees one may `reopen` the state; and logs that were smoothed before
-they were written, whose neighbours resemble each other so much that the spread comes out too small.
+Why: the gate on the device and the detectors on the host must use the same baseline, so there is one recursion, written
+over `ops`: plain floats on the host, float64 scalars on the device. It selects and never branches on a value, takes
+constant time per row, and its state is a flat tuple of numbers that goes into snapshots.
+How: the recursion works on logarithms, so that one set of options fits loss and gradient norm.
+- level: a moving average whose upward pull is clipped, so that a spike cannot drag it along. Only a downward trend is
+  extrapolated, because no healthy loss rises.
+- memory: a much slower level. Easy data lets the loss fall and come back; a return to where it was a few hundred rows
+  ago is no spike. It counts only while it describes most of the recent rows.
+- spread: the robust standard deviation of the noise, from differences of neighbouring rows, which contain neither level
+  nor trend.
+- tail: the height, in spreads, that one row in a hundred exceeds. It widens the bounds for heavy-tailed noise (the loss
+  of one rank, small batches). Consecutive high rows count once.
+A row that is not accepted does not change the state at all.
+Left out: gaps between rows (the caller may `reopen` the state), and logs that were smoothed before they were written:
+their neighbouring rows are so similar that the spread comes out too small.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, Protocol
 from harness.config.sentinel import DetectConfig
 
 Number = Any
-"""A float on the host, a float64 scalar on a device."""
+"""A float on the host, a float64 scalar on the device."""
 State = tuple[Number, ...]
 
 FIELDS = (
@@ -41,36 +42,36 @@ FIELDS = (
     "trust",
     "last",
 )
-"""The numbers of a state. lagged: the level, smoothed once more; their difference is the trend. miss: how far rows lie
-from the level, more than the spread where the level lags. was_beyond: 1 when the last row lay in the tail. trust: share
-of the recent past that the memory describes."""
+"""The numbers of a state. lagged: the level smoothed once more; their difference is the trend. miss: mean distance of
+rows from the level, larger than the spread if the level lags. was_beyond: 1 if the last row was above the tail. trust:
+share of the recent rows that the memory describes."""
 
 SMALLEST = 1e-12
-"""What is not positive has no logarithm and is taken for this."""
+"""Smaller values, which may have no logarithm, are replaced by this one."""
 PRIOR_SPREAD, LATE_SPREAD, LEAST_SPREAD = 0.1, 0.03, 0.002
-"""Of the value itself: before anything was seen, early and late in a run, and at any time."""
+"""Relative to the value: the initial spread at the start of a run and late in a run, and the minimum."""
 NORMAL_TAIL, HEAVY_TAIL, HIGHEST_TAIL = 2.4, 3.0, 12.0
-"""In spreads: where the tail of normal noise begins, from where on noise counts as heavy, the most that is learnt."""
+"""In spreads: the tail of normal noise, the tail from which noise counts as heavy, and the maximum."""
 TAIL_SHARE, TAIL_GAIN = 0.01, 0.05
 PULL_UP, PULL_DOWN, FALL, OUTLYING = 2.0, 4.0, 8.0, 4.0
-"""In spreads: how far one row may pull the level up or down, how much of a fall is believed at once, and what is too
-far off to tell anything of the spread."""
+"""In spreads: how far one row may pull the level up or down, the largest fall that counts at once, and the distance
+from which a row is an outlier and does not count for the spread."""
 MEAN_TO_SIGMA = math.sqrt(math.pi / 2)
-"""Of normal noise: sigma over mean absolute value; neighbours differ by sqrt(2) more."""
+"""Sigma over mean absolute value of normal noise; differences of neighbours are larger by sqrt(2)."""
 REOPENED_COUNT, LATE_COUNT = 4.0, 20.0
-"""Rows that a reopened state and one that begins late are taken to have seen."""
+"""Initial row counts of a reopened state and of one that starts late in a run."""
 CAPPED_FROM_COUNT = 8.0
-"""Rows after which no noise excuses everything."""
+"""Rows after which the caps apply, whatever the noise."""
 LARGEST_EXPONENT = 700.0
 
 
 class Ops(Protocol):
-    """Arithmetic beyond operators; the first number is never a Python constant on a device, the others may be."""
+    """Arithmetic beyond operators. On the device the first argument is a tensor; the others may be Python constants."""
 
     def where(self, condition: Any, chosen: Number, otherwise: Number) -> Number: ...
 
     def choose(self, condition: Any, chosen: State, otherwise: State) -> State:
-        """`where`, number by number."""
+        """`where` for each number of a state."""
 
     def minimum(self, number: Number, other: Number) -> Number: ...
 
@@ -84,7 +85,7 @@ class Ops(Protocol):
 
 
 class FloatOps:
-    """Plain floats; written out, because the built-in min and max take several times as long for two numbers."""
+    """Plain floats. Conditionals, because the built-in min and max are several times slower for two numbers."""
 
     absolute, log = staticmethod(abs), staticmethod(math.log)
 
@@ -118,20 +119,20 @@ def initial_state() -> State:
 
 
 def initial_state_late(value: float) -> State:
-    """The state at the first row of a log that begins long after the steep start: more is known of the noise."""
+    """The state at the first row of a log that starts after the steep descent; its prior spread is smaller."""
     row = math.log(max(value, SMALLEST))
     return (LATE_COUNT, row, row, row, 0.0, LATE_SPREAD, LATE_SPREAD, NORMAL_TAIL, 0.0, 0.0, row)
 
 
 def expected_log_value(state: Sequence[Number], cfg: DetectConfig, ops: Ops) -> tuple[Number, Number]:
-    """Logarithm of the highest value that would surprise nobody, and the spread around it."""
+    """Logarithm of the highest expected value, and the spread around it."""
     level, lagged, memory, memory_slope, spread, miss = state[1:7]
     trend = ops.minimum(level - lagged, 0.0) * (1.0 + 1.0 / cfg.level_rows)
     return ops.maximum(level + trend, memory + memory_slope), _whole_spread(spread, miss, ops)
 
 
 def tolerance(state: Sequence[Number], cfg: DetectConfig, ops: Ops, *, warming: Number = 0.0) -> Number:
-    """What distances are divided by: above 1 for heavy noise, for the first rows, and while the learning rate rises."""
+    """Factor on the spread: above 1 for heavy noise, for the first rows, and while the learning rate rises."""
     early = ops.maximum(1.0 - state[0] / cfg.warmup_rows, 0.0)
     heavy = ops.maximum(state[7] / HEAVY_TAIL, 1.0)
     return heavy * (1.0 + early * 3.0) * (1.0 + warming * (cfg.warmup_widening - 1.0))
@@ -148,8 +149,8 @@ def upper_bound(
     warming: Number = 0.0,
     planned: Number = 0.0,
 ) -> Number:
-    """The value beyond which a row is `sigmas` spreads and also `factor` times above what is expected; once a few rows
-    were seen, `cap` times is enough, whatever the noise. `planned`: 1 within the window of a planned change."""
+    """The value that is both `sigmas` spreads and a factor `factor` above the expected one; after the first rows at
+    most `cap` times the expected one, whatever the noise. `planned`: 1 within the window of a planned change."""
     level, spread = expected_log_value(state, cfg, ops)
     reach = ops.maximum(spread * sigmas * tolerance(state, cfg, ops, warming=warming), math.log(factor))
     reach = reach + planned * math.log(cfg.planned_widening)
@@ -166,7 +167,7 @@ def gate_bounds(
     warming: Number = 0.0,
     planned: Number = 0.0,
 ) -> tuple[Number, Number, Number, Number]:
-    """What the gate refuses beyond: loss alone, gradient norm alone, and the lower two that must be passed together."""
+    """The bounds of the gate: loss alone, gradient norm alone, and the lower joint bounds of loss and gradient norm."""
 
     def of(state: Sequence[Number], sigmas: float, factor: float, cap: float = math.inf) -> Number:
         return upper_bound(state, cfg, ops, sigmas=sigmas, factor=factor, cap=cap, warming=warming, planned=planned)
@@ -180,13 +181,13 @@ def gate_bounds(
 
 
 def beyond(loss: Number, grad_norm: Number, bounds: tuple[Number, Number, Number, Number]) -> Any:
-    """Whether the gate refuses this step for its size; false for NaN, which is refused by its own rule."""
+    """Whether a bound is exceeded; false for NaN, which the gate rejects by a separate rule."""
     loss_alone, grad_alone, loss_joint, grad_joint = bounds
     return (loss > loss_alone) | (grad_norm > grad_alone) | ((loss > loss_joint) & (grad_norm > grad_joint))
 
 
 def advance(state: Sequence[Number], value: Number, accept: Any, cfg: DetectConfig, ops: Ops) -> State:
-    """The state after a row; the same state, to the bit, where the row is not accepted."""
+    """The state after a row; bitwise the same state if the row is not accepted."""
     where, minimum, maximum, absolute = ops.where, ops.minimum, ops.maximum, ops.absolute
     count, level, lagged, memory, memory_slope, spread, miss, tail, was_beyond, trust, last = state
     row = ops.log(maximum(value, SMALLEST))
@@ -218,8 +219,8 @@ def advance(state: Sequence[Number], value: Number, accept: Any, cfg: DetectConf
     new_spread = spread + where(settled & (jump > far), zero, towards)
 
     is_beyond = where(row - maximum(trended, remembered) > tail * whole, zero + 1.0, zero)
-    learnt = where(settled, (1.0 - is_beyond * was_beyond) * (is_beyond - TAIL_SHARE), zero)
-    new_tail = minimum(maximum(tail * (1.0 + TAIL_GAIN * learnt), NORMAL_TAIL), HIGHEST_TAIL)
+    change = where(settled, (1.0 - is_beyond * was_beyond) * (is_beyond - TAIL_SHARE), zero)
+    new_tail = minimum(maximum(tail * (1.0 + TAIL_GAIN * change), NORMAL_TAIL), HIGHEST_TAIL)
 
     levels = (count + 1.0, new_level, new_lagged, new_memory, new_slope)
     following = (*levels, new_spread, new_miss, new_tail, is_beyond, new_trust, row)
@@ -227,13 +228,13 @@ def advance(state: Sequence[Number], value: Number, accept: Any, cfg: DetectConf
 
 
 def reopen(state: Sequence[Number], value: Number, accept: Any, ops: Ops, *, num_seen: float = REOPENED_COUNT) -> State:
-    """The state where `value` is accepted as the new level: the noise is the old one, the bounds are wide at first.
-    `num_seen`: rows that it is taken to have seen at most; from `CAPPED_FROM_COUNT` on the caps hold at once."""
+    """The state with `value` as its new level, if `accept`: the spread stays, the bounds are wide at first. `num_seen`:
+    upper limit of the row count; from `CAPPED_FROM_COUNT` on the caps apply at once."""
     row = ops.log(ops.maximum(value, SMALLEST))
     count, _, _, _, _, spread, miss, tail, *_ = state
     zero = 0.0 * count
-    anew = (ops.minimum(count, num_seen), row, row, row, zero, spread, miss, tail, zero, zero, row)
-    return ops.choose(accept, anew, tuple(state))
+    reopened = (ops.minimum(count, num_seen), row, row, row, zero, spread, miss, tail, zero, zero, row)
+    return ops.choose(accept, reopened, tuple(state))
 
 
 def _whole_spread(spread: Number, miss: Number, ops: Ops) -> Number:

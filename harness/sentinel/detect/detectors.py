@@ -1,10 +1,9 @@
-"""The detectors: one row after the other in, suspicions out; pure, light, and equal on every rank.
+"""The detectors: turn step records into findings, one record after the other, without torch.
 
-Why: a suspicion must be the same on every rank and the same when the log is read again, so it is a function of records
-and of a state that is plain data. The state is taken with every snapshot and comes back with it: after a rewind nothing
-of the rows that were undone is remembered.
-How: curves first, then one guard for each other finding of the table. A refused row was never applied: it can be
-suspected, but nothing is learnt from it.
+Why: findings must be equal on every rank and when the log is replayed, so they are a function of the records and of a
+state that is plain data. The state is part of every snapshot; a rewind restores it, so undone records leave no trace.
+How: the loss and gradient curves, plus one guard for each other finding. A rejected update can raise a finding but does
+not change any baseline.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Detectors:
     ranks: RankGuard = field(default_factory=RankGuard)
 
     def observe(self, record: ReducedRecord) -> list[Finding]:
-        """What is suspicious about a row, given all before it."""
+        """Return the findings of one record, given all earlier ones."""
         found: list[Finding] = []
         broken = not (math.isfinite(record.loss) and math.isfinite(record.grad_norm))
         if broken or self.nonfinite.raised or broken_groups(record.group_param_norms):
@@ -78,20 +77,20 @@ class Detectors:
         return found
 
     def expect_lr_change(self) -> None:
-        """The learning rate is about to change on purpose: no jump for the next rows."""
+        """The learning rate is about to change on purpose: raise no lr_jump for the next `EXPECTED_ROWS`."""
         self.rate.expected = EXPECTED_ROWS
 
     def accept_level(self, *, loss: float | None = None, grad_norm: float | None = None) -> None:
-        """The policy takes these levels, or the present ones, as the new normal."""
+        """Set the baseline to these levels, or to the present ones."""
         self.curves.accept_level(loss=loss, grad_norm=grad_norm)
 
     def state(self) -> dict[str, Any]:
-        """Everything remembered, as plain data of its own."""
+        """A copy of the whole state as plain data; field names are part of the checkpoint format."""
         return {name: _plain(getattr(self, name)) for name in PARTS}
 
     @classmethod
     def restore(cls, cfg: DetectConfig, state: dict[str, Any]) -> Self:
-        """The detectors whose `state()` it was, also after JSON; one that a run was saved without begins anew."""
+        """Restore from `state()`, also after JSON; a guard that is missing in it starts in its initial state."""
         parts: dict[str, Any] = {
             name: kind(**_copy(state.get(name, {}))) for name, kind in PARTS.items() if name != "curves"
         }
@@ -113,7 +112,7 @@ PARTS: dict[str, Any] = {
 
 
 def _plain(part: Any) -> dict[str, Any]:
-    return {each.name: _copy(getattr(part, each.name)) for each in fields(part)}
+    return {item.name: _copy(getattr(part, item.name)) for item in fields(part)}
 
 
 def _copy(value: Any) -> Any:

@@ -1,11 +1,11 @@
-"""The range of fp8: numbers that it turns into zero, or that lie beyond it (fp8_range).
+"""Detects fp8 underflow and saturation (fp8_range).
 
-Why: with one scale for a tensor, one number out of all proportion leaves no room for the others: they become zero, and
-the layer learns nothing, long before the loss shows it.
-How: every probe tells what share of the numbers of each layer group became zero, and in what share of the activations,
-weights and gradients something lay far beyond the range. What was found is found again only after a probe in which it
-was well below its bound; steps in bf16 are clean by nature, so that whatever is still there when fp8 comes back is new.
-Left out: steps that are not finite. A number that is none fits into no range, and another finding tells of it.
+Why: with one scale per tensor, a single huge value makes the others underflow to zero, and the layer stops learning
+long before the loss shows it.
+How: each probe reports the share of values of each layer group that underflow, and the share of activation, weight and
+gradient tensors that saturate. A finding is raised again only after a probe in which the share was well below its
+bound. bf16 steps are clean by definition, so underflow that remains after the return to fp8 is a new finding.
+Left out: non-finite steps; another detector raises them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import final
 
 from harness.config.sentinel import DetectConfig
 from harness.core.events import Finding, FindingKind, ReducedRecord
-from harness.sentinel.detect.guards import found_now
+from harness.sentinel.detect.guards import make_finding
 
 CLEAN = 0.5
-"""Of its bound: a share that was beyond it is clean again below."""
+"""A share that exceeded its bound is clean again below this fraction of it."""
 MOST_NAMED = 4
 """Layer groups that a message names."""
 
@@ -29,9 +29,9 @@ MOST_NAMED = 4
 @dataclass(slots=True)
 class RangeGuard:
     raised: list[str] = field(default_factory=list)
-    """Layer groups and roles that were found and are not clean again."""
+    """Layer groups and roles with a finding that are not clean again."""
     clean_until: int = 0
-    """The last iteration that is known to be clean."""
+    """The last iteration known to be clean."""
 
     def observe(self, record: ReducedRecord, cfg: DetectConfig) -> Iterator[Finding]:
         if record.in_fp8 is False:
@@ -39,43 +39,47 @@ class RangeGuard:
         if not (record.fp8 or record.fp8_underflow) or not math.isfinite(record.loss + record.grad_norm):
             return
         saturated = {role: float(health["saturated"]) for role, health in record.fp8.items()}
-        judged = ((record.fp8_underflow, cfg.fp8_underflow), (saturated, cfg.fp8_saturated))
-        zeroed, beyond = (_fresh(shares, bound, self.raised) for shares, bound in judged)
+        limits = ((record.fp8_underflow, cfg.fp8_underflow), (saturated, cfg.fp8_saturated))
+        underflowing, saturating = (_new_excesses(shares, bound, self.raised) for shares, bound in limits)
         self.raised = [
             name
-            for shares, bound in judged
+            for shares, bound in limits
             for name, share in shares.items()
             if share > (CLEAN * bound if name in self.raised else bound)
         ]
-        if zeroed or beyond:
-            yield self._found(record, zeroed, beyond, cfg)
+        if underflowing or saturating:
+            yield self._make_finding(record, underflowing, saturating, cfg)
         elif not self.raised:
             self.clean_until = record.iteration
 
-    def _found(
-        self, record: ReducedRecord, zeroed: Mapping[str, float], beyond: Mapping[str, float], cfg: DetectConfig
+    def _make_finding(
+        self,
+        record: ReducedRecord,
+        underflowing: Mapping[str, float],
+        saturating: Mapping[str, float],
+        cfg: DetectConfig,
     ) -> Finding:
-        """It began after the last step that is known to be clean; no batch is to blame."""
-        shares, bound = (zeroed, cfg.fp8_underflow) if zeroed else (beyond, cfg.fp8_saturated)
-        told = []
-        if zeroed:
-            often = f"{max(zeroed.values()):.0%} of the numbers of {_listed(zeroed)} became zero in fp8"
-            told.append(f"{often}, above {cfg.fp8_underflow:.0%}")
-        if beyond:
-            often = f"{max(beyond.values()):.0%} of the tensors of {_listed(beyond)} went far beyond the range of fp8"
-            told.append(f"{often}, above {cfg.fp8_saturated:.0%}")
-        finding = found_now(FindingKind.fp8_range, record, max(shares.values()), bound, "; ".join(told))
+        """A finding whose onset follows the last clean step; no batch is blamed."""
+        shares, bound = (underflowing, cfg.fp8_underflow) if underflowing else (saturating, cfg.fp8_saturated)
+        messages = []
+        if underflowing:
+            share = f"{max(underflowing.values()):.0%} of the values of {_list_names(underflowing)}"
+            messages.append(f"{share} underflow to zero in fp8, above {cfg.fp8_underflow:.0%}")
+        if saturating:
+            share = f"{max(saturating.values()):.0%} of the tensors of {_list_names(saturating)}"
+            messages.append(f"{share} saturate in fp8, above {cfg.fp8_saturated:.0%}")
+        finding = make_finding(FindingKind.fp8_range, record, max(shares.values()), bound, "; ".join(messages))
         finding.onset = min(self.clean_until + 1, record.iteration)
-        finding.groups, finding.cursors = list(zeroed), []
+        finding.groups, finding.cursors = list(underflowing), []
         return finding
 
 
-def _fresh(shares: Mapping[str, float], bound: float, raised: list[str]) -> dict[str, float]:
-    """What is beyond its bound and was not before, the worst first."""
-    beyond = {name: share for name, share in shares.items() if share > bound and name not in raised}
-    return dict(sorted(beyond.items(), key=lambda each: -each[1]))
+def _new_excesses(shares: Mapping[str, float], bound: float, raised: list[str]) -> dict[str, float]:
+    """Shares above the bound that were not raised before, largest first."""
+    excesses = {name: share for name, share in shares.items() if share > bound and name not in raised}
+    return dict(sorted(excesses.items(), key=lambda item: -item[1]))
 
 
-def _listed(names: Mapping[str, float]) -> str:
+def _list_names(names: Mapping[str, float]) -> str:
     more = len(names) - MOST_NAMED
     return ", ".join(list(names)[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,13 +1,13 @@
-"""What the curves of loss and gradient norm show: spikes, shifts of level, divergence.
+"""Detects loss spikes, gradient spikes, level shifts and divergence in the curves of loss and gradient norm.
 
-Why: single rows mislead. A batch can be odd for one step, the loss of one rank is full of outliers, easy data lets the
-loss fall and come back; a model that breaks stays high for several rows, or never comes back.
-How: each row's distance above the baseline, in spreads, beyond what every row has free, adds to a sum that forgets; one
-row counts only so much, so it takes two. Where rows are several steps apart a whole spike may fit between them, and one
-extreme row is enough. Where gradient norms are known they must move too: other data shifts the loss, not the gradients.
-Slow change is judged on means of blocks: a floor of the last blocks above the ceiling of those before is a shift of the
-level; blocks that keep rising, or stay far above, are a divergence.
-Left out: what a step was refused for; its numbers enter nothing here.
+Why: single rows mislead. One batch can be odd, the loss of one rank is full of outliers, and easy data lets the loss
+fall and come back. A damaged model stays high for several rows or never recovers.
+How: the distance of each row above the baseline, in spreads and minus a slack, adds to a leaky sum (a one-sided CUSUM).
+One row counts at most `row_sigmas`, so a spike takes two rows. If rows are several steps apart, a whole spike may fall
+between them, and one extreme row is enough. If gradient norms are logged, they must rise too: new data shifts the loss,
+not the gradients. Slow changes are detected on block means: if the minimum of the last blocks is above the maximum of
+those before, the level shifted; blocks that keep rising, or stay far above, are a divergence.
+Left out: the values of rejected updates; they change nothing here.
 """
 
 from __future__ import annotations
@@ -34,19 +34,22 @@ from harness.sentinel.detect.baseline import (
 )
 
 LEAST_ROWS, LATE_STEPS = 20, 1000
-"""Rows before anything is said; steps from which on a log does not begin with the steep start."""
+"""Rows before the first finding; first step from which a log does not start with the steep descent."""
 LARGE_RISE, DOUBLED = math.log(1.5), math.log(2.0)
-"""A loss 50 % above its level needs no second witness and is a divergence where it stays; twice, no second row."""
+"""A loss 50 % above its level needs no confirmation by the gradients, and is a divergence if it stays. At twice its
+level one row is enough."""
 FORGOTTEN_GRADIENT = 0.9
+"""Decay per row of the highest recent gradient distance."""
 NUM_RISING, NUM_FLOOR, NUM_CEILING, NUM_FAR = 8, 8, 12, 4
-"""Blocks that rise, that make the floor, that it is held against, and that stay far above."""
+"""Numbers of blocks: that rise; whose minimum is compared; whose maximum it is compared with; that stay far above."""
 NUM_BLOCKS, LEAST_BLOCK_ROWS = 40, 5
 LEAST_QUIET_ROWS = 3
-"""Where rows are many steps apart, fewer of them make a block or the end of a spike."""
+"""Minimum rows that end a spike. If rows are many steps apart, fewer rows make a block or end a spike."""
 SHIFT_SIGMAS, RISE_SIGMAS = 2.0, 3.0
 LOUD_FACTOR = 10.0
-"""Times the quietest rank's gradient norm from which a rank can be to blame for a spike."""
+"""Multiple of the smallest rank's gradient norm from which a rank can be the cause of a spike."""
 NUM_CURSORS = 16
+"""Recent batches that are stored."""
 
 
 @final
@@ -55,14 +58,14 @@ class CurveWatch:
     loss: State = field(default_factory=initial_state)
     grad: State = field(default_factory=initial_state)
     sum: float = 0.0
-    """Distance beyond the slack, in spreads, of the last rows."""
+    """Leaky sum of the distances above the slack, in spreads."""
     onset: int = 0
-    """Iteration where the sum left zero."""
+    """Iteration at which the sum left zero."""
     gradient: float = 0.0
-    """Highest distance of recent gradient norms, in spreads."""
+    """Highest recent distance of the gradient norm, in spreads; decays."""
     spiking: bool = False
     quiet: int = 0
-    """Rows back to normal since the spike."""
+    """Normal rows since the spike."""
     grad_spiking: bool = False
     grad_quiet: int = 0
     last_step: int | None = None
@@ -71,16 +74,16 @@ class CurveWatch:
     cursors: list[int] = field(default_factory=list)
     """Batches of the last rows, newest last."""
     blocks: list[Any] = field(default_factory=list)
-    """First iteration, mean of the logarithm of the loss, and level of the gradient norm; oldest first."""
+    """First iteration, mean log loss and gradient level of each block; oldest first."""
     block: list[Any] = field(default_factory=list)
-    """The block that fills: its first iteration, rows it will have, rows it has, and their sum."""
+    """The current block: its first iteration, its final number of rows, its rows so far, and their sum."""
     slow: str = ""
-    """What the blocks showed last."""
+    """The last slow change: divergence, level_shift or empty."""
     slow_quiet: int = 0
-    """Blocks since then."""
+    """Blocks without a slow change since then."""
 
     def observe(self, record: ReducedRecord, cfg: DetectConfig, warming: float) -> list[Finding]:
-        """Findings of one row that was applied and is finite."""
+        """Return the findings of a row that was applied and is finite."""
         steps = 1 if self.last_step is None else record.step - self.last_step
         if steps <= 0:
             self._start_over(record)
@@ -100,19 +103,19 @@ class CurveWatch:
         return [finding for finding in found if finding is not None]
 
     def observe_rejected(self, record: ReducedRecord, cfg: DetectConfig) -> Iterator[Finding]:
-        """What a refused row would have been; nothing is learnt from it."""
+        """Yield the findings of a rejected update; the baselines do not change."""
         limit = upper_bound(self.grad, cfg, FLOATS, sigmas=cfg.lone_sigmas, factor=cfg.grad_spike_factor)
         if self.grad[0] and record.grad_norm > limit:
-            yield self._grad_spike(record, limit)
+            yield self._make_grad_spike(record, limit)
         limit = upper_bound(self.loss, cfg, FLOATS, sigmas=cfg.lone_sigmas, factor=1.0)
         if self.loss[0] and record.loss > limit:
-            words = "the gate refused this batch for its loss"
-            finding = self._finding(FindingKind.loss_spike, record, record.iteration, limit, words)
+            message = "the gate rejected the update of this batch for its loss"
+            finding = self._make_finding(FindingKind.loss_spike, record, record.iteration, limit, message)
             finding.cursors = [record.cursor]
             yield finding
 
     def accept_level(self, *, loss: float | None = None, grad_norm: float | None = None) -> None:
-        """These levels, or where loss and gradient norm are now, are normal from here on."""
+        """Set the baselines to these levels, or to the present loss and gradient norm."""
         loss, grad_norm = loss or math.exp(self.loss[-1]), grad_norm or math.exp(self.grad[-1])
         self.loss = reopen(self.loss, loss, bool(self.loss[0]), FLOATS)
         self.grad = reopen(self.grad, grad_norm, bool(self.grad[0]), FLOATS)
@@ -128,7 +131,7 @@ class CurveWatch:
             self.gradient = height if height > faded else faded
             beyond = height > cfg.lone_sigmas and distance > math.log(cfg.grad_spike_factor)
             if beyond and not self.grad_spiking:
-                finding = self._grad_spike(record, math.exp(level) * cfg.grad_spike_factor)
+                finding = self._make_grad_spike(record, math.exp(level) * cfg.grad_spike_factor)
             self.grad_quiet = 0 if beyond else self.grad_quiet + 1
             self.grad_spiking = beyond or (self.grad_spiking and self.grad_quiet < cfg.recovered_rows)
         self.grad = advance(self.grad, record.grad_norm, True, cfg, FLOATS)
@@ -157,11 +160,11 @@ class CurveWatch:
             return None
         self.spiking, self.quiet = True, 0
         limit = math.exp(level + cfg.slack_sigmas * spread * wide)
-        words = f"loss {record.loss:.4g}, {rise / spread:.1f} spreads above its level of {math.exp(level):.4g}"
-        return self._finding(FindingKind.loss_spike, record, self.onset, limit, words)
+        message = f"loss {record.loss:.4g} is {rise / spread:.1f} sigmas above its level of {math.exp(level):.4g}"
+        return self._make_finding(FindingKind.loss_spike, record, self.onset, limit, message)
 
     def _fill_block(self, record: ReducedRecord, cfg: DetectConfig, steps: int) -> bool:
-        """Add a row; whether its block is full."""
+        """Add a row to the current block; returns whether the block is full."""
         if steps > 0 and steps != self.interval:
             self.interval += (min(float(steps), 4.0 * self.interval) - self.interval) / 16.0
         if not self.block:
@@ -180,7 +183,7 @@ class CurveWatch:
         means = [mean for _, mean, _ in self.blocks]
         shown = slow_change(means, expected_log_value(self.loss, cfg, FLOATS)[1])
         recent = range(max(1, len(means) - NUM_FLOOR - NUM_CEILING // 2), len(means))
-        lowest = max(recent, key=lambda place: -means[place - 1], default=0)
+        lowest = max(recent, key=lambda index: -means[index - 1], default=0)
         first, _, grad_level = self.blocks[lowest]
         rise = means[-1] - means[lowest - 1]
         moved = not self.grad[0] or self.grad[1] - grad_level > expected_log_value(self.grad, cfg, FLOATS)[1]
@@ -193,27 +196,27 @@ class CurveWatch:
             return None
         self.slow = shown
         now = math.exp(means[-1])
-        words = f"loss rose by {rise:.1%} to {now:.4g} and has not come back"
+        message = f"loss rose by {rise:.1%} to {now:.4g} and stays there"
         if not moved:
-            words += "; gradients did not move: other data rather than damage"
+            message += "; gradient norms did not rise: new data rather than damage"
         limit = math.exp(means[lowest - 1])
-        return self._finding(FindingKind(shown), record, int(first), limit, words, value=now)
+        return self._make_finding(FindingKind(shown), record, int(first), limit, message, value=now)
 
-    def _grad_spike(self, record: ReducedRecord, limit: float) -> Finding:
+    def _make_grad_spike(self, record: ReducedRecord, limit: float) -> Finding:
         largest = max(record.group_grad_norms.values(), default=0.0)
         groups = [name for name, norm in record.group_grad_norms.items() if norm >= 0.5 * largest]
-        words = f"gradient norm {record.grad_norm:.4g} against at most {limit:.4g}"
-        finding = self._finding(FindingKind.grad_spike, record, record.iteration, limit, words, value=record.grad_norm)
+        message, value = f"gradient norm {record.grad_norm:.4g} exceeds its bound of {limit:.4g}", record.grad_norm
+        finding = self._make_finding(FindingKind.grad_spike, record, record.iteration, limit, message, value=value)
         finding.groups, finding.cursors, finding.ranks = groups, [record.cursor], loud_ranks(record)
         return finding
 
-    def _finding(
+    def _make_finding(
         self,
         kind: FindingKind,
         record: ReducedRecord,
         onset: int,
         limit: float,
-        words: str,
+        message: str,
         *,
         value: float | None = None,
     ) -> Finding:
@@ -226,12 +229,12 @@ class CurveWatch:
             onset=onset,
             value=record.loss if value is None else value,
             bound=limit,
-            message=words,
+            message=message,
             cursors=self.cursors[-back:],
         )
 
     def _start_over(self, record: ReducedRecord) -> None:
-        """The steps went back, as after a restart from a checkpoint: what was learnt of the noise is all that holds."""
+        """The steps went back, as after a restart from a checkpoint: keep only the spreads."""
         self.loss = reopen(self.loss, record.loss, bool(self.loss[0]), FLOATS)
         self.grad = reopen(self.grad, record.grad_norm, bool(self.grad[0]) and record.grad_norm > 0, FLOATS)
         self._forget()
@@ -242,7 +245,7 @@ class CurveWatch:
 
 
 def slow_change(means: list[float], spread: float) -> str:
-    """What means of blocks of the loss show, oldest first: divergence, level_shift, or nothing."""
+    """Classify block means of the log loss, oldest first: divergence, level_shift or empty."""
     recent = means[-NUM_FLOOR - NUM_CEILING :]
     if len(recent) <= NUM_RISING:
         return ""
@@ -254,7 +257,7 @@ def slow_change(means: list[float], spread: float) -> str:
 
 
 def _rises(means: list[float], spread: float) -> bool:
-    """Whether the last blocks rise one after the other, above all before them and not with the last one alone."""
+    """Whether the last blocks rise steadily above all earlier ones, and not only in the last block."""
     rising = means[-NUM_RISING:]
     lowest = max(*means[:-NUM_RISING], rising[0])
     num_ups = sum(later > earlier for earlier, later in pairwise(rising))
@@ -263,7 +266,7 @@ def _rises(means: list[float], spread: float) -> bool:
 
 
 def _creeps(means: list[float], spread: float) -> bool:
-    """Whether the later half rises too slowly for single blocks to tell, to above all of the earlier half."""
+    """Whether the later half rises, too slowly to show between single blocks, above all of the earlier half."""
     if len(means) < NUM_BLOCKS:
         return False
     size = NUM_BLOCKS // 8
@@ -273,14 +276,14 @@ def _creeps(means: list[float], spread: float) -> bool:
 
 
 def restore_curve_watch(data: dict[str, Any]) -> CurveWatch:
-    """The watch whose fields were `data`; JSON has turned tuples into lists."""
+    """Rebuild from a dict of fields; JSON has turned tuples into lists."""
     watch = CurveWatch(**data)
     watch.loss, watch.grad = tuple(watch.loss), tuple(watch.grad)
     return watch
 
 
 def loud_ranks(record: ReducedRecord) -> list[int]:
-    """Ranks whose own gradient makes most of the whole one, where others' is far smaller; empty where all are alike."""
+    """Ranks whose own gradient is at least half of the global one and far above that of other ranks."""
     spread = record.ranks.get("grad_norm")
     if spread is None:
         return []

@@ -1,8 +1,8 @@
-"""Adam's second moment: too slow for the gradients (v_stale), or thrown away (optimizer_reset).
+"""Detects a second moment of Adam that lags behind the gradients (v_stale) or was lost (optimizer_reset).
 
-How: a burst of gradients stands out against the moment, or in it. An update takes at most 1 - beta2 of the moment away,
-however small the gradient: less than so much decay leaves was not taken by updates. Where a log does not tell beta2, a
-large share must be gone between two probes.
+How: v_stale is a burst of gradients relative to the second moment, or a jump of the second moment itself. An update
+shrinks the second moment by at most a factor beta2, so a smaller value than decay allows was not caused by updates:
+optimizer_reset. If a log does not contain beta2, most of the moment must be gone between two probes.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 from typing import final
 
 from harness.core.events import Finding, FindingKind, ReducedRecord
-from harness.sentinel.detect.guards import SETTLED_STEPS, found_now
+from harness.sentinel.detect.guards import SETTLED_STEPS, make_finding
 
 STALE_RATIO, MOMENT_FACTOR = 4.0, 10.0
-"""Gradient over root of the second moment, and second moment over what it was before: a burst."""
+"""Bounds of a burst: gradient norm over the root of the second moment; second moment over its recent median."""
 EMPTIED, ROUNDING = 0.3, 0.99
-"""What must be left of the second moment, where beta2 is not known; and of what decay leaves, where it is."""
+"""Smallest plausible share of the second moment without a known beta2; and of what decay leaves, with a known one."""
 
 
 @final
 @dataclass(slots=True)
 class MomentGuard:
     norms: list[float] = field(default_factory=list)
-    """The last probes, newest last."""
+    """Norms of the last probes, newest last."""
     step: int = 0
-    """Of the last probe."""
+    """Step of the last probe."""
     raised: bool = False
 
     def observe(self, record: ReducedRecord) -> Iterator[Finding]:
@@ -39,19 +39,19 @@ class MomentGuard:
             burst = bool(usual) and norm > MOMENT_FACTOR * usual
             if (ratio > STALE_RATIO or burst) and not self.raised:
                 value, bound = (ratio, STALE_RATIO) if ratio > STALE_RATIO else (norm, MOMENT_FACTOR * usual)
-                words = f"squared gradients far above Adam's second moment: {value:.3g} against at most {bound:.3g}"
-                yield found_now(FindingKind.v_stale, record, value, bound, words)
+                message = f"squared gradients are far above Adam's second moment: {value:.3g}, limit {bound:.3g}"
+                yield make_finding(FindingKind.v_stale, record, value, bound, message)
             self.raised = ratio > STALE_RATIO or burst
             least = self._least(record)
             if is_known and norm < least:
-                words = f"Adam's second moment fell from {self.norms[-1]:.3g} to {norm:.3g} between two probes"
-                yield found_now(FindingKind.optimizer_reset, record, norm, least, words)
+                message = f"Adam's second moment fell from {self.norms[-1]:.3g} to {norm:.3g} between two probes"
+                yield make_finding(FindingKind.optimizer_reset, record, norm, least, message)
                 self.norms = []
         if norm > 0:
             self.norms, self.step = [*self.norms[-2:], norm], record.step
 
     def _least(self, record: ReducedRecord) -> float:
-        """What must be left of the second moment since the last probe: each update takes away 1 - beta2 at most."""
+        """The smallest norm that updates since the last probe can explain: each keeps at least a share beta2."""
         if not self.norms:
             return 0.0
         if record.beta2 is None:

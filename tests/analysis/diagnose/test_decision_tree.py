@@ -123,7 +123,7 @@ def test_what_does_not_fit_into_fp8_is_asked_and_found() -> None:
         "at most 60% of the numbers of a layer group became zero (blocks.1); 8 of 600 rows were computed in bf16",
     )
     assert render(found).endswith(
-        "=> fp8_range at step 400: 60% of the numbers of blocks.1 became zero in fp8, above 25%"
+        "=> fp8_range at step 400: 60% of the values of blocks.1 underflow to zero in fp8, above 25%"
     )
     assert "not known (the range of fp8 was not probed)" in render(diagnosed(rows(), precision__kind="fp8"))
 

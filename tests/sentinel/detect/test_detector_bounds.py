@@ -9,7 +9,7 @@ import pytest
 
 from harness.core.events import Finding, FindingKind, StepRecord
 from harness.sentinel.detect.detectors import Detectors
-from harness.sentinel.detect.guards import outlying
+from harness.sentinel.detect.guards import rank_distances
 from harness.sentinel.detect.loss_curve import loud_ranks, slow_change
 from tests.sentinel.series import config, kinds, record
 
@@ -153,14 +153,16 @@ class TestGuards:
         ids=["of the spread", "at least 2 % of the median", "below", "equal"],
     )
     def test_distances_of_ranks(self, value: float, spread: float, sigmas: float) -> None:
-        ((rank, shown, distance),) = outlying({"median": 2.0, "spread": spread, "worst": [[4, value], [5, math.nan]]})
+        ((rank, shown, distance),) = rank_distances(
+            {"median": 2.0, "spread": spread, "worst": [[4, value], [5, math.nan]]}
+        )
         assert (rank, shown) == (4, value)
         assert distance == pytest.approx(sigmas)
 
     def test_ranks_without_a_median_have_no_distance(self) -> None:
-        assert outlying(None) == []
-        assert outlying({"median": math.nan, "spread": 0.5, "worst": [[4, 3.0]]}) == []
-        ((_, _, distance),) = outlying({"median": 0.0, "spread": 0.0, "worst": [[4, 1e-12]]})
+        assert rank_distances(None) == []
+        assert rank_distances({"median": math.nan, "spread": 0.5, "worst": [[4, 3.0]]}) == []
+        ((_, _, distance),) = rank_distances({"median": 0.0, "spread": 0.0, "worst": [[4, 1e-12]]})
         assert distance == pytest.approx(1.0)
 
     @pytest.mark.parametrize(("value", "found"), [(5.0, []), (5.001, ["rank_outlier"])])

@@ -267,13 +267,13 @@ class TestTheRangeOfFp8:
         (finding,) = watch([self.probed(1), self.probed(11), self.probed(21), *plain, self.probed(31, 0.6)])
         assert (finding.kind, finding.groups, finding.cursors) == (FindingKind.fp8_range, ["blocks.1"], [])
         assert (finding.iteration, finding.onset, finding.value, finding.bound) == (31, 22, 0.6, 0.25)
-        assert finding.message == "60% of the numbers of blocks.1 became zero in fp8, above 25%"
+        assert finding.message == "60% of the values of blocks.1 underflow to zero in fp8, above 25%"
 
     def test_tensors_beyond_the_range_are_found_too(self) -> None:
         (finding,) = watch([self.probed(1), self.probed(11, 0.3, 0.75)])
         assert finding.message == (
-            "30% of the numbers of blocks.1 became zero in fp8, above 25%; "
-            "75% of the tensors of activations went far beyond the range of fp8, above 50%"
+            "30% of the values of blocks.1 underflow to zero in fp8, above 25%; "
+            "75% of the tensors of activations saturate in fp8, above 50%"
         )
         (finding,) = watch([self.probed(1), self.probed(11, 0.1, 0.75)])
         assert (finding.groups, finding.value, finding.bound) == ([], 0.75, 0.5)

@@ -58,9 +58,9 @@ def test_findings_tell_speeds_in_steps_a_second() -> None:
     usual = 4 ** (0.99**4 - 1)
     """After four slow rows, each of which has a weight of 0.01."""
     assert [slow.value, slow.bound] == pytest.approx([0.5, usual / 1.6])
-    assert slow.message == "0.5 steps/s, 0.9468 is usual, over 10 rows"
+    assert slow.message == "0.5 steps/s over the last 10 steps, usually 0.9468"
     assert [over.value, over.bound, over.step] == pytest.approx([1.0, usual / 1.25, 315])
-    assert over.message == "1 steps/s again, 0.9468 is usual, after 12 rows"
+    assert over.message == "1 steps/s after 12 slow steps, usually 0.9468"
     assert slow.cursors == over.cursors == []
 
 
