@@ -3,63 +3,65 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from harness.config.errors import require
 
 
 @dataclass(slots=True, kw_only=True)
 class DetectConfig:
-    """What is normal and what is not; the gate and the detectors read the same numbers."""
+    """Thresholds of the gate and the detectors, which share one baseline. A row is one logged record: one step during
+    training. A spread is one robust standard deviation of the noise."""
 
     level_rows: int
-    """Rows that the level of loss and gradient norm is the mean of."""
+    """Rows averaged in the level of loss and gradient norm."""
     memory_rows: int
-    """Rows over which the slow level forgets: the loss may come back to where it was in them."""
+    """Time constant of the slow level, in rows: a loss that returns to where it was within them is no spike."""
     spread_rows: int
-    """Rows that the spread of the noise is learnt from."""
+    """Rows averaged in the spread (standard deviation of the noise)."""
     warmup_rows: int
-    """Rows until the bounds are as narrow as they get."""
+    """Rows until the bounds reach their final width; wider before."""
     warmup_widening: float
-    """What bounds are widened by while the learning rate rises; at least 1."""
+    """Factor on the width of the bounds while the learning rate rises; at least 1."""
     gate_sigmas: float
-    """Spreads above the level from which the gate refuses; heavy noise counts in its own measure."""
+    """The gate rejects a loss or gradient norm only if it is this many spreads above its level. Heavy-tailed noise
+    widens the spread."""
     gate_loss_factor: float
-    """The gate refuses no loss below this many times the level."""
+    """The gate rejects no loss below this multiple of its level."""
     gate_grad_factor: float
-    """The gate refuses no gradient norm alone below this many times the level."""
+    """The gate rejects no gradient norm by itself below this multiple of its level."""
     gate_loss_cap: float
-    """The gate refuses a loss of this many times the level, whatever the noise."""
+    """The gate rejects every loss above this multiple of its level, whatever the noise."""
     gate_grad_cap: float
-    """The gate refuses a gradient norm of this many times the level, whatever the noise."""
+    """The gate rejects every gradient norm above this multiple of its level, whatever the noise."""
     joint_sigmas: float
-    """Spreads from which the gate refuses where loss and gradient norm are both beyond."""
+    """Spreads from which the gate rejects if loss and gradient norm are both that far above their levels."""
     joint_grad_factor: float
-    """Together with the loss, the gate refuses a gradient norm of this many times the level."""
+    """Smallest multiple of its level at which a gradient norm counts for the joint rule of `joint_sigmas`."""
     spike_sigmas: float
-    """Spreads, summed over neighbouring rows beyond `slack_sigmas` each, that make a loss spike."""
+    """Spreads, summed over neighbouring rows above `slack_sigmas` each, that make a loss spike."""
     slack_sigmas: float
-    """Spreads above the level that one row has free before it counts towards a spike."""
+    """Spreads above the level that are free in each row; only the rest counts for a spike."""
     row_sigmas: float
-    """Spreads that one row can count at most towards a spike: less than `spike_sigmas` + `slack_sigmas` takes two."""
+    """Spreads that one row counts at most for a spike. Below `spike_sigmas` + `slack_sigmas` a spike takes two rows."""
     lone_sigmas: float
-    """Spreads from which one row is a spike by itself where rows are logged several steps apart."""
+    """Spreads from which one row is a spike by itself, if rows are logged several steps apart."""
     spike_forgetting: float
-    """Share of the sum that is forgotten with each row."""
+    """Share of the sum that decays with each row."""
     grad_spike_factor: float
-    """Times the level from which a gradient norm is a spike."""
+    """Multiple of its level from which a gradient norm is a spike."""
     recovered_rows: int
-    """Rows back to normal after which an episode is over and its detector armed again; steps where rows are sparser."""
+    """Normal rows that end a spike and re-arm its detector; in steps if rows are sparser."""
     lingering_rows: int
-    """Rows, twice over, after which an incident whose loss has not come back is closed."""
+    """Half the number of rows after which `harness judge` closes an incident whose loss stays high."""
     divergence_rows: int
-    """Rows over which a rising trend is a divergence."""
+    """Rows over which a rising loss is a divergence."""
     planned_widening: float = 2.0
-    """The gate's bounds on loss and gradient norm are this many times as high within the window of a planned change;
-    at least 1. The caps stay."""
+    """Factor on the bounds of the gate within the window of a planned change; at least 1. The caps stay."""
     fp8_underflow: float
-    """Share of the numbers of a layer group that fp8 makes zero from which its range does not do."""
+    """Share of the values of a layer group that underflow to zero in fp8, from which fp8_range is raised."""
     fp8_saturated: float
-    """Share of the tensors with numbers at twice the range of fp8 or beyond from which it does not do."""
+    """Share of the tensors with values at twice the range of fp8 or beyond, from which fp8_range is raised."""
 
     def __post_init__(self) -> None:
         least: dict[str, float] = {
@@ -95,8 +97,9 @@ class DetectConfig:
 @dataclass(slots=True, kw_only=True)
 class BudgetConfig:
     per_window: int
-    """Within sentinel.policy.window_steps of net progress."""
+    """Actions allowed within sentinel.policy.window_steps of net progress."""
     per_run: int
+    """Actions allowed in the whole run."""
 
     def __post_init__(self) -> None:
         for name in ("per_window", "per_run"):
@@ -106,6 +109,10 @@ class BudgetConfig:
 
 @dataclass(slots=True, kw_only=True)
 class BudgetsConfig:
+    """Limits per kind of action. Without budget for a skip or a rewind the policy rolls back; without budget for a
+    rollback it halts; a check, cool or swap without budget is left out; precision without budget lasts to the end of
+    the run."""
+
     skip: BudgetConfig
     rewind: BudgetConfig
     rollback: BudgetConfig
@@ -115,46 +122,54 @@ class BudgetsConfig:
     check: BudgetConfig = field(default_factory=lambda: BudgetConfig(per_window=20, per_run=1000))
 
 
+class AllowedActions(StrEnum):
+    all = "all"
+    nonfinite_only = "nonfinite_only"
+
+
 @dataclass(slots=True, kw_only=True)
 class PolicyConfig:
+    actions: AllowedActions = AllowedActions.all
+    """all: every action within its budget. nonfinite_only: skip the batch of a non-finite update, and only watch
+    everything else; findings and incidents are logged as usual. The gate has bounds of its own (`sentinel.detect`)."""
     watch_iterations: int
-    """How long a loss spike may take to recover by itself; it is prolonged while the spike keeps halving."""
+    """Iterations that a loss spike may take to recover by itself; prolonged while the spike keeps halving."""
     patience_iterations: int
-    """How long a loss spike may take to turn, and how long after a sign of trouble the trouble may follow."""
+    """Iterations until a loss spike must begin to fall; also how long a warning sign is watched."""
     accept_rise_nats: float
-    """Largest lasting step of the loss that is taken for other data, where it never overshot and has no known cause."""
+    """Largest lasting rise of the loss that is accepted as new data, if it never overshot and has no known cause."""
     held_out_tolerance: float = 0.05
     """Share of the expected held-out loss. At an incident a held-out loss up to this far above it means that the state
     is healthy and the data changed; above that the state is damaged."""
     refused_in_row: int
-    """Rejected updates in a row, of as many batches, that show that the state is broken and not a batch. So many in one
-    incident, in a row or not, also lead to a check of the held-out loss."""
+    """Rejected updates in a row, of as many batches, that show that the state is damaged and not a batch. As many in
+    one incident, in a row or not, also lead to a check of the held-out loss."""
     neighbours: int
-    """Batches on either side of the guilty ones that are excluded too where their exclusion alone did not help."""
+    """Batches on either side of the blamed ones that the second rewind of an incident excludes too."""
     rollback_margin_steps: int
-    """How long before the onset a checkpoint should be; any before it will do where there is none so old."""
+    """Steps that a checkpoint should precede the onset by; if there is none so old, any before the onset is used."""
     rollback_window_batches: int
     """Batches around the onset that a rollback excludes."""
     region_steps: int
-    """Trouble this near to a place of trouble is the same incident."""
+    """Findings within this many steps of an incident belong to it."""
     clean_steps: int
-    """Steps past a place of trouble after which its incident is closed and the ladder begins anew."""
+    """Steps without a finding after which an incident is closed; the next one starts at the first rung."""
     window_steps: int
-    """Stretch of net progress that budgets count in; steps that are trained again are no progress."""
+    """Length of the budget window in steps of net progress; retrained steps are no progress."""
     recur_after: int
-    """Rewinds and rollbacks in one window after which a cure follows: another source, another precision, a lower lr."""
+    """Rewinds and rollbacks in one window after which a cure follows: swap, precision or cool."""
     swap_after: int
-    """Guilty batches in a row that must share a source before it is turned off."""
+    """Bad batches in a row that must share a source before it is switched off."""
     cool_factor: float
-    """What the learning rate is multiplied with each time."""
+    """Factor on the learning rate for each cooling."""
     min_lr_scale: float
-    """The learning rate is never scaled below this."""
+    """The learning rate is never scaled below this share."""
     cool_steps: int
-    """Clean steps of net progress after which one cooling is taken back."""
+    """Clean steps of net progress after which one cooling is undone."""
     fall_back_precision: bool
-    """Whether a run in fp8 computes in bf16 for a while where the range of fp8 does not do."""
+    """Whether an fp8 run computes in bf16 for a while if fp8 underflows or saturates."""
     precision_iterations: int
-    """For how long it then does; twice as long each time it must again."""
+    """Iterations of the first bf16 window; each further window is twice as long."""
     budgets: BudgetsConfig
 
     def __post_init__(self) -> None:
@@ -174,17 +189,17 @@ class PolicyConfig:
 @dataclass(slots=True, kw_only=True)
 class SentinelConfig:
     lag: int
-    """Steps after which the host reads what the device wrote; 0 waits for every step."""
+    """Steps between an iteration and the reading of its report by the host; 0 waits for every step."""
     probe_every: int
-    """Steps between the costlier signals: norms of weights, moments and activations."""
+    """Steps between probes of the costlier signals: norms of weights, moments and activations."""
     halt_after_refused: int
-    """Updates refused in a row after which the run halts (exit code 3): what is broken will not mend itself."""
+    """Rejected updates in a row after which the run halts (exit code 3), whatever the policy does."""
     held_out_rows: int = 16
-    """Held-out sequences that the check at an incident measures the loss of, always the same ones; rounded up to whole
-    micro-batches on every rank. 0: no check, an incident goes straight to the restore."""
+    """Held-out sequences on which a check measures the loss, always the same ones; rounded up to whole micro-batches on
+    every rank. 0: no check, an incident goes straight to the restore."""
     planned_batches: int = 50
-    """Batches (steps, for the schedule) after a planned change within which the gate's bounds are wider and the first
-    rejected update leads to a check; 0: planned changes are treated like any other."""
+    """Batches (steps, for the schedule) after a planned change within which the bounds of the gate are wider and the
+    first rejected update leads to a check; 0: planned changes are treated like any other."""
     policy: PolicyConfig
     detect: DetectConfig
 

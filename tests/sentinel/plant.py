@@ -101,7 +101,8 @@ class Plant:
         loss = base_loss(len(self.consumed)) * self.hardness(batch) * self.damage * self.noise_of(batch, 0, self.noise)
         norm = GRAD * self.norm_factor(batch) * self.noise_of(batch, 1, 0.1)
         bounds = gate_bounds(*self.gate, detect, FLOATS, planned=float(planned))
-        refused = bool(beyond(loss, norm, bounds))
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        refused = not is_finite or bool(beyond(loss, norm, bounds))
         self.gate = tuple(
             advance(state, value, not refused, detect, FLOATS)
             for state, value in zip(self.gate, (loss, norm), strict=True)

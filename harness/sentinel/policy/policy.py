@@ -121,7 +121,8 @@ class Policy:
         if state.accept_for is not None and (incident := state.find_incident(state.accept_for)) is not None:
             return self._accept_data(incident, now)
         if state.cure_for is not None and (incident := state.find_incident(state.cure_for)) is not None:
-            cure = self._choose_cure(incident, now) if self._needs_cure(incident) else None
+            is_allowed = self._needs_cure(incident) and not state.only_watches
+            cure = self._choose_cure(incident, now) if is_allowed else None
             if cure is not None:
                 check_first = cure.kind is ActionKind.swap and incident.looks_like_data
                 return (self._check_held_out(incident, cure.reason, now) if check_first else None) or cure
@@ -190,6 +191,8 @@ class Policy:
                 first = incident.pending[0] if incident.pending else self.policy_state.lineage.seen[-1].cursor
                 skip = self._make_action(ActionKind.skip, incident, response.reason, now)
                 return replace(skip, exclude=[first, first])
+            case Rung.skip if self.policy_state.only_watches:
+                return None
             case Rung.skip:
                 return self._restore(incident, Rung.rollback, f"{response.reason}; the skip budget is spent", now)
             case rung:

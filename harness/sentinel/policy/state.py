@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, final
 
-from harness.config.sentinel import PolicyConfig
+from harness.config.sentinel import AllowedActions, PolicyConfig
 from harness.core.events import Action, ActionKind, Finding, FindingKind, HeldOutMeasured, Outcome, ReducedRecord
 from harness.sentinel.policy.budgets import Budgets
 from harness.sentinel.policy.held_out_level import HeldOutLevel, is_at_level
@@ -108,8 +108,14 @@ class PolicyState:
         self.lineage.add(record)
         self.progress = max(self.progress, record.step)
         causes_first = sorted(findings, key=lambda finding: finding.kind not in CAUSES)
-        responses = [*self._respond_to_fp8_range(record, findings)]
-        responses += [*self._respond_to_update(record), *self._respond_to_findings(record, causes_first)]
+        to_fp8_range = [*self._respond_to_fp8_range(record, findings)]
+        to_update = [*self._respond_to_update(record)]
+        to_findings = [*self._respond_to_findings(record, causes_first)]
+        if self.only_watches:
+            is_nonfinite = record.refused and not has_finite_update(record)
+            to_update = _limit(to_update, Rung.skip if is_nonfinite else Rung.watch)
+            to_fp8_range, to_findings = _limit(to_fp8_range, Rung.watch), _limit(to_findings, Rung.watch)
+        responses = [*to_fp8_range, *to_update, *to_findings]
         answered = {response.incident for response in responses if response.rung > Rung.watch}
         responses += self._respond_to_watches(record, other_than=answered)
         self._close_passed(record.step)
@@ -198,6 +204,11 @@ class PolicyState:
 
     def find_incident(self, number: int) -> OpenIncident | None:
         return next((incident for incident in self.open_incidents if incident.number == number), None)
+
+    @property
+    def only_watches(self) -> bool:
+        """Whether the config allows no action but watch, and skip for non-finite updates."""
+        return self.cfg.actions == AllowedActions.nonfinite_only
 
     @property
     def guilty_source(self) -> str | None:
@@ -334,6 +345,9 @@ class PolicyState:
             match incident.evaluate_watch(self.lineage, record.iteration, cfg=self.cfg):
                 case None:
                     continue
+                case IncidentVerdict.stuck | IncidentVerdict.lingering as verdict if self.only_watches:
+                    if record.iteration >= incident.watched_until:
+                        self._close(incident, verdict)
                 case IncidentVerdict.stuck:
                     yield Response(Rung.rewind, incident.number, f"the loss does not recover by itself after {first}")
                 case IncidentVerdict.lingering:
@@ -373,7 +387,8 @@ class PolicyState:
 
     def _close(self, incident: OpenIncident, verdict: IncidentVerdict) -> None:
         self.open_incidents.remove(incident)
-        spike_type = 1 if verdict is IncidentVerdict.recovered else incident.spike_type
+        by_verdict = {IncidentVerdict.recovered: 1, IncidentVerdict.lingering: incident.spike_type or 2}
+        spike_type = by_verdict.get(verdict, incident.spike_type)
         self.closed.append(ClosedIncident(incident.number, verdict, spike_type))
 
     def state(self) -> dict[str, Any]:
@@ -405,3 +420,8 @@ class PolicyState:
             response=None if response is None else Response(Rung(response[0]), *response[1:]),
             **state["numbers"],
         )
+
+
+def _limit(responses: Iterable[Response], highest: Rung) -> list[Response]:
+    """The responses without a held-out check and with at most this rung."""
+    return [response._replace(rung=min(response.rung, highest), check_first=False) for response in responses]
