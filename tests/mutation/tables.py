@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 SENTINEL = "tests/sentinel"
 DETECT, POLICY, DEVICE = (f"{SENTINEL}/{package}" for package in ("detect", "policy", "device"))
-GOLDEN = f"{SENTINEL}/test_golden.py::test_seeded_series_give_what_they_gave"
+GOLDEN = f"{SENTINEL}/test_golden.py::test_seeded_series_match_the_golden_files"
 BOUNDS = f"{DETECT}/test_detector_bounds.py"
 CURVES = tuple(
     f"{GOLDEN}[{name}]"

@@ -1,7 +1,7 @@
-"""A cluster without a model that is hostile to the policy: whatever can be found or fail, is found and fails.
+"""A simulated cluster without a model that raises random findings and failures, to test the policy.
 
-The cluster is a few lists: a state is a step, a cursor and the batches it has learned; a restore picks the newest state
-from before the action's onset, as the ring and the store do. Detectors are dice: no order of findings is spared.
+A state is a step, a cursor and the batches it was trained on. A restore picks the newest state before the onset of the
+action, as the ring and the store do. Findings are random, in any order.
 """
 
 from __future__ import annotations
@@ -62,43 +62,43 @@ CFG = PolicyConfig(
 
 
 @dataclass(frozen=True)
-class Malice:
-    """How hostile the cluster is; all but the first two are probabilities."""
+class Hostility:
+    """How often findings, failures and restarts occur; all but the first two are probabilities."""
 
     seed: int
     lag: int
     refuse: float
     find: float
     late: float
-    """That a finding names an onset in the past."""
+    """Probability that the onset of a finding is in the past."""
     fail: float
     damage: float
-    """That a finding comes with a lasting rise of the loss."""
+    """Probability that a finding comes with a lasting rise of the loss."""
     measure: float
-    """That the held-out loss is measured, after an iteration."""
+    """Probability that the held-out loss is measured after an iteration."""
     restart: float
     round_trip: float
-    """That the policy is put into JSON and back between two iterations."""
+    """Probability that the policy is saved to JSON and restored between two iterations."""
     odd: float = 0.0
-    """That a record has an overflow, weights or losses that are not finite, a planned change, or other sources."""
+    """Probability of a record with an overflow, non-finite weights or loss, a planned change, or other sources."""
     healing: float = 1.0
-    """What is left of a rise of the loss after an iteration."""
+    """Share of a rise of the loss that is left after an iteration."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The weights, as far as a policy can tell."""
+    """The simulated weights."""
 
     iteration: int = 0
     step: int = 0
     cursor: int = 0
-    learned: frozenset[int] = frozenset()
+    trained: frozenset[int] = frozenset()
     rise: float = 0.0
 
 
 @dataclass
 class Cluster:
-    malice: Malice
+    hostility: Hostility
     policy: Policy
     dice: random.Random
     iteration: int = 0
@@ -108,9 +108,9 @@ class Cluster:
     log: list[Event] = field(default_factory=list)
     progress: int = 0
     spent: list[tuple[ActionKind, int]] = field(default_factory=list)
-    """Kind and furthest step so far."""
+    """Kind of action and net progress at that time."""
     targets: dict[int, list[int]] = field(default_factory=dict)
-    """Incident -> steps it was set back to."""
+    """Incident -> steps that were restored for it."""
     is_halted: bool = False
     in_bf16: bool = False
     closed: list[ClosedIncident] = field(default_factory=list)
@@ -119,15 +119,15 @@ class Cluster:
         return self.dice.random() < probability
 
     def train(self) -> None:
-        """One iteration, and everything the policy wants done about it."""
+        """Run one iteration and all actions that the policy chooses."""
         cursor = self.now.cursor
         while cursor in self.excluded:
             cursor += 1
-        refused = self.chance(self.malice.refuse)
+        refused = self.chance(self.hostility.refuse)
         self.iteration += 1
-        learned = self.now.learned if refused else self.now.learned | {cursor}
+        trained = self.now.trained if refused else self.now.trained | {cursor}
         self.now = replace(
-            self.now, iteration=self.iteration, step=self.now.step + (not refused), cursor=cursor + 1, learned=learned
+            self.now, iteration=self.iteration, step=self.now.step + (not refused), cursor=cursor + 1, trained=trained
         )
         self.progress = max(self.progress, self.now.step)
         now = self.measure(cursor, refused)
@@ -138,7 +138,7 @@ class Cluster:
         self.carry_out(action, now)
         if self.iteration % 5 == 0 and not refused:
             self.saved.append(self.now)
-        if self.chance(self.malice.measure):
+        if self.chance(self.hostility.measure):
             self.measure_held_out()
 
     def measure_held_out(self) -> None:
@@ -150,12 +150,12 @@ class Cluster:
         loss = 3.0 + self.now.rise + 0.01 * self.dice.random()
         sources = {"web": 3.0, "code": float("nan") if refused else 1.0}
         now = record(self.iteration, step=self.now.step, cursor=cursor, loss=loss, refused=refused, sources=sources)
-        self.now = replace(self.now, rise=self.malice.healing * self.now.rise)
-        if self.chance(self.malice.odd):
-            self.make_odd(now)
+        self.now = replace(self.now, rise=self.hostility.healing * self.now.rise)
+        if self.chance(self.hostility.odd):
+            self.make_unusual(now)
         return now
 
-    def make_odd(self, now: StepRecord) -> None:
+    def make_unusual(self, now: StepRecord) -> None:
         match self.dice.randrange(12):
             case 0 if now.refused:
                 now.loss_scale, now.grad_norm = self.dice.choice([0.5, 1.0, 1024.0]), math.inf
@@ -172,11 +172,11 @@ class Cluster:
 
     def suspect(self, now: StepRecord) -> list[Finding]:
         found = []
-        while self.chance(self.malice.find):
-            back = self.dice.randrange(30) if self.chance(self.malice.late) else 0
+        while self.chance(self.hostility.find):
+            back = self.dice.randrange(30) if self.chance(self.hostility.late) else 0
             cursors = [max(0, now.cursor - self.dice.randrange(40))] if self.chance(0.3) else []
             found.append(finding(self.dice.choice(KINDS), now, onset=max(0, now.iteration - back), cursors=cursors))
-            if self.chance(self.malice.damage):
+            if self.chance(self.hostility.damage):
                 self.now = replace(self.now, rise=self.dice.choice([0.0, 0.3, 2.0]))
         return found
 
@@ -193,21 +193,21 @@ class Cluster:
             self.closed += self.policy.closed
 
     def execute(self, action: Action) -> Outcome:
-        succeeded = not self.chance(self.malice.fail) or action.in_fp8 is True
+        succeeded = not self.chance(self.hostility.fail) or action.in_fp8 is True
         if action.kind in RESTORES:
             older = [state for state in self.saved if state.iteration < action.onset]
             succeeded = succeeded and bool(older)
             if succeeded:
-                self.set_back(action, older[-1])
+                self.restore(action, older[-1])
         if action.kind is ActionKind.precision and succeeded:
-            assert action.in_fp8 is self.in_bf16, "it leaves what it is in"
+            assert action.in_fp8 is self.in_bf16, "it changes the precision"
             self.in_bf16 = not action.in_fp8
         if action.exclude and (succeeded or action.kind is ActionKind.skip):
             self.excluded |= set(range(action.exclude[0], action.exclude[1] + 1))
-            assert self.now.learned.isdisjoint(self.excluded), "a batch that was learned was excluded"
+            assert self.now.trained.isdisjoint(self.excluded), "an excluded batch was trained on"
         if action.kind is ActionKind.accept:
             given = {batch for first, last in action.give_back for batch in range(first, last + 1)}
-            assert self.now.learned.isdisjoint(given), "a batch that was learned was given back"
+            assert self.now.trained.isdisjoint(given), "a batch that was given back was trained on"
         return Outcome(
             time=0.0,
             iteration=self.iteration,
@@ -218,22 +218,22 @@ class Cluster:
             step=self.now.step,
         )
 
-    def set_back(self, action: Action, target: State) -> None:
+    def restore(self, action: Action, target: State) -> None:
         earlier = self.targets.setdefault(action.incident, [])
-        assert all(target.step < step for step in earlier), "an incident went back to the same place twice"
+        assert all(target.step < step for step in earlier), "an incident restored the same step twice"
         earlier.append(target.step)
         self.saved = [state for state in self.saved if state.iteration <= target.iteration]
-        self.iteration += self.malice.lag
+        self.iteration += self.hostility.lag
         self.now = replace(target, iteration=self.iteration)
 
     def check(self, action: Action, now: StepRecord) -> None:
-        """What must hold of every action."""
-        assert 0 <= action.onset <= now.iteration, "back, never forward"
+        """Assert what must hold for every action."""
+        assert 0 <= action.onset <= now.iteration, "a restore goes back, never forward"
         assert not action.exclude or 0 <= action.exclude[0] <= action.exclude[1]
         is_raise = action.kind is ActionKind.cool and self.policy.policy_state.find_incident(action.incident) is None
-        is_for_good = action.kind is ActionKind.precision and action.until is None
-        free = (ActionKind.watch, ActionKind.halt, ActionKind.accept)
-        if action.kind in free or is_raise or is_for_good:
+        is_permanent = action.kind is ActionKind.precision and action.until is None
+        unbudgeted = (ActionKind.watch, ActionKind.halt, ActionKind.accept)
+        if action.kind in unbudgeted or is_raise or is_permanent:
             return
         if action.kind is ActionKind.skip:  # skips of an incident that is accepted do not count
             assert self.policy.policy_state.budgets.num_spent["skip"] <= CFG.budgets.skip.per_run
@@ -244,31 +244,31 @@ class Cluster:
         assert len(spent) <= limit.per_run
         assert sum(self.progress - progress < CFG.window_steps for progress in spent) <= limit.per_window
 
-    def start_again(self) -> None:
-        """The job dies and comes back from its newest state, with a policy that is rebuilt from the log."""
+    def restart(self) -> None:
+        """The job crashes and resumes from its newest state, with a policy that is rebuilt from the log."""
         self.now = self.saved[-1]
         self.log.append(
             RunStarted(time=0.0, iteration=self.iteration, world_size=1, num_steps=NUM_STEPS, step=self.now.step)
         )
-        self.policy = Policy.replay(CFG, self.log, lag=self.malice.lag)
+        self.policy = Policy.replay(CFG, self.log, lag=self.hostility.lag)
 
 
-def survive(malice: Malice) -> Cluster:
-    """Train until all steps are done or the policy halts; a run without end fails."""
-    cluster = Cluster(malice, Policy.start(CFG, lag=malice.lag), random.Random(malice.seed))
-    round_trips = random.Random(malice.seed + 1)
+def run_cluster(hostility: Hostility) -> Cluster:
+    """Train until all steps are done or the policy halts; fails if neither happens."""
+    cluster = Cluster(hostility, Policy.start(CFG, lag=hostility.lag), random.Random(hostility.seed))
+    round_trips = random.Random(hostility.seed + 1)
     num_restarts = 0
     for _ in range(30 * NUM_STEPS):
         if cluster.now.step >= NUM_STEPS or cluster.is_halted:
             return cluster
         cluster.train()
-        if round_trips.random() < malice.round_trip:
+        if round_trips.random() < hostility.round_trip:
             state = json.loads(json.dumps(cluster.policy.state(), allow_nan=False))
             cluster.policy = Policy.restore(CFG, state)
-        if not cluster.is_halted and num_restarts < 5 and cluster.chance(malice.restart):
+        if not cluster.is_halted and num_restarts < 5 and cluster.chance(hostility.restart):
             num_restarts += 1
-            cluster.start_again()
-    raise AssertionError("neither progress nor halt")
+            cluster.restart()
+    raise AssertionError("the run neither finishes nor halts")
 
 
 def actions_of(cluster: Cluster) -> list[Action]:

@@ -1,7 +1,7 @@
 """Golden outputs of the detectors, the baseline, the incidents and the policy on seeded series.
 
-`python -m tests.sentinel.golden` writes them to `tests/sentinel/golden/`; do so after a wanted change of behaviour, and
-read the difference. Numbers are written with six digits, far coarser than what differs between two math libraries.
+`python -m tests.sentinel.golden` writes them to `tests/sentinel/golden/`; do so after an intended change of behaviour,
+and read the difference. Numbers are written with six digits, far coarser than what differs between two math libraries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from harness.sentinel.detect.baseline import (
     upper_bound,
 )
 from harness.sentinel.detect.detectors import Detectors
-from tests.sentinel.cluster import Malice, actions_of, survive
+from tests.sentinel.cluster import Hostility, actions_of, run_cluster
 from tests.sentinel.series import config, losses, norms, record, records
 
 FOLDER = Path(__file__).with_name("golden")
@@ -142,14 +142,14 @@ def gradient_spikes() -> Iterator[tuple[str, list[str]]]:
         worst = [[3, row.grad_norm], [1, 0.5 * row.grad_norm], [0, 0.49 * row.grad_norm], [2, 0.05]]
         row.ranks = {"grad_norm": {"median": 0.3, "spread": 5.0, "worst": worst}}
 
-    calm = [1.0] * 60
+    flat = [1.0] * 60
     for factor, num in product((5.0, 8.0, 9.5, 11.0, 30.0), (1, 4)):
         factors = hump(factor, num, 30)
-        yield f"gradient x{factor} for {num} rows", after_warm_up(calm[: len(factors)], factors)
-        yield f"gradient x{factor} by groups and ranks", after_warm_up(calm[: len(factors)], factors, change=spread)
+        yield f"gradient x{factor} for {num} rows", after_warm_up(flat[: len(factors)], factors)
+        yield f"gradient x{factor} by groups and ranks", after_warm_up(flat[: len(factors)], factors, change=spread)
     for gap in (4, 11, 12, 13, 25):
         factors = [*hump(20.0, 2, gap), 20.0, 1.0]
-        yield f"two bursts, {gap} rows apart", after_warm_up(calm[: len(factors)], factors)
+        yield f"two bursts, {gap} rows apart", after_warm_up(flat[: len(factors)], factors)
 
 
 def slow_changes() -> Iterator[tuple[str, list[str]]]:
@@ -174,7 +174,7 @@ def slow_changes() -> Iterator[tuple[str, list[str]]]:
 
 
 def starts() -> Iterator[tuple[str, list[str]]]:
-    """The first rows, a log that begins late, steps that go back, a learning rate that rises, a planned change."""
+    """The first rows, a log that starts late, steps that go back, a rising learning rate, a planned change."""
     for num, height in product((3, 10, 18, 19, 20, 21, 30, 60), (1.3, 2.5)):
         rows = healthy(num + 8)
         for row in rows[num : num + 3]:
@@ -238,8 +238,8 @@ def odd_losses() -> Iterator[tuple[str, list[str]]]:
 def guards() -> Iterator[tuple[str, list[str]]]:
     """Weights, moments, learning rate, ranks, batches and loss scale on random walks that pass their bounds."""
     for seed, walk in product(range(3), (weights, moments, rates, ranks, batches, scales)):
-        told = [{"loss": 2.0, "grad_norm": 0.3, **facts} for facts in walk(Random(seed), seed)]
-        rows = [record(4 * place, **facts) for place, facts in enumerate(told)]
+        facts_of_rows = [{"loss": 2.0, "grad_norm": 0.3, **facts} for facts in walk(Random(seed), seed)]
+        rows = [record(4 * place, **facts) for place, facts in enumerate(facts_of_rows)]
         yield f"{walk.__name__} {seed}", observed(Detectors(CFG), rows)
 
 
@@ -310,7 +310,7 @@ def step_times() -> Iterator[tuple[str, list[str]]]:
 
 
 def lines_of_baselines() -> Golden:
-    """What the gate would refuse beyond, along curves of several shapes."""
+    """The bounds of the gate along curves of several shapes."""
     random = Random(3)
     noise = [random.gauss(0, 0.01) for _ in range(700)]
     heavy = [abs(random.gauss(0, 0.1)) if random.random() < 0.04 else 0.0 for _ in range(700)]
@@ -361,21 +361,21 @@ def lines_of_incidents() -> Golden:
         rows[100].mismatched_ranks = [3]
         rows[500].fingerprint, rows[510].fingerprint = "same", "same"
         ended = [each for row in rows for each in incidents.observe(row, detectors.observe(row))]
-        golden[name] = [_told(incident) for incident in [*ended, *incidents.finish()]]
+        golden[name] = [_format_incident(incident) for incident in [*ended, *incidents.finish()]]
     return golden
 
 
-def _told(incident: Any) -> str:
+def _format_incident(incident: Any) -> str:
     facts = {each.name: getattr(incident, each.name) for each in fields(incident)}
     return " ".join(f"{key}={number(value) if isinstance(value, float) else value}" for key, value in facts.items())
 
 
 def lines_of_policy() -> Golden:
-    """What is decided, and what becomes of the incidents, in clusters of several kinds of hostility."""
+    """Actions and closed incidents in simulated clusters."""
     golden: Golden = {}
     for seed in range(NUM_CLUSTERS):
         random = Random(seed)
-        malice = Malice(
+        hostility = Hostility(
             seed=seed,
             lag=random.randrange(4),
             refuse=random.choice((0.0, 0.02, 0.05, 0.1)),
@@ -389,18 +389,18 @@ def lines_of_policy() -> Golden:
             odd=random.choice((0.0, 0.2)),
             healing=random.choice((1.0, 0.98, 0.9)),
         )
-        cluster = survive(malice)
+        cluster = run_cluster(hostility)
         end = f"ends at {cluster.iteration}, halted {cluster.is_halted}, lr scale {cluster.policy.lr_scale}"
         closed = [f"{each.incident} {each.verdict} {each.spike_type}" for each in cluster.closed]
-        golden[f"cluster {seed}"] = [*map(_decided, actions_of(cluster)), f"{end}; {', '.join(closed)}"]
+        golden[f"cluster {seed}"] = [*map(_format_action, actions_of(cluster)), f"{end}; {', '.join(closed)}"]
     return golden
 
 
-def _decided(action: Action) -> str:
+def _format_action(action: Action) -> str:
     facts = {each.name: getattr(action, each.name) for each in fields(action)}
-    told = {key: value for key, value in facts.items() if value not in (None, []) and key not in ("time", "reason")}
-    told = {key: number(value) if isinstance(value, float) else value for key, value in told.items()}
-    return f"{' '.join(f'{key}={value}' for key, value in told.items())}: {action.reason}"
+    shown = {key: value for key, value in facts.items() if value not in (None, []) and key not in ("time", "reason")}
+    shown = {key: number(value) if isinstance(value, float) else value for key, value in shown.items()}
+    return f"{' '.join(f'{key}={value}' for key, value in shown.items())}: {action.reason}"
 
 
 DETECTORS = (spikes, gradient_spikes, slow_changes, starts, refusals, accepted_levels, odd_losses, guards, step_times)

@@ -1,7 +1,7 @@
-"""A training run without a model: loss curves that a test chooses, the gate's recursion, the real sentinel and ledger.
+"""A simulated training run without a model: chosen loss curves, the baseline of the gate, real sentinel and ledger.
 
-The weights are one number: by which factor they make every loss worse. The data is another: by which factor a batch is
-harder. Both raise the training loss alike; only the first raises the held-out loss, and only a restore takes it away.
+The weights are one number, the factor by which damage raises every loss. The data is another, the factor by which a
+batch is harder. Both raise the training loss alike. Only damage raises the held-out loss; only a restore removes it.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Snapshot:
 class Plant:
     cfg: Config
     hardness: Callable[[int], float] = lambda _: 1.0
-    """Of a batch: what its loss is multiplied with because of its data."""
+    """Batch -> factor on its loss."""
     norm_factor: Callable[[int], float] = lambda _: 1.0
-    """Of a batch: what its gradient norm is multiplied with."""
+    """Batch -> factor on its gradient norm."""
     damaged_at: int | None = None
-    """The iteration whose update breaks the weights, once."""
+    """The iteration whose update damages the weights, once."""
     damaged_again_at: int | None = None
     damage_factor: float = 1.0
     noise: float = 0.01
@@ -67,7 +67,7 @@ class Plant:
     damage: float = 1.0
     log: list[Event] = field(default_factory=list)
     consumed: list[int] = field(default_factory=list)
-    """Batches whose updates were applied, on the present branch."""
+    """Batches whose updates were applied, on the present lineage."""
     is_halted: bool = False
 
     def __post_init__(self) -> None:
@@ -82,10 +82,10 @@ class Plant:
         return Counter(str(event.kind) for event in self.log if isinstance(event, Action))
 
     def train(self, num_steps: int) -> None:
-        """Until so many steps are done, or the policy halts."""
+        """Train until `num_steps` steps are done or the policy halts."""
         most = self.state.iteration + 4 * num_steps
         while self.state.step < num_steps and not self.is_halted:
-            assert self.state.iteration < most, "it does not get on"
+            assert self.state.iteration < most, "the run makes no progress"
             self.issue()
             while len(self.waiting) > self.cfg.sentinel.lag:
                 self.process_next()
@@ -94,7 +94,7 @@ class Plant:
         return math.exp(size * Random(batch * 10 + what + 10**6 * self.seed).gauss(0, 1))
 
     def issue(self) -> None:
-        """One iteration, judged by the gate."""
+        """Run one iteration with the gate."""
         place = self.ledger.next_batch(self.state.cursor, self.state.given_back)
         planned = self.planned.at(place.position, self.state) is not None
         batch, detect = place.batch, self.cfg.sentinel.detect
@@ -144,7 +144,7 @@ class Plant:
         return action
 
     def carry_out(self, action: Action) -> Action | None:
-        """As `harness.recovery` does; returns what follows."""
+        """Execute an action as `harness.recovery` does; returns the follow-up action."""
         self.log.append(action)
         held_out, succeeded, before = None, True, self.state.step
         match action.kind:
@@ -153,7 +153,7 @@ class Plant:
                 return None
             case ActionKind.check:
                 while self.waiting:
-                    assert self.process_record() is None, "the policy waits for the answer"
+                    assert self.process_record() is None, "nothing is decided before the outcome of the check"
                 held_out = self.held_out()
             case ActionKind.accept:
                 if action.give_back:
@@ -168,7 +168,7 @@ class Plant:
                 first, last = action.exclude
                 self.ledger.exclude(first, last, action.reason)
             case ActionKind.rewind | ActionKind.rollback:
-                succeeded = self.set_back(action)
+                succeeded = self.restore(action)
         outcome = Outcome(
             time=0.0,
             iteration=self.state.iteration,
@@ -182,7 +182,7 @@ class Plant:
         self.log.append(outcome)
         return self.sentinel.on_outcome(outcome)
 
-    def set_back(self, action: Action) -> bool:
+    def restore(self, action: Action) -> bool:
         targets = [each for each in self.snapshots if each.state.iteration < action.onset]
         if not targets:
             return False

@@ -36,7 +36,7 @@ def record(
     refused: bool = False,
     sources: dict[str, float] | None = None,
 ) -> StepRecord:
-    """A step of a run in which every iteration was applied, unless told otherwise."""
+    """A step of a run in which every iteration was applied, unless given otherwise."""
     return StepRecord(
         time=0.0,
         iteration=iteration,
@@ -81,14 +81,15 @@ def outcome(action: Action, *, step: int, succeeded: bool = True) -> Outcome:
 
 
 class Run:
-    """A run that the test drives step by step; only `go_back` and refusals part step, cursor and iteration."""
+    """A run that the test drives step by step; step, cursor and iteration differ only after rejections and
+    `restore`."""
 
     def __init__(self, cfg: PolicyConfig | None = None) -> None:
         self.policy = Policy.start(cfg or defaults(), lag=LAG)
         self.iteration = self.step = self.cursor = 0
         self.closed: list[ClosedIncident] = []
 
-    def take(
+    def iterate(
         self,
         *kinds: FindingKind,
         loss: float | None = None,
@@ -96,7 +97,7 @@ class Run:
         back: int = 0,
         sources: dict[str, float] | None = None,
     ) -> Action | None:
-        """One iteration with findings that began `back` iterations ago."""
+        """Run one iteration with findings whose onset is `back` iterations ago."""
         self.iteration += 1
         self.step += not refused
         noise = 0.01 * math.sin(self.iteration)
@@ -113,11 +114,11 @@ class Run:
         self.closed += self.policy.closed
         return action
 
-    def calm(self, num: int) -> list[Action]:
-        return [action for action in (self.take() for _ in range(num)) if action is not None]
+    def iterate_clean(self, num: int) -> list[Action]:
+        return [action for action in (self.iterate() for _ in range(num)) if action is not None]
 
-    def go_back(self, action: Action, *, steps: int) -> Action | None:
-        """The restore succeeded and took so many steps back; returns what follows it."""
+    def restore(self, action: Action, *, steps: int) -> Action | None:
+        """The restore succeeded and went back `steps` steps; returns the follow-up action."""
         self.step, self.cursor = self.step - steps, self.cursor - steps
         self.iteration += LAG
         return self.policy.on_outcome(outcome(action, step=self.step))

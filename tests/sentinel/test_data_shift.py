@@ -1,4 +1,4 @@
-"""Different data is not damage: the same loss curve, answered by what the held-out loss says."""
+"""New data is not damage: the response to one loss curve depends on the held-out loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.sentinel.policy.policy import replay_actions
 from tests.sentinel.plant import Plant
 
 SHIFT, RETURN, NUM_STEPS = 300, 340, 500
-HARMFUL = {ActionKind.rewind, ActionKind.rollback, ActionKind.halt, ActionKind.cool, ActionKind.swap}
+DRASTIC = {ActionKind.rewind, ActionKind.rollback, ActionKind.halt, ActionKind.cool, ActionKind.swap}
 
 
 @cache
@@ -39,34 +39,34 @@ def shifted(cfg: Config, factor: float, noise: float, *, lasting: bool) -> Plant
 @pytest.mark.parametrize("lasting", [True, False], ids=["lasting", "returning"])
 @pytest.mark.parametrize("noise", [0.003, 0.01, 0.03])
 @pytest.mark.parametrize("factor", [1.1, 1.22, 1.25, 1.6, 2.0])
-def test_a_shift_of_the_data_costs_nothing(factor: float, noise: float, lasting: bool, is_planned: bool) -> None:
+def test_a_data_shift_costs_nothing(factor: float, noise: float, lasting: bool, is_planned: bool) -> None:
     """No halt, no restore, at most 3 batches skipped, and none of them for good."""
     plant = shifted(planned() if is_planned else config(), factor, noise, lasting=lasting)
     taken = plant.actions()
-    assert HARMFUL.isdisjoint(taken), taken
+    assert DRASTIC.isdisjoint(taken), taken
     assert taken[ActionKind.skip] <= 3
     assert not any(plant.ledger.is_excluded(batch) for batch in range(NUM_STEPS)), "all were given back"
-    assert sorted(plant.consumed) == list(range(NUM_STEPS)), "every batch was learned, once"
+    assert sorted(plant.consumed) == list(range(NUM_STEPS)), "every batch was trained on, once"
     assert replay_actions(plant.log, plant.cfg.sentinel.policy, lag=1) == [
         e for e in plant.log if isinstance(e, Action)
     ]
 
 
 @pytest.mark.parametrize("factor", [1.25, 1.6, 2.0])
-def test_the_same_curve_from_damaged_weights_is_answered_by_a_restore(factor: float) -> None:
-    """The training loss of both runs is the same number for number until something is done about it."""
+def test_the_same_curve_from_damaged_weights_leads_to_a_restore(factor: float) -> None:
+    """Both runs have the same training losses until the first action."""
     data = shifted(config(), factor, 0.01, lasting=True)
     damage = Plant(config(), damaged_at=SHIFT, damage_factor=factor, noise=0.01)
     damage.train(NUM_STEPS)
-    asked = [
+    checks = [
         next(e for e in plant.log if isinstance(e, Action) and e.kind == ActionKind.check) for plant in (data, damage)
     ]
-    assert replace(asked[0], time=0) == replace(asked[1], time=0), "up to here nobody can tell them apart"
-    answers = [
-        [e.kind for e in plant.log if isinstance(e, Action) and e.iteration >= asked[0].iteration][1]
+    assert replace(checks[0], time=0) == replace(checks[1], time=0), "up to here both runs are equal"
+    responses = [
+        [e.kind for e in plant.log if isinstance(e, Action) and e.iteration >= checks[0].iteration][1]
         for plant in (data, damage)
     ]
-    assert answers == [ActionKind.accept, ActionKind.rewind]
+    assert responses == [ActionKind.accept, ActionKind.rewind]
     assert damage.damage == 1.0
     assert not damage.is_halted
 
@@ -81,14 +81,14 @@ def test_damage_early_in_a_run_is_not_hidden_by_the_fast_descent() -> None:
     assert plant.damage == 1.0
 
 
-def test_without_a_clean_level_it_answers_as_it_would_without_the_check() -> None:
+def test_without_a_check_a_data_shift_leads_to_a_restore() -> None:
     plant = shifted(config("sentinel.policy.budgets.check.per_run=0"), 1.6, 0.01, lasting=True)
     assert ActionKind.check not in plant.actions()
-    assert not HARMFUL.isdisjoint(plant.actions())
+    assert not DRASTIC.isdisjoint(plant.actions())
 
 
-def test_garbage_is_skipped_and_not_accepted() -> None:
-    """A healthy state that rejects batches for their gradients meets broken batches, not other data."""
+def test_bad_batches_are_skipped_and_not_accepted() -> None:
+    """If a healthy state rejects batches for their gradients, the batches are bad."""
     bad = range(SHIFT, SHIFT + 12)
     plant = Plant(
         config(),
@@ -96,7 +96,7 @@ def test_garbage_is_skipped_and_not_accepted() -> None:
         norm_factor=lambda batch: 60.0 if batch in bad else 1.0,
     )
     plant.train(NUM_STEPS - len(bad))
-    assert HARMFUL.isdisjoint(plant.actions()), "nothing is wrong with the state"
+    assert DRASTIC.isdisjoint(plant.actions()), "nothing is wrong with the state"
     assert ActionKind.accept not in plant.actions()
     assert [batch for batch in range(NUM_STEPS) if plant.ledger.is_excluded(batch)] == list(bad)
 
@@ -104,14 +104,14 @@ def test_garbage_is_skipped_and_not_accepted() -> None:
 def test_a_second_shift_is_accepted_too() -> None:
     plant = Plant(config(), hardness=lambda batch: 1.0 if batch < 300 else 1.5 if batch < 450 else 2.2)
     plant.train(600)
-    assert HARMFUL.isdisjoint(plant.actions())
+    assert DRASTIC.isdisjoint(plant.actions())
     assert sorted(plant.consumed) == list(range(600))
-    assert plant.sentinel.policy.policy_state.budgets.num_spent["skip"] == 0, "what was for nothing is not spent"
+    assert plant.sentinel.policy.policy_state.budgets.num_spent["skip"] == 0, "skips of accepted data are refunded"
 
 
 @pytest.mark.parametrize("gap", [12, 20, 30])
 def test_a_shift_soon_after_a_restore_is_accepted(gap: int) -> None:
-    """The restore helped and the run passed the place; what comes then is checked for itself."""
+    """The restore helped and the run passed the place; the later shift gets its own check."""
     after = SHIFT + gap
     plant = Plant(config(), damaged_at=SHIFT, damage_factor=1.6, hardness=lambda batch: 1.6 if batch >= after else 1.0)
     plant.train(NUM_STEPS)
@@ -122,8 +122,8 @@ def test_a_shift_soon_after_a_restore_is_accepted(gap: int) -> None:
     assert not any(plant.ledger.is_excluded(batch) for batch in range(after, NUM_STEPS)), "all were given back"
 
 
-def test_damage_soon_after_a_restore_is_answered_by_a_second_restore() -> None:
-    """The place was passed, and the check finds the state damaged: the ladder goes on where it was."""
+def test_damage_soon_after_a_restore_leads_to_a_second_restore() -> None:
+    """The check finds the state damaged again: the ladder continues where it was."""
     plant = Plant(config(), damaged_at=SHIFT, damage_factor=1.6, damaged_again_at=SHIFT + 45)
     plant.train(NUM_STEPS)
     taken = [event.kind for event in plant.log if isinstance(event, Action)]

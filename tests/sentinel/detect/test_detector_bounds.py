@@ -1,4 +1,4 @@
-"""Where a finding begins: at its bound, at its number of rows, and not before."""
+"""The bounds and row counts at which each finding is raised."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def watch(rows: list[StepRecord]) -> list[Finding]:
 class TestSlowChange:
     """8 blocks make the floor, 12 the ceiling before them."""
 
-    def test_it_takes_nine_blocks(self) -> None:
+    def test_a_slow_change_needs_nine_blocks(self) -> None:
         rising = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
         assert slow_change(rising, SPREAD) == ""
         assert slow_change([0.0, *rising], SPREAD) == "divergence"
@@ -60,10 +60,10 @@ class TestSlowChange:
         assert slow_change([0.0] * 12 + [LARGE + 0.01] * num, 10.0) == shown
 
     @pytest.mark.parametrize(("height", "shown"), [(LARGE, ""), (LARGE + 1e-9, "divergence")])
-    def test_far_is_half_as_much_again(self, height: float, shown: str) -> None:
+    def test_far_above_means_fifty_percent_above(self, height: float, shown: str) -> None:
         assert slow_change([-1.0] * 10 + [0.0] + [height] * 4, 10.0) == shown
 
-    def test_one_low_block_among_the_four_is_a_return(self) -> None:
+    def test_one_low_block_among_the_four_is_a_recovery(self) -> None:
         assert slow_change([0.0] * 12 + [1.0, 1.0, 0.1, 1.0], 10.0) == ""
 
     @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ class TestSlowChange:
             "one falls",
             "two fall",
             "the last falls",
-            "the last alone is high",
+            "only the last is high",
             "half way at the bound",
             "half way above it",
             "three spreads",
@@ -95,7 +95,7 @@ class TestSlowChange:
         assert slow_change([0.25, 0.25, *rising], SPREAD) == shown
 
     @pytest.mark.parametrize(("before", "shown"), [(0.25, "divergence"), (0.5, "")])
-    def test_they_must_rise_above_all_before_them(self, before: float, shown: str) -> None:
+    def test_rising_blocks_must_exceed_all_before_them(self, before: float, shown: str) -> None:
         rising = [0.25, 0.375, 0.5, 0.625, 0.76, 0.875, 1.0, 1.125]
         assert slow_change([before, 0.0, *rising], SPREAD) == shown
 
@@ -133,16 +133,16 @@ class TestSlowChange:
 
 
 class TestLoudRanks:
-    def loud(self, worst: list[list[float]], *, median: float = 1.0, grad_norm: float = 40.0) -> list[int]:
+    def find_loud(self, worst: list[list[float]], *, median: float = 1.0, grad_norm: float = 40.0) -> list[int]:
         ranks: dict[str, Any] = {"grad_norm": {"median": median, "spread": 1.0, "worst": worst}}
         return loud_ranks(record(1, 3.0, grad_norm, ranks=ranks))
 
-    def test_most_of_the_norm_and_ten_times_the_quietest(self) -> None:
-        assert self.loud([[7, 20.0], [3, 40.0]]) == [3, 7]
-        assert self.loud([[3, 19.99]]) == [], "less than half of it"
-        assert self.loud([[3, 20.0]], median=2.0) == [], "exactly ten times the median"
-        assert self.loud([[3, 20.01]], median=2.0) == [3]
-        assert self.loud([[3, 20.0], [5, 1.0]], median=9.0) == [3], "the quietest may be one that is named"
+    def test_a_loud_rank_has_half_of_the_norm_and_ten_times_the_smallest(self) -> None:
+        assert self.find_loud([[7, 20.0], [3, 40.0]]) == [3, 7]
+        assert self.find_loud([[3, 19.99]]) == [], "less than half of it"
+        assert self.find_loud([[3, 20.0]], median=2.0) == [], "exactly ten times the median"
+        assert self.find_loud([[3, 20.01]], median=2.0) == [3]
+        assert self.find_loud([[3, 20.0], [5, 1.0]], median=9.0) == [3], "the smallest may be one that is listed"
         assert loud_ranks(record(1, 3.0, 40.0)) == []
 
 
@@ -228,7 +228,7 @@ class TestGuards:
         (finding,) = watch([record(100, 3.0, param_norm=10.0), record(150, 3.0, param_norm=30.0)])
         assert (finding.value, finding.bound, finding.groups) == (3.0, 2.0, ["all"])
 
-    def test_weights_are_kept_every_twenty_steps(self) -> None:
+    def test_weight_norms_are_stored_every_twenty_steps(self) -> None:
         sparse = [
             record(100, 3.0, param_norm=10.0),
             record(119, 3.0, param_norm=6.0),
@@ -251,7 +251,7 @@ class TestGuards:
         again = [*rows[:2], of(112, a=1.5, b=1.0), of(114, a=3.0, b=1.0)]
         assert [each.step for each in watch(again)] == [110, 114]
 
-    def test_a_learning_rate_is_judged_from_the_twentieth_row_on(self) -> None:
+    def test_lr_jumps_are_detected_from_the_twentieth_row_on(self) -> None:
         def rates(num: int) -> list[StepRecord]:
             return [record(step, 3.0, lr=1e-3) for step in range(num)] + [record(num, 3.0, lr=2e-3)]
 
@@ -275,7 +275,7 @@ class TestGuards:
         assert watch([*rows, record(10, 3.0, lr=0.5), record(11, 3.0, lr=0.5)]) == []
         assert watch([*rows, record(29, 3.0, lr=0.5)]) == []
 
-    def test_a_change_that_was_announced_may_take_fifty_rows(self) -> None:
+    def test_an_expected_lr_change_may_take_fifty_rows(self) -> None:
         def jumps_after(num: int) -> list[str]:
             detectors = Detectors(CFG)
             rows = [record(step, 3.0, lr=1.0) for step in range(30 + num)] + [record(30 + num, 3.0, lr=2.0)]
@@ -286,7 +286,7 @@ class TestGuards:
         assert jumps_after(49) == []
         assert jumps_after(50) == ["lr_jump"]
 
-    def test_512_batches_are_remembered(self) -> None:
+    def test_512_fingerprints_are_stored(self) -> None:
         rows = [record(step, 3.0, fingerprint=str(step), cursor=step) for step in range(512)]
         (finding,) = watch([*rows, record(512, 3.0, fingerprint="0", cursor=512)])
         assert (finding.value, finding.bound, finding.cursors) == (512, 0, [0, 512])
@@ -294,7 +294,7 @@ class TestGuards:
         assert watch([*rows, record(513, 3.0, fingerprint="0", cursor=513)]) == []
         assert kinds(watch([*rows, record(513, 3.0, fingerprint="1", cursor=513)])) == ["duplicate_batch"]
 
-    def test_what_is_not_finite_names_the_weights_first(self) -> None:
+    def test_nonfinite_names_the_weights_first(self) -> None:
         rows = [record(1, 3.0, math.inf, group_param_norms={"a": math.nan, "b": 1.0}, group_grad_norms={"c": math.inf})]
         (finding,) = watch(rows)
         assert (finding.groups, finding.value, finding.bound) == (["a"], math.inf, math.inf)
@@ -303,7 +303,7 @@ class TestGuards:
         (finding,) = watch([record(1, -math.inf, math.inf)])
         assert finding.value == -math.inf
 
-    def test_what_is_not_finite_is_raised_again_after_a_finite_row(self) -> None:
+    def test_nonfinite_is_raised_again_after_a_finite_row(self) -> None:
         rows = [record(step, math.nan if step in (1, 2, 4) else 3.0, 0.5) for step in range(6)]
         assert [finding.step for finding in watch(rows)] == [1, 4]
 
@@ -337,7 +337,7 @@ class TestMoments:
         known = [record(step, 3.0, v_norm=1.0, beta2=facts.get("beta2")) for step in (100, 101, 102)]
         assert kinds(watch([*known, record(103, 3.0, **facts)])) == found
 
-    def test_moments_are_judged_from_step_100_on(self) -> None:
+    def test_moments_are_checked_from_step_100_on(self) -> None:
         assert watch([record(98, 3.0, v_norm=1.0), record(99, 3.0, v_norm=0.1, square_ratio=9.0)]) == []
         found = watch([record(99, 3.0, v_norm=1.0), record(100, 3.0, v_norm=0.1, square_ratio=9.0)])
         assert kinds(found) == ["v_stale", "optimizer_reset"]

@@ -53,7 +53,7 @@ def test_a_spike_is_raised_once_and_the_next_one_again() -> None:
     assert [finding.onset for finding in found] == [900, 1500]
 
 
-def test_one_row_is_enough_where_others_lie_between_rows() -> None:
+def test_one_row_is_enough_if_rows_are_several_steps_apart() -> None:
     values = losses(1200)
     values[900] *= 1.3
     assert watch(records(values)) == []
@@ -67,14 +67,14 @@ def test_a_loss_that_doubles_is_a_spike_in_its_first_row() -> None:
     assert (finding.kind, finding.step) == (FindingKind.loss_spike, 900)
 
 
-def test_easy_data_may_come_and_go() -> None:
+def test_easy_data_that_comes_and_goes_raises_nothing() -> None:
     values = losses(3000)
     for first in (1500, 2200):
         values[first : first + 200] = [0.9 * value for value in values[first : first + 200]]
     assert watch(records(values)) == []
 
 
-def test_harder_data_is_a_shift_of_the_level_when_gradients_stay() -> None:
+def test_a_rise_without_a_rise_of_gradients_is_a_level_shift() -> None:
     values = losses(3000)
     values[2000:] = [1.1 * value for value in values[2000:]]
     (finding,) = watch(records(values, norms(3000)))
@@ -110,7 +110,7 @@ def test_a_loss_that_jumps_and_stays_diverges() -> None:
     assert kinds(watch(records(values))) == ["loss_spike", "divergence"]
 
 
-def test_what_is_not_finite_names_rank_group_and_batch() -> None:
+def test_nonfinite_names_rank_group_and_batch() -> None:
     rows = records(losses(100), norms(100))
     rows[60].loss, rows[60].grad_norm, rows[60].refused = math.nan, math.nan, True
     rows[60].nonfinite_ranks, rows[60].group_grad_norms = [3], {"blocks.0": 1.0, "head": math.inf}
@@ -124,7 +124,7 @@ def test_a_run_of_nan_is_found_at_once_and_once() -> None:
     assert kinds(watch(records([math.nan] * 50))) == ["nonfinite"]
 
 
-def test_a_refused_row_is_suspected_and_forgotten() -> None:
+def test_a_rejected_row_raises_findings_and_changes_no_baseline() -> None:
     detectors = Detectors(CFG)
     watch(records(losses(300), norms(300)), detectors)
     before = detectors.state()
@@ -174,7 +174,7 @@ def test_a_schedule_has_no_jumps(every: int) -> None:
 
 
 @pytest.mark.parametrize(("expected", "found"), [(False, ["lr_jump"]), (True, [])])
-def test_a_jump_of_the_learning_rate_is_found_unless_it_was_announced(expected: bool, found: list[str]) -> None:
+def test_an_lr_jump_is_found_unless_it_was_expected(expected: bool, found: list[str]) -> None:
     detectors = Detectors(CFG)
     rows = [record(step, 3.0, lr=rate * (0.5 if step >= 700 else 1.0)) for step, rate in enumerate(rates(2000))]
     assert watch(rows[:695], detectors) == []
@@ -204,14 +204,14 @@ def test_a_second_moment_that_is_stale_or_gone() -> None:
 
 
 @pytest.mark.parametrize("updates", range(11))
-def test_moments_thrown_away_at_any_time_between_two_probes_are_found(updates: int) -> None:
-    """Ten updates under beta2 = 0.95 bring back 40 % of the moment; decay alone would have left 60 %."""
+def test_a_reset_of_the_moments_between_two_probes_is_found(updates: int) -> None:
+    """Ten updates under beta2 = 0.95 restore 40 % of the moment; decay would have left 60 %."""
     rows = [record(step, 3.0, v_norm=1.0, beta2=0.95) for step in range(0, 600, 10)]
     rows[50].v_norm = 1.0 - 0.95**updates
     assert kinds(watch(rows[:51])) == ["optimizer_reset"]
 
 
-def test_moments_that_only_decay_are_nobodys_fault() -> None:
+def test_moments_that_only_decay_raise_nothing() -> None:
     """Gradients that vanish at once leave what decay leaves, also where a probe is missed."""
     rows = [record(step, 3.0, v_norm=0.95 ** max(0, step - 200), beta2=0.95) for step in range(0, 600, 10)]
     del rows[30:34]
@@ -225,7 +225,7 @@ def test_broken_weights_are_found_and_their_layers_named() -> None:
     assert (finding.kind, finding.step, finding.groups) == (FindingKind.nonfinite, 5, ["blocks.1"])
 
 
-def test_a_batch_refused_for_its_loss_is_the_one_that_is_named() -> None:
+def test_a_batch_rejected_for_its_loss_is_named() -> None:
     rows = [record(step, 3.0, cursor=step) for step in range(60)]
     (finding,) = watch([*rows, record(59, 9.0, cursor=60, refused=True)])
     assert (finding.kind, finding.cursors) == (FindingKind.loss_spike, [60])
@@ -366,7 +366,7 @@ def test_noise_single_late_steps_and_short_hiccups_are_not_slow() -> None:
     assert watch(paced(hiccup)) == [], "ten rows that take less than a second together"
 
 
-def test_a_pace_that_stays_becomes_the_usual_one() -> None:
+def test_a_lasting_speed_becomes_the_usual_one() -> None:
     seconds = [1.0] * 100 + [2.0] * 1200 + [4.0] * 20
     assert kinds(watch(paced(seconds))) == ["slow", "slow"]
 
@@ -381,13 +381,13 @@ def ranks(worst: list[list[float]], spread: float = 0.02) -> dict[str, Any]:
     return {"loss": {"median": 3.0, "spread": spread, "worst": worst}}
 
 
-def test_a_rank_out_of_all_proportion_is_named_at_once() -> None:
+def test_an_extreme_rank_is_named_at_once() -> None:
     broken = {"grad_norm": {"median": 0.3, "spread": 0.02, "worst": [[6, 250.0], [2, 0.34]]}}
     (finding,) = watch([record(1, 3.0, ranks=broken), record(2, 3.0, ranks=broken)])
     assert (finding.kind, finding.ranks) == (FindingKind.rank_outlier, [6])
 
 
-def test_a_rank_somewhat_off_is_named_when_it_stays_the_same() -> None:
+def test_a_moderately_outlying_rank_is_named_after_five_rows() -> None:
     assert watch([record(step, 3.0, ranks=ranks([[step, 4.2]])) for step in range(20)]) == []
     (finding,) = watch([record(step, 3.0, ranks=ranks([[4, 4.2]])) for step in range(20)])
     assert (finding.kind, finding.ranks, finding.step) == (FindingKind.rank_outlier, [4], 4)
@@ -424,17 +424,17 @@ facts = st.fixed_dictionaries(
     cut=st.integers(0, 80),
     warm=st.sampled_from([0, 120]),
 )
-def test_a_state_that_went_through_json_finds_the_same(
+def test_detectors_restored_from_json_find_the_same(
     rows: list[tuple[float, float, dict[str, Any]]], cut: int, warm: int
 ) -> None:
     start = records(losses(warm), norms(warm))
-    told = start + [record(warm + step, loss, norm, **more) for step, (loss, norm, more) in enumerate(rows)]
+    series = start + [record(warm + step, loss, norm, **more) for step, (loss, norm, more) in enumerate(rows)]
     whole, first = Detectors(CFG), Detectors(CFG)
-    at = min(warm + cut, len(told))
-    expected = watch(told, whole)
-    found = watch(told[:at], first)
+    at = min(warm + cut, len(series))
+    expected = watch(series, whole)
+    found = watch(series[:at], first)
     second = Detectors.restore(CFG, json.loads(json.dumps(first.state())))
-    found += watch(told[at:], second)
+    found += watch(series[at:], second)
     assert repr(found) == repr(expected)
     assert json.dumps(second.state()) == json.dumps(whole.state())
 

@@ -1,4 +1,4 @@
-"""How the numbers of a step fitted into fp8: sums of all ranks in, fields of a record out; and where they travel."""
+"""fp8 usage: sums over ranks become fields of a record; and the parts of the signal vector."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_sums_become_shares_by_role_and_by_group() -> None:
     assert underflow == {"blocks.0": 0.1, "blocks.1": 0.5}, "the worst role of each group that was seen"
 
 
-def test_what_was_not_seen_is_not_told() -> None:
+def test_roles_and_groups_without_values_are_left_out() -> None:
     nothing = {name: [0.0] * len(values) for name, values in sums().items()}
     assert summarize_fp8_usage(GROUPS, nothing) == ({}, {})
     without = sums(fp8_nonzeros=[0, 0, 0, 100, 50, 0, 300, 0, 0], fp8_zeros=[0, 0, 0, 10, 0, 0, 30, 0, 0])
@@ -51,7 +51,7 @@ def test_what_was_not_seen_is_not_told() -> None:
     assert underflow == {"blocks.0": 0.1, "blocks.1": 0.1}
 
 
-def test_a_run_without_fp8_sends_nothing_of_it() -> None:
+def test_a_run_without_fp8_has_no_fp8_parts() -> None:
     watched = replace(LAYOUT, has_fp8=True)
     lengths = {name: place.stop - place.start for name, place in watched.parts.items()}
     assert [lengths[name] for name in FP8_PARTS] == [9, 9, 3, 3, 3 * len(SCALE_EXPONENTS)]

@@ -1,4 +1,4 @@
-"""Episodes of the curves: when they end, and what a restart or an accepted level makes of one that is open."""
+"""Episodes of loss and gradient findings: when they end, and the effect of a restart or an accepted level."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def run(num: int, *, first: int = 500, loss: float = 1.0, norm: float = 1.0, see
     ]
 
 
-def test_a_level_after_steps_went_back_is_not_held_against_the_one_before() -> None:
+def test_after_steps_went_back_the_new_level_is_not_compared_with_the_old_one() -> None:
     detectors = Detectors(SHORT)
     assert found(detectors, [*run(200), *run(150, first=600, loss=1.1)]) == []
 
 
-def test_an_accepted_level_is_not_held_against_the_one_before() -> None:
+def test_an_accepted_level_is_not_compared_with_the_old_one() -> None:
     detectors = Detectors(SHORT)
     assert found(detectors, run(200)) == []
     detectors.accept_level(loss=3.3)
@@ -49,7 +49,7 @@ def test_a_restart_with_a_row_without_gradient_keeps_their_level() -> None:
     assert kinds(found(detectors, run(1, first=630, norm=15.0))) == ["grad_spike"]
 
 
-def test_a_shift_is_told_again_only_after_blocks_without_one() -> None:
+def test_a_shift_is_raised_again_only_after_blocks_without_one() -> None:
     """Eight of them, of five rows each; those that hold rows of both levels do not count."""
     found_at = []
     for num in (55, 60):
@@ -60,7 +60,7 @@ def test_a_shift_is_told_again_only_after_blocks_without_one() -> None:
     assert [len(steps) for steps in found_at] == [1, 2]
 
 
-def test_a_divergence_is_not_told_again_as_a_shift() -> None:
+def test_a_divergence_is_not_raised_again_as_a_shift() -> None:
     rows = [*run(200), *run(200, first=700, loss=1.8, norm=3.0)]
     assert kinds(found(Detectors(SHORT), rows)) == ["loss_spike", "divergence"]
 
@@ -89,13 +89,13 @@ def test_groups_with_half_of_the_largest_gradient_are_named(norm: float, groups:
     assert (finding.kind, finding.groups, finding.value) == ("grad_spike", groups, 6.0)
 
 
-def test_a_log_without_gradients_needs_no_witness_and_one_with_them_does() -> None:
+def test_a_spike_needs_a_gradient_rise_only_if_gradients_are_logged() -> None:
     higher = [3.4 if place >= 700 else value for place, value in enumerate(losses(706))]
     assert kinds(found(Detectors(CFG), records(higher[500:]))) == ["loss_spike"]
     assert found(Detectors(CFG), records(higher[500:], [0.3] * 206)) == []
 
 
-def test_a_log_that_begins_after_step_1000_is_watched_sooner() -> None:
+def test_a_log_that_starts_after_step_1000_has_findings_sooner() -> None:
     def steps(first: int) -> list[int]:
         rows = [record(first + place, 3.0 if place < 10 else 4.0) for place in range(14)]
         return [finding.step - first for finding in found(Detectors(CFG), rows)]

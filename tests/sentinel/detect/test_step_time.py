@@ -1,4 +1,4 @@
-"""Where a run counts as slow, and which ranks it waits for."""
+"""When a run counts as slow, and which ranks are late."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_ten_rows_that_take_less_than_a_second_are_not_slow(usual: float, found:
 
 
 @pytest.mark.parametrize(("factor", "is_over"), [(1.32, False), (1.24, True)])
-def test_it_is_over_at_1_25_times_the_usual(factor: float, is_over: bool) -> None:
+def test_a_slowdown_ends_at_1_25_times_the_usual(factor: float, is_over: bool) -> None:
     seen = steps([*USUAL, *[2.0] * 12, *[factor] * 12])
     assert seen == [("slow", 305), *([("speed_recovered", 317)] if is_over else [])]
 
 
-def test_findings_tell_speeds_in_steps_a_second() -> None:
+def test_findings_report_steps_per_second() -> None:
     slow, over = watch([*USUAL, *[4.0] * 10, *[1.0] * 10])
     usual = 4 ** (0.99**4 - 1)
     """After four slow rows, each of which has a weight of 0.01."""
@@ -64,7 +64,7 @@ def test_findings_tell_speeds_in_steps_a_second() -> None:
     assert slow.cursors == over.cursors == []
 
 
-def test_slow_rows_are_not_learned_from_until_they_are_the_usual_ones() -> None:
+def test_slow_rows_do_not_change_the_level_for_1000_rows() -> None:
     assert steps([*USUAL, *[2.0] * 1000, *[1.0] * 6]) == [("slow", 305), ("speed_recovered", 1305)]
     assert steps([*USUAL, *[2.0] * 1010, *[1.0] * 20]) == [("slow", 305)], "after 1000 rows they are"
     assert steps([*USUAL, *[2.0] * 1010, *[4.0] * 6]) == [("slow", 305), ("slow", 1315)]
@@ -81,7 +81,7 @@ def test_the_usual_step_time_is_a_mean_of_a_hundred_rows() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_step_that_was_not_timed_tells_nothing(seconds: float) -> None:
+def test_a_step_without_a_time_is_ignored(seconds: float) -> None:
     guard = SpeedGuard()
     assert watch([seconds] * 3, guard) == []
     assert guard == SpeedGuard()
@@ -116,7 +116,7 @@ def test_a_host_far_from_the_others_is_late() -> None:
     assert named(step_time_s=(0.1, 0.01, [[3, 0.0], [0, 0.1]])) == [], "one that works less is not"
 
 
-def test_of_few_hosts_those_that_work_half_of_the_step_are_late_unless_all_do() -> None:
+def test_with_few_hosts_those_busy_for_half_of_the_step_are_late_unless_all_are() -> None:
     assert named(step_time_s=(0.3, 0.2, [[0, 0.02], [1, 0.51]])) == [1]
     assert named(step_time_s=(0.3, 0.2, [[0, 0.02], [1, 0.5]])) == []
     assert named(step_time_s=(0.5, 0.2, [[0, 0.52], [1, 0.51]])) == []

@@ -1,4 +1,4 @@
-"""What a rank measures, against numbers computed in another way."""
+"""Signals of a rank compared with independently computed numbers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_parts_follow_each_other_without_a_gap() -> None:
     assert layout.slots(torch.zeros(layout.size)).shape == (len(SLOTS), 7)
 
 
-def test_a_gradient_counts_for_its_group_alone_and_a_row_for_its_source(world: World) -> None:
+def test_a_gradient_counts_for_its_group_only_and_a_row_for_its_source(world: World) -> None:
     parameters = {name: nn.Parameter(torch.zeros(3)) for name in make_parameters()}
     for number, parameter in enumerate(parameters.values(), start=1):
         parameter.grad = torch.full((3,), float(number))
@@ -89,9 +89,9 @@ def test_a_gradient_counts_for_its_group_alone_and_a_row_for_its_source(world: W
     assert losses[:2] == [5.0, 0.0], "a NaN stays with its source"
     assert math.isnan(losses[2])
     own = dict(zip(SLOTS, LAYOUT.slots(vector)[:, 0].tolist(), strict=True))
-    assert own["grad_square"] == pytest.approx(3 * (1 + 4 + 9 + 16)), "a lone rank's gradient is its own"
+    assert own["grad_square"] == pytest.approx(3 * (1 + 4 + 9 + 16)), "with world_size 1 the gradient is its own"
     assert math.isnan(own["loss"])
-    assert not signals.vector.any(), "the next step begins with nothing"
+    assert not signals.vector.any(), "the next step starts from zero"
 
 
 def test_a_rank_without_a_counted_token_has_no_loss(world: World) -> None:
@@ -120,7 +120,7 @@ def test_state_is_measured_as_adam_uses_it(world: World, monkeypatch: pytest.Mon
     assert not vector.requires_grad
 
 
-def test_before_the_first_update_there_is_none(world: World) -> None:
+def test_before_the_first_update_its_norm_is_zero(world: World) -> None:
     parameters = make_parameters()
     moments = {
         name: {"step": torch.zeros(()), "exp_avg": torch.zeros(5, 3), "exp_avg_sq": torch.zeros(5, 3)}
@@ -147,7 +147,7 @@ def test_any_flipped_bit_changes_the_digest(bit: int) -> None:
     assert int(after.to(torch.float32)) == int(after), "float32 holds it exactly"
 
 
-def test_requests_and_facts_reach_their_places(world: World) -> None:
+def test_requests_and_host_facts_are_stored_in_their_slots(world: World) -> None:
     signals = make_signals(make_parameters(), world)
     signals.add_requests(stop=False, save=True, command=True)
     signals.add_host_facts(decision=2**24 - 1, busy_s=0.25, step_s=0.5)
@@ -155,9 +155,9 @@ def test_requests_and_facts_reach_their_places(world: World) -> None:
     vector = signals.reduce()
     assert [LAYOUT.scalar(vector, name) for name in ("stop", "save", "command")] == [0.0, 1.0, 1.0]
     own = dict(zip(SLOTS, LAYOUT.slots(vector)[:, 0].tolist(), strict=True))
-    told = {"busy_s": 0.25, "decision": 2**24 - 1, "step_s": 0.5, "plan": 7, "own_row": 2**24 - 1, "other_row": 1}
+    expected = {"busy_s": 0.25, "decision": 2**24 - 1, "step_s": 0.5, "plan": 7, "own_row": 2**24 - 1, "other_row": 1}
     limbs = {"data_low": 2**24 - 3, "data_middle": 2**24 - 1, "data_high": 2**16 - 1}
-    assert own == dict.fromkeys(SLOTS, 0.0) | told | limbs
+    assert own == dict.fromkeys(SLOTS, 0.0) | expected | limbs
     with pytest.raises(AssertionError):
         signals.add_host_facts(decision=2**24, busy_s=0.0)
     with pytest.raises(AssertionError):

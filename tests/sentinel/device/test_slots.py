@@ -1,4 +1,4 @@
-"""Summaries of what ranks said for themselves."""
+"""Summaries of the per-rank slots."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_spread_is_that_of_the_finite_values(values: list[float]) -> None:
     assert named == pytest.approx(sorted(distances, reverse=True)[: len(named)], rel=1e-5, abs=1e-6)
 
 
-def test_gradients_are_told_in_true_units_and_time_by_its_name() -> None:
+def test_gradient_norms_are_unscaled_and_times_are_named() -> None:
     found = summarize_slots(
         table(3, loss=[1.0, 2.0, 9.0], grad_square=[4.0, 16.0, 36.0], busy_s=[0.5, 0.5, 0.75]), divisor=2.0, replicate=1
     )
@@ -61,17 +61,17 @@ def test_gradients_are_told_in_true_units_and_time_by_its_name() -> None:
     assert (found.nonfinite_ranks, found.mismatched_ranks, found.digests) == ([], [], {})
 
 
-def test_what_nobody_measured_is_not_told() -> None:
+def test_signals_that_are_not_measured_are_left_out() -> None:
     assert summarize_slots(table(3, loss=[1.0, 2.0, 3.0]), divisor=1.0, replicate=1).ranks.keys() == {"loss"}
 
 
-def test_a_lone_rank_has_no_spread_but_may_be_guilty() -> None:
+def test_world_size_1_has_no_spread_but_can_be_nonfinite() -> None:
     found = summarize_slots(table(1, loss=[1.0], grad_square=[math.nan]), divisor=1.0, replicate=1)
     assert found.ranks == {}
     assert found.nonfinite_ranks == [0]
 
 
-def test_bad_ranks_are_named_and_do_not_spoil_the_spread() -> None:
+def test_nonfinite_ranks_are_named_and_do_not_change_the_spread() -> None:
     rows = table(5, loss=[1.0, math.nan, 1.0, 1.0, 2.0], grad_square=[1.0, 1.0, math.inf, 1.0, 1.0])
     found = summarize_slots(rows, divisor=1.0, replicate=1)
     assert found.nonfinite_ranks == [1, 2]
@@ -104,21 +104,21 @@ def test_replicas_that_differ_from_the_majority(digests: list[int], replicate: i
     assert find_mismatched(np.array(digests, dtype=np.float32), replicate=replicate) == expected
 
 
-def test_decisions_are_told_only_where_they_differ() -> None:
+def test_digests_are_reported_only_if_they_differ() -> None:
     largest = 2**24 - 1
     assert ranks_by_digest(np.full(6, largest, dtype=np.float32)) == {}
-    told = ranks_by_digest(np.array([7, largest, 7, 7, 7, 7], dtype=np.float32))
-    assert told == {"000007": [0, 2, 3, 4], "ffffff": [1]}
+    grouped = ranks_by_digest(np.array([7, largest, 7, 7, 7, 7], dtype=np.float32))
+    assert grouped == {"000007": [0, 2, 3, 4], "ffffff": [1]}
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=200))
-def test_fingerprints_travel_as_floats_and_add_up_exactly(fingerprints: list[int]) -> None:
+def test_fingerprints_sent_as_floats_add_up_exactly(fingerprints: list[int]) -> None:
     rows = np.array([split_fingerprint(each) for each in fingerprints], dtype=np.float32).T
     assert sum_fingerprints(*rows) == sum(fingerprints) % 2**64
-    said = summarize_slots(table(len(fingerprints), **dict(zip(LIMBS, rows, strict=True))), divisor=1.0, replicate=1)
+    facts = summarize_slots(table(len(fingerprints), **dict(zip(LIMBS, rows, strict=True))), divisor=1.0, replicate=1)
     total = sum(fingerprints) % 2**64
-    assert said.fingerprint == (f"{total:016x}" if total else "")
+    assert facts.fingerprint == (f"{total:016x}" if total else "")
 
 
 def test_the_step_time_that_all_ranks_share_is_the_median() -> None:
@@ -127,14 +127,14 @@ def test_the_step_time_that_all_ranks_share_is_the_median() -> None:
 
 
 def test_a_rank_with_another_plan_is_named() -> None:
-    said = summarize_slots(table(4, plan=[7, 7, 9, 7]), divisor=1.0, replicate=1)
-    assert said.other_data == {"plan": [2]}
+    facts = summarize_slots(table(4, plan=[7, 7, 9, 7]), divisor=1.0, replicate=1)
+    assert facts.other_data == {"plan": [2]}
     assert summarize_slots(table(2, plan=[7, 9]), divisor=1.0, replicate=1).other_data == {"plan": [0, 1]}
 
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize(("num_ranks", "wrong"), [(3, [1]), (5, [0]), (5, [4]), (16, [3]), (16, [4, 5, 6])])
-def test_a_rank_that_reads_other_bytes_is_named(num_ranks: int, wrong: list[int], stride: int) -> None:
+def test_a_rank_that_reads_other_tokens_is_named(num_ranks: int, wrong: list[int], stride: int) -> None:
     """The owner of row r and the rank `stride` before it read it; a wrong rank reads everything otherwise."""
     true = np.arange(1, num_ranks + 1, dtype=np.float32)
     own, other = true.copy(), np.roll(true, -stride)
@@ -144,7 +144,7 @@ def test_a_rank_that_reads_other_bytes_is_named(num_ranks: int, wrong: list[int]
     assert find_misread(own, other, stride=stride) == wrong
 
 
-def test_where_two_ranks_differ_once_both_are_named() -> None:
+def test_if_two_ranks_disagree_once_both_are_named() -> None:
     own, other = np.array([1, 2, 3, 4], dtype=np.float32), np.array([2, 3, 4, 1], dtype=np.float32)
     other[1] = 9
     assert find_misread(own, other, stride=1) == [1, 2]

@@ -1,4 +1,4 @@
-"""From device numbers to a record, and through the mailbox."""
+"""Packing and unpacking a report, the gate mask, and the mailbox."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def make_reduced(**values: float) -> Tensor:
     return vector
 
 
-def judged(vector: Tensor, *, refuse: float = 0.0, scale: float = 1.0, expected_tokens: int = 50) -> Tensor:
-    """The report of a step that nobody would refuse for its size."""
+def make_report(vector: Tensor, *, skip_mask: float = 0.0, scale: float = 1.0, expected_tokens: int = 50) -> Tensor:
+    """The report of a step within its bounds."""
     scales = torch.tensor(scale)
     decision = GateDecision(
-        refuse=torch.tensor(refuse), overflow=torch.tensor(refuse), bounds=torch.tensor([8.0, math.inf])
+        skip_mask=torch.tensor(skip_mask), overflow=torch.tensor(skip_mask), bounds=torch.tensor([8.0, math.inf])
     )
     return pack_report(
         vector,
@@ -72,13 +72,13 @@ def read(report: Tensor, facts: HostFacts = FACTS, *, clip_norm: float | None = 
     return unpack_report(LAYOUT, facts, report, dim=2, dynamic_scale=False, clip_norm=clip_norm, replicate=2)
 
 
-def test_numbers_come_back_as_they_were_meant() -> None:
+def test_a_report_unpacks_to_the_packed_numbers() -> None:
     vector = make_reduced(loss=200.0, z_loss=10.0, tokens=50.0, v=9.0, update=0.04)
     total = totals(LAYOUT, vector, scale=torch.tensor(8.0), expected_tokens=100)
     assert float(total.divisor) == 4.0, "the scale, and half of the expected tokens"
     assert float(total.loss) == 4.0
     assert float(total.grad_norm) == 5.0 / 4.0
-    report = judged(vector, scale=8.0, expected_tokens=100)
+    report = make_report(vector, scale=8.0, expected_tokens=100)
     assert len(report) == LAYOUT.size + DECIDED
     record = unpack_report(LAYOUT, FACTS, report, dim=2, dynamic_scale=True, clip_norm=None, replicate=2)
     assert (record.iteration, record.cursor, record.tokens, record.step) == (7, 9, 700, 6)
@@ -93,12 +93,12 @@ def test_numbers_come_back_as_they_were_meant() -> None:
     assert record.token_loss_counts[:3] == [1, 49, 0]
     assert record.bounds == {"loss": 8.0, "grad_norm": math.inf}
     assert record.batch == {"fingerprint": "f"}
-    said = (record.refused, record.stop_requested, record.save_requested, record.command_waits)
-    assert said == (False,) * 4
+    flags = (record.refused, record.stop_requested, record.save_requested, record.command_waits)
+    assert flags == (False,) * 4
 
 
-def test_ranks_come_back_in_true_units() -> None:
-    record = read(judged(make_reduced(loss=200.0, tokens=50.0), scale=2.0))
+def test_gradient_norms_of_ranks_are_unscaled() -> None:
+    record = read(make_report(make_reduced(loss=200.0, tokens=50.0), scale=2.0))
     assert record.ranks["loss"]["median"] == 4.0
     assert record.ranks["grad_norm"]["worst"][0] == [1, 4.0], "stored twice as large"
     assert record.ranks["step_time_s"]["worst"][0] == [3, 2.0]
@@ -106,30 +106,30 @@ def test_ranks_come_back_in_true_units() -> None:
     assert (record.digests, record.nonfinite_ranks) == ({}, [])
 
 
-def test_what_was_not_probed_is_not_told() -> None:
-    record = read(judged(make_reduced(loss=200.0, tokens=50.0)), replace(FACTS, probed=False))
+def test_a_step_without_probe_has_no_probe_fields() -> None:
+    record = read(make_report(make_reduced(loss=200.0, tokens=50.0)), replace(FACTS, probed=False))
     assert (record.param_norm, record.v_norm, record.update_ratio, record.square_ratio) == (None,) * 4
     assert (record.group_param_norms, record.activation_rms, record.token_loss_counts) == ({}, {}, [])
     assert record.mismatched_ranks == []
 
 
 def test_the_ratio_to_the_second_moment_is_that_of_the_clipped_gradient() -> None:
-    report = judged(make_reduced(loss=200.0, tokens=50.0))
+    report = make_report(make_reduced(loss=200.0, tokens=50.0))
     assert read(report).square_ratio == 6.0
     assert read(report, clip_norm=10.0).square_ratio == 6.0, "a norm of 5 is not clipped"
     assert read(report, clip_norm=1.0).square_ratio == pytest.approx(1.2)
 
 
-def test_before_the_first_update_nothing_is_stale() -> None:
+def test_before_the_first_update_there_is_no_ratio() -> None:
     vector = make_reduced(loss=200.0, tokens=50.0)
     LAYOUT.part(vector, "group_moments").zero_()
-    assert read(judged(vector)).square_ratio is None
+    assert read(make_report(vector)).square_ratio is None
 
 
 @pytest.mark.parametrize("name", ["stop", "save", "command"])
-def test_one_asking_rank_is_heard_and_so_are_many(name: str) -> None:
-    for asking in (1.0, 3.0):
-        record = read(judged(make_reduced(loss=200.0, tokens=50.0, **{name: asking})))
+def test_a_request_of_one_or_many_ranks_is_one_request(name: str) -> None:
+    for num_requests in (1.0, 3.0):
+        record = read(make_report(make_reduced(loss=200.0, tokens=50.0, **{name: num_requests})))
         heard = {
             "stop": record.stop_requested,
             "save": record.save_requested,
@@ -139,11 +139,11 @@ def test_one_asking_rank_is_heard_and_so_are_many(name: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_group_and_rank_are_named_and_poison_no_other(bad: float) -> None:
+def test_a_nonfinite_group_or_rank_does_not_affect_others(bad: float) -> None:
     vector = make_reduced(loss=200.0, tokens=50.0)
     LAYOUT.group_squares(vector)[1] = bad
     LAYOUT.slots(vector)[SLOTS.index("grad_square"), 2] = bad
-    record = read(judged(vector, refuse=1.0))
+    record = read(make_report(vector, skip_mask=1.0))
     assert record.refused
     assert record.loss == 4.0
     assert record.group_grad_norms["embedding"] == 3.0
@@ -158,7 +158,7 @@ def test_a_bad_group_and_rank_are_named_and_poison_no_other(bad: float) -> None:
     ("loss", "grad_norm", "expected"),
     [(1.0, 1.0, 0.0), (math.nan, 1.0, 1.0), (1.0, math.nan, 1.0), (math.inf, 1.0, 1.0), (math.nan, math.nan, 1.0)],
 )
-def test_the_gate_says_zero_or_one(loss: float, grad_norm: float, expected: float) -> None:
+def test_the_gate_mask_is_zero_or_one(loss: float, grad_norm: float, expected: float) -> None:
     gate = Gate(load([]).sentinel.detect, device=torch.device("cpu"))
     warming = torch.zeros((), dtype=torch.float64)
     decision = gate.decide(loss=torch.tensor(loss), grad_norm=torch.tensor(grad_norm), warming=warming)
@@ -166,17 +166,17 @@ def test_the_gate_says_zero_or_one(loss: float, grad_norm: float, expected: floa
     assert float(decision.overflow) == expected
 
 
-def test_a_batch_without_tokens_is_refused_and_still_told() -> None:
+def test_a_batch_without_tokens_is_rejected_and_recorded() -> None:
     vector = make_reduced()
     total = totals(LAYOUT, vector, scale=torch.tensor(1.0), expected_tokens=50)
     gate = Gate(load([]).sentinel.detect, device=torch.device("cpu"))
     decision = gate.decide(loss=total.loss, grad_norm=total.grad_norm, warming=torch.zeros((), dtype=torch.float64))
     assert float(decision.skip_mask) == 1.0
-    assert math.isnan(read(judged(vector)).loss)
+    assert math.isnan(read(make_report(vector)).loss)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
-def test_mail_comes_in_order_and_late_by_the_lag(lag: int) -> None:
+def test_reports_are_read_in_order_and_lag_steps_later(lag: int) -> None:
     mailbox: Mailbox[int] = Mailbox(size=1, lag=lag, device=torch.device("cpu"))
     seen: list[tuple[int, float]] = []
     for number in range(6):

@@ -1,4 +1,4 @@
-"""Where the parts of the policy change their answer: at their bounds, and not before."""
+"""The bounds at which the parts of the policy change their result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TestBudgets:
     def budgets(self, *, per_window: int = 2, per_run: int = 3) -> Budgets:
         return Budgets(replace(CFG.budgets, skip=BudgetConfig(per_window=per_window, per_run=per_run)), window_steps=10)
 
-    def test_a_window_allows_so_many_until_it_has_passed(self) -> None:
+    def test_the_budget_of_a_window(self) -> None:
         budgets = self.budgets()
         budgets.spend(SKIP, progress=5)
         assert budgets.allows(SKIP, progress=5)
@@ -45,7 +45,7 @@ class TestBudgets:
         assert budgets.allows(SKIP, progress=15), "the first one is 10 steps behind"
         assert budgets.allows(REWIND, progress=6), "other kinds have budgets of their own"
 
-    def test_a_run_allows_so_many(self) -> None:
+    def test_the_budget_of_a_run(self) -> None:
         budgets = self.budgets()
         for progress in (0, 100, 200):
             assert budgets.allows(SKIP, progress=progress)
@@ -59,11 +59,11 @@ class TestBudgets:
         restores = (REWIND, ActionKind.rollback)
         assert budgets.num_since(restores, last=(COOL,), progress=9) == 2
         assert budgets.num_since(restores, last=(), progress=9) == 4
-        assert budgets.num_since(restores, last=(), progress=10) == 3, "the first has left the window"
+        assert budgets.num_since(restores, last=(), progress=10) == 3, "the first is out of the window"
         assert budgets.num_since(restores, last=(COOL,), progress=18) == 1
 
     @pytest.mark.parametrize(("num", "left"), [(0, 3), (1, 2), (2, 1), (5, 0)])
-    def test_a_refund_takes_the_last_ones_back(self, num: int, left: int) -> None:
+    def test_a_refund_uncounts_the_last_actions(self, num: int, left: int) -> None:
         budgets = self.budgets(per_window=9, per_run=9)
         for progress in (1, 2, 3):
             budgets.spend(SKIP, progress=progress)
@@ -72,13 +72,13 @@ class TestBudgets:
         assert budgets.num_spent == {"skip": left, "rewind": 1}
         assert budgets.recent == [("skip", progress) for progress in (1, 2, 3)[:left]] + [("rewind", 3)]
 
-    def test_a_refund_of_what_was_never_spent_changes_nothing(self) -> None:
+    def test_a_refund_without_spending_changes_nothing(self) -> None:
         budgets = self.budgets()
         budgets.refund(SKIP, num=2, progress=4)
         assert budgets.allows(SKIP, progress=4)
         assert budgets.num_spent == {"skip": 0}
 
-    def test_what_was_spent_in_the_run_stays_when_a_halt_is_forgiven(self) -> None:
+    def test_the_run_budget_stays_when_the_window_is_reset(self) -> None:
         budgets = self.budgets()
         for progress in (1, 2):
             budgets.spend(SKIP, progress=progress)
@@ -89,8 +89,8 @@ class TestBudgets:
 
 
 class TestSuspectSources:
-    def learned(self, num: int = 20, **losses: float) -> SuspectSources:
-        """Sources that were seen so often, with a mean deviation of about 0.1."""
+    def sources_seen(self, num: int = 20, **losses: float) -> SuspectSources:
+        """Sources with so many losses each and a mean deviation of about 0.1."""
         suspects = SuspectSources()
         for place in range(num):
             noise = 0.1 if place % 2 else -0.1
@@ -100,22 +100,22 @@ class TestSuspectSources:
     def source_of(self, suspects: SuspectSources, **losses: float) -> str | None:
         return suspects.source_of(record(99, sources=losses))
 
-    def test_a_source_far_above_its_habit_stands_out(self) -> None:
-        suspects = self.learned(web=3.0, code=1.0)
+    def test_a_source_far_above_its_usual_loss_stands_out(self) -> None:
+        suspects = self.sources_seen(web=3.0, code=1.0)
         num, mean, deviation = suspects.loss_stats["code"]
         assert num == 20
         assert mean == pytest.approx(1.0, abs=0.02)
         assert deviation == pytest.approx(0.1, abs=0.02)
         assert self.source_of(suspects, web=3.0, code=mean + 6 * deviation) is None
         assert self.source_of(suspects, web=3.0, code=mean + 6.01 * deviation) == "code"
-        assert self.source_of(suspects, web=9.0, code=9.0) is None, "where both do, neither is to blame"
+        assert self.source_of(suspects, web=9.0, code=9.0) is None, "if both stand out, neither is blamed"
 
-    def test_a_source_is_known_after_twenty_steps(self) -> None:
-        assert self.source_of(self.learned(19, web=3.0, code=1.0), web=3.0, code=9.0) is None
-        assert self.source_of(self.learned(20, web=3.0, code=1.0), web=3.0, code=9.0) == "code"
-        assert self.source_of(self.learned(1, web=3.0, code=1.0), web=3.0, code=math.nan) == "code"
+    def test_a_source_can_stand_out_after_twenty_steps(self) -> None:
+        assert self.source_of(self.sources_seen(19, web=3.0, code=1.0), web=3.0, code=9.0) is None
+        assert self.source_of(self.sources_seen(20, web=3.0, code=1.0), web=3.0, code=9.0) == "code"
+        assert self.source_of(self.sources_seen(1, web=3.0, code=1.0), web=3.0, code=math.nan) == "code"
 
-    def test_habits_follow_slowly(self) -> None:
+    def test_usual_losses_are_moving_averages(self) -> None:
         suspects = SuspectSources()
         suspects.on_clean_record(record(0, sources={"web": 2.0}))
         assert suspects.loss_stats["web"] == (1, 2.0, 0.0)
@@ -132,24 +132,24 @@ class TestSuspectSources:
         suspects.on_clean_record(record(21, sources={"web": math.inf}))
         assert suspects.loss_stats["web"] == (num, now, spread)
 
-    def test_the_only_source_is_never_to_blame(self) -> None:
-        suspects = self.learned(web=3.0)
+    def test_the_only_source_is_never_blamed(self) -> None:
+        suspects = self.sources_seen(web=3.0)
         assert self.source_of(suspects, web=math.nan) is None
         suspects.blame("web", progress=5)
         assert suspects.shared_source(1, since=0) is None
 
     @pytest.mark.parametrize(("num", "source"), [(49, "code"), (50, None)])
     def test_a_source_that_is_not_seen_for_fifty_steps_cannot_take_over(self, num: int, source: str | None) -> None:
-        suspects = self.learned(web=3.0, code=1.0)
+        suspects = self.sources_seen(web=3.0, code=1.0)
         for place in range(num):
             suspects.on_clean_record(record(place, sources={"code": 1.0}))
         assert self.source_of(suspects, code=math.nan) == source
         for place in range(60):
             suspects.on_clean_record(record(place))
-        assert self.source_of(suspects, code=math.nan) == source, "records without sources tell nothing"
+        assert self.source_of(suspects, code=math.nan) == source, "records without sources do not count"
 
-    def test_the_last_guilty_batches_share_a_source(self) -> None:
-        suspects = self.learned(web=3.0, code=1.0)
+    def test_the_last_bad_batches_share_a_source(self) -> None:
+        suspects = self.sources_seen(web=3.0, code=1.0)
         for source, progress in (("web", 1), ("code", 4), ("code", 5)):
             suspects.blame(source, progress=progress)
         assert suspects.shared_source(2, since=4) == "code"
@@ -162,7 +162,7 @@ class TestSuspectSources:
         assert suspects.blamed == []
 
     def test_a_source_that_was_removed_is_forgotten(self) -> None:
-        suspects = self.learned(web=3.0, code=1.0)
+        suspects = self.sources_seen(web=3.0, code=1.0)
         suspects.blame("code", progress=1)
         suspects.remove("code")
         assert (suspects.removed, suspects.blamed, [*suspects.loss_stats], [*suspects.unseen]) == (
@@ -174,14 +174,14 @@ class TestSuspectSources:
         suspects.remove("never seen")
         assert suspects.removed == ["code", "never seen"]
 
-    def test_64_guilty_batches_are_remembered(self) -> None:
+    def test_64_bad_batches_are_stored(self) -> None:
         suspects = SuspectSources()
         for progress in range(70):
             suspects.blame("web", progress=progress)
         assert [progress for _, progress in suspects.blamed] == [*range(6, 70)]
 
 
-def told(**facts: Any) -> StepRecord:
+def make_record(**facts: Any) -> StepRecord:
     return replace(record(7, refused=True), **facts)
 
 
@@ -197,21 +197,21 @@ class TestSymptoms:
         ],
     )
     def test_an_overflow_of_the_loss_scale(self, facts: dict[str, Any], answer: bool) -> None:
-        assert is_overflow(told(**facts)) is answer
+        assert is_overflow(make_record(**facts)) is answer
 
-    def test_numbers_of_a_record(self) -> None:
-        assert has_finite_update(told())
-        assert not has_finite_update(told(loss=math.nan))
-        assert not has_finite_update(told(grad_norm=math.inf))
-        assert is_within_gradient_bound(told(grad_norm=2.0, bounds={"grad_norm": 2.0}))
-        assert not is_within_gradient_bound(told(grad_norm=2.01, bounds={"grad_norm": 2.0}))
-        assert is_within_gradient_bound(told(grad_norm=1e9))
-        assert not has_broken_weights(told())
-        assert not has_broken_weights(told(param_norm=1.0, group_param_norms={"a": 2.0}))
-        assert has_broken_weights(told(param_norm=math.nan))
-        assert has_broken_weights(told(param_norm=1.0, group_param_norms={"a": 2.0, "b": math.inf}))
+    def test_predicates_of_a_record(self) -> None:
+        assert has_finite_update(make_record())
+        assert not has_finite_update(make_record(loss=math.nan))
+        assert not has_finite_update(make_record(grad_norm=math.inf))
+        assert is_within_gradient_bound(make_record(grad_norm=2.0, bounds={"grad_norm": 2.0}))
+        assert not is_within_gradient_bound(make_record(grad_norm=2.01, bounds={"grad_norm": 2.0}))
+        assert is_within_gradient_bound(make_record(grad_norm=1e9))
+        assert not has_broken_weights(make_record())
+        assert not has_broken_weights(make_record(param_norm=1.0, group_param_norms={"a": 2.0}))
+        assert has_broken_weights(make_record(param_norm=math.nan))
+        assert has_broken_weights(make_record(param_norm=1.0, group_param_norms={"a": 2.0, "b": math.inf}))
 
-    def test_refusals_in_a_row(self) -> None:
+    def test_rejections_in_a_row(self) -> None:
         rejections = Rejections()
         rows = [record(place, refused=place in (2, 3, 5)) for place in range(6)]
         assert [rejections.add(row) for row in rows] == [False, False, True, True, False, True]
@@ -219,9 +219,9 @@ class TestSymptoms:
         rejections.add(record(6, refused=True))
         assert (rejections.num_in_row, rejections.since) == (2, 5)
 
-    def test_overflows_are_refusals_only_after_64_of_them(self) -> None:
+    def test_overflows_count_as_rejections_only_after_64_of_them(self) -> None:
         rejections = Rejections()
-        overflow = told(loss_scale=8.0, grad_norm=math.inf)
+        overflow = make_record(loss_scale=8.0, grad_norm=math.inf)
         assert not any(rejections.add(overflow) for _ in range(64))
         assert rejections.num_in_row == 0
         assert rejections.add(overflow)
@@ -240,7 +240,7 @@ class TestHeldOutLevel:
     def measured(self, *, iteration: int, step: int, loss: float = 3.0) -> HeldOutMeasured:
         return HeldOutMeasured(time=0.0, iteration=iteration, step=step, loss=loss)
 
-    def test_the_newest_level_from_before_the_update_before_the_onset(self) -> None:
+    def test_the_newest_measurement_before_the_update_before_the_onset_counts(self) -> None:
         lineage, held_out = self.lineage([3.0] * 30), HeldOutLevel()
         for iteration, loss in ((5, 3.3), (10, 3.2), (20, 3.1)):
             held_out.add(self.measured(iteration=iteration, step=iteration, loss=loss), lineage)
@@ -252,17 +252,17 @@ class TestHeldOutLevel:
         held_out.drop_after(9)
         assert held_out.expected(30, lineage) == 3.3
 
-    def test_the_level_of_the_start_counts_for_every_onset(self) -> None:
+    def test_the_measurement_at_the_start_counts_for_every_onset(self) -> None:
         lineage, held_out = self.lineage([3.0] * 3), HeldOutLevel()
         held_out.add(self.measured(iteration=0, step=0, loss=9.0), lineage)
         assert held_out.expected(1, lineage) == 9.0
 
-    def test_what_is_not_finite_is_no_level(self) -> None:
+    def test_a_nonfinite_measurement_is_ignored(self) -> None:
         held_out = HeldOutLevel()
         held_out.add(self.measured(iteration=1, step=1, loss=math.nan), self.lineage([3.0] * 3))
         assert held_out.measured == []
 
-    def test_it_falls_with_the_training_loss_and_by_the_least_of_the_falls(self) -> None:
+    def test_the_expected_loss_falls_by_the_smallest_fall_of_the_training_loss(self) -> None:
         falling = self.lineage([5.0] * 60 + [4.0] * 60)
         held_out = HeldOutLevel()
         held_out.add(self.measured(iteration=60, step=60, loss=6.0), falling)
@@ -272,9 +272,9 @@ class TestHeldOutLevel:
         rising = self.lineage([4.0] * 60 + [5.0] * 60)
         held_out = HeldOutLevel()
         held_out.add(self.measured(iteration=60, step=60, loss=6.0), rising)
-        assert held_out.expected(121, rising) == 6.0, "a training loss that rose excuses nothing"
+        assert held_out.expected(121, rising) == 6.0, "a rise of the training loss does not raise the expected one"
 
-    def test_64_measurements_are_remembered(self) -> None:
+    def test_64_measurements_are_stored(self) -> None:
         lineage, held_out = self.lineage([3.0] * 5), HeldOutLevel()
         for iteration in range(70):
             held_out.add(self.measured(iteration=iteration, step=iteration), lineage)
@@ -294,7 +294,7 @@ class TestLineage:
             lineage.add(record(place, cursor=100 + place, loss=float(place), refused=place % 5 == 0))
         return lineage
 
-    def test_what_was_seen_at_an_iteration_or_last_before_it(self) -> None:
+    def test_last_seen_is_the_record_at_or_before_an_iteration(self) -> None:
         lineage = self.lineage()
         assert lineage.last_seen(0) is None
         seen = lineage.last_seen(7)
@@ -304,7 +304,7 @@ class TestLineage:
         assert last is not None
         assert (last.iteration, last.loss) == (20, None)
 
-    def test_where_a_batch_was_learned(self) -> None:
+    def test_the_iteration_that_consumed_a_batch(self) -> None:
         lineage = self.lineage()
         assert (lineage.consumed_at(0), lineage.consumed_at(107), lineage.consumed_at(120)) == (1, 7, 20)
         assert lineage.consumed_at(121) is None
@@ -321,7 +321,7 @@ class TestLineage:
         assert lineage.recent_loss(4, since=17) is None
         assert lineage.recent_loss(2, since=16) == 18.5
 
-    def test_what_is_normal_takes_ten_losses(self) -> None:
+    def test_normal_loss_needs_ten_losses(self) -> None:
         lineage = self.lineage()
         assert lineage.normal_before(12) is None
         normal = lineage.normal_before(13)
@@ -329,7 +329,7 @@ class TestLineage:
         assert normal.level == 6.5
         assert normal.sigma == pytest.approx(1.4826 * 3.0)
 
-    def test_what_is_normal_is_that_of_the_last_fifty(self) -> None:
+    def test_normal_loss_uses_the_last_fifty_losses(self) -> None:
         lineage = Lineage()
         for place in range(1, 101):
             lineage.add(record(place, loss=float(place)))
@@ -338,7 +338,7 @@ class TestLineage:
         assert normal.level == 75.5
         assert normal.sigma == pytest.approx(1.4826 * 12.5)
 
-    def test_steps_in_iterations_across_restores(self) -> None:
+    def test_steps_are_converted_to_iterations_across_restores(self) -> None:
         lineage = self.lineage()
         assert (lineage.before_step(0), lineage.before_step(1), lineage.before_step(8)) == (0, 1, 8)
         lineage.restart_at(30, 8)
@@ -349,7 +349,7 @@ class TestLineage:
         assert lineage.before_step(9) == 41
         assert [seen.step for seen in lineage.seen] == [1, 2, 3, 4, 5, 6, 7, 8]
 
-    def test_1024_iterations_are_remembered(self) -> None:
+    def test_1024_iterations_are_stored(self) -> None:
         lineage = self.lineage(1030)
         assert (lineage.seen[0].iteration, len(lineage.seen)) == (7, 1024)
         assert len(Lineage.restore(lineage.state()).seen) == 1024
@@ -417,7 +417,7 @@ class TestScope:
             (Rung.rewind, {"target_step": 25}, [], 25),
         ],
     )
-    def test_how_old_the_state_must_be(
+    def test_the_iteration_that_the_restored_state_must_precede(
         self, rung: Rung, facts: dict[str, Any], exclude: list[int], iteration: int
     ) -> None:
         assert restore_bound(open_incident(**facts), rung, exclude, lineage=seen(), cfg=CFG) == iteration
@@ -434,25 +434,25 @@ class TestOpenIncident:
         for batch in (11, 12):
             rejected.add_rejected(cursor=batch, loss=3.0, grad_norm=1.0, is_excessive=True)
             shown.append(rejected.looks_like_data)
-        assert shown == [True, False], "3 of 7, then 4 of 8 have a gradient beyond its bound"
+        assert shown == [True, False], "3 of 7, then 4 of 8 have a gradient norm above its bound"
         assert open_incident().looks_like_data
 
     def test_a_state_without_new_kinds_counts_all_kinds_as_new(self) -> None:
         """As an older version saved it: what it knew of the state still rules a check out."""
-        state = Case(number=1, onset=5, onset_step=5, end_step=6, kinds=["lr_jump"]).state()
+        state = OpenIncident(number=1, onset=5, onset_step=5, end_step=6, kinds=["lr_jump"]).state()
         del state["new_kinds"]
-        restored = Case.restore(state)
+        restored = OpenIncident.restore(state)
         assert restored.new_kinds == ["lr_jump"]
         assert not restored.may_be_checked
 
-    def test_64_rejected_batches_are_remembered(self) -> None:
+    def test_64_rejected_batches_are_stored(self) -> None:
         rejected = open_incident()
         for batch in range(70):
             rejected.add_rejected(cursor=batch, loss=3.0, grad_norm=1.0, is_excessive=False)
         assert rejected.rejected_batches == [[6, 69]]
 
     @pytest.mark.parametrize(("gap", "onset"), [(8, 40), (9, 57)])
-    def test_what_comes_nine_clean_steps_after_a_refusal_begins_anew(self, gap: int, onset: int) -> None:
+    def test_a_finding_nine_clean_steps_after_a_rejection_moves_the_onset(self, gap: int, onset: int) -> None:
         later = open_incident(kinds=["refusal"], end_step=48, cursors=[1])
         later.add_finding("loss_spike", onset=57, onset_step=48 + gap, step=60, cursors=[5, 6])
         assert (later.onset, later.kinds, later.end_step) == (onset, ["refusal", "loss_spike"], 60)
@@ -460,7 +460,7 @@ class TestOpenIncident:
         later.add_finding("loss_spike", onset=57, onset_step=57, step=60, cursors=[6, 7])
         assert later.cursors[-3:] == [5, 6, 7]
 
-    def test_an_earlier_onset_moves_the_place_and_a_later_one_does_not(self) -> None:
+    def test_an_earlier_onset_replaces_the_onset_and_a_later_one_does_not(self) -> None:
         moved = open_incident()
         moved.add_finding("grad_spike", onset=38, onset_step=37, step=39, cursors=[])
         assert (moved.onset, moved.onset_step, moved.end_step) == (38, 37, 40)
@@ -476,12 +476,12 @@ class TestOpenIncident:
         ("peak", "recent", "sigma", "answer"),
         [(5.0, 4.5, 0.1, False), (5.0, 4.49, 0.1, True), (5.0, 4.0, 0.5, False), (5.0, 3.99, 0.5, True)],
     )
-    def test_a_spike_turns_by_a_quarter_of_its_height_and_two_sigmas(
+    def test_a_spike_has_turned_after_a_quarter_of_its_height_and_two_sigmas(
         self, peak: float, recent: float, sigma: float, answer: bool
     ) -> None:
         assert open_incident(level=3.0, sigma=sigma, peak=peak).has_turned(recent) is answer
 
-    def judged(self, losses: list[float], iteration: int, **facts: Any) -> IncidentVerdict | None:
+    def evaluate(self, losses: list[float], iteration: int, **facts: Any) -> IncidentVerdict | None:
         """A watch that began at iteration 41, after a level of 3."""
         given: dict[str, Any] = {"level": 3.0, "sigma": 0.5, "watched_since": 41, "watched_until": 61}
         lineage = Lineage()
@@ -490,31 +490,31 @@ class TestOpenIncident:
         return open_incident(**given | facts).evaluate_watch(lineage, iteration, cfg=EXACT)
 
     def test_back_to_half_a_sigma_is_recovered(self) -> None:
-        assert self.judged([3.25] * 9, 49) is IncidentVerdict.recovered
-        assert self.judged([3.26] * 9, 49) is None
-        assert self.judged([3.25] * 8, 48) is None, "nine losses are needed"
+        assert self.evaluate([3.25] * 9, 49) is IncidentVerdict.recovered
+        assert self.evaluate([3.26] * 9, 49) is None
+        assert self.evaluate([3.25] * 8, 48) is None, "nine losses are needed"
 
     def test_a_watch_without_losses_lingers_at_its_end(self) -> None:
-        assert self.judged([3.0] * 3, 60) is None
-        assert self.judged([3.0] * 3, 61) is IncidentVerdict.lingering
+        assert self.evaluate([3.0] * 3, 60) is None
+        assert self.evaluate([3.0] * 3, 61) is IncidentVerdict.lingering
 
     @pytest.mark.parametrize(("iteration", "verdict"), [(52, None), (53, IncidentVerdict.stuck)])
-    def test_a_large_spike_that_does_not_turn_is_stuck_after_a_while(
+    def test_a_large_spike_that_does_not_fall_is_stuck_after_the_patience(
         self, iteration: int, verdict: IncidentVerdict | None
     ) -> None:
-        assert self.judged([5.0] * 12, iteration) is verdict
+        assert self.evaluate([5.0] * 12, iteration) is verdict
 
-    def test_a_small_step_without_a_cause_is_accepted_at_the_end_of_the_watch(self) -> None:
-        assert self.judged([3.5] * 20, 60) is None
-        assert self.judged([3.5] * 21, 61) is IncidentVerdict.accepted
-        assert self.judged([3.51] * 21, 61) is IncidentVerdict.stuck
-        assert self.judged([3.5] * 21, 61, kinds=["grad_spike", "loss_spike"]) is IncidentVerdict.stuck
+    def test_a_small_rise_without_a_cause_is_accepted_at_the_end_of_the_watch(self) -> None:
+        assert self.evaluate([3.5] * 20, 60) is None
+        assert self.evaluate([3.5] * 21, 61) is IncidentVerdict.accepted
+        assert self.evaluate([3.51] * 21, 61) is IncidentVerdict.stuck
+        assert self.evaluate([3.5] * 21, 61, kinds=["grad_spike", "loss_spike"]) is IncidentVerdict.stuck
 
-    def test_a_spike_that_halves_is_watched_on(self) -> None:
-        assert self.judged([4.0] * 30, 61, sigma=0.1, peak=5.0) is None, "half of 2 is left"
-        assert self.judged([4.0] * 30, 61, sigma=0.1, peak=4.99) is IncidentVerdict.lingering
-        assert self.judged([4.0] * 30, 61, sigma=0.1, peak=9.0, last_height=1.9) is IncidentVerdict.lingering
-        assert self.judged([4.0] * 30, 61, sigma=0.1, peak=9.0, last_height=2.0) is None
+    def test_the_watch_of_a_halving_spike_is_prolonged(self) -> None:
+        assert self.evaluate([4.0] * 30, 61, sigma=0.1, peak=5.0) is None, "half of 2 is left"
+        assert self.evaluate([4.0] * 30, 61, sigma=0.1, peak=4.99) is IncidentVerdict.lingering
+        assert self.evaluate([4.0] * 30, 61, sigma=0.1, peak=9.0, last_height=1.9) is IncidentVerdict.lingering
+        assert self.evaluate([4.0] * 30, 61, sigma=0.1, peak=9.0, last_height=2.0) is None
 
     @pytest.mark.parametrize(
         ("facts", "iteration", "verdict"),
@@ -525,10 +525,10 @@ class TestOpenIncident:
             ({"level": None}, 61, IncidentVerdict.harmless),
         ],
     )
-    def test_a_sign_without_harm_ends_harmless(
+    def test_a_warning_sign_ends_harmless(
         self, facts: dict[str, Any], iteration: int, verdict: IncidentVerdict | None
     ) -> None:
-        assert self.judged([5.0] * 20, iteration, **facts) is verdict
+        assert self.evaluate([5.0] * 20, iteration, **facts) is verdict
 
     @pytest.mark.parametrize(
         ("facts", "loss", "answer"),
@@ -551,13 +551,13 @@ class TestOpenIncident:
         ("rung", "rewound", "rolled_back"),
         [(Rung.none, 2, 4), (Rung.skip, 2, 4), (Rung.rewind, 3, 4), (Rung.wide, 3, 4), (Rung.rollback, 3, 5)],
     )
-    def test_each_restore_climbs(self, rung: Rung, rewound: int, rolled_back: int) -> None:
+    def test_each_restore_climbs_a_rung(self, rung: Rung, rewound: int, rolled_back: int) -> None:
         for kind, reached in ((ActionKind.rewind, rewound), (ActionKind.rollback, rolled_back)):
             climbing = open_incident(rung=rung)
             climbing.on_action(action(kind), cfg=CFG)
             assert climbing.rung == reached
 
-    def test_a_skip_answers_the_batches_that_it_excludes(self) -> None:
+    def test_a_skip_removes_its_batches_from_the_pending_ones(self) -> None:
         skipped = open_incident(pending=[3, 4, 5, 6], rung=Rung.none)
         skipped.on_action(action(ActionKind.skip, exclude=[4, 5]), cfg=CFG)
         assert (skipped.pending, skipped.rung) == ([3, 6], Rung.skip)
@@ -588,52 +588,52 @@ def action(kind: ActionKind, **facts: Any) -> Action:
 
 
 class TestPolicyState:
-    def checked(self) -> tuple[Run, Action]:
-        """A run with a loss spike without a cause, whose held-out loss is to be measured."""
+    def run_with_check(self) -> tuple[Run, Action]:
+        """A run with a loss spike without a known cause, for which a check was chosen."""
         run = Run()
         run.policy.on_held_out_measured(HeldOutMeasured(time=0.0, iteration=0, step=0, loss=3.0))
-        assert run.calm(60) == []
-        check = run.take(FindingKind.loss_spike, loss=5.0)
+        assert run.iterate_clean(60) == []
+        check = run.iterate(FindingKind.loss_spike, loss=5.0)
         assert check is not None
         assert check.kind is ActionKind.check
         return run, check
 
-    def test_data_whose_level_could_not_be_accepted_is_not_accepted_again(self) -> None:
-        run, check = self.checked()
+    def test_a_failed_accept_is_not_repeated(self) -> None:
+        run, check = self.run_with_check()
         accept = run.policy.on_outcome(replace(outcome(check, step=run.step), held_out_loss=3.0))
         assert accept is not None
         assert accept.kind is ActionKind.accept
         assert run.fail(accept) is None
-        assert run.take() is None
+        assert run.iterate() is None
 
-    def test_nothing_is_decided_before_the_check_is_done(self) -> None:
-        run, _ = self.checked()
-        assert run.take(FindingKind.divergence) is None
+    def test_nothing_is_decided_before_the_outcome_of_a_check(self) -> None:
+        run, _ = self.run_with_check()
+        assert run.iterate(FindingKind.divergence) is None
 
-    def test_a_restart_forgets_a_check_that_was_not_done(self) -> None:
-        run, _ = self.checked()
+    def test_a_restart_drops_a_check_without_outcome(self) -> None:
+        run, _ = self.run_with_check()
         again = RunStarted(time=0.0, iteration=run.iteration, world_size=1, num_steps=9, step=run.step)
         assert [*run.policy.choose_actions([again])] == []
-        assert run.take() is None, "what called for it is forgotten too"
-        assert run.take(FindingKind.divergence) is not None
+        assert run.iterate() is None, "the response is dropped too"
+        assert run.iterate(FindingKind.divergence) is not None
 
-    def test_a_restore_that_fails_does_not_end_a_window_of_bf16(self) -> None:
+    def test_a_failed_restore_does_not_end_a_bf16_window(self) -> None:
         run = Run()
-        run.calm(60)
-        leave = run.take(FindingKind.fp8_range)
+        run.iterate_clean(60)
+        leave = run.iterate(FindingKind.fp8_range)
         assert leave is not None
         assert leave.kind is ActionKind.precision
         assert run.policy.on_outcome(outcome(leave, step=run.step)) is None
         assert run.policy.in_fallback
-        restore = run.take(FindingKind.divergence)
+        restore = run.iterate(FindingKind.divergence)
         assert restore is not None
         assert restore.kind in (ActionKind.rewind, ActionKind.rollback)
         run.fail(restore)
         assert run.policy.in_fallback
 
-    def test_a_precision_that_cannot_be_left_is_kept(self) -> None:
+    def test_a_failed_precision_change_is_not_recorded(self) -> None:
         run = Run()
-        run.calm(60)
-        leave = run.take(FindingKind.fp8_range)
+        run.iterate_clean(60)
+        leave = run.iterate(FindingKind.fp8_range)
         run.fail(leave)
         assert not run.policy.in_fallback
