@@ -80,7 +80,7 @@ def test_a_rise_without_a_rise_of_gradients_is_a_level_shift() -> None:
     (finding,) = watch(records(values, norms(3000)))
     assert finding.kind is FindingKind.level_shift
     assert finding.onset == pytest.approx(2000, abs=30)
-    assert "other data" in finding.message
+    assert "new data" in finding.message
 
 
 def test_damage_that_stays_is_a_spike_and_then_a_shift() -> None:
