@@ -78,11 +78,11 @@ class Watched:
         begun_s = time.perf_counter() - parts.collectives.waited_s
         batch = parts.batches[state.cursor]
         probe = state.iteration % cfg.sentinel.probe_every == 0
-        finish_step(parts, batch, cfg=cfg, probe=probe)
+        forward_backward(parts, batch, cfg=cfg, probe=probe)
         parts.signals.add_requests(stop=False, save=parts.checkpoints.is_due_by_clock(), command=False)
         busy_s = time.perf_counter() - parts.collectives.waited_s - begun_s
         parts.signals.add_host_facts(decision=parts.sentinel.digest, busy_s=busy_s)
-        report = forward_backward(parts, cfg=cfg, probe=probe)
+        report = finish_step(parts, cfg=cfg, probe=probe)
         parts.mailbox.post(self.facts(batch, probe=probe), report)
         self.hear()
 

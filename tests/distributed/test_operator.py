@@ -266,12 +266,12 @@ def test_rolled_back_run_goes_on_as_if_nothing_had_been(ranks: Pool, control: To
     (outcome,) = of(Outcome, told.log)
     assert (outcome.kind, outcome.incident, outcome.target) == (ActionKind.rollback, 0, target)
 
-    list_checkpoints = [event.directory for event in of(CheckpointSaved, told.log)]
-    older, left, newer = list_checkpoints[:2], list_checkpoints[2:3], list_checkpoints[3:]
+    saved = [event.directory for event in of(CheckpointSaved, told.log)]
+    older, left, newer = saved[:2], saved[2:3], saved[3:]
     assert (older[-1], left) == (target, ["step-00000024-gen-0"])
     assert newer == [f"step-{step:08d}-gen-1" for step in (24, 32, NUM_STEPS)]
     health = {each.name: each.health for each in catalog.list_checkpoints(told.run.checkpoints)}
-    assert [name for name in list_checkpoints if health.get(name, Health.tainted) is not Health.tainted] == [*older, *newer]
+    assert [name for name in saved if health.get(name, Health.tainted) is not Health.tainted] == [*older, *newer]
     assert state_on_disk(told.run.checkpoints / newer[-1]).generation == 1
 
     assert told.ended.code == 0
@@ -346,15 +346,15 @@ def test_checkpoint_pause_and_refusals_change_nothing(ranks: Pool, control: Told
     early, unknown = Rollback(to_step=2), ExcludeSource(source="web")
     orders: Orders = {3: [early, unknown], 17: [SaveCheckpoint()], 22: [Pause()]}
     told = tell(ranks, tmp_path, "victim", orders, in_pause=resume)
-    no_target, no_source, list_checkpoints, paused, resumed = answers(told, early, unknown, SaveCheckpoint(), Pause(), Resume())
+    no_target, no_source, saved, paused, resumed = answers(told, early, unknown, SaveCheckpoint(), Pause(), Resume())
     assert "no checkpoint at or before step 2" in no_target.changes[REFUSED]
     assert "no source 'web'" in no_source.changes[REFUSED]
-    assert not [event for event in (list_checkpoints, paused, resumed) if REFUSED in event.changes]
+    assert not [event for event in (saved, paused, resumed) if REFUSED in event.changes]
     assert not of(Action, told.log)
 
-    assert list_checkpoints.iteration == 17 + LAG
+    assert saved.iteration == 17 + LAG
     (checkpoint,) = [event for event in of(CheckpointSaved, told.log) if event.step not in (8, 16, 24, 32, NUM_STEPS)]
-    assert checkpoint.step == list_checkpoints.iteration + 1
+    assert checkpoint.step == saved.iteration + 1
     assert state_on_disk(told.run.checkpoints / checkpoint.directory).step == checkpoint.step
 
     assert paused.iteration == resumed.iteration == told.ended.begun_in_pause == 22 + LAG
@@ -395,7 +395,7 @@ def test_a_rollback_that_fails_halfway_halts(ranks: Pool, tmp_path: Path) -> Non
     ended = told.log[-1]
     assert isinstance(ended, RunEnded)
     assert "rollback to step-00000008-gen-0 failed halfway" in ended.reason
-    assert max(each.step for each in catalog.list_checkpoints(told.run.checkpoints)) == 16, "nothing is list_checkpoints of torn weights"
+    assert max(each.step for each in catalog.list_checkpoints(told.run.checkpoints)) == 16, "nothing is saved of torn weights"
 
 
 def test_what_the_ledger_cannot_hold_is_refused_on_all_ranks(ranks: Pool, control: Told, tmp_path: Path) -> None:

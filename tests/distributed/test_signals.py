@@ -35,8 +35,8 @@ def start(*overrides: str) -> tuple[Parts, Config]:
 
 def step(parts: Parts, cfg: Config, index: int, *, probe: bool = True) -> StepRecord:
     """One iteration and its record, read at once."""
-    finish_step(parts, parts.batches[index], cfg=cfg, probe=probe)
-    report = forward_backward(parts, cfg=cfg, probe=probe)
+    forward_backward(parts, parts.batches[index], cfg=cfg, probe=probe)
+    report = finish_step(parts, cfg=cfg, probe=probe)
     facts = HostFacts(iteration=index, cursor=index, tokens=0, probed=probe, posted_s=0.0, memory_bytes=0, batch={})
     return unpack_report(
         parts.signals.layout,

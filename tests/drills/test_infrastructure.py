@@ -79,11 +79,11 @@ def test_a_run_resumes_after_a_killed_rank(mortals: Mortals, runs: Path) -> None
 
 @pytest.mark.parametrize("name", ["corrupted_checkpoint", "truncated_checkpoint"])
 def test_a_run_resumes_from_an_older_checkpoint_than_a_damaged_one(mortals: Mortals, runs: Path, name: str) -> None:
-    victim, card = run_scenario(mortals, runs, name, 'drill.expected.notices=["is list_damaged: "]')
+    victim, card = run_scenario(mortals, runs, name, 'drill.expected.notices=["is damaged: "]')
     assert not broken_bounds(card), card.score
     judged = [event for event in events.read(victim.events) if isinstance(event, CheckpointJudged)]
-    assert [event.directory for event in judged if event.health == "list_damaged"] == ["step-00000020-gen-0"]
-    assert [path.name for path in catalog.list_damaged(victim.checkpoints)] == ["step-00000020-gen-0.list_damaged"]
+    assert [event.directory for event in judged if event.health == "damaged"] == ["step-00000020-gen-0"]
+    assert [path.name for path in catalog.list_damaged(victim.checkpoints)] == ["step-00000020-gen-0.damaged"]
     assert [started.resumed_from for started in gather(victim).of(RunStarted)] == [None, "step-00000010-gen-0"]
 
 

@@ -17,7 +17,7 @@ from harness.distributed.shards import local
 from harness.distributed.world import connect, disconnect
 from harness.precision.attention import fast_attention
 from harness.sentinel.device.step_report import HostFacts, unpack_report
-from harness.step import evaluate, finish_step, finish_step
+from harness.step import evaluate, finish_step, forward_backward
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +50,7 @@ def start(*overrides: str) -> tuple[Parts, Config]:
 
 
 def step(parts: Parts, cfg: Config, index: int, *, probe: bool = False) -> torch.Tensor:
-    finish_step(parts, parts.batches[index], cfg=cfg, probe=probe)
+    forward_backward(parts, parts.batches[index], cfg=cfg, probe=probe)
     return finish_step(parts, cfg=cfg, probe=probe)
 
 
@@ -95,7 +95,7 @@ def test_gradients_of_micro_batches_add_up() -> None:
     for size in (8, 1):
         parts, cfg = start("precision=fp32", "model.dim=1024", "model.ffn_dim=4096", f"train.micro_batch_size={size}")
         for _ in range(3):  # memory that is given away too early is written to by another time
-            finish_step(parts, parts.batches[0], cfg=cfg, probe=False)
+            forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
             found.append(
                 {name: local(p.grad).clone() for name, p in parts.update.parameters.items() if p.grad is not None}
             )
@@ -112,7 +112,7 @@ def test_a_refused_update_leaves_no_trace(value: float) -> None:
     step(parts, cfg, 0)
     before = {name: local(p).detach().clone() for name, p in parts.update.parameters.items()}
     moments = {name: {k: local(v).clone() for k, v in s.items()} for name, s in parts.update.state().items()}
-    finish_step(parts, parts.batches[1], cfg=cfg, probe=False)
+    forward_backward(parts, parts.batches[1], cfg=cfg, probe=False)
     gradient = parts.update.parameters["blocks.1.mlp.up.weight"].grad
     assert gradient is not None
     local(gradient).view(-1)[7] = value

@@ -36,7 +36,7 @@ from harness.precision.attention import fast_attention
 from harness.precision.mixed_precision import able_products
 from harness.recovery import set_rate
 from harness.sentinel.device.step_report import HostFacts, unpack_report
-from harness.step import finish_step, finish_step, loss_sums
+from harness.step import finish_step, forward_backward, loss_sums
 
 NUM_NEIGHBOURS = 4
 """Batches before the guilty one that it is set among."""
@@ -169,7 +169,7 @@ def restore(name: str | None, root: Path, parts: Parts, world: World) -> None:
 def take(parts: Parts, cfg: Config, record: StepRecord) -> StepRecord:
     """A logged step once more, in the precision that it had; returns what it came to now."""
     parts.products.use_fp8(record.in_fp8 is not False)
-    finish_step(parts, parts.batches[record.cursor], cfg=cfg, probe=False)
+    forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=False)
     report = finish_step(parts, cfg=cfg, probe=False)
     facts = HostFacts(
         iteration=record.iteration,
@@ -195,7 +195,7 @@ def take(parts: Parts, cfg: Config, record: StepRecord) -> StepRecord:
 def watch(parts: Parts, cfg: Config, record: StepRecord) -> Seen:
     """The same step with every module watched, which costs the last bits of its gradients."""
     with watching(parts.model) as seen:
-        finish_step(parts, parts.batches[record.cursor], cfg=cfg, probe=False)
+        forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=False)
     finish_step(parts, cfg=cfg, probe=False)
     return seen
 
