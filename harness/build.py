@@ -25,21 +25,21 @@ from harness.core.rundir import RunDir
 from harness.data.batches import Batches
 from harness.data.order.ledger import Ledger
 from harness.data.sources import RecordedData, make_rare_index, open_data
-from harness.distributed.collectives import from_first, jointly, minimum, together
+from harness.distributed.collectives import run_on_rank_zero, run_on_all_ranks, all_reduce_min, gather_results
 from harness.distributed.compute_clock import ComputeClock
-from harness.distributed.fsdp import Collectives, shard
+from harness.distributed.fsdp import CommStats, shard
 from harness.distributed.world import World, device_memory_bytes
 from harness.held_out import HeldOut, open_held_out
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
-from harness.model.size import flops_per_token, num_parameters, reshards
+from harness.model.size import flops_per_token, num_parameters, needs_resharding
 from harness.model.transformer import Transformer, sampled_layers
 from harness.optim.update import Group, Update, build_update
 from harness.planned_changes import PlannedChanges
 from harness.precision.fp8.engine import require_engine
-from harness.precision.fp8.layers import Products, lower
-from harness.precision.loss_scale import LossScale, loss_scale
-from harness.precision.mixed_precision import DTYPES, linear, policy
+from harness.precision.fp8.layers import Fp8Layers, convert_to_fp8
+from harness.precision.loss_scale import LossScale, build_loss_scale
+from harness.precision.mixed_precision import DTYPES, linear, mixed_precision_policy
 from harness.run_corpus import recorded_data
 from harness.sentinel.device.gate import Gate
 from harness.sentinel.device.mailbox import Mailbox
@@ -57,9 +57,9 @@ class Parts:
     world: World
     model: Transformer
     update: Update
-    scale: LossScale
-    products: Products
-    collectives: Collectives
+    loss_scale: LossScale
+    fp8_layers: Fp8Layers
+    comm_stats: CommStats
     compute_clock: ComputeClock
     signals: Signals
     mailbox: Mailbox[HostFacts]
@@ -82,17 +82,17 @@ class Parts:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of a snapshot or checkpoint. They are restored in place."""
-        return state_tensors(self.update, self.scale, self.gate)
+        return state_tensors(self.update, self.loss_scale, self.gate)
 
 
-def state_tensors(update: Update, scale: LossScale, gate: Gate) -> dict[str, Tensor]:
+def state_tensors(update: Update, loss_scale: LossScale, gate: Gate) -> dict[str, Tensor]:
     """Every tensor that a step changes, under its name on disk."""
     moments = {f"optimizer.{name}.{key}": t for name, state in update.state().items() for key, t in state.items()}
     counters = {
         "device.step": update.step,
         "device.lr_scale": update.lr_scale,
-        "device.scale": scale.scale,
-        "device.clean_steps": scale.clean_steps,
+        "device.loss_scale": loss_scale.loss_scale,
+        "device.clean_steps": loss_scale.clean_steps,
         "device.gate": gate.history,
     }
     return {f"model.{name}": parameter for name, parameter in update.parameters.items()} | moments | counters
@@ -100,18 +100,18 @@ def state_tensors(update: Update, scale: LossScale, gate: Gate) -> dict[str, Ten
 
 def build(cfg: Config, world: World, run: RunDir) -> Parts:
     """Construct every part. Initial weights depend on the seed and the parameter name only, not on the world size."""
-    jointly(lambda: require_engine(cfg.precision, world.device))
+    run_on_all_ranks(lambda: require_engine(cfg.precision, world.device))
     with torch.device("meta"):
         model = Transformer(
             cfg.model, sequence_length=cfg.train.sequence_length, linear=linear, own_kernels=cfg.parallel.compile
         )
-        products = lower(model.blocks, cfg.precision)
+        fp8_layers = convert_to_fp8(model.blocks, cfg.precision)
     parallel = resolve_resharding(cfg)
-    collectives = shard(model, model.blocks, world=world, cfg=parallel, precision=policy(cfg.precision.kind))
+    comm_stats = shard(model, model.blocks, world=world, cfg=parallel, precision=mixed_precision_policy(cfg.precision.kind))
     model.to_empty(device=world.device)
     initialize(model, cfg.model, seed=cfg.run.seed)
 
-    entries = from_first(lambda: Ledger.load(run.ledger, writer=False).entries)
+    entries = run_on_rank_zero(lambda: Ledger.load(run.ledger, writer=False).entries)
     ledger = Ledger.of(entries, path=run.ledger if world.is_first else None)
     batches, held_out = open_data_on_all_ranks(cfg, world, run, ledger)
     parameters = dict(model.named_parameters())
@@ -122,7 +122,7 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         num_ranks=world.size,
         has_fp8=cfg.precision.kind is PrecisionKind.fp8,
     )
-    products.materialize(world.device, layout.groups)
+    fp8_layers.materialize(world.device, layout.groups)
     compiles_on_cuda = cfg.parallel.compile and world.device.type == "cuda"
     update = build_update(
         parameter_groups(model, cfg),
@@ -131,19 +131,19 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         device=world.device,
         own_kernel=compiles_on_cuda,
     )
-    scale = loss_scale(cfg.precision, world.device)
+    loss_scale = build_loss_scale(cfg.precision, world.device)
     gate = Gate(cfg.sentinel.detect, device=world.device, compiled=compiles_on_cuda)
-    ring = Ring(state_tensors(update, scale, gate), cfg=cfg.checkpoint.ring, world=world)
+    ring = Ring(state_tensors(update, loss_scale, gate), cfg=cfg.checkpoint.ring, world=world)
     return Parts(
         world=world,
         model=model,
         update=update,
-        scale=scale,
-        products=products,
-        collectives=collectives,
+        loss_scale=loss_scale,
+        fp8_layers=fp8_layers,
+        comm_stats=comm_stats,
         compute_clock=ComputeClock(model.norm, device=world.device),
         signals=Signals(
-            layout, parameters=parameters, world=world, collectives=collectives, own_kernels=compiles_on_cuda
+            layout, parameters=parameters, world=world, comm_stats=comm_stats, own_kernels=compiles_on_cuda
         ),
         mailbox=Mailbox(size=layout.size + DECIDED, lag=cfg.sentinel.lag, device=world.device),
         batches=batches,
@@ -160,9 +160,9 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
 
 def open_data_on_all_ranks(cfg: Config, world: World, run: RunDir, ledger: Ledger) -> tuple[Batches, Batches]:
     """Open this rank's training and held-out data. All ranks read the files that rank 0 lists; if one fails, all do."""
-    recorded = RecordedData(from_first(lambda: recorded_data(cfg, run)), run.rare_tokens)
-    together(lambda: make_rare_index(cfg, recorded) if world.is_first else None, world.aside)
-    return jointly(lambda: open_rank_data(cfg, world, ledger, recorded))
+    recorded = RecordedData(run_on_rank_zero(lambda: recorded_data(cfg, run)), run.rare_tokens)
+    gather_results(lambda: make_rare_index(cfg, recorded) if world.is_first else None, world.background_group)
+    return run_on_all_ranks(lambda: open_rank_data(cfg, world, ledger, recorded))
 
 
 def open_rank_data(cfg: Config, world: World, ledger: Ledger, recorded: RecordedData) -> tuple[Batches, Batches]:
@@ -189,7 +189,7 @@ def resolve_resharding(cfg: Config) -> ParallelConfig:
     if cfg.parallel.reshard_after_forward is not None:
         return cfg.parallel
     size = DTYPES[cfg.precision.kind].itemsize
-    reshard = reshards(cfg.model, weight_bytes=size, memory_bytes=minimum(device_memory_bytes()))
+    reshard = needs_resharding(cfg.model, weight_bytes=size, memory_bytes=all_reduce_min(device_memory_bytes()))
     return replace(cfg.parallel, reshard_after_forward=reshard)
 
 
@@ -208,7 +208,7 @@ def parameter_groups(model: Transformer, cfg: Config) -> list[Group]:
 
 
 def build_meter(cfg: Config, world: World) -> Meter:
-    """Build the meter of tokens/s, FLOP/s and MFU of all ranks together."""
+    """Build the meter of tokens/s, FLOP/s and MFU of all ranks gather_results."""
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else None
     peak = peak_flops(device, cfg.cluster.peak_tflops)
     batch_tokens = cfg.train.batch_size * cfg.train.sequence_length

@@ -3,7 +3,7 @@
 A restore first records what it is about to do, then does it. Checkpoints taken since the target are tainted and the
 excluded batches are in the ledger before the weights change, so a run that is killed in between cannot resume from the
 state that it was leaving. Weights, moments, counters, loss scale, the gate's history and the detectors' memory are
-restored together with the cursor. The policy's state, the iteration counter and the operator's settings are kept.
+restored gather_results with the cursor. The policy's state, the iteration counter and the operator's settings are kept.
 
 Every action ends in an `Outcome` with its cost. An action that fails has an outcome too, and the policy escalates. A
 write error on rank 0 is an outcome on all ranks: nothing counts before it is on disk. A restore that fails after it
@@ -27,7 +27,7 @@ from harness.checkpoint.io_retry import IoRetry
 from harness.config.errors import EXIT_HALTED
 from harness.core.events import Action, ActionKind, Outcome
 from harness.core.state import RunState
-from harness.distributed.collectives import from_first, together
+from harness.distributed.collectives import run_on_rank_zero, gather_results
 from harness.run import Ending, Run
 from harness.sentinel.policy.state import RESTORES
 from harness.step import held_out_sums
@@ -91,10 +91,10 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
     if restored is not None:
         state.return_to(restored.state)
         parts.sentinel.rewind(restored.state.sentinel)
-        parts.products.forget()
-        parts.check.forget()
+        parts.fp8_layers.reset_scale_history()
+        parts.check.reset_scale_history()
     set_rate(parts, state, is_restored=restored is not None)
-    is_done = action.kind is not ActionKind.precision or parts.products.can_fall_back
+    is_done = action.kind is not ActionKind.precision or parts.fp8_layers.can_fall_back
     if action.kind in RESTORES:
         is_done = restored is not None
     is_done = is_done and failure is None
@@ -169,7 +169,7 @@ def rewind(action: Action, parts: Parts) -> Restored | None:
 
 def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
     """Restore the newest good checkpoint from before the onset that passes verification."""
-    taken = dict(from_first(lambda: rollback_targets(action, parts)))
+    taken = dict(run_on_rank_zero(lambda: rollback_targets(action, parts)))
     begun: list[str] = []
 
     def begin(name: str) -> None:
@@ -227,7 +227,7 @@ def write_ledger(parts: Parts, write: Callable[[], None]) -> None:
 
     Raises `OSError` on all ranks if it cannot be written; then no rank's ledger has changed.
     """
-    together(lambda: write() if parts.world.is_first else None)
+    gather_results(lambda: write() if parts.world.is_first else None)
     if not parts.world.is_first:
         write()
 

@@ -18,7 +18,7 @@ from harness.core.locking import run_lease
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.data.corpus.corpus_record import render_record
-from harness.distributed.collectives import from_first, jointly
+from harness.distributed.collectives import run_on_rank_zero, run_on_all_ranks
 from harness.recovery import set_rate
 from harness.run_corpus import RunData
 from harness.telemetry.event_log import events_since, last_iteration
@@ -84,7 +84,7 @@ def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Ev
 
 def restore_sentinel(parts: Parts, state: RunState, opened: Opened) -> None:
     """Restore the detectors as of the checkpoint, and the policy with everything that the log says it decided since."""
-    since = from_first(lambda: events_since(opened.run.events, state.iteration))
-    jointly(lambda: parts.sentinel.resume(state.sentinel, since))
-    state.lr_factor = from_first(lambda: ordered_factor(opened.run, state.lr_factor))
+    since = run_on_rank_zero(lambda: events_since(opened.run.events, state.iteration))
+    run_on_all_ranks(lambda: parts.sentinel.resume(state.sentinel, since))
+    state.lr_factor = run_on_rank_zero(lambda: ordered_factor(opened.run, state.lr_factor))
     state.sentinel = {}

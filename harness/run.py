@@ -57,7 +57,7 @@ class Run:
             facts,
             values,
             dim=self.cfg.model.dim,
-            dynamic_scale=self.parts.scale.growth_interval is not None,
+            dynamic_scale=self.parts.loss_scale.growth_interval is not None,
             clip_norm=self.cfg.optim.clip_norm,
             replicate=self.parts.world.replicate,
         )

@@ -40,7 +40,7 @@ from harness.data.corpus.host_agreement import KeyedFile, agree_on_files
 from harness.data.order.ledger import Exclusion, Ledger
 from harness.data.order.mixture import BatchSize, Change
 from harness.data.sources import open_sources, train_recipe
-from harness.distributed.collectives import from_first
+from harness.distributed.collectives import run_on_rank_zero
 from harness.distributed.world import World
 
 FIXED = ("train.sequence_length", "data.eval_fraction", "data.synthetic.num_samples")
@@ -71,7 +71,7 @@ class Progress(NamedTuple):
 
 def resolve_run_data(cfg: Config, *, world: World) -> RunData:
     """Decide which data this start reads; every rank gets the same answer or the same error."""
-    planned = from_first(lambda: plan_data(cfg))
+    planned = run_on_rank_zero(lambda: plan_data(cfg))
     files = [
         KeyedFile(key_of(name), file.listed) for name, source in planned.record.sources.items() for file in source.files
     ]

@@ -17,7 +17,7 @@ from harness.core.events import EvalRecord
 from harness.core.state import RunState
 from harness.data.batch import Batch
 from harness.distributed.collectives import all_reduce_sum
-from harness.distributed.fsdp import free_gathered_weights, reduce_replicas
+from harness.distributed.fsdp import free_gathered_weights, set_replica_all_reduce
 from harness.model.transformer import document_mask
 from harness.sentinel.device.gate import Judgement
 from harness.sentinel.device.step_report import Totals, pack_report, totals
@@ -25,12 +25,12 @@ from harness.sentinel.device.step_report import Totals, pack_report, totals
 
 def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) -> None:
     """Compute the gradients of the mean loss over the global batch, one micro-batch at a time."""
-    seed = parts.scale.scale / (cfg.train.batch_size * cfg.train.sequence_length)
+    seed = parts.loss_scale.loss_scale / (cfg.train.batch_size * cfg.train.sequence_length)
     micro_batches = batch.micro_batches(cfg.train.micro_batch_size)
     for number, rows in enumerate(micro_batches, start=1):
         if parts.world.replicate > 1:
-            reduce_replicas(parts.model, now=number == len(micro_batches))
-        with parts.products.probing(probe and not rows.is_padding):
+            set_replica_all_reduce(parts.model, enabled=number == len(micro_batches))
+        with parts.fp8_layers.probing(probe and not rows.is_padding):
             output = parts.model(rows.inputs, rows.targets, seed=seed, probe=probe, mask=mask_of(rows))
             parts.compute_clock.end()
             output.objective.backward()
@@ -66,10 +66,10 @@ def reduce_signals(parts: Parts, *, cfg: Config, probe: bool) -> StepSignals:
         betas = (cfg.optim.beta1, cfg.optim.beta2)
         rates = parts.update.rates_by_name
         parts.signals.add_state(moments=parts.update.state(), rates=rates, betas=betas, eps=cfg.optim.eps)
-    if probe and parts.products.in_fp8:
-        parts.signals.add_fp8(parts.products.take())
+    if probe and parts.fp8_layers.in_fp8:
+        parts.signals.add_fp8(parts.fp8_layers.take_sums())
     reduced = parts.signals.reduce()
-    scale = parts.scale.scale.clone()
+    scale = parts.loss_scale.loss_scale.clone()
     expected = cfg.train.batch_size * cfg.train.sequence_length
     return StepSignals(
         reduced, totals(parts.signals.layout, reduced, scale=scale, expected_tokens=expected), loss_scale=scale
@@ -93,10 +93,10 @@ def apply_update(parts: Parts, signals: StepSignals, decision: Judgement) -> tor
 
     Returns the report of the step: everything that the host reads later, as one vector.
     """
-    parts.products.learn(decision.skip_mask)
+    parts.fp8_layers.update_scale_history(decision.skip_mask)
     _, grad_norm, divisor = signals.totals
     lr = parts.update.apply(skip_mask=decision.skip_mask, grad_norm=grad_norm, divisor=divisor)
-    parts.scale.update(overflow=decision.overflow, refused=decision.skip_mask)
+    parts.loss_scale.update(overflow=decision.overflow, refused=decision.skip_mask)
     return pack_report(
         signals.reduced,
         signals.totals,
@@ -121,7 +121,7 @@ def _forward_only(parts: Parts, micro_batches: Iterable[Batch]) -> torch.Tensor:
     writes to the shards, and the next step must not compute with the old gathered weights.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=parts.world.device)
-    with parts.products.probing(False):
+    with parts.fp8_layers.probing(False):
         for rows in micro_batches:
             output = parts.model(rows.inputs, rows.targets, mask=mask_of(rows))
             sums += torch.stack([output.row_losses.sum(), output.row_tokens.sum()])
@@ -151,7 +151,7 @@ def evaluate(parts: Parts, state: RunState, *, cfg: Config, beat: Callable[[], N
     for index in range(min(cfg.eval.num_batches, len(parts.held_out))):
         beat()
         sums += loss_sums(parts, parts.held_out[index], cfg=cfg)
-    loss_sum, tokens = all_reduce_sum(sums).tolist()  # sync: an evaluation is rare, and its result is needed now
+    loss_sum, tokens = all_reduce_sum(sums).tolist()  # sync: an evaluation is rare, and its result is needed enabled
     return EvalRecord(
         time=time.time(), iteration=state.iteration, step=state.step, loss=loss_sum / tokens, tokens=int(tokens)
     )

@@ -38,11 +38,11 @@ from harness.core.rundir import append_line
 from harness.core.state import RunState
 from harness.data.batch import Batch
 from harness.data.batch_facts import facts_to_record
-from harness.distributed.collectives import entered, from_first, jointly
+from harness.distributed.comm_stats import enter_on_all_ranks, run_on_rank_zero, run_on_all_ranks
 from harness.distributed.world import World, connected, rank_from_environment
 from harness.precision.attention import fast_attention
 from harness.precision.fp8.engine import require_engine
-from harness.precision.mixed_precision import able_products
+from harness.precision.mixed_precision import emulate_half_matmul
 from harness.recovery import run_actions
 from harness.resume import Opened, open_run, resume
 from harness.run import Ending, Run
@@ -119,14 +119,14 @@ class Branches(NamedTuple):
 def choose_branches(run: Run, cursor: int, *, planned: bool = False) -> Branches:
     """Choose the branches of the coming step, and switch fp8 on or off as the policy wants it."""
     cfg, parts, state = run.cfg, run.parts, run.state
-    parts.products.use_fp8(not parts.sentinel.policy.in_fallback)
+    parts.fp8_layers.use_fp8(not parts.sentinel.policy.in_fallback)
     return Branches(
         iteration=state.iteration,
         step=state.step,
         cursor=cursor,
         generation=state.generation,
         probe=state.iteration % cfg.sentinel.probe_every == 0 or parts.sentinel.probe_next_step,
-        in_fp8=parts.products.in_fp8,
+        in_fp8=parts.fp8_layers.in_fp8,
         saves=parts.checkpoints.is_due(state.step + 1),
         evaluates=is_due(cfg.eval.every_steps, state.step + 1, cfg),
         planned=planned,
@@ -140,7 +140,7 @@ def is_due(every_steps: int, step: int, cfg: Config) -> bool:
 
 def host_clock_s(parts: Parts) -> float:
     """The host's clock, less the time that this rank has waited for others in collectives."""
-    return time.perf_counter() - parts.collectives.waited_s
+    return time.perf_counter() - parts.comm_stats.waited_s
 
 
 def add_host_signals(run: Run, batch: Batch, branches: Branches, *, started_s: float) -> None:
@@ -250,9 +250,9 @@ def run_worker(cfg: Config, outfit: Outfit = as_built) -> int:
     _, world_size, _ = rank_from_environment()
     check_world(cfg, world_size)
     with signals_to(stop), fast_attention(), run_lease.holding(), connected(cfg.parallel) as world:
-        jointly(lambda: require_engine(cfg.precision, world.device))
+        run_on_all_ranks(lambda: require_engine(cfg.precision, world.device))
         data = resolve_run_data(cfg, world=world)
-        opened = from_first(lambda: open_run(cfg, data))
+        opened = run_on_rank_zero(lambda: open_run(cfg, data))
         if opened.problem:
             raise ConfigError("", opened.problem)
         return run_opened(cfg, opened, world, stop, outfit)
@@ -264,12 +264,12 @@ def run_opened(cfg: Config, opened: Opened, world: World, stop: StopRequest, out
     with (
         Heartbeat(directory, rank=world.rank, world_size=world.size, num_steps=cfg.train.num_steps) as heart,
         closing_parts(build(cfg, world, directory)) as parts,
-        entered(EventReporter(cfg, directory, world=world, meter=build_meter(cfg, world))) as reporter,
-        entered(watching(directory, stop, is_first=world.is_first)) as inbox,
+        enter_on_all_ranks(EventReporter(cfg, directory, world=world, meter=build_meter(cfg, world))) as reporter,
+        enter_on_all_ranks(watching(directory, stop, is_first=world.is_first)) as inbox,
         GcSchedule() as gc_schedule,
-        able_products(cfg.precision.kind, world.device),
+        emulate_half_matmul(cfg.precision.kind, world.device),
     ):
-        from_first(lambda: write_manifest(directory, run_manifest(cfg, parts)))
+        run_on_rank_zero(lambda: write_manifest(directory, run_manifest(cfg, parts)))
         state, events = resume(cfg, parts, opened)
         for event in events:
             reporter.emit(event)

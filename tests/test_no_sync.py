@@ -21,7 +21,7 @@ from harness import train
 from harness.core import events
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
-from harness.distributed.fsdp import WatchedScatter
+from harness.distributed.reduce_scatter import MeasuredReduceScatter
 from harness.distributed.world import rank_from_environment
 from harness.faults.site import intercept
 from harness.precision.fp8.emulation import Emulated
@@ -149,7 +149,7 @@ def in_reduce_scatter(run: Run) -> None:
     """Needs several ranks."""
     for module in run.parts.model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(WatchedScatter(run.parts.collectives, first=[plant_all]))
+            module.set_custom_reduce_scatter(MeasuredReduceScatter(run.parts.comm_stats, before_measuring=[plant_all]))
 
 
 def in_gate(run: Run) -> None:

@@ -51,8 +51,10 @@ DOORS = {
         "harness/distributed/collectives.py",
         "harness/distributed/shards.py",
         "harness/precision/mixed_precision.py",
-        "harness/distributed/torch_private/single_rank.py",
+        "harness/distributed/reduce_scatter.py",
         "harness/distributed/torch_private/chunk_cat.py",
+        "harness/distributed/torch_private/fsdp_collectives.py",
+        "harness/distributed/torch_private/fsdp_param.py",
         "harness/distributed/fsdp.py",
         "harness/checkpoint/tensor_index.py",
         "harness/checkpoint/store.py",
@@ -65,6 +67,9 @@ DOORS = {
     "transformer_engine_torch": {"harness/precision/fp8/te_backend.py"},
 }
 """Library -> the only files that may import it."""
+
+TORCH_PRIVATE = "harness/distributed/torch_private/"
+"""The only package that may import private names of torch: one file per API, each with a canary test."""
 
 LIGHT = (
     "harness.core.processes",
@@ -265,6 +270,18 @@ def test_each_library_has_one_door() -> None:
         for name in imports(path)
         for library, doors in DOORS.items()
         if (name == library or name.startswith(f"{library}.")) and name_of(path) not in doors
+    )
+
+
+def test_private_torch_imports_are_in_one_package() -> None:
+    """A private name is an import path of torch with a component that begins with an underscore."""
+    assert_none(
+        f"{name_of(path)} imports {name}; only {TORCH_PRIVATE} may"
+        for path in sources()
+        for name in imports(path)
+        if name.split(".")[0] == "torch"
+        and any(component.startswith("_") for component in name.split("."))
+        and not name_of(path).startswith(TORCH_PRIVATE)
     )
 
 

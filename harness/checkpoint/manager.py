@@ -29,7 +29,7 @@ from harness.config.errors import StorageError
 from harness.config.schema import Config
 from harness.core.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, ReducedRecord
 from harness.core.state import RunState
-from harness.distributed.collectives import from_first, together
+from harness.distributed.collectives import run_on_rank_zero, gather_results
 from harness.distributed.world import World
 
 
@@ -68,7 +68,7 @@ class CheckpointManager:
         """Register the checkpoint that the run resumes from; the next clean steps may make it good."""
         self._on_disk.add(name)
         self._last_unclean = state.iteration
-        if from_first(lambda: catalog.health_of(self._root / name)) in (Health.candidate, Health.unread):
+        if run_on_rank_zero(lambda: catalog.health_of(self._root / name)) in (Health.candidate, Health.unread):
             self._candidates[name] = state.iteration
 
     def is_due_by_clock(self) -> bool:
@@ -159,7 +159,7 @@ class CheckpointManager:
         `OSError` on all ranks if that fails; nothing else has changed then.
         """
         self._finish_writing()
-        together(lambda: self._taint(iteration, reason) if self._world.is_first else None)
+        gather_results(lambda: self._taint(iteration, reason) if self._world.is_first else None)
 
     def discard_after(self, iteration: int) -> None:
         """Drop the pending save, and all snapshots and candidates taken after this iteration; the run has rolled back
@@ -262,7 +262,7 @@ class CheckpointManager:
         """Runs in the writer thread, on every rank."""
         begun_s, state = time.monotonic(), slot.state
         try:
-            if not all(together(lambda: slot.is_finite, self._world.aside)):
+            if not all(gather_results(lambda: slot.is_finite, self._world.background_group)):
                 return _failure_event(state, "weights or moments are not finite")
             written = store.write(
                 self._root, slot.sharded, state, world=self._world, rollback=self._rollback, plan_cache=self._plan_cache

@@ -24,7 +24,7 @@ from harness.checkpoint.ring_cost import num_buffers
 from harness.config.checkpoint import RingConfig
 from harness.config.errors import ConfigError
 from harness.core.state import RunState
-from harness.distributed.collectives import minimum, together
+from harness.distributed.collectives import all_reduce_min, gather_results
 from harness.distributed.shards import like_on_host, local
 from harness.distributed.world import World, num_local_ranks
 
@@ -152,9 +152,9 @@ class Ring:
         call."""
         while True:
             mine = self._newest_target(before)
-            before = minimum(-1 if mine is None else mine.state.iteration)
+            before = all_reduce_min(-1 if mine is None else mine.state.iteration)
             held = next((slot for slot in self._targets() if slot.state.iteration == before), None)
-            if before < 0 or minimum(int(held is not None)):
+            if before < 0 or all_reduce_min(int(held is not None)):
                 return held
 
     def restore(self, slot: Slot) -> RunState:
@@ -190,7 +190,7 @@ class Ring:
 
 def check_budget(num_bytes: int, *, cfg: RingConfig) -> None:
     """Raise on all ranks, before anything is allocated, if the ring does not fit into some machine's memory."""
-    machines = together(lambda: (num_bytes * num_local_ranks(), num_local_ranks(), free_bytes()))
+    machines = gather_results(lambda: (num_bytes * num_local_ranks(), num_local_ranks(), free_bytes()))
     snapshot_bytes, ranks = max((snapshot_bytes, ranks) for snapshot_bytes, ranks, _ in machines)
     free = min(free for _, _, free in machines)
     allowed = free / 2 if cfg.memory_gb is None else cfg.memory_gb * BYTES_PER_GB

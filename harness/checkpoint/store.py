@@ -6,7 +6,7 @@ memory and its own process group, so it runs in the writer thread beside trainin
 A load verifies the manifest first; the ranks share the files to hash. Then it fills tensors in place that already have
 their final sharding, so the number of ranks may change between runs. A damaged checkpoint is quarantined and the next
 older one is tried. An I/O error is retried and never counts as damage. Every operation that can fail on one rank runs
-inside `together` or `from_first`, so that all ranks see the same outcome.
+inside `gather_results` or `run_on_rank_zero`, so that all ranks see the same outcome.
 Planning: DCP makes a new plan for every save, in Python on rank 0, from the gathered plans of all ranks.
 `SavePlanCache` keeps the plan of the first save, and later saves of the same tensors reuse it. DCP's own cache
 (`enable_plan_caching`) is not used: it is global to the process, whatever the group; it does not notice that a dtype
@@ -49,7 +49,7 @@ from harness.checkpoint.tensor_index import METADATA_FILE, TensorIndex
 from harness.config.errors import ConfigError, StorageError
 from harness.core.rundir import write_atomically
 from harness.core.state import RunState
-from harness.distributed.collectives import from_first, together
+from harness.distributed.collectives import run_on_rank_zero, gather_results
 from harness.distributed.shards import local
 from harness.distributed.world import World
 
@@ -95,12 +95,12 @@ def write(
     scratch = catalog.scratch_path(root, target.name)
     plan_cache = SavePlanCache() if plan_cache is None else plan_cache
     try:
-        together(lambda: _recreate_directory(scratch) if world.is_first else None, world.aside)
+        gather_results(lambda: _recreate_directory(scratch) if world.is_first else None, world.background_group)
         _write_shards(scratch, dict(tensors), plan_cache, world)
-        measured = together(lambda: _hash_own_shards(scratch, world.rank), world.aside)
+        measured = gather_results(lambda: _hash_own_shards(scratch, world.rank), world.background_group)
         files = {name: entry for entries in measured for name, entry in entries.items()}
-        finished = together(
-            lambda: _publish(scratch, target, state, files, world, rollback) if world.is_first else 0, world.aside
+        finished = gather_results(
+            lambda: _publish(scratch, target, state, files, world, rollback) if world.is_first else 0, world.background_group
         )
         return Written(target, max(finished))
     except CheckpointException as error:
@@ -113,20 +113,20 @@ def write(
 def _write_shards(scratch: Path, tensors: dict[str, Tensor], plan_cache: SavePlanCache, world: World) -> None:
     """Write all shards, with the cached plan if the tensors of every rank have the layout of the last save."""
     signature = signature_of(tensors)
-    if all(together(lambda: plan_cache.fits(signature), world.aside)):
-        if all(together(lambda: _write_with_cached_plan(scratch, tensors, plan_cache, world), world.aside)):
+    if all(gather_results(lambda: plan_cache.fits(signature), world.background_group)):
+        if all(gather_results(lambda: _write_with_cached_plan(scratch, tensors, plan_cache, world), world.background_group)):
             return
-        together(lambda: _recreate_directory(scratch) if world.is_first else None, world.aside)
+        gather_results(lambda: _recreate_directory(scratch) if world.is_first else None, world.background_group)
     plan_cache.plan = None
     writer = _Writer(scratch)
-    save_shards(tensors, storage_writer=writer, process_group=world.aside)
+    save_shards(tensors, storage_writer=writer, process_group=world.background_group)
     plan_cache.signature, plan_cache.plan, plan_cache.results = signature, writer.plan, writer.results
 
     def keep_metadata() -> None:
         if world.is_first:
             plan_cache.metadata = (scratch / METADATA_FILE).read_bytes()
 
-    together(keep_metadata, world.aside)
+    gather_results(keep_metadata, world.background_group)
 
 
 def _write_with_cached_plan(scratch: Path, tensors: dict[str, Tensor], plan_cache: SavePlanCache, world: World) -> bool:
@@ -254,11 +254,11 @@ def load_newest(root: Path, tensors: Mapping[str, Tensor], *, world: World, retr
     A checkpoint that cannot be read, or that another version wrote, is an error: loading an older one would lose work.
     """
     retry = IoRetry(retry_s)
-    names = retry.call(lambda: from_first(lambda: _newest_first(root)))
+    names = retry.call(lambda: run_on_rank_zero(lambda: _newest_first(root)))
     result = load_first(root, names, tensors, world=world, retry=retry)
     if result.loaded is not None:
         return result
-    if lost := retry.call(lambda: from_first(lambda: [str(path) for path in catalog.list_damaged(root)])):
+    if lost := retry.call(lambda: run_on_rank_zero(lambda: [str(path) for path in catalog.list_damaged(root)])):
         problem = "; ".join(map(str, result.damage)) or f"{len(lost)} were found damaged before"
         raise ConfigError("run.name", f"no checkpoint in {root} is intact ({problem}); remove {lost[-1]} to start over")
     return result
@@ -331,16 +331,16 @@ def _open(path: Path, tensors: Mapping[str, Tensor], *, world: World, retry: IoR
     (nothing is unpickled then), `StorageError`, `OtherVersion`, or `ConfigError` if the model has other tensors.
     """
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    manifest = retry.call(lambda: from_first(lambda: integrity.read_manifest(path)))
+    manifest = retry.call(lambda: run_on_rank_zero(lambda: integrity.read_manifest(path)))
     verified: list[Manifest] = []
 
     def check() -> None:
         if not verified:  # do not hash again when only another rank retries
             verified.append(integrity.verify(path, part=world.rank, parts=world.size, manifest=manifest))
 
-    retry.call(lambda: together(check))
-    state = retry.call(lambda: from_first(lambda: read_state(path)))
-    return _Opened(retry.call(lambda: from_first(lambda: read_index(path, shapes))), state)
+    retry.call(lambda: gather_results(check))
+    state = retry.call(lambda: run_on_rank_zero(lambda: read_state(path)))
+    return _Opened(retry.call(lambda: run_on_rank_zero(lambda: read_index(path, shapes))), state)
 
 
 def read_state(path: Path) -> RunState:
@@ -377,7 +377,7 @@ def _fill(path: Path, tensors: Mapping[str, Tensor], index: TensorIndex, *, retr
             read_into(path, tensors, index)
             filled.append(True)
 
-    retry.call(lambda: together(fill))
+    retry.call(lambda: gather_results(fill))
 
 
 def read_into(path: Path, tensors: Mapping[str, Tensor], index: TensorIndex) -> None:

@@ -29,7 +29,7 @@ from harness.core.events import Action, ActionKind, Outcome
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.data.order.ledger import Ledger
-from harness.distributed.collectives import broadcast, from_first, together
+from harness.distributed.collectives import broadcast, run_on_rank_zero, together
 from harness.recovery import run_action, run_actions
 from harness.run import Ending, Run
 from harness.telemetry.heartbeat import Phase
@@ -98,7 +98,7 @@ def action_of(order: Order, reason: str, parts: Parts, state: RunState) -> Actio
         case Skip():
             action.kind, action.exclude = ActionKind.skip, next_batches(parts.ledger, state.cursor, order.num_batches)
         case Rollback():
-            targets = from_first(lambda: parts.checkpoints.rollback_targets(until_step=order.to_step))
+            targets = run_on_rank_zero(lambda: parts.checkpoints.rollback_targets(until_step=order.to_step))
             action.kind, action.onset = ActionKind.rollback, targets[0][1] + 1 if targets else 0
         case Rate():
             action.kind, action.lr_scale = ActionKind.cool, parts.sentinel.policy.lr_scale * order.factor

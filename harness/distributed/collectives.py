@@ -1,4 +1,4 @@
-"""Collectives of the loop and its recovery: sums, broadcasts, and work whose outcome every rank learns."""
+"""Collectives outside FSDP2: sums, minima, broadcasts, and work whose result or failure reaches every rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def all_reduce_sum(vector: Tensor) -> Tensor:
     return vector
 
 
-def minimum(value: int) -> int:
-    """The least over all ranks, by way of the hosts."""
+def all_reduce_min(value: int) -> int:
+    """Minimum over all ranks, by gloo on the host."""
     box = torch.tensor(value)
     dist.all_reduce(box, op=dist.ReduceOp.MIN)
     return int(box)  # sync: it lies in host memory
@@ -34,40 +34,43 @@ def broadcast(value: T) -> T:
     return box[0]  # type: ignore[no-any-return]
 
 
-def together(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Do something on every rank of a group; the results in rank order, or on every rank the first failure of any."""
+def gather_results(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Run `work` on every rank of a group; return all results in rank order.
+
+    If any rank fails, the failure of the lowest such rank is raised on every rank.
+    """
     outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, _outcome_of(work), group=group)
-    for each in outcomes:
-        if isinstance(each, Exception):
-            raise each
+    dist.all_gather_object(outcomes, _capture_outcome(work), group=group)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
     return outcomes
 
 
-def jointly(work: Callable[[], T]) -> T:
-    """Do something on every rank and return this rank's own result; raises on every rank the first failure of any."""
-    done: list[T] = []
-    together(lambda: done.append(work()))
-    return done[0]
+def run_on_all_ranks(work: Callable[[], T]) -> T:
+    """Run `work` on every rank and return this rank's own result; if any rank fails, raise on every rank."""
+    results: list[T] = []
+    gather_results(lambda: results.append(work()))
+    return results[0]
 
 
-def from_first(work: Callable[[], T]) -> T:
-    """Do something on rank 0; its result, or its failure, on every rank."""
-    outcome = broadcast(_outcome_of(work) if dist.get_rank() == 0 else None)
+def run_on_rank_zero(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0; return its result, or raise its failure, on every rank."""
+    outcome = broadcast(_capture_outcome(work) if dist.get_rank() == 0 else None)
     if isinstance(outcome, Exception):
         raise outcome
     return outcome  # type: ignore[return-value]
 
 
 @contextmanager
-def entered(manager: AbstractContextManager[T]) -> Iterator[T]:
-    """Enter a context on all ranks, or raise on all of them."""
+def enter_on_all_ranks(manager: AbstractContextManager[T]) -> Iterator[T]:
+    """Enter a context on every rank; if any rank fails to enter, raise on every rank."""
     with ExitStack() as stack:
-        yield jointly(lambda: stack.enter_context(manager))
+        yield run_on_all_ranks(lambda: stack.enter_context(manager))
 
 
-def _outcome_of(work: Callable[[], T]) -> T | Exception:
-    """The result, or the exception in a form that another process can read."""
+def _capture_outcome(work: Callable[[], T]) -> T | Exception:
+    """The result, or the exception; one that cannot be pickled becomes a RuntimeError with its text."""
     try:
         return work()
     except Exception as error:

@@ -1,12 +1,12 @@
-"""Device time of a part of the forward pass that contains no communication, read without a sync.
+"""Measures device time of the loss head, a part of the step without communication, and without a host sync.
 
-Why: on CUDA the host only launches kernels. Its clock does not show that one GPU is throttled, because every rank waits
+Why: on CUDA the host only launches kernels. Host time does not show that one GPU is throttled, because every rank waits
 for the slowest one in the next collective. Kernel time between two events on the compute stream does show it.
 How: the region runs from the last norm of the model to the end of the loss: the head's GEMMs and the cross entropy,
 with their gradients. All its weights belong to FSDP's root module, which is gathered before the first block, so no
 kernel in it waits for another rank. Events are recorded each step and read once the device has passed them.
-Left out: CPU ranks, where the host computes and its own clock is the right one; and kernels outside the region, which
-run on the same clocks and the same memory.
+Left out: CPU ranks, whose host time is the right measure; and kernels outside the region, which run at the same clock
+rate and memory bandwidth.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 MAX_PENDING = 256
-"""Pairs of events that may wait to be read; a host that runs further ahead drops the oldest."""
+"""Event pairs that may be unread; if the host runs further ahead, the oldest are dropped."""
 
 
 class _Region(NamedTuple):
@@ -29,10 +29,10 @@ class _Region(NamedTuple):
 
 @final
 class ComputeClock:
-    """Sums the region over the micro-batches of a step; `seconds` is that of the newest step that is known whole."""
+    """Sums the region's device time over the micro-batches of a step."""
 
     def __init__(self, first: nn.Module, *, device: torch.device) -> None:
-        """`first`: the module that the region begins with."""
+        """`first`: the first module of the region."""
         self._is_on = device.type == "cuda"
         self._step = 0
         self._begun: torch.cuda.Event | None = None
@@ -44,16 +44,16 @@ class ComputeClock:
             first.register_forward_pre_hook(self._begin)
 
     def _begin(self, *_: Any) -> None:
-        self._begun = _recorded()
+        self._begun = _record_event()
 
     def end(self) -> None:
-        """The forward pass of a micro-batch was issued."""
+        """Call after the forward pass of a micro-batch was launched."""
         if self._begun is not None:
-            self._pending.append(_Region(self._step, self._begun, _recorded()))
+            self._pending.append(_Region(self._step, self._begun, _record_event()))
             self._begun = None
 
     def finish_step(self) -> float:
-        """Ends a step; returns the seconds of the newest step whose regions are all read, 0 where there is none."""
+        """End a step; return the seconds of the newest step whose events are all read, 0 if there is none."""
         self._step += 1
         while self._pending and self._pending[0].end.query():  # type: ignore[no-untyped-call]
             step, begin, end = self._pending.popleft()
@@ -65,7 +65,7 @@ class ComputeClock:
         return self._seconds
 
 
-def _recorded() -> torch.cuda.Event:
+def _record_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

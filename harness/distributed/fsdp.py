@@ -1,156 +1,74 @@
-"""How the model is spread over the ranks, and what is watched while its parts travel.
+"""Activation checkpointing, torch.compile and FSDP2 sharding, applied beside the model and not inside it.
 
-Why: parallelism is applied beside the model, not inside it.
 How: activations are checkpointed, blocks compiled, then FSDP2 shards each block and the root over the mesh's shard
 axis, so a step gathers one block at a time. Gradients are summed, never averaged: the loss is already divided by the
-tokens of the global batch. FSDP2's collectives are torch's own, watched: what a rank puts into a reduction names the
-guilty one, after it nobody does; and a rank that never waits is the one the others wait for.
+tokens of the global batch. The collectives are measured (`harness.distributed.reduce_scatter`).
 With replicas, each micro-batch is reduce-scattered and the sum over micro-batches is all-reduced between replicas once.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import harness.precision.fp8.swiglu  # noqa: F401  (defines operators)
-import harness.precision.fused_qkv  # noqa: F401  (defines operators)
+import harness.precision.fp8.swiglu
+import harness.precision.fused_qkv  # noqa: F401  (both define operators that are named below)
 from harness.config.parallel import ActivationCheckpointing, ParallelConfig
+from harness.distributed.reduce_scatter import CommStats, MeasuredReduceScatter, NoCopyReduceScatter, TimedAllGather
 from harness.distributed.torch_private import chunk_cat
-from harness.distributed.torch_private.single_rank import Unscattered, gather_in_one_pass
+from harness.distributed.torch_private.attention_ops import ATTENTION_OPS
+from harness.distributed.torch_private.compiled_call import discard_compiled_call
+from harness.distributed.torch_private.fsdp_param import cast_on_copy
 from harness.distributed.world import World
 from harness.precision.fp8.linear import Fp8Linear
-from harness.precision.mixed_precision import widened
-
-
-@final
-@dataclass(slots=True)
-class Collectives:
-    """What this rank put into the collectives of a step, and how long it stood in them."""
-
-    squares: Tensor
-    """Sum of squares of what this rank gave to be reduced, since it was last taken; on the device."""
-    sees_gradients: bool
-    """Whether gradients pass through here before they are reduced: where there is more than one rank."""
-    is_sharded: bool = True
-    """Whether the shard axis is longer than 1: only then does FSDP2 call the reduce-scatter."""
-    waited_s: float = 0.0
-    """The host's seconds in collectives, ever. Over gloo it waits there for the others; on CUDA it only launches.
-    The all-reduce between replicas is FSDP's own and not counted."""
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        began_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waited_s += time.perf_counter() - began_s
-
-    def take(self) -> Tensor:
-        """Squares of this rank's own gradients before the reduction; those of several micro-batches are added up.
-
-        The end of the backward pass made the current stream wait for all reductions, and the next ones wait for it.
-        """
-        taken = self.squares.clone()
-        self.squares.zero_()
-        return taken
-
-
-@final
-class _WatchedGather(DefaultAllGather):
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-
-    def __call__(self, *inputs: Any, **options: Any) -> dist.Work | None:
-        with self._collectives.waiting():
-            return super().__call__(*inputs, **options)
-
-
-@final
-class WatchedScatter(DefaultReduceScatter):
-    """Measures what this rank gives to each reduction.
-
-    FSDP2 calls `allocate` twice in a reduction: for the input, then, once that is filled and on the stream of
-    reductions, for the output. It calls the object itself only where there are several shards. Where the shard axis has
-    size 1, the second `allocate` is the last place to see a gradient before the all-reduce between replicas.
-    """
-
-    def __init__(self, collectives: Collectives, *, first: Sequence[Callable[[Tensor], None]] = ()) -> None:
-        """`first`: what is done to each gradient before it is measured; nothing, but for a drill."""
-        self._collectives = collectives
-        self._first = first
-        self._filled: Tensor | None = None
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        allocated = super().allocate(size, dtype=dtype, device=device)
-        if not self._collectives.is_sharded:
-            filled, self._filled = self._filled, allocated if self._filled is None else None
-            if filled is not None:
-                self._see(filled)
-        return allocated
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *inputs: Any, **options: Any) -> dist.Work:
-        self._see(input_tensor)
-        with self._collectives.waiting():
-            return super().__call__(output_tensor, input_tensor, *inputs, **options)
-
-    def _see(self, gradient: Tensor) -> None:
-        """On the stream of reductions, which runs one after the other: additions have an order."""
-        for act in self._first:
-            act(gradient)
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        self._collectives.squares.addcmul_(norm, norm)
+from harness.precision.mixed_precision import fp32_matmul_mode
 
 
 def shard(
     model: nn.Module, blocks: Iterable[nn.Module], *, world: World, cfg: ParallelConfig, precision: MixedPrecisionPolicy
-) -> Collectives:
-    """Checkpoint activations, compile, then shard: each block by itself, what is left with the root."""
+) -> CommStats:
+    """Checkpoint activations, compile, then shard each block by itself and the rest with the root."""
     if cfg.compile and world.device.type == "cuda":
         chunk_cat.install("CUDA")
     layers = list(blocks)
-    assert cfg.reshard_after_forward is not None, "left to the memory of the devices, and not settled"
+    assert cfg.reshard_after_forward is not None, "reshard_after_forward must be resolved before sharding"
     for block in layers:
-        wrap(block, cfg, recomputing=widened(precision.param_dtype or torch.float32, world.device))
+        wrap(block, cfg, recomputing=fp32_matmul_mode(precision.param_dtype or torch.float32, world.device))
         fully_shard(block, mesh=world.mesh, mp_policy=precision, reshard_after_forward=cfg.reshard_after_forward)
     fully_shard(model, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
-    squares = torch.zeros((), dtype=torch.float32, device=world.device)
-    collectives = Collectives(squares, sees_gradients=world.size > 1, is_sharded=world.size > world.replicate)
-    gather = _WatchedGather(collectives)
-    scatter = WatchedScatter(collectives) if world.size > 1 else Unscattered()
+    square_sum = torch.zeros((), dtype=torch.float32, device=world.device)
+    stats = CommStats(square_sum, measures_gradients=world.size > 1, is_sharded=world.size > world.replicate)
+    all_gather = TimedAllGather(stats)
+    reduce_scatter = MeasuredReduceScatter(stats) if world.size > 1 else NoCopyReduceScatter()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            if world.size > 1:  # alone, FSDP divides by whatever it is told, by 1 too: a pass over all gradients
+            if world.size > 1:  # with world_size 1 a divide factor, even 1.0, costs a pass over all gradients
                 module.set_gradient_divide_factor(1.0)
             else:
-                gather_in_one_pass(module)
+                cast_on_copy(module)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(scatter)
-    return collectives
+            module.set_custom_all_gather(all_gather)
+            module.set_custom_reduce_scatter(reduce_scatter)
+    return stats
 
 
-def reduce_replicas(model: nn.Module, *, now: bool) -> None:
-    """Whether the next backward pass all-reduces gradients between replicas, or adds to this replica's own sum."""
+def set_replica_all_reduce(model: nn.Module, *, enabled: bool) -> None:
+    """Set whether the next backward pass all-reduces gradients between replicas or accumulates them in this replica."""
     assert isinstance(model, FSDPModule)
-    model.set_requires_all_reduce(now)
+    model.set_requires_all_reduce(enabled)
 
 
 def free_gathered_weights(model: nn.Module) -> None:
     """Free the weights that a forward pass without a backward pass leaves gathered.
 
-    FSDP2 would use them again in the next forward pass, also if the shards were restored in between.
+    FSDP2 would use the stale copies in the next forward pass, even if the shards were restored in between.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -158,72 +76,67 @@ def free_gathered_weights(model: nn.Module) -> None:
 
 
 ADVANCE = "advance"
-"""The method of a block that computes; what is kept of it is kept from its arguments on."""
+"""The method of a block that is checkpointed: all that the block computes after the first residual add."""
 
-_KEPT_BY_SELECTIVE = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.harness.fp8_forward.default,
-        torch.ops.harness.swiglu_forward.default,
-        torch.ops.harness.project_rotated.default,
-    }
-)
-"""Dear to compute, cheap to keep: matrix products and attention."""
+_SAVED_BY_SELECTIVE = ATTENTION_OPS | {
+    torch.ops.aten.mm.default,
+    torch.ops.harness.fp8_forward.default,
+    torch.ops.harness.swiglu_forward.default,
+    torch.ops.harness.qkv_rope.default,
+}
+"""Operators whose outputs are saved: matmuls and attention are expensive to recompute and small to keep."""
 
 
-def _keep_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _KEPT_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE
+def _save_matmuls(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_products)  # type: ignore[no-untyped-call]
+    return create_selective_checkpoint_contexts(_save_matmuls)  # type: ignore[no-untyped-call]
 
 
 def _with_recomputation(contexts: Callable[[], Any] | None, recomputing: AbstractContextManager[Any]) -> Any:
-    """What the forward pass and the recomputation run in, with one more context for the latter."""
-    forward, again = (nullcontext(), nullcontext()) if contexts is None else contexts()
-    return forward, _both(again, recomputing)
+    """The contexts of the forward pass and of the recomputation; `recomputing` is added to the latter."""
+    forward, recomputation = (nullcontext(), nullcontext()) if contexts is None else contexts()
+    return forward, _enter_both(recomputation, recomputing)
 
 
 @contextmanager
-def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+def _enter_both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
     with first, second:
         yield
 
 
 def wrap(block: nn.Module, cfg: ParallelConfig, *, recomputing: AbstractContextManager[Any] | None = None) -> None:
-    """Checkpoint the block's activations and compile it, both where they are wanted.
+    """Checkpoint the block's activations and compile it, as configured.
 
-    What is computed again is left to the compiler, which then leaves out what nobody needs. But for fp8: torch 2.11
-    keeps all that an autograd function made in a compiled block, so there the compiled part is called a second time.
-    `recomputing` is entered where activations are computed again, unless the block is compiled.
+    The whole block is compiled with its checkpoint inside, so that the compiler removes dead recomputation. fp8 with
+    full checkpointing is the exception: torch 2.11 saves every output of an autograd function in a compiled block, so
+    there `advance` is compiled and the checkpoint calls it a second time.
+    `recomputing` is entered during recomputation, unless the block is compiled.
     """
     kind = cfg.activation_checkpointing
-    in_fp8 = any(isinstance(each, Fp8Linear) for each in block.modules())
-    is_called_again = cfg.compile and in_fp8 and kind is ActivationCheckpointing.full
-    if is_called_again:
+    is_fp8 = any(isinstance(module, Fp8Linear) for module in block.modules())
+    compiles_inside = cfg.compile and is_fp8 and kind is ActivationCheckpointing.full
+    if compiles_inside:
         setattr(block, ADVANCE, torch.compile(getattr(block, ADVANCE), fullgraph=True))
     _checkpoint_activations(block, kind, recomputing=None if cfg.compile else recomputing)
-    if cfg.compile and not is_called_again:
+    if cfg.compile and not compiles_inside:
         block.compile(fullgraph=True)
 
 
 def unwrap(block: nn.Module) -> None:
-    """Leave a block as it was: what is hooked into it is heard again."""
-    block._compiled_call_impl = None
+    """Undo `wrap`, so that hooks inside the block are called."""
+    discard_compiled_call(block)
     vars(block).pop(ADVANCE, None)
 
 
 def _checkpoint_activations(
     block: nn.Module, kind: ActivationCheckpointing, *, recomputing: AbstractContextManager[Any] | None
 ) -> None:
-    """Wrap what the block computes in place, so that parameter names stay what they are and it still compiles.
+    """Replace the block's `advance` by a checkpointed one; parameter names do not change, and the block still compiles.
 
-    What it is given and what was to be added to that are one tensor by then: there is one to keep, not two.
+    `advance` takes the residual stream after the add: one tensor is saved, not two.
     """
     if kind is ActivationCheckpointing.none:
         return

@@ -1,4 +1,4 @@
-"""A rank's part of a sharded tensor: reading it, writing it, and a copy of it on the host."""
+"""Reads and writes this rank's shard of a DTensor, and builds a host-memory DTensor of the same placement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.distributed.world import World
 
 
 def write_local(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's part of `full` into a parameter, sharded or not."""
+    """Copy this rank's shard of `full` into a parameter, sharded or not."""
     with torch.no_grad():
         if not isinstance(parameter, DTensor):
             parameter.copy_(full)
@@ -25,12 +25,12 @@ def write_local(parameter: Tensor, full: Tensor) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; any other tensor as it is."""
+    """This rank's shard of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like_on_host(tensor: Tensor, part: Tensor, *, world: World) -> Tensor:
-    """A tensor whose part on this rank is `part`, in host memory, and which is sharded like `tensor`."""
+    """A tensor in host memory that is sharded like `tensor` and whose shard on this rank is `part`."""
     if not isinstance(tensor, DTensor):
         return part
     return DTensor.from_local(

@@ -1,7 +1,6 @@
-"""The machine: who the ranks are, and every collective the harness makes by itself.
+"""Process groups and device meshes: this rank's place among all ranks.
 
-Why: communication can be counted when it lives in one file; that of the sharded model is `harness.distributed.fsdp`'s.
-How: a mesh of replicate x shard ranks, and the same again over gloo for what lies in host memory.
+How: a mesh of replicate x shard ranks, and the same mesh over gloo for tensors in host memory.
 Left out: tensor, pipeline and context parallelism.
 """
 
@@ -20,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from harness.config.errors import ConfigError
 from harness.config.parallel import DeviceKind, ParallelConfig
 
-ASIDE_TIMEOUT_S = 3600.0
-"""How long a thread beside training waits for another rank: as long as a slow disk may take."""
+BACKGROUND_TIMEOUT_S = 3600.0
+"""How long a background thread waits for another rank: as long as a slow disk may take."""
 
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 """Environment variable that torch reads when it creates a gloo group. With 1, a rank connects to a peer at its first
@@ -37,11 +36,11 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     replicate: int
-    """Ranks that hold the same shard."""
+    """Number of ranks that hold the same shard."""
     host_mesh: DeviceMesh
-    """The same mesh for copies in host memory."""
-    aside: dist.ProcessGroup
-    """All ranks again, over gloo: what a thread beside training may talk on."""
+    """The same mesh over gloo, for copies in host memory."""
+    background_group: dist.ProcessGroup
+    """All ranks over gloo, for background threads: their collectives must not mix with those of training."""
 
     @property
     def is_first(self) -> bool:
@@ -49,7 +48,7 @@ class World:
 
 
 def rank_from_environment() -> tuple[int, int, int]:
-    """(rank, world size, local rank) as torchrun tells them; one lonely rank without torchrun."""
+    """(rank, world size, local rank) from torchrun's environment; (0, 1, 0) without torchrun."""
     environment = os.environ
     return (
         int(environment.get("RANK", "0")),
@@ -59,14 +58,14 @@ def rank_from_environment() -> tuple[int, int, int]:
 
 
 def num_local_ranks() -> int:
-    """Ranks on this machine, as torchrun tells; one without torchrun."""
+    """Number of ranks on this machine, from torchrun's environment; 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def connect(cfg: ParallelConfig) -> World:
-    """Join the process group and lay out the mesh.
+    """Join the process group and create the meshes.
 
-    gloo's rings and trees talk to O(log world) peers. Connecting lazily opens those sockets and no others.
+    gloo's rings and trees use O(log world_size) peers per rank. Connecting lazily opens only those sockets.
     """
     os.environ.setdefault(LAZY_GLOO, "1")
     rank, size, local_rank = rank_from_environment()
@@ -86,9 +85,17 @@ def connect(cfg: ParallelConfig) -> World:
         shape, axes = (cfg.replicate, size // cfg.replicate), ("replicate", "shard")
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=axes)
     host_mesh = mesh if device.type == "cpu" else init_device_mesh("cpu", shape, mesh_dim_names=axes)
-    aside = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(cfg.timeout_s, ASIDE_TIMEOUT_S)))
+    background_group = dist.new_group(
+        backend="gloo", timeout=timedelta(seconds=max(cfg.timeout_s, BACKGROUND_TIMEOUT_S))
+    )
     return World(
-        rank=rank, size=size, device=device, mesh=mesh, replicate=cfg.replicate, host_mesh=host_mesh, aside=aside
+        rank=rank,
+        size=size,
+        device=device,
+        mesh=mesh,
+        replicate=cfg.replicate,
+        host_mesh=host_mesh,
+        background_group=background_group,
     )
 
 
@@ -97,7 +104,7 @@ def _device(kind: DeviceKind, local_rank: int) -> torch.device:
     if kind is DeviceKind.cpu or (kind is DeviceKind.auto and not has_cuda):
         return torch.device("cpu")
     if not has_cuda:
-        raise ConfigError("parallel.device", "cuda was asked for, but torch sees no GPU; use auto or cpu")
+        raise ConfigError("parallel.device", "cuda was requested, but torch finds no GPU; use auto or cpu")
     if local_rank >= torch.cuda.device_count():
         message = f"{local_rank + 1} ranks on this machine, but it has {torch.cuda.device_count()} GPUs"
         raise ConfigError("launch.nproc", message)
@@ -107,7 +114,7 @@ def _device(kind: DeviceKind, local_rank: int) -> torch.device:
 
 
 def device_memory_bytes() -> int:
-    """All that this rank's device has; of the host's memory its share."""
+    """Total memory of this rank's GPU; on CPU, this rank's share of the host's memory."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local_ranks()
@@ -115,11 +122,11 @@ def device_memory_bytes() -> int:
 
 @contextmanager
 def connected(cfg: ParallelConfig) -> Iterator[World]:
-    """The process group, for as long as the block runs.
+    """Hold the process group while the block runs.
 
-    It is not destroyed after an exception: that waits for the other ranks, which may wait for this one, and nobody
-    would learn why it died. The process is about to end. A `ConfigError` is raised on all ranks alike: all of them
-    leave in order.
+    After an exception the group is not destroyed: destroying waits for the other ranks, which may wait for this one,
+    and the traceback would never be printed. The process is about to end anyway. A `ConfigError` is raised on all
+    ranks, so all of them can leave in order.
     """
     world = connect(cfg)
     try:
@@ -131,6 +138,6 @@ def connected(cfg: ParallelConfig) -> Iterator[World]:
 
 
 def disconnect() -> None:
-    """Leave the process group, in order when the others still answer."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -10,11 +10,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from harness.config.errors import require
 from harness.distributed.fsdp import unwrap
+from harness.distributed.torch_private.pytree import tree_map
 from harness.faults.site import Site
 
 

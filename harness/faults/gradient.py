@@ -1,6 +1,6 @@
 """Injects a bad gradient on one rank, before the reduce-scatter.
 
-Why: a broken GPU, a bad link or a bad kernel first shows as a bad gradient on one rank. After the reduction it is bad
+Why: a broken GPU, a bad link or a bad kernel before_measuring shows as a bad gradient on one rank. After the reduction it is bad
 on all ranks, so the fault must come before.
 How: with more than one rank, each sharded module passes its flat, unreduced gradient to its reduce-scatter. That of the
 module that owns the layer is wrapped: it changes the gradient, then measures and reduces it as usual, so the signals
@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from harness.distributed.fsdp import Collectives, WatchedScatter
+from harness.distributed.fsdp import CommStats, MeasuredReduceScatter
 from harness.distributed.shards import local
 from harness.faults.plan import FaultKind
 from harness.faults.site import Site, intercept
@@ -46,11 +46,11 @@ class CorruptGradient:
         parts = site.run.parts
         in_blocks = {module for block in parts.model.blocks for module in block.modules()}
         self._group = group_of(site.fault.layer) if site.layer in in_blocks else ""
-        if parts.collectives.sees_gradients:
+        if parts.comm_stats.measures_gradients:
             owner = parts.model.get_submodule(self._group)
-            _run_before_reduction(owner, parts.collectives, self._corrupt)
+            _run_before_reduction(owner, parts.comm_stats, self._corrupt)
         else:
-            parts.signals = intercept(parts.signals, "add_gradients", self._corrupt_stored, first=True)
+            parts.signals = intercept(parts.signals, "add_gradients", self._corrupt_stored, before_measuring=True)
 
     def before(self, iteration: int) -> None:
         self._armed = self._site.strikes(iteration)
@@ -103,8 +103,8 @@ _ACTS: WeakKeyDictionary[nn.Module, list[Callable[[Tensor], None]]] = WeakKeyDic
 """Functions to call on a module's gradient before its reduction; a plan may have several faults of one layer."""
 
 
-def _run_before_reduction(owner: Any, collectives: Collectives, act: Callable[[Tensor], None]) -> None:
+def _run_before_reduction(owner: Any, comm_stats: CommStats, act: Callable[[Tensor], None]) -> None:
     """Call `act` on a module's own flat gradient before it is measured and reduced."""
     acts = _ACTS.setdefault(owner, [])
     acts.append(act)
-    owner.set_custom_reduce_scatter(WatchedScatter(collectives, first=acts))
+    owner.set_custom_reduce_scatter(MeasuredReduceScatter(comm_stats, before_measuring=acts))

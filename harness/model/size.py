@@ -38,7 +38,7 @@ def num_parameters(cfg: ModelConfig) -> int:
     return cfg.num_layers * sum(map(prod, block_shapes(cfg))) + sum(map(prod, root_shapes(cfg)))
 
 
-def reshards(cfg: ModelConfig, *, weight_bytes: int, memory_bytes: float | None) -> bool:
+def needs_resharding(cfg: ModelConfig, *, weight_bytes: int, memory_bytes: float | None) -> bool:
     """Whether gathered weights are too much of a device's memory to be kept from forward to backward; where it is not
     known how much there is, they are."""
     return memory_bytes is None or num_parameters(cfg) * weight_bytes > GATHERED_SHARE * memory_bytes

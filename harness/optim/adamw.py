@@ -63,7 +63,7 @@ def step_in_one_pass(parts: Sequence[Part], rule: Rule, *, refuse: Tensor, divis
     from harness.kernels.adamw import step_adamw
 
     parameters, gradients, firsts, seconds, steps = (list(column) for column in zip(*parts, strict=True))
-    torch._foreach_add_(steps, [1 - refuse] * len(steps))  # the same number as a tensor for all would be waited for
+    foreach_add_(steps, [1 - refuse] * len(steps))  # the same number as a tensor for all would be waited for
     terms = _terms(torch.stack(steps), rule, refuse=refuse, divisor=divisor)
     step_adamw(parameters, gradients, firsts, seconds, terms)
 

@@ -41,23 +41,23 @@ def policy(kind: PrecisionKind) -> MixedPrecisionPolicy:
 
 
 @contextmanager
-def able_products(kind: PrecisionKind, device: torch.device) -> Iterator[None]:
+def emulate_half_matmul(kind: PrecisionKind, device: torch.device) -> Iterator[None]:
     """Where a CPU has no products in half precision, take them in fp32 and round what comes out, as the hardware would:
     torch goes number by number there, up to hundreds of times slower."""
-    with widened(DTYPES[kind], device) or nullcontext():
+    with fp32_matmul_mode(DTYPES[kind], device) or nullcontext():
         yield
 
 
-def widened(dtype: torch.dtype, device: torch.device) -> TorchFunctionMode | None:
+def fp32_matmul_mode(dtype: torch.dtype, device: torch.device) -> TorchFunctionMode | None:
     """The mode that takes products of `dtype` in fp32, if the device needs it.
 
     No function mode is on inside a backward pass. What is computed again there has to enter the mode itself.
     """
-    is_needed = device.type == "cpu" and dtype is not torch.float32 and not has_products(dtype)
-    return _Widened(dtype) if is_needed else None
+    is_needed = device.type == "cpu" and dtype is not torch.float32 and not has_native_matmul(dtype)
+    return Fp32MatmulMode(dtype) if is_needed else None
 
 
-def has_products(dtype: torch.dtype) -> bool:
+def has_native_matmul(dtype: torch.dtype) -> bool:
     """Whether this machine's CPU has products of such numbers that are worth it.
 
     Arm's say that they have them in fp16; by way of torch these take several times as long as in fp32.
@@ -69,7 +69,7 @@ def has_products(dtype: torch.dtype) -> bool:
     return asked is not None and bool(asked())
 
 
-class _Widened(TorchFunctionMode):
+class Fp32MatmulMode(TorchFunctionMode):
     PRODUCTS = frozenset(
         {F.linear, F.scaled_dot_product_attention, torch.mm, torch.matmul, Tensor.mm, Tensor.matmul, Tensor.__matmul__}
     )

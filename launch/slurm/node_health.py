@@ -196,7 +196,7 @@ def meet(cfg: ParallelConfig, run: RunDir, node: str, within_s: float) -> list[C
     with loading():
         import torch
 
-        from harness.distributed.collectives import all_reduce_sum, together
+        from harness.distributed.collectives import all_reduce_sum, gather_results
         from harness.distributed.world import connect, disconnect
 
     world = connect(replace(cfg, replicate=1, timeout_s=within_s))
@@ -210,10 +210,10 @@ def meet(cfg: ParallelConfig, run: RunDir, node: str, within_s: float) -> list[C
             if total != REDUCED_NUMBERS * world.size:
                 text = f"an all-reduce of ones gave {total / REDUCED_NUMBERS}, {world.size} is right"
                 return [Complaint(node, text, blames=False)]
-        nodes = together(lambda: node)
-        told_s = together(time.time)  # all come out of the exchange before at nearly the same moment
+        nodes = gather_results(lambda: node)
+        told_s = gather_results(time.time)  # all come out of the exchange before at nearly the same moment
         times_s = {each: told_s[nodes.index(each)] for each in dict.fromkeys(nodes)}
-        sees_first = together(lambda: (folder(run) / f"health-{nodes[0]}").exists())
+        sees_first = gather_results(lambda: (folder(run) / f"health-{nodes[0]}").exists())
         wrong = skewed(times_s) + elsewhere(dict(zip(nodes, sees_first, strict=True)))
         if world.is_first and not wrong:
             reduced = ", ".join(f"{seconds * 1e3:.0f} ms on {device}" for device, seconds in took_s.items())

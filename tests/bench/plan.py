@@ -95,7 +95,7 @@ def probed_peak(parts: Parts, cfg: Config, index: int) -> int:
 def dissected(parts: Parts, cfg: Config, index: int, *, sizes: list[str]) -> Phases:
     """One step, phase by phase; it waits for the device in between and is not to be timed."""
     ever, state = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-    seed = parts.scale.scale / (cfg.train.batch_size * cfg.train.sequence_length)
+    seed = parts.loss_scale.value / (cfg.train.batch_size * cfg.train.sequence_length)
     batch = parts.batches[index]
     forward_peaks, backward_peaks, kept = [], [], 0
     for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):

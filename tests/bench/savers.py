@@ -129,7 +129,7 @@ def begin_async_dcp(
     response = save_shards_aside(
         loop.parts.tensors(),
         checkpoint_id=path,
-        process_group=loop.parts.world.aside,
+        process_group=loop.parts.world.background_group,
         async_checkpointer_type=kind,
         async_stager=None if stager is None else stager(),
     )

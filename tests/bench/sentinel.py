@@ -75,12 +75,12 @@ class Watched:
 
     def step(self) -> None:
         cfg, parts, state = self.cfg, self.parts, self.state
-        begun_s = time.perf_counter() - parts.collectives.waited_s
+        begun_s = time.perf_counter() - parts.comm_stats.waited_s
         batch = parts.batches[state.cursor]
         probe = state.iteration % cfg.sentinel.probe_every == 0
         forward_backward(parts, batch, cfg=cfg, probe=probe)
         parts.signals.add_requests(stop=False, save=parts.checkpoints.is_due_by_clock(), command=False)
-        busy_s = time.perf_counter() - parts.collectives.waited_s - begun_s
+        busy_s = time.perf_counter() - parts.comm_stats.waited_s - begun_s
         parts.signals.add_host_facts(decision=parts.sentinel.digest, busy_s=busy_s)
         report = finish_step(parts, cfg=cfg, probe=probe)
         parts.mailbox.post(self.facts(batch, probe=probe), report)
@@ -97,7 +97,7 @@ class Watched:
             posted_s=time.perf_counter(),
             memory_bytes=memory_bytes(self.parts.world.device),
             batch=facts_to_record(batch.facts, self.parts.batches.source_names),
-            in_fp8=self.parts.products.in_fp8,
+            in_fp8=self.parts.fp8_layers.in_fp8,
         )
 
     def hear(self, *, everything: bool = False) -> None:
@@ -156,9 +156,9 @@ class Plain:
         self.state.cursor += 1
         seed = 1 / (cfg.train.batch_size * cfg.train.sequence_length)
         for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
-            with parts.products.probing(False):
+            with parts.fp8_layers.probing(False):
                 parts.model(rows.inputs, rows.targets, seed=seed, mask=mask_of(rows)).objective.backward()
-        parts.products.correct_step(torch.zeros((), device=parts.world.device))
+        parts.fp8_layers.correct_step(torch.zeros((), device=parts.world.device))
         self.update()
         if parts.world.device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -23,11 +23,10 @@ from torch.distributed.fsdp import FSDPModule
 from harness.config.errors import ConfigError
 from harness.config.precision import PrecisionKind
 from harness.core.rundir import RunDir
-from harness.distributed.fsdp import WatchedScatter
+from harness.distributed.reduce_scatter import MeasuredReduceScatter, NoCopyReduceScatter
 from harness.distributed.shards import local
-from harness.distributed.torch_private.single_rank import Unscattered
 from harness.distributed.world import connect, disconnect
-from harness.precision.mixed_precision import able_products
+from harness.precision.mixed_precision import emulate_half_matmul
 from tests.bench.clock import SETTLING_STEPS, Block, in_turns, led, order
 from tests.bench.gpu import beside, titan
 from tests.bench.gpu.__main__ import main
@@ -294,9 +293,9 @@ def test_a_peer_runs_without_the_code_of_this_harness_that_changes_torch(tmp_pat
     changing = (
         "harness.distributed.fsdp",
         "harness.distributed.torch_private.chunk_cat",
-        "harness.distributed.torch_private.single_rank",
+        "harness.distributed.torch_private.fsdp_param",
         "harness.kernels",
-        "harness.fp8",
+        "harness.precision.fp8",
         "harness.build",
     )
     assert not [name for name in contender.modules if name.startswith(changing)]
@@ -334,7 +333,7 @@ def trained(name: str, tmp_path: Path) -> list[Tensor]:
     world = connect(setting.config().parallel)
     try:
         with (
-            able_products(PrecisionKind.bf16, world.device),
+            emulate_half_matmul(PrecisionKind.bf16, world.device),
             started(name, world, setting, RunDir(tmp_path / name)) as entry,
         ):
             on, *_ = entry.sides.values()
@@ -346,7 +345,7 @@ def trained(name: str, tmp_path: Path) -> list[Tensor]:
                 if isinstance(module, FSDPModule)
             ]
             scatters = {type(group._reduce_scatter_comm) for group in groups if group is not None}
-            assert scatters == {Unscattered if name == "ours-bf16" else WatchedScatter}
+            assert scatters == {NoCopyReduceScatter if name == "ours-bf16" else MeasuredReduceScatter}
             return [local(each.detach()).clone() for each in parts.model.parameters()]
     finally:
         disconnect()

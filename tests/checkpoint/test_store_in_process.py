@@ -25,7 +25,7 @@ from harness.checkpoint.integrity import MANIFEST, Damaged, OtherVersion
 from harness.checkpoint.io_retry import IoRetry
 from harness.config.errors import ConfigError, StorageError
 from harness.core.state import RunState
-from harness.distributed.collectives import together
+from harness.distributed.collectives import gather_results
 from harness.distributed.world import World
 from tests.checkpoint.storage import failing, tree
 
@@ -295,12 +295,12 @@ def test_verified_files_are_not_read_again_when_another_rank_retries(
 
     def unlucky(work: Any, *group: Any) -> Any:
         """This rank succeeds, and another one fails."""
-        done = together(work, *group)
+        done = gather_results(work, *group)
         if left and left.pop(0):
             raise StorageError(errno.EIO, "cannot be read", "elsewhere")
         return done
 
-    monkeypatch.setattr(store, "together", unlucky)
+    monkeypatch.setattr(store, "gather_results", unlucky)
     assert first(tmp_path, world, 5, retry=IoRetry(0.01)).weight == 5
     assert (calls, left) == (["read_manifest", "verify", "read_into"], [])
 

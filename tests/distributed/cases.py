@@ -33,12 +33,12 @@ from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.distributed.collectives import all_reduce_sum
-from harness.distributed.fsdp import WatchedScatter
+from harness.distributed.reduce_scatter import MeasuredReduceScatter
 from harness.distributed.shards import local
 from harness.distributed.world import World, connect
 from harness.faults.site import intercept
 from harness.run import Run
-from harness.step import finish_step, forward_backward, loss_sums
+from harness.step import forward_backward, finish_step, loss_sums
 
 TINY = (
     "model.dim=32",
@@ -111,7 +111,7 @@ def run_in_fp8(directory: str, *overrides: str) -> list[bool | None]:
     seen: list[bool | None] = []
 
     def outfit(run: Run) -> Run:
-        note = lambda: seen.append(run.parts.products.in_fp8)  # noqa: E731
+        note = lambda: seen.append(run.parts.fp8_layers.in_fp8)  # noqa: E731
         run.parts.mailbox = intercept(run.parts.mailbox, "post", note, first=True)
         return run
 
@@ -264,7 +264,7 @@ def replica_gradients(*overrides: str) -> tuple[Pairs, Pairs]:
     def gradients(*, rounded: bool, once: bool) -> dict[str, Tensor]:
         parts = _build(cfg, world)
         if rounded:
-            scatter = WatchedScatter(parts.collectives, first=[coarsen])
+            scatter = MeasuredReduceScatter(parts.comm_stats, before_measuring=[coarsen])
             for module in parts.model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_reduce_scatter(scatter)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.distributed.collectives import all_reduce_sum, broadcast, together
+from harness.distributed.collectives import all_reduce_sum, broadcast, gather_results
 from harness.distributed.world import connect
 from tests.distributed import cases
 from tests.distributed.pool import Pool
@@ -46,10 +46,10 @@ def opened_sockets() -> tuple[int, int]:
     idle = num_sockets()
     all_reduce_sum(torch.ones(1000))
     broadcast(world.rank)
-    together(lambda: world.rank)
-    together(lambda: world.rank, world.aside)
+    gather_results(lambda: world.rank)
+    gather_results(lambda: world.rank, world.background_group)
     busy = num_sockets()
-    together(lambda: 0)  # nobody leaves before all have counted
+    gather_results(lambda: 0)  # nobody leaves before all have counted
     return idle - before, busy - before
 
 
@@ -73,7 +73,7 @@ def gives_up(flag: str) -> tuple[str, float]:
             time.sleep(0.05)
         return "", 0.0
     try:
-        together(lambda: world.rank)
+        gather_results(lambda: world.rank)
     except RuntimeError as error:
         return str(error), time.monotonic() - began_s
     finally:

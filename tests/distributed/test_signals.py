@@ -248,11 +248,11 @@ def late(guilty: int, late_s: float) -> float:
     """How long this rank stood in collectives during a step in which one rank came late."""
     parts, cfg = start()
     step(parts, cfg, 0)
-    before_s = parts.collectives.waited_s
+    before_s = parts.comm_stats.waited_s
     if parts.world.rank == guilty:
         time.sleep(late_s)
     step(parts, cfg, 1)
-    return parts.collectives.waited_s - before_s
+    return parts.comm_stats.waited_s - before_s
 
 
 def test_the_rank_that_others_wait_for_waits_least(ranks: Pool) -> None:

@@ -144,10 +144,10 @@ def test_a_compiled_model_trains_falls_back_and_returns(recipe: str, tmp_path: P
     cfg, parts = started(["parallel.compile=true", f"precision.fp8.recipe={recipe}"], tmp_path)
     assert cfg.model.num_layers == 4
     first = losses(cfg, parts, 0, 6, probe=True)
-    assert len({each.recipe for each in parts.products.maps}) == 1
-    parts.products.use_fp8(False)
+    assert len({each.recipe for each in parts.fp8_layers.maps}) == 1
+    parts.fp8_layers.use_fp8(False)
     between = losses(cfg, parts, 6, 3)
-    parts.products.use_fp8(True)
+    parts.fp8_layers.use_fp8(True)
     last = losses(cfg, parts, 9, 6)
     assert all(torch.isfinite(torch.tensor([*first, *between, *last])))
     assert last[-1] < between[-1] < first[0]

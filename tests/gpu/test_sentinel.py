@@ -271,13 +271,13 @@ def test_an_overflow_halves_the_scale_and_a_refusal_for_size_does_not(tmp_path: 
     while int(parts.update.step) < NUM_LEARNT:
         step(parts, cfg, index)
         index += 1
-    scale, clean_steps = parts.scale.scale.item(), int(parts.scale.clean_steps)
+    scale, clean_steps = parts.loss_scale.value.item(), int(parts.loss_scale.clean_steps)
     assert clean_steps > 0
     assert step(parts, cfg, index, factor=1000.0)
-    assert (parts.scale.scale.item(), int(parts.scale.clean_steps)) == (scale, clean_steps)
+    assert (parts.loss_scale.value.item(), int(parts.loss_scale.clean_steps)) == (scale, clean_steps)
     before = copies(parts)
     assert step(parts, cfg, index + 1, factor=math.inf)
-    assert (parts.scale.scale.item(), int(parts.scale.clean_steps)) == (scale / 2, 0)
+    assert (parts.loss_scale.value.item(), int(parts.loss_scale.clean_steps)) == (scale / 2, 0)
     assert sorted(different(copies(parts), before)) == ["device.clean_steps", "device.scale"]
     assert not step(parts, cfg, index + 2)
     parts.close()

@@ -14,7 +14,6 @@ from harness.model.size import (
     flops_per_token,
     num_matmul_parameters,
     num_parameters,
-    reshards,
     root_shapes,
 )
 from harness.model.transformer import Transformer
@@ -72,6 +71,6 @@ def test_1b() -> None:
 def test_weights_stay_gathered_where_they_are_a_small_part_of_the_memory() -> None:
     model = load(["model=1b"]).model
     assert num_parameters(model) == 1_263_634_432
-    assert not reshards(model, weight_bytes=2, memory_bytes=80e9)
-    assert reshards(model, weight_bytes=4, memory_bytes=40e9)
-    assert reshards(model, weight_bytes=2, memory_bytes=None), "where nobody knows"
+    assert not needs_resharding(model, weight_bytes=2, memory_bytes=80e9)
+    assert needs_resharding(model, weight_bytes=4, memory_bytes=40e9)
+    assert needs_resharding(model, weight_bytes=2, memory_bytes=None), "where nobody knows"

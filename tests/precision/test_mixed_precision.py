@@ -16,7 +16,7 @@ from harness.config.precision import PrecisionKind
 from harness.distributed.fsdp import wrap
 from harness.model.transformer import Block, rotary_tables
 from harness.precision import mixed_precision
-from harness.precision.mixed_precision import DTYPES, able_products, has_products, linear, widened
+from harness.precision.mixed_precision import DTYPES, emulate_half_matmul, fp32_matmul_mode, has_native_matmul, linear
 
 CPU = torch.device("cpu")
 
@@ -26,13 +26,13 @@ HALVES = [PrecisionKind.bf16, PrecisionKind.fp16]
 
 @pytest.fixture
 def unable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixed_precision, "has_products", lambda _: False)
+    monkeypatch.setattr(mixed_precision, "has_native_matmul", lambda _: False)
 
 
 @pytest.fixture(params=HALVES)
 def dtype(request: pytest.FixtureRequest, unable: None) -> Iterator[torch.dtype]:  # noqa: ARG001
     """Within."""
-    with able_products(request.param, CPU):
+    with emulate_half_matmul(request.param, CPU):
         yield DTYPES[request.param]
 
 
@@ -91,7 +91,7 @@ def test_what_is_computed_again_in_backward_is_the_same(dtype: torch.dtype, kind
     cfg = load(["model.dim=32", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=48"])
     plain, checkpointed = Block(cfg.model, linear=linear).to(dtype), Block(cfg.model, linear=linear).to(dtype)
     checkpointed.load_state_dict(plain.state_dict())
-    wrap(checkpointed, replace(cfg.parallel, activation_checkpointing=kind), recomputing=widened(dtype, CPU))
+    wrap(checkpointed, replace(cfg.parallel, activation_checkpointing=kind), recomputing=fp32_matmul_mode(dtype, CPU))
     hidden = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
     cos, sin = (table.float() for table in rotary_tables(cfg.model, 6))
     found = []
@@ -114,12 +114,12 @@ def test_what_is_computed_again_in_backward_is_the_same(dtype: torch.dtype, kind
 )
 def test_only_where_it_is_needed(kind: PrecisionKind, device: str, is_widened: bool) -> None:
     before = modes()
-    with able_products(kind, torch.device(device)):
+    with emulate_half_matmul(kind, torch.device(device)):
         assert len(modes()) == len(before) + is_widened
     assert modes() == before
 
 
 @pytest.mark.parametrize("kind", HALVES)
 def test_a_cpu_that_is_able_takes_its_own(kind: PrecisionKind) -> None:
-    with able_products(kind, CPU):
-        assert bool(modes()) != has_products(DTYPES[kind])
+    with emulate_half_matmul(kind, CPU):
+        assert bool(modes()) != has_native_matmul(DTYPES[kind])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.analysis.plan.activations import element_bytes
 from harness.config.schema import Config
-from harness.model.size import reshards
+from harness.model.size import needs_resharding
 
 BYTES_PER_GB = 1e9
 
@@ -14,7 +14,7 @@ def resharded(cfg: Config) -> bool:
     if cfg.parallel.reshard_after_forward is not None:
         return cfg.parallel.reshard_after_forward
     memory_gb = cfg.cluster.memory_gb
-    return reshards(
+    return needs_resharding(
         cfg.model,
         weight_bytes=element_bytes(cfg),
         memory_bytes=None if memory_gb is None else memory_gb * BYTES_PER_GB,

@@ -29,11 +29,11 @@ from harness.config.schema import Config
 from harness.core.events import StepRecord, encode
 from harness.core.rundir import RunDir, write_atomically
 from harness.core.state import RunState
-from harness.distributed.collectives import all_reduce_sum, together
+from harness.distributed.collectives import all_reduce_sum, gather_results
 from harness.distributed.shards import local
 from harness.distributed.world import World, connected
 from harness.precision.attention import fast_attention
-from harness.precision.mixed_precision import able_products
+from harness.precision.mixed_precision import emulate_half_matmul
 from harness.recovery import set_rate
 from harness.sentinel.device.step_report import HostFacts, unpack_report
 from harness.step import finish_step, forward_backward, loss_sums
@@ -92,7 +92,7 @@ def run_worker(order: Order, cfg: Config) -> int:
         fast_attention(),
         connected(cfg.parallel) as world,
         closing_parts(build(cfg, world, RunDir(order.run))) as parts,
-        able_products(cfg.precision.kind, world.device),
+        emulate_half_matmul(cfg.precision.kind, world.device),
     ):
         if order.tamper is not None:
             order.tamper(parts)
@@ -133,7 +133,7 @@ def replay(order: Order, parts: Parts, cfg: Config, world: World) -> Replayed:
         put_back(tensors, begun)
         restore(order.older, root, parts, world)
         before = standing(parts, cfg, guilty.cursor, order.older)
-    all_seen = dict(enumerate(together(lambda: seen)))
+    all_seen = dict(enumerate(gather_results(lambda: seen)))
     return Replayed(
         iteration=guilty.iteration,
         cursor=guilty.cursor,
@@ -168,7 +168,7 @@ def restore(name: str | None, root: Path, parts: Parts, world: World) -> None:
 
 def take(parts: Parts, cfg: Config, record: StepRecord) -> StepRecord:
     """A logged step once more, in the precision that it had; returns what it came to now."""
-    parts.products.use_fp8(record.in_fp8 is not False)
+    parts.fp8_layers.use_fp8(record.in_fp8 is not False)
     forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=False)
     report = finish_step(parts, cfg=cfg, probe=False)
     facts = HostFacts(
@@ -179,14 +179,14 @@ def take(parts: Parts, cfg: Config, record: StepRecord) -> StepRecord:
         posted_s=0.0,
         memory_bytes=0,
         batch={},
-        in_fp8=parts.products.in_fp8,
+        in_fp8=parts.fp8_layers.in_fp8,
     )
     return unpack_report(
         parts.signals.layout,
         facts,
         report.cpu(),
         dim=cfg.model.dim,
-        dynamic_scale=parts.scale.growth_interval is not None,
+        dynamic_scale=parts.loss_scale.growth_interval is not None,
         clip_norm=cfg.optim.clip_norm,
         replicate=parts.world.replicate,
     )

@@ -14,7 +14,7 @@ import torch
 from harness.build import Parts
 from harness.data.batch import Batch
 from harness.data.batch_view import view_batch
-from harness.distributed.collectives import together
+from harness.distributed.comm_stats import gather_results
 from harness.distributed.shards import local
 from harness.step import mask_of
 
@@ -41,7 +41,7 @@ class Sample:
 def weigh(parts: Parts, index: int) -> list[Sample]:
     """All rows of a batch, in their order; on every rank alike."""
     own = _weigh_own(parts, parts.batches[index])
-    weighed = [pair for each in together(lambda: own) for pair in each]
+    weighed = [pair for each in gather_results(lambda: own) for pair in each]
     view = view_batch(parts.batches, index, excluded=False)
     return [
         Sample(
@@ -63,11 +63,11 @@ def _weigh_own(parts: Parts, batch: Batch) -> list[tuple[float, float]]:
     pairs = []
     for row in batch.micro_batches(1):
         parts.update.adamw.zero_grad(set_to_none=True)
-        parts.collectives.take()
+        parts.comm_stats.take_square_sum()
         tokens = (row.targets >= 0).sum().clamp(min=1)
         output = parts.model(row.inputs, row.targets, seed=1.0 / tokens.to(torch.float32), mask=mask_of(row))
         output.objective.backward()
-        square = parts.collectives.take() if parts.collectives.sees_gradients else _own_square(parts)
+        square = parts.comm_stats.take_square_sum() if parts.comm_stats.measures_gradients else _own_square(parts)
         if not row.is_padding:
             pairs.append((float(output.row_losses.sum() / tokens), float(square.sqrt())))
     parts.update.adamw.zero_grad(set_to_none=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from harness.config.errors import ConfigError
 from harness.data.corpus.file_probe import ListedFile, probe, stat_file
-from harness.distributed.collectives import together
+from harness.distributed.collectives import gather_results
 from harness.distributed.world import World
 
 
@@ -26,18 +26,18 @@ class KeyedFile(NamedTuple):
 
 def agree_on_files(files: Sequence[KeyedFile], *, world: World) -> list[str]:
     """The probe of each file, the same on every rank; raises on every rank if a host differs or cannot read a file."""
-    hosts = together(socket.gethostname)
+    hosts = gather_results(socket.gethostname)
     here, first = hosts[world.rank], hosts[0]
     place = f"rank {world.rank} ({here})"
     own = [rank for rank, host in enumerate(hosts) if host == here]
     share = slice(own.index(world.rank), None, len(own))
-    found = together(lambda: [_probe(file, place) for file in files[share]] if here == first else [])
+    found = gather_results(lambda: [_probe(file, place) for file in files[share]] if here == first else [])
     reference = [""] * len(files)
     for number, rank in enumerate(rank for rank, host in enumerate(hosts) if host == first):
         reference[number :: hosts.count(first)] = found[rank]
     if len(set(hosts)) > 1:
         others = f"rank 0 ({first})"
-        together(lambda: None if here == first else _compare(files[share], reference[share], place, others))
+        gather_results(lambda: None if here == first else _compare(files[share], reference[share], place, others))
     return reference
 
 

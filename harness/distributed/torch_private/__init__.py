@@ -1,1 +1,1 @@
-"""Every private API of torch that is used, one file each, with the torch versions it was checked on."""
+"""Every private API of torch that the harness uses, one file each, with the torch versions it was checked on."""

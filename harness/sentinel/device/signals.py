@@ -23,7 +23,7 @@ from torch import Tensor
 
 from harness.core.events import TOKEN_LOSS_EDGES
 from harness.distributed.collectives import all_reduce_sum
-from harness.distributed.fsdp import Collectives
+from harness.distributed.fsdp import CommStats
 from harness.distributed.world import World
 from harness.precision.fp8.meters import SCALE_EXPONENTS, Role
 from harness.sentinel.device.local_sums import (
@@ -114,7 +114,7 @@ class Signals:
         *,
         parameters: Mapping[str, Tensor],
         world: World,
-        collectives: Collectives,
+        comm_stats: CommStats,
         own_kernels: bool = False,
     ) -> None:
         """`own_kernels`: use the Triton kernels of the harness for sums over gradients and state; CUDA only."""
@@ -122,7 +122,7 @@ class Signals:
         self._sum_squares = square_sums_in_one_launch if own_kernels else square_sums
         self._sum_state = state_sums_in_one_pass if own_kernels else state_sums
         self._world = world
-        self._collectives = collectives
+        self._comm_stats = comm_stats
         self._parameters = dict(parameters)
         groups = [layout.groups.index(group_of(name)) for name in parameters]
         self._width = max(Counter(groups).values())
@@ -165,8 +165,8 @@ class Signals:
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         assert len(gradients) == len(self._parameters), "every parameter takes part in every step"
         self._part("group_squares").add_(self._by_group(self._sum_squares(gradients)))
-        if self._collectives.sees_gradients:
-            self._set_slot("grad_square", self._collectives.take())
+        if self._comm_stats.measures_gradients:
+            self._set_slot("grad_square", self._comm_stats.take_square_sum())
         elif self._world.size == 1:
             self._set_slot("grad_square", self._part("group_squares").sum())
 
@@ -208,7 +208,7 @@ class Signals:
                 self.layout.scalar(self.vector, name).fill_(1.0)
 
     def add_host_facts(self, *, decision: int, busy_s: float, device_s: float = 0.0, step_s: float = 0.0) -> None:
-        """Add this rank's digest of decisions and branches, its host seconds outside collectives, the device seconds of
+        """Add this rank's digest of decisions and branches, its host seconds outside comm_stats, the device seconds of
         the loss head of an earlier step, and the duration of the last timed step."""
         assert 0 <= decision < 2**DIGEST_BITS, "float32 cannot hold this digest exactly"
         self._own("decision").fill_(decision)
@@ -231,7 +231,7 @@ class Signals:
         """All-reduce the vector (the only collective of the sentinel per step), return it, and start a new one."""
         tokens = self.layout.scalar(self.vector, "tokens")
         self._set_slot("loss", self.layout.scalar(self.vector, "loss") / tokens.clamp(min=1))
-        with self._collectives.waiting():
+        with self._comm_stats.timed():
             reduced = all_reduce_sum(self.vector)
         self.clear()
         return reduced

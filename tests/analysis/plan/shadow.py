@@ -31,12 +31,12 @@ from torch.utils._pytree import tree_leaves
 from harness.analysis.plan.resharding import resharded
 from harness.config.compose import load
 from harness.config.schema import Config
-from harness.distributed.fsdp import reduce_replicas, shard
+from harness.distributed.fsdp import set_replica_all_reduce, shard
 from harness.distributed.shards import local
 from harness.distributed.world import World
 from harness.model.transformer import Transformer
-from harness.precision.fp8.layers import lower
-from harness.precision.mixed_precision import linear, policy
+from harness.precision.fp8.layers import convert_to_fp8
+from harness.precision.mixed_precision import linear, mixed_precision_policy
 
 COLLECTIVES = {
     "_allgather_base_": "all_gather",
@@ -162,7 +162,7 @@ def alone_among(world_size: int, *, replicate: int) -> Iterator[World]:
             mesh=mesh,
             replicate=replicate,
             host_mesh=mesh,
-            aside=group,
+            background_group=group,
         )
     finally:
         dist.destroy_process_group()
@@ -172,7 +172,7 @@ def shadow(cfg: Config, *, world_size: int) -> Shadow:
     """Two micro-batches of a step of `cfg` on the first of `world_size` ranks."""
     with torch.device("meta"):
         model = Transformer(cfg.model, sequence_length=cfg.train.sequence_length, linear=linear)
-        lower(model.blocks, cfg.precision)
+        convert_to_fp8(model.blocks, cfg.precision)
     counting = Counting()
     micro = cfg.train.micro_batch_size or cfg.train.batch_size // world_size
     with (
@@ -181,10 +181,12 @@ def shadow(cfg: Config, *, world_size: int) -> Shadow:
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         parallel = replace(cfg.parallel, reshard_after_forward=resharded(cfg))
-        watched = shard(model, model.blocks, world=world, cfg=parallel, precision=policy(cfg.precision.kind))
+        watched = shard(
+            model, model.blocks, world=world, cfg=parallel, precision=mixed_precision_policy(cfg.precision.kind)
+        )
         model.to_empty(device="cpu")
         with counting, counting.resizes():
-            for small in (watched.squares, *model.buffers()):
+            for small in (watched.square_sum, *model.buffers()):
                 counting.see(small)
             besides = counting.total
             for parameter in model.parameters():
@@ -192,7 +194,7 @@ def shadow(cfg: Config, *, world_size: int) -> Shadow:
             weights = counting.total - besides
             for is_last in (False, True):
                 if cfg.parallel.replicate > 1:
-                    reduce_replicas(model, now=is_last)
+                    set_replica_all_reduce(model, enabled=is_last)
                 counting.calls.clear()
                 before = counting.total
                 tokens = torch.zeros(micro, cfg.train.sequence_length, dtype=torch.int64)

@@ -20,7 +20,7 @@ from harness.config.schema import Config
 from harness.distributed.fsdp import wrap
 from harness.model.transformer import Block, document_mask, rotary_tables
 from harness.precision import fused_qkv
-from harness.precision.fp8.layers import lower
+from harness.precision.fp8.layers import convert_to_fp8
 from harness.precision.mixed_precision import DTYPES, linear
 from tests.analysis.plan.shadow import fused_norms
 
@@ -61,7 +61,7 @@ def kept_by(block: Block, cfg: Config) -> int:
 
 def block_of(cfg: Config) -> Block:
     block = Block(cfg.model, linear=linear).to(DTYPES[PrecisionKind(cfg.precision.kind)])
-    lower([block], cfg.precision)
+    convert_to_fp8([block], cfg.precision)
     return block
 
 

@@ -31,7 +31,7 @@ from harness.config.precision import PrecisionKind
 from harness.core.rundir import RunDir
 from harness.distributed.world import World, connect, disconnect
 from harness.precision.attention import fast_attention
-from harness.precision.mixed_precision import able_products
+from harness.precision.mixed_precision import emulate_half_matmul
 from tests.bench.clock import WARMUP_STEPS, heat, matmul_flops_per_s, timed
 from tests.bench.gpu.rows import ROWS, Entry, started
 from tests.bench.gpu.setting import REFILL_STEPS, Setting
@@ -71,7 +71,7 @@ def entered(spec: Spec) -> Iterator[tuple[Entry, World]]:
     try:
         with (
             nullcontext() if row.is_as_shipped else fast_attention(),
-            able_products(PrecisionKind.bf16, world.device),
+            emulate_half_matmul(PrecisionKind.bf16, world.device),
             torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
             started(spec.row, world, spec.setting, RunDir(Path(spec.root))) as entry,
         ):

@@ -59,11 +59,11 @@ def without_shortcuts(device: torch.device) -> Iterator[None]:
     Only FSDP's division of gradients stays left out: with several ranks it is part of the reduction.
     """
 
-    def watched_scatter() -> fsdp.WatchedScatter:
-        squares = torch.zeros((), device=device)
-        return fsdp.WatchedScatter(fsdp.Collectives(squares, sees_gradients=True, is_sharded=False))
+    def measured_reduce_scatter() -> fsdp.MeasuredReduceScatter:
+        square_sum = torch.zeros((), device=device)
+        return fsdp.MeasuredReduceScatter(fsdp.CommStats(square_sum, measures_gradients=True, is_sharded=False))
 
-    replacements: dict[str, Any] = {"gather_in_one_pass": lambda _: None, "Unscattered": watched_scatter}
+    replacements: dict[str, Any] = {"cast_on_copy": lambda _: None, "NoCopyReduceScatter": measured_reduce_scatter}
     kept = {name: getattr(fsdp, name) for name in replacements}
     try:
         for name, replacement in replacements.items():

@@ -40,7 +40,7 @@ def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
     return finite.float()[chosen].view_as(values)
 
 
-def widened(side: Side, *, is_square: bool) -> Tensor:
+def fp32_matmul_mode(side: Side, *, is_square: bool) -> Tensor:
     """What the numbers of a side stand for, one block at a time."""
     wide = side.numbers.double()
     height = BLOCK if is_square else 1
@@ -153,7 +153,7 @@ def test_products_are_those_of_the_rounded_numbers(blocks: Blocks) -> None:
         is_square = blocks is Blocks.squares
         left = EMULATED.round_blocks(values, dtype=FORWARD, both=False, square=False).by_rows
         right = EMULATED.round_blocks(others, dtype=FORWARD, both=False, square=is_square).by_rows
-        exact = widened(left, is_square=False) @ widened(right, is_square=is_square).T
+        exact = fp32_matmul_mode(left, is_square=False) @ fp32_matmul_mode(right, is_square=is_square).T
     product = EMULATED.multiply(left, right, out=None, blocks=blocks, exact=False)
     assert product.dtype is torch.bfloat16
     torch.testing.assert_close(product.double(), exact, rtol=BF16_ERROR, atol=1e-4)

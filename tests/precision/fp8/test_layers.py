@@ -9,7 +9,7 @@ from torch import Tensor
 from harness.config.compose import load
 from harness.config.precision import Fp8Recipe
 from harness.model.transformer import Transformer
-from harness.precision.fp8.layers import PRIMED_STEPS, Products, lower
+from harness.precision.fp8.layers import PRIMED_STEPS, Products
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch
 from harness.precision.fp8.meters import METER, SCALE_EXPONENTS, Column, Role
 from harness.precision.mixed_precision import linear
@@ -84,7 +84,7 @@ def test_the_maps_that_were_asked_for_are_replaced(overrides: list[str], blocks:
     with torch.device("meta"):
         model = Transformer(cfg.model, sequence_length=16, linear=linear)
         before = {name: (id(parameter), parameter.shape) for name, parameter in model.named_parameters()}
-        products = lower(model.blocks, cfg.precision)
+        products = convert_to_fp8(model.blocks, cfg.precision)
     names = [name for name, module in model.named_modules() if isinstance(module, Fp8Linear)]
     assert names == [f"blocks.{block}.{part}" for block in blocks for part in parts.split()]
     assert products.groups == [name[: len("blocks.0")] for name in names]
@@ -98,7 +98,7 @@ def test_another_precision_has_none(precision: str) -> None:
     cfg = load([f"precision={precision}"])
     with torch.device("meta"):
         model = Transformer(cfg.model, sequence_length=16, linear=linear)
-        products = lower(model.blocks, cfg.precision)
+        products = convert_to_fp8(model.blocks, cfg.precision)
     assert not any(isinstance(module, Fp8Linear) for module in model.modules())
     assert (products.in_fp8, products.can_fall_back) == (None, False)
     products.use_fp8(False)
@@ -237,7 +237,7 @@ def test_maps_that_read_the_same_remember_the_same_of_it() -> None:
     cfg = load(["model=tiny", "precision=fp8_emulated", "precision.fp8.recipe=delayed", "model.num_layers=2"])
     with torch.device("meta"):
         model = Transformer(cfg.model, sequence_length=16, linear=linear)
-        products = lower(model.blocks, cfg.precision)
+        products = convert_to_fp8(model.blocks, cfg.precision)
     assert products.readers == [0, 0, 0, 3, 4, 4, 6, 7, 7, 7, 10, 11, 11, 13]
     products.materialize(torch.device("cpu"), ["blocks.0", "blocks.1"])
     products.table[:, Role.activations, Column.largest] = torch.arange(1.0, 15.0)
@@ -263,7 +263,7 @@ def test_what_a_compiled_graph_must_not_copy_begins_at_a_multiple_of_16_bytes() 
     cfg = load(["model=tiny", "precision=fp8_emulated", "model.num_layers=2"])
     with torch.device("meta"):
         model = Transformer(cfg.model, sequence_length=16, linear=linear)
-        products = lower(model.blocks, cfg.precision)
+        products = convert_to_fp8(model.blocks, cfg.precision)
     products.materialize(torch.device("cpu"), ["blocks.0", "blocks.1"])
     places = [each.get_buffer(name).data_ptr() for each in products.maps for name in ("meter", "remembered")]
     assert not any(place % 16 for place in places)

@@ -14,7 +14,7 @@ from harness.config.compose import load
 from harness.config.precision import Fp8Recipe
 from harness.model.transformer import Transformer
 from harness.precision.fp8.formats import FORWARD, GRADIENT, LIMITS
-from harness.precision.fp8.layers import Products, lower
+from harness.precision.fp8.layers import convert_to_fp8
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch, project
 from harness.precision.fp8.meters import Column, Role, dtype_of, probing
 from harness.precision.mixed_precision import linear
@@ -189,7 +189,7 @@ def make_model(*overrides: str) -> tuple[Transformer, Products]:
     )
     torch.manual_seed(0)
     model = Transformer(cfg.model, sequence_length=16, linear=linear).to(torch.bfloat16)
-    products = lower(model.blocks, cfg.precision)
+    products = convert_to_fp8(model.blocks, cfg.precision)
     products.materialize(torch.device("cpu"), [f"blocks.{number}" for number in range(2)])
     return model, products
 

@@ -23,7 +23,7 @@ from harness.distributed.world import connect, disconnect
 from harness.precision.fp8.layers import PRIMED_STEPS
 from harness.precision.fp8.meters import Column, Role
 from harness.recovery import recover
-from harness.step import finish_step, forward_backward
+from harness.step import forward_backward, finish_step
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
@@ -109,11 +109,11 @@ def test_activations_that_are_computed_again_give_the_same_gradients(recipe: str
         found = [local(each.grad).clone() for each in parts.update.parameters.values() if each.grad is not None]
         expected = expected or found
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-        nonzeros = parts.products.table[..., Column.nonzeros]
-        sizes = [each.weight.numel() for each in parts.products.maps]
+        nonzeros = parts.fp8_layers.table[..., Column.nonzeros]
+        sizes = [each.weight.numel() for each in parts.fp8_layers.maps]
         assert nonzeros[:, Role.weights].tolist() == [times * size for size in sizes]
         finish_step(parts, cfg=cfg, probe=True)
-        assert not parts.products.table[..., : Column.guess].any(), "each probed step counts from the beginning"
+        assert not parts.fp8_layers.table[..., : Column.guess].any(), "each probed step counts from the beginning"
         parts.close()
         disconnect()
 
@@ -125,12 +125,12 @@ def test_scales_of_weights_that_were_left_behind_are_forgotten(tmp_path: Path) -
     for index in range(2):
         forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
         finish_step(parts, cfg=cfg, probe=False)
-    assert (parts.products.primed_steps, bool(parts.products.history.any())) == (PRIMED_STEPS - 2, True)
+    assert (parts.fp8_layers.primed_steps, bool(parts.fp8_layers.history.any())) == (PRIMED_STEPS - 2, True)
     action = Action(time=0.0, iteration=2, kind=ActionKind.rewind, step=2, incident=1, reason="a test", onset=2)
     assert not recover(action, parts, state, root=tmp_path).succeeded, "there is nothing to go back to yet"
-    assert (parts.products.primed_steps, bool(parts.products.history.any())) == (PRIMED_STEPS - 2, True)
+    assert (parts.fp8_layers.primed_steps, bool(parts.fp8_layers.history.any())) == (PRIMED_STEPS - 2, True)
     parts.ring.take_snapshot(state).complete(step=0, refused_in_row=0)
     parts.ring.trust(1)
     assert recover(action, parts, state, root=tmp_path).succeeded
-    assert (parts.products.primed_steps, bool(parts.products.history.any())) == (PRIMED_STEPS, False)
+    assert (parts.fp8_layers.primed_steps, bool(parts.fp8_layers.history.any())) == (PRIMED_STEPS, False)
     parts.close()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness.config.compose import load
 from harness.core.events import TOKEN_LOSS_EDGES
-from harness.distributed.fsdp import Collectives
+from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World, connect, disconnect
 from harness.model.loss import IGNORED, count_losses
 from harness.sentinel.device import local_sums as module
@@ -37,8 +37,8 @@ def make_parameters() -> dict[str, nn.Parameter]:
 
 
 def make_signals(parameters: dict[str, nn.Parameter], world: World) -> Signals:
-    collectives = Collectives(torch.zeros(()), sees_gradients=False)
-    return Signals(LAYOUT, parameters=parameters, world=world, collectives=collectives)
+    comm_stats = CommStats(torch.zeros(()), measures_gradients=False)
+    return Signals(LAYOUT, parameters=parameters, world=world, comm_stats=comm_stats)
 
 
 def trained(parameters: dict[str, nn.Parameter], num_steps: int) -> tuple[dict[str, dict[str, Tensor]], Tensor]:

@@ -1,0 +1,125 @@
+"""FSDP2's collectives with measurements: each rank's gradient norm before the reduction, and the time spent waiting.
+
+Why: a bad gradient is attributed to its rank before the reduce-scatter; after it, all ranks have the same sum. A rank
+that never waits in a collective is the one that the others wait for.
+How: torch's own collectives, subclassed (`torch_private.fsdp_collectives`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.distributed.torch_private.fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+
+@final
+@dataclass(slots=True)
+class CommStats:
+    """This rank's gradient norm before the reduction, and its time in collectives."""
+
+    square_sum: Tensor
+    """Sum of squares of this rank's gradients before the reduction, since it was last taken; on the device."""
+    measures_gradients: bool
+    """Whether gradients are measured before they are reduced: true if world_size is more than 1."""
+    is_sharded: bool = True
+    """Whether the shard axis is longer than 1: only then does FSDP2 call the reduce-scatter."""
+    waited_s: float = 0.0
+    """Host seconds in collectives since the start. Over gloo the host waits there for other ranks; on CUDA it only
+    launches. The all-reduce between replicas is FSDP2's own and not counted."""
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the duration of the block to `waited_s`."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_s += time.perf_counter() - began_s
+
+    def take_square_sum(self) -> Tensor:
+        """Return the sum of squares over all micro-batches since the last call, and reset it.
+
+        No extra stream sync is needed: the end of the backward pass made the current stream wait for all reductions,
+        and the next reductions wait for the current stream.
+        """
+        taken = self.square_sum.clone()
+        self.square_sum.zero_()
+        return taken
+
+
+@final
+class TimedAllGather(DefaultAllGather):
+    """FSDP2's all-gather, with its host time added to the stats."""
+
+    def __init__(self, stats: CommStats) -> None:
+        self._stats = stats
+
+    def __call__(self, *inputs: Any, **options: Any) -> dist.Work | None:
+        with self._stats.timed():
+            return super().__call__(*inputs, **options)
+
+
+@final
+class MeasuredReduceScatter(DefaultReduceScatter):
+    """FSDP2's reduce-scatter, with the norm of its input added to the stats.
+
+    FSDP2 calls `allocate` twice in a reduction: for the input, and, on the reduce-scatter stream, for the output when
+    the input is filled. It calls the object itself only if there are several shards. If the shard axis has size 1, the
+    second `allocate` is the last place where a gradient can be measured before the all-reduce between replicas.
+    """
+
+    def __init__(self, stats: CommStats, *, before_measuring: Sequence[Callable[[Tensor], None]] = ()) -> None:
+        """`before_measuring`: functions that modify each gradient in place; only fault injection passes any."""
+        self._stats = stats
+        self._before_measuring = before_measuring
+        self._filled: Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        allocated = super().allocate(size, dtype=dtype, device=device)
+        if not self._stats.is_sharded:
+            filled, self._filled = self._filled, allocated if self._filled is None else None
+            if filled is not None:
+                self._measure(filled)
+        return allocated
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *inputs: Any, **options: Any) -> dist.Work:
+        self._measure(input_tensor)
+        with self._stats.timed():
+            return super().__call__(output_tensor, input_tensor, *inputs, **options)
+
+    def _measure(self, gradient: Tensor) -> None:
+        """Runs on the reduce-scatter stream, so the additions have a fixed order."""
+        for modify in self._before_measuring:
+            modify(gradient)
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        self._stats.square_sum.addcmul_(norm, norm)
+
+
+@final
+class NoCopyReduceScatter(DefaultReduceScatter):
+    """Skips FSDP2's copy of the gradients when world_size is 1: the output of a reduction is its input.
+
+    FSDP2 calls `allocate` twice in a reduction: for the input, then for the output. Not for replicas: their gradients
+    are read on another stream, for which the memory would have to be recorded as well.
+    """
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        reduce_input, self._input = self._input, None
+        if reduce_input is None:
+            self._input = super().allocate(size, dtype=dtype, device=device)
+            return self._input
+        assert (tuple(reduce_input.shape), reduce_input.dtype) == (tuple(size), dtype), "output differs from input"
+        if reduce_input.is_cuda:  # the reduce-scatter stream still reads it when micro-batches are accumulated
+            reduce_input.record_stream(torch.cuda.current_stream(device))
+        return reduce_input
