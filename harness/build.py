@@ -39,7 +39,7 @@ from harness.planned_changes import PlannedChanges
 from harness.precision.fp8.engine import require_engine
 from harness.precision.fp8.layers import Fp8Layers, convert_to_fp8
 from harness.precision.loss_scale import LossScale, build_loss_scale
-from harness.precision.mixed_precision import DTYPES, linear, mixed_precision_policy
+from harness.precision.mixed_precision import DTYPES, linear, fsdp_policy
 from harness.run_corpus import recorded_data
 from harness.sentinel.device.gate import Gate
 from harness.sentinel.device.mailbox import Mailbox
@@ -107,7 +107,7 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         )
         fp8_layers = convert_to_fp8(model.blocks, cfg.precision)
     parallel = resolve_resharding(cfg)
-    comm_stats = shard(model, model.blocks, world=world, cfg=parallel, precision=mixed_precision_policy(cfg.precision.kind))
+    comm_stats = shard(model, model.blocks, world=world, cfg=parallel, precision=fsdp_policy(cfg.precision.kind))
     model.to_empty(device=world.device)
     initialize(model, cfg.model, seed=cfg.run.seed)
 

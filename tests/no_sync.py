@@ -71,8 +71,8 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     torch.ops.harness.fp8_backward.default: custom_ops.backward,
     torch.ops.harness.swiglu_forward.default: swiglu.forward,
     torch.ops.harness.swiglu_backward.default: swiglu.backward,
-    torch.ops.harness.project_rotated.default: fused_qkv.forward,
-    torch.ops.harness.project_rotated_backward.default: fused_qkv.backward,
+    torch.ops.harness.qkv_rope.default: fused_qkv.forward,
+    torch.ops.harness.qkv_rope_backward.default: fused_qkv.backward,
 }
 """Operators of this repository and the functions that compute them. The dispatcher would run a kernel without the modes
 that saw its operator, so the guard calls the function itself."""

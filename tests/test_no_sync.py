@@ -24,7 +24,7 @@ from harness.core.rundir import RunDir
 from harness.distributed.reduce_scatter import MeasuredReduceScatter
 from harness.distributed.world import rank_from_environment
 from harness.faults.site import intercept
-from harness.precision.fp8.emulation import Emulated
+from harness.precision.fp8.emulation import EmulatedEngine
 from harness.run import Ending, Run
 from tests.distributed import cases
 from tests.distributed.cases import tiny
@@ -136,13 +136,13 @@ def in_recomputation(run: Run) -> None:
 
 def in_fp8_kernel(_run: Run) -> None:
     """Needs fp8: inside the operators, which the dispatcher calls without modes."""
-    multiply = Emulated.multiply
+    gemm = EmulatedEngine.gemm
 
-    def planted(engine: Emulated, left: Any, right: Any, **options: Any) -> Tensor:
-        plant_all(left.inverse)
-        return multiply(engine, left, right, **options)
+    def planted(engine: EmulatedEngine, left: Any, right: Any, **options: Any) -> Tensor:
+        plant_all(left.scale_inv)
+        return gemm(engine, left, right, **options)
 
-    Emulated.multiply = planted  # type: ignore[assignment,method-assign]
+    EmulatedEngine.gemm = planted  # type: ignore[assignment,method-assign]
 
 
 def in_reduce_scatter(run: Run) -> None:
@@ -191,7 +191,7 @@ def guarded_run(directory: str, site: Callable[[Run], None] | None, *overrides: 
             message = str(error)
         return ending
 
-    with patch.object(train, "train", guarded), patch.object(Emulated, "multiply", Emulated.multiply):
+    with patch.object(train, "train", guarded), patch.object(EmulatedEngine, "gemm", EmulatedEngine.gemm):
         assert train.run_worker(cfg) == 0
     return sorted(reached), message
 

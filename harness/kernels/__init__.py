@@ -1,1 +1,1 @@
-"""Passes over a rank's own tensors for which torch has no kernel as fast as memory, in Triton, on CUDA alone."""
+"""Triton kernels (CUDA only) for memory-bound passes in which torch's kernels stay below memory bandwidth."""

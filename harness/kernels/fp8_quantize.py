@@ -1,10 +1,9 @@
-"""Rounding to fp8, by rows and transposed in one pass, by the scale that fits; and what became zero in it.
+"""Quantization to fp8 by rows and transposed in one pass, by the scale that fits the amax; and underflow counts.
 
-How: a program takes a tile, and leaves the tile's largest number in a place of its own: where all raised one number,
-they stood in a queue for it. A matrix is rounded by a guess, most often the scale of the last step, and then the one
-that fits is known. As scales are powers of two, that is the guess most of the time; if it is not, the matrix is rounded
-again. Nobody waits to hear which: the second pass is always launched, and mostly does nothing. What comes out is the
-same, whatever the guess was.
+How: a program quantizes one tile and stores the tile's amax in its own place, since atomic updates of one place would
+serialize. A matrix is quantized by the last step's scale; then the amax is known, and with it the scale that fits.
+Scales are powers of two, so it is mostly the same. If not, a second pass quantizes again. The host does not wait to
+know: the second pass is always launched, and mostly does nothing. The result does not depend on the last scale.
 """
 
 from __future__ import annotations
@@ -18,201 +17,203 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-"""Numbers of a row that one program looks at."""
+"""Values of a row per program, where underflow is counted."""
 TILE_ROWS, TILE_COLUMNS = tl.constexpr(64), tl.constexpr(64)
-"""Of a matrix that is written both ways."""
+"""Tile of a matrix that is written in both layouts."""
 NUM_WARPS = 8
-"""That share such a tile; with four the gradients of SwiGLU take a third longer."""
-NUM_AGAIN = 1024
-"""Programs of the second pass, at most, which share all tiles."""
-LARGEST_BLOCK, LARGEST_WARPS = 4096, 16
-"""Tiles whose largest numbers are compared at once, and the warps that do."""
-LARGEST_SCALE = 2.0**100
-"""As everywhere (`harness.precision.fp8.meters`)."""
+"""Warps per tile; with 4, the gradients of SwiGLU take a third longer."""
+MAX_REQUANTIZE_PROGRAMS = 1024
+"""The second pass has at most this many programs, which share all tiles."""
+AMAX_BLOCK, AMAX_WARPS = 4096, 16
+"""Tiles whose amax is reduced per iteration, and the warps that do it."""
+MAX_SCALE = 2.0**100
+"""The same as in `harness.precision.fp8.meters`."""
 
 
-class Matrix(NamedTuple):
-    """In fp8."""
+class QuantizedTiles(NamedTuple):
+    """A matrix in fp8, with the amax of each tile."""
 
     rows: Tensor
     columns: Tensor
-    """Transposed."""
-    largest: Tensor
-    """The largest absolute value of each tile, before it was rounded."""
-    inverse: Tensor
-    """One over its scale [1]."""
+    """The transpose."""
+    amax: Tensor
+    """The amax of each tile before quantization."""
+    scale_inv: Tensor
+    """1 / scale [1]."""
 
     @property
-    def sides(self) -> tuple[Tensor, Tensor]:
-        """As plain bytes, which every version of Triton takes."""
+    def layouts(self) -> tuple[Tensor, Tensor]:
+        """Rows and columns as bytes, which every version of Triton accepts."""
         return self.rows.view(torch.uint8), self.columns.view(torch.uint8)
 
 
-def round_matrix(values: Tensor, guess: Tensor, *, dtype: torch.dtype, step: int) -> Matrix:
-    """By the scale that fits, which `guess` becomes: a power of two whose exponent is a multiple of `step`."""
-    made = room_for(values, dtype)
-    tensors, rest = (values, *made.sides, guess), (*values.shape, name_of(dtype), limit_of(dtype))
-    _round_matrix[made.largest.shape](*tensors, made.largest, None, *rest, num_warps=NUM_WARPS, num_stages=1)
-    again = fit([made], [guess], dtype, step)
-    _round_matrix[programs_again(made)](*tensors, None, again, *rest, num_warps=NUM_WARPS, num_stages=1)
-    return made
+def quantize_matrix(values: Tensor, last_scale: Tensor, *, dtype: torch.dtype, step: int) -> QuantizedTiles:
+    """Quantize by the scale that fits the amax, and write it into `last_scale`.
+
+    It is a power of two whose exponent is a multiple of `step`.
+    """
+    tiles = empty_tiles(values, dtype)
+    tensors, rest = (values, *tiles.layouts, last_scale), (*values.shape, triton_dtype(dtype), max_value(dtype))
+    _quantize_matrix[tiles.amax.shape](*tensors, tiles.amax, None, *rest, num_warps=NUM_WARPS, num_stages=1)
+    requantize = fit_scales([tiles], [last_scale], dtype, step)
+    _quantize_matrix[requantize_grid(tiles)](*tensors, None, requantize, *rest, num_warps=NUM_WARPS, num_stages=1)
+    return tiles
 
 
-def raise_to_largest(place: Tensor, made: Matrix) -> None:
-    """Raise a number to the largest absolute value of a matrix."""
-    tiles = made.largest
-    _raise_to_largest[(1,)](tiles, place, len(tiles), LARGEST_BLOCK, num_warps=LARGEST_WARPS)
+def update_amax(place: Tensor, tiles: QuantizedTiles) -> None:
+    """Raise the amax in `place` to that of a matrix."""
+    _update_amax[(1,)](tiles.amax, place, len(tiles.amax), AMAX_BLOCK, num_warps=AMAX_WARPS)
 
 
-def fit(every: Sequence[Matrix], scales: Sequence[Tensor], dtype: torch.dtype, step: int) -> Tensor:
-    """Make each scale the one that fits, and its inverse with it; and say which was another before."""
-    again = torch.empty(len(every), dtype=torch.int32, device=every[0].rows.device)
-    for made, scale, is_wrong in zip(every, scales, again, strict=True):
-        bounds = len(made.largest), limit_of(dtype), LARGEST_SCALE, step
-        places = scale, made.inverse, is_wrong
-        _fit_scale[(1,)](made.largest, *places, *bounds, LARGEST_BLOCK, num_warps=LARGEST_WARPS)
-    return again
+def fit_scales(matrices: Sequence[QuantizedTiles], scales: Sequence[Tensor], dtype: torch.dtype, step: int) -> Tensor:
+    """Set each scale, and its inverse, to the one that fits the amax; return 1 for each that was different before."""
+    requantize = torch.empty(len(matrices), dtype=torch.int32, device=matrices[0].rows.device)
+    for tiles, scale, is_stale in zip(matrices, scales, requantize, strict=True):
+        bounds = len(tiles.amax), max_value(dtype), MAX_SCALE, step
+        places = scale, tiles.scale_inv, is_stale
+        _fit_scale[(1,)](tiles.amax, *places, *bounds, AMAX_BLOCK, num_warps=AMAX_WARPS)
+    return requantize
 
 
-def room_for(matrix: Tensor, dtype: torch.dtype) -> Matrix:
+def empty_tiles(matrix: Tensor, dtype: torch.dtype) -> QuantizedTiles:
+    """Uninitialized output for a matrix."""
     height, width = matrix.shape
     rows, columns = (
         torch.empty(shape, dtype=dtype, device=matrix.device) for shape in ((height, width), (width, height))
     )
     num_tiles = triton.cdiv(width, TILE_COLUMNS.value) * triton.cdiv(height, TILE_ROWS.value)
-    largest, inverse = (torch.empty(count, dtype=torch.float32, device=matrix.device) for count in (num_tiles, 1))
-    return Matrix(rows, columns, largest, inverse)
+    amax, scale_inv = (torch.empty(count, dtype=torch.float32, device=matrix.device) for count in (num_tiles, 1))
+    return QuantizedTiles(rows, columns, amax, scale_inv)
 
 
-def name_of(dtype: torch.dtype) -> tl.dtype:
+def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return tl.float8e4nv if dtype is torch.float8_e4m3fn else tl.float8e5
 
 
-def limit_of(dtype: torch.dtype) -> float:
+def max_value(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
 
 
-def programs_again(made: Matrix) -> tuple[int]:
-    """Of the second pass."""
-    return (min(NUM_AGAIN, len(made.largest)),)
+def requantize_grid(tiles: QuantizedTiles) -> tuple[int]:
+    """The grid of the second pass."""
+    return (min(MAX_REQUANTIZE_PROGRAMS, len(tiles.amax)),)
 
 
-def note_rounded(before: Tensor, after: Tensor, scale: Tensor, row: Tensor, *, every: int) -> None:
-    """Add to a row of a meter what rounding made of the rows of a matrix; `after`: fp8 as plain bytes.
+def count_underflow(before: Tensor, after: Tensor, scale: Tensor, row: Tensor, *, every: int) -> None:
+    """Add the underflow and nonzero counts of sampled rows to a meter's row; `after`: fp8 as bytes.
 
-    Of both the columns lie side by side. The meter's row has the columns of `harness.precision.fp8.meters.Column`, by
-    number.
+    Both matrices have contiguous columns. The meter's row has the columns of `harness.precision.fp8.meters.Column`.
     """
     height, width = before.shape
     grid = (height, triton.cdiv(width, BLOCK))
-    _note_rounded[grid](before, after, scale, row, width, before.stride(0), after.stride(0), every, BLOCK)
+    _count_underflow[grid](before, after, scale, row, width, before.stride(0), after.stride(0), every, BLOCK)
 
 
 @triton.jit
-def _note_rounded(before, after, scale, row, width, before_stride, after_stride, every, block: tl.constexpr):
+def _count_underflow(before, after, scale, row, width, before_stride, after_stride, every, block: tl.constexpr):
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < width
     line = tl.program_id(0).to(tl.int64)
     values = tl.load(before + line * before_stride + at, mask=inside, other=0.0)
-    numbers = tl.load(after + line * after_stride + at, mask=inside, other=0)
-    add_to_meter(row, values, (numbers & 0x7F) == 0, scale, every)
+    quantized = tl.load(after + line * after_stride + at, mask=inside, other=0)
+    add_to_meter(row, values, (quantized & 0x7F) == 0, scale, every)
 
 
 @triton.jit
-def add_to_meter(row, values, became_zero, scale, every):
-    """What rounding made of a piece of a row, where each number stands for as many as `every` says: a power of two, so
-    that sums are exact, whoever adds first."""
-    is_number = values != 0
-    tl.atomic_add(row + 2, (tl.sum((is_number & became_zero).to(tl.int32)) * every).to(tl.float32))
-    tl.atomic_add(row + 3, (tl.sum(is_number.to(tl.int32)) * every).to(tl.float32))
+def add_to_meter(row, values, is_zero, scale, every):
+    """Add the counts of a piece of a row, where each value stands for `every`: a power of two, so that the atomic sums
+    are exact in any order."""
+    is_nonzero = values != 0
+    tl.atomic_add(row + 2, (tl.sum((is_nonzero & is_zero).to(tl.int32)) * every).to(tl.float32))
+    tl.atomic_add(row + 3, (tl.sum(is_nonzero.to(tl.int32)) * every).to(tl.float32))
     if tl.program_id(0) + tl.program_id(1) == 0:
-        known, now = tl.load(row + 1), tl.load(scale)
-        tl.store(row + 1, tl.where(known > 0, tl.minimum(known, now), now))
+        recorded, current = tl.load(row + 1), tl.load(scale)
+        tl.store(row + 1, tl.where(recorded > 0, tl.minimum(recorded, current), current))
 
 
 @triton.jit
-def _round_matrix(
-    values, rows, columns, scale, largest, again, height, width, dtype: tl.constexpr, limit: tl.constexpr
+def _quantize_matrix(
+    values, rows, columns, scale, amax, requantize, height, width, dtype: tl.constexpr, limit: tl.constexpr
 ):
-    if again is None:
-        _round_tile(tl.program_id(0), values, rows, columns, scale, largest, height, width, dtype, limit)
+    if requantize is None:
+        _quantize_tile(tl.program_id(0), values, rows, columns, scale, amax, height, width, dtype, limit)
     else:
-        for number in range(tl.program_id(0), num_tiles_again(again, height, width), tl.num_programs(0)):
-            _round_tile(number, values, rows, columns, scale, None, height, width, dtype, limit)
+        for number in range(tl.program_id(0), num_tiles_to_requantize(requantize, height, width), tl.num_programs(0)):
+            _quantize_tile(number, values, rows, columns, scale, None, height, width, dtype, limit)
 
 
 @triton.jit
-def _round_tile(number, values, rows, columns, scale, largest, height, width, dtype: tl.constexpr, limit: tl.constexpr):
+def _quantize_tile(number, values, rows, columns, scale, amax, height, width, dtype: tl.constexpr, limit: tl.constexpr):
     at, inside = tile_at(number, height, width)
     tile = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
-    write_rounded(number, tile, rows, columns, scale, largest, height, width, dtype, limit)
+    write_quantized(number, tile, rows, columns, scale, amax, height, width, dtype, limit)
 
 
 @triton.jit
-def num_tiles_again(again, height, width):
-    """Of the second pass: all where the guess was wrong, else none."""
-    return tl.where(tl.load(again) != 0, tl.cdiv(width, TILE_COLUMNS) * tl.cdiv(height, TILE_ROWS), 0)
+def num_tiles_to_requantize(requantize, height, width):
+    """The tiles of the second pass: all if the last scale did not fit, else none."""
+    return tl.where(tl.load(requantize) != 0, tl.cdiv(width, TILE_COLUMNS) * tl.cdiv(height, TILE_ROWS), 0)
 
 
 @triton.jit
 def _corner(number, width):
-    """The first row and the first column of a tile; tiles of the same rows follow each other."""
+    """The first row and column of a tile; tiles are numbered by rows."""
     num_across = tl.cdiv(width, TILE_COLUMNS)
     return number // num_across * TILE_ROWS, number % num_across * TILE_COLUMNS
 
 
 @triton.jit
 def tile_at(number, height, width):
-    """Where a tile lies in a matrix, and what of it is inside."""
+    """Offsets of a tile in a matrix, and the mask of those inside."""
     first_row, first_column = _corner(number, width)
     row, column = first_row + tl.arange(0, TILE_ROWS)[:, None], first_column + tl.arange(0, TILE_COLUMNS)[None, :]
     return row.to(tl.int64) * width + column, (row < height) & (column < width)
 
 
 @triton.jit
-def write_rounded(number, tile, rows, columns, scale, largest, height, width, dtype: tl.constexpr, limit: tl.constexpr):
-    """A tile of a matrix, in fp8, both ways."""
-    if largest is not None:
-        tl.store(largest + number, tl.max(tl.abs(tile)))
+def write_quantized(number, tile, rows, columns, scale, amax, height, width, dtype: tl.constexpr, limit: tl.constexpr):
+    """Quantize a tile and write it in both layouts; store its amax if requested."""
+    if amax is not None:
+        tl.store(amax + number, tl.max(tl.abs(tile)))
     scaled = tl.clamp(tile * tl.load(scale), -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-    rounded = scaled.to(dtype).to(tl.uint8, bitcast=True)
+    quantized = scaled.to(dtype).to(tl.uint8, bitcast=True)
     at, inside = tile_at(number, height, width)
-    tl.store(rows + at, rounded, mask=inside)
+    tl.store(rows + at, quantized, mask=inside)
     first_row, first_column = _corner(number, width)
     row, column = first_row + tl.arange(0, TILE_ROWS)[None, :], first_column + tl.arange(0, TILE_COLUMNS)[:, None]
     inside = (row < height) & (column < width)
-    tl.store(columns + column.to(tl.int64) * height + row, tl.trans(rounded), mask=inside)
+    tl.store(columns + column.to(tl.int64) * height + row, tl.trans(quantized), mask=inside)
 
 
 @triton.jit
-def _raise_to_largest(tiles, place, count, block: tl.constexpr):
-    tl.store(place, tl.maximum(tl.load(place), _largest_of(tiles, count, block)))
+def _update_amax(tiles, place, count, block: tl.constexpr):
+    tl.store(place, tl.maximum(tl.load(place), _amax_of_tiles(tiles, count, block)))
 
 
 @triton.jit
 def _fit_scale(
     tiles,
     scale,
-    inverse,
-    is_wrong,
+    scale_inv,
+    is_stale,
     count,
     limit: tl.constexpr,
     most: tl.constexpr,
     step: tl.constexpr,
     block: tl.constexpr,
 ):
-    """As `harness.precision.fp8.meters.scale_of` has it."""
-    largest = _largest_of(tiles, count, block)
-    fitting = tl.where(largest > 0, tl.minimum(tl.div_rn(tl.full((), limit, tl.float32), largest), most), 1.0)
+    """The same rule as `harness.precision.fp8.meters.compute_scale`."""
+    amax = _amax_of_tiles(tiles, count, block)
+    fitting = tl.where(amax > 0, tl.minimum(tl.div_rn(tl.full((), limit, tl.float32), amax), most), 1.0)
     exponent = (fitting.to(tl.int32, bitcast=True) >> 23) + 1
     power = (tl.maximum((exponent & -step) - 1, 0) << 23).to(tl.float32, bitcast=True)
-    tl.store(is_wrong, (power != tl.load(scale)).to(tl.int32))
+    tl.store(is_stale, (power != tl.load(scale)).to(tl.int32))
     tl.store(scale, power)
-    tl.store(inverse, 1 / power)
+    tl.store(scale_inv, 1 / power)
 
 
 @triton.jit
-def _largest_of(tiles, count, block: tl.constexpr):
+def _amax_of_tiles(tiles, count, block: tl.constexpr):
     most = tl.zeros((block,), tl.float32)
     for first in range(0, count, block):
         at = first + tl.arange(0, block)

@@ -1,8 +1,6 @@
-"""Gradients: of the loss, those of a block side by side for their reduction, and their norms.
+"""Sums of squares of many gradients in one launch.
 
-Why: compiled, the loss reads a row of logits three times before it writes its gradient; torch's kernel that joins
-gradients moves half of what memory could, and the one that multiplies by a number of the device a quarter; norms of
-many tensors take it a launch for some of them.
+Why: torch's foreach norm launches one kernel per few tensors.
 """
 
 from __future__ import annotations
@@ -13,25 +11,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from harness.kernels.multi_tensor import PIECE, added_up, entry, piece, room_for_sums, table_of
+from harness.kernels.multi_tensor import PIECE, build_table, empty_sums, find_piece, load_entry, reduce_sums
 
 WIDE_BLOCK = 2048
-"""Numbers at once where little is done with each: a whole piece."""
+"""Values per iteration for kernels that do little per value: a whole piece."""
 
 
 def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Of each tensor; all contiguous and in fp32."""
-    table = table_of(tensors)
-    sums = room_for_sums(table, 1)
+    """The sum of squares of each tensor; all contiguous and in fp32."""
+    table = build_table(tensors)
+    sums = empty_sums(table, 1)
     _sum_squares[(table.num_programs,)](tensors[0], sums, *table.arguments, WIDE_BLOCK)
-    return added_up(sums, table).view(-1)
+    return reduce_sums(sums, table).view(-1)
 
 
 @triton.jit
-def _sum_squares(base, sums, table, num_tensors, room: tl.constexpr, unit: tl.constexpr, block: tl.constexpr):
-    number, begin = piece(table, num_tensors, room)
-    count = entry(table, 1, number, num_tensors, unit)
-    tensor = base + entry(table, 2, number, num_tensors, unit)
+def _sum_squares(base, sums, table, num_tensors, max_tensors: tl.constexpr, unit: tl.constexpr, block: tl.constexpr):
+    number, begin = find_piece(table, num_tensors, max_tensors)
+    count = load_entry(table, 1, number, num_tensors, unit)
+    tensor = base + load_entry(table, 2, number, num_tensors, unit)
     squares = tl.zeros((block,), tl.float32)
     for first in range(begin, tl.minimum(begin + PIECE, count), block):
         at = first + tl.arange(0, block)

@@ -1,8 +1,7 @@
-"""SwiGLU that is rounded to fp8 where it is computed, as `harness.kernels.fp8_quantize` does it; its gradients
-likewise.
+"""SwiGLU and its gradients, quantized to fp8 in the kernel that computes them, as in `harness.kernels.fp8_quantize`.
 
-What becomes zero is counted apart, over a sample of rows, by its size before it is rounded. In the kernels that round,
-where the numbers are at hand, it took half as many registers again, and a probed step was longer for it.
+Underflow is counted in a separate kernel, over sampled rows, from the values before quantization. Counting in the
+quantizing kernels needed half as many registers again and made a probed step longer.
 """
 
 from __future__ import annotations
@@ -17,59 +16,66 @@ from torch import Tensor
 from harness.kernels.fp8_quantize import (
     BLOCK,
     NUM_WARPS,
-    Matrix,
+    QuantizedTiles,
     add_to_meter,
-    fit,
-    limit_of,
-    name_of,
-    num_tiles_again,
-    programs_again,
-    room_for,
+    empty_tiles,
+    fit_scales,
+    max_value,
+    num_tiles_to_requantize,
+    requantize_grid,
     tile_at,
-    write_rounded,
+    triton_dtype,
+    write_quantized,
 )
 
 
-def round_product(gate: Tensor, up: Tensor, scale: Tensor, *, dtype: torch.dtype, step: int | None) -> Matrix:
-    """silu(gate) * up. With a step, `scale` is a guess, and becomes the one that fits; without, it is given."""
-    made = room_for(gate, dtype)
-    tensors = gate, up, *made.sides, scale
-    rest = *gate.shape, name_of(dtype), limit_of(dtype)
-    _round_product[made.largest.shape](*tensors, made.largest, None, *rest, num_warps=NUM_WARPS, num_stages=1)
+def quantize_swiglu(gate: Tensor, up: Tensor, scale: Tensor, *, dtype: torch.dtype, step: int | None) -> QuantizedTiles:
+    """silu(gate) * up in fp8. With a `step`, `scale` is the last scale and becomes the one that fits the amax; without,
+    it is used as given."""
+    tiles = empty_tiles(gate, dtype)
+    tensors = gate, up, *tiles.layouts, scale
+    rest = *gate.shape, triton_dtype(dtype), max_value(dtype)
+    _quantize_swiglu[tiles.amax.shape](*tensors, tiles.amax, None, *rest, num_warps=NUM_WARPS, num_stages=1)
     if step is None:
-        return made._replace(inverse=scale.reciprocal().view(1))
-    again = fit([made], [scale], dtype, step)
-    _round_product[programs_again(made)](*tensors, None, again, *rest, num_warps=NUM_WARPS, num_stages=1)
-    return made
+        return tiles._replace(scale_inv=scale.reciprocal().view(1))
+    requantize = fit_scales([tiles], [scale], dtype, step)
+    _quantize_swiglu[requantize_grid(tiles)](*tensors, None, requantize, *rest, num_warps=NUM_WARPS, num_stages=1)
+    return tiles
 
 
-def round_slopes(
+def quantize_swiglu_grads(
     gradient: Tensor, gate: Tensor, up: Tensor, scales: Sequence[Tensor], *, dtype: torch.dtype, step: int | None
-) -> tuple[Matrix, Matrix]:
-    """The gradients of gate and of up from the one of silu(gate) * up, each as `round_product` has it."""
-    both = room_for(gate, dtype), room_for(gate, dtype)
-    sides = [side for made in both for side in made.sides]
-    tensors, largest = (gradient, gate, up, *sides, *scales), [made.largest for made in both]
-    rest = *gate.shape, name_of(dtype), limit_of(dtype)
-    _round_slopes[largest[0].shape](*tensors, *largest, None, *rest, num_warps=NUM_WARPS, num_stages=1)
+) -> tuple[QuantizedTiles, QuantizedTiles]:
+    """The gradients of gate and up in fp8, from that of silu(gate) * up; scales as in `quantize_swiglu`."""
+    both = empty_tiles(gate, dtype), empty_tiles(gate, dtype)
+    layouts = [layout for tiles in both for layout in tiles.layouts]
+    tensors, amax = (gradient, gate, up, *layouts, *scales), [tiles.amax for tiles in both]
+    rest = *gate.shape, triton_dtype(dtype), max_value(dtype)
+    _quantize_swiglu_grads[amax[0].shape](*tensors, *amax, None, *rest, num_warps=NUM_WARPS, num_stages=1)
     if step is None:
-        of_gate, of_up = (
-            made._replace(inverse=scale.reciprocal().view(1)) for made, scale in zip(both, scales, strict=True)
+        grad_gate, grad_up = (
+            tiles._replace(scale_inv=scale.reciprocal().view(1)) for tiles, scale in zip(both, scales, strict=True)
         )
-        return of_gate, of_up
-    again = fit(both, scales, dtype, step)
-    _round_slopes[programs_again(both[0])](*tensors, None, None, again, *rest, num_warps=NUM_WARPS, num_stages=1)
+        return grad_gate, grad_up
+    requantize = fit_scales(both, scales, dtype, step)
+    _quantize_swiglu_grads[requantize_grid(both[0])](
+        *tensors, None, None, requantize, *rest, num_warps=NUM_WARPS, num_stages=1
+    )
     return both
 
 
-def count_product(gate: Tensor, up: Tensor, scale: Tensor, row: Tensor, *, underflow: float, every: int) -> None:
-    """Add to a row of a meter what becomes zero of silu(gate) * up: of a few rows, whose columns lie side by side, each
-    of which stands for `every`. `underflow`: values up to this, times the scale, become zero."""
+def count_swiglu_underflow(
+    gate: Tensor, up: Tensor, scale: Tensor, row: Tensor, *, underflow: float, every: int
+) -> None:
+    """Add the underflow of silu(gate) * up in sampled rows to a meter's row; each row stands for `every`.
+
+    `underflow`: scaled values up to this become zero. The rows have contiguous columns.
+    """
     grid = (len(gate), triton.cdiv(gate.shape[1], BLOCK))
-    _count_product[grid](gate, up, scale, row, gate.shape[1], gate.stride(0), every, underflow, BLOCK)
+    _count_swiglu_underflow[grid](gate, up, scale, row, gate.shape[1], gate.stride(0), every, underflow, BLOCK)
 
 
-def count_slopes(
+def count_swiglu_grad_underflow(
     gradient: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -79,44 +85,44 @@ def count_slopes(
     underflow: float,
     every: int,
 ) -> None:
-    """The same of the gradients of gate and up; `gradient` lies as they do."""
+    """The same for the gradients of gate and up; `gradient` has the strides of `gate` and `up`."""
     grid = (len(gate), triton.cdiv(gate.shape[1], BLOCK))
     rest = gate.shape[1], gate.stride(0), every, underflow, BLOCK
-    _count_slopes[grid](gradient, gate, up, *scales, *rows, *rest)
+    _count_swiglu_grad_underflow[grid](gradient, gate, up, *scales, *rows, *rest)
 
 
 @triton.jit
-def _product(gate, up):
-    """silu(gate) * up as bf16 has it."""
-    turned = gate.to(tl.float32)
-    return (turned * tl.sigmoid(turned) * up.to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+def _swiglu(gate, up):
+    """silu(gate) * up, rounded to bf16."""
+    gate_f32 = gate.to(tl.float32)
+    return (gate_f32 * tl.sigmoid(gate_f32) * up.to(tl.float32)).to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
-def _slopes(gradient, gate, up):
-    """The gradients of gate and up from that of their product, as bf16 has them."""
-    slope, turned = gradient.to(tl.float32), gate.to(tl.float32)
-    share = tl.sigmoid(turned)
-    of_gate = slope * up.to(tl.float32) * share * (1 + turned * (1 - share))
-    return of_gate.to(tl.bfloat16).to(tl.float32), (slope * turned * share).to(tl.bfloat16).to(tl.float32)
+def _swiglu_grads(gradient, gate, up):
+    """The gradients of gate and up from that of silu(gate) * up, rounded to bf16."""
+    grad, gate_f32 = gradient.to(tl.float32), gate.to(tl.float32)
+    sigmoid = tl.sigmoid(gate_f32)
+    grad_gate = grad * up.to(tl.float32) * sigmoid * (1 + gate_f32 * (1 - sigmoid))
+    return grad_gate.to(tl.bfloat16).to(tl.float32), (grad * gate_f32 * sigmoid).to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
 def _row_at(width, stride, block: tl.constexpr):
-    """Where this program's piece of a row lies, and what of it is inside."""
+    """Offsets of this program's piece of a row, and the mask of those inside."""
     within = tl.program_id(1) * block + tl.arange(0, block)
     return tl.program_id(0).to(tl.int64) * stride + within, within < width
 
 
 @triton.jit
-def _count_product(gate, up, scale, row, width, stride, every, vanishing: tl.constexpr, block: tl.constexpr):
+def _count_swiglu_underflow(gate, up, scale, row, width, stride, every, underflow: tl.constexpr, block: tl.constexpr):
     at, inside = _row_at(width, stride, block)
-    product = _product(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0))
-    add_to_meter(row, product, _vanishes(product, scale, vanishing), scale, every)
+    product = _swiglu(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0))
+    add_to_meter(row, product, _underflows(product, scale, underflow), scale, every)
 
 
 @triton.jit
-def _count_slopes(
+def _count_swiglu_grad_underflow(
     gradient,
     gate,
     up,
@@ -127,43 +133,43 @@ def _count_slopes(
     width,
     stride,
     every,
-    vanishing: tl.constexpr,
+    underflow: tl.constexpr,
     block: tl.constexpr,
 ):
     at, inside = _row_at(width, stride, block)
-    slope, turned = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
-    of_gate, of_up = _slopes(slope, turned, tl.load(up + at, mask=inside, other=0.0))
-    add_to_meter(gate_row, of_gate, _vanishes(of_gate, gate_scale, vanishing), gate_scale, every)
-    add_to_meter(up_row, of_up, _vanishes(of_up, up_scale, vanishing), up_scale, every)
+    grad, gate_values = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
+    grad_gate, grad_up = _swiglu_grads(grad, gate_values, tl.load(up + at, mask=inside, other=0.0))
+    add_to_meter(gate_row, grad_gate, _underflows(grad_gate, gate_scale, underflow), gate_scale, every)
+    add_to_meter(up_row, grad_up, _underflows(grad_up, up_scale, underflow), up_scale, every)
 
 
 @triton.jit
-def _vanishes(values, scale, vanishing: tl.constexpr):
-    return tl.abs(values * tl.load(scale)) <= vanishing
+def _underflows(values, scale, underflow: tl.constexpr):
+    return tl.abs(values * tl.load(scale)) <= underflow
 
 
 @triton.jit
-def _round_product(
-    gate, up, rows, columns, scale, largest, again, height, width, dtype: tl.constexpr, limit: tl.constexpr
+def _quantize_swiglu(
+    gate, up, rows, columns, scale, amax, requantize, height, width, dtype: tl.constexpr, limit: tl.constexpr
 ):
-    if again is None:
-        _round_product_tile(tl.program_id(0), gate, up, rows, columns, scale, largest, height, width, dtype, limit)
+    if requantize is None:
+        _quantize_swiglu_tile(tl.program_id(0), gate, up, rows, columns, scale, amax, height, width, dtype, limit)
     else:
-        for number in range(tl.program_id(0), num_tiles_again(again, height, width), tl.num_programs(0)):
-            _round_product_tile(number, gate, up, rows, columns, scale, None, height, width, dtype, limit)
+        for number in range(tl.program_id(0), num_tiles_to_requantize(requantize, height, width), tl.num_programs(0)):
+            _quantize_swiglu_tile(number, gate, up, rows, columns, scale, None, height, width, dtype, limit)
 
 
 @triton.jit
-def _round_product_tile(
-    number, gate, up, rows, columns, scale, largest, height, width, dtype: tl.constexpr, limit: tl.constexpr
+def _quantize_swiglu_tile(
+    number, gate, up, rows, columns, scale, amax, height, width, dtype: tl.constexpr, limit: tl.constexpr
 ):
     at, inside = tile_at(number, height, width)
-    product = _product(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0))
-    write_rounded(number, product, rows, columns, scale, largest, height, width, dtype, limit)
+    product = _swiglu(tl.load(gate + at, mask=inside, other=0.0), tl.load(up + at, mask=inside, other=0.0))
+    write_quantized(number, product, rows, columns, scale, amax, height, width, dtype, limit)
 
 
 @triton.jit
-def _round_slopes(
+def _quantize_swiglu_grads(
     gradient,
     gate,
     up,
@@ -173,29 +179,31 @@ def _round_slopes(
     up_columns,
     gate_scale,
     up_scale,
-    gate_largest,
-    up_largest,
-    again,
+    gate_amax,
+    up_amax,
+    requantize,
     height,
     width,
     dtype: tl.constexpr,
     limit: tl.constexpr,
 ):
-    if again is None:
+    if requantize is None:
         number = tl.program_id(0)
-        of_gate, of_up = _slopes_of_tile(number, gradient, gate, up, height, width)
-        write_rounded(number, of_gate, gate_rows, gate_columns, gate_scale, gate_largest, height, width, dtype, limit)
-        write_rounded(number, of_up, up_rows, up_columns, up_scale, up_largest, height, width, dtype, limit)
+        grad_gate, grad_up = _grads_of_tile(number, gradient, gate, up, height, width)
+        write_quantized(number, grad_gate, gate_rows, gate_columns, gate_scale, gate_amax, height, width, dtype, limit)
+        write_quantized(number, grad_up, up_rows, up_columns, up_scale, up_amax, height, width, dtype, limit)
     else:
-        end = tl.maximum(num_tiles_again(again, height, width), num_tiles_again(again + 1, height, width))
+        end = tl.maximum(
+            num_tiles_to_requantize(requantize, height, width), num_tiles_to_requantize(requantize + 1, height, width)
+        )
         for number in range(tl.program_id(0), end, tl.num_programs(0)):
-            of_gate, of_up = _slopes_of_tile(number, gradient, gate, up, height, width)
-            write_rounded(number, of_gate, gate_rows, gate_columns, gate_scale, None, height, width, dtype, limit)
-            write_rounded(number, of_up, up_rows, up_columns, up_scale, None, height, width, dtype, limit)
+            grad_gate, grad_up = _grads_of_tile(number, gradient, gate, up, height, width)
+            write_quantized(number, grad_gate, gate_rows, gate_columns, gate_scale, None, height, width, dtype, limit)
+            write_quantized(number, grad_up, up_rows, up_columns, up_scale, None, height, width, dtype, limit)
 
 
 @triton.jit
-def _slopes_of_tile(number, gradient, gate, up, height, width):
+def _grads_of_tile(number, gradient, gate, up, height, width):
     at, inside = tile_at(number, height, width)
-    slope, turned = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
-    return _slopes(slope, turned, tl.load(up + at, mask=inside, other=0.0))
+    grad, gate_values = tl.load(gradient + at, mask=inside, other=0.0), tl.load(gate + at, mask=inside, other=0.0)
+    return _swiglu_grads(grad, gate_values, tl.load(up + at, mask=inside, other=0.0))

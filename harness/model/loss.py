@@ -1,11 +1,11 @@
-"""Cross-entropy over a large vocabulary, a few thousand tokens at a time.
+"""Chunked cross-entropy over a large vocabulary, a few thousand tokens at a time.
 
-Why: the logits of a whole batch in fp32 are the largest tensor of a step by far, and nobody needs them all at once.
-How: one autograd function walks over chunks of tokens. For each it multiplies with the head, takes softmax and
-log-sum-exp in fp32, and finishes the gradients, when they are wanted, on the spot: backward has nothing to recompute.
-The seed (loss scale / expected tokens) goes into the gradient of the logits in fp32, before it is cast: in fp16 the
-gradient of one token among many would be zero otherwise. The head's gradient is summed over chunks in fp32.
-Left out: sharding over the vocabulary; gradients of gradients.
+Why: the fp32 logits of a whole batch would be the largest tensor of a step by far.
+How: one autograd function iterates over chunks of tokens. For each chunk it computes the logits, softmax and
+log-sum-exp in fp32, and, if needed, the gradients at once, so that backward recomputes nothing.
+The seed (loss scale / expected tokens) is multiplied into the gradient of the logits in fp32, before the cast: in fp16
+the gradient of one token among many would underflow otherwise. The head's gradient is summed over chunks in fp32.
+Left out: sharding over the vocabulary; second derivatives.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class LossOptions:
     z_loss: float
     """Coefficient of the squared log-partition."""
     output_multiplier: float
-    """What logits are multiplied with, in fp32."""
+    """Factor on the logits, in fp32."""
     chunk_tokens: int
     own_kernels: bool = False
-    """Where there is a GPU, have the harness's own differentiate a chunk."""
+    """On CUDA, use the harness's Triton kernels."""
 
 
 class LossSums(NamedTuple):
     objective: Tensor
-    """seed * (sum of the losses + z_sum); the one to differentiate."""
+    """seed * (sum of the losses + z_sum); differentiate this one."""
     losses: Tensor
     """Cross-entropy of each token [T] in fp32, zero where the target is ignored."""
     z_sum: Tensor
@@ -62,8 +62,8 @@ def chunked_cross_entropy(
 
 
 def count_losses(losses: Tensor, targets: Tensor) -> Tensor:
-    """How many counted tokens of [T] have a loss below the first of `TOKEN_LOSS_EDGES`, then between each two, then not
-    below the last one, NaN among them."""
+    """Histogram of the counted tokens' losses [T] over `TOKEN_LOSS_EDGES`: below the first edge, between each two, and
+    not below the last, which includes NaN."""
     is_counted = targets != IGNORED
     below = torch.stack([((losses < edge) & is_counted).sum() for edge in TOKEN_LOSS_EDGES])
     at_most = torch.cat([below.new_zeros(1), below, is_counted.sum().view(1)])
@@ -79,7 +79,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
         hidden_gradient = torch.empty_like(hidden)
         losses = []
-        differentiate = _way(hidden, options)
+        differentiate = _chunk_gradient_for(hidden, options)
         for chunk, into in zip(
             _chunks(hidden, targets, options), torch.split(hidden_gradient, options.chunk_tokens), strict=True
         ):
@@ -89,7 +89,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             losses.append(chunk_losses)
             z_sum = z_sum + chunk_z
             torch.mm(logits_gradient, weight, out=into)
-            _add_product(weight_gradient, logits_gradient.T, hidden_chunk)
+            _add_matmul(weight_gradient, logits_gradient.T, hidden_chunk)
         ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype))
         ctx.has_kernels = _has_kernels(hidden, options)
         joined = torch.cat(losses)
@@ -101,21 +101,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, objective_gradient: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         times: Callable[[Tensor, Tensor], Tensor] = torch.mul
         if ctx.has_kernels:
-            from harness.kernels.cross_entropy import scaled as times
-        of_hidden, of_weight = (times(gradient, objective_gradient) for gradient in ctx.saved_tensors)
-        return of_hidden, of_weight, None, None, None
+            from harness.kernels.cross_entropy import scale_tensor as times
+        grad_hidden, grad_weight = (times(gradient, objective_gradient) for gradient in ctx.saved_tensors)
+        return grad_hidden, grad_weight, None, None, None
 
 
 def _has_kernels(hidden: Tensor, options: LossOptions) -> bool:
     return options.own_kernels and hidden.is_cuda
 
 
-def _way(hidden: Tensor, options: LossOptions) -> Differentiate:
+def _chunk_gradient_for(hidden: Tensor, options: LossOptions) -> Differentiate:
     return _chunk_gradient_in_place if _has_kernels(hidden, options) else _chunk_gradient
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a product of halves to a sum in fp32; on CUDA it is never rounded in between, nor written twice."""
+def _add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a half-precision matmul to an fp32 sum; on CUDA in one GEMM, without rounding in between."""
     if total.is_cuda and left.dtype != total.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
@@ -141,19 +141,21 @@ def _chunk_terms(logits: Tensor, targets: Tensor, options: LossOptions) -> tuple
 def _chunk_gradient(
     logits: Tensor, targets: Tensor, seed: Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses, sum of the z terms, and the gradient of seed * (both summed) with respect to `logits`, in its dtype."""
+    """Losses, sum of the z terms, and the gradient of seed * (sum of both) with respect to `logits`, in its dtype."""
     losses, z_sum, scaled, log_partition = _chunk_terms(logits, targets, options)
-    slope = seed * options.output_multiplier
-    of_partition = torch.where((targets != IGNORED)[:, None], slope * (1 + 2 * options.z_loss * log_partition), 0.0)
+    grad_loss = seed * options.output_multiplier
+    grad_partition = torch.where(
+        (targets != IGNORED)[:, None], grad_loss * (1 + 2 * options.z_loss * log_partition), 0.0
+    )
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
-    gradient = torch.exp(scaled - log_partition) * of_partition - torch.where(is_target, slope, 0.0)
+    gradient = torch.exp(scaled - log_partition) * grad_partition - torch.where(is_target, grad_loss, 0.0)
     return losses, z_sum, gradient.to(logits.dtype)
 
 
 def _chunk_gradient_in_place(
     logits: Tensor, targets: Tensor, seed: Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same on CUDA, by one kernel: the logits become their gradient where they are."""
+    """The same on CUDA by one kernel, which overwrites the logits with their gradient."""
     from harness.kernels.cross_entropy import differentiate_loss
 
     losses, z_terms = differentiate_loss(

@@ -1,10 +1,11 @@
-"""One table that says how every parameter is treated: its first values, its learning rate, its decay.
+"""The parameter table: init std, learning-rate multiplier and weight decay of every parameter, with or without muP.
 
-Why: init and optimizer must agree on which parameter is what, and muP is only right when both follow it to the letter.
-How: a parameter's name gives its role, the configuration gives each role its treatment. Under muP, with m = dim /
-mup_base_width, matrices inside the blocks start at 1/sqrt(m) of the base width's spread and learn at 1/m of its rate,
-attention logits are divided by head_dim instead of its root, and output logits by m; what reads tokens stays as it is.
-Weight decay is multiplied by the learning rate in AdamW, so where the rate falls by m the decay rises by m.
+Why: init and optimizer must agree on the role of each parameter; muP is correct only if both follow it exactly.
+How: a parameter's name gives its role, and the config gives each role its treatment. Under muP, with m = dim /
+mup_base_width, matrices inside the blocks have 1/sqrt(m) of the base width's init std and 1/m of its learning rate,
+attention logits are divided by head_dim instead of its square root, and output logits by m; the embedding is unchanged.
+AdamW multiplies weight decay by the learning rate, so where the learning rate is divided by m, the decay is multiplied
+by m.
 Left out: transfer over depth, batch size or training length; a ffn_dim that does not grow in proportion to dim.
 """
 
@@ -29,8 +30,10 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
+    """How init and optimizer treat the parameters of one role."""
+
     init_std: float | None
-    """Spread of the normal distribution that first values are drawn from; None: they are all one."""
+    """Standard deviation of the initial values; None: all ones."""
     lr_multiplier: float
     """Times optim.lr."""
     decay: bool
@@ -53,11 +56,11 @@ def role_of(parameter_name: str) -> Role:
         case "norm" | "embedding_norm" | "attention_norm" | "mlp_norm" | "query_norm" | "key_norm":
             return Role.norm
         case _:
-            raise ValueError(f"{parameter_name}: no role is known for a parameter of {module!r}")
+            raise ValueError(f"{parameter_name}: a parameter of module {module!r} has no role")
 
 
 def parameter_table(cfg: ModelConfig, *, decay_embeddings: bool) -> dict[Role, Treatment]:
-    """How the parameters of each role are treated. A tied head has the embedding's parameter and treatment."""
+    """The treatment of each role. A tied head has the embedding's parameter and treatment."""
     width = width_multiplier(cfg)
     base_std = _base_std(cfg)
     matrix_std = base_std / math.sqrt(width)
@@ -79,17 +82,17 @@ def parameter_table(cfg: ModelConfig, *, decay_embeddings: bool) -> dict[Role, T
 
 
 def width_multiplier(cfg: ModelConfig) -> float:
-    """How much wider the model is than the one its options were tuned at; 1 in standard parametrization."""
+    """dim / mup_base_width; 1 in standard parametrization."""
     return 1.0 if cfg.mup_base_width is None else cfg.dim / cfg.mup_base_width
 
 
 def output_multiplier(cfg: ModelConfig) -> float:
-    """What logits are multiplied with."""
+    """Factor on the output logits."""
     return 1 / width_multiplier(cfg)
 
 
 def attention_scale(cfg: ModelConfig) -> float:
-    """What products of queries and keys are multiplied with."""
+    """Factor on the attention logits."""
     return 1 / math.sqrt(cfg.head_dim) if cfg.mup_base_width is None else 1 / cfg.head_dim
 
 

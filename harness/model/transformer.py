@@ -1,12 +1,15 @@
-"""The language model: pre-LN, RMSNorm, SwiGLU, rotary positions, grouped-query attention, no biases.
+"""The language model: pre-LN, RMSNorm, SwiGLU, RoPE, grouped-query attention, no biases.
 
-Why: one plain module that computes, and knows nothing of shards, precision or compilation; those are applied beside it.
-How: `forward` takes tokens and targets and gives the objective to differentiate together with the sums that are
-logged, so that whole logits never leave the loss. Blocks are alike and take all they need as arguments: each can be
-compiled, checkpointed and sharded alone. Statistics of norms, rotation and loss are fp32 in every precision. Nothing
-depends on the values of tensors: no host sync, and NaN flows through to whoever watches.
-Rotary positions turn the first half of a head against the second, as in Hugging Face's Llama, so weights copy over.
-Left out: dropout, positions that start anew in each document of a packed sequence, caches for generation.
+Sharding, compilation and activation checkpointing are applied beside this module (`harness.distributed.fsdp`), and
+FSDP2 casts its weights. The module depends on precision in three calls: `project_qkv_rope` and `project` (QKV) and
+`swiglu` (MLP) choose fused or fp8 GEMMs by the type of the layers they get. RMSNorm statistics, RoPE and the loss are
+fp32 in every precision.
+How: `forward` takes tokens and targets and returns the objective to differentiate with the sums that are logged, so
+logits exist only in chunks inside the loss. Blocks are equal and get all inputs as arguments, so that each can be
+compiled, checkpointed and sharded by itself. No control flow depends on tensor values: there is no host sync, and NaN
+propagates to the gate.
+RoPE pairs the first half of a head with the second, as in Hugging Face's Llama, so that weights can be exchanged.
+Left out: dropout, positions that restart in each document of a packed sequence, KV caches for generation.
 """
 
 from __future__ import annotations
@@ -23,40 +26,43 @@ from harness.model.loss import IGNORED, LossOptions, chunked_cross_entropy, coun
 from harness.model.mup import attention_scale, output_multiplier
 from harness.precision.fp8.linear import project
 from harness.precision.fp8.swiglu import swiglu
-from harness.precision.fused_qkv import are_joined, rotate, rotated_heads
+from harness.precision.fused_qkv import apply_rope, can_fuse_qkv, project_qkv_rope
 
 LinearFactory = Callable[[int, int], nn.Module]
-"""(in_features, out_features) -> a linear map without bias."""
+"""(in_features, out_features) -> a linear layer without bias."""
 
 MAX_SAMPLED_LAYERS = 8
+"""Layers whose activations are probed, at most."""
 
 
 class Output(NamedTuple):
+    """What a forward pass returns. Only `objective` has a gradient; the others are detached fp32."""
+
     objective: Tensor
-    """seed * (row_losses + z_sum, summed); the one to differentiate. The others are detached fp32."""
+    """seed * (sum of row_losses + z_sum); differentiate this one."""
     row_losses: Tensor
     """Cross-entropy in nats, summed over the counted tokens of each sequence [B]."""
     row_tokens: Tensor
-    """Targets of each sequence [B] that are not ignored."""
+    """Number of targets of each sequence [B] that are not ignored."""
     z_sum: Tensor
-    """Squared log-partition, summed, times its coefficient."""
+    """Sum of the squared log-partition times its coefficient (z-loss)."""
     activation_square_sums: Tensor | None
-    """Sum of squares of the residual stream after each of `sampled_layers`, when probed; without sequences that have
-    no target, which are padding."""
+    """Sum of squares of the residual stream after each of `sampled_layers`, if probed; sequences without any target are
+    padding and left out."""
     token_loss_counts: Tensor | None
-    """How many of the counted tokens fell between neighbouring `TOKEN_LOSS_EDGES`, when probed."""
+    """Histogram of the token losses over `TOKEN_LOSS_EDGES`, if probed."""
 
 
 def sampled_layers(num_layers: int) -> tuple[int, ...]:
-    """Indices of the layers whose activations are watched: few, evenly spread, the first and the last among them."""
+    """Indices of the layers whose activations are probed: few, evenly spread, with the first and the last."""
     count = min(num_layers, MAX_SAMPLED_LAYERS)
     return tuple(index * (num_layers - 1) // max(count - 1, 1) for index in range(count))
 
 
 def rotary_tables(cfg: ModelConfig, sequence_length: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, [sequence_length, head_dim / 2], of each position's angle at each frequency.
+    """Cosine and sine [sequence_length, head_dim / 2] of each position's angle at each frequency.
 
-    Computed on the CPU and in fp64: far positions keep their angle, and every device gets the same bits.
+    Computed on the CPU in fp64: far positions keep precise angles, and every device gets the same bits.
     """
     exponents = torch.arange(0, cfg.head_dim, 2, dtype=torch.float64, device="cpu") / cfg.head_dim
     positions = torch.arange(sequence_length, dtype=torch.float64, device="cpu")
@@ -65,7 +71,7 @@ def rotary_tables(cfg: ModelConfig, sequence_length: int) -> tuple[Tensor, Tenso
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Who may attend to whom [B, 1, S, S] where `documents` [B, S] numbers each token's document: only its own."""
+    """Attention mask [B, 1, S, S] within documents; `documents` [B, S] numbers each token's document."""
     return documents[:, None, :, None] == documents[:, None, None, :]
 
 
@@ -90,22 +96,22 @@ class Attention(nn.Module):
         return mixed
 
     def _project(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, S, heads, head_dim], the first two turned by their positions."""
-        maps = (self.query, self.key, self.value)
-        if isinstance(self.query_norm, nn.Identity) and are_joined(hidden, maps, cos):
-            query, key, value = map(self._heads, rotated_heads(hidden, maps, cos, sin))
+        """Queries, keys and values [B, S, heads, head_dim], with RoPE applied to the first two."""
+        layers = (self.query, self.key, self.value)
+        if isinstance(self.query_norm, nn.Identity) and can_fuse_qkv(hidden, layers, cos):
+            query, key, value = map(self._split_heads, project_qkv_rope(hidden, layers, cos, sin))
             return query, key, value
-        query, key, value = map(self._heads, project(hidden, *maps))
-        return rotate(self.query_norm(query), cos, sin), rotate(self.key_norm(key), cos, sin), value
+        query, key, value = map(self._split_heads, project(hidden, *layers))
+        return apply_rope(self.query_norm(query), cos, sin), apply_rope(self.key_norm(key), cos, sin), value
 
-    def _heads(self, projected: Tensor) -> Tensor:
+    def _split_heads(self, projected: Tensor) -> Tensor:
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, H, S, head_dim]; a position that may attend to nothing gets zeros, and gives no gradient."""
+        """Causal attention [B, H, S, head_dim]; a fully masked position gets zeros and no gradient."""
         enable_gqa = self.group_size > 1
         if self.kind is AttentionKind.fp32:
-            # The memory-efficient fp32 kernel knows no grouped queries, and the one that does keeps S x S scores.
+            # The memory-efficient fp32 kernel has no grouped queries; the kernel that has them stores S x S scores.
             query, key, value = (
                 query.float(),
                 key.float().repeat_interleave(self.group_size, dim=1),
@@ -118,11 +124,11 @@ class Attention(nn.Module):
             )
         length = query.shape[-2]
         allowed = mask & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
-        is_alive = allowed.any(dim=-1, keepdim=True)
+        has_key = allowed.any(dim=-1, keepdim=True)
         attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=allowed | ~is_alive, scale=self.scale, enable_gqa=enable_gqa
+            query, key, value, attn_mask=allowed | ~has_key, scale=self.scale, enable_gqa=enable_gqa
         )
-        return torch.where(is_alive, attended, 0.0)
+        return torch.where(has_key, attended, 0.0)
 
 
 class SwiGLU(nn.Module):
@@ -147,20 +153,21 @@ class Block(nn.Module):
     def forward(
         self, hidden: Tensor, change: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream [B, S, D] one layer on, and what is yet to be added to it, as they came in.
+        """Take and return the residual stream [B, S, D] and a change that is yet to be added to it.
 
-        The sum is taken where it is read: by the next norm, in the same pass. `mask` (bool, broadcastable to
-        [B, H, S, S]) says who may attend to whom; the future is closed whatever it says.
+        The sum is computed where it is read: by the next norm, in the same kernel. `mask` (bool, broadcastable to
+        [B, H, S, S]) is combined with the causal mask.
         """
         return self.advance(hidden + change, cos, sin, mask)
 
     def advance(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The block after the first residual add; the part that is checkpointed (`harness.distributed.fsdp`)."""
         hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, mask)
         return hidden, self.mlp(self.mlp_norm(hidden))
 
 
-class _Nothing(torch.autograd.Function):
-    """Zeros that take part in differentiation: the first block shares the graph of those that have something to add."""
+class _DifferentiableZeros(torch.autograd.Function):
+    """Zeros that require grad: with them the first block has the same compiled graph as the others."""
 
     @staticmethod
     def forward(_ctx: Any, like: Tensor) -> Tensor:
@@ -199,7 +206,7 @@ class Transformer(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Fill the rotary tables; needed again after `to_empty`, which wipes them."""
+        """Fill the rotary tables; call it again after `to_empty`, which leaves them uninitialized."""
         cos, sin = rotary_tables(self.cfg, self.sequence_length)
         self.cos.copy_(cos)
         self.sin.copy_(sin)
@@ -213,9 +220,9 @@ class Transformer(nn.Module):
         probe: bool = False,
         mask: Tensor | None = None,
     ) -> Output:
-        """The objective and the sums of `tokens` [B, S] against `targets` [B, S], where -100 is ignored.
+        """The objective and the sums for `tokens` [B, S] and `targets` [B, S], where -100 is ignored.
 
-        `seed` is what the summed loss is multiplied with before it is differentiated: loss scale / expected tokens.
+        `seed` multiplies the summed loss before it is differentiated: loss scale / expected tokens.
         """
         hidden, square_sums = self._hidden(tokens, mask=mask, probed=(targets != IGNORED).any(dim=1) if probe else None)
         if not isinstance(seed, Tensor):
@@ -238,10 +245,10 @@ class Transformer(nn.Module):
         return F.linear(hidden, self._head_weight()).float() * self.loss_options.output_multiplier
 
     def _hidden(self, tokens: Tensor, *, mask: Tensor | None, probed: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """What the head reads, and the square sums of the sampled layers over the `probed` sequences [B]."""
+        """The input of the head, and the square sums of the sampled layers over the `probed` sequences [B]."""
         hidden: Tensor = self.embedding_norm(self.embedding(tokens))
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        change: Tensor = _Nothing.apply(hidden)  # type: ignore[no-untyped-call]
+        change: Tensor = _DifferentiableZeros.apply(hidden)  # type: ignore[no-untyped-call]
         square_sums = []
         for index, block in enumerate(self.blocks):
             hidden, change = block(hidden, change, cos, sin, mask)

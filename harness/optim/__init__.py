@@ -1,1 +1,1 @@
-"""The gated update and the schedule tables."""
+"""The gated AdamW update and the learning-rate schedule tables."""

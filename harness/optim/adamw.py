@@ -1,7 +1,7 @@
-"""AdamW on this rank's own parts, which a device bit can refuse: by torch's fused kernel, or by the harness's own.
+"""AdamW on this rank's shards that a mask on the device can skip: by torch's fused kernel, or by a Triton kernel.
 
-Why two: torch's kernel is everywhere; the other is faster on CUDA, and needs Triton (`harness.kernels`).
-How: what an update needs beside a part's own tensors is one row of numbers on the device, so nothing is waited for.
+Why two: torch's kernel runs on every device; the other is faster on CUDA and needs Triton (`harness.kernels`).
+How: all inputs besides the shards' own tensors are scalars on the device, so there is no host sync.
 """
 
 from __future__ import annotations
@@ -13,20 +13,25 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from harness.distributed.torch_private.foreach import foreach_add_
 
-class Part(NamedTuple):
-    """What this rank has of a parameter, and what its update reads and writes."""
+
+class ParameterShard(NamedTuple):
+    """This rank's shard of a parameter, with the tensors that its update reads and writes."""
 
     parameter: Tensor
     gradient: Tensor
     first: Tensor
-    """Moments."""
+    """First moment (exp_avg)."""
     second: Tensor
+    """Second moment (exp_avg_sq)."""
     step: Tensor
-    """Updates applied."""
+    """Number of applied updates."""
 
 
-class Rule(NamedTuple):
+class AdamWOptions(NamedTuple):
+    """Hyperparameters of a parameter group."""
+
     lr: Tensor
     weight_decay: float
     beta1: float
@@ -34,9 +39,9 @@ class Rule(NamedTuple):
     eps: float
 
 
-def step_fused(parts: Sequence[Part], rule: Rule, *, refuse: Tensor, divisor: Tensor) -> None:
-    """Update each part by its gradient over `divisor`, in place; leave all of it bit for bit where `refuse` is 1."""
-    parameters, gradients, firsts, seconds, steps = (list(column) for column in zip(*parts, strict=True))
+def step_fused(shards: Sequence[ParameterShard], options: AdamWOptions, *, skip_mask: Tensor, divisor: Tensor) -> None:
+    """Update each shard in place by its gradient / `divisor`; if `skip_mask` is 1, nothing changes by a bit."""
+    parameters, gradients, firsts, seconds, steps = (list(column) for column in zip(*shards, strict=True))
     adamw(
         parameters,
         gradients,
@@ -46,38 +51,37 @@ def step_fused(parts: Sequence[Part], rule: Rule, *, refuse: Tensor, divisor: Te
         steps,
         fused=True,
         grad_scale=divisor,
-        found_inf=refuse,
+        found_inf=skip_mask,
         amsgrad=False,
-        beta1=rule.beta1,
-        beta2=rule.beta2,
-        lr=rule.lr,
-        weight_decay=rule.weight_decay,
-        eps=rule.eps,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        eps=options.eps,
         maximize=False,
     )
 
 
-def step_in_one_pass(parts: Sequence[Part], rule: Rule, *, refuse: Tensor, divisor: Tensor) -> None:
-    """The same on CUDA, without writing gradients, all parts in one launch; where nothing is refused the last bits may
-    differ."""
+def step_triton(shards: Sequence[ParameterShard], options: AdamWOptions, *, skip_mask: Tensor, divisor: Tensor) -> None:
+    """The same on CUDA in one launch, without writing gradients; the last bits may differ from `step_fused`."""
     from harness.kernels.adamw import step_adamw
 
-    parameters, gradients, firsts, seconds, steps = (list(column) for column in zip(*parts, strict=True))
-    foreach_add_(steps, [1 - refuse] * len(steps))  # the same number as a tensor for all would be waited for
-    terms = _terms(torch.stack(steps), rule, refuse=refuse, divisor=divisor)
+    parameters, gradients, firsts, seconds, steps = (list(column) for column in zip(*shards, strict=True))
+    foreach_add_(steps, [1 - skip_mask] * len(steps))  # one tensor for all would need a host sync
+    terms = _kernel_terms(torch.stack(steps), options, skip_mask=skip_mask, divisor=divisor)
     step_adamw(parameters, gradients, firsts, seconds, terms)
 
 
-def _terms(steps: Tensor, rule: Rule, *, refuse: Tensor, divisor: Tensor) -> Tensor:
-    """A row for each part, as the kernel wants it."""
-    first, second = (1 - beta ** steps.double() for beta in (rule.beta1, rule.beta2))
+def _kernel_terms(steps: Tensor, options: AdamWOptions, *, skip_mask: Tensor, divisor: Tensor) -> Tensor:
+    """One row of scalars per shard, as the kernel `step_adamw` reads them."""
+    correction1, correction2 = (1 - beta ** steps.double() for beta in (options.beta1, options.beta2))
     rows = steps.new_empty(len(steps), 8)
-    rows[:, 0] = refuse
+    rows[:, 0] = skip_mask
     rows[:, 1] = divisor
-    rows[:, 2] = 1 - rule.lr * rule.weight_decay
-    rows[:, 3] = rule.lr / first
-    rows[:, 4] = second.sqrt()
-    rows[:, 5] = 1 - rule.beta1
-    rows[:, 6] = 1 - rule.beta2
-    rows[:, 7] = rule.eps
+    rows[:, 2] = 1 - options.lr * options.weight_decay
+    rows[:, 3] = options.lr / correction1
+    rows[:, 4] = correction2.sqrt()
+    rows[:, 5] = 1 - options.beta1
+    rows[:, 6] = 1 - options.beta2
+    rows[:, 7] = options.eps
     return rows

@@ -1,11 +1,12 @@
-"""The update: AdamW that a device bit can refuse, with clipping folded in and the learning rate on the device.
+"""AdamW update with a skip mask on the device, clipping folded in, and the learning rate on the device.
 
-Why: deciding on the host costs a sync every step, and multiplying a bad gradient by zero writes NaN into the weights.
-How: the kernel itself (`harness.optim.adamw`) reads whether to refuse (1: leave parameters, moments and step counters
-bit for bit as they are) and what to divide the gradient by: token count, loss scale and clipping in one factor. The
-number of applied updates is counted on the device, where it picks the learning rate from the schedule's table. A
-learning rate that is lowered on purpose falls at once and rises slowly.
-Moments exist from the start, so that every snapshot has the same shape.
+Why: deciding on the host costs a host sync every step, and multiplying a bad gradient by zero writes NaN into the
+weights.
+How: the kernel itself (`harness.optim.adamw`) reads the skip mask (1: parameters, moments and step counters stay bit
+for bit as they are) and the divisor of the gradient: token count, loss scale and clipping in one factor. The number of
+applied updates is counted on the device and indexes the schedule's table of learning rates. A lowered learning rate
+falls at once and recovers slowly.
+Moments are allocated at the start, so that every snapshot has the same layout.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from torch import Tensor, nn
 
 from harness.config.optim import OptimConfig
 from harness.distributed.shards import local
-from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
-from harness.optim.schedule import table
+from harness.optim.adamw import AdamWOptions, ParameterShard, step_fused, step_triton
+from harness.optim.schedule import schedule_table
 
-RE_WARMING = 0.02
-"""Share of the way back to its target that a lowered learning rate goes with each update."""
+LR_RECOVERY_RATE = 0.02
+"""Fraction of the distance to its target by which a lowered learning rate rises with each applied update."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that are treated alike."""
+    """Parameters with the same learning-rate multiplier and weight decay."""
 
     parameters: Mapping[str, nn.Parameter]
     lr_multiplier: float
@@ -36,20 +37,22 @@ class Group:
 
 @dataclass(slots=True)
 class Update:
+    """The optimizer with its schedule and counters."""
+
     adamw: torch.optim.AdamW
     groups: Sequence[Group]
     rates: Tensor
     """Learning rate of each step at multiplier 1."""
     step: Tensor
-    """Updates applied, counted on the device."""
+    """Number of applied updates, on the device."""
     clip_norm: float | None
     clip_value: float | None
     lr_scale: Tensor
-    """What every rate is multiplied with, besides the schedule; on its way to `lr_target`."""
+    """Factor on every learning rate besides the schedule; moves towards `lr_target`."""
     own_kernel: bool = False
-    """Whether the harness's own kernel makes the update; CUDA only."""
+    """Whether the Triton kernel runs the update; CUDA only."""
     lr_target: float = 1.0
-    """Where `lr_scale` goes: down at once, up by and by."""
+    """Target of `lr_scale`: it falls at once and rises by `LR_RECOVERY_RATE` per update."""
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -57,12 +60,12 @@ class Update:
 
     @property
     def lr(self) -> Tensor:
-        """The rate the next update takes at multiplier 1."""
+        """The learning rate of the next update at multiplier 1."""
         return self._scheduled(self.step) * self.lr_scale
 
     @property
     def rates_by_name(self) -> dict[str, Tensor]:
-        """The rate the next update takes, of each parameter."""
+        """The learning rate of the next update, by parameter name."""
         lr = self.lr
         rates = [(group, lr * group.lr_multiplier) for group in self.groups]
         return {name: rate for group, rate in rates for name in group.parameters}
@@ -75,13 +78,13 @@ class Update:
     def _scheduled(self, step: Tensor) -> Tensor:
         return torch.take(self.rates, step.clamp(0, len(self.rates) - 1))
 
-    def apply(self, *, refuse: Tensor, grad_norm: Tensor, divisor: Tensor) -> Tensor:
-        """One update, or none where `refuse` is 1; returns the learning rate it was made for.
+    def apply(self, *, skip_mask: Tensor, grad_norm: Tensor, divisor: Tensor) -> Tensor:
+        """Apply one update, or none if `skip_mask` is 1; return its learning rate.
 
-        `divisor` turns the stored gradient into the true one, whose norm before clipping is `grad_norm`.
+        The true gradient is the stored one / `divisor`; its norm before clipping is `grad_norm`.
         """
-        towards = self.lr_scale + (self.lr_target - self.lr_scale) * RE_WARMING * (1 - refuse)
-        self.lr_scale.copy_(towards.clamp(max=self.lr_target))
+        moved = self.lr_scale + (self.lr_target - self.lr_scale) * LR_RECOVERY_RATE * (1 - skip_mask)
+        self.lr_scale.copy_(moved.clamp(max=self.lr_target))
         lr = self.lr
         for group, options in zip(self.groups, self.adamw.param_groups, strict=True):
             options["lr"].copy_(lr * group.lr_multiplier)
@@ -91,25 +94,25 @@ class Update:
             for parameter in self.parameters.values():
                 assert parameter.grad is not None
                 local(parameter.grad).clamp_(-limit, limit)
-        self.descend(refuse=refuse, divisor=divisor * excess)
+        self.step_optimizer(skip_mask=skip_mask, divisor=divisor * excess)
         self.adamw.zero_grad(set_to_none=True)
-        self.step += 1 - refuse.to(self.step.dtype)
+        self.step += 1 - skip_mask.to(self.step.dtype)
         return lr
 
     @torch.no_grad()
-    def descend(self, *, refuse: Tensor, divisor: Tensor) -> None:
-        """On this rank's own parts: `AdamW.step` would take every list through DTensor's dispatch."""
-        step = step_in_one_pass if self.own_kernel else step_fused
+    def step_optimizer(self, *, skip_mask: Tensor, divisor: Tensor) -> None:
+        """Run AdamW on this rank's local shards: `AdamW.step` would send every list through DTensor's dispatch."""
+        step = step_triton if self.own_kernel else step_fused
         for options in self.adamw.param_groups:
             beta1, beta2 = options["betas"]
-            rule = Rule(options["lr"], options["weight_decay"], beta1, beta2, options["eps"])
-            parts = [self._part(parameter) for parameter in options["params"]]
-            step(parts, rule, refuse=refuse, divisor=divisor)
+            group_options = AdamWOptions(options["lr"], options["weight_decay"], beta1, beta2, options["eps"])
+            shards = [self._shard(parameter) for parameter in options["params"]]
+            step(shards, group_options, skip_mask=skip_mask, divisor=divisor)
 
-    def _part(self, parameter: nn.Parameter) -> Part:
+    def _shard(self, parameter: nn.Parameter) -> ParameterShard:
         state = self.adamw.state[parameter]
         assert parameter.grad is not None
-        return Part(
+        return ParameterShard(
             parameter=local(parameter),
             gradient=local(parameter.grad),
             first=local(state["exp_avg"]),
@@ -118,14 +121,14 @@ class Update:
         )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Moments and step counter of each parameter, by name."""
+        """Moments and step counter of each parameter, by parameter name."""
         return {name: self.adamw.state[parameter] for name, parameter in self.parameters.items()}
 
 
 def build_update(
     groups: Sequence[Group], *, cfg: OptimConfig, num_steps: int, device: torch.device, own_kernel: bool = False
 ) -> Update:
-    """AdamW over the groups, its moments allocated."""
+    """AdamW over the groups, with its moments allocated."""
     options = [
         {
             "params": list(group.parameters.values()),
@@ -142,7 +145,7 @@ def build_update(
                 "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             }
-    rates = torch.tensor(table(cfg, num_steps=num_steps), dtype=torch.float64) * cfg.lr
+    rates = torch.tensor(schedule_table(cfg, num_steps=num_steps), dtype=torch.float64) * cfg.lr
     return Update(
         adamw=adamw,
         groups=groups,

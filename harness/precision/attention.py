@@ -1,4 +1,4 @@
-"""The order in which scaled dot-product attention tries its kernels."""
+"""The order in which scaled dot-product attention tries its backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 @contextmanager
 def fast_attention() -> Iterator[None]:
-    """Let attention take the fastest kernel the device has: on Hopper cuDNN's, ahead of FlashAttention."""
+    """Prefer the fastest backend that the device has: on Hopper cuDNN, then FlashAttention."""
     order = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,

@@ -12,32 +12,35 @@ from harness.config.precision import PrecisionConfig, PrecisionKind
 
 @dataclass(slots=True)
 class LossScale:
-    """Keeps small fp16 gradients above underflow; constant 1 for every other precision."""
+    """Keeps small fp16 gradients from underflow; constant 1 for every other precision."""
 
-    scale: Tensor
+    value: Tensor
+    """What the loss is multiplied by before backward; on the device."""
     clean_steps: Tensor
     """Steps since the last overflow or doubling."""
     growth_interval: int | None
-    """None: the scale never moves."""
+    """None: the scale is constant."""
 
     def update(self, *, overflow: Tensor, refused: Tensor) -> None:
-        """Halve at an overflow, double after `growth_interval` clean steps, stand still where an update was refused for
-        its size; no host sync."""
+        """Halve at an overflow, double after `growth_interval` clean steps; no host sync.
+
+        An update that was refused for its size changes nothing.
+        """
         if self.growth_interval is None:
             return
         overflowed = overflow > 0
         clean_steps = torch.where(overflowed, 0, self.clean_steps + (refused == 0))
         grown = clean_steps >= self.growth_interval
         factor = torch.where(overflowed, 0.5, torch.where(grown, 2.0, 1.0))
-        self.scale.mul_(factor)
+        self.value.mul_(factor)
         self.clean_steps.copy_(torch.where(grown, 0, clean_steps))
 
 
-def loss_scale(cfg: PrecisionConfig, device: torch.device) -> LossScale:
-    """The scale to start with."""
+def build_loss_scale(cfg: PrecisionConfig, device: torch.device) -> LossScale:
+    """The loss scale at the start of a run."""
     dynamic = cfg.kind is PrecisionKind.fp16
     return LossScale(
-        scale=torch.tensor(cfg.initial_loss_scale if dynamic else 1.0, dtype=torch.float32, device=device),
+        value=torch.tensor(cfg.initial_loss_scale if dynamic else 1.0, dtype=torch.float32, device=device),
         clean_steps=torch.zeros((), dtype=torch.int64, device=device),
         growth_interval=cfg.loss_scale_growth_interval if dynamic else None,
     )

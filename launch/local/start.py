@@ -36,7 +36,7 @@ from harness.config.schema import Config
 from harness.control.stop_requests import STOP_SIGNALS
 from harness.core.locking.run_lease import clearing_dead_lease
 from harness.core.rundir import locate
-from harness.precision.fp8.engine import require_parts
+from harness.precision.fp8.engine import require_engine_installed
 from harness.telemetry.heartbeat import mark_ended
 from launch.local.agent import POLL_S, run_agent
 from launch.local.node_group import ALONE, Fall, Machines, Place
@@ -62,7 +62,7 @@ def num_ranks(cfg: Config) -> int:
     gpus = 0 if cfg.parallel.device is DeviceKind.cpu else num_gpus()
     if cfg.parallel.device is DeviceKind.cuda:
         require(gpus > 0, "parallel.device", "no CUDA device on this machine; choose cpu or auto")
-    require_parts(cfg.precision, has_gpu=gpus > 0)
+    require_engine_installed(cfg.precision, has_gpu=gpus > 0)
     if gpus and cfg.launch.nproc:
         message = f"must not exceed the {gpus} GPUs of this machine, got {cfg.launch.nproc}"
         require(cfg.launch.nproc <= gpus, "launch.nproc", f"{message}; or parallel.device=cpu")

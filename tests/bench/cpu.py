@@ -42,7 +42,7 @@ from harness.faults.site import intercept
 from harness.model.init import initialize
 from harness.model.size import num_parameters
 from harness.model.transformer import Transformer
-from harness.optim.schedule import table
+from harness.optim.schedule import schedule_table
 from harness.precision.mixed_precision import linear
 from harness.run import Run
 from harness.step import mask_of
@@ -103,7 +103,7 @@ def train_plainly(cfg: Config, turns: Turns) -> None:
         eps=cfg.optim.eps,
         fused=True,
     )
-    rates = [cfg.optim.lr * each for each in table(cfg.optim, num_steps=cfg.train.num_steps)]
+    rates = [cfg.optim.lr * each for each in schedule_table(cfg.optim, num_steps=cfg.train.num_steps)]
     batches, _ = open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=Ledger())
     in_bf16 = cfg.precision.kind is PrecisionKind.bf16
     seed = 1 / (cfg.train.batch_size * cfg.train.sequence_length)

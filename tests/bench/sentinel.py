@@ -4,7 +4,7 @@
     python -m tests.bench.sentinel +experiment=1b_bf16      1.26B parameters, 4k x 8 tokens
 
 *On* is the loop's own step: signals, probes every `sentinel.probe_every` steps, the all-reduce, the gate, the update
-it can refuse, the report to the host, and there reading it, detectors, policy and the checkpoints's books. *Off* is the
+it can skip_mask, the report to the host, and there reading it, detectors, policy and the checkpoints's books. *Off* is the
 least that trains the same model on the same data: forward, backward, the norm of the gradient by the same kernel, and
 the same AdamW with clipping folded in; nothing is read back, and the host stays at most `sentinel.lag` steps ahead, as
 it does in the loop. Both go on with the same weights. Blocks of steps alternate, and so does which of the two comes
@@ -43,7 +43,7 @@ from harness.data.batch import Batch
 from harness.data.batch_facts import facts_to_record
 from harness.distributed.world import connect, disconnect
 from harness.model.size import num_parameters
-from harness.optim.schedule import table
+from harness.optim.schedule import schedule_table
 from harness.precision.attention import fast_attention
 from harness.recovery import recover
 from harness.sentinel.device.local_sums import square_sums, square_sums_in_one_launch
@@ -178,7 +178,7 @@ class Plain:
         rate = self.rates[min(self.state.step, len(self.rates) - 1)]
         for group, options in zip(update.groups, update.adamw.param_groups, strict=True):
             options["lr"].fill_(rate * group.lr_multiplier)
-        update.descend(refuse=torch.zeros((), device=device), divisor=divisor)
+        update.step_optimizer(skip_mask=torch.zeros((), device=device), divisor=divisor)
         update.adamw.zero_grad(set_to_none=True)
 
 
@@ -194,7 +194,7 @@ class Round(NamedTuple):
 def sides(cfg: Config, parts: Parts, root: RunDir) -> tuple[Watched, Plain]:
     """Both ways to train the same model."""
     state = RunState()
-    rates = [cfg.optim.lr * each for each in table(cfg.optim, num_steps=cfg.train.num_steps)]
+    rates = [cfg.optim.lr * each for each in schedule_table(cfg.optim, num_steps=cfg.train.num_steps)]
     return Watched(cfg, parts, state, root.checkpoints, build_meter(cfg, parts.world)), Plain(cfg, parts, state, rates)
 
 

@@ -49,7 +49,7 @@ from harness.core.events import (
 )
 from harness.core.rundir import RunDir, locate
 from harness.data.order.ledger import Exclusion, Ledger
-from harness.optim.update import RE_WARMING
+from harness.optim.update import LR_RECOVERY_RATE
 from tests.distributed import trouble
 from tests.distributed.cases import digest, state_on_disk, tiny
 from tests.distributed.pool import Pool
@@ -293,7 +293,7 @@ def test_learning_rate_falls_at_once_and_rises_slowly(ranks: Pool, control: Told
     between = range(lowered.iteration + 1, restored.iteration + 1)
     assert [shares[iteration] for iteration in between] == pytest.approx([0.5] * len(between))
     rising = [shares[iteration] for iteration in range(restored.iteration + 1, NUM_STEPS + 1)]
-    assert rising == pytest.approx([1 - 0.5 * (1 - RE_WARMING) ** (nth + 1) for nth in range(len(rising))])
+    assert rising == pytest.approx([1 - 0.5 * (1 - LR_RECOVERY_RATE) ** (nth + 1) for nth in range(len(rising))])
     assert not [finding for finding in of(Finding, told.log) if finding.kind is FindingKind.lr_jump]
     assert told.ended.code == 0
 

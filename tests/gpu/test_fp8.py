@@ -16,8 +16,8 @@ from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.distributed.world import connect, disconnect
 from harness.precision.attention import fast_attention
-from harness.precision.fp8.engine import Engine, engine_of
-from harness.precision.fp8.formats import FORWARD, GRADIENT, Blocks, Side
+from harness.precision.fp8.engine import Engine, get_engine
+from harness.precision.fp8.formats import FORWARD, GRADIENT, BlockScaling, Operand
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch, project
 from harness.step import finish_step, forward_backward
 
@@ -34,7 +34,7 @@ SMALL = ["model=tiny", "model.dim=256", "model.ffn_dim=768", "train.batch_size=4
 def engines() -> tuple[Engine, Engine]:
     if importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("needs Transformer Engine")
-    return engine_of("transformer_engine"), engine_of("emulated")
+    return get_engine("transformer_engine"), get_engine("emulated")
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -52,24 +52,28 @@ def bits(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
 @pytest.mark.parametrize("both", [True, False])
-def test_both_engines_round_to_the_same_bits(engines: tuple[Engine, Engine], dtype: torch.dtype, both: bool) -> None:
+def test_both_engines_round_to_the_same_bits(
+    engines: tuple[Engine, Engine], dtype: torch.dtype, transpose: bool
+) -> None:
     values, scale = numbers(256, 512), torch.tensor(3.7, device="cuda")
     largest = [torch.zeros((), device="cuda") for _ in engines]
     real, rehearsed = (
-        engine.round(values.nan_to_num(1.0), scale, dtype=dtype, both=both, largest=most)
+        engine.quantize(values.nan_to_num(1.0), scale, dtype=dtype, transpose=transpose, amax=most)
         for engine, most in zip(engines, largest, strict=True)
     )
     assert torch.equal(bits(real.rows), bits(rehearsed.rows))
     assert torch.equal(bits(real.columns), bits(rehearsed.columns))
     assert largest[0] == largest[1] == 300.0
-    spoiled = engines[0].round(values, scale, dtype=dtype, both=both, largest=None)
+    spoiled = engines[0].quantize(values, scale, dtype=dtype, transpose=transpose, amax=None)
     assert spoiled.rows.float().isnan().sum() == 1, "NaN stays NaN, and only it"
 
 
 @pytest.mark.parametrize("square", [True, False])
 def test_both_engines_round_blocks_to_the_same_bits(engines: tuple[Engine, Engine], square: bool) -> None:
     values = numbers(256, 512).nan_to_num(1.0)
-    real, rehearsed = (engine.round_blocks(values, dtype=FORWARD, both=True, square=square) for engine in engines)
+    real, rehearsed = (
+        engine.quantize_blocks(values, dtype=FORWARD, transpose=True, square=square) for engine in engines
+    )
     assert torch.equal(bits(real.rows), bits(rehearsed.rows))
     assert torch.equal(bits(real.columns), bits(rehearsed.columns))
 
@@ -77,14 +81,16 @@ def test_both_engines_round_blocks_to_the_same_bits(engines: tuple[Engine, Engin
 def test_products_are_those_of_the_rounded_numbers(engines: tuple[Engine, Engine]) -> None:
     left, right = numbers(128, 512).nan_to_num(1.0), numbers(256, 512, seed=1).nan_to_num(1.0)
     one = torch.ones((), device="cuda")
-    sides = [
-        Side(engines[1].round(values, one, dtype=FORWARD, both=False, largest=None).rows, one)
+    operands = [
+        Operand(engines[1].quantize(values, one, dtype=FORWARD, transpose=False, amax=None).rows, one)
         for values in (left, right)
     ]
     before = torch.randn(128, 256, device="cuda").to(torch.bfloat16)
     for out in (None, before):
         real, rehearsed = (
-            engine.multiply(*sides, out=None if out is None else out.clone(), blocks=Blocks.none, exact=True)
+            engine.gemm(
+                *operands, out=None if out is None else out.clone(), scaling=BlockScaling.none, split_accumulator=True
+            )
             for engine in engines
         )
         torch.testing.assert_close(real, rehearsed, rtol=0.01, atol=0.5)
@@ -144,7 +150,7 @@ def test_a_compiled_model_trains_falls_back_and_returns(recipe: str, tmp_path: P
     cfg, parts = started(["parallel.compile=true", f"precision.fp8.recipe={recipe}"], tmp_path)
     assert cfg.model.num_layers == 4
     first = losses(cfg, parts, 0, 6, probe=True)
-    assert len({each.recipe for each in parts.fp8_layers.maps}) == 1
+    assert len({each.recipe for each in parts.fp8_layers.layers}) == 1
     parts.fp8_layers.use_fp8(False)
     between = losses(cfg, parts, 6, 3)
     parts.fp8_layers.use_fp8(True)

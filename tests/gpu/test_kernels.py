@@ -8,11 +8,16 @@ from torch import Tensor
 
 from harness.model.loss import IGNORED, LossOptions, _chunk_gradient, _chunk_gradient_in_place
 from harness.precision.fp8 import meters
-from harness.precision.fp8.custom_ops import round_noted
-from harness.precision.fp8.emulation import Emulated
-from harness.precision.fp8.formats import FORWARD, GRADIENT, SCALE_STEPS, VANISHING
+from harness.precision.fp8.custom_ops import quantize_and_record
+from harness.precision.fp8.emulation import EmulatedEngine
+from harness.precision.fp8.formats import FORWARD, GRADIENT, SCALE_STEPS, UNDERFLOW
 from harness.precision.fp8.meters import METER, Column, Role, probing
-from harness.precision.fp8.swiglu import product_by_kernels, product_of, slopes_by_kernels, slopes_of
+from harness.precision.fp8.swiglu import (
+    compute_grads,
+    compute_product,
+    quantize_grads_by_kernels,
+    quantize_product_by_kernels,
+)
 from tests.gpu.where import DEVICE, IS_INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -38,22 +43,22 @@ def scalar(value: float) -> Tensor:
 
 @pytest.mark.parametrize("sample", [2**20, 4_000])
 def test_what_rounding_did_is_noted_as_in_plain_torch(monkeypatch: pytest.MonkeyPatch, sample: int) -> None:
-    from harness.kernels.fp8_quantize import note_rounded
+    from harness.kernels.fp8_quantize import count_underflow
 
     monkeypatch.setattr(meters, "SAMPLE", sample)
     values = torch.randn(10, 1500, generator=torch.Generator().manual_seed(0)).mul(1e-3).to(torch.bfloat16)
     values[1, :7], values[1, 7] = 0.0, torch.nan
     plain, own = torch.zeros(len(Column)), torch.zeros(len(Column), device=DEVICE)
     for scale in (torch.tensor(2.0), torch.tensor(1.5), torch.tensor(3.0)):
-        rounded = Emulated().round(values, scale, dtype=FORWARD, both=False, largest=None)
+        rounded = EmulatedEngine().quantize(values, scale, dtype=FORWARD, transpose=False, largest=None)
         before, after = meters.sample_of(values), meters.sample_of(rounded.rows)
         every = meters.stride_of(values)
         meters.note(plain, before, after, scale, every=every)
         values_there, numbers = values.to(DEVICE), rounded.rows.view(torch.uint8).to(DEVICE)
         seen = meters.sample_of(values_there), meters.sample_of(numbers)
-        note_rounded(*seen, scale.to(DEVICE), own, every=every)
+        count_underflow(*seen, scale.to(DEVICE), own, every=every)
     torch.testing.assert_close(own.cpu(), plain, rtol=1e-5, atol=0.0)
-    assert plain[Column.zeros] > 0
+    assert plain[Column.underflows] > 0
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, interpreted, and the next too
@@ -63,20 +68,20 @@ def test_what_rounding_did_is_noted_as_in_plain_torch(monkeypatch: pytest.Monkey
 def test_a_matrix_is_rounded_by_the_scale_that_fits_whatever_was_guessed(
     dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
-    from harness.kernels.fp8_quantize import round_matrix
+    from harness.kernels.fp8_quantize import quantize_matrix
 
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(1e-3).to(DEVICE, torch.bfloat16)
     fitting = scalar(0.0)
-    plain = Emulated().fit(values, fitting, dtype=dtype)
+    plain = EmulatedEngine().fit(values, fitting, dtype=dtype)
     for guess in (scalar(0.0), fitting.clone(), scalar(1e6), scalar(2.0**-20)):
-        made = round_matrix(values, guess, dtype=dtype, step=SCALE_STEPS[dtype])
+        made = quantize_matrix(values, guess, dtype=dtype, step=SCALE_STEPS[dtype])
         assert guess == fitting
         assert made.inverse * guess == 1.0
         assert torch.equal(made.columns.view(torch.uint8), made.rows.view(torch.uint8).T)
         assert (made.rows.float() == plain.rows.float()).float().mean() > SAME
         torch.testing.assert_close(made.rows.float(), plain.rows.float(), rtol=NEXT, atol=0.02)
     values[5, 7] = torch.inf
-    spoiled = round_matrix(values, guess, dtype=dtype, step=SCALE_STEPS[dtype])
+    spoiled = quantize_matrix(values, guess, dtype=dtype, step=SCALE_STEPS[dtype])
     assert guess == 0.0
     assert IS_INTERPRETED or spoiled.rows[5, 7].float().isnan()  # interpreted, NaN is cut off too
 
@@ -89,17 +94,19 @@ def test_swiglu_is_rounded_as_in_plain_torch(recipe: str, shape: tuple[int, int]
     gate, up, slope = (torch.randn(shape, device=DEVICE, generator=generator).to(torch.bfloat16) for _ in range(3))
     gate[3, 5], up[3, 5], slope[7, 7], up[9, :] = 30.0, 50.0, 20.0, 1e-6
     own, plain = ([torch.zeros(METER, device=DEVICE) for _ in range(2)] for _ in range(2))
-    scales, does = [scalar(2.0), scalar(5.0)], Emulated()
-    made = product_of(gate, up), *slopes_of(slope, gate, up)
+    scales, does = [scalar(2.0), scalar(5.0)], EmulatedEngine()
+    made = compute_product(gate, up), *compute_grads(slope, gate, up)
     roles = Role.activations, Role.gradients, Role.gradients
     whose = zip(made, [scales[0], *scales], [plain[0], *plain], roles, strict=True)
-    with probing(counts=True, primes=is_primed):
-        first = product_by_kernels(gate, up, scales[0], own[0], recipe)
-        kernels = [first, *slopes_by_kernels(slope, gate, up, scales, own, recipe)]
-        others = [round_noted(does, values, scale, meter, role, recipe) for values, scale, meter, role in whose]
-    with probing(counts=False, primes=is_primed):  # the guess is right by now
-        second = product_by_kernels(gate, up, scales[0], own[0], recipe)
-        for one, again in zip(kernels, [second, *slopes_by_kernels(slope, gate, up, scales, own, recipe)], strict=True):
+    with probing(count_underflow=True, prime_scales=is_primed):
+        first = quantize_product_by_kernels(gate, up, scales[0], own[0], recipe)
+        kernels = [first, *quantize_grads_by_kernels(slope, gate, up, scales, own, recipe)]
+        others = [quantize_and_record(does, values, scale, meter, role, recipe) for values, scale, meter, role in whose]
+    with probing(count_underflow=False, prime_scales=is_primed):  # the guess is right by now
+        second = quantize_product_by_kernels(gate, up, scales[0], own[0], recipe)
+        for one, again in zip(
+            kernels, [second, *quantize_grads_by_kernels(slope, gate, up, scales, own, recipe)], strict=True
+        ):
             assert all(
                 torch.equal(now.view(torch.uint8), then.view(torch.uint8)) for now, then in zip(one, again, strict=True)
             )
@@ -109,40 +116,42 @@ def test_swiglu_is_rounded_as_in_plain_torch(recipe: str, shape: tuple[int, int]
         assert same.float().mean() > SAME
         torch.testing.assert_close(one.rows.float(), other.rows.float(), rtol=NEXT, atol=0.02, equal_nan=True)
         torch.testing.assert_close(one.row_inverse, other.row_inverse, rtol=1e-2, atol=0.0)
-    alike = [column for column in Column if column is not Column.guess]
+    alike = [column for column in Column if column is not Column.last_scale]
     for one_meter, other_meter in zip(own, plain, strict=True):
         torch.testing.assert_close(one_meter[:, alike], other_meter[:, alike], rtol=1e-2, atol=0.0)
-    assert own[0][Role.activations, Column.zeros] > 0
-    assert (own[1][Role.gradients, Column.largest] > 1) == (recipe == "delayed")
+    assert own[0][Role.activations, Column.underflows] > 0
+    assert (own[1][Role.gradients, Column.amax] > 1) == (recipe == "delayed")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, interpreted: it is told to meet them
 @pytest.mark.parametrize("spoiled", [(), (torch.nan, torch.inf)])
 def test_what_becomes_zero_in_swiglu_is_counted_as_in_plain_torch(spoiled: tuple[float, ...]) -> None:
     """To the last one: of these numbers all that is computed is exact."""
-    from harness.kernels.swiglu import count_product, count_slopes
+    from harness.kernels.swiglu import count_swiglu_grad_underflow, count_swiglu_underflow
 
     shape, generator = (9, 1500), torch.Generator().manual_seed(0)
     up = torch.randint(-30, 12, shape, generator=generator).float().exp2()
     up[1, 5:20], up[-2:, 4 : 4 + len(spoiled)] = 0.0, torch.tensor(spoiled)
-    up[5, 9] = VANISHING[FORWARD] * 2.0**8 / 64  # on the border
+    up[5, 9] = UNDERFLOW[FORWARD] * 2.0**8 / 64  # on the border
     up = up.to(DEVICE, torch.bfloat16)
     slope = torch.randint(-40, 3, shape, generator=generator).float().exp2().to(DEVICE, torch.bfloat16)
     gate = torch.full_like(up, 64.0)
     gate[3, :9] = 0.0
     rows, scales = torch.zeros(3, len(Column), device=DEVICE), [scalar(2.0**power) for power in (-8, -6, -4)]
     for _ in range(2):
-        count_product(gate[1::2], up[1::2], scales[0], rows[0], underflow=VANISHING[FORWARD], every=2)
+        count_swiglu_underflow(gate[1::2], up[1::2], scales[0], rows[0], underflow=UNDERFLOW[FORWARD], every=2)
         seen = slope[1::2], gate[1::2], up[1::2]
-        count_slopes(*seen, scales[1:], [*rows[1:]], underflow=VANISHING[GRADIENT], every=2)
-    made = zip((product_of(gate, up), *slopes_of(slope, gate, up)), scales, (FORWARD, GRADIENT, GRADIENT), strict=True)
+        count_swiglu_grad_underflow(*seen, scales[1:], [*rows[1:]], underflow=UNDERFLOW[GRADIENT], every=2)
+    made = zip(
+        (compute_product(gate, up), *compute_grads(slope, gate, up)), scales, (FORWARD, GRADIENT, GRADIENT), strict=True
+    )
     for row, (values, scale, dtype) in zip(rows, made, strict=True):
         expected, there = torch.zeros(len(Column), device=DEVICE), values[1::2]
-        rounded = Emulated().round(there, scale, dtype=dtype, both=False, largest=None).rows
+        rounded = EmulatedEngine().quantize(there, scale, dtype=dtype, transpose=False, largest=None).rows
         for _ in range(2):
             meters.note(expected, there, rounded, scale, every=2)
         assert torch.equal(row, expected)
-        assert 0 < row[Column.zeros] < row[Column.nonzeros] < 2 * up.numel()
+        assert 0 < row[Column.underflows] < row[Column.nonzeros] < 2 * up.numel()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, interpreted: it is told to meet them
@@ -175,4 +184,4 @@ def test_a_tensor_times_a_number_of_the_device() -> None:
         for values in (plain, plain.to(torch.bfloat16)):
             last_digit = 2**-7 if IS_INTERPRETED else 0.0  # interpreted, bf16 is cut off instead of rounded
             expected = (values.float() * scalar(0.3)).to(values.dtype)
-            torch.testing.assert_close(kernels.scaled(values, scalar(0.3)), expected, rtol=last_digit, atol=0.0)
+            torch.testing.assert_close(kernels.scale_tensor(values, scalar(0.3)), expected, rtol=last_digit, atol=0.0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.distributed.torch_private import chunk_cat
-from harness.optim.adamw import Part, Rule, step_fused, step_in_one_pass
+from harness.optim.adamw import AdamWOptions, ParameterShard, step_fused, step_triton
 from harness.sentinel.device.local_sums import (
     StateSums,
     square_sums,
@@ -33,14 +33,14 @@ NUM_LARGE = 300_001 if IS_INTERPRETED else 5_000_001
 """Numbers of a tensor of many pieces."""
 
 
-def parts(shapes: Shapes, num_steps: float = 3.0) -> list[Part]:
+def parts(shapes: Shapes, num_steps: float = 3.0) -> list[ParameterShard]:
     generator = torch.Generator(device=DEVICE).manual_seed(0)
 
     def numbers(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, device=DEVICE, generator=generator)
 
     return [
-        Part(numbers(shape), numbers(shape), numbers(shape), numbers(shape).square(), scalar(num_steps))
+        ParameterShard(numbers(shape), numbers(shape), numbers(shape), numbers(shape).square(), scalar(num_steps))
         for shape in shapes
     ]
 
@@ -49,18 +49,18 @@ def scalar(value: float) -> Tensor:
     return torch.tensor(value, device=DEVICE)
 
 
-def rule() -> Rule:
-    return Rule(scalar(0.01), weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+def options() -> AdamWOptions:
+    return AdamWOptions(scalar(0.01), weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
 
 
 @pytest.mark.parametrize("shapes", [ODD, EVEN])
 def test_a_pass_does_what_torchs_kernel_does_and_leaves_the_gradient(shapes: Shapes) -> None:
     ours, theirs = parts(shapes), parts(shapes)
     for _ in range(3):
-        step_in_one_pass(ours, rule(), refuse=scalar(0.0), divisor=scalar(4.0))
+        step_triton(ours, options(), skip_mask=scalar(0.0), divisor=scalar(4.0))
         for part in theirs:
             given = part.gradient.clone()
-            step_fused([part], rule(), refuse=scalar(0.0), divisor=scalar(4.0))
+            step_fused([part], options(), skip_mask=scalar(0.0), divisor=scalar(4.0))
             part.gradient.copy_(given)  # it writes the divided one back
     for own, their, begun in zip(ours, theirs, parts(shapes), strict=True):
         torch.testing.assert_close(tuple(own), tuple(their), rtol=1e-5, atol=1e-6)
@@ -74,7 +74,7 @@ def test_a_refused_pass_leaves_every_bit(bad: float) -> None:
     ours, before = parts(ODD, 0.0), parts(ODD, 0.0)
     for part in ours:
         part.gradient.fill_(bad)
-    step_in_one_pass(ours, rule(), refuse=scalar(1.0), divisor=scalar(bad))
+    step_triton(ours, options(), skip_mask=scalar(1.0), divisor=scalar(bad))
     for own, old in zip(ours, before, strict=True):
         kept = zip(own._replace(gradient=own.step), old._replace(gradient=old.step), strict=True)
         assert all(torch.equal(now, then) for now, then in kept)
@@ -94,7 +94,7 @@ def exact_sums(
 @pytest.mark.parametrize("is_sound", [True, False])
 def test_one_pass_sums_the_state_as_torch_does(is_sound: bool) -> None:
     half, none, mean, square = (torch.full((NUM_LARGE,), value, device=DEVICE) for value in (0.5, 0.0, -2e-3, 1e-6))
-    large = Part(half, none, mean, square, scalar(1.0))
+    large = ParameterShard(half, none, mean, square, scalar(1.0))
     every = [*parts(ODD if is_sound else EVEN), large]
     if not is_sound:
         every[1].parameter[-1], every[3].first[0, 0], every[4].second[0, 0] = math.nan, math.inf, math.nan
@@ -138,13 +138,13 @@ def test_squares_are_summed_as_torch_does(shapes: Shapes) -> None:
 
 
 def test_a_table_is_sent_once_and_another_where_a_tensor_moved() -> None:
-    from harness.kernels.multi_tensor import table_of
+    from harness.kernels.multi_tensor import build_table
 
     gradients = [part.gradient for part in parts(EVEN)]
-    table = table_of(gradients)
-    assert table_of(list(gradients)) is table
+    table = build_table(gradients)
+    assert build_table(list(gradients)) is table
     assert table.unit == 4
     moved = [*gradients[:-1], gradients[-1].clone()]
-    assert table_of(moved) is not table
+    assert build_table(moved) is not table
     crooked = torch.zeros(9, device=DEVICE)[1:]
-    assert table_of([*gradients, crooked]).unit == 1
+    assert build_table([*gradients, crooked]).unit == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.precision.fused_qkv import rotate
+from harness.precision.fused_qkv import apply_rope
 from tests.gpu.where import DEVICE, IS_INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -41,7 +41,7 @@ def split_plainly(joint: Tensor, cos: Tensor, sin: Tensor, widths: list[int]) ->
     length, half = cos.shape
     query, key, value = joint.split_with_sizes(widths, dim=1)
     turned = [
-        rotate(part.reshape(-1, length, part.shape[1] // (2 * half), 2 * half), cos, sin) for part in (query, key)
+        apply_rope(part.reshape(-1, length, part.shape[1] // (2 * half), 2 * half), cos, sin) for part in (query, key)
     ]
     return [*(part.flatten(2).flatten(0, 1) for part in turned), value]
 
@@ -57,11 +57,11 @@ def assert_same(own: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_heads_are_split_and_turned_as_in_plain_torch(size: tuple[int, ...], dtype: torch.dtype) -> None:
-    from harness.kernels.rope import split_rotated
+    from harness.kernels.rope import split_and_rotate
 
     joint, cos, sin, widths = given(size, dtype)
     joint[3, 1], joint[4, -1], joint[5, -2] = torch.nan, torch.inf, torch.nan
-    own = split_rotated(joint, cos, sin, widths=widths)
+    own = split_and_rotate(joint, cos, sin, widths=widths)
     for made, expected in zip(own, split_plainly(joint, cos, sin, widths), strict=True):
         assert_same(made, expected)
     assert [int((~made.isfinite()).sum()) for made in own] == [2, 0, 2], "each only where it belongs"
@@ -70,13 +70,13 @@ def test_heads_are_split_and_turned_as_in_plain_torch(size: tuple[int, ...], dty
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_gradients_are_joined_and_turned_back_as_in_plain_torch(size: tuple[int, ...], dtype: torch.dtype) -> None:
-    from harness.kernels.rope import joined_unrotated, split_rotated
+    from harness.kernels.rope import split_and_rotate, unrotate_and_join
 
     joint, cos, sin, widths = given(size, dtype)
     query, key, value = slopes = [numbers(len(joint), width, dtype=dtype) for width in widths]
-    own = joined_unrotated(query, key, value, cos, sin)
+    own = unrotate_and_join(query, key, value, cos, sin)
     made = split_plainly(joint.requires_grad_(), cos, sin, widths)
     (expected,) = torch.autograd.grad(made, joint, slopes)
     assert_same(own, expected)
-    back = joined_unrotated(*split_rotated(joint.detach(), cos, sin, widths=widths), cos, sin)
+    back = unrotate_and_join(*split_and_rotate(joint.detach(), cos, sin, widths=widths), cos, sin)
     torch.testing.assert_close(back, joint.detach(), rtol=0.0, atol=8 * torch.finfo(dtype).eps)

@@ -147,8 +147,8 @@ def test_compiled_blocks_take_heads_from_one_product(checkpointing: str, num_pro
         step(parts, cfg, 1)
     called = [event.name for event in seen.events() if event.device_type.name == "CPU"]
     kernels = [event.name for event in seen.events() if event.device_type.name == "CUDA"]
-    assert called.count("harness::project_rotated") == num_products * cfg.model.num_layers
-    assert called.count("harness::project_rotated_backward") == cfg.model.num_layers
+    assert called.count("harness::qkv_rope") == num_products * cfg.model.num_layers
+    assert called.count("harness::qkv_rope_backward") == cfg.model.num_layers
     assert kernels.count("_move_heads") == (num_products + 1) * cfg.model.num_layers
 
 

@@ -12,6 +12,7 @@ from harness.config.model import ModelConfig
 from harness.model.size import (
     block_shapes,
     flops_per_token,
+    needs_resharding,
     num_matmul_parameters,
     num_parameters,
     root_shapes,

@@ -8,7 +8,7 @@ import pytest
 
 from harness.config.compose import load
 from harness.config.optim import OptimConfig, ScheduleKind
-from harness.optim.schedule import table
+from harness.optim.schedule import schedule_table
 
 NUM_STEPS, WARMUP = 100, 10
 
@@ -20,7 +20,7 @@ def optim(kind: ScheduleKind, *overrides: str) -> OptimConfig:
 
 @pytest.mark.parametrize("kind", list(ScheduleKind))
 def test_every_schedule_warms_up_linearly_to_the_peak(kind: ScheduleKind) -> None:
-    multipliers = table(optim(kind), num_steps=NUM_STEPS)
+    multipliers = schedule_table(optim(kind), num_steps=NUM_STEPS)
     assert len(multipliers) == NUM_STEPS + 1
     assert multipliers[:WARMUP] == pytest.approx([(step + 1) / WARMUP for step in range(WARMUP)])
     assert multipliers[WARMUP] == pytest.approx(1.0)
@@ -29,7 +29,7 @@ def test_every_schedule_warms_up_linearly_to_the_peak(kind: ScheduleKind) -> Non
 
 
 def test_where_schedules_end() -> None:
-    ends = {kind: table(optim(kind), num_steps=NUM_STEPS)[-1] for kind in ScheduleKind}
+    ends = {kind: schedule_table(optim(kind), num_steps=NUM_STEPS)[-1] for kind in ScheduleKind}
     assert ends[ScheduleKind.constant] == 1.0
     assert ends[ScheduleKind.cosine] == pytest.approx(0.1)
     assert ends[ScheduleKind.linear] == pytest.approx(0.1)
@@ -38,16 +38,16 @@ def test_where_schedules_end() -> None:
 
 def test_halfway_values() -> None:
     middle = WARMUP + (NUM_STEPS - WARMUP) // 2
-    assert table(optim(ScheduleKind.cosine), num_steps=NUM_STEPS)[middle] == pytest.approx(0.55)
-    assert table(optim(ScheduleKind.linear), num_steps=NUM_STEPS)[middle] == pytest.approx(0.55)
+    assert schedule_table(optim(ScheduleKind.cosine), num_steps=NUM_STEPS)[middle] == pytest.approx(0.55)
+    assert schedule_table(optim(ScheduleKind.linear), num_steps=NUM_STEPS)[middle] == pytest.approx(0.55)
 
 
 def test_wsd_is_stable_until_the_descent() -> None:
-    multipliers = table(optim(ScheduleKind.wsd, "optim.decay_steps=20"), num_steps=NUM_STEPS)
+    multipliers = schedule_table(optim(ScheduleKind.wsd, "optim.decay_steps=20"), num_steps=NUM_STEPS)
     assert multipliers[WARMUP:81] == [1.0] * 71
     assert multipliers[90] == pytest.approx(0.55)
     assert multipliers[100] == pytest.approx(0.1)
 
 
 def test_without_warmup_the_first_step_has_the_peak() -> None:
-    assert table(optim(ScheduleKind.cosine, "optim.warmup_steps=0"), num_steps=NUM_STEPS)[0] == 1.0
+    assert schedule_table(optim(ScheduleKind.cosine, "optim.warmup_steps=0"), num_steps=NUM_STEPS)[0] == 1.0

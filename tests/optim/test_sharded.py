@@ -78,7 +78,9 @@ def update_both() -> tuple[list[list[float]], list[list[float]], list[str]]:
 
 
 def apply(update: Update, refuse: float) -> Tensor:
-    return update.apply(refuse=torch.tensor(refuse), grad_norm=torch.tensor(GRAD_NORM), divisor=torch.tensor(DIVISOR))
+    return update.apply(
+        skip_mask=torch.tensor(refuse), grad_norm=torch.tensor(GRAD_NORM), divisor=torch.tensor(DIVISOR)
+    )
 
 
 def numbers(owners: dict[str, nn.Parameter], adamw: torch.optim.AdamW) -> list[list[float]]:

@@ -32,7 +32,7 @@ def apply(
     update: Update, weight: nn.Parameter, gradient: Tensor, *, refuse: float = 0.0, divisor: float = 1.0
 ) -> float:
     weight.grad = gradient.clone() * divisor
-    lr = update.apply(refuse=torch.tensor(refuse), grad_norm=gradient.norm(), divisor=torch.tensor(divisor))
+    lr = update.apply(skip_mask=torch.tensor(refuse), grad_norm=gradient.norm(), divisor=torch.tensor(divisor))
     return float(lr)
 
 
@@ -94,6 +94,6 @@ def test_decay_only_where_the_group_says_so() -> None:
     ]
     update = build_update(groups, cfg=cfg, num_steps=10, device=CPU)
     decayed.grad, kept.grad = torch.zeros_like(decayed), torch.zeros_like(kept)
-    update.apply(refuse=torch.tensor(0.0), grad_norm=torch.tensor(0.0), divisor=torch.tensor(1.0))
+    update.apply(skip_mask=torch.tensor(0.0), grad_norm=torch.tensor(0.0), divisor=torch.tensor(1.0))
     torch.testing.assert_close(decayed, parameter() * (1 - 0.1 * 0.5))
     assert torch.equal(kept, parameter())

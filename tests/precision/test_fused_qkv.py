@@ -19,7 +19,7 @@ from harness.distributed.fsdp import wrap
 from harness.model.transformer import Attention, Block, rotary_tables
 from harness.precision import fused_qkv
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch
-from harness.precision.fused_qkv import are_joined, rotate, rotated_heads
+from harness.precision.fused_qkv import apply_rope, can_fuse_qkv, project_qkv_rope
 from harness.precision.mixed_precision import linear
 
 MakeConfig = Callable[..., ModelConfig]
@@ -48,7 +48,7 @@ def numbers(*shape: int) -> Tensor:
 
 def three_maps(hidden: Tensor, maps: Sequence[nn.Module], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     query, key, value = (each(hidden).unflatten(-1, (-1, 2 * cos.shape[1])) for each in maps)
-    return tuple(each.flatten(2) for each in (rotate(query, cos, sin), rotate(key, cos, sin), value))
+    return tuple(each.flatten(2) for each in (apply_rope(query, cos, sin), apply_rope(key, cos, sin), value))
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "head_dim"), [(4, 2, 8), (3, 1, 2), (2, 2, 12)])
@@ -56,7 +56,7 @@ def test_one_product_does_what_three_maps_do(num_queries: int, num_keys: int, he
     maps = [linear(20, count * head_dim) for count in (num_queries, num_keys, num_keys)]
     hidden, angles = numbers(NUM_ROWS, LENGTH, 20).requires_grad_(), numbers(LENGTH, head_dim // 2)
     cos, sin = angles.cos(), angles.sin()
-    expected, made = (way(hidden, maps, cos, sin) for way in (three_maps, rotated_heads))
+    expected, made = (way(hidden, maps, cos, sin) for way in (three_maps, project_qkv_rope))
     torch.testing.assert_close(made, expected)
     slopes = [numbers(*each.shape) for each in expected]
     wanted = (hidden, *(each.get_parameter("weight") for each in maps))
@@ -69,10 +69,10 @@ def test_a_graph_is_told_the_truth() -> None:
     angles = numbers(LENGTH, 4)
     cos, sin = angles.cos(), angles.sin()
     operators = torch.ops.harness
-    slopes = operators.project_rotated(hidden, weights, cos, sin)
-    torch.library.opcheck(operators.project_rotated_backward.default, (slopes, hidden, weights, cos, sin))
+    slopes = operators.qkv_rope(hidden, weights, cos, sin)
+    torch.library.opcheck(operators.qkv_rope_backward.default, (slopes, hidden, weights, cos, sin))
     learned = (hidden.requires_grad_(), [weight.requires_grad_() for weight in weights])
-    torch.library.opcheck(operators.project_rotated.default, (*learned, cos, sin))
+    torch.library.opcheck(operators.qkv_rope.default, (*learned, cos, sin))
 
 
 def gradients(block: Block, cfg: ModelConfig) -> tuple[Tensor, ...]:
@@ -98,8 +98,8 @@ def test_a_compiled_block_joins_its_heads(make_config: MakeConfig, kind: str, nu
     with torch.profiler.profile(acc_events=True) as seen:  # once it is compiled: a compiler calls operators too
         gradients(compiled, cfg)
     names = [event.name for event in seen.events()]
-    assert names.count("harness::project_rotated") == num_products
-    assert names.count("harness::project_rotated_backward") == 1
+    assert names.count("harness::qkv_rope") == num_products
+    assert names.count("harness::qkv_rope_backward") == 1
 
 
 @pytest.mark.full
@@ -114,16 +114,16 @@ def test_other_heads_go_by_themselves(make_config: MakeConfig, changes: dict[str
     with torch.profiler.profile(acc_events=True) as seen:
         made = compiled(hidden, *tables(cfg), None)
     torch.testing.assert_close(made, attention(hidden, *tables(cfg), None))
-    assert "harness::project_rotated" not in [event.name for event in seen.events()]
+    assert "harness::qkv_rope" not in [event.name for event in seen.events()]
 
 
 def test_only_plain_maps_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, cos = numbers(1, LENGTH, 16), numbers(LENGTH, 4)
     plain, biased = linear(16, 16), nn.Linear(16, 16)
     in_fp8 = Fp8Linear(16, 16, recipe=Recipe(Fp8Recipe.current, "emulated"), switch=Switch())
-    assert not are_joined(hidden, [plain, plain, plain], cos), "on a CPU, and nothing is compiled"
+    assert not can_fuse_qkv(hidden, [plain, plain, plain], cos), "on a CPU, and nothing is compiled"
     monkeypatch.setattr(fused_qkv, "is_compiled_for_cuda", lambda _hidden: True)
-    assert are_joined(hidden, [plain, plain, plain], cos)
-    assert not are_joined(hidden, [plain, plain, biased], cos)
-    assert not are_joined(hidden, [in_fp8, plain, plain], cos)
-    assert not are_joined(hidden, [plain, plain, plain], numbers(LENGTH, 3))
+    assert can_fuse_qkv(hidden, [plain, plain, plain], cos)
+    assert not can_fuse_qkv(hidden, [plain, plain, biased], cos)
+    assert not can_fuse_qkv(hidden, [in_fp8, plain, plain], cos)
+    assert not can_fuse_qkv(hidden, [plain, plain, plain], numbers(LENGTH, 3))

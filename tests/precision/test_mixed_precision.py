@@ -1,4 +1,4 @@
-"""Products in half precision on a CPU that has none: taken in fp32, and rounded as the hardware would."""
+"""Fp8Layers in half precision on a CPU that has none: taken in fp32, and rounded as the hardware would."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from harness.analysis.postmortem.evidence import Evidence
 from harness.config.errors import ConfigError
 from harness.config.optim import OptimConfig, ScheduleKind
 from harness.core.events import ActionKind, Intervention, StepRecord
-from harness.optim.schedule import multiplier
+from harness.optim.schedule import schedule_factor
 
 EMA_STEPS = 50
 RECOVERY_STEPS, RECOVERY_RECORDS = 50, 9
@@ -228,7 +228,7 @@ def scheduled(evidence: Evidence, record: StepRecord) -> float | None:
     except (KeyError, TypeError, ValueError, ConfigError):
         return None
     step = record.step if record.refused else record.step - 1
-    return optim.lr * multiplier(optim, step=max(0, step), num_steps=num_steps)
+    return optim.lr * schedule_factor(optim, step=max(0, step), num_steps=num_steps)
 
 
 def off_schedule(evidence: Evidence, measures: Measures) -> tuple[StepRecord, float] | None:

@@ -1,4 +1,4 @@
-"""The base classes of FSDP2's all-gather and reduce-scatter, for `set_custom_all_gather` and `set_custom_reduce_scatter`.
+"""The base classes of FSDP2's all-gather and reduce-scatter, which the harness subclasses and passes to FSDP2.
 
 Private API: `torch.distributed.fsdp._fully_shard._fsdp_collectives` (`DefaultAllGather`, `DefaultReduceScatter`).
 Checked on torch 2.11 and 2.13.

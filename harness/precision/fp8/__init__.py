@@ -1,1 +1,1 @@
-"""Products in fp8: how numbers are rounded, multiplied and watched."""
+"""fp8 matmuls: quantization, GEMMs, scales and range statistics."""

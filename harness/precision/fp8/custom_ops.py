@@ -1,16 +1,17 @@
-"""The products of a linear map in fp8, as two operators of torch, so that a compiled block holds them whole.
+"""The forward and backward GEMMs of fp8 projections as two custom operators.
 
-Why: torch.compile cannot look into the engines' kernels, and must not: to it each is one operator on plain tensors.
-Maps that read the same input go through together, which rounds it once, and costs the host one operator.
-How: the forward operator rounds the input both ways and each weight one way, multiplies, and gives the rounded input on
-for the gradient of the weight. The backward one rounds the gradients both ways and the weights the other way, so that
-FSDP can free them in between, and adds up the input's gradient where it is multiplied.
-What they learn about range they add to the meters they are given. The graph is not told of that: nothing in it reads a
-meter, and a backward pass that changes what the forward pass was given cannot be compiled.
-Maps travel as one list: all weights, then their scales, then their meters.
+Why: torch.compile cannot trace into the engines' kernels; to it each is one operator on plain tensors, and a block
+compiles as a whole. Projections that read the same input share one operator, which quantizes the input once and saves
+host overhead.
+How: the forward operator quantizes the input in both layouts and each weight in one, multiplies, and returns the
+quantized input for the weight gradient. The backward operator quantizes the gradients in both layouts and the weights
+in the other one, so that FSDP can free the weights in between, and accumulates the input gradient in the GEMM.
+Both add range statistics to the meters they are given. The schema does not declare that mutation: nothing in the graph
+reads a meter, and a backward pass that mutates an input of the forward pass cannot be compiled.
+Layers are passed as one list: all weights, then their scales, then their meters.
 """
 
-# ruff: noqa: ARG001  (what a graph is told of a result needs few of the arguments)
+# ruff: noqa: ARG001  (fake implementations take all arguments and need few)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -20,48 +21,59 @@ import torch
 from torch import Tensor
 
 from harness.config.precision import Fp8Recipe
-from harness.precision.fp8.engine import Engine, engine_of
-from harness.precision.fp8.formats import FORWARD, LIMITS, Blocks, Rounded, Side
+from harness.precision.fp8.engine import Engine, get_engine
+from harness.precision.fp8.formats import FORWARD, LIMITS, BlockScaling, Operand, QuantizedMatrix
 from harness.precision.fp8.meters import (
     PROBE,
     Column,
     Role,
-    dtype_of,
-    guess_in,
-    largest_of,
-    note,
-    sample_of,
-    scale_of,
-    stride_of,
+    compute_amax,
+    compute_scale,
+    fp8_dtype,
+    last_scale_slot,
+    record_underflow,
+    sample_rows,
+    sample_stride,
 )
 
 
 def forward(
-    hidden: Tensor, scale: Tensor, maps: list[Tensor], is_noted: bool, recipe: str, engine: str
+    hidden: Tensor, scale: Tensor, layers: list[Tensor], record: bool, recipe: str, engine_name: str
 ) -> list[Tensor]:
-    """`hidden` [T, K] times each weight [N, K]: the products [T, N]; the rounded input [K, T] and one over its scales;
-    the scale that each weight was rounded by, which is of meaning where it is remembered."""
-    does, (weights, scales, meters) = engine_of(engine), thirds(maps)
-    inputs = round_noted(does, hidden, scale, meters[0] if is_noted else None, Role.activations, recipe)
-    products, used = [], []
+    """`hidden` [T, K] times each weight [N, K].
+
+    Returns the outputs [T, N]; the quantized input [K, T] and 1 / its scales; the scale that each weight was quantized
+    by (recipe `delayed` only, else empty).
+    """
+    engine, (weights, scales, meters) = get_engine(engine_name), split_thirds(layers)
+    inputs = quantize_and_record(engine, hidden, scale, meters[0] if record else None, Role.activations, recipe)
+    outputs, used_scales = [], []
     for weight, weight_scale, meter in zip(weights, scales, meters, strict=True):
-        right = round_noted(does, weight, weight_scale, meter if is_noted else None, Role.weights, recipe, both=False)
-        products.append(does.multiply(inputs.by_rows, right.by_rows, out=None, blocks=_of_weights(recipe), exact=False))
-        used.append(scale_used(right, recipe))
-    return [*products, inputs.columns, inputs.column_inverse, *used]
+        right = quantize_and_record(
+            engine, weight, weight_scale, meter if record else None, Role.weights, recipe, transpose=False
+        )
+        outputs.append(
+            engine.gemm(
+                inputs.as_rows, right.as_rows, out=None, scaling=_weight_scaling(recipe), split_accumulator=False
+            )
+        )
+        used_scales.append(used_scale(right, recipe))
+    return [*outputs, inputs.columns, inputs.column_scale_inv, *used_scales]
 
 
 def _forward_shapes(
-    hidden: Tensor, scale: Tensor, maps: list[Tensor], is_noted: bool, recipe: str, engine: str
+    hidden: Tensor, scale: Tensor, layers: list[Tensor], record: bool, recipe: str, engine_name: str
 ) -> list[Tensor]:
     num_rows, width = hidden.shape
-    weights, _, _ = thirds(maps)
-    inverse = (1,) if recipe != Fp8Recipe.block else engine_of(engine).block_scales(width, num_rows, square=False)
+    weights, _, _ = split_thirds(layers)
+    scale_shape = (
+        (1,) if recipe != Fp8Recipe.block else get_engine(engine_name).block_scale_shape(width, num_rows, square=False)
+    )
     return [
         *(hidden.new_empty((num_rows, len(weight)), dtype=torch.bfloat16) for weight in weights),
         hidden.new_empty((width, num_rows), dtype=FORWARD),
-        hidden.new_empty(inverse, dtype=torch.float32),
-        *scales_used(hidden, recipe, len(weights)),
+        hidden.new_empty(scale_shape, dtype=torch.float32),
+        *used_scale_shapes(hidden, recipe, len(weights)),
     ]
 
 
@@ -69,60 +81,66 @@ def backward(
     gradients: list[Tensor],
     gradient_scales: list[Tensor],
     columns: Tensor,
-    inverse: Tensor,
-    maps: list[Tensor],
+    scale_inv: Tensor,
+    layers: list[Tensor],
     recipe: str,
-    engine: str,
+    engine_name: str,
 ) -> list[Tensor]:
     """The gradient of the input [T, K], then of each weight [N, K]."""
-    does = engine_of(engine)
-    inputs, lines = Side(columns, inverse), Blocks.lines if recipe == Fp8Recipe.block else Blocks.none
-    of_input: Tensor | None = None
-    of_weights = []
-    for gradient, scale, weight, weight_scale, meter in zip(gradients, gradient_scales, *thirds(maps), strict=True):
-        left = round_noted(does, gradient, scale, meter, Role.gradients, recipe)
-        of_weights.append(does.multiply(left.by_columns, inputs, out=None, blocks=lines, exact=True))
-        right = round_noted(does, weight, weight_scale, None, Role.weights, recipe)
-        of_input = does.multiply(left.by_rows, right.by_columns, out=of_input, blocks=_of_weights(recipe), exact=True)
-    assert of_input is not None, "a gradient of no products"
-    return [of_input, *of_weights]
+    engine = get_engine(engine_name)
+    inputs = Operand(columns, scale_inv)
+    scaling = BlockScaling.one_d if recipe == Fp8Recipe.block else BlockScaling.none
+    grad_input: Tensor | None = None
+    grad_weights = []
+    for gradient, scale, weight, weight_scale, meter in zip(
+        gradients, gradient_scales, *split_thirds(layers), strict=True
+    ):
+        left = quantize_and_record(engine, gradient, scale, meter, Role.gradients, recipe)
+        grad_weights.append(engine.gemm(left.as_columns, inputs, out=None, scaling=scaling, split_accumulator=True))
+        right = quantize_and_record(engine, weight, weight_scale, None, Role.weights, recipe)
+        grad_input = engine.gemm(
+            left.as_rows, right.as_columns, out=grad_input, scaling=_weight_scaling(recipe), split_accumulator=True
+        )
+    assert grad_input is not None, "no layers"
+    return [grad_input, *grad_weights]
 
 
 def _backward_shapes(
     gradients: list[Tensor],
     gradient_scales: list[Tensor],
     columns: Tensor,
-    inverse: Tensor,
-    maps: list[Tensor],
+    scale_inv: Tensor,
+    layers: list[Tensor],
     recipe: str,
-    engine: str,
+    engine_name: str,
 ) -> list[Tensor]:
-    of_input = gradients[0].new_empty((len(gradients[0]), len(columns)), dtype=torch.bfloat16)
-    weights, _, _ = thirds(maps)
-    return [of_input, *(torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights)]
+    grad_input = gradients[0].new_empty((len(gradients[0]), len(columns)), dtype=torch.bfloat16)
+    weights, _, _ = split_thirds(layers)
+    return [grad_input, *(torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights)]
 
 
-def scale_used(rounded: Rounded, recipe: str) -> Tensor:
-    """The scale that a weight was rounded by, where it may not be the one that was brought; empty elsewhere."""
+def used_scale(quantized: QuantizedMatrix, recipe: str) -> Tensor:
+    """The scale that a weight was quantized by in the recipe `delayed`, where priming may replace it; else empty."""
     if recipe == Fp8Recipe.delayed:
-        return rounded.row_inverse.reciprocal().view(())
-    return rounded.rows.new_empty(0)
+        return quantized.row_scale_inv.reciprocal().view(())
+    return quantized.rows.new_empty(0)
 
 
-def scales_used(like: Tensor, recipe: str, count: int) -> list[Tensor]:
-    """What a graph is told of these."""
+def used_scale_shapes(like: Tensor, recipe: str, count: int) -> list[Tensor]:
+    """Fake outputs of `used_scale`."""
     shape, dtype = ((), torch.float32) if recipe == Fp8Recipe.delayed else ((0,), FORWARD)
     return [like.new_empty(shape, dtype=dtype) for _ in range(count)]
 
 
-def thirds(maps: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """What a list holds one after the other: three things of each map."""
-    count = len(maps) // 3
-    return list(maps[:count]), list(maps[count : 2 * count]), list(maps[2 * count :])
+def split_thirds(layers: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Split a list into three of equal length."""
+    count = len(layers) // 3
+    return list(layers[:count]), list(layers[count : 2 * count]), list(layers[2 * count :])
 
 
-def define(schema: str, compute: Callable[..., Any], shapes: Callable[..., Any]) -> Callable[..., list[Tensor]]:
-    """Defined by hand: what torch wraps around an operator of Python costs the host more than these kernels take."""
+def define_op(schema: str, compute: Callable[..., Any], shapes: Callable[..., Any]) -> Callable[..., list[Tensor]]:
+    """Define an operator through `torch.library.Library`: the wrapper of `torch.library.custom_op` costs the host more
+    time than these kernels take."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)  # type: ignore[no-untyped-call]
     LIBRARY.impl(name, compute, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -133,49 +151,49 @@ def define(schema: str, compute: Callable[..., Any], shapes: Callable[..., Any])
 
 LIBRARY = torch.library.Library("harness", "DEF")  # type: ignore[no-untyped-call]
 
-fp8_forward = define(
-    "fp8_forward(Tensor hidden, Tensor scale, Tensor[] maps, bool is_noted, str recipe, str engine) -> Tensor[]",
+fp8_forward = define_op(
+    "fp8_forward(Tensor hidden, Tensor scale, Tensor[] layers, bool record, str recipe, str engine_name) -> Tensor[]",
     forward,
     _forward_shapes,
 )
-fp8_backward = define(
-    "fp8_backward(Tensor[] gradients, Tensor[] gradient_scales, Tensor columns, Tensor inverse, Tensor[] maps,"
-    " str recipe, str engine) -> Tensor[]",
+fp8_backward = define_op(
+    "fp8_backward(Tensor[] gradients, Tensor[] gradient_scales, Tensor columns, Tensor scale_inv, Tensor[] layers,"
+    " str recipe, str engine_name) -> Tensor[]",
     backward,
     _backward_shapes,
 )
 
 
-def _of_weights(recipe: str) -> Blocks:
-    return Blocks.squares if recipe == Fp8Recipe.block else Blocks.none
+def _weight_scaling(recipe: str) -> BlockScaling:
+    return BlockScaling.two_d if recipe == Fp8Recipe.block else BlockScaling.none
 
 
-def round_noted(
-    does: Engine,
+def quantize_and_record(
+    engine: Engine,
     values: Tensor,
     scale: Tensor,
     meter: Tensor | None,
     role: Role,
     recipe: str,
     *,
-    both: bool = True,
-) -> Rounded:
-    """A matrix in fp8 as the recipe has it; what it learns goes into the meter."""
-    dtype = dtype_of(role, recipe)
+    transpose: bool = True,
+) -> QuantizedMatrix:
+    """Quantize a matrix as the recipe says, and add range statistics to the meter, if there is one."""
+    dtype = fp8_dtype(role, recipe)
     row = None if meter is None else meter.data[role]
     if recipe == Fp8Recipe.block:
-        rounded = does.round_blocks(values, dtype=dtype, both=both, square=role is Role.weights)
+        quantized = engine.quantize_blocks(values, dtype=dtype, transpose=transpose, square=role is Role.weights)
     elif recipe == Fp8Recipe.current and role is not Role.weights:
-        scale = guess_in(meter, role, values)
-        rounded = does.fit(values, scale, dtype=dtype)
+        scale = last_scale_slot(meter, role, values)
+        quantized = engine.quantize_to_amax(values, scale, dtype=dtype)
     else:
-        if recipe == Fp8Recipe.delayed and PROBE.primes:
-            scale = scale_of(largest_of(values), LIMITS[dtype])
-        largest = row[Column.largest] if row is not None and recipe == Fp8Recipe.delayed else None
-        rounded = does.round(values, scale, dtype=dtype, both=both, largest=largest)
-    if row is not None and PROBE.counts:
-        seen = sample_of(values)
+        if recipe == Fp8Recipe.delayed and PROBE.prime_scales:
+            scale = compute_scale(compute_amax(values), LIMITS[dtype])
+        amax = row[Column.amax] if row is not None and recipe == Fp8Recipe.delayed else None
+        quantized = engine.quantize(values, scale, dtype=dtype, transpose=transpose, amax=amax)
+    if row is not None and PROBE.count_underflow:
+        sample = sample_rows(values)
         if recipe == Fp8Recipe.block:
-            scale = scale_of(largest_of(seen), LIMITS[dtype])
-        note(row, seen, sample_of(rounded.rows), scale, every=stride_of(values))
-    return rounded
+            scale = compute_scale(compute_amax(sample), LIMITS[dtype])
+        record_underflow(row, sample, sample_rows(quantized.rows), scale, every=sample_stride(values))
+    return quantized

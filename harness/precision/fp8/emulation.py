@@ -1,4 +1,4 @@
-"""fp8 in plain torch: the same rounding on any device, and products of the rounded numbers in fp32."""
+"""fp8 emulation in plain torch: bit-equal quantization on any device, and GEMMs of the quantized values in fp32."""
 
 from __future__ import annotations
 
@@ -9,42 +9,50 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from harness.precision.fp8.formats import BLOCK, LIMITS, SCALE_STEPS, Blocks, Rounded, Side
-from harness.precision.fp8.meters import largest_of, scale_of
+from harness.precision.fp8.formats import BLOCK, LIMITS, SCALE_STEPS, BlockScaling, Operand, QuantizedMatrix
+from harness.precision.fp8.meters import compute_amax, compute_scale
 
 
 @final
-class Emulated:
-    def round(
-        self, values: Tensor, scale: Tensor, *, dtype: torch.dtype, both: bool, largest: Tensor | None
-    ) -> Rounded:
-        if largest is not None:
-            largest.copy_(torch.maximum(largest, values.abs().amax()))
-        rows, inverse = _cast(values.float() * scale, dtype), scale.reciprocal().view(1)
-        return Rounded(rows, rows.T.contiguous() if both else rows.new_empty(0), inverse, inverse)
+class EmulatedEngine:
+    def quantize(
+        self, values: Tensor, scale: Tensor, *, dtype: torch.dtype, transpose: bool, amax: Tensor | None
+    ) -> QuantizedMatrix:
+        if amax is not None:
+            amax.copy_(torch.maximum(amax, values.abs().amax()))
+        rows, scale_inv = _cast(values.float() * scale, dtype), scale.reciprocal().view(1)
+        return QuantizedMatrix(rows, rows.T.contiguous() if transpose else rows.new_empty(0), scale_inv, scale_inv)
 
-    def fit(self, values: Tensor, guess: Tensor, *, dtype: torch.dtype) -> Rounded:
-        scale = scale_of(largest_of(values), LIMITS[dtype], step=SCALE_STEPS[dtype])
-        guess.copy_(scale)
-        return self.round(values, scale, dtype=dtype, both=True, largest=None)
+    def quantize_to_amax(self, values: Tensor, last_scale: Tensor, *, dtype: torch.dtype) -> QuantizedMatrix:
+        scale = compute_scale(compute_amax(values), LIMITS[dtype], step=SCALE_STEPS[dtype])
+        last_scale.copy_(scale)
+        return self.quantize(values, scale, dtype=dtype, transpose=True, amax=None)
 
-    def round_blocks(self, values: Tensor, *, dtype: torch.dtype, both: bool, square: bool) -> Rounded:
+    def quantize_blocks(self, values: Tensor, *, dtype: torch.dtype, transpose: bool, square: bool) -> QuantizedMatrix:
         height = BLOCK if square else 1
-        rows, row_inverse = _by_blocks(values, dtype, height)
-        if not both:
-            return Rounded(rows, rows.new_empty(0), row_inverse, row_inverse.new_empty(0))
-        columns, column_inverse = _by_blocks(values.T, dtype, height)
-        return Rounded(rows, columns, row_inverse, column_inverse)
+        rows, row_scale_inv = _quantize_by_blocks(values, dtype, height)
+        if not transpose:
+            return QuantizedMatrix(rows, rows.new_empty(0), row_scale_inv, row_scale_inv.new_empty(0))
+        columns, column_scale_inv = _quantize_by_blocks(values.T, dtype, height)
+        return QuantizedMatrix(rows, columns, row_scale_inv, column_scale_inv)
 
-    def block_scales(self, num_rows: int, num_columns: int, *, square: bool) -> tuple[int, int]:
+    def block_scale_shape(self, num_rows: int, num_columns: int, *, square: bool) -> tuple[int, int]:
         return math.ceil(num_rows / (BLOCK if square else 1)), math.ceil(num_columns / BLOCK)
 
-    def multiply(self, left: Side, right: Side, *, out: Tensor | None, blocks: Blocks, exact: bool) -> Tensor:  # noqa: ARG002 -- always exact here
-        if blocks is Blocks.none:
-            wide = (left.numbers.float() @ right.numbers.float().T) * (left.inverse * right.inverse)
+    def gemm(
+        self,
+        left: Operand,
+        right: Operand,
+        *,
+        out: Tensor | None,
+        scaling: BlockScaling,
+        split_accumulator: bool,  # noqa: ARG002 -- always accumulates in fp32
+    ) -> Tensor:
+        if scaling is BlockScaling.none:
+            product = (left.data.float() @ right.data.float().T) * (left.scale_inv * right.scale_inv)
         else:
-            wide = _widened(left, 1) @ _widened(right, BLOCK if blocks is Blocks.squares else 1).T
-        return wide.to(torch.bfloat16) if out is None else out.copy_(out.float() + wide)
+            product = _dequantize(left, 1) @ _dequantize(right, BLOCK if scaling is BlockScaling.two_d else 1).T
+        return product.to(torch.bfloat16) if out is None else out.copy_(out.float() + product)
 
 
 def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -52,25 +60,25 @@ def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.clamp(-limit, limit).to(dtype)
 
 
-def block_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest power of two that keeps a block within range; NaN where the block holds what is not finite."""
-    _, exponent = torch.frexp(LIMITS[dtype] / largest)
-    scale = torch.ldexp(torch.ones_like(largest), exponent - 1)
-    return torch.where(largest > 0, torch.where(largest.isfinite(), scale, torch.nan), 1.0)
+def block_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest power of two that keeps a block within range; NaN if the block's amax is not finite."""
+    _, exponent = torch.frexp(LIMITS[dtype] / amax)
+    scale = torch.ldexp(torch.ones_like(amax), exponent - 1)
+    return torch.where(amax > 0, torch.where(amax.isfinite(), scale, torch.nan), 1.0)
 
 
-def _by_blocks(values: Tensor, dtype: torch.dtype, height: int) -> tuple[Tensor, Tensor]:
-    """`values` in fp8, and one over the scale of each block of `height` x `BLOCK`."""
+def _quantize_by_blocks(values: Tensor, dtype: torch.dtype, height: int) -> tuple[Tensor, Tensor]:
+    """`values` in fp8, and 1 / scale of each block of `height` x `BLOCK`."""
     num_rows, num_columns = values.shape
     padded = F.pad(values.float(), (0, -num_columns % BLOCK, 0, -num_rows % height))
     tiles = padded.view(padded.shape[0] // height, height, padded.shape[1] // BLOCK, BLOCK)
     scale = block_scale(tiles.abs().amax(dim=(1, 3), keepdim=True), dtype)
-    rounded = _cast((tiles * scale).view_as(padded), dtype)[:num_rows, :num_columns]
-    return rounded.contiguous(), scale.reciprocal().flatten(1).contiguous()
+    quantized = _cast((tiles * scale).view_as(padded), dtype)[:num_rows, :num_columns]
+    return quantized.contiguous(), scale.reciprocal().flatten(1).contiguous()
 
 
-def _widened(side: Side, height: int) -> Tensor:
-    """The numbers of a side, by their blocks' scales."""
-    num_rows, num_columns = side.numbers.shape
-    inverse = side.inverse.repeat_interleave(height, 0).repeat_interleave(BLOCK, 1)
-    return side.numbers.float() * inverse[:num_rows, :num_columns]
+def _dequantize(operand: Operand, height: int) -> Tensor:
+    """The operand in fp32, divided by its blocks' scales."""
+    num_rows, num_columns = operand.data.shape
+    scale_inv = operand.scale_inv.repeat_interleave(height, 0).repeat_interleave(BLOCK, 1)
+    return operand.data.float() * scale_inv[:num_rows, :num_columns]

@@ -1,11 +1,11 @@
-"""What an engine of fp8 does, and which one does it.
+"""The interface of an fp8 engine (quantize, GEMM), and the choice between Transformer Engine and emulation.
 
-Why: Transformer Engine multiplies in fp8 on a GPU; all around it (scales, health, a drill) must run and be
-tested where there is none.
-How: a few operations on plain tensors. `round` makes numbers of fp8, by rows and, where wanted, transposed: a product
-on Hopper reads both of its sides along the axis it sums over; `fit` does so by the scale that it finds. `multiply`
-takes two such matrices. Scales are tensors on the device; nothing here waits for it. The engine of plain torch makes
-the same numbers as Transformer Engine, slowly.
+Why: Transformer Engine multiplies in fp8 on a GPU. Everything around it (scales, range statistics, drills) must run and
+be tested on a CPU.
+How: a few operations on plain tensors. `quantize` gives an fp8 matrix by rows and, if requested, transposed: a GEMM on
+Hopper reads both operands along the axis it sums over. `quantize_to_amax` does so by the scale that fits the amax.
+`gemm` multiplies two such matrices. Scales are tensors on the device; there is no host sync. The emulation gives the
+same quantized bits as Transformer Engine, slowly.
 """
 
 from __future__ import annotations
@@ -22,39 +22,42 @@ from torch import Tensor
 
 from harness.config.errors import ConfigError
 from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionConfig, PrecisionKind
-from harness.precision.fp8.formats import Blocks, Rounded, Side
+from harness.precision.fp8.formats import BlockScaling, Operand, QuantizedMatrix
 
 INSTALL = "pip install wheel; pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20,<2.21'"
-INSTEAD = "or rehearse with precision=fp8_emulated"
+INSTEAD = "or emulate it with precision=fp8_emulated"
 
 
 class Engine(Protocol):
-    def round(
-        self, values: Tensor, scale: Tensor, *, dtype: torch.dtype, both: bool, largest: Tensor | None
-    ) -> Rounded:
-        """By one scale; what is beyond the range becomes the largest number, NaN stays NaN. `largest` is raised to the
-        largest absolute value."""
+    def quantize(
+        self, values: Tensor, scale: Tensor, *, dtype: torch.dtype, transpose: bool, amax: Tensor | None
+    ) -> QuantizedMatrix:
+        """Quantize by one given scale. Values beyond the range saturate, NaN stays NaN. `amax` is raised to the largest
+        absolute value."""
 
-    def fit(self, values: Tensor, guess: Tensor, *, dtype: torch.dtype) -> Rounded:
-        """Both ways, by the scale that fits the largest number, which `guess` becomes; better if it was near."""
+    def quantize_to_amax(self, values: Tensor, last_scale: Tensor, *, dtype: torch.dtype) -> QuantizedMatrix:
+        """Quantize, with transpose, by the scale that fits the amax, and write it into `last_scale`; fastest if that
+        scale was right already."""
 
-    def round_blocks(self, values: Tensor, *, dtype: torch.dtype, both: bool, square: bool) -> Rounded:
-        """By a scale for each block: of a row, or `square`."""
+    def quantize_blocks(self, values: Tensor, *, dtype: torch.dtype, transpose: bool, square: bool) -> QuantizedMatrix:
+        """Quantize with one scale per block: 1 x `BLOCK`, or `BLOCK` x `BLOCK` if `square`."""
 
-    def block_scales(self, num_rows: int, num_columns: int, *, square: bool) -> tuple[int, int]:
-        """Shape of the scales of a matrix that is rounded so and read by rows."""
+    def block_scale_shape(self, num_rows: int, num_columns: int, *, square: bool) -> tuple[int, int]:
+        """Shape of the scales of a matrix that `quantize_blocks` gives by rows."""
 
-    def multiply(self, left: Side, right: Side, *, out: Tensor | None, blocks: Blocks, exact: bool) -> Tensor:
-        """[M, K] and [N, K] -> [M, N] in bf16, added to `out` where there is one; `exact`: in fp32 throughout."""
+    def gemm(
+        self, left: Operand, right: Operand, *, out: Tensor | None, scaling: BlockScaling, split_accumulator: bool
+    ) -> Tensor:
+        """[M, K] and [N, K] -> [M, N] in bf16, added to `out` if given; `split_accumulator`: accumulate in fp32."""
 
 
 @cache
-def engine_of(kind: str) -> Engine:
-    """The engine itself; Transformer Engine is imported here, and only when it is wanted."""
+def get_engine(kind: str) -> Engine:
+    """The engine of this name. Transformer Engine is imported here, only when it is used."""
     if kind == Fp8Engine.emulated:
-        from harness.precision.fp8.emulation import Emulated
+        from harness.precision.fp8.emulation import EmulatedEngine
 
-        return Emulated()
+        return EmulatedEngine()
     _share_cudnn()
     from harness.precision.fp8.te_backend import TransformerEngine
 
@@ -62,7 +65,7 @@ def engine_of(kind: str) -> Engine:
 
 
 def _share_cudnn() -> None:
-    """Lead Transformer Engine to torch's cuDNN: it takes the system's first, and two of them do not get along."""
+    """Make Transformer Engine load torch's cuDNN: by default it loads the system's, and two versions conflict."""
     libraries = sorted(Path(torch.__file__).parents[1].glob("nvidia/**/libcudnn*.so.*"))
     if libraries:
         os.environ.setdefault("CUDNN_HOME", str(libraries[0].parent))
@@ -71,10 +74,10 @@ def _share_cudnn() -> None:
 
 
 def require_engine(cfg: PrecisionConfig, device: torch.device) -> None:
-    """Refuse fp8 where it cannot be had, with what is missing."""
+    """Raise a ConfigError that names what is missing if fp8 cannot run on this device."""
     if not needs_transformer_engine(cfg):
         return
-    require_parts(cfg, has_gpu=device.type == "cuda")
+    require_engine_installed(cfg, has_gpu=device.type == "cuda")
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
         found = ".".join(map(str, capability))
@@ -82,14 +85,14 @@ def require_engine(cfg: PrecisionConfig, device: torch.device) -> None:
     if cfg.fp8.recipe is Fp8Recipe.block and capability < (9, 0):
         raise ConfigError("precision.fp8.recipe", "block needs compute capability 9.0 or more; use current")
     try:
-        engine_of(cfg.fp8.engine)
+        get_engine(cfg.fp8.engine)
     except (ImportError, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError("precision", f"fp8 needs Transformer Engine, which does not load: {reason[0]}") from error
+        raise ConfigError("precision", f"fp8 needs Transformer Engine, which fails to load: {reason[0]}") from error
 
 
-def require_parts(cfg: PrecisionConfig, *, has_gpu: bool) -> None:
-    """The same as far as it shows without a look at the GPU."""
+def require_engine_installed(cfg: PrecisionConfig, *, has_gpu: bool) -> None:
+    """The part of `require_engine` that needs no access to the GPU."""
     if not needs_transformer_engine(cfg):
         return
     if not has_gpu:

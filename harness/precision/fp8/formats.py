@@ -9,53 +9,56 @@ import torch
 from torch import Tensor
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
-"""More digits for activations and weights, more range for gradients."""
+"""E4M3 has more precision, for activations and weights; E5M2 has more range, for gradients."""
 
 LIMITS = {dtype: torch.finfo(dtype).max for dtype in (FORWARD, GRADIENT)}
+"""The largest finite value of each format."""
 
-VANISHING = {dtype: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 for dtype in (FORWARD, GRADIENT)}
-"""Half of the smallest number: what is no larger becomes zero, for a half goes to what is even."""
+UNDERFLOW = {dtype: torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 for dtype in (FORWARD, GRADIENT)}
+"""Half of the smallest subnormal: a scaled value up to this underflows to zero, since ties round to even."""
 
 SCALE_STEPS = {FORWARD: 2, GRADIENT: 4}
-"""Where scales fit the tensor: of the powers of two only every second or fourth is taken. So the last one mostly fits
-again, and numbers have up to two or four binades less below them, of 17 and 32."""
+"""For scales that are fitted to the tensor's amax: only every 2nd or 4th power of two is used. So the last scale mostly
+fits again. The cost is up to 2 of 17 binades of range for E4M3 and 4 of 32 for E5M2."""
 
 BLOCK = 128
-"""Numbers that share a scale in the recipe `block`."""
+"""Values in a row that share a scale in the recipe `block`."""
 
 
-class Blocks(StrEnum):
-    """What shares a scale on the right side of a product."""
+class BlockScaling(StrEnum):
+    """Scale granularity of the right operand of a GEMM."""
 
     none = "none"
-    """All of it, and all of the left side."""
-    lines = "lines"
-    squares = "squares"
+    """One scale per tensor, for both operands."""
+    one_d = "one_d"
+    """One scale per 1 x `BLOCK` values."""
+    two_d = "two_d"
+    """One scale per `BLOCK` x `BLOCK` values."""
 
 
-class Side(NamedTuple):
-    """One side of a product, read along the axis that is summed over."""
+class Operand(NamedTuple):
+    """One operand of a GEMM, stored along the axis that is summed over."""
 
-    numbers: Tensor
+    data: Tensor
     """[rows, summed]"""
-    inverse: Tensor
+    scale_inv: Tensor
 
 
-class Rounded(NamedTuple):
-    """A matrix in fp8: what it was, times its scale."""
+class QuantizedMatrix(NamedTuple):
+    """A matrix in fp8: its values times its scale."""
 
     rows: Tensor
     """[M, K]"""
     columns: Tensor
-    """[K, M], or empty where it was not wanted."""
-    row_inverse: Tensor
-    """One over its scale, or one over those of its blocks."""
-    column_inverse: Tensor
+    """The transpose [K, M], or empty if it was not requested."""
+    row_scale_inv: Tensor
+    """1 / scale, or 1 / scale of each block."""
+    column_scale_inv: Tensor
 
     @property
-    def by_rows(self) -> Side:
-        return Side(self.rows, self.row_inverse)
+    def as_rows(self) -> Operand:
+        return Operand(self.rows, self.row_scale_inv)
 
     @property
-    def by_columns(self) -> Side:
-        return Side(self.columns, self.column_inverse)
+    def as_columns(self) -> Operand:
+        return Operand(self.columns, self.column_scale_inv)

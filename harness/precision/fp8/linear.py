@@ -1,8 +1,8 @@
-"""A linear map whose three products (forward, and the two of backward) are taken in fp8.
+"""A linear layer whose three GEMMs (forward, input gradient, weight gradient) run in fp8.
 
-How: the same parameter as torch's own, so a checkpoint fits either. What the recipe `current` scales weights by is
-found in plain torch, once for both passes; the rest are the operators of `harness.precision.fp8.custom_ops`.
-A switch takes all of a model's maps to bf16 and back; a compiled block has one graph for each.
+How: it has the same parameter as `nn.Linear`, so a checkpoint fits either. The recipe `current` computes the weights'
+scales in plain torch, once for both passes; the rest are the operators of `harness.precision.fp8.custom_ops`.
+A switch turns all fp8 layers of a model to bf16 and back; a compiled block has one graph for each.
 """
 
 from __future__ import annotations
@@ -16,89 +16,91 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from harness.config.precision import Fp8Recipe
-from harness.precision.fp8.custom_ops import fp8_backward, fp8_forward, thirds
+from harness.precision.fp8.custom_ops import fp8_backward, fp8_forward, split_thirds
 from harness.precision.fp8.formats import LIMITS
-from harness.precision.fp8.meters import METER, Role, dtype_of, largest_of, scale_of
+from harness.precision.fp8.meters import METER, Role, compute_amax, compute_scale, fp8_dtype
 
 
 @dataclass(slots=True)
 class Switch:
-    """Whether the maps that share it compute in fp8 now."""
+    """Whether the layers that share this object compute in fp8 now."""
 
     is_on: bool = True
 
 
 class Recipe(NamedTuple):
-    """How a map's numbers are rounded; plain texts, which a graph can hold."""
+    """How a layer quantizes; plain strings, which a compiled graph can hold as constants."""
 
     kind: str
-    engine: str
+    engine_name: str
 
 
 class Fp8Linear(nn.Linear):
-    """`nn.Linear` without bias; see the top of this file."""
+    """`nn.Linear` without bias, with fp8 GEMMs."""
 
     def __init__(self, in_features: int, out_features: int, *, recipe: Recipe, switch: Switch) -> None:
         super().__init__(in_features, out_features, bias=False)
         self.recipe = recipe
         self.switch = switch
         self.register_buffer("meter", torch.zeros(METER), persistent=False)
-        self.register_buffer("remembered", torch.ones(len(Role)), persistent=False)
+        self.register_buffer("delayed_scales", torch.ones(len(Role)), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return _in_fp8(hidden, (self,))[0] if self.switch.is_on else F.linear(hidden, self.weight)
+        return _project_in_fp8(hidden, (self,))[0] if self.switch.is_on else F.linear(hidden, self.weight)
 
 
-def project(hidden: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:
-    """What each map makes of the same input; in fp8 it is rounded once, unless somebody watches the maps."""
-    linears = tuple(map_ for map_ in maps if isinstance(map_, Fp8Linear) and map_.switch.is_on)
-    is_watched = not torch.compiler.is_compiling() and any(map_._forward_hooks for map_ in maps)
-    if len(linears) < len(maps) or is_watched:
-        return tuple(map_(hidden) for map_ in maps)
-    return _in_fp8(hidden, linears)
+def project(hidden: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """The outputs of all layers for the same input. fp8 layers quantize it once, unless a layer has a forward hook."""
+    linears = tuple(layer for layer in layers if isinstance(layer, Fp8Linear) and layer.switch.is_on)
+    has_hooks = not torch.compiler.is_compiling() and any(layer._forward_hooks for layer in layers)
+    if len(linears) < len(layers) or has_hooks:
+        return tuple(layer(hidden) for layer in layers)
+    return _project_in_fp8(hidden, linears)
 
 
-def _in_fp8(hidden: Tensor, maps: tuple[Fp8Linear, ...]) -> tuple[Tensor, ...]:
+def _project_in_fp8(hidden: Tensor, layers: tuple[Fp8Linear, ...]) -> tuple[Tensor, ...]:
     flat = hidden.flatten(0, -2)
-    is_noted = torch.is_grad_enabled()  # an evaluation is no part of what scales and health are made of
-    tensors = [getattr(each, name) for name in ("weight", "meter", "remembered") for each in maps]
-    products: tuple[Tensor, ...] = _Products.apply(flat, *maps[0].recipe, is_noted, *tensors)  # type: ignore[no-untyped-call]
-    # No view, as from torch's own linear map: FSDP would distrust one that a block gives on.
+    record = torch.is_grad_enabled()  # an evaluation must not change scales and range statistics
+    tensors = [getattr(layer, name) for name in ("weight", "meter", "delayed_scales") for layer in layers]
+    outputs: tuple[Tensor, ...] = _Fp8Gemms.apply(flat, *layers[0].recipe, record, *tensors)  # type: ignore[no-untyped-call]
+    # Not a view, like the output of `nn.Linear`: FSDP guards against views among a block's outputs.
     shape = hidden.shape[:-1]
-    return tuple(torch.ops.aten._unsafe_view(product, [*shape, product.shape[-1]]) for product in products)
+    return tuple(torch.ops.aten._unsafe_view(output, [*shape, output.shape[-1]]) for output in outputs)
 
 
-class _Products(torch.autograd.Function):
+class _Fp8Gemms(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, kind: str, engine: str, is_noted: bool, *tensors: Tensor
+        ctx: Any, hidden: Tensor, kind: str, engine_name: str, record: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        weights, meters, remembered = thirds(tensors)
+        weights, meters, delayed_scales = split_thirds(tensors)
         count = len(weights)
-        scales = [weight_scale(each, own, kind) for each, own in zip(weights, remembered, strict=True)]
+        scales = [weight_scale(*pair, kind) for pair in zip(weights, delayed_scales, strict=True)]
         results = fp8_forward(
-            hidden, remembered[0][Role.activations], [*weights, *scales, *meters], is_noted, kind, engine
+            hidden, delayed_scales[0][Role.activations], [*weights, *scales, *meters], record, kind, engine_name
         )
-        products, (columns, inverse), used = results[:count], results[count : count + 2], results[count + 2 :]
-        ctx.recipe = (kind, engine, count)
-        ctx.save_for_backward(columns, inverse, *(used if kind == Fp8Recipe.delayed else scales), *tensors)
-        return tuple(products)
+        outputs, (columns, scale_inv), used_scales = results[:count], results[count : count + 2], results[count + 2 :]
+        ctx.recipe = (kind, engine_name, count)
+        ctx.save_for_backward(columns, scale_inv, *(used_scales if kind == Fp8Recipe.delayed else scales), *tensors)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kind, engine, count = ctx.recipe
-        columns, inverse, *rest = ctx.saved_tensors
-        scales, weights, meters, remembered = (rest[first : first + count] for first in range(0, 4 * count, count))
-        arrived = [gradient.contiguous() for gradient in gradients]
-        gradient_scales = [own[Role.gradients] for own in remembered]
-        maps = [*weights, *scales, *meters]
-        of_input, *of_weights = fp8_backward(arrived, gradient_scales, columns, inverse, maps, kind, engine)
-        return of_input, None, None, None, *of_weights, *([None] * 2 * count)
+        kind, engine_name, count = ctx.recipe
+        columns, scale_inv, *rest = ctx.saved_tensors
+        scales, weights, meters, delayed_scales = (rest[first : first + count] for first in range(0, 4 * count, count))
+        contiguous = [gradient.contiguous() for gradient in gradients]
+        gradient_scales = [scales_by_role[Role.gradients] for scales_by_role in delayed_scales]
+        layers = [*weights, *scales, *meters]
+        grad_input, *grad_weights = fp8_backward(
+            contiguous, gradient_scales, columns, scale_inv, layers, kind, engine_name
+        )
+        return grad_input, None, None, None, *grad_weights, *([None] * 2 * count)
 
 
-def weight_scale(weight: Tensor, remembered: Tensor, kind: str) -> Tensor:
-    """What the numbers are to be multiplied with, forward and backward; of no meaning in blocks."""
+def weight_scale(weight: Tensor, delayed_scales: Tensor, kind: str) -> Tensor:
+    """The weight's scale in forward and backward; unused in the recipe `block`."""
     if kind == Fp8Recipe.current:
-        return scale_of(largest_of(weight), LIMITS[dtype_of(Role.weights, kind)])
-    return remembered[Role.weights]
+        return compute_scale(compute_amax(weight), LIMITS[fp8_dtype(Role.weights, kind)])
+    return delayed_scales[Role.weights]

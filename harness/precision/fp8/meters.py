@@ -1,8 +1,8 @@
-"""What rounding to fp8 leaves behind: a tensor's largest number, its scale, and how many of its numbers became zero.
+"""Meters of fp8 quantization: amax, scale and underflow counts of each tensor, on the device.
 
-How: a meter is a small tensor on the device, one row a role; the operators add to it, `harness.precision.fp8.layers`
-reads it. Counting is another pass over the numbers: done only in a step that is probed, and of large matrices over a
-few rows.
+How: a meter is a small tensor with one row per role. The operators add to it, `harness.precision.fp8.layers` reads it.
+Counting underflow is another pass over the values, so it is done only in a probed step, and for large matrices over a
+sample of rows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from torch import Tensor
 from harness.config.precision import Fp8Recipe
 from harness.precision.fp8.formats import FORWARD, GRADIENT
 
-LARGEST_SCALE = 2.0**100
+MAX_SCALE = 2.0**100
 MANTISSA_BITS = 23
-"""Of a number in fp32; without them it is a power of two."""
-SAMPLE = 2**20
-"""Numbers of a matrix that are looked at, or up to twice that: a share of one in a thousand is told to a twentieth of
-itself."""
+"""Of fp32; with a zero mantissa a value is a power of two."""
+SAMPLE_SIZE = 2**20
+"""Values of a matrix that are sampled, up to twice that: an underflow share of 1e-3 is measured to about 5%."""
 
 
 class Role(IntEnum):
@@ -37,91 +36,93 @@ class Role(IntEnum):
 class Column(IntEnum):
     """The columns of a meter."""
 
-    largest = 0
-    """Largest absolute value, since the meter was cleared; where scales are remembered, else they are made for it."""
+    amax = 0
+    """Largest absolute value since the meter was cleared; recipe `delayed` only."""
     scale = 1
-    """The smallest of all micro-batches: the one that the largest value was rounded by."""
-    zeros = 2
-    """Numbers that were not zero and became it, by the rows that were looked at."""
+    """The smallest scale of all micro-batches: the one that the largest value was quantized by."""
+    underflows = 2
+    """Nonzero values that became zero, estimated from the sampled rows."""
     nonzeros = 3
-    """Numbers that were not zero, likewise."""
-    guess = 4
-    """Where a kernel rounds before it knows the scale: the last one, and most often the next."""
+    """Nonzero values, estimated likewise."""
+    last_scale = 4
+    """The scale of the last step. A kernel quantizes by it before it knows the amax; most often it still fits."""
 
 
 METER = (len(Role), 8)
-"""Wider than its columns, so that each begins at a multiple of 16 bytes: others a compiled graph takes copies of."""
+"""Padded, so that each row begins at a multiple of 16 bytes: a compiled graph clones inputs that are not aligned."""
 
 SCALE_EXPONENTS = range(-32, 96, 2)
-"""Where the bins begin that the exponents of scales are counted in."""
+"""Lower edges of the histogram bins for the exponents of scales."""
 
 
 @dataclass(slots=True)
 class Probe:
-    """What the operators do besides; the host's, so that a compiled graph need not change with it."""
+    """Options of the operators for the current step, on the host, so that a compiled graph does not depend on them."""
 
-    counts: bool = False
-    """Count what becomes zero."""
-    primes: bool = False
-    """Scales that are remembered are not known yet: take those of the tensors themselves."""
+    count_underflow: bool = False
+    """Count values that underflow."""
+    prime_scales: bool = False
+    """The delayed scales are not known yet: compute scales from the tensors themselves."""
 
 
 PROBE = Probe()
 
 
 @contextmanager
-def probing(*, counts: bool, primes: bool) -> Iterator[None]:
-    """What the operators do meanwhile."""
-    PROBE.counts, PROBE.primes = counts, primes
+def probing(*, count_underflow: bool, prime_scales: bool) -> Iterator[None]:
+    """Set the operators' options while the block runs."""
+    PROBE.count_underflow, PROBE.prime_scales = count_underflow, prime_scales
     try:
         yield
     finally:
-        PROBE.counts = PROBE.primes = False
+        PROBE.count_underflow = PROBE.prime_scales = False
 
 
-def dtype_of(role: int, recipe: str) -> torch.dtype:
-    """Gradients need range more than digits, unless few of them share a scale."""
+def fp8_dtype(role: int, recipe: str) -> torch.dtype:
+    """E5M2 for gradients, which need range more than precision, unless they have block scales; else E4M3."""
     return GRADIENT if role == Role.gradients and recipe != Fp8Recipe.block else FORWARD
 
 
-def largest_of(values: Tensor) -> Tensor:
-    """The largest absolute value; row by row first, which a compiler can join to whatever made the rows."""
+def compute_amax(values: Tensor) -> Tensor:
+    """The largest absolute value; by rows first, which a compiler can fuse with the kernel that computes the rows."""
     return values.abs().amax(dim=-1).amax().float()
 
 
-def scale_of(largest: Tensor, limit: float | Tensor, *, step: int = 1) -> Tensor:
-    """The power of two that brings the largest number nearest to the largest of fp8, its exponent a multiple of `step`:
-    1, 2 or 4. An infinity makes NaN of the whole product, and is seen."""
-    scale = torch.where(largest > 0, (limit / largest).clamp(max=LARGEST_SCALE), 1.0)
+def compute_scale(amax: Tensor, limit: float | Tensor, *, step: int = 1) -> Tensor:
+    """The largest power of two that keeps `amax` within `limit`, its exponent a multiple of `step`: 1, 2 or 4.
+
+    An infinite amax gives scale 0, which turns the whole GEMM into NaN, so that it is detected.
+    """
+    scale = torch.where(amax > 0, (limit / amax).clamp(max=MAX_SCALE), 1.0)
     exponent = (scale.view(torch.int32) >> MANTISSA_BITS) + 1  # one more, and it is 128 where the scale is 2
     return (((exponent & -step) - 1).clamp(min=0) << MANTISSA_BITS).view(torch.float32)
 
 
-def stride_of(values: Tensor) -> int:
-    """Every how many rows of a matrix one is looked at: a power of two, so that what they stand for adds up exactly."""
-    return 1 << max(1, values.numel() // SAMPLE).bit_length() - 1
+def sample_stride(values: Tensor) -> int:
+    """One row in this many is sampled; a power of two, so that scaled counts add up exactly in fp32."""
+    return 1 << max(1, values.numel() // SAMPLE_SIZE).bit_length() - 1
 
 
-def sample_of(values: Tensor) -> Tensor:
-    """The rows that are looked at; not the first, which may be the first token of every sequence."""
-    stride = stride_of(values)
+def sample_rows(values: Tensor) -> Tensor:
+    """The sampled rows; they start at half a stride, since row 0 may be the first token of every sequence."""
+    stride = sample_stride(values)
     return values[stride // 2 :: stride]
 
 
-def note(row: Tensor, before: Tensor, after: Tensor, scale: Tensor, *, every: int) -> None:
-    """What rounding made of the rows that are looked at, of which each stands for as many as `every` says."""
-    numbers = after.view(torch.uint8)
+def record_underflow(row: Tensor, before: Tensor, after: Tensor, scale: Tensor, *, every: int) -> None:
+    """Add the underflow and nonzero counts of the sampled rows to a meter's row; each row stands for `every`."""
+    quantized_bytes = after.view(torch.uint8)
     if before.is_cuda:
-        from harness.kernels.fp8_quantize import note_rounded
+        from harness.kernels.fp8_quantize import count_underflow
 
-        note_rounded(before, numbers, scale, row, every=every)
+        count_underflow(before, quantized_bytes, scale, row, every=every)
         return
     row[Column.scale] = torch.where(row[Column.scale] > 0, torch.minimum(row[Column.scale], scale), scale)
-    num_before, num_after = before.count_nonzero(), (numbers & 0x7F).count_nonzero()
-    row[Column.zeros] += (num_before - num_after) * every
+    num_before, num_after = before.count_nonzero(), (quantized_bytes & 0x7F).count_nonzero()
+    row[Column.underflows] += (num_before - num_after) * every
     row[Column.nonzeros] += num_before * every
 
 
-def guess_in(meter: Tensor | None, role: Role, like: Tensor) -> Tensor:
-    """Where the last scale is, and the next one is put; a zero, which never fits, where nobody takes notes."""
-    return like.new_zeros((), dtype=torch.float32) if meter is None else meter.data[role, Column.guess]
+def last_scale_slot(meter: Tensor | None, role: Role, like: Tensor) -> Tensor:
+    """The place of the last scale, which receives the next one; without a meter, 0, which forces requantization."""
+    return like.new_zeros((), dtype=torch.float32) if meter is None else meter.data[role, Column.last_scale]

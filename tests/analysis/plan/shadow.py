@@ -36,7 +36,7 @@ from harness.distributed.shards import local
 from harness.distributed.world import World
 from harness.model.transformer import Transformer
 from harness.precision.fp8.layers import convert_to_fp8
-from harness.precision.mixed_precision import linear, mixed_precision_policy
+from harness.precision.mixed_precision import fsdp_policy, linear
 
 COLLECTIVES = {
     "_allgather_base_": "all_gather",
@@ -181,9 +181,7 @@ def shadow(cfg: Config, *, world_size: int) -> Shadow:
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         parallel = replace(cfg.parallel, reshard_after_forward=resharded(cfg))
-        watched = shard(
-            model, model.blocks, world=world, cfg=parallel, precision=mixed_precision_policy(cfg.precision.kind)
-        )
+        watched = shard(model, model.blocks, world=world, cfg=parallel, precision=fsdp_policy(cfg.precision.kind))
         model.to_empty(device="cpu")
         with counting, counting.resizes():
             for small in (watched.square_sum, *model.buffers()):

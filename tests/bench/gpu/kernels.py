@@ -43,16 +43,15 @@ NUM_STEPS = 3
 KINDS: Mapping[str, Sequence[str]] = {
     "attention": ("sdpa", "cudnn::fusion", "fmha", "flash"),
     "rounding and transposing, SwiGLU with it": (
-        "_round_",
+        "_quantize_",
         "_fit_scale",
-        "_raise_to",
-        "_note_",
+        "_update_amax",
         "_count_",
         "transformer_engine",
     ),
     "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
-    "optimizer and clipping": ("_step_adamw", "_sum_squares", "_add_up", "multi_tensor_apply", "_sum_state"),
-    "FSDP's casts and copies": ("_join", "chunk_cat", "copy_kernel", "Memcpy DtoD", "split_with_sizes"),
+    "optimizer and clipping": ("_step_adamw", "_sum_squares", "_reduce_sums", "multi_tensor_apply", "_sum_state"),
+    "FSDP's casts and copies": ("chunk_cat", "copy_kernel", "Memcpy DtoD", "split_with_sizes"),
     "norms, rotation, SwiGLU, loss": (
         *("triton_", "_move_heads", "_differentiate_loss", "_scale", "elementwise_kernel<128, 2"),
         *("compute_grad_weight", "CatArray"),

@@ -12,14 +12,14 @@ from torch import Tensor
 from harness.config.compose import load
 from harness.config.errors import ConfigError
 from harness.precision.fp8 import engine as module
-from harness.precision.fp8.emulation import Emulated, block_scale
+from harness.precision.fp8.emulation import EmulatedEngine, block_scale
 from harness.precision.fp8.engine import require_engine
-from harness.precision.fp8.formats import BLOCK, FORWARD, GRADIENT, LIMITS, Blocks, Side
-from harness.precision.fp8.meters import LARGEST_SCALE, largest_of, scale_of
+from harness.precision.fp8.formats import BLOCK, FORWARD, GRADIENT, LIMITS, BlockScaling, Operand
+from harness.precision.fp8.meters import MAX_SCALE, compute_amax, compute_scale
 
 BOTH = pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
 BF16_ERROR = 2.0**-8
-EMULATED = Emulated()
+EMULATED = EmulatedEngine()
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -40,35 +40,35 @@ def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
     return finite.float()[chosen].view_as(values)
 
 
-def fp32_matmul_mode(side: Side, *, is_square: bool) -> Tensor:
-    """What the numbers of a side stand for, one block at a time."""
-    wide = side.numbers.double()
+def dequantize(operand: Operand, *, is_square: bool) -> Tensor:
+    """What the numbers of a operand stand for, one block at a time."""
+    wide = operand.data.double()
     height = BLOCK if is_square else 1
-    for row in range(side.inverse.shape[0]):
-        for column in range(side.inverse.shape[1]):
+    for row in range(operand.scale_inv.shape[0]):
+        for column in range(operand.scale_inv.shape[1]):
             block = wide[row * height : (row + 1) * height, column * BLOCK : (column + 1) * BLOCK]
-            block.mul_(side.inverse[row, column].double())
+            block.mul_(operand.scale_inv[row, column].double())
     return wide
 
 
 @BOTH
 def test_it_rounds_to_the_nearest_number_and_not_beyond_the_largest(dtype: torch.dtype) -> None:
     values = numbers(24, 40)
-    largest = torch.tensor(5.0)
-    found = EMULATED.round(values, torch.tensor(3.7), dtype=dtype, both=True, largest=largest)
+    amax = torch.tensor(5.0)
+    found = EMULATED.quantize(values, torch.tensor(3.7), dtype=dtype, transpose=True, amax=amax)
     scaled = values.float() * 3.7
     assert (scaled.abs() > LIMITS[dtype]).any(), "some are beyond the range"
     assert torch.equal(found.rows.float(), nearest(scaled, dtype))
     assert torch.equal(found.columns.float(), found.rows.float().T)
-    assert found.row_inverse.item() == found.column_inverse.item() == pytest.approx(1 / 3.7)
-    assert largest == values.abs().max()
-    assert not EMULATED.round(values, torch.tensor(1.0), dtype=dtype, both=False, largest=largest).columns.numel()
+    assert found.row_scale_inv.item() == found.column_scale_inv.item() == pytest.approx(1 / 3.7)
+    assert amax == values.abs().max()
+    assert not EMULATED.quantize(values, torch.tensor(1.0), dtype=dtype, transpose=False, amax=amax).columns.numel()
 
 
 @BOTH
 def test_halves_are_rounded_to_even(dtype: torch.dtype) -> None:
     ones = torch.tensor([[1 + (number + 0.5) * torch.finfo(dtype).eps for number in range(4)]])
-    found = EMULATED.round(ones, torch.tensor(1.0), dtype=dtype, both=False, largest=None)
+    found = EMULATED.quantize(ones, torch.tensor(1.0), dtype=dtype, transpose=False, amax=None)
     assert torch.equal(found.rows.float(), nearest(ones, dtype))
     assert found.rows.view(torch.uint8).bitwise_and(1).sum() == 0
 
@@ -77,25 +77,29 @@ def test_halves_are_rounded_to_even(dtype: torch.dtype) -> None:
 def test_nan_stays_nan_alone_and_an_infinity_makes_nan_of_the_product(dtype: torch.dtype) -> None:
     values = torch.ones(4, 16)
     values[1, 2] = torch.nan
-    other = Side(torch.ones(2, 16).to(FORWARD), torch.ones(1))
-    scale = scale_of(largest_of(values), LIMITS[dtype])
-    found = EMULATED.round(values, scale, dtype=dtype, both=False, largest=None)
+    other = Operand(torch.ones(2, 16).to(FORWARD), torch.ones(1))
+    scale = compute_scale(compute_amax(values), LIMITS[dtype])
+    found = EMULATED.quantize(values, scale, dtype=dtype, transpose=False, amax=None)
     assert torch.equal(found.rows.float().isnan(), values.isnan())
     values[1, 2] = -torch.inf
-    scale = scale_of(largest_of(values), LIMITS[dtype])
-    found = EMULATED.round(values, scale, dtype=dtype, both=False, largest=None)
-    assert EMULATED.multiply(found.by_rows, other, out=None, blocks=Blocks.none, exact=True).isnan().all()
+    scale = compute_scale(compute_amax(values), LIMITS[dtype])
+    found = EMULATED.quantize(values, scale, dtype=dtype, transpose=False, amax=None)
+    assert (
+        EMULATED.gemm(found.as_rows, other, out=None, scaling=BlockScaling.none, split_accumulator=True).isnan().all()
+    )
 
 
 def test_scales_are_powers_of_two_that_put_the_largest_number_near_the_edge() -> None:
     largest = torch.tensor([0.0, 2.0, 1.75, 448.0, 449.0, 1e-38])
-    assert scale_of(largest, 448.0).tolist() == [1.0, 128.0, 256.0, 1.0, 0.5, LARGEST_SCALE]
-    assert scale_of(largest, 448.0, step=4).tolist() == [1.0, 16.0, 256.0, 1.0, 2.0**-4, LARGEST_SCALE]
-    assert scale_of(largest, 448.0, step=2).tolist() == [1.0, 64.0, 256.0, 1.0, 0.25, LARGEST_SCALE]
+    assert compute_scale(largest, 448.0).tolist() == [1.0, 128.0, 256.0, 1.0, 0.5, MAX_SCALE]
+    assert compute_scale(largest, 448.0, step=4).tolist() == [1.0, 16.0, 256.0, 1.0, 2.0**-4, MAX_SCALE]
+    assert compute_scale(largest, 448.0, step=2).tolist() == [1.0, 64.0, 256.0, 1.0, 0.25, MAX_SCALE]
     for step in (1, 2, 4):
-        assert scale_of(torch.tensor(torch.inf), 448.0, step=step) == 0.0, "which makes NaN of it"
-    assert scale_of(torch.tensor(torch.nan), 448.0) == 1.0, "NaN is seen in the numbers themselves"
-    zeros = EMULATED.round(torch.zeros(2, 3), scale_of(torch.zeros(()), 448.0), dtype=FORWARD, both=True, largest=None)
+        assert compute_scale(torch.tensor(torch.inf), 448.0, step=step) == 0.0, "which makes NaN of it"
+    assert compute_scale(torch.tensor(torch.nan), 448.0) == 1.0, "NaN is seen in the numbers themselves"
+    zeros = EMULATED.quantize(
+        torch.zeros(2, 3), compute_scale(torch.zeros(()), 448.0), dtype=FORWARD, transpose=True, amax=None
+    )
     assert not zeros.rows.float().any()
 
 
@@ -114,18 +118,18 @@ def test_scales_of_blocks_are_powers_of_two_that_fill_the_range(dtype: torch.dty
 def test_each_block_has_its_scale_whatever_the_shape(shape: tuple[int, int], square: bool) -> None:
     values = numbers(*shape)
     values[0, :] = 0.0
-    found = EMULATED.round_blocks(values, dtype=FORWARD, both=True, square=square)
-    for side, original in ((found.by_rows, values), (found.by_columns, values.T)):
-        assert side.numbers.shape == original.shape
-        assert side.inverse.shape == EMULATED.block_scales(*original.shape, square=square)
+    found = EMULATED.quantize_blocks(values, dtype=FORWARD, transpose=True, square=square)
+    for operand, original in ((found.as_rows, values), (found.as_columns, values.T)):
+        assert operand.data.shape == original.shape
+        assert operand.scale_inv.shape == EMULATED.block_scale_shape(*original.shape, square=square)
         height = BLOCK if square else 1
-        for row, column in ((0, 0), (side.inverse.shape[0] - 1, side.inverse.shape[1] - 1)):
+        for row, column in ((0, 0), (operand.scale_inv.shape[0] - 1, operand.scale_inv.shape[1] - 1)):
             block = original[row * height : (row + 1) * height, column * BLOCK : (column + 1) * BLOCK].float()
             scale = block_scale(block.abs().amax(), FORWARD)
-            assert side.inverse[row, column] == 1 / scale
-            place = side.numbers[row * height : (row + 1) * height, column * BLOCK : (column + 1) * BLOCK]
+            assert operand.scale_inv[row, column] == 1 / scale
+            place = operand.data[row * height : (row + 1) * height, column * BLOCK : (column + 1) * BLOCK]
             assert torch.equal(place.float(), nearest(block * scale, FORWARD))
-    alone = EMULATED.round_blocks(values, dtype=FORWARD, both=False, square=square)
+    alone = EMULATED.quantize_blocks(values, dtype=FORWARD, transpose=False, square=square)
     assert torch.equal(alone.rows.float(), found.rows.float())
     assert not alone.columns.numel()
 
@@ -133,33 +137,33 @@ def test_each_block_has_its_scale_whatever_the_shape(shape: tuple[int, int], squ
 def test_an_infinity_in_a_block_is_seen_in_its_row_alone() -> None:
     values = torch.ones(3, 200)
     values[1, 150] = torch.inf
-    left = EMULATED.round_blocks(values, dtype=FORWARD, both=False, square=False)
-    right = EMULATED.round_blocks(torch.ones(4, 200), dtype=FORWARD, both=False, square=True)
-    product = EMULATED.multiply(left.by_rows, right.by_rows, out=None, blocks=Blocks.squares, exact=True)
+    left = EMULATED.quantize_blocks(values, dtype=FORWARD, transpose=False, square=False)
+    right = EMULATED.quantize_blocks(torch.ones(4, 200), dtype=FORWARD, transpose=False, square=True)
+    product = EMULATED.gemm(left.as_rows, right.as_rows, out=None, scaling=BlockScaling.two_d, split_accumulator=True)
     assert product.isnan().all(dim=1).tolist() == [False, True, False]
     assert (product[0] == 200.0).all()
 
 
-@pytest.mark.parametrize("blocks", list(Blocks))
-def test_products_are_those_of_the_rounded_numbers(blocks: Blocks) -> None:
+@pytest.mark.parametrize("blocks", list(BlockScaling))
+def test_products_are_those_of_the_rounded_numbers(blocks: BlockScaling) -> None:
     values, others = numbers(20, 300).clamp(-9, 9), numbers(24, 300, seed=1).clamp(-9, 9)
-    if blocks is Blocks.none:
+    if blocks is BlockScaling.none:
         left, right = (
-            EMULATED.round(each, torch.tensor(scale), dtype=FORWARD, both=False, largest=None).by_rows
+            EMULATED.quantize(each, torch.tensor(scale), dtype=FORWARD, transpose=False, amax=None).as_rows
             for each, scale in ((values, 3.0), (others, 0.7))
         )
-        exact = (left.numbers.double() * left.inverse) @ (right.numbers.double() * right.inverse).T
+        exact = (left.data.double() * left.scale_inv) @ (right.data.double() * right.scale_inv).T
     else:
-        is_square = blocks is Blocks.squares
-        left = EMULATED.round_blocks(values, dtype=FORWARD, both=False, square=False).by_rows
-        right = EMULATED.round_blocks(others, dtype=FORWARD, both=False, square=is_square).by_rows
-        exact = fp32_matmul_mode(left, is_square=False) @ fp32_matmul_mode(right, is_square=is_square).T
-    product = EMULATED.multiply(left, right, out=None, blocks=blocks, exact=False)
+        is_square = blocks is BlockScaling.two_d
+        left = EMULATED.quantize_blocks(values, dtype=FORWARD, transpose=False, square=False).as_rows
+        right = EMULATED.quantize_blocks(others, dtype=FORWARD, transpose=False, square=is_square).as_rows
+        exact = dequantize(left, is_square=False) @ dequantize(right, is_square=is_square).T
+    product = EMULATED.gemm(left, right, out=None, scaling=blocks, split_accumulator=False)
     assert product.dtype is torch.bfloat16
     torch.testing.assert_close(product.double(), exact, rtol=BF16_ERROR, atol=1e-4)
     before = numbers(20, 24, seed=2)
     total = before.clone()
-    assert EMULATED.multiply(left, right, out=total, blocks=blocks, exact=True) is total
+    assert EMULATED.gemm(left, right, out=total, scaling=blocks, split_accumulator=True) is total
     torch.testing.assert_close(total.double(), before.double() + exact, rtol=BF16_ERROR, atol=1e-4)
 
 

@@ -14,9 +14,9 @@ from harness.config.compose import load
 from harness.config.precision import Fp8Recipe
 from harness.model.transformer import Transformer
 from harness.precision.fp8.formats import FORWARD, GRADIENT, LIMITS
-from harness.precision.fp8.layers import convert_to_fp8
+from harness.precision.fp8.layers import Fp8Layers, convert_to_fp8
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch, project
-from harness.precision.fp8.meters import Column, Role, dtype_of, probing
+from harness.precision.fp8.meters import Column, Role, fp8_dtype, probing
 from harness.precision.mixed_precision import linear
 
 RECIPES = pytest.mark.parametrize("kind", list(Fp8Recipe))
@@ -27,7 +27,7 @@ OPERATORS = torch.ops.harness
 @pytest.fixture(autouse=True)
 def primed() -> Iterator[None]:
     """Scales that are remembered are not known yet, as in the first step of a run."""
-    with probing(counts=False, primes=True):
+    with probing(count_underflow=False, prime_scales=True):
         yield
 
 
@@ -55,7 +55,7 @@ def gradients(outputs: Sequence[Tensor], hidden: Tensor, maps: Sequence[nn.Linea
 
 def error_of(values: Tensor, role: Role, kind: str) -> Tensor:
     """The most that each number can lose: half of its last digit, and of the smallest number where it is tiny."""
-    dtype = dtype_of(role, kind)
+    dtype = fp8_dtype(role, kind)
     info = torch.finfo(dtype)
     scale = LIMITS[dtype] / values.abs().amax() / (2 if kind == Fp8Recipe.block else 1)
     return values.abs() * info.eps / 2 + info.tiny * info.eps / 2 / scale
@@ -82,7 +82,7 @@ def test_products_and_gradients_are_wrong_by_no_more_than_the_digits_of_fp8(kind
     hidden = make_hidden()
     output = own(hidden)
     assert output.shape == (2, 16, 48)
-    of_hidden, of_weight = gradients([output], hidden, [own])
+    grad_hidden, grad_weight = gradients([output], hidden, [own])
     inputs, weight = hidden.detach().flatten(0, 1).double(), own.weight.detach().double()
     (seed,) = (each.flatten(0, 1).double() for each in make_seeds([output]))
     errors = [
@@ -91,8 +91,8 @@ def test_products_and_gradients_are_wrong_by_no_more_than_the_digits_of_fp8(kind
     ]
     cases = (
         (output.flatten(0, 1), inputs, weight, errors[0], errors[1]),
-        (of_hidden.flatten(0, 1), seed, weight.T, errors[2], errors[1].T),
-        (of_weight, seed.T, inputs.T, errors[2].T, errors[0].T),
+        (grad_hidden.flatten(0, 1), seed, weight.T, errors[2], errors[1].T),
+        (grad_weight, seed.T, inputs.T, errors[2].T, errors[0].T),
     )
     for found, left, right, *lost in cases:
         wrong = (found.detach().double() - left @ right.T).abs()
@@ -108,10 +108,10 @@ def test_maps_that_share_an_input_make_what_each_makes_alone(kind: str) -> None:
     together = project(hidden, *maps)
     alone = [each(hidden) for each in maps]
     assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
-    of_hidden, *of_weights = gradients(together, hidden, maps)
+    grad_hidden, *of_weights = gradients(together, hidden, maps)
     expected, *expected_weights = gradients(alone, hidden, maps)
     assert all(torch.equal(*pair) for pair in zip(of_weights, expected_weights, strict=True))
-    torch.testing.assert_close(of_hidden, expected, rtol=0.0, atol=4 * BF16_ERROR * float(expected.abs().max()))
+    torch.testing.assert_close(grad_hidden, expected, rtol=0.0, atol=4 * BF16_ERROR * float(expected.abs().max()))
 
 
 @RECIPES
@@ -150,7 +150,7 @@ def test_switched_off_it_is_a_plain_map_to_the_last_bit() -> None:
 def test_what_needs_no_gradient_takes_no_notes(kind: str) -> None:
     own, hidden = make_maps(kind, 48)[0], make_hidden()
     meter = own.get_buffer("meter")
-    with probing(counts=True, primes=True):
+    with probing(count_underflow=True, prime_scales=True):
         with torch.no_grad():
             expected = own(hidden)
         assert not meter.any()
@@ -170,11 +170,11 @@ def test_what_is_not_finite_comes_out_again(kind: str, spoiled: str) -> None:
         seed = torch.ones_like(output)
         if spoiled == "gradient":
             seed.view(-1)[7] = bad
-        of_weight = torch.autograd.grad(output, own.weight, seed)[0]
-        assert not (output if spoiled == "weight" else of_weight).isfinite().all()
+        grad_weight = torch.autograd.grad(output, own.weight, seed)[0]
+        assert not (output if spoiled == "weight" else grad_weight).isfinite().all()
 
 
-def make_model(*overrides: str) -> tuple[Transformer, Products]:
+def make_model(*overrides: str) -> tuple[Transformer, Fp8Layers]:
     cfg = load(
         [
             "precision=fp8_emulated",
@@ -215,14 +215,14 @@ def test_a_compiled_block_makes_the_same_bits_with_one_graph_for_each_precision(
     for wanted, graphs in ((True, 1), (False, 2), (True, 2)):
         for each in (products, others):
             each.use_fp8(wanted)
-        with probing(counts=True, primes=True):
+        with probing(count_underflow=True, prime_scales=True):
             pairs = zip(results(plain), results(compiled), strict=True)
         assert all(torch.equal(*pair) for pair in pairs)
         assert stats["unique_graphs"] == graphs, "whatever the number of blocks"
         assert torch.equal(products.table, others.table)
         assert products.table[:, Role.gradients, Column.nonzeros].bool().all() or not wanted
         for each in (products, others):
-            each.learn(torch.tensor(0.0))
+            each.update_scale_history(torch.tensor(0.0))
     torch._dynamo.reset()
 
 
@@ -236,11 +236,11 @@ def test_what_a_graph_is_told_of_the_operators_is_true(kind: str) -> None:
     maps = [*weights, *scales, first.meter, second.meter]
     given: tuple[Any, ...] = (hidden, scale, maps, True, *recipe)
     torch.library.opcheck(OPERATORS.fp8_forward.default, given, test_utils=["test_faketensor", *nothing_changes])
-    *products, columns, inverse, _, _ = OPERATORS.fp8_forward(*given)
-    given = (products, scales, columns, inverse, maps, *recipe)
+    *products, columns, scale_inv, _, _ = OPERATORS.fp8_forward(*given)
+    given = (products, scales, columns, scale_inv, maps, *recipe)
     torch.library.opcheck(OPERATORS.fp8_backward.default, given, test_utils="test_faketensor")
 
 
 def test_gradients_have_range_and_in_blocks_digits() -> None:
-    assert dtype_of(Role.gradients, "current") is dtype_of(Role.gradients, "delayed") is GRADIENT
-    assert dtype_of(Role.gradients, "block") is dtype_of(Role.activations, "current") is FORWARD
+    assert fp8_dtype(Role.gradients, "current") is fp8_dtype(Role.gradients, "delayed") is GRADIENT
+    assert fp8_dtype(Role.gradients, "block") is fp8_dtype(Role.activations, "current") is FORWARD

@@ -23,7 +23,7 @@ def maps(kind: str = "delayed") -> list[Any]:
     for width, height in ((WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH)):
         each = Fp8Linear(width, height, recipe=Recipe(kind, "emulated"), switch=switch).to(torch.bfloat16)
         each.weight = nn.Parameter(torch.randn(height, width, generator=generator).mul(0.2).to(torch.bfloat16))
-        each.meter, each.remembered = torch.zeros(METER), torch.tensor([20.0, 200.0, 5.0])
+        each.meter, each.delayed_scales = torch.zeros(METER), torch.tensor([20.0, 200.0, 5.0])
         made.append(each)
     return made
 
@@ -39,7 +39,7 @@ def found(way: Any, made: list[Fp8Linear], *, counts: bool = False, primes: bool
     generator = torch.Generator().manual_seed(1)
     hidden, seed = (torch.randn(2, 16, WIDTH, generator=generator).to(torch.bfloat16) for _ in range(2))
     hidden.requires_grad_()
-    with probing(counts=counts, primes=primes):
+    with probing(count_underflow=counts, prime_scales=primes):
         output = way(hidden, *made)
         output.backward(seed)
     gradients = [each.weight.grad for each in made]
@@ -56,7 +56,7 @@ def test_it_is_what_the_parts_make(kind: str, counts: bool, primes: bool) -> Non
     meters = torch.stack(one[-3:])
     assert bool((meters[..., Column.nonzeros] > 0).any()) == counts
     noted = [2, 3, 3] if kind == "delayed" else [0, 0, 0]
-    assert meters[..., Column.largest].count_nonzero(dim=0).tolist() == noted, "gate reads for up"
+    assert meters[..., Column.amax].count_nonzero(dim=0).tolist() == noted, "gate reads for up"
 
 
 @pytest.mark.full

@@ -110,10 +110,10 @@ def test_activations_that_are_computed_again_give_the_same_gradients(recipe: str
         expected = expected or found
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
         nonzeros = parts.fp8_layers.table[..., Column.nonzeros]
-        sizes = [each.weight.numel() for each in parts.fp8_layers.maps]
+        sizes = [each.weight.numel() for each in parts.fp8_layers.layers]
         assert nonzeros[:, Role.weights].tolist() == [times * size for size in sizes]
         finish_step(parts, cfg=cfg, probe=True)
-        assert not parts.fp8_layers.table[..., : Column.guess].any(), "each probed step counts from the beginning"
+        assert not parts.fp8_layers.table[..., : Column.last_scale].any(), "each probed step counts from the beginning"
         parts.close()
         disconnect()
 
