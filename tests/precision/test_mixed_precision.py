@@ -1,4 +1,4 @@
-"""Fp8Layers in half precision on a CPU that has none: taken in fp32, and rounded as the hardware would."""
+"""Half-precision matmuls on a CPU without them: computed in fp32 and rounded, as the hardware would."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ HALVES = [PrecisionKind.bf16, PrecisionKind.fp16]
 
 
 @pytest.fixture
-def unable(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_native_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_precision, "has_native_matmul", lambda _: False)
 
 
 @pytest.fixture(params=HALVES)
-def dtype(request: pytest.FixtureRequest, unable: None) -> Iterator[torch.dtype]:  # noqa: ARG001
-    """Within."""
+def dtype(request: pytest.FixtureRequest, no_native_matmul: None) -> Iterator[torch.dtype]:  # noqa: ARG001
+    """A half-precision dtype, inside the emulation."""
     with emulate_half_matmul(request.param, CPU):
         yield DTYPES[request.param]
 
@@ -41,15 +41,15 @@ def modes() -> list[object]:
 
 
 def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Whole ones, whose products add up exactly in any order, and to more than half precision can tell apart."""
+    """Integers whose products sum exactly in any order, to values that half precision must round."""
     return torch.randint(-50, 51, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def test_a_product_is_the_exact_one_rounded(dtype: torch.dtype) -> None:
+def test_a_matmul_is_the_exact_result_rounded(dtype: torch.dtype) -> None:
     left, right = numbers(24, 40, dtype=dtype), numbers(16, 40, dtype=dtype)
     exact = (left.double() @ right.double().T).to(dtype)
     into = torch.empty_like(exact)
-    made = [
+    products = [
         F.linear(left, right),
         left @ right.T,
         left.matmul(right.T),
@@ -57,21 +57,21 @@ def test_a_product_is_the_exact_one_rounded(dtype: torch.dtype) -> None:
         torch.mm(left, right.T),
         torch.mm(left, right.T, out=into),
     ]
-    assert all(torch.equal(each, exact) for each in made)
-    assert made[-1] is into
+    assert all(torch.equal(product, exact) for product in products)
+    assert products[-1] is into
     query = numbers(2, 3, 8, 16, dtype=dtype)
     attended = F.scaled_dot_product_attention(query, query, query, is_causal=True)
     wide = query.float()
     expected = F.scaled_dot_product_attention(wide, wide, wide, is_causal=True)
     assert torch.equal(attended, expected.to(dtype))
-    assert torch.equal(F.linear(input=left, weight=right), exact), "by name too"
+    assert torch.equal(F.linear(input=left, weight=right), exact), "keyword arguments"
 
 
-def test_its_gradients_are_rounded_once_too(dtype: torch.dtype) -> None:
+def test_gradients_are_rounded_once(dtype: torch.dtype) -> None:
     left, right = (numbers(*shape, dtype=dtype).requires_grad_() for shape in ((24, 40), (16, 40)))
-    slope = numbers(24, 16, dtype=dtype)
-    torch.autograd.backward(F.linear(left, right), slope)
-    wide = slope.double()
+    grad = numbers(24, 16, dtype=dtype)
+    torch.autograd.backward(F.linear(left, right), grad)
+    wide = grad.double()
     assert left.grad is not None
     assert right.grad is not None
     assert left.grad.dtype is right.grad.dtype is dtype
@@ -79,7 +79,7 @@ def test_its_gradients_are_rounded_once_too(dtype: torch.dtype) -> None:
     assert torch.equal(right.grad, (wide.T @ left.double()).to(dtype))
 
 
-def test_other_numbers_are_left_alone(dtype: torch.dtype) -> None:
+def test_other_dtypes_and_operators_are_unchanged(dtype: torch.dtype) -> None:
     left, right = numbers(24, 40, dtype=torch.float32), numbers(16, 40, dtype=torch.float32)
     assert F.linear(left, right).dtype is torch.float32
     half = numbers(4, dtype=dtype)
@@ -87,7 +87,7 @@ def test_other_numbers_are_left_alone(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", [ActivationCheckpointing.full, ActivationCheckpointing.selective])
-def test_what_is_computed_again_in_backward_is_the_same(dtype: torch.dtype, kind: ActivationCheckpointing) -> None:
+def test_recomputed_activations_are_the_same(dtype: torch.dtype, kind: ActivationCheckpointing) -> None:
     cfg = load(["model.dim=32", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=48"])
     plain, checkpointed = Block(cfg.model, linear=linear).to(dtype), Block(cfg.model, linear=linear).to(dtype)
     checkpointed.load_state_dict(plain.state_dict())
@@ -101,9 +101,9 @@ def test_what_is_computed_again_in_backward_is_the_same(dtype: torch.dtype, kind
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
-@pytest.mark.usefixtures("unable")
+@pytest.mark.usefixtures("no_native_matmul")
 @pytest.mark.parametrize(
-    ("kind", "device", "is_widened"),
+    ("kind", "device", "is_emulated"),
     [
         (PrecisionKind.bf16, "cpu", True),
         (PrecisionKind.fp8, "cpu", True),
@@ -112,14 +112,14 @@ def test_what_is_computed_again_in_backward_is_the_same(dtype: torch.dtype, kind
         (PrecisionKind.bf16, "cuda", False),
     ],
 )
-def test_only_where_it_is_needed(kind: PrecisionKind, device: str, is_widened: bool) -> None:
+def test_emulation_is_on_only_where_it_is_needed(kind: PrecisionKind, device: str, is_emulated: bool) -> None:
     before = modes()
     with emulate_half_matmul(kind, torch.device(device)):
-        assert len(modes()) == len(before) + is_widened
+        assert len(modes()) == len(before) + is_emulated
     assert modes() == before
 
 
 @pytest.mark.parametrize("kind", HALVES)
-def test_a_cpu_that_is_able_takes_its_own(kind: PrecisionKind) -> None:
+def test_a_cpu_with_native_matmul_is_not_emulated(kind: PrecisionKind) -> None:
     with emulate_half_matmul(kind, CPU):
         assert bool(modes()) != has_native_matmul(DTYPES[kind])

@@ -1,4 +1,4 @@
-"""fp8 in plain torch: rounding against the table of all its numbers, products against the numbers it stands for."""
+"""fp8 emulation: quantization against a table of all fp8 values, GEMMs against the dequantized values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The number of the format that is nearest, of two the one whose last digit is 0; found by looking at all."""
+    """The nearest value of the format, ties to even, by exhaustive search."""
     every = torch.arange(256, dtype=torch.uint8).view(dtype)
     finite = every[every.float().isfinite()]
     distances = (values.double().flatten()[:, None] - finite.double()).abs()
@@ -41,7 +41,7 @@ def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize(operand: Operand, *, is_square: bool) -> Tensor:
-    """What the numbers of a operand stand for, one block at a time."""
+    """The operand in fp64, one block at a time."""
     wide = operand.data.double()
     height = BLOCK if is_square else 1
     for row in range(operand.scale_inv.shape[0]):
@@ -52,12 +52,12 @@ def dequantize(operand: Operand, *, is_square: bool) -> Tensor:
 
 
 @BOTH
-def test_it_rounds_to_the_nearest_number_and_not_beyond_the_largest(dtype: torch.dtype) -> None:
+def test_quantize_rounds_to_nearest_and_saturates(dtype: torch.dtype) -> None:
     values = numbers(24, 40)
     amax = torch.tensor(5.0)
     found = EMULATED.quantize(values, torch.tensor(3.7), dtype=dtype, transpose=True, amax=amax)
     scaled = values.float() * 3.7
-    assert (scaled.abs() > LIMITS[dtype]).any(), "some are beyond the range"
+    assert (scaled.abs() > LIMITS[dtype]).any(), "some values are beyond the range"
     assert torch.equal(found.rows.float(), nearest(scaled, dtype))
     assert torch.equal(found.columns.float(), found.rows.float().T)
     assert found.row_scale_inv.item() == found.column_scale_inv.item() == pytest.approx(1 / 3.7)
@@ -66,7 +66,7 @@ def test_it_rounds_to_the_nearest_number_and_not_beyond_the_largest(dtype: torch
 
 
 @BOTH
-def test_halves_are_rounded_to_even(dtype: torch.dtype) -> None:
+def test_ties_round_to_even(dtype: torch.dtype) -> None:
     ones = torch.tensor([[1 + (number + 0.5) * torch.finfo(dtype).eps for number in range(4)]])
     found = EMULATED.quantize(ones, torch.tensor(1.0), dtype=dtype, transpose=False, amax=None)
     assert torch.equal(found.rows.float(), nearest(ones, dtype))
@@ -74,7 +74,7 @@ def test_halves_are_rounded_to_even(dtype: torch.dtype) -> None:
 
 
 @BOTH
-def test_nan_stays_nan_alone_and_an_infinity_makes_nan_of_the_product(dtype: torch.dtype) -> None:
+def test_nan_stays_nan_and_an_infinity_turns_the_gemm_into_nan(dtype: torch.dtype) -> None:
     values = torch.ones(4, 16)
     values[1, 2] = torch.nan
     other = Operand(torch.ones(2, 16).to(FORWARD), torch.ones(1))
@@ -89,14 +89,14 @@ def test_nan_stays_nan_alone_and_an_infinity_makes_nan_of_the_product(dtype: tor
     )
 
 
-def test_scales_are_powers_of_two_that_put_the_largest_number_near_the_edge() -> None:
-    largest = torch.tensor([0.0, 2.0, 1.75, 448.0, 449.0, 1e-38])
-    assert compute_scale(largest, 448.0).tolist() == [1.0, 128.0, 256.0, 1.0, 0.5, MAX_SCALE]
-    assert compute_scale(largest, 448.0, step=4).tolist() == [1.0, 16.0, 256.0, 1.0, 2.0**-4, MAX_SCALE]
-    assert compute_scale(largest, 448.0, step=2).tolist() == [1.0, 64.0, 256.0, 1.0, 0.25, MAX_SCALE]
+def test_scales_are_powers_of_two_that_put_amax_near_the_limit() -> None:
+    amax = torch.tensor([0.0, 2.0, 1.75, 448.0, 449.0, 1e-38])
+    assert compute_scale(amax, 448.0).tolist() == [1.0, 128.0, 256.0, 1.0, 0.5, MAX_SCALE]
+    assert compute_scale(amax, 448.0, step=4).tolist() == [1.0, 16.0, 256.0, 1.0, 2.0**-4, MAX_SCALE]
+    assert compute_scale(amax, 448.0, step=2).tolist() == [1.0, 64.0, 256.0, 1.0, 0.25, MAX_SCALE]
     for step in (1, 2, 4):
-        assert compute_scale(torch.tensor(torch.inf), 448.0, step=step) == 0.0, "which makes NaN of it"
-    assert compute_scale(torch.tensor(torch.nan), 448.0) == 1.0, "NaN is seen in the numbers themselves"
+        assert compute_scale(torch.tensor(torch.inf), 448.0, step=step) == 0.0, "scale 0 turns it into NaN"
+    assert compute_scale(torch.tensor(torch.nan), 448.0) == 1.0, "NaN is visible in the values themselves"
     zeros = EMULATED.quantize(
         torch.zeros(2, 3), compute_scale(torch.zeros(()), 448.0), dtype=FORWARD, transpose=True, amax=None
     )
@@ -104,18 +104,18 @@ def test_scales_are_powers_of_two_that_put_the_largest_number_near_the_edge() ->
 
 
 @BOTH
-def test_scales_of_blocks_are_powers_of_two_that_fill_the_range(dtype: torch.dtype) -> None:
-    largest = torch.cat([numbers(500).float().abs(), torch.tensor([LIMITS[dtype], LIMITS[dtype] * (1 + 2.0**-20)])])
-    scale = block_scale(largest, dtype)
+def test_block_scales_are_powers_of_two_that_fill_the_range(dtype: torch.dtype) -> None:
+    amax = torch.cat([numbers(500).float().abs(), torch.tensor([LIMITS[dtype], LIMITS[dtype] * (1 + 2.0**-20)])])
+    scale = block_scale(amax, dtype)
     assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
-    assert ((largest * scale <= LIMITS[dtype]) & (2 * largest * scale > LIMITS[dtype])).all()
+    assert ((amax * scale <= LIMITS[dtype]) & (2 * amax * scale > LIMITS[dtype])).all()
     assert block_scale(torch.zeros(1), dtype) == 1.0
     assert block_scale(torch.tensor(torch.inf), dtype).isnan()
 
 
 @pytest.mark.parametrize("square", [True, False])
 @pytest.mark.parametrize("shape", [(128, 256), (130, 300), (7, 5)])
-def test_each_block_has_its_scale_whatever_the_shape(shape: tuple[int, int], square: bool) -> None:
+def test_each_block_has_its_own_scale_for_any_shape(shape: tuple[int, int], square: bool) -> None:
     values = numbers(*shape)
     values[0, :] = 0.0
     found = EMULATED.quantize_blocks(values, dtype=FORWARD, transpose=True, square=square)
@@ -129,12 +129,12 @@ def test_each_block_has_its_scale_whatever_the_shape(shape: tuple[int, int], squ
             assert operand.scale_inv[row, column] == 1 / scale
             place = operand.data[row * height : (row + 1) * height, column * BLOCK : (column + 1) * BLOCK]
             assert torch.equal(place.float(), nearest(block * scale, FORWARD))
-    alone = EMULATED.quantize_blocks(values, dtype=FORWARD, transpose=False, square=square)
-    assert torch.equal(alone.rows.float(), found.rows.float())
-    assert not alone.columns.numel()
+    rows_only = EMULATED.quantize_blocks(values, dtype=FORWARD, transpose=False, square=square)
+    assert torch.equal(rows_only.rows.float(), found.rows.float())
+    assert not rows_only.columns.numel()
 
 
-def test_an_infinity_in_a_block_is_seen_in_its_row_alone() -> None:
+def test_an_infinity_in_a_block_affects_only_its_row() -> None:
     values = torch.ones(3, 200)
     values[1, 150] = torch.inf
     left = EMULATED.quantize_blocks(values, dtype=FORWARD, transpose=False, square=False)
@@ -144,38 +144,38 @@ def test_an_infinity_in_a_block_is_seen_in_its_row_alone() -> None:
     assert (product[0] == 200.0).all()
 
 
-@pytest.mark.parametrize("blocks", list(BlockScaling))
-def test_products_are_those_of_the_rounded_numbers(blocks: BlockScaling) -> None:
+@pytest.mark.parametrize("scaling", list(BlockScaling))
+def test_gemms_use_the_quantized_values(scaling: BlockScaling) -> None:
     values, others = numbers(20, 300).clamp(-9, 9), numbers(24, 300, seed=1).clamp(-9, 9)
-    if blocks is BlockScaling.none:
+    if scaling is BlockScaling.none:
         left, right = (
             EMULATED.quantize(each, torch.tensor(scale), dtype=FORWARD, transpose=False, amax=None).as_rows
             for each, scale in ((values, 3.0), (others, 0.7))
         )
         exact = (left.data.double() * left.scale_inv) @ (right.data.double() * right.scale_inv).T
     else:
-        is_square = blocks is BlockScaling.two_d
+        is_square = scaling is BlockScaling.two_d
         left = EMULATED.quantize_blocks(values, dtype=FORWARD, transpose=False, square=False).as_rows
         right = EMULATED.quantize_blocks(others, dtype=FORWARD, transpose=False, square=is_square).as_rows
         exact = dequantize(left, is_square=False) @ dequantize(right, is_square=is_square).T
-    product = EMULATED.gemm(left, right, out=None, scaling=blocks, split_accumulator=False)
+    product = EMULATED.gemm(left, right, out=None, scaling=scaling, split_accumulator=False)
     assert product.dtype is torch.bfloat16
     torch.testing.assert_close(product.double(), exact, rtol=BF16_ERROR, atol=1e-4)
     before = numbers(20, 24, seed=2)
     total = before.clone()
-    assert EMULATED.gemm(left, right, out=total, scaling=blocks, split_accumulator=True) is total
+    assert EMULATED.gemm(left, right, out=total, scaling=scaling, split_accumulator=True) is total
     torch.testing.assert_close(total.double(), before.double() + exact, rtol=BF16_ERROR, atol=1e-4)
 
 
-def test_without_a_gpu_transformer_engine_is_refused_and_the_rehearsal_is_not() -> None:
+def test_without_a_gpu_transformer_engine_is_rejected_and_emulation_is_not() -> None:
     cpu = torch.device("cpu")
     with pytest.raises(ConfigError, match=r"^precision: fp8 needs a GPU .*; use bf16, or .* precision=fp8_emulated$"):
         require_engine(load(["precision=fp8"]).precision, cpu)
-    for words in (["precision=fp8_emulated", "precision.fp8.recipe=block"], ["precision=bf16"]):
-        require_engine(load(words).precision, cpu)
+    for overrides in (["precision=fp8_emulated", "precision.fp8.recipe=block"], ["precision=bf16"]):
+        require_engine(load(overrides).precision, cpu)
 
 
-def test_what_is_said_to_install_is_what_the_project_asks_for() -> None:
+def test_the_install_hint_matches_pyproject() -> None:
     project = Path(module.__file__).parents[3] / "pyproject.toml"
     found = re.search(r'^fp8 = \["([^;"]+)', project.read_text(), re.MULTILINE)
     assert found is not None

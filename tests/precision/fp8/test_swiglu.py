@@ -1,4 +1,4 @@
-"""SwiGLU in one with its maps against the same by parts: bit for bit, and what is noted of it too."""
+"""The fused fp8 SwiGLU against its three layers one by one: bit-equal outputs, gradients and meters."""
 
 from __future__ import annotations
 
@@ -17,83 +17,89 @@ WIDTH, INNER = 32, 48
 OPERATORS: Any = torch.ops.harness
 
 
-def maps(kind: str = "delayed") -> list[Any]:
+def make_layers(kind: str = "delayed") -> list[Any]:
     generator = torch.Generator().manual_seed(0)
-    switch, made = Switch(), []
+    switch, layers = Switch(), []
     for width, height in ((WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH)):
         each = Fp8Linear(width, height, recipe=Recipe(kind, "emulated"), switch=switch).to(torch.bfloat16)
         each.weight = nn.Parameter(torch.randn(height, width, generator=generator).mul(0.2).to(torch.bfloat16))
         each.meter, each.delayed_scales = torch.zeros(METER), torch.tensor([20.0, 200.0, 5.0])
-        made.append(each)
-    return made
+        layers.append(each)
+    return layers
 
 
-def by_parts(hidden: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tensor:
-    turned, passed = project(hidden, gate, up)
-    projected: Tensor = down((F.silu(turned.float()) * passed.float()).to(torch.bfloat16))
-    return projected
+def unfused(hidden: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tensor:
+    gate_output, up_output = project(hidden, gate, up)
+    output: Tensor = down((F.silu(gate_output.float()) * up_output.float()).to(torch.bfloat16))
+    return output
 
 
-def found(way: Any, made: list[Fp8Linear], *, counts: bool = False, primes: bool = False) -> list[Tensor]:
-    """What it makes, its gradients, and what was noted."""
+def found(
+    way: Any, layers: list[Fp8Linear], *, count_underflow: bool = False, prime_scales: bool = False
+) -> list[Tensor]:
+    """The output, the gradients and the meters."""
     generator = torch.Generator().manual_seed(1)
     hidden, seed = (torch.randn(2, 16, WIDTH, generator=generator).to(torch.bfloat16) for _ in range(2))
     hidden.requires_grad_()
-    with probing(count_underflow=counts, prime_scales=primes):
-        output = way(hidden, *made)
+    with probing(count_underflow=count_underflow, prime_scales=prime_scales):
+        output = way(hidden, *layers)
         output.backward(seed)
-    gradients = [each.weight.grad for each in made]
-    return [output.detach(), hidden.grad, *gradients, *(each.meter for each in made)]
+    gradients = [each.weight.grad for each in layers]
+    return [output.detach(), hidden.grad, *gradients, *(each.meter for each in layers)]
 
 
 @pytest.mark.parametrize("kind", ["current", "delayed"])
-@pytest.mark.parametrize("counts", [False, True])
-@pytest.mark.parametrize("primes", [False, True])
-def test_it_is_what_the_parts_make(kind: str, counts: bool, primes: bool) -> None:
-    one = found(swiglu, maps(kind), counts=counts, primes=primes)
-    for own, parts in zip(one, found(by_parts, maps(kind), counts=counts, primes=primes), strict=True):
+@pytest.mark.parametrize("count_underflow", [False, True])
+@pytest.mark.parametrize("prime_scales", [False, True])
+def test_fused_equals_unfused(kind: str, count_underflow: bool, prime_scales: bool) -> None:
+    one = found(swiglu, make_layers(kind), count_underflow=count_underflow, prime_scales=prime_scales)
+    for own, parts in zip(
+        one, found(unfused, make_layers(kind), count_underflow=count_underflow, prime_scales=prime_scales), strict=True
+    ):
         assert torch.equal(own, parts)
     meters = torch.stack(one[-3:])
-    assert bool((meters[..., Column.nonzeros] > 0).any()) == counts
-    noted = [2, 3, 3] if kind == "delayed" else [0, 0, 0]
-    assert meters[..., Column.amax].count_nonzero(dim=0).tolist() == noted, "gate reads for up"
+    assert bool((meters[..., Column.nonzeros] > 0).any()) == count_underflow
+    num_recorded = [2, 3, 3] if kind == "delayed" else [0, 0, 0]
+    assert meters[..., Column.amax].count_nonzero(dim=0).tolist() == num_recorded, "gate records the input for up"
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own affairs
+@pytest.mark.filterwarnings("ignore")  # from torch's own compiler
 @pytest.mark.parametrize("kind", ["current", "delayed"])
-def test_compiled_it_is_one_graph_and_the_same(kind: str) -> None:
-    made, plain = maps(kind), maps(kind)
-    for own, other in zip(found(torch.compile(swiglu, fullgraph=True), made), found(swiglu, plain), strict=True):
+def test_compiled_is_one_graph_and_equal(kind: str) -> None:
+    layers, plain = make_layers(kind), make_layers(kind)
+    for own, other in zip(found(torch.compile(swiglu, fullgraph=True), layers), found(swiglu, plain), strict=True):
         assert torch.equal(own, other)
 
 
-def test_an_evaluation_takes_no_notes() -> None:
-    made = maps()
+def test_an_evaluation_records_nothing() -> None:
+    layers = make_layers()
     with torch.no_grad():
-        swiglu(torch.ones(4, WIDTH, dtype=torch.bfloat16), *made)
-    assert not any(each.meter.any() for each in made)
+        swiglu(torch.ones(4, WIDTH, dtype=torch.bfloat16), *layers)
+    assert not any(each.meter.any() for each in layers)
 
 
-def test_other_recipes_bf16_and_watched_maps_go_by_parts() -> None:
+def test_block_scales_bf16_and_hooks_are_not_fused() -> None:
     hidden = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    assert torch.isfinite(swiglu(hidden, *maps("block"))).all()
-    made = maps()
-    made[0].switch.is_on = False
-    expected = F.linear(F.silu(F.linear(hidden, made[0].weight)) * F.linear(hidden, made[1].weight), made[2].weight)
-    assert torch.equal(swiglu(hidden, *made), expected)
-    made, heard = maps(), []
-    made[1].register_forward_hook(lambda *_: heard.append(1))
-    swiglu(hidden, *made)
-    assert heard == [1]
+    assert torch.isfinite(swiglu(hidden, *make_layers("block"))).all()
+    layers = make_layers()
+    layers[0].switch.is_on = False
+    expected = F.linear(
+        F.silu(F.linear(hidden, layers[0].weight)) * F.linear(hidden, layers[1].weight), layers[2].weight
+    )
+    assert torch.equal(swiglu(hidden, *layers), expected)
+    layers, calls = make_layers(), []
+    layers[1].register_forward_hook(lambda *_: calls.append(1))
+    swiglu(hidden, *layers)
+    assert calls == [1]
 
 
-def test_a_graph_is_told_the_truth() -> None:
+def test_fake_implementations_are_correct() -> None:
     hidden = torch.ones(16, WIDTH, dtype=torch.bfloat16)
-    made = maps()
-    tensors = [*(each.weight.detach() for each in made), *(each.meter for each in made)]
-    given = (hidden, tensors, [torch.ones(())] * 5, False, "delayed", "emulated")
-    torch.library.opcheck(OPERATORS.swiglu_forward.default, given, test_utils=["test_faketensor", "test_schema"])
-    _, *kept = OPERATORS.swiglu_forward(*given)
+    layers = make_layers()
+    tensors = [*(each.weight.detach() for each in layers), *(each.meter for each in layers)]
+    arguments = (hidden, tensors, [torch.ones(())] * 5, False, "delayed", "emulated")
+    torch.library.opcheck(OPERATORS.swiglu_forward.default, arguments, test_utils=["test_faketensor", "test_schema"])
+    _, *kept = OPERATORS.swiglu_forward(*arguments)
     backward = (hidden, kept, tensors, [torch.ones(())] * 3, "delayed", "emulated")
     torch.library.opcheck(OPERATORS.swiglu_backward.default, backward, test_utils=["test_faketensor"])

@@ -1,4 +1,4 @@
-"""Runs in fp8 on real ranks: what they save fits any other precision, and what they report comes from all of them."""
+"""fp8 runs on real ranks: checkpoints fit every precision, and reports sum over all ranks."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Loaded(NamedTuple):
     names: list[str]
     digest: str
     """Of every tensor, on all ranks."""
-    has_kept_its_own: bool
-    """Whether the weights are still those that the seed gave."""
+    has_initial_weights: bool
+    """Whether the weights are still the initial ones."""
 
 
 def loaded(directory: str, *overrides: str) -> Loaded:
-    """What a run of this configuration holds once it has read the newest checkpoint of a directory."""
+    """The tensors of a run with this config after it has loaded the newest checkpoint of a directory."""
     cfg, run = cases.tiny(*overrides), RunDir(Path(directory))
     parts = build(cfg, connect(cfg.parallel), run)
     before = cases.digest(parts.update.parameters)
@@ -55,21 +55,21 @@ def test_a_checkpoint_moves_between_precisions_and_numbers_of_ranks(ranks: Pool,
     for size, precision, until in starts:
         overrides = (*common, f"precision={precision}", f"train.num_steps={until}", "optim.schedule=constant")
         code, records = ranks.run(size, cases.run, str(tmp_path), *overrides)[0]
-        assert (code, len(records)) == (0, until), "each goes on where the other stopped"
+        assert (code, len(records)) == (0, until), "each resumes where the other stopped"
         if until in (2, 4):
             found = [ranks.run(1, loaded, str(tmp_path / "a"), f"precision={other}")[0] for other in ("bf16", "fp32")]
             found += ranks.run(2, loaded, str(tmp_path / "a"), "precision=fp8_emulated")
-            assert all(each == found[0] for each in found), "the same names, and the same bits under them"
-            assert not found[0].has_kept_its_own
+            assert all(each == found[0] for each in found), "the same names with the same bits"
+            assert not found[0].has_initial_weights
     resumed = [
         event.resumed_from for event in events.read(tmp_path / "a" / "events.jsonl") if isinstance(event, RunStarted)
     ]
     assert resumed == [None, *(f"step-{step:08d}-gen-0" for step in (2, 4, 6))]
     assert [record.in_fp8 for record in records] == [True, True, None, None, True, True, None, None]
     assert records[-1].loss < records[0].loss
-    told = [record for record in records if record.fp8]
-    assert [record.iteration for record in told] == [1, 5]
-    for record in told:
+    probed = [record for record in records if record.fp8]
+    assert [record.iteration for record in probed] == [1, 5]
+    for record in probed:
         assert list(record.fp8) == [role.name for role in Role]
         assert list(record.fp8_underflow) == ["blocks.0", "blocks.1"]
         assert all(health["saturated"] == 0.0 for health in record.fp8.values())
@@ -78,15 +78,15 @@ def test_a_checkpoint_moves_between_precisions_and_numbers_of_ranks(ranks: Pool,
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["current", "block"])
-def test_a_refused_update_leaves_no_trace_in_fp8_either(ranks: Pool, recipe: str) -> None:
-    """Not so `delayed`, which remembers how large the numbers of the refused step were."""
-    words = ("precision=fp8_emulated", f"precision.fp8.recipe={recipe}")
-    for outcome in ranks.run(2, cases.refusal, math.nan, 1, *words):
+def test_a_refused_update_changes_nothing_in_fp8(ranks: Pool, recipe: str) -> None:
+    """Except in the recipe `delayed`, whose meters hold the amax of the refused step."""
+    overrides = ("precision=fp8_emulated", f"precision.fp8.recipe={recipe}")
+    for outcome in ranks.run(2, cases.refusal, math.nan, 1, *overrides):
         assert all(outcome.values()), outcome
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def single_rank() -> Iterator[None]:
     yield
     disconnect()
 
@@ -97,14 +97,14 @@ def started(directory: Path, *overrides: str) -> tuple[Config, Parts]:
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_rank")
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_activations_that_are_computed_again_give_the_same_gradients(recipe: str, tmp_path: Path) -> None:
-    """`selective` keeps what fp8 made, and counts it once; `full` makes it twice."""
+def test_recomputed_activations_give_the_same_gradients(recipe: str, tmp_path: Path) -> None:
+    """`selective` saves the fp8 outputs and counts them once; `full` computes and counts them twice."""
     expected: list[Tensor] = []
     for kind, times in (("none", 1), ("selective", 1), ("full", 2)):
-        words = (f"parallel.activation_checkpointing={kind}", f"precision.fp8.recipe={recipe}")
-        cfg, parts = started(tmp_path, *words)
+        overrides = (f"parallel.activation_checkpointing={kind}", f"precision.fp8.recipe={recipe}")
+        cfg, parts = started(tmp_path, *overrides)
         forward_backward(parts, parts.batches[0], cfg=cfg, probe=True)
         found = [local(each.grad).clone() for each in parts.update.parameters.values() if each.grad is not None]
         expected = expected or found
@@ -113,12 +113,12 @@ def test_activations_that_are_computed_again_give_the_same_gradients(recipe: str
         sizes = [each.weight.numel() for each in parts.fp8_layers.layers]
         assert nonzeros[:, Role.weights].tolist() == [times * size for size in sizes]
         finish_step(parts, cfg=cfg, probe=True)
-        assert not parts.fp8_layers.table[..., : Column.last_scale].any(), "each probed step counts from the beginning"
+        assert not parts.fp8_layers.table[..., : Column.last_scale].any(), "each probed step starts from zero"
         parts.close()
         disconnect()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_rank")
 def test_scales_of_weights_that_were_left_behind_are_forgotten(tmp_path: Path) -> None:
     cfg, parts = started(tmp_path, "precision.fp8.recipe=delayed", "checkpoint.ring.every_steps=1")
     state = RunState()

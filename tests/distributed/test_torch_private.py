@@ -1,0 +1,205 @@
+"""Canary tests: one per private API of torch that the harness relies on. They fail first when torch changes it.
+
+Checked on torch 2.11 and 2.13. The wrappers are in `harness/distributed/torch_private/`. The last three APIs are used in
+`harness/precision/`, which may not import `harness/distributed/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.distributed.shards import local
+from harness.distributed.torch_private.attention_ops import ATTENTION_OPS
+from harness.distributed.torch_private.compiled_call import discard_compiled_call
+from harness.distributed.torch_private.foreach import foreach_add_, foreach_copy_, foreach_norm
+from harness.distributed.torch_private.fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from harness.distributed.torch_private.fsdp_param import CastOnCopyParam, cast_on_copy, fsdp_params
+from harness.distributed.torch_private.pytree import tree_map
+
+MakeModel = Callable[[int], nn.Module]
+
+
+@pytest.fixture
+def make_model() -> Iterator[MakeModel]:
+    """A linear layer, sharded in bf16 over a fake process group: sharding is real, communication is not."""
+
+    def make(world_size: int) -> nn.Module:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = nn.Linear(4, 6, bias=False)
+        return fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), mp_policy=precision)
+
+    yield make
+    dist.destroy_process_group()
+
+
+class Operators(TorchDispatchMode):
+    """Records the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.called: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def names(function: Callable[..., Any]) -> list[str]:
+    return list(signature(function).parameters)
+
+
+class RecordedReduceScatter(DefaultReduceScatter):
+    """Records the calls of FSDP2, and what the input buffer holds when the output is allocated."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.reduce_input: Tensor | None = None
+        self.filled: Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.calls.append("allocate")
+        buffer = super().allocate(size, dtype=dtype, device=device).fill_(-1.0)
+        if self.reduce_input is None:
+            self.reduce_input = buffer
+        else:
+            self.filled = self.reduce_input.clone()
+        return buffer
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *inputs: Any, **options: Any) -> dist.Work:
+        self.calls.append("reduce-scatter")
+        assert self.reduce_input is not None
+        assert input_tensor.data_ptr() == self.reduce_input.data_ptr()
+        return super().__call__(output_tensor, input_tensor, *inputs, **options)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "calls"), [(1, ["allocate", "allocate"]), (2, ["allocate", "allocate", "reduce-scatter"])]
+)
+def test_fsdp_collectives(make_model: MakeModel, world_size: int, calls: list[str]) -> None:
+    assert names(DefaultAllGather.__call__)[:3] == ["self", "output_tensor", "input_tensor"]
+    assert names(DefaultReduceScatter.__call__)[:3] == ["self", "output_tensor", "input_tensor"]
+    assert names(DefaultReduceScatter.allocate) == ["self", "size", "dtype", "device"]
+    model, comm = make_model(world_size), RecordedReduceScatter()
+    assert isinstance(model, FSDPModule)
+    model.set_custom_reduce_scatter(comm)
+    model(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
+    assert comm.calls == calls
+    assert comm.filled is not None
+    assert comm.filled.dtype is torch.float32
+    assert comm.filled.flatten().tolist() == [3.0] * 24, "the input is filled when the output is allocated"
+
+
+def test_fsdp_param(make_model: MakeModel) -> None:
+    model = make_model(1)
+    assert isinstance(model, FSDPModule)
+    (parameter,) = fsdp_params(model)
+    parameters = names(type(parameter).init_all_gather_outputs)
+    assert parameters[:3] == ["self", "all_gather_input_numels", "all_gather_input_dtypes"]
+    assert parameter.param_dtype is torch.bfloat16
+    assert parameter.all_gather_inputs[0].dtype is torch.bfloat16, "torch casts in a pass of its own"
+    cast_on_copy(model)
+    assert type(parameter) is CastOnCopyParam
+    (shard,) = parameter.all_gather_inputs
+    assert shard.dtype is torch.float32
+    assert shard.data_ptr() == local(model.get_parameter("weight")).data_ptr()
+    expected = local(model.get_parameter("weight")).detach().to(torch.bfloat16)
+    with torch.no_grad():
+        found = model(torch.eye(4, dtype=torch.bfloat16))
+    assert torch.equal(found.T, expected)
+    assert parameter.all_gather_outputs[0].dtype is torch.bfloat16
+
+
+def test_chunk_cat(make_model: MakeModel) -> None:
+    operator = torch.ops.fsdp.chunk_cat.default
+    assert str(operator._schema) == (
+        "fsdp::chunk_cat(Tensor[] tensors, int dim, int num_chunks, *, Tensor(a!) out) -> ()"
+    )
+    model = make_model(2)
+    output = model(torch.ones(3, 4, dtype=torch.bfloat16))
+    seen: list[Any] = []
+
+    def record(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
+        seen.append((dim, num_chunks))
+        torch._chunk_cat(tensors, dim, num_chunks, out=out)
+
+    library = torch.library.Library("fsdp", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with pytest.warns(UserWarning, match="Warning only once for all operators"):
+            library.impl("chunk_cat", record, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
+        output.sum().backward()
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+    assert seen == [(0, 2)], "called once per group, along dim 0"
+
+
+def test_pytree() -> None:
+    nested = (1, [2, {"three": 3}], None)
+    assert tree_map(lambda leaf: leaf if leaf is None else -leaf, nested) == (-1, [-2, {"three": -3}], None)
+
+
+def test_foreach() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([-2.0])]
+    assert [norm.item() for norm in foreach_norm(tensors, 2, dtype=torch.float32)] == [5.0, 2.0]
+    assert [norm.item() for norm in foreach_norm(tensors, 1, dtype=torch.float32)] == [7.0, 2.0]
+    steps = [torch.tensor(1.0), torch.tensor(2.0)]
+    foreach_add_(steps, [torch.tensor(1.0)] * 2)
+    assert [step.item() for step in steps] == [2.0, 3.0]
+    foreach_copy_(steps, [torch.tensor(8.0), torch.tensor(9.0)], non_blocking=True)
+    assert [step.item() for step in steps] == [8.0, 9.0]
+
+
+def test_compiled_call() -> None:
+    module, calls = nn.Identity(), []
+    module.register_forward_hook(lambda *_: calls.append("hook"))
+    module.compile(backend="eager")
+    assert module._compiled_call_impl is not None
+    module._compiled_call_impl = lambda *_: calls.append("compiled")
+    module(torch.ones(1))
+    discard_compiled_call(module)
+    module(torch.ones(1))
+    assert calls == ["compiled", "hook"]
+
+
+def test_attention_ops() -> None:
+    query = torch.randn(1, 2, 8, 16)
+    with Operators() as operators:
+        F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    assert ATTENTION_OPS & set(operators.called)
+    assert len(ATTENTION_OPS) == 4
+
+
+def test_unsafe_view() -> None:
+    """`harness.precision.fp8` reshapes outputs of operators with it, and they are no views."""
+    values = torch.ones(2, 6)
+    assert torch.ops.aten._unsafe_view(values, [3, 4])._base is None
+    assert values.view(3, 4)._base is values
+
+
+def test_forward_hooks() -> None:
+    """`harness.precision.fp8` runs layers one by one if one of them has a forward hook."""
+    layer = nn.Linear(1, 1)
+    assert not layer._forward_hooks
+    handle = layer.register_forward_hook(lambda *_: None)
+    assert layer._forward_hooks
+    handle.remove()
+    assert not layer._forward_hooks
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+def test_mkldnn_support(name: str) -> None:
+    """`harness.precision.mixed_precision` asks whether the CPU has half-precision matmuls."""
+    assert isinstance(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")(), bool)
