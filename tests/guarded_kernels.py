@@ -1,6 +1,6 @@
-"""A plugin of pytest: every function of harness.kernels that launches a kernel is called inside `no_sync`.
+"""A pytest plugin that calls every public function of harness.kernels inside `no_sync`.
 
-Why: these functions run in each step on CUDA. Interpreted they can be called on a CPU, and must read nothing there.
+Why: these functions run in each step on CUDA and must not read device data. Triton's interpreter runs them on a CPU.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MODULES = (chunk_cat, cross_entropy, grad_norm, multi_tensor, rope, fp8_quantize
 
 
 def pytest_configure() -> None:
-    """Before any test imports them by name."""
+    """Guard the modules before any test imports functions by name."""
     for module in MODULES:
         guard(module)
 
 
 def guard(module: ModuleType) -> None:
-    """Wrap the public functions that a module defines. Triton's own are objects, not functions."""
+    """Wrap the public functions that a module defines. Triton kernels are objects, not functions, and stay."""
     for name, value in vars(module).items():
         if isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
             setattr(module, name, _guarded(value))

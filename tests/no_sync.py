@@ -47,10 +47,10 @@ HOST_READS: dict[Any, str] = {
     torch.is_nonzero: "torch.is_nonzero()",
     Tensor.is_nonzero: ".is_nonzero()",
 }
-"""Functions that give the host a number of a tensor, with the name that the error message uses."""
+"""Functions that copy a value of a tensor to the host, with the name that the error message uses."""
 
 FROM_HOST = frozenset({torch.tensor, torch.as_tensor, Tensor.new_tensor})
-"""Copy numbers of the host to the device that they are given, and wait until the copy is done."""
+"""Copy host values to a device, and wait until the copy is done."""
 
 DATA_DEPENDENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
@@ -74,11 +74,11 @@ KERNELS: dict[Any, Callable[..., Any]] = {
     torch.ops.harness.qkv_rope.default: fused_qkv.forward,
     torch.ops.harness.qkv_rope_backward.default: fused_qkv.backward,
 }
-"""Operators of this repository and the functions that compute them. The dispatcher would run a kernel without the modes
-that saw its operator, so the guard calls the function itself."""
+"""Custom operators of this repository and the functions that implement them. The dispatcher would run an implementation
+without the modes, so the guard calls the function itself."""
 
 INTERPRETER = "triton/runtime/interpreter.py"
-"""Runs a Triton kernel on the host. On CUDA a launch takes its place, which reads nothing."""
+"""Runs a Triton kernel on the host. On CUDA it is a kernel launch, which reads nothing."""
 
 
 class SyncError(AssertionError):
@@ -96,7 +96,7 @@ def no_sync() -> Iterator[set[str]]:
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def backward(*args: Any, **options: Any) -> Any:
-        """`Tensor.backward` is a torch function: without this, no function mode would be on inside of it."""
+        """`Tensor.backward` is a torch function: without this, function modes would be off inside it."""
         with functions:
             return run_backward(*args, **options)
 
@@ -108,14 +108,14 @@ def no_sync() -> Iterator[set[str]]:
 
 @final
 class _Reads:
-    """What was called, and from where."""
+    """The host reads, and the lines that made them."""
 
     def __init__(self) -> None:
         self.marked: set[str] = set()
         self.unmarked: list[str] = []
 
-    def note(self, call: str) -> None:
-        """Blame the innermost frame of this repository for a call."""
+    def record(self, call: str) -> None:
+        """Attribute a call to the innermost frame of this repository."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             path = frame.f_code.co_filename
@@ -124,7 +124,7 @@ class _Reads:
             if path != __file__ and path.startswith((f"{ROOT}/harness/", f"{ROOT}/tests/")):
                 break
             frame = frame.f_back
-        assert frame is not None, "called from outside of this repository"
+        assert frame is not None, "called from outside this repository"
         name = Path(path).relative_to(ROOT).as_posix()
         line = linecache.getline(path, frame.f_lineno)
         if MARK in line:
@@ -135,7 +135,7 @@ class _Reads:
 
 @final
 class _Functions(TorchFunctionMode):
-    """Sees calls of Python before torch takes them apart."""
+    """Sees Python calls before torch decomposes them."""
 
     def __init__(self, reads: _Reads) -> None:
         super().__init__()
@@ -146,25 +146,25 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         options = dict(kwargs or {})
         if call := HOST_READS.get(func) or _copy(func, args, options):
-            self._reads.note(call)
-            with torch._C._DisableTorchDispatch():  # noted once, not again as an operator
+            self._reads.record(call)
+            with torch._C._DisableTorchDispatch():  # recorded once, not again as an operator
                 return func(*args, **options)
-        if func is F.one_hot:  # with a number of classes, only the CPU looks at what it is given
+        if func is F.one_hot:  # with a number of classes, only the CPU kernel reads its input
             if options.get("num_classes", args[1] if len(args) > 1 else -1) < 0:
-                self._reads.note("one_hot() without a number of classes")
+                self._reads.record("one_hot() without a number of classes")
             with torch._C._DisableTorchDispatch():
                 return func(*args, **options)
         return func(*args, **options)
 
 
 def _copy(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> str | None:
-    """What a blocking copy between host and device is called, if it is one."""
+    """The name of a blocking copy between host and device, or None."""
     if func in FROM_HOST:
         return f"torch.{func.__name__}(device=...)" if options.get("device") is not None else None
     if func is not Tensor.to or options.get("non_blocking") is True:
         return None
-    given = [each for each in (*args[1:2], options.get("device")) if isinstance(each, str | torch.device)]
-    return f".to({str(given[0])!r})" if given else None
+    devices = [value for value in (*args[1:2], options.get("device")) if isinstance(value, str | torch.device)]
+    return f".to({str(devices[0])!r})" if devices else None
 
 
 @final
@@ -180,22 +180,22 @@ class _Operators(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(each is not Tensor and issubclass(each, Tensor) for each in types):
-            return NotImplemented  # the subclass first, with this mode on: what it calls comes here
+            return NotImplemented  # the subclass handles it first, with this mode on
         options = dict(kwargs or {})
         if self._is_read(func, args):
-            self._reads.note(str(func))
-        elif func._can_decompose():  # in a kernel, where autograd does not take composite operators apart
+            self._reads.record(str(func))
+        elif func._can_decompose():  # inside an operator, where autograd does not decompose composite operators
             with self:
                 return func.decompose(*args, **options)
         if func.namespace == "harness":
             with self, self._functions:
                 return KERNELS[func](*args, **options)
-        made = func(*args, **options)
+        out = func(*args, **options)
         if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
             source = args[0] if func is torch.ops.aten._to_copy.default else args[1]
-            if source.device.type != made.device.type:
-                self._reads.note(f"a copy from {source.device.type} to {made.device.type}")
-        return made
+            if source.device.type != out.device.type:
+                self._reads.record(f"a copy from {source.device.type} to {out.device.type}")
+        return out
 
     @staticmethod
     def _is_read(func: Any, args: Sequence[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""No step of the training loop waits for the device, shown without one; and the guard finds every way to wait.
+"""The training loop has no host sync, checked on a CPU; and the guard finds every kind of host sync.
 
 The loop runs without torch.compile: modes do not see into compiled blocks. tests/gpu has the same test on CUDA.
 """
@@ -40,9 +40,9 @@ LOOP = (
     "eval.every_steps=3",
     "eval.num_batches=1",
 )
-"""Probed steps and others, a snapshot and an evaluation."""
+"""Steps with and without a probe, a snapshot and an evaluation."""
 
-WAITS = {
+ALLOWED_READS = {
     "harness/data/batches.py:_fill",
     "harness/held_out.py:receive",
     "harness/sentinel/device/step_report.py:unpack",
@@ -51,7 +51,7 @@ WAITS = {
 """Where the loop may read a tensor on the host; on CUDA all but the evaluation read host memory."""
 
 Plant = Callable[[Tensor], Any]
-"""A call that is put into the loop; it is given four positive numbers."""
+"""A call that is inserted into the loop; its argument holds four positive values."""
 
 READS: dict[str, Plant] = {
     ".item()": lambda numbers: numbers[0].item(),
@@ -87,10 +87,10 @@ READS: dict[str, Plant] = {
     "new_tensor(device=)": lambda numbers: numbers.new_tensor([1.0], device=numbers.device),
     "another type of device": lambda numbers: torch.empty(4, device="meta").copy_(numbers),
 }
-"""Every way to wait, each on a line of its own."""
+"""Every kind of host sync, each on its own line."""
 
 HARMLESS: dict[str, Plant] = {
-    "a marked line": lambda numbers: numbers.tolist(),  # sync: the test wants it
+    "a marked line": lambda numbers: numbers.tolist(),  # sync: allowed by this mark
     "another dtype": lambda numbers: numbers.to(torch.float64),
     "a copy behind the step": lambda numbers: numbers.to(numbers.device, non_blocking=True),
     "a number of the host": lambda numbers: torch.tensor(1.0) * numbers,
@@ -103,20 +103,22 @@ HARMLESS: dict[str, Plant] = {
 
 
 def plant_all(tensor: Tensor) -> None:
-    """Call everything, allowed or not."""
+    """Call all of them, allowed or not."""
     numbers = 1 + torch.zeros_like(tensor.detach(), dtype=torch.float32).flatten()[:4]
     for plant in (*READS.values(), *HARMLESS.values()):
         plant(numbers)
 
 
 def in_forward(run: Run) -> None:
-    run.parts.model.get_submodule("blocks.1.mlp").register_forward_hook(lambda _module, _inputs, made: plant_all(made))
+    run.parts.model.get_submodule("blocks.1.mlp").register_forward_hook(
+        lambda _module, _inputs, output: plant_all(output)
+    )
 
 
 def in_backward(run: Run) -> None:
-    def hook(_module: Any, _inputs: Any, made: Tensor) -> None:
-        if made.requires_grad:  # not in an evaluation
-            made.register_hook(plant_all)  # type: ignore[no-untyped-call]
+    def hook(_module: Any, _inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:  # not in an evaluation
+            output.register_hook(plant_all)  # type: ignore[no-untyped-call]
 
     run.parts.model.get_submodule("blocks.1.mlp").register_forward_hook(hook)
 
@@ -127,9 +129,9 @@ def in_recomputation(run: Run) -> None:
     Not at the end of the block, because the recomputation stops once nothing more is needed.
     """
 
-    def hook(_module: Any, _inputs: Any, made: Tensor) -> None:
+    def hook(_module: Any, _inputs: Any, output: Tensor) -> None:
         if torch._C._current_graph_task_id() >= 0:
-            plant_all(made)
+            plant_all(output)
 
     run.parts.model.get_submodule("blocks.1.attention").register_forward_hook(hook)
 
@@ -175,9 +177,9 @@ def in_snapshot(run: Run) -> None:
 
 
 def guarded_run(directory: str, site: Callable[[Run], None] | None, *overrides: str) -> tuple[list[str], str]:
-    """A run on one rank whose loop is guarded: marked places that it reached, and the error message of the guard."""
+    """Run the loop inside the guard; returns the marked places that it reached, and the guard's error message."""
     loop, reached, message = train.train, set[str](), ""
-    micro_batch_size = 8 // rank_from_environment()[1] // 2  # gradients of two micro-batches add up
+    micro_batch_size = 8 // rank_from_environment()[1] // 2  # two micro-batches
     cfg = tiny(*LOOP, f"train.micro_batch_size={micro_batch_size}", *overrides, directory=directory)
 
     def guarded(run: Run) -> Ending:
@@ -213,10 +215,8 @@ def guarded_run(directory: str, site: Callable[[Run], None] | None, *overrides: 
     ],
     ids=lambda value: value if isinstance(value, int) else " ".join(value),
 )
-def test_the_loop_never_waits_for_the_device(
-    ranks: Pool, tmp_path: Path, size: int, overrides: tuple[str, ...]
-) -> None:
-    assert ranks.run(size, guarded_run, str(tmp_path), None, *overrides) == [(sorted(WAITS), "")] * size
+def test_the_loop_has_no_host_sync(ranks: Pool, tmp_path: Path, size: int, overrides: tuple[str, ...]) -> None:
+    assert ranks.run(size, guarded_run, str(tmp_path), None, *overrides) == [(sorted(ALLOWED_READS), "")] * size
 
 
 FULL = "parallel.activation_checkpointing=full"
@@ -237,7 +237,7 @@ FULL = "parallel.activation_checkpointing=full"
         (in_snapshot, 1, ()),
     ],
 )
-def test_every_way_to_wait_is_found_and_named(
+def test_every_kind_of_host_sync_is_found_and_named(
     ranks: Pool, tmp_path: Path, site: Callable[[Run], None], size: int, overrides: tuple[str, ...]
 ) -> None:
     here = Path(__file__).name
@@ -247,7 +247,7 @@ def test_every_way_to_wait_is_found_and_named(
         assert {expected.get(place, place) for place in places} == set(READS)
 
 
-def test_the_guard_does_not_change_what_is_computed(ranks: Pool, tmp_path: Path) -> None:
+def test_the_guard_does_not_change_results(ranks: Pool, tmp_path: Path) -> None:
     overrides = (*LOOP, "train.micro_batch_size=4", "precision=fp8_emulated", FULL)
     ((_, plain),) = ranks.run(1, cases.run, str(tmp_path / "plain"), *overrides)
     ranks.run(1, guarded_run, str(tmp_path / "guarded"), None, *overrides)

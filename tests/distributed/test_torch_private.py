@@ -1,7 +1,7 @@
 """Canary tests: one per private API of torch that the harness relies on. They fail first when torch changes it.
 
-Checked on torch 2.11 and 2.13. The wrappers are in `harness/distributed/torch_private/`. The last three APIs are used in
-`harness/precision/`, which may not import `harness/distributed/`.
+Checked on torch 2.11 and 2.13. The wrappers are in `harness/distributed/torch_private/`. The last three APIs are used
+in `harness/precision/`, which may not import `harness/distributed/`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs everything that needs CUDA and prints a summary that can be pasted into docs.
+"""Runs all tests that need CUDA and prints a Markdown summary.
 
     python -m tests.gpu [pytest arguments]
 
@@ -50,7 +50,7 @@ class Summary:
 
 
 def versions() -> str:
-    """Where and with what the tests ran, in one line."""
+    """Date, hardware and versions, in one line."""
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     parts = [
         datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
@@ -67,7 +67,7 @@ def versions() -> str:
 
 def main() -> int:
     if not torch.cuda.is_available():
-        print("tests.gpu: torch sees no CUDA device", file=sys.stderr)
+        print("tests.gpu: torch finds no CUDA device", file=sys.stderr)
         return 2
     summary = Summary()
     code = pytest.main([str(DIRECTORY), *sys.argv[1:]], plugins=[summary])

@@ -1,4 +1,4 @@
-"""Several NCCL ranks on one GPU: each rank is a host of its own to NCCL, and they talk over loopback sockets."""
+"""Starts several NCCL ranks on one GPU: NCCL sees each rank as a separate host, connected over loopback sockets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pathlib.Path(sys.argv[1], "results", os.environ["RANK"]).write_text(json.dumps(r
 
 
 def run_ranks(directory: Path, *, num_ranks: int, worker: str = RUN, arguments: tuple[str, ...] = ()) -> list[int]:
-    """Train a run that is laid out in `directory` with the worker it calls for; the exit codes in rank order."""
+    """Start one worker process per rank on a prepared run directory; returns the exit codes in rank order."""
     with ExitStack() as stack:
         port = stack.enter_context(reserved_port())
         processes = []
@@ -46,14 +46,14 @@ def run_ranks(directory: Path, *, num_ranks: int, worker: str = RUN, arguments: 
 
 
 def run_case(directory: Path, name: str, *arguments: str, num_ranks: int) -> list[Any]:
-    """A function of `tests.distributed.cases` on every rank; its results in rank order."""
-    for made in (directory, directory / "logs", directory / "results"):
-        made.mkdir()
+    """Run a function of `tests.distributed.cases` on every rank; returns the results in rank order."""
+    for path in (directory, directory / "logs", directory / "results"):
+        path.mkdir()
     codes = run_ranks(directory, num_ranks=num_ranks, worker=CASE, arguments=(name, *arguments))
     assert codes == [0] * num_ranks, logs_of(directory)
     return [json.loads((directory / "results" / str(rank)).read_text()) for rank in range(num_ranks)]
 
 
 def logs_of(directory: Path) -> str:
-    """The end of what each rank printed."""
+    """The end of each rank's output."""
     return "\n".join(path.read_text()[-3000:] for path in sorted((directory / "logs").glob("rank-*.txt")))

@@ -1,4 +1,4 @@
-"""Snapshots and saves on a real GPU: no hidden sync, complete before the next update, bit for bit."""
+"""Snapshots and checkpoints on a GPU: no host sync, complete before the next update, bit-equal."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.gpu.test_step import SMALL
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore"),  # torch.compile and NCCL warn of their own affairs
+    pytest.mark.filterwarnings("ignore"),  # from torch.compile and NCCL
 ]
 
 
 @pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
+def single_rank() -> Iterator[None]:
     yield
     disconnect()
 
@@ -53,8 +53,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_snapshot_never_waits_and_holds_the_state_of_its_step(tmp_path: Path) -> None:
-    """Many snapshots in a row, each while the next step is already on its way to overwrite what it copies."""
+def test_a_snapshot_needs_no_sync_and_holds_the_state_of_its_step(tmp_path: Path) -> None:
+    """Many snapshots in a row, each while the next step is already queued to overwrite what it copies."""
     parts, cfg = start(tmp_path, "checkpoint.ring.slots=4")
     for index in range(2):
         step(parts, cfg, index)
@@ -94,7 +94,7 @@ def test_a_rewind_replays_bit_for_bit(tmp_path: Path) -> None:
     parts.close()
 
 
-def test_what_is_not_finite_is_seen(tmp_path: Path) -> None:
+def test_a_non_finite_snapshot_is_detected(tmp_path: Path) -> None:
     parts, cfg = start(tmp_path)
     step(parts, cfg, 0)
     for value in (math.nan, math.inf, -math.inf):
@@ -103,7 +103,7 @@ def test_what_is_not_finite_is_seen(tmp_path: Path) -> None:
     parts.close()
 
 
-def test_a_save_beside_training_comes_back_from_disk(tmp_path: Path) -> None:
+def test_a_background_save_can_be_loaded(tmp_path: Path) -> None:
     parts, cfg = start(tmp_path, "checkpoint.every_steps=2")
     for index in range(2):
         step(parts, cfg, index)

@@ -1,4 +1,4 @@
-"""fp8 by Transformer Engine: the same numbers as the rehearsal in plain torch, compiled or not."""
+"""fp8 by Transformer Engine against the emulation, eager and compiled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from harness.step import finish_step, forward_backward
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore"),  # torch.compile, NCCL and Transformer Engine warn of their own affairs
+    pytest.mark.filterwarnings("ignore"),  # from torch.compile, NCCL and Transformer Engine
 ]
 
 SMALL = ["model=tiny", "model.dim=256", "model.ffn_dim=768", "train.batch_size=4", "train.sequence_length=256"]
@@ -38,7 +38,7 @@ def engines() -> tuple[Engine, Engine]:
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
-    """Normal, with a few that are far out, zero, tiny or not a number."""
+    """Normal values, with a few that are large, zero, tiny or NaN."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     values = torch.randn(*shape, device="cuda", generator=generator)
     values.view(-1)[:5] = torch.tensor([0.0, 1e-7, 300.0, -300.0, torch.nan], device="cuda")
@@ -46,39 +46,39 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """What NaN is written as may differ; what else there is may not."""
+    """The bytes of a tensor, with one encoding of NaN."""
     return torch.where(tensor.float().isnan(), 0x7F, tensor.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
 @pytest.mark.parametrize("both", [True, False])
-def test_both_engines_round_to_the_same_bits(
+def test_both_engines_quantize_to_the_same_bits(
     engines: tuple[Engine, Engine], dtype: torch.dtype, transpose: bool
 ) -> None:
     values, scale = numbers(256, 512), torch.tensor(3.7, device="cuda")
-    largest = [torch.zeros((), device="cuda") for _ in engines]
-    real, rehearsed = (
-        engine.quantize(values.nan_to_num(1.0), scale, dtype=dtype, transpose=transpose, amax=most)
-        for engine, most in zip(engines, largest, strict=True)
+    amaxes = [torch.zeros((), device="cuda") for _ in engines]
+    real, emulated = (
+        engine.quantize(values.nan_to_num(1.0), scale, dtype=dtype, transpose=transpose, amax=amax)
+        for engine, amax in zip(engines, amaxes, strict=True)
     )
-    assert torch.equal(bits(real.rows), bits(rehearsed.rows))
-    assert torch.equal(bits(real.columns), bits(rehearsed.columns))
-    assert largest[0] == largest[1] == 300.0
+    assert torch.equal(bits(real.rows), bits(emulated.rows))
+    assert torch.equal(bits(real.columns), bits(emulated.columns))
+    assert amaxes[0] == amaxes[1] == 300.0
     spoiled = engines[0].quantize(values, scale, dtype=dtype, transpose=transpose, amax=None)
-    assert spoiled.rows.float().isnan().sum() == 1, "NaN stays NaN, and only it"
+    assert spoiled.rows.float().isnan().sum() == 1, "only NaN becomes NaN"
 
 
 @pytest.mark.parametrize("square", [True, False])
-def test_both_engines_round_blocks_to_the_same_bits(engines: tuple[Engine, Engine], square: bool) -> None:
+def test_both_engines_quantize_blocks_to_the_same_bits(engines: tuple[Engine, Engine], square: bool) -> None:
     values = numbers(256, 512).nan_to_num(1.0)
-    real, rehearsed = (
+    real, emulated = (
         engine.quantize_blocks(values, dtype=FORWARD, transpose=True, square=square) for engine in engines
     )
-    assert torch.equal(bits(real.rows), bits(rehearsed.rows))
-    assert torch.equal(bits(real.columns), bits(rehearsed.columns))
+    assert torch.equal(bits(real.rows), bits(emulated.rows))
+    assert torch.equal(bits(real.columns), bits(emulated.columns))
 
 
-def test_products_are_those_of_the_rounded_numbers(engines: tuple[Engine, Engine]) -> None:
+def test_gemms_use_the_quantized_values(engines: tuple[Engine, Engine]) -> None:
     left, right = numbers(128, 512).nan_to_num(1.0), numbers(256, 512, seed=1).nan_to_num(1.0)
     one = torch.ones((), device="cuda")
     operands = [
@@ -87,37 +87,37 @@ def test_products_are_those_of_the_rounded_numbers(engines: tuple[Engine, Engine
     ]
     before = torch.randn(128, 256, device="cuda").to(torch.bfloat16)
     for out in (None, before):
-        real, rehearsed = (
+        real, emulated = (
             engine.gemm(
                 *operands, out=None if out is None else out.clone(), scaling=BlockScaling.none, split_accumulator=True
             )
             for engine in engines
         )
-        torch.testing.assert_close(real, rehearsed, rtol=0.01, atol=0.5)
+        torch.testing.assert_close(real, emulated, rtol=0.01, atol=0.5)
 
 
 @pytest.mark.parametrize("kind", ["current", "delayed", "block"])
 @pytest.mark.usefixtures("engines")
-def test_maps_give_the_gradients_of_the_rehearsal(kind: str) -> None:
+def test_layers_match_the_emulation(kind: str) -> None:
     results = []
     for name in ("transformer_engine", "emulated"):
         torch.manual_seed(0)
         with torch.device("cuda"):
-            maps = [Fp8Linear(512, width, recipe=Recipe(kind, name), switch=Switch()) for width in (256, 384)]
+            layers = [Fp8Linear(512, width, recipe=Recipe(kind, name), switch=Switch()) for width in (256, 384)]
             hidden = torch.randn(2, 128, 512).to(torch.bfloat16).requires_grad_()
-        for each in maps:
+        for each in layers:
             each.weight = nn.Parameter(each.weight.to(torch.bfloat16))
-        outputs = project(hidden, *maps)
+        outputs = project(hidden, *layers)
         seeds = [torch.randn(output.shape, device="cuda").to(torch.bfloat16) for output in outputs]
-        wanted = [hidden, *(each.weight for each in maps)]
+        wanted = [hidden, *(each.weight for each in layers)]
         results.append([*outputs, *torch.autograd.grad(outputs, wanted, seeds)])
-    for real, rehearsed in zip(*results, strict=True):
-        distance = (real.float() - rehearsed.float()).norm() / rehearsed.float().norm()
+    for real, emulated in zip(*results, strict=True):
+        distance = (real.float() - emulated.float()).norm() / emulated.float().norm()
         assert distance < 0.01
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def single_rank() -> Iterator[None]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield
@@ -144,9 +144,9 @@ def losses(cfg: Config, parts: Parts, first: int, count: int, *, probe: bool = F
     return found
 
 
-@pytest.mark.usefixtures("engines", "alone")
+@pytest.mark.usefixtures("engines", "single_rank")
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
-def test_a_compiled_model_trains_falls_back_and_returns(recipe: str, tmp_path: Path) -> None:
+def test_a_compiled_model_falls_back_to_bf16_and_returns_to_fp8(recipe: str, tmp_path: Path) -> None:
     cfg, parts = started(["parallel.compile=true", f"precision.fp8.recipe={recipe}"], tmp_path)
     assert cfg.model.num_layers == 4
     first = losses(cfg, parts, 0, 6, probe=True)
@@ -158,13 +158,13 @@ def test_a_compiled_model_trains_falls_back_and_returns(recipe: str, tmp_path: P
     assert all(torch.isfinite(torch.tensor([*first, *between, *last])))
     assert last[-1] < between[-1] < first[0]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs == 3, "one in fp8, one in bf16, one of the gate, whatever the number of blocks"
+    assert graphs == 3, "one for fp8, one for bf16, one for the gate, for any number of blocks"
     parts.close()
 
 
-@pytest.mark.usefixtures("engines", "alone")
+@pytest.mark.usefixtures("engines", "single_rank")
 @pytest.mark.parametrize("kind", ["selective", "full"])
-def test_checkpointed_activations_give_the_same_losses(kind: str, tmp_path: Path) -> None:
+def test_activation_checkpointing_gives_the_same_losses(kind: str, tmp_path: Path) -> None:
     found = []
     for activations in ("none", kind):
         cfg, parts = started([f"parallel.activation_checkpointing={activations}"], tmp_path)

@@ -1,4 +1,4 @@
-"""The harness's own passes against torch's kernels, over sizes that fill no whole block."""
+"""The Triton kernels against torch, over sizes that do not fill whole blocks."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.gpu.where import DEVICE, IS_INTERPRETED, MARKS
 pytestmark = MARKS
 
 SAME, NEXT = (0.8, 0.51) if IS_INTERPRETED else (0.999, 0.26)
-"""How many numbers of fp8 must be the same, and how far off the others may be; interpreted, they are cut off, and where
-that carries over they are half."""
+"""Share of fp8 values that must be equal, and relative error of the others. The interpreter truncates instead of
+rounding, which may change a value by half."""
 MATRICES = [(80, 72)] if IS_INTERPRETED else [(512, 768), (208, 80)]
-"""Whole tiles, and pieces of tiles; interpreted, one and three of them."""
+"""Whole and partial tiles; in the interpreter, one whole and three partial tiles."""
 
 
 @pytest.fixture(autouse=True)
-def few_programs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the second pass: fewer than there are tiles, which they share."""
+def few_requantize_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second pass has fewer programs than tiles, so that programs share them."""
     from harness.kernels import fp8_quantize
 
-    monkeypatch.setattr(fp8_quantize, "NUM_AGAIN", 3)
+    monkeypatch.setattr(fp8_quantize, "MAX_REQUANTIZE_PROGRAMS", 3)
 
 
 def scalar(value: float) -> Tensor:
@@ -42,122 +42,122 @@ def scalar(value: float) -> Tensor:
 
 
 @pytest.mark.parametrize("sample", [2**20, 4_000])
-def test_what_rounding_did_is_noted_as_in_plain_torch(monkeypatch: pytest.MonkeyPatch, sample: int) -> None:
+def test_underflow_counts_match_torch(monkeypatch: pytest.MonkeyPatch, sample: int) -> None:
     from harness.kernels.fp8_quantize import count_underflow
 
-    monkeypatch.setattr(meters, "SAMPLE", sample)
+    monkeypatch.setattr(meters, "SAMPLE_SIZE", sample)
     values = torch.randn(10, 1500, generator=torch.Generator().manual_seed(0)).mul(1e-3).to(torch.bfloat16)
     values[1, :7], values[1, 7] = 0.0, torch.nan
     plain, own = torch.zeros(len(Column)), torch.zeros(len(Column), device=DEVICE)
     for scale in (torch.tensor(2.0), torch.tensor(1.5), torch.tensor(3.0)):
-        rounded = EmulatedEngine().quantize(values, scale, dtype=FORWARD, transpose=False, largest=None)
-        before, after = meters.sample_of(values), meters.sample_of(rounded.rows)
-        every = meters.stride_of(values)
-        meters.note(plain, before, after, scale, every=every)
-        values_there, numbers = values.to(DEVICE), rounded.rows.view(torch.uint8).to(DEVICE)
-        seen = meters.sample_of(values_there), meters.sample_of(numbers)
-        count_underflow(*seen, scale.to(DEVICE), own, every=every)
+        quantized = EmulatedEngine().quantize(values, scale, dtype=FORWARD, transpose=False, amax=None)
+        before, after = meters.sample_rows(values), meters.sample_rows(quantized.rows)
+        every = meters.sample_stride(values)
+        meters.record_underflow(plain, before, after, scale, every=every)
+        on_device = values.to(DEVICE), quantized.rows.view(torch.uint8).to(DEVICE)
+        count_underflow(*map(meters.sample_rows, on_device), scale.to(DEVICE), own, every=every)
     torch.testing.assert_close(own.cpu(), plain, rtol=1e-5, atol=0.0)
     assert plain[Column.underflows] > 0
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, interpreted, and the next too
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns in the interpreter
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
 @pytest.mark.parametrize("shape", MATRICES)
-def test_a_matrix_is_rounded_by_the_scale_that_fits_whatever_was_guessed(
-    dtype: torch.dtype, shape: tuple[int, int]
-) -> None:
+def test_the_result_does_not_depend_on_the_last_scale(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     from harness.kernels.fp8_quantize import quantize_matrix
 
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(1e-3).to(DEVICE, torch.bfloat16)
     fitting = scalar(0.0)
-    plain = EmulatedEngine().fit(values, fitting, dtype=dtype)
-    for guess in (scalar(0.0), fitting.clone(), scalar(1e6), scalar(2.0**-20)):
-        made = quantize_matrix(values, guess, dtype=dtype, step=SCALE_STEPS[dtype])
-        assert guess == fitting
-        assert made.inverse * guess == 1.0
-        assert torch.equal(made.columns.view(torch.uint8), made.rows.view(torch.uint8).T)
-        assert (made.rows.float() == plain.rows.float()).float().mean() > SAME
-        torch.testing.assert_close(made.rows.float(), plain.rows.float(), rtol=NEXT, atol=0.02)
+    plain = EmulatedEngine().quantize_to_amax(values, fitting, dtype=dtype)
+    for last_scale in (scalar(0.0), fitting.clone(), scalar(1e6), scalar(2.0**-20)):
+        tiles = quantize_matrix(values, last_scale, dtype=dtype, step=SCALE_STEPS[dtype])
+        assert last_scale == fitting
+        assert tiles.scale_inv * last_scale == 1.0
+        assert torch.equal(tiles.columns.view(torch.uint8), tiles.rows.view(torch.uint8).T)
+        assert (tiles.rows.float() == plain.rows.float()).float().mean() > SAME
+        torch.testing.assert_close(tiles.rows.float(), plain.rows.float(), rtol=NEXT, atol=0.02)
     values[5, 7] = torch.inf
-    spoiled = quantize_matrix(values, guess, dtype=dtype, step=SCALE_STEPS[dtype])
-    assert guess == 0.0
-    assert IS_INTERPRETED or spoiled.rows[5, 7].float().isnan()  # interpreted, NaN is cut off too
+    spoiled = quantize_matrix(values, last_scale, dtype=dtype, step=SCALE_STEPS[dtype])
+    assert last_scale == 0.0
+    assert IS_INTERPRETED or spoiled.rows[5, 7].float().isnan()  # the interpreter clamps NaN
 
 
 @pytest.mark.parametrize(("recipe", "is_primed"), [("current", False), ("delayed", False), ("delayed", True)])
 @pytest.mark.parametrize("shape", MATRICES)
-def test_swiglu_is_rounded_as_in_plain_torch(recipe: str, shape: tuple[int, int], is_primed: bool) -> None:
-    """But where a number lies between two of fp8, to the last bit of an exponential."""
+def test_swiglu_is_quantized_as_in_torch(recipe: str, shape: tuple[int, int], is_primed: bool) -> None:
+    """Except for values near a rounding boundary, where the last bit of an exponential decides."""
     generator = torch.Generator(device=DEVICE).manual_seed(0)
-    gate, up, slope = (torch.randn(shape, device=DEVICE, generator=generator).to(torch.bfloat16) for _ in range(3))
-    gate[3, 5], up[3, 5], slope[7, 7], up[9, :] = 30.0, 50.0, 20.0, 1e-6
+    gate, up, grad = (torch.randn(shape, device=DEVICE, generator=generator).to(torch.bfloat16) for _ in range(3))
+    gate[3, 5], up[3, 5], grad[7, 7], up[9, :] = 30.0, 50.0, 20.0, 1e-6
     own, plain = ([torch.zeros(METER, device=DEVICE) for _ in range(2)] for _ in range(2))
-    scales, does = [scalar(2.0), scalar(5.0)], EmulatedEngine()
-    made = compute_product(gate, up), *compute_grads(slope, gate, up)
+    scales, engine = [scalar(2.0), scalar(5.0)], EmulatedEngine()
+    results = compute_product(gate, up), *compute_grads(grad, gate, up)
     roles = Role.activations, Role.gradients, Role.gradients
-    whose = zip(made, [scales[0], *scales], [plain[0], *plain], roles, strict=True)
+    arguments = zip(results, [scales[0], *scales], [plain[0], *plain], roles, strict=True)
     with probing(count_underflow=True, prime_scales=is_primed):
         first = quantize_product_by_kernels(gate, up, scales[0], own[0], recipe)
-        kernels = [first, *quantize_grads_by_kernels(slope, gate, up, scales, own, recipe)]
-        others = [quantize_and_record(does, values, scale, meter, role, recipe) for values, scale, meter, role in whose]
-    with probing(count_underflow=False, prime_scales=is_primed):  # the guess is right by now
+        kernels = [first, *quantize_grads_by_kernels(grad, gate, up, scales, own, recipe)]
+        others = [
+            quantize_and_record(engine, values, scale, meter, role, recipe) for values, scale, meter, role in arguments
+        ]
+    with probing(count_underflow=False, prime_scales=is_primed):  # the last scale fits now
         second = quantize_product_by_kernels(gate, up, scales[0], own[0], recipe)
-        for one, again in zip(
-            kernels, [second, *quantize_grads_by_kernels(slope, gate, up, scales, own, recipe)], strict=True
+        for one, repeated in zip(
+            kernels, [second, *quantize_grads_by_kernels(grad, gate, up, scales, own, recipe)], strict=True
         ):
             assert all(
-                torch.equal(now.view(torch.uint8), then.view(torch.uint8)) for now, then in zip(one, again, strict=True)
+                torch.equal(now.view(torch.uint8), then.view(torch.uint8))
+                for now, then in zip(one, repeated, strict=True)
             )
     for one, other in zip(kernels, others, strict=True):
         assert torch.equal(one.columns.view(torch.uint8), one.rows.view(torch.uint8).T)
         same = (one.rows.float() == other.rows.float()) | (one.rows.float().isnan() & other.rows.float().isnan())
         assert same.float().mean() > SAME
         torch.testing.assert_close(one.rows.float(), other.rows.float(), rtol=NEXT, atol=0.02, equal_nan=True)
-        torch.testing.assert_close(one.row_inverse, other.row_inverse, rtol=1e-2, atol=0.0)
-    alike = [column for column in Column if column is not Column.last_scale]
+        torch.testing.assert_close(one.row_scale_inv, other.row_scale_inv, rtol=1e-2, atol=0.0)
+    compared = [column for column in Column if column is not Column.last_scale]
     for one_meter, other_meter in zip(own, plain, strict=True):
-        torch.testing.assert_close(one_meter[:, alike], other_meter[:, alike], rtol=1e-2, atol=0.0)
+        torch.testing.assert_close(one_meter[:, compared], other_meter[:, compared], rtol=1e-2, atol=0.0)
     assert own[0][Role.activations, Column.underflows] > 0
     assert (own[1][Role.gradients, Column.amax] > 1) == (recipe == "delayed")
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, interpreted: it is told to meet them
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns in the interpreter
 @pytest.mark.parametrize("spoiled", [(), (torch.nan, torch.inf)])
-def test_what_becomes_zero_in_swiglu_is_counted_as_in_plain_torch(spoiled: tuple[float, ...]) -> None:
-    """To the last one: of these numbers all that is computed is exact."""
+def test_swiglu_underflow_counts_match_torch(spoiled: tuple[float, ...]) -> None:
+    """Exactly: with these values all arithmetic is exact."""
     from harness.kernels.swiglu import count_swiglu_grad_underflow, count_swiglu_underflow
 
     shape, generator = (9, 1500), torch.Generator().manual_seed(0)
     up = torch.randint(-30, 12, shape, generator=generator).float().exp2()
     up[1, 5:20], up[-2:, 4 : 4 + len(spoiled)] = 0.0, torch.tensor(spoiled)
-    up[5, 9] = UNDERFLOW[FORWARD] * 2.0**8 / 64  # on the border
+    up[5, 9] = UNDERFLOW[FORWARD] * 2.0**8 / 64  # on the threshold
     up = up.to(DEVICE, torch.bfloat16)
-    slope = torch.randint(-40, 3, shape, generator=generator).float().exp2().to(DEVICE, torch.bfloat16)
+    grad = torch.randint(-40, 3, shape, generator=generator).float().exp2().to(DEVICE, torch.bfloat16)
     gate = torch.full_like(up, 64.0)
     gate[3, :9] = 0.0
     rows, scales = torch.zeros(3, len(Column), device=DEVICE), [scalar(2.0**power) for power in (-8, -6, -4)]
     for _ in range(2):
         count_swiglu_underflow(gate[1::2], up[1::2], scales[0], rows[0], underflow=UNDERFLOW[FORWARD], every=2)
-        seen = slope[1::2], gate[1::2], up[1::2]
-        count_swiglu_grad_underflow(*seen, scales[1:], [*rows[1:]], underflow=UNDERFLOW[GRADIENT], every=2)
-    made = zip(
-        (compute_product(gate, up), *compute_grads(slope, gate, up)), scales, (FORWARD, GRADIENT, GRADIENT), strict=True
+        sample = grad[1::2], gate[1::2], up[1::2]
+        count_swiglu_grad_underflow(*sample, scales[1:], [*rows[1:]], underflow=UNDERFLOW[GRADIENT], every=2)
+    results = zip(
+        (compute_product(gate, up), *compute_grads(grad, gate, up)), scales, (FORWARD, GRADIENT, GRADIENT), strict=True
     )
-    for row, (values, scale, dtype) in zip(rows, made, strict=True):
-        expected, there = torch.zeros(len(Column), device=DEVICE), values[1::2]
-        rounded = EmulatedEngine().quantize(there, scale, dtype=dtype, transpose=False, largest=None).rows
+    for row, (values, scale, dtype) in zip(rows, results, strict=True):
+        expected, sampled = torch.zeros(len(Column), device=DEVICE), values[1::2]
+        quantized = EmulatedEngine().quantize(sampled, scale, dtype=dtype, transpose=False, amax=None).rows
         for _ in range(2):
-            meters.note(expected, there, rounded, scale, every=2)
+            meters.record_underflow(expected, sampled, quantized, scale, every=2)
         assert torch.equal(row, expected)
         assert 0 < row[Column.underflows] < row[Column.nonzeros] < 2 * up.numel()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, interpreted: it is told to meet them
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns in the interpreter
 @pytest.mark.parametrize("width", [1000, 9000 if IS_INTERPRETED else 32000])
 @pytest.mark.parametrize(("multiplier", "z_loss"), [(1.0, 0.0), (0.5, 1e-2)])
-def test_logits_become_their_gradient(width: int, multiplier: float, z_loss: float) -> None:
+def test_logits_are_overwritten_by_their_gradient(width: int, multiplier: float, z_loss: float) -> None:
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     num_tokens = 30 if IS_INTERPRETED else 300
     logits = torch.randn(num_tokens, width, device=DEVICE, generator=generator).mul(4).to(torch.bfloat16)
@@ -176,12 +176,12 @@ def test_logits_become_their_gradient(width: int, multiplier: float, z_loss: flo
     assert own_gradient[3:5].isnan().all()
 
 
-def test_a_tensor_times_a_number_of_the_device() -> None:
+def test_scale_tensor() -> None:
     from harness.kernels import cross_entropy as kernels
 
     for shape in [(3,), (100, 33), (64, 80)]:
         plain = torch.randn(shape, device=DEVICE)
         for values in (plain, plain.to(torch.bfloat16)):
-            last_digit = 2**-7 if IS_INTERPRETED else 0.0  # interpreted, bf16 is cut off instead of rounded
+            last_digit = 2**-7 if IS_INTERPRETED else 0.0  # the interpreter truncates bf16
             expected = (values.float() * scalar(0.3)).to(values.dtype)
             torch.testing.assert_close(kernels.scale_tensor(values, scalar(0.3)), expected, rtol=last_digit, atol=0.0)

@@ -1,5 +1,4 @@
-"""Lists of tensors in one launch: the update, sums and joined gradients as torch has them, over sizes that fill no
-whole piece."""
+"""Multi-tensor kernels against torch: AdamW, sums and chunk_cat, over sizes that do not fill whole pieces."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ Shapes = list[tuple[int, ...]]
 
 ODD: Shapes = [(3,), (1024,), (7, 5), (0, 4), (130, 133), (64, 80)]
 EVEN: Shapes = [(8,), (1024,), (0, 4), (136, 128), (64, 80)]
-"""Where a thread may load all that it can; like the others with a tensor of more than one piece, and one of none."""
+"""ODD sizes do not allow vectorized loads, EVEN sizes do; both have a tensor of several pieces and an empty one."""
 if not IS_INTERPRETED:
     ODD, EVEN = [*ODD, (1000, 333)], [*EVEN, (4096, 512)]
 NUM_LARGE = 300_001 if IS_INTERPRETED else 5_000_001
-"""Numbers of a tensor of many pieces."""
+"""Values of a tensor of many pieces."""
 
 
-def parts(shapes: Shapes, num_steps: float = 3.0) -> list[ParameterShard]:
+def shards(shapes: Shapes, num_steps: float = 3.0) -> list[ParameterShard]:
     generator = torch.Generator(device=DEVICE).manual_seed(0)
 
     def numbers(shape: tuple[int, ...]) -> Tensor:
@@ -54,15 +53,15 @@ def options() -> AdamWOptions:
 
 
 @pytest.mark.parametrize("shapes", [ODD, EVEN])
-def test_a_pass_does_what_torchs_kernel_does_and_leaves_the_gradient(shapes: Shapes) -> None:
-    ours, theirs = parts(shapes), parts(shapes)
+def test_adamw_matches_torch_and_keeps_the_gradient(shapes: Shapes) -> None:
+    ours, theirs = shards(shapes), shards(shapes)
     for _ in range(3):
         step_triton(ours, options(), skip_mask=scalar(0.0), divisor=scalar(4.0))
-        for part in theirs:
-            given = part.gradient.clone()
-            step_fused([part], options(), skip_mask=scalar(0.0), divisor=scalar(4.0))
-            part.gradient.copy_(given)  # it writes the divided one back
-    for own, their, begun in zip(ours, theirs, parts(shapes), strict=True):
+        for shard in theirs:
+            gradient = shard.gradient.clone()
+            step_fused([shard], options(), skip_mask=scalar(0.0), divisor=scalar(4.0))
+            shard.gradient.copy_(gradient)  # torch writes the divided gradient back
+    for own, their, begun in zip(ours, theirs, shards(shapes), strict=True):
         torch.testing.assert_close(tuple(own), tuple(their), rtol=1e-5, atol=1e-6)
         assert own.step == 6
         assert torch.equal(own.gradient, begun.gradient)
@@ -70,10 +69,10 @@ def test_a_pass_does_what_torchs_kernel_does_and_leaves_the_gradient(shapes: Sha
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
-def test_a_refused_pass_leaves_every_bit(bad: float) -> None:
-    ours, before = parts(ODD, 0.0), parts(ODD, 0.0)
-    for part in ours:
-        part.gradient.fill_(bad)
+def test_a_skipped_update_changes_no_bit(bad: float) -> None:
+    ours, before = shards(ODD, 0.0), shards(ODD, 0.0)
+    for shard in ours:
+        shard.gradient.fill_(bad)
     step_triton(ours, options(), skip_mask=scalar(1.0), divisor=scalar(bad))
     for own, old in zip(ours, before, strict=True):
         kept = zip(own._replace(gradient=own.step), old._replace(gradient=old.step), strict=True)
@@ -92,10 +91,10 @@ def exact_sums(
 
 
 @pytest.mark.parametrize("is_sound", [True, False])
-def test_one_pass_sums_the_state_as_torch_does(is_sound: bool) -> None:
+def test_state_sums_match_torch(is_sound: bool) -> None:
     half, none, mean, square = (torch.full((NUM_LARGE,), value, device=DEVICE) for value in (0.5, 0.0, -2e-3, 1e-6))
     large = ParameterShard(half, none, mean, square, scalar(1.0))
-    every = [*parts(ODD if is_sound else EVEN), large]
+    every = [*shards(ODD if is_sound else EVEN), large]
     if not is_sound:
         every[1].parameter[-1], every[3].first[0, 0], every[4].second[0, 0] = math.nan, math.inf, math.nan
     weights, _, firsts, seconds, _ = (list(column) for column in zip(*every, strict=True))
@@ -103,7 +102,7 @@ def test_one_pass_sums_the_state_as_torch_does(is_sound: bool) -> None:
     exact = exact_sums(weights, firsts, seconds, correction=0.2, eps=1e-8)
     for name, own, expected in zip(StateSums._fields, one, exact, strict=True):
         torch.testing.assert_close(own.double(), expected, rtol=1e-5, atol=0.0, equal_nan=True, msg=name)
-    if not IS_INTERPRETED:  # torch adds up roughly on a CPU
+    if not IS_INTERPRETED:  # torch's sums on a CPU are less precise
         for own, theirs in zip(one, state_sums(weights, firsts, seconds, scalar(0.2), eps=1e-8), strict=True):
             torch.testing.assert_close(own, theirs, rtol=1e-4, atol=0.0, equal_nan=True)
     assert one.weight_squares[-1].item() == pytest.approx(0.25 * NUM_LARGE)
@@ -114,9 +113,9 @@ def test_one_pass_sums_the_state_as_torch_does(is_sound: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 8])
 @pytest.mark.parametrize("shapes", [[shape for shape in shapes if 0 not in shape] for shapes in (ODD, EVEN)])
-def test_fsdps_operator_joins_gradients_as_torch_does(shapes: Shapes, num_chunks: int, dtype: torch.dtype) -> None:
+def test_chunk_cat_matches_torch(shapes: Shapes, num_chunks: int, dtype: torch.dtype) -> None:
     chunk_cat.install("CPU" if IS_INTERPRETED else "CUDA")
-    every = [part.gradient.to(dtype) for part in parts(shapes)]
+    every = [shard.gradient.to(dtype) for shard in shards(shapes)]
     width = sum(-(-each.shape[0] // num_chunks) * each[:1].numel() for each in every)
     own, theirs = torch.full((num_chunks, width), 9.0, device=DEVICE), torch.empty(num_chunks, width, device=DEVICE)
     torch.ops.fsdp.chunk_cat(every, 0, num_chunks, out=own)
@@ -125,11 +124,11 @@ def test_fsdps_operator_joins_gradients_as_torch_does(shapes: Shapes, num_chunks
 
 
 @pytest.mark.parametrize("shapes", [ODD, EVEN])
-def test_squares_are_summed_as_torch_does(shapes: Shapes) -> None:
-    gradients = [part.gradient for part in parts(shapes)]
+def test_square_sums_match_torch(shapes: Shapes) -> None:
+    gradients = [shard.gradient for shard in shards(shapes)]
     one = square_sums_in_one_launch(gradients)
     torch.testing.assert_close(one, square_sums(gradients), rtol=1e-5, atol=0.0)
-    assert torch.equal(square_sums_in_one_launch(gradients), one), "added up in another order"
+    assert torch.equal(square_sums_in_one_launch(gradients), one), "the order of additions changed"
     gradients[0][-1], gradients[-1][0, 0] = math.nan, math.inf
     spoiled = square_sums_in_one_launch(gradients)
     assert spoiled[0].isnan()
@@ -137,14 +136,14 @@ def test_squares_are_summed_as_torch_does(shapes: Shapes) -> None:
     assert torch.equal(spoiled[1:-1], one[1:-1])
 
 
-def test_a_table_is_sent_once_and_another_where_a_tensor_moved() -> None:
+def test_tables_are_cached_until_a_tensor_moves() -> None:
     from harness.kernels.multi_tensor import build_table
 
-    gradients = [part.gradient for part in parts(EVEN)]
+    gradients = [shard.gradient for shard in shards(EVEN)]
     table = build_table(gradients)
     assert build_table(list(gradients)) is table
     assert table.unit == 4
     moved = [*gradients[:-1], gradients[-1].clone()]
     assert build_table(moved) is not table
-    crooked = torch.zeros(9, device=DEVICE)[1:]
-    assert build_table([*gradients, crooked]).unit == 1
+    unaligned = torch.zeros(9, device=DEVICE)[1:]
+    assert build_table([*gradients, unaligned]).unit == 1

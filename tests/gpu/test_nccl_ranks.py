@@ -19,10 +19,10 @@ ON_ONE_GPU = ("parallel.device=cuda", "parallel.compile=false")
 
 
 def drill(tmp_path: Path, name: str, *overrides: str, num_ranks: int = 2) -> RunDir:
-    """A victim of this drill, trained; every rank ended with 0."""
+    """Run this drill's faulted run; asserts that every rank exits with 0."""
     planned = scenario.load(name, overrides)
-    of_training = [each for each in overrides if not each.startswith("drill.")]
-    cfg = directories.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", *of_training])
+    train_overrides = [override for override in overrides if not override.startswith("drill.")]
+    cfg = directories.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", *train_overrides])
     run = RunDir(tmp_path / "victim")
     directories.create_directory(cfg, run)
     DrillRecord(name=name, scenario=planned, plan=planned.plan, twin="").write(run)
@@ -39,16 +39,16 @@ def found(run: RunDir) -> list[Finding]:
     return [event for event in read(run.events) if isinstance(event, Finding)]
 
 
-def test_a_busy_device_is_named_by_the_time_of_its_kernels(tmp_path: Path) -> None:
+def test_a_slow_device_is_found_by_its_kernel_time(tmp_path: Path) -> None:
     run = drill(tmp_path, "slow_device", "drill.fault.factor=0.5", "precision=bf16")
     events = list(read(run.events))
     (slow,) = [event for event in events if isinstance(event, Finding) and event.kind is FindingKind.slow]
     assert slow.ranks == [1]
     assert 60 <= slow.iteration <= 80
-    struck = [event for event in events if isinstance(event, StepRecord) and 65 <= event.iteration < 90]
-    for record in struck:
+    slowed = [event for event in events if isinstance(event, StepRecord) and 65 <= event.iteration < 90]
+    for record in slowed:
         (first, second) = (dict(map(tuple, record.ranks["device_time_s"]["worst"]))[rank] for rank in (0, 1))
-        assert second > 0.4 > first, "only the device that works is slow"
+        assert second > 0.4 > first, "only the loaded device is slow"
     assert any(event.kind is FindingKind.speed_recovered for event in events if isinstance(event, Finding))
 
 
@@ -61,7 +61,7 @@ def test_a_bad_gradient_is_attributed_under_hsdp_with_accumulation(tmp_path: Pat
 
 
 def test_uneven_shares_give_the_same_loss(tmp_path: Path) -> None:
-    """16 rows on 2 and on 3 ranks, in fp32: the same batches, and losses that agree to rounding."""
+    """16 rows on 2 and on 3 ranks, in fp32: the same batches, and losses equal up to rounding."""
     planned = scenario.load("nan_grad")
     losses = []
     for num_ranks in (2, 3):
@@ -83,7 +83,7 @@ def test_different_data_is_accepted_and_nothing_is_rolled_back(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("reshard", ["true", "false"])
-def test_a_restore_after_an_evaluation_is_seen_by_the_next_forward_pass(tmp_path: Path, reshard: str) -> None:
+def test_the_forward_pass_after_a_restore_uses_the_restored_weights(tmp_path: Path, reshard: str) -> None:
     overrides = (*ON_ONE_GPU, f"parallel.reshard_after_forward={reshard}")
     for before, after, restored in run_case(tmp_path / "ranks", "losses_around_restore", *overrides, num_ranks=2):
         assert after != before

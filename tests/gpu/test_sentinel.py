@@ -1,4 +1,4 @@
-"""The sentinel on a real GPU: the loop never waits, the gate agrees with the host, what is undone leaves no bit."""
+"""The sentinel on a GPU: no host sync in the loop, the gate agrees with the host, a rewind is bit-exact."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from harness.distributed.world import connect, disconnect
 from harness.precision.attention import fast_attention
 from harness.recovery import recover
 from harness.run import Run
-from harness.sentinel.detect.baseline import FLOATS, advance, beyond, gate_bounds, initial_state
+from harness.sentinel.detect.baseline import FLOATS, advance, initial_state, beyond, gate_bounds
 from harness.sentinel.device.gate import Gate
-from harness.step import finish_step, forward_backward
+from harness.step import forward_backward, finish_step
 from harness.telemetry.event_reporter import EventReporter
 from harness.telemetry.heartbeat import Heartbeat
 from harness.train import train
@@ -39,16 +39,16 @@ from tests.sentinel.series import config, losses, norms
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore"),  # torch.compile and NCCL warn of their own affairs
+    pytest.mark.filterwarnings("ignore"),  # from torch.compile and NCCL
 ]
 
 QUIET = ("eval.every_steps=0", "checkpoint.every_steps=0", "telemetry=plain", "optim.warmup_steps=3")
-NUM_LEARNT = 12
-"""Steps after which the gate knows what is normal: a gradient far beyond its cap is refused."""
+NUM_WARM_STEPS = 12
+"""Steps after which the gate has a baseline and refuses a gradient far beyond its cap."""
 
 
 @pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
+def single_rank() -> Iterator[None]:
     with fast_attention():
         yield
     disconnect()
@@ -65,7 +65,7 @@ def a_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Iterat
     run = RunDir(directory)
     with (
         Heartbeat(run, rank=0, world_size=1, num_steps=cfg.train.num_steps) as heart,
-        EventReporter(cfg, run, world=parts.world, meter=build_meter(cfg, parts.world)) as reporter,
+        EventReporter(cfg, run, world=parts.world, build_meter=build_meter(cfg, parts.world)) as reporter,
         GcSchedule() as gc_schedule,
     ):
         yield Run(
@@ -82,13 +82,13 @@ def a_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Iterat
 
 
 def train_until(run: Run, num_steps: int) -> None:
-    """The loop itself, for some of its steps; the schedule is that of the whole run."""
+    """Run the loop for some steps, with the schedule of the whole run."""
     cfg = replace(run.cfg, train=replace(run.cfg.train, num_steps=num_steps))
     assert train(replace(run, cfg=cfg)).exit_code == EXIT_DONE
 
 
 @contextmanager
-def waiting_is_an_error() -> Iterator[None]:
+def sync_is_an_error() -> Iterator[None]:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -98,7 +98,7 @@ def waiting_is_an_error() -> Iterator[None]:
 
 
 def step(parts: Parts, cfg: Config, index: int, *, factor: float = 1.0) -> bool:
-    """One step whose gradient is multiplied before anybody looks at it; whether it was refused."""
+    """One step whose gradient is multiplied before it is measured; returns whether it was refused."""
     forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
     for parameter in parts.update.parameters.values():
         assert parameter.grad is not None
@@ -120,8 +120,8 @@ def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 @pytest.mark.parametrize(
     ("precision", "compiles"), [("bf16", "false"), ("bf16", "true"), ("fp16", "false"), ("fp8", "true")]
 )
-def test_the_loop_never_waits_for_the_device(precision: str, compiles: str, tmp_path: Path) -> None:
-    """Probes, snapshots, reports, verdicts and the log of several steps in a row."""
+def test_the_loop_has_no_host_sync(precision: str, compiles: str, tmp_path: Path) -> None:
+    """Probes, snapshots, reports, decisions and the log of several steps in a row."""
     if precision == "fp8" and importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("needs Transformer Engine")
     parts, cfg = start(
@@ -135,7 +135,7 @@ def test_the_loop_never_waits_for_the_device(precision: str, compiles: str, tmp_
     )
     with a_run(cfg, parts, tmp_path, RunState()) as run:
         train_until(run, 4)
-        with waiting_is_an_error():
+        with sync_is_an_error():
             train_until(run, 12)
     records = [event for event in read(RunDir(tmp_path).events) if isinstance(event, StepRecord)]
     assert [record.iteration for record in records] == list(range(1, len(records) + 1))
@@ -146,22 +146,22 @@ def test_the_loop_never_waits_for_the_device(precision: str, compiles: str, tmp_
     parts.close()
 
 
-def test_a_gradient_of_a_thousand_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_refused_gradient_changes_no_tensor(tmp_path: Path) -> None:
     parts, cfg = start(tmp_path, "precision=bf16")
-    for index in range(NUM_LEARNT):
+    for index in range(NUM_WARM_STEPS):
         assert not step(parts, cfg, index)
     parts.update.lr_scale.fill_(0.5)
     before = copies(parts)
-    assert step(parts, cfg, NUM_LEARNT, factor=1000.0)
+    assert step(parts, cfg, NUM_WARM_STEPS, factor=1000.0)
     assert different(copies(parts), before) == []
-    assert not step(parts, cfg, NUM_LEARNT + 1)
+    assert not step(parts, cfg, NUM_WARM_STEPS + 1)
     changed = different(copies(parts), before)
     assert {"device.step", "device.lr_scale", "device.gate", "model.norm.weight"} <= set(changed)
     parts.close()
 
 
 def series(num: int) -> torch.Tensor:
-    """Loss and gradient norm of a healthy run, with what a gate must refuse here and there; float32, rows x 2."""
+    """Loss and gradient norm of a healthy run, with some values that the gate must refuse; float32 [rows, 2]."""
     rows = torch.tensor([losses(num), norms(num)], dtype=torch.float32).T.contiguous()
     for place, loss, grad_norm in (
         (3, 1.0, 1000.0),
@@ -181,7 +181,7 @@ def series(num: int) -> torch.Tensor:
 
 
 def by_host(rows: torch.Tensor, warming: list[float], cfg: DetectConfig) -> tuple[list[bool], list[list[float]]]:
-    """What the baseline refuses in plain floats, and what it has learnt of loss and gradient norm."""
+    """Which rows the baseline refuses in Python floats, and its final state for loss and gradient norm."""
     by_loss, by_gradient = initial_state(), initial_state()
     refused = []
     for (loss, grad_norm), is_warming in zip(rows.tolist(), warming, strict=True):
@@ -195,17 +195,17 @@ def by_host(rows: torch.Tensor, warming: list[float], cfg: DetectConfig) -> tupl
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_the_gate_decides_as_the_host_does(is_compiled: bool) -> None:
+def test_the_gate_agrees_with_the_host(is_compiled: bool) -> None:
     cfg, device = config(), torch.device("cuda")
     rows = series(300)
     warming = [float(place < 40) for place in range(len(rows))]
     on_device, is_warming = rows.to(device), torch.tensor(warming, dtype=torch.float64).to(device)
     gate = Gate(cfg, device=device, compiled=is_compiled)
-    Gate(cfg, device=device, compiled=is_compiled).judge(
+    Gate(cfg, device=device, compiled=is_compiled).decide(
         loss=on_device[0, 0], grad_norm=on_device[0, 1], warming=is_warming[0]
     )
     judged = []
-    with waiting_is_an_error():
+    with sync_is_an_error():
         for row, now in zip(on_device, is_warming, strict=True):
             judged.append(gate.decide(loss=row[0], grad_norm=row[1], warming=now))
     refused = [bool(bit) for bit in torch.stack([each.skip_mask for each in judged]).tolist()]
@@ -215,12 +215,12 @@ def test_the_gate_decides_as_the_host_does(is_compiled: bool) -> None:
     assert {60, 90, 91, 92, 93, 150, 151, 200, 299} <= {place for place, bit in enumerate(refused) if bit}
     assert sum(refused) < 15
     assert [place for place, bit in enumerate(overflowed) if bit] == [90, 91, 92, 93]
-    for column, learnt in zip(gate.history.T.tolist(), history, strict=True):
-        assert column == pytest.approx(learnt, rel=1e-9, abs=1e-12)
+    for column, expected_state in zip(gate.history.T.tolist(), history, strict=True):
+        assert column == pytest.approx(expected_state, rel=1e-9, abs=1e-12)
 
 
-def test_a_rewind_is_as_if_the_batches_had_never_been_seen(tmp_path: Path) -> None:
-    """Bit for bit at the snapshot, and bit for bit some steps later beside a twin that never saw them."""
+def test_a_rewind_equals_a_run_without_the_excluded_batches(tmp_path: Path) -> None:
+    """Bit-equal at the snapshot, and some steps later bit-equal to a twin that excluded them from the start."""
     options = (
         "precision=bf16",
         "train.num_steps=16",
@@ -265,10 +265,10 @@ def test_a_rewind_is_as_if_the_batches_had_never_been_seen(tmp_path: Path) -> No
     parts.close()
 
 
-def test_an_overflow_halves_the_scale_and_a_refusal_for_size_does_not(tmp_path: Path) -> None:
+def test_an_overflow_halves_the_loss_scale_and_a_large_gradient_does_not(tmp_path: Path) -> None:
     parts, cfg = start(tmp_path, "precision=fp16")
     index = 0
-    while int(parts.update.step) < NUM_LEARNT:
+    while int(parts.update.step) < NUM_WARM_STEPS:
         step(parts, cfg, index)
         index += 1
     scale, clean_steps = parts.loss_scale.value.item(), int(parts.loss_scale.clean_steps)

@@ -1,4 +1,4 @@
-"""The step on a real GPU: no hidden sync, refusal, compilation, mixed precision."""
+"""The training step on a GPU: no host sync, refused updates, torch.compile, mixed precision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.step import evaluate, finish_step, forward_backward
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore"),  # torch.compile and NCCL warn of their own affairs
+    pytest.mark.filterwarnings("ignore"),  # from torch.compile and NCCL
 ]
 
 SMALL = (
@@ -38,7 +38,7 @@ SMALL = (
 
 
 @pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
+def single_rank() -> Iterator[None]:
     with fast_attention():
         yield
     disconnect()
@@ -67,7 +67,7 @@ def losses(parts: Parts, cfg: Config, num_steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_the_step_never_waits_for_the_device(precision: str) -> None:
+def test_the_step_has_no_host_sync(precision: str) -> None:
     parts, cfg = start(f"precision={precision}", "train.micro_batch_size=4", "sentinel.lag=2")
     for index in range(2):
         step(parts, cfg, index, probe=True)
@@ -90,11 +90,11 @@ def test_the_step_never_waits_for_the_device(precision: str) -> None:
     assert records[0].param_norm is not None
 
 
-def test_gradients_of_micro_batches_add_up() -> None:
+def test_micro_batch_gradients_accumulate() -> None:
     found = []
     for size in (8, 1):
         parts, cfg = start("precision=fp32", "model.dim=1024", "model.ffn_dim=4096", f"train.micro_batch_size={size}")
-        for _ in range(3):  # memory that is given away too early is written to by another time
+        for _ in range(3):  # memory that is freed too early would be overwritten by a later step
             forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
             found.append(
                 {name: local(p.grad).clone() for name, p in parts.update.parameters.items() if p.grad is not None}
@@ -107,7 +107,7 @@ def test_gradients_of_micro_batches_add_up() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_refused_update_leaves_no_trace(value: float) -> None:
+def test_a_refused_update_changes_no_tensor(value: float) -> None:
     parts, cfg = start("precision=bf16")
     step(parts, cfg, 0)
     before = {name: local(p).detach().clone() for name, p in parts.update.parameters.items()}
@@ -127,7 +127,7 @@ def test_a_refused_update_leaves_no_trace(value: float) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_compiled_blocks_learn_like_plain_ones(checkpointing: str) -> None:
+def test_compiled_blocks_train_like_eager_ones(checkpointing: str) -> None:
     variant = f"parallel.activation_checkpointing={checkpointing}"
     parts, cfg = start("precision=bf16", "optim.warmup_steps=2")
     plain = losses(parts, cfg, 8)
@@ -138,21 +138,21 @@ def test_compiled_blocks_learn_like_plain_ones(checkpointing: str) -> None:
     assert compiled[-1] < compiled[0] - 0.5
 
 
-@pytest.mark.parametrize(("checkpointing", "num_products"), [("none", 1), ("selective", 1), ("full", 2)])
-def test_compiled_blocks_take_heads_from_one_product(checkpointing: str, num_products: int) -> None:
+@pytest.mark.parametrize(("checkpointing", "num_forwards"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_compiled_blocks_fuse_qkv(checkpointing: str, num_forwards: int) -> None:
     variant = f"parallel.activation_checkpointing={checkpointing}"
     parts, cfg = start("precision=bf16", "parallel.compile=true", variant)
     step(parts, cfg, 0)
-    with torch.profiler.profile(acc_events=True) as seen:  # once it is compiled: a compiler calls operators too
+    with torch.profiler.profile(acc_events=True) as seen:  # after compilation, during which operators are called too
         step(parts, cfg, 1)
     called = [event.name for event in seen.events() if event.device_type.name == "CPU"]
     kernels = [event.name for event in seen.events() if event.device_type.name == "CUDA"]
-    assert called.count("harness::qkv_rope") == num_products * cfg.model.num_layers
+    assert called.count("harness::qkv_rope") == num_forwards * cfg.model.num_layers
     assert called.count("harness::qkv_rope_backward") == cfg.model.num_layers
-    assert kernels.count("_move_heads") == (num_products + 1) * cfg.model.num_layers
+    assert kernels.count("_move_heads") == (num_forwards + 1) * cfg.model.num_layers
 
 
-def test_same_seed_same_bits_twice() -> None:
+def test_the_same_seed_gives_the_same_bits() -> None:
     parts, cfg = start("precision=bf16")
     first = losses(parts, cfg, 20)
     disconnect()
@@ -160,7 +160,7 @@ def test_same_seed_same_bits_twice() -> None:
     assert losses(parts, cfg, 20) == first
 
 
-def test_evaluation_sees_what_training_sees() -> None:
+def test_evaluation_uses_the_trained_weights() -> None:
     from harness.core.state import RunState
 
     parts, cfg = start("precision=bf16")

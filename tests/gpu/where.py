@@ -1,5 +1,5 @@
-"""Where the harness's own kernels are tested: on a GPU, or without one by Triton's interpreter, where somebody asks for
-it (`tests/kernels/test_kernels.py` does)."""
+"""The device on which the Triton kernels are tested: a GPU, or the CPU in Triton's interpreter if TRITON_INTERPRET=1
+(`tests/kernels/test_kernels.py` sets it)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models for the tests of this room."""
+"""Small model configs for these tests."""
 
 from __future__ import annotations
 

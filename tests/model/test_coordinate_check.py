@@ -1,4 +1,4 @@
-"""muP's own test: how far activations move in a few steps must not depend on the width.
+"""muP coordinate check: how far activations move in a few steps must not depend on the width.
 
 At each width a fresh model takes a few AdamW steps on one batch, with learning rates from the parameter table. The size
 of the change of an activation (root mean square over its coordinates) is fitted as width ** slope. Under muP every
@@ -42,7 +42,7 @@ def build(cfg: ModelConfig) -> tuple[Transformer, torch.optim.Optimizer]:
 
 
 def observe(model: Transformer, tokens: Tensor) -> dict[str, Tensor]:
-    """Activations by name: embedding, what attention and MLP write, the stream after each layer, logits."""
+    """Activations by name: embedding, outputs of attention and MLP, residual stream after each layer, logits."""
     seen: dict[str, Tensor] = {}
 
     def watch(name: str) -> Callable[[object, object, Tensor | tuple[Tensor, Tensor]], None]:
@@ -117,8 +117,8 @@ def test_mup_is_flat_over_width(make_config: MakeConfig, head_dim: int | None) -
 
 
 @pytest.mark.parametrize("head_dim", [16, None])
-def test_standard_parametrization_is_not(make_config: MakeConfig, head_dim: int | None) -> None:
-    """The embedding alone moves alike at every width: its updates do not pass through a matrix."""
+def test_standard_parametrization_is_not_flat(make_config: MakeConfig, head_dim: int | None) -> None:
+    """Only the embedding moves equally at every width: its updates do not pass through a matrix."""
     scale, change = check(make_config, head_dim=head_dim, mup_base_width=None)
     del scale["embedding"], change["embedding"]
     assert all(slope > 0.5 for slope in scale.values()), scale

@@ -1,4 +1,4 @@
-"""Inputs on which careless arithmetic gives NaN: everything stays finite, forward and backward."""
+"""Degenerate inputs that could give NaN: everything stays finite, forward and backward."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_huge_logits_of_the_whole_model(make_config: MakeConfig, options: dict[s
 @pytest.mark.parametrize("attention", list(AttentionKind))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fully_masked_row(make_config: MakeConfig, attention: AttentionKind, dtype: torch.dtype) -> None:
-    """Position 5 may attend to nothing: attention adds zero there, sends back zero, and the others do not notice."""
+    """Position 5 is fully masked: its attention output and gradient are zero, and other positions do not change."""
     cfg = make_config(attention=attention)
     model = build(cfg, dtype)
     block = model.blocks[0]

@@ -1,4 +1,4 @@
-"""First values are a function of (seed, name, shape) and of nothing else."""
+"""Initial values depend only on (seed, name, shape)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def build(cfg: ModelConfig, *, seed: int = 0) -> Transformer:
     return model
 
 
-def test_same_seed_same_bits_whatever_torch_drew_before(make_config: MakeConfig) -> None:
+def test_the_same_seed_gives_the_same_bits_for_any_global_rng_state(make_config: MakeConfig) -> None:
     first = build(make_config()).state_dict()
     torch.rand(5)
     second = build(make_config()).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_values_depend_on_the_name_and_not_on_the_neighbours(make_config: MakeConfig) -> None:
-    """Two more layers and another norm leave the values of the parameters that both models have."""
+def test_values_depend_on_the_name_and_not_on_other_parameters(make_config: MakeConfig) -> None:
+    """Two more layers and a norm do not change the values of the parameters that both models have."""
     small = build(make_config(depth_scaled_init=False)).state_dict()
     large = build(make_config(depth_scaled_init=False, num_layers=4, qk_norm=True)).state_dict()
     assert all(torch.equal(small[name], large[name]) for name in small)
@@ -49,7 +49,7 @@ def test_another_seed_gives_other_values(make_config: MakeConfig) -> None:
     assert not torch.equal(first["head.weight"], second["head.weight"])
 
 
-def test_spread_is_the_tables(make_config: MakeConfig) -> None:
+def test_init_std_is_that_of_the_table(make_config: MakeConfig) -> None:
     cfg = make_config(dim=128, ffn_dim=192, mup_base_width=32, qk_norm=True, embedding_norm=True)
     table = parameter_table(cfg, decay_embeddings=False)
     for name, parameter in build(cfg).named_parameters():
@@ -64,7 +64,7 @@ def test_spread_is_the_tables(make_config: MakeConfig) -> None:
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> Iterator[int]:
-    """One rank of four that exist in name only: sharding is real, communication is not."""
+    """One rank of a fake process group of four: sharding is real, communication is not."""
     rank: int = request.param
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
     yield rank
@@ -72,8 +72,8 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("rank", range(WORLD_SIZE), indirect=True)
-def test_shards_are_parts_of_the_whole(make_config: MakeConfig, rank: int) -> None:
-    """61 tokens do not divide by 4: the last rank's part is shorter."""
+def test_shards_are_chunks_of_the_full_tensor(make_config: MakeConfig, rank: int) -> None:
+    """61 is not divisible by 4: the last rank's shard is smaller."""
     cfg = make_config(qk_norm=True)
     whole = build(cfg)
     with torch.device("meta"):

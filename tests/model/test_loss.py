@@ -1,4 +1,4 @@
-"""The chunked loss against torch's own in fp64, and what it promises of memory and small gradients."""
+"""The chunked loss against torch in fp64, its peak memory, and small gradients in half precision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_TOKENS, DIM, VOCAB_SIZE = 50, 12, 37
 
 
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers how many elements the largest tensor had that any operator made."""
+    """Records the number of elements of the largest tensor that any operator returns."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ def test_equals_reference(z_loss: float, output_multiplier: float, chunk_tokens:
     torch.testing.assert_close(weight_gradient, weight.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_gradient_follows_what_comes_after_the_objective() -> None:
+def test_gradients_are_multiplied_by_the_upstream_gradient() -> None:
     hidden, weight, targets = make_inputs()
     sums = chunked_cross_entropy(hidden, weight, targets, torch.tensor(1.0), options=make_options())
     torch.autograd.backward(sums.objective * 5)
@@ -115,7 +115,7 @@ def test_all_ignored_gives_zeros() -> None:
 
 
 @pytest.mark.parametrize("with_gradient", [True, False])
-def test_logits_of_all_tokens_never_exist(with_gradient: bool) -> None:
+def test_logits_of_all_tokens_are_never_allocated(with_gradient: bool) -> None:
     num_tokens, dim, vocab_size, chunk_tokens = 256, 4, 64, 16
     hidden = torch.randn(num_tokens, dim, requires_grad=with_gradient)
     weight = torch.randn(vocab_size, dim, requires_grad=with_gradient)
@@ -128,7 +128,7 @@ def test_logits_of_all_tokens_never_exist(with_gradient: bool) -> None:
     assert largest.num_elements == chunk_tokens * vocab_size
 
 
-def test_seed_saves_small_gradients_from_fp16() -> None:
+def test_the_seed_keeps_small_gradients_from_fp16_underflow() -> None:
     """Unlikely tokens have probability 1.5e-8, which is zero in fp16; the seed has to come before the cast."""
     hidden = torch.ones(1, 1, dtype=torch.float16).requires_grad_()
     weight = torch.tensor([[18.0], [0.0], [0.0]], dtype=torch.float16).requires_grad_()
@@ -141,7 +141,7 @@ def test_seed_saves_small_gradients_from_fp16() -> None:
 
 
 def test_gradient_of_the_head_is_summed_in_fp32() -> None:
-    """600 chunks add 0.5 each: a bf16 sum would stand still at 128."""
+    """600 chunks add 0.5 each: a bf16 sum would stay at 128."""
     num_tokens = 600
     hidden = torch.ones(num_tokens, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16).requires_grad_()

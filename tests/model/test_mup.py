@@ -39,7 +39,7 @@ def test_every_parameter_has_a_role(make_config: MakeConfig) -> None:
     }
 
 
-def test_unknown_parameter_is_refused() -> None:
+def test_an_unknown_parameter_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"blocks\.0\.router\.weight"):
         role_of("blocks.0.router.weight")
 
@@ -74,7 +74,7 @@ def test_mup_at_four_times_the_base_width(make_config: MakeConfig) -> None:
     assert attention_scale(cfg) == 1 / cfg.head_dim
 
 
-def test_hidden_init_depends_on_width_only_where_mup_says(make_config: MakeConfig) -> None:
+def test_hidden_init_depends_on_the_base_width_under_mup(make_config: MakeConfig) -> None:
     changes = {"init": InitKind.hidden, "depth_scaled_init": False, "dim": 256}
     standard = parameter_table(make_config(**changes), decay_embeddings=False)
     assert standard[Role.embedding].init_std == standard[Role.hidden].init_std == math.sqrt(1 / (3 * 256))
@@ -87,7 +87,7 @@ def test_hidden_init_depends_on_width_only_where_mup_says(make_config: MakeConfi
     ("tied", "decay_embeddings", "expected"),
     [(False, False, True), (False, True, True), (True, False, False), (True, True, True)],
 )
-def test_head_is_decayed_unless_it_is_a_spared_embedding(
+def test_the_head_is_decayed_unless_it_is_an_undecayed_embedding(
     make_config: MakeConfig, tied: bool, decay_embeddings: bool, expected: bool
 ) -> None:
     table = parameter_table(make_config(tied_head=tied), decay_embeddings=decay_embeddings)

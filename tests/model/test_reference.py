@@ -36,7 +36,7 @@ def llama_options(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def build_pair(cfg: ModelConfig) -> tuple[Transformer, Any]:
-    """Our model with weights far from their first values, so that no term is small, and Llama with the same."""
+    """Our model with weights far from initialization, so that no term is small, and Llama with the same weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = Transformer(cfg, sequence_length=SEQUENCE_LENGTH, linear=linear)

@@ -1,4 +1,4 @@
-"""Sizes by arithmetic against the real module, for every size there is."""
+"""Computed sizes against the real module, for every model config."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def test_1b() -> None:
     assert flops_per_token(cfg, 4096) == pytest.approx(9.6e9, rel=0.02)
 
 
-def test_weights_stay_gathered_where_they_are_a_small_part_of_the_memory() -> None:
+def test_weights_stay_gathered_if_they_are_a_small_part_of_the_memory() -> None:
     model = load(["model=1b"]).model
     assert num_parameters(model) == 1_263_634_432
     assert not needs_resharding(model, weight_bytes=2, memory_bytes=80e9)
     assert needs_resharding(model, weight_bytes=4, memory_bytes=40e9)
-    assert needs_resharding(model, weight_bytes=2, memory_bytes=None), "where nobody knows"
+    assert needs_resharding(model, weight_bytes=2, memory_bytes=None), "unknown memory"

@@ -1,4 +1,4 @@
-"""What `Transformer` promises beside its mathematics: names, sums, the probe, buffers, options that matter."""
+"""`Transformer` apart from its mathematics: parameter names, sums, probe, buffers, options."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_seed_as_tensor_equals_seed_as_number(make_config: MakeConfig) -> None:
     )
 
 
-def test_buffers_come_back_after_to_empty(make_config: MakeConfig) -> None:
+def test_init_buffers_refills_after_to_empty(make_config: MakeConfig) -> None:
     cfg = make_config()
     expected = build(cfg)
     with torch.device("meta"):
@@ -76,15 +76,15 @@ def test_buffers_come_back_after_to_empty(make_config: MakeConfig) -> None:
     assert "cos" not in model.state_dict()
 
 
-def test_shorter_sequences_see_the_same_positions(make_config: MakeConfig) -> None:
+def test_shorter_sequences_have_the_same_positions(make_config: MakeConfig) -> None:
     model = build(make_config())
     tokens = torch.arange(SEQUENCE_LENGTH)[None]
     torch.testing.assert_close(model.logits(tokens[:, :5]), model.logits(tokens)[:, :5])
 
 
 @pytest.mark.parametrize("option", ["qk_norm", "embedding_norm"])
-def test_norm_options_make_scale_irrelevant(make_config: MakeConfig, option: str) -> None:
-    """Ten times the queries' matrix, or the embedding, changes the logits unless the norm after it is on."""
+def test_norm_options_make_the_weight_scale_irrelevant(make_config: MakeConfig, option: str) -> None:
+    """Scaling the query weights, or the embedding, by 10 changes the logits unless the norm after it is on."""
     tokens = torch.arange(SEQUENCE_LENGTH)[None]
     name = {"qk_norm": "blocks.1.attention.query.weight", "embedding_norm": "embedding.weight"}[option]
     for enabled in (True, False):
@@ -105,8 +105,8 @@ def test_mup_divides_logits_by_the_width(make_config: MakeConfig) -> None:
     torch.testing.assert_close(logits, hidden[0] @ model.head.weight.T / 4)
 
 
-def test_mup_attends_with_the_inverse_of_head_dim(make_config: MakeConfig) -> None:
-    """At the base width muP is the standard model, once its queries make up for the other scale."""
+def test_mup_scales_attention_by_the_inverse_of_head_dim(make_config: MakeConfig) -> None:
+    """At the base width muP equals the standard model with queries scaled by the ratio of both scales."""
     standard = build(make_config(init_std=0.5))
     mup = build(make_config(init_std=0.5, mup_base_width=standard.cfg.dim))
     tokens = torch.arange(SEQUENCE_LENGTH)[None]
@@ -119,7 +119,7 @@ def test_mup_attends_with_the_inverse_of_head_dim(make_config: MakeConfig) -> No
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_blocks_are_one_graph_each(make_config: MakeConfig) -> None:
+def test_each_block_compiles_to_one_graph(make_config: MakeConfig) -> None:
     model, compiled = build(make_config(qk_norm=True)), build(make_config(qk_norm=True))
     for block in compiled.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
@@ -130,7 +130,7 @@ def test_blocks_are_one_graph_each(make_config: MakeConfig) -> None:
         torch.testing.assert_close(parameter.grad, expected.grad)
 
 
-def test_nan_flows_through_without_an_error(make_config: MakeConfig) -> None:
+def test_nan_propagates_without_an_error(make_config: MakeConfig) -> None:
     model = build(make_config())
     with torch.no_grad():
         model.norm.weight[0] = torch.nan
@@ -140,8 +140,8 @@ def test_nan_flows_through_without_an_error(make_config: MakeConfig) -> None:
     assert output.objective.isnan()
 
 
-def test_documents_in_one_sequence_do_not_see_each_other(make_config: MakeConfig) -> None:
-    """The second document's logits are what they are without the first one, and its gradient reaches no token of it."""
+def test_documents_in_one_sequence_do_not_attend_to_each_other(make_config: MakeConfig) -> None:
+    """The second document's logits equal those without the first document, and its gradient reaches no token of it."""
     cfg = make_config()
     model = build(cfg)
     tokens = torch.randint(cfg.vocab_size, (1, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(3))
@@ -154,7 +154,7 @@ def test_documents_in_one_sequence_do_not_see_each_other(make_config: MakeConfig
     assert not torch.allclose(model.logits(tokens)[:, 5:], masked[:, 5:])
 
 
-def test_rows_are_counted_one_by_one(make_config: MakeConfig) -> None:
+def test_losses_and_tokens_are_per_row(make_config: MakeConfig) -> None:
     cfg = make_config()
     model = build(cfg)
     tokens = torch.randint(cfg.vocab_size, (3, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(4))

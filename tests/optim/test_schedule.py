@@ -1,4 +1,4 @@
-"""Schedules are tables: their corners are known."""
+"""Learning-rate schedule tables at known steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_schedule_warms_up_linearly_to_the_peak(kind: ScheduleKind) -> Non
     assert all(later <= earlier + 1e-12 for earlier, later in pairwise(multipliers[WARMUP:]))
 
 
-def test_where_schedules_end() -> None:
+def test_final_values() -> None:
     ends = {kind: schedule_table(optim(kind), num_steps=NUM_STEPS)[-1] for kind in ScheduleKind}
     assert ends[ScheduleKind.constant] == 1.0
     assert ends[ScheduleKind.cosine] == pytest.approx(0.1)
@@ -42,7 +42,7 @@ def test_halfway_values() -> None:
     assert schedule_table(optim(ScheduleKind.linear), num_steps=NUM_STEPS)[middle] == pytest.approx(0.55)
 
 
-def test_wsd_is_stable_until_the_descent() -> None:
+def test_wsd_is_constant_until_the_decay() -> None:
     multipliers = schedule_table(optim(ScheduleKind.wsd, "optim.decay_steps=20"), num_steps=NUM_STEPS)
     assert multipliers[WARMUP:81] == [1.0] * 71
     assert multipliers[90] == pytest.approx(0.55)

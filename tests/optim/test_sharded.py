@@ -1,4 +1,4 @@
-"""The update of parameters that are spread over ranks: bit for bit AdamW's own, without its detour."""
+"""The update of sharded parameters: bit-equal to torch's AdamW, without DTensor dispatch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GRAD_NORM, DIVISOR = 3.0, 2.0
 
 
 class Sharded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operation that a sharded tensor goes into."""
+    """Records every operation that has a DTensor argument."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -34,23 +34,23 @@ class Sharded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def spread(world: World, seed: int) -> dict[str, Tensor]:
+def make_sharded(world: World, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     whole = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     return {name: distribute_tensor(tensor, world.mesh, [Shard(0)]) for name, tensor in whole.items()}
 
 
 def parameters(world: World) -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(tensor) for name, tensor in spread(world, 0).items()}
+    return {name: nn.Parameter(tensor) for name, tensor in make_sharded(world, 0).items()}
 
 
-def give(owners: dict[str, nn.Parameter], world: World, seed: int) -> None:
-    for name, gradient in spread(world, seed).items():
+def set_gradients(owners: dict[str, nn.Parameter], world: World, seed: int) -> None:
+    for name, gradient in make_sharded(world, seed).items():
         owners[name].grad = gradient
 
 
 def update_both() -> tuple[list[list[float]], list[list[float]], list[str]]:
-    """This rank's parts after some updates, ours and AdamW's, and the sharded operations of ours."""
+    """This rank's shards after some updates, ours and AdamW's, and the DTensor operations of ours."""
     cfg = load([])
     world = connect(cfg.parallel)
     ours, theirs = parameters(world), parameters(world)
@@ -63,8 +63,8 @@ def update_both() -> tuple[list[list[float]], list[list[float]], list[str]]:
     )
     operations: list[str] = []
     for seed, refuse in enumerate(REFUSALS, start=1):
-        give(ours, world, seed)
-        give(theirs, world, seed)
+        set_gradients(ours, world, seed)
+        set_gradients(theirs, world, seed)
         with Sharded() as seen:
             lr = apply(update, refuse)
         operations += seen.operations
@@ -93,5 +93,5 @@ def test_equals_adamw_on_shards_without_its_dispatch(ranks: Pool) -> None:
     for ours, theirs, operations in (first, second):
         assert ours == theirs
         assert operations == []
-    assert [] in second[0], "one rank holds nothing of a parameter of one row"
+    assert [] in second[0], "a parameter of one row has an empty shard on one rank"
     assert first[0] != second[0]

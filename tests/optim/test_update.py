@@ -1,4 +1,4 @@
-"""The update against plain AdamW, and its refusal."""
+"""The update against torch's AdamW, and skipped updates."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_equals_adamw_with_clip_grad_norm(clip: float | None, divisor: float) ->
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
-def test_a_refusal_changes_nothing_and_the_next_update_is_the_next(bad: float) -> None:
+def test_a_skipped_update_changes_nothing_and_the_next_one_follows(bad: float) -> None:
     cfg = optim("optim.schedule=linear", "optim.min_lr_fraction=0")
     ours, control = parameter(), parameter()
     update, untouched = build(cfg, ours), build(cfg, control)
@@ -77,7 +77,7 @@ def test_a_refusal_changes_nothing_and_the_next_update_is_the_next(bad: float) -
     assert int(update.step) == 2
 
 
-def test_the_rate_follows_the_table_and_stays_at_its_end() -> None:
+def test_the_lr_follows_the_table_and_stays_at_its_end() -> None:
     cfg = optim("optim.schedule=linear", "optim.min_lr_fraction=0.5", "optim.lr=1.0")
     weight = parameter()
     update = build(cfg, weight)
@@ -85,7 +85,7 @@ def test_the_rate_follows_the_table_and_stays_at_its_end() -> None:
     assert rates == pytest.approx([1 - 0.05 * min(step, 10) for step in range(12)])
 
 
-def test_decay_only_where_the_group_says_so() -> None:
+def test_weight_decay_is_per_group() -> None:
     cfg = optim("optim.weight_decay=0.5", "optim.lr=0.1")
     decayed, kept = parameter(), parameter()
     groups = [
