@@ -1,7 +1,7 @@
-"""What each rank of a run would find and do, driven by what one rank alone sees; sent to real processes by name.
+"""Findings and actions of every rank when only one rank has a bad signal; run on real ranks by name.
 
-The signals, their all-reduce, the record, the detectors, the policy and the branches of the loop are the product's.
-Only the numbers that a forward and backward pass would give are made up, so that every finding can be had in a second.
+Signals, all-reduce, record, detectors, policy and the branches of the loop are the real code. Only the results of the
+forward and backward pass are made up, so that every finding takes about a second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OVERRIDES = ("precision=fp8_emulated", "sentinel.detect.divergence_rows=40")
 
 @dataclass
 class Said:
-    """What a rank puts into the vector of a step, and what only its host knows."""
+    """A rank's signals of a step, and the facts that only its host has."""
 
     loss: float = 3.0
     grad: float = 1.0
@@ -51,15 +51,15 @@ class Said:
     lr: float = 1e-3
     scale: float = 1024.0
     local: dict[str, Any] = field(default_factory=dict)
-    """Fields of the record that this rank alone fills in."""
+    """Rank-local fields of the record."""
 
 
 Spoil = Callable[[Said, int], None]
-"""Changes what the guilty rank says, so many steps after the warm-up."""
+"""Changes the faulty rank's signals, this many steps after the warm-up."""
 
 
 def healthy(_said: Said, _at: int) -> None:
-    """Nothing is wrong."""
+    """Healthy signals."""
 
 
 def _set(said: Said, _at: int, **values: Any) -> None:
@@ -96,14 +96,14 @@ SPOILS: dict[FindingKind, Spoil] = {
     FindingKind.replica_mismatch: partial(_set, weight_digest=6),
     FindingKind.data_mismatch: partial(_set, plan=8),
 }
-"""What one rank alone says -> what all ranks find."""
+"""A bad signal of one rank -> the finding of all ranks."""
 OF_ALL_RANKS: dict[FindingKind, Spoil] = {
     FindingKind.slow: partial(_set, step_s=1.0),
     FindingKind.speed_recovered: lambda said, at: _set(said, at, step_s=1.0 if at < 30 else 0.1),
     FindingKind.lr_jump: partial(_set, lr=1.0),
     FindingKind.scale_collapse: partial(_set, scale=0.5),
 }
-"""What no single rank can bring about: a median, and state that each rank holds for itself."""
+"""Findings that no single rank can cause: a median, and state that each rank holds for itself."""
 LOCAL: dict[str, Spoil] = {
     "own clock": partial(_set, step_s=1e3, busy_s=1e3),
     "tokens_per_s": partial(_set, local={"tokens_per_s": 1e-3, "flops_per_s": 1e-3, "mfu": 1e-9}),
@@ -112,23 +112,23 @@ LOCAL: dict[str, Spoil] = {
     "time": partial(_set, local={"time": -1e9}),
     "batch": partial(_set, local={"batch": {"fingerprint": "0" * 16, "entropy_nats": 0.0, "rarest": [], "rows": {}}}),
 }
-"""What one rank alone knows; nobody finds or does anything, but for the rank that takes longest being named."""
+"""Rank-local facts; they cause no finding and no action, except that the slowest rank is named."""
 
 
 @dataclass
 class Trace:
-    """What one rank saw and did in one case."""
+    """The findings and actions of one rank in one case."""
 
     found: list[tuple[str, int]] = field(default_factory=list)
     actions: list[tuple[str, int]] = field(default_factory=list)
     branches: list[tuple[Any, ...]] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
     parted: list[dict[str, list[int]]] = field(default_factory=list)
-    """Digests that differed, by the records."""
+    """Ranks whose digests differed, from the records."""
 
 
 class Driven:
-    """One rank: its parts, and a sentinel that has seen a healthy stretch."""
+    """One rank: its parts, and a sentinel after a healthy warm-up."""
 
     def __init__(self) -> None:
         self.cfg: Config = cases.tiny(*OVERRIDES)
@@ -143,7 +143,7 @@ class Driven:
         self.warm = (deepcopy(self.parts.sentinel), deepcopy(self.state))
 
     def drive(self, spoil: Spoil, *, by_all: bool = False, until: str = "", steps: int = MOST_STEPS) -> Trace:
-        """From the end of the warm-up: some steps, or until some after a kind was found."""
+        """Run some steps after the warm-up, or until some steps after a finding of this kind."""
         sentinel, state = deepcopy(self.warm)
         self.parts.sentinel, self.state, self.trace = sentinel, state, Trace()
         self.run.state = state
@@ -157,7 +157,7 @@ class Driven:
         return self.trace
 
     def step(self, spoil: Spoil, at: int) -> None:
-        """One iteration as the loop makes it, with made-up numbers in the place of a model's."""
+        """One iteration of the loop, with made-up numbers in place of the model's."""
         parts, state, cursor = self.parts, self.state, self.state.cursor
         said = self._healthy(cursor)
         spoil(said, at)
@@ -193,7 +193,7 @@ class Driven:
         self.trace.digests.append(parts.sentinel.digest)
 
     def _healthy(self, cursor: int) -> Said:
-        """Of this rank, with noise that all ranks share and a batch of its own."""
+        """This rank's signals, with noise shared by all ranks and its own batch."""
         noise = random.Random(cursor)
         loss, grad = 3.0 * math.exp(noise.gauss(0, 0.01)), math.exp(noise.gauss(0, 0.05))
         said = Said(loss=loss, grad=grad, own_grad=grad)
@@ -235,7 +235,7 @@ class Driven:
         return pack_report(reduced, total, decision=verdict, lr=lr, step=step, scale=torch.tensor(said.scale))
 
     def _done(self, action: Any) -> Outcome:
-        """Every action succeeds; a restore goes back a few steps."""
+        """Every action succeeds; a restore rewinds a few steps."""
         lost = 5 if action.kind in (ActionKind.rewind, ActionKind.rollback) else 0
         self.state.step -= lost
         self.state.generation += lost > 0
@@ -250,7 +250,7 @@ class Driven:
 
 
 def every_case() -> dict[str, Trace]:
-    """All cases, one after the other, in one process group."""
+    """Run all cases in one process group."""
     driven = Driven()
     traces = {str(kind): driven.drive(spoil, until=kind) for kind, spoil in SPOILS.items()}
     traces |= {str(kind): driven.drive(spoil, by_all=True, until=kind) for kind, spoil in OF_ALL_RANKS.items()}
@@ -260,7 +260,7 @@ def every_case() -> dict[str, Trace]:
 
 
 def partings(driven: Driven) -> dict[str, Spoil]:
-    """State that all ranks should share, changed on one of them: its branches are no longer those of the others."""
+    """Change state that all ranks should share on one rank, so that its branches differ."""
 
     def look_closer() -> None:
         driven.parts.sentinel.probe_next_step = True

@@ -1,4 +1,4 @@
-"""What the distributed tests run on every rank. Functions here are sent to real processes by name."""
+"""Functions that the distributed tests run on every rank. They are sent to real processes by name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ TINY = (
     "telemetry.postmortem=false",
     "parallel.device=cpu",
 )
-"""A model that learns in milliseconds."""
+"""A model that trains in milliseconds."""
 
 
 @cache
@@ -66,20 +66,20 @@ def _composed(overrides: tuple[str, ...]) -> Config:
 
 
 def tiny(*overrides: str, directory: str = "runs") -> Config:
-    """That model with these overrides, for a run in `directory`. Hydra is asked once by each process: to compose takes
-    it as long as a rank takes for ten steps."""
+    """The config of that model with these overrides, for a run in `directory`. Cached: composing with Hydra takes as
+    long as ten steps."""
     cfg = deepcopy(_composed(overrides))
     cfg.run.dir = directory
     return cfg
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, gathered from all ranks where it is sharded."""
+    """The full tensor, gathered from all ranks if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Equal for bitwise equal tensors only."""
+    """A digest that is equal only for bit-equal tensors."""
     joined = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         joined.update(name.encode())
@@ -88,7 +88,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def first_weights(*overrides: str) -> str:
-    """Digest of the weights a run starts with."""
+    """Digest of the initial weights."""
     cfg = tiny(*overrides)
     return digest(dict(_build(cfg).model.named_parameters()))
 
@@ -98,7 +98,7 @@ def _build(cfg: Config, world: World | None = None) -> Parts:
 
 
 def run(directory: str, *overrides: str) -> tuple[int, list[StepRecord]]:
-    """A whole run through the worker's own door: exit code and step records."""
+    """A whole run through `run_worker`: exit code and step records."""
     cfg = tiny(*overrides, directory=directory)
     code = train.run_worker(cfg)
     path = rundir.locate(cfg).events if cfg.run.name else None
@@ -107,7 +107,7 @@ def run(directory: str, *overrides: str) -> tuple[int, list[StepRecord]]:
 
 
 def run_in_fp8(directory: str, *overrides: str) -> list[bool | None]:
-    """Whether this rank computed in fp8, by its own switch, in each iteration of a whole run."""
+    """Whether this rank computed in fp8, by its switch, in each iteration of a whole run."""
     seen: list[bool | None] = []
 
     def outfit(run: Run) -> Run:
@@ -121,18 +121,18 @@ def run_in_fp8(directory: str, *overrides: str) -> list[bool | None]:
 
 
 def state_on_disk(checkpoint: Path) -> RunState:
-    """What a checkpoint says of the host's numbers."""
+    """The host state of a checkpoint."""
     return RunState(**json.loads((checkpoint / store.STATE_FILE).read_text()))
 
 
 def device_step(checkpoint: Path) -> int:
-    """How many updates the device had counted."""
+    """The number of applied updates that the device had counted."""
     return int(store.read_tensors(checkpoint, ["device.step"])["device.step"])
 
 
 @dataclass
 class Snapshot:
-    """Everything an update may touch, on this rank."""
+    """Everything that an update may change, on this rank."""
 
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]
@@ -156,7 +156,7 @@ class Snapshot:
 
 
 def poison(parts: Parts, spoil: Callable[[Tensor], Any]) -> None:
-    """Spoil the first block's gradient on this rank, after the backward pass and before the reduction of signals."""
+    """Corrupt the first block's gradient on this rank, after the backward pass and before the signals are reduced."""
     gradient = parts.update.parameters["blocks.0.attention.query.weight"].grad
     assert gradient is not None
     with torch.no_grad():
@@ -164,7 +164,7 @@ def poison(parts: Parts, spoil: Callable[[Tensor], Any]) -> None:
 
 
 def step(parts: Parts, cfg: Config, index: int, *, poisoned_by: float | None = None, guilty: int = 0) -> list[float]:
-    """One iteration as the loop makes it, with the gradient of one rank spoiled where asked."""
+    """One iteration of the loop, with the gradient of one rank corrupted if requested."""
     forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
     if poisoned_by is not None and parts.world.rank == guilty:
         poison(parts, lambda gradient: gradient.view(-1)[0].fill_(poisoned_by))
@@ -172,7 +172,7 @@ def step(parts: Parts, cfg: Config, index: int, *, poisoned_by: float | None = N
 
 
 def refusal(value: float, guilty: int, *overrides: str) -> dict[str, Any]:
-    """A poisoned step between two clean ones, and a control that never sees the poisoned one."""
+    """A poisoned step between two clean ones, and a control run without the poisoned step."""
     cfg = tiny(*overrides)
     world = connect(cfg.parallel)
     parts = _build(cfg, world)
@@ -194,7 +194,7 @@ def refusal(value: float, guilty: int, *overrides: str) -> dict[str, Any]:
 
 
 def count_collectives(*overrides: str) -> dict[str, int]:
-    """How often each collective is called in one step."""
+    """Number of calls of each collective in one step."""
     cfg = tiny(*overrides)
     parts = _build(cfg)
     step(parts, cfg, 0)
@@ -218,7 +218,7 @@ class _Counting(TorchDispatchMode):
 
 
 def dtypes(*overrides: str) -> dict[str, str]:
-    """What a step computes in: master weights, moments, gradients, and the weights inside a block's forward."""
+    """The dtypes of a step: master weights, moments, gradients, and the gathered weights in a block's forward."""
     cfg = tiny(*overrides)
     parts = _build(cfg)
     seen: dict[str, str] = {}
@@ -242,7 +242,7 @@ def dtypes(*overrides: str) -> dict[str, str]:
 
 
 def gradient_digests(*overrides: str) -> dict[str, Tensor]:
-    """Whole gradients of the first batch."""
+    """Full gradients of the first batch."""
     cfg = tiny(*overrides)
     parts = _build(cfg)
     forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
@@ -286,7 +286,7 @@ def replica_gradients(*overrides: str) -> tuple[Pairs, Pairs]:
 
 
 def gathered(*overrides: str) -> dict[str, bool]:
-    """Whether one rank's weights are copied once on their way into a block, and whether that makes no difference."""
+    """Whether world_size 1 copies weights once on their way into a block, with bit-equal results."""
     cfg = tiny(*overrides)
     world = connect(cfg.parallel)
     own, plain = _build(cfg, world), _build(cfg, world)
@@ -315,21 +315,21 @@ def _sharded(parts: Parts) -> list[FSDPParam]:
 
 @dataclass
 class Started:
-    """What one start of a run came to, on one rank."""
+    """The result of one start of a run, on one rank."""
 
     code: int
     problem: str
-    """Why it was refused; empty: it was not."""
+    """The config error; empty if there was none."""
     cursors: list[int]
-    """Of all steps in the log."""
+    """The cursors of all steps in the log."""
     tokens: list[int]
     windows: list[tuple[str, int]]
-    """File and first token of each row that this start has read, in turn."""
+    """File and first token of each row that this start has read, in order."""
     held_out: list[tuple[str, int]]
 
 
 def start_run(directory: str, *overrides: str) -> Started:
-    """Start or resume a run through the worker's own door."""
+    """Start or resume a run through `run_worker`."""
     windows: list[tuple[str, int]] = []
     held_out: list[tuple[str, int]] = []
 
@@ -360,14 +360,14 @@ def start_run(directory: str, *overrides: str) -> Started:
 
 
 def start_elsewhere(directory: str, places: list[tuple[str, str]], *overrides: str) -> Started:
-    """The same with a working directory and a host name for each rank, as on machines with disks of their own."""
+    """The same with a working directory and a host name per rank, as on machines with separate disks."""
     place, host = places[int(os.environ["RANK"])]
     with chdir(place), patch("socket.gethostname", lambda: host):
         return start_run(directory, *overrides)
 
 
 def losses_around_restore(*overrides: str) -> list[list[float]]:
-    """Summed loss and tokens of one batch: before an update, after it, and with the shards of before put back."""
+    """Summed loss and tokens of one batch: before an update, after it, and after the old shards are restored."""
     cfg = tiny("optim.lr=0.1", "optim.warmup_steps=0", *overrides)
     parts = _build(cfg)
 

@@ -1,4 +1,4 @@
-"""What the drills run on every rank: whole runs laid out in their directories, and single faults on real parts."""
+"""Functions that the drill tests run on every rank: whole runs in prepared directories, and single faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.core import events
 from harness.core.events import FaultInjected
 from harness.core.rundir import RunDir
 from harness.distributed.shards import local
-from harness.faults.injectors import make_injector
+from harness.faults.injuries import make_injector
 from harness.faults.plan import Fault, FaultKind
 from harness.faults.site import FaultInjector, Site, earlier_strikes
 from harness.run import Run
@@ -26,27 +26,27 @@ from launch.local.worker import worker_of
 from tests.distributed.cases import Snapshot, tiny
 
 STRUCK = 2
-"""The iteration that single faults strike."""
+"""The iteration at which single faults are injected."""
 LAYER = "blocks.1.mlp.up"
 
 
 def run(directory: str) -> int:
-    """One rank's whole life, by the worker that the directory calls for; the exit code of the contract."""
+    """Run one rank of a prepared run directory; returns the exit code."""
     laid_out = RunDir(Path(directory))
     return worker_of(laid_out)(compose.read(laid_out.config))
 
 
 class _Enough(Exception):  # noqa: N818 -- nothing went wrong
-    """A run that was only wanted for its parts."""
+    """Raised to end a run of which only the parts were needed."""
 
 
 def ready(directory: str, look: Callable[..., Any], *arguments: Any) -> Any:
-    """What `look` finds in a run that is about to begin, and then does not."""
+    """Call `look` on a run that is about to start, and end it."""
     return ready_with(directory, (), look, *arguments)
 
 
 def ready_with(directory: str, words: Sequence[str], look: Callable[..., Any], *arguments: Any) -> Any:
-    """The same in a run that is configured otherwise."""
+    """The same with another config."""
     cfg = tiny("optim.warmup_steps=4", "run.name=victim", *words, directory=directory)
     found: list[Any] = []
 
@@ -60,12 +60,12 @@ def ready_with(directory: str, words: Sequence[str], look: Callable[..., Any], *
 
 
 def put(run: Run, number: int, fault: Fault) -> FaultInjector:
-    """One fault in its place."""
+    """Inject one fault."""
     return make_injector(Site(run=run, fault=fault, number=number, seed=0, struck=earlier_strikes(run, number, fault)))
 
 
 def told(run: Run) -> list[tuple[int, int]]:
-    """Iteration and number of all that this rank wrote down."""
+    """Iteration and fault number of each injection that this rank recorded."""
     if not run.directory.faults.exists():
         return []
     rank = run.parts.world.rank
@@ -74,13 +74,13 @@ def told(run: Run) -> list[tuple[int, int]]:
 
 
 def num_bits(before: Tensor, after: Tensor) -> int:
-    """Bits in which two tensors differ."""
+    """Number of bits in which two tensors differ."""
     words = before.view(torch.int32) ^ after.view(torch.int32)
     return sum(int(((words >> bit) & 1).sum()) for bit in range(32))
 
 
 def flipped_weights(run: Run) -> dict[str, Any]:
-    """Bits in which weights differ after each of three iterations."""
+    """Number of weight bits that differ after each of three iterations."""
     fault = Fault(kind=FaultKind.bit_flip_weight, at=STRUCK, rank=1, layer=LAYER, bit=30)
     placed = put(run, 0, fault)
     counts = []
@@ -96,7 +96,7 @@ def flipped_weights(run: Run) -> dict[str, Any]:
 
 
 def own_squares(run: Run, kinds: list[str]) -> list[float]:
-    """Squares of the struck rank's own gradient, in each of three iterations; all faults are of one layer."""
+    """Square sums of the faulty rank's gradient in each of three iterations; all faults hit one layer."""
     faults = [Fault(kind=FaultKind(kind), at=STRUCK, rank=-1, layer=LAYER, factor=100.0, bit=30) for kind in kinds]
     placed = [put(run, number, fault) for number, fault in enumerate(faults)]
     squares = []
@@ -115,7 +115,7 @@ def own_squares(run: Run, kinds: list[str]) -> list[float]:
 
 
 def outlier(run: Run) -> dict[str, Any]:
-    """Loss and norm of the gradient, in each of three iterations of which the second is struck."""
+    """Loss and gradient norm of three iterations; the second has the fault."""
     placed = put(run, 0, Fault(kind=FaultKind.fp8_outlier, at=STRUCK, layer="blocks.1.mlp", factor=2.0**20))
     steps = []
     for iteration in (1, 2, 3):
@@ -131,7 +131,7 @@ def outlier(run: Run) -> dict[str, Any]:
 
 
 def optimizer_faults(run: Run) -> dict[str, Any]:
-    """Rates, moments and weights as the faults of the update leave them."""
+    """Learning rates, moments and weights after optimizer faults."""
     parts = run.parts
     scheduled = parts.update.rates.clone()
     spike = put(run, 0, Fault(kind=FaultKind.lr_spike, at=STRUCK, factor=8.0))
@@ -173,7 +173,7 @@ def optimizer_faults(run: Run) -> dict[str, Any]:
 
 
 def forward_faults(run: Run) -> dict[str, Any]:
-    """Losses of the rows of one batch, clean and struck, with gradients and without."""
+    """Losses of the rows of one batch, with and without the fault, with and without gradients."""
     batch = run.parts.batches[0]
 
     def losses() -> Tensor:

@@ -1,12 +1,11 @@
-"""Ranks that are killed where a test says, cheaply enough to kill dozens.
+"""Starts ranks cheaply and kills one of them with SIGKILL at a chosen place.
 
-Why: a promise about `kill -9` at any instant is worth what is tried, and starting Python and torch costs seconds.
-How: one process, the mother, comes without a past, imports everything and from then on only forks: each attempt is a
-set of ranks born of her with torchrun's environment, which nobody but the kernel stops. She runs no thread, no process
-group and no tensor operation of size, so what she hands down is whole. A rank dies at a *place*: the n-th call of a
-function of the product, before it, after it, or at a chosen point within; the function is replaced in that rank alone,
-and the product knows nothing of it. The others follow a moment later, as they would under a launcher.
-Left out: losing what the kernel had not yet written to disk; a killed process loses nothing of that kind.
+Why: `kill -9` at any instant must be tried at many places, and starting Python and torch takes seconds.
+How: one parent process is spawned fresh, imports everything and then only forks: each attempt is a set of forked ranks
+with torchrun's environment. The parent has no threads, no process group and runs no large tensor operation, so forking
+is safe. A rank dies at a *place*: the n-th call of a function of the harness, before it, after it, or at a chosen point
+inside; the function is replaced in that rank only. The other ranks are killed a moment later, as by a launcher.
+Left out: losing data that the kernel had not yet written to disk; SIGKILL does not lose it.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ class When(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A function of the product, by where it is looked up: `package.module:name` or `package.module:Class.name`."""
+    """A function of the harness, by where it is looked up: `package.module:name` or `package.module:Class.name`."""
 
     phase: str
     function: str
     arm: Callable[[], None] | None = None
-    """Sees to it that the call that follows dies halfway."""
+    """Makes the next call die halfway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ class AtPlace:
     nth: int
     rank: int
     grace_s: float
-    """How long the other ranks outlive it."""
+    """How long the other ranks live on."""
 
     def __str__(self) -> str:
         return f"{self.when} {self.place.phase} {self.nth} on rank {self.rank}, the other {self.grace_s:.2f} s later"
@@ -70,7 +69,7 @@ class AtPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtTime:
-    """One rank dies by the clock, counted from its birth."""
+    """One rank dies at a time after its start."""
 
     after_s: float
     rank: int
@@ -86,9 +85,9 @@ Death = AtPlace | AtTime
 class Outcome(NamedTuple):
     exit_codes: list[int]
     results: list[Any]
-    """What the case returned on each rank; None where a rank was killed."""
+    """The result of the case on each rank; None for a killed rank."""
     killed: bool
-    """Whether the death came; else every rank lived to the end."""
+    """Whether the rank was killed; else every rank ran to the end."""
 
 
 def die() -> None:
@@ -96,7 +95,7 @@ def die() -> None:
 
 
 def die_in(owner: Any, name: str, part: Callable[..., Any]) -> None:
-    """Let the next call of `owner.name` do only `part(function, *arguments)`, and die."""
+    """Make the next call of `owner.name` run only `part(function, *arguments)` and die."""
     function = getattr(owner, name)
 
     def last(*arguments: Any, **options: Any) -> None:
@@ -107,7 +106,7 @@ def die_in(owner: Any, name: str, part: Callable[..., Any]) -> None:
 
 
 def doom(death: AtPlace) -> None:
-    """Replace the function in this process by one that dies."""
+    """Replace the function in this process by one that kills the process."""
     module, _, path = death.place.function.partition(":")
     *owners, name = path.split(".")
     owner: Any = attrgetter(".".join(owners))(import_module(module)) if owners else import_module(module)
@@ -133,19 +132,19 @@ def doom(death: AtPlace) -> None:
 
 
 class Mortals:
-    """The mother, seen from the test."""
+    """The test's handle of the parent process."""
 
     def __init__(self, *modules: str) -> None:
-        """`modules` are imported once, for all ranks to come."""
+        """`modules` are imported once, in the parent."""
         self._orders, theirs = forks().Pipe()
         self._mother = forks().Process(target=_serve, args=(theirs, modules))
         self._mother.start()
         theirs.close()
 
     def run(self, size: int, case: Callable[..., Any], *arguments: Any, death: Death | None = None) -> Outcome:
-        """One attempt on `size` ranks; a rank that fails by itself fails the test, with its traceback."""
+        """One attempt on `size` ranks; an exception in a rank fails the test with its traceback."""
         self._orders.send((size, case, arguments, death))
-        assert self._orders.poll(START_TIMEOUT_S + ATTEMPT_TIMEOUT_S), "the mother does not answer"
+        assert self._orders.poll(START_TIMEOUT_S + ATTEMPT_TIMEOUT_S), "the parent process does not answer"
         outcome = self._orders.recv()
         assert isinstance(outcome, Outcome), outcome
         return outcome
@@ -168,7 +167,7 @@ def _serve(orders: Connection, modules: tuple[str, ...]) -> None:
 
 
 def _attempt(size: int, case: Callable[..., Any], arguments: tuple[Any, ...], death: Death | None) -> Outcome | str:
-    """Give birth, wait for the end of all, and say what was; as text where a rank failed by itself."""
+    """Fork the ranks, wait for all of them, and return the outcome; a text if a rank raised an exception."""
     with reserved_port() as port:
         born = {rank: _bear(rank, size, str(port), (case, arguments, death)) for rank in range(size)}
         reports, complaint = _watch(born, death)
@@ -187,7 +186,7 @@ def _attempt(size: int, case: Callable[..., Any], arguments: tuple[Any, ...], de
 class _Report(NamedTuple):
     ended: bool
     value: Any
-    """What the case returned, or the traceback of its failure."""
+    """The result of the case, or the traceback of its failure."""
 
 
 _Born = Mapping[int, tuple[BaseProcess, Connection]]
@@ -203,7 +202,7 @@ def _bear(rank: int, size: int, port: str, order: tuple[Any, ...]) -> tuple[Base
 
 
 def _live(rank: int, size: int, port: str, reports: Connection, order: tuple[Any, ...]) -> None:
-    """A rank's life."""
+    """Runs in a forked rank."""
     import torch
 
     # Not before the fork: a pool of threads that was forked is made anew by whoever comes first, and two who come at
@@ -228,7 +227,7 @@ def _live(rank: int, size: int, port: str, reports: Connection, order: tuple[Any
 
 
 def _watch(born: _Born, death: Death | None) -> tuple[dict[int, _Report | None], str]:
-    """Hear every rank's report, None from the dead; when one has died the others are killed in their turn."""
+    """Receive every rank's report, None from a dead rank; after a death, kill the other ranks."""
     pending = {results: rank for rank, (_, results) in born.items()}
     reports: dict[int, _Report | None] = {}
     complaint = ""

@@ -1,5 +1,5 @@
-"""Whole runs in which one rank alone meets something: other data, another plan, a disk that fails. Functions here are
-sent to real processes by name."""
+"""Whole runs in which one rank differs: other data, another decision, a failing disk. Functions are sent to real
+processes by name."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ NO_DISK = OSError(errno.EIO, "Input/output error")
 
 @dataclass
 class Left:
-    """How one rank left a run."""
+    """How one rank ended a run."""
 
     code: int | None
     error: str = ""
-    """What it raised, where it did."""
+    """The exception that it raised, if any."""
     iteration: int = 0
 
 
 def start(directory: str, change: Change, *overrides: str) -> Left:
-    """A run with one change to it, made on every rank before the first step."""
+    """A run with one change, made on every rank before the first step."""
     cfg = tiny("run.name=victim", *overrides, directory=directory)
     return begin(cfg, change)
 
@@ -57,7 +57,7 @@ def begin(cfg: Config, change: Change = lambda _: None) -> Left:
 
 
 def another_evaluation(run: Run) -> None:
-    """Rank 1 would evaluate after step 7; rank 0 never does, and is asked to stop in the same step."""
+    """Rank 1 would evaluate after step 7; rank 0 never does, and gets a stop request in the same step."""
     if run.parts.world.rank == 1:
         run.cfg.eval.every_steps = 7
     else:
@@ -65,7 +65,7 @@ def another_evaluation(run: Run) -> None:
 
 
 def another_digest(run: Run) -> None:
-    """Rank 1 has decided something else by step 7, and rank 0 is asked to stop in the same step."""
+    """Rank 1 has decided differently by step 7, and rank 0 gets a stop request in the same step."""
     if run.parts.world.rank == 1:
         _at(run, 7, lambda: setattr(run.parts.sentinel, "digest", run.parts.sentinel.digest ^ 1))
     else:
@@ -81,7 +81,7 @@ def _at(run: Run, iteration: int, act: Callable[[], Any]) -> None:
 
 
 def other_tokens(run: Run) -> None:
-    """Rank 2 reads other bytes than the rest, from files that look the same."""
+    """Rank 2 reads other bytes than the other ranks, from files of the same size and name."""
     if run.parts.world.rank == 2:
         batches = run.parts.batches
         (source,) = batches.sources
@@ -91,7 +91,7 @@ def other_tokens(run: Run) -> None:
 
 
 class _Shifted:
-    """A corpus whose every token is the next one."""
+    """A corpus of increasing token ids."""
 
     def __init__(self, corpus: Any) -> None:
         self._corpus = corpus

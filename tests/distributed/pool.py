@@ -28,7 +28,7 @@ def _serve(orders: Connection) -> None:
     from torch.distributed.tensor import debug
 
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (the console of a run, which nobody reads)
-    os.chdir(ROOT)  # not where the test that began it stood: others follow
+    os.chdir(ROOT)  # not the directory of the first test: the process is reused
     torch.set_num_threads(1)
     gc.freeze = lambda: None  # a run freezes what it built; this process outlives the run and must free it
     while True:

@@ -1,4 +1,4 @@
-"""All ranks take the same branches, whatever one of them alone sees; ranks that part are named and halt."""
+"""All ranks take the same branches, whatever one rank sees; ranks that diverge are named and halt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_finding_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("kind", list(FindingKind))
-def test_what_one_rank_alone_brings_about_all_ranks_find_and_answer_alike(
+def test_a_bad_signal_of_one_rank_gives_the_same_findings_on_all_ranks(
     traces: list[dict[str, Trace]], kind: FindingKind
 ) -> None:
     first = traces[0][kind]
@@ -40,18 +40,18 @@ def test_what_one_rank_alone_brings_about_all_ranks_find_and_answer_alike(
 
 
 @pytest.mark.parametrize("name", list(LOCAL))
-def test_what_one_rank_alone_knows_decides_nothing(traces: list[dict[str, Trace]], name: str) -> None:
+def test_rank_local_facts_decide_nothing(traces: list[dict[str, Trace]], name: str) -> None:
     for trace in traces:
         assert trace[name] == traces[0][name]
         assert (trace[name].found, trace[name].actions, trace[name].parted) == ([], [], [])
 
 
 @pytest.mark.parametrize("name", ["probe", "fp8", "step", "save", "a finding"])
-def test_ranks_that_part_are_named_by_all(traces: list[dict[str, Trace]], name: str) -> None:
+def test_ranks_that_diverge_are_named_by_all(traces: list[dict[str, Trace]], name: str) -> None:
     for trace in traces:
         (digests,) = trace[f"parted by {name}"].parted
         assert sorted(digests.values(), key=len) == [[GUILTY], [0, 1, 3]]
-        assert len(trace[f"parted by {name}"].branches) <= 4, "by the record of that step or of the next"
+        assert len(trace[f"parted by {name}"].branches) <= 4, "found in the record of that step or of the next"
 
 
 def log_of(directory: Path) -> list[events.Event]:
@@ -59,10 +59,10 @@ def log_of(directory: Path) -> list[events.Event]:
 
 
 @pytest.mark.parametrize("change", [parting.another_evaluation, parting.another_digest])
-def test_ranks_that_part_in_a_run_halt_together_whatever_else_is_asked(
+def test_ranks_that_diverge_in_a_run_halt_together_despite_other_requests(
     ranks: Pool, tmp_path: Path, change: parting.Change
 ) -> None:
-    """A collective that one rank alone would enter is not entered; a later stop request does not make it a 75."""
+    """A collective that only one rank would enter is not entered; a later stop request does not give exit code 75."""
     left = ranks.run(2, parting.start, str(tmp_path), change, "train.num_steps=20")
     assert [(each.code, each.error) for each in left] == [(3, "")] * 2
     assert left[0].iteration == left[1].iteration <= 9
@@ -87,15 +87,13 @@ def test_a_rank_that_reads_other_bytes_is_named(ranks: Pool, tmp_path: Path) -> 
     ("what", "rank"),
     [("data", 1), ("ledger", 0), ("log", 0), ("manifest", 0), ("directory", 0), ("engine", 1)],
 )
-def test_what_fails_on_one_rank_while_a_run_opens_fails_on_all(
-    ranks: Pool, tmp_path: Path, what: str, rank: int
-) -> None:
+def test_a_failure_on_one_rank_at_start_fails_on_all(ranks: Pool, tmp_path: Path, what: str, rank: int) -> None:
     left = ranks.run(2, parting.open_with_failure, str(tmp_path), what, rank)
     assert [each.error for each in left] == ["OSError: [Errno 5] Input/output error"] * 2
 
 
 def test_a_group_is_not_destroyed_after_a_crash() -> None:
-    """That would wait for ranks that may wait for this one; after a user's error all ranks leave alike."""
+    """Destroying would wait for ranks that may wait for this one; after a user error all ranks leave in order."""
     parallel = cases.tiny().parallel
     with pytest.raises(RuntimeError, match="crash"), connected(parallel):
         raise RuntimeError("crash")

@@ -1,4 +1,4 @@
-"""The corpus is part of the run: a changed one is refused before any training, or admitted without moving a window."""
+"""A changed corpus is rejected before training, or accepted without moving a window."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def start(ranks: Pool, corpus: Path, *overrides: str, size: int = 1) -> list[cases.Started]:
-    """Start or resume the run; what each rank came to."""
+    """Start or resume the run; returns each rank's result."""
     paths = f"data.sources.main.paths=[{corpus}/*.bin]"
     return ranks.run(size, cases.start_run, str(corpus.parent), *STEPS, paths, *overrides)
 
 
-def test_a_shard_more_is_refused_before_any_training_and_changes_nothing(ranks: Pool, corpus: Path) -> None:
+def test_an_added_shard_is_rejected_before_training_and_changes_nothing(ranks: Pool, corpus: Path) -> None:
     (first,) = start(ranks, corpus, "train.num_steps=10")
     assert (first.code, len(first.cursors)) == (0, 10)
     run = corpus.parent / "a"
@@ -77,7 +77,7 @@ def test_a_node_with_another_file_is_named_with_its_rank_and_host(ranks: Pool, t
     ("spoil", "said"),
     [("remove", "was removed"), ("grow", "grew from 6402 to 6404 bytes"), ("rewrite", "the content of")],
 )
-def test_what_moves_or_changes_windows_is_refused_also_where_a_change_was_asked_for(
+def test_a_change_that_moves_windows_is_rejected_even_with_resume_changed(
     ranks: Pool, corpus: Path, spoil: str, said: str
 ) -> None:
     start(ranks, corpus, "train.num_steps=5")

@@ -1,4 +1,4 @@
-"""Different data is not damage, on real ranks: the same rise of the loss, opposite answers, and no batch is lost."""
+"""Different data is not damage, on real ranks: the same rise of the loss, opposite actions, and no batch is lost."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_new_data_is_accepted_and_a_control_with_the_final_ledger_has_the_same_w
     (check,) = [each for each in of(Outcome, victim.log) if each.kind is ActionKind.check]
     (asked,) = [each for each in of(Action, victim.log) if each.kind is ActionKind.check]
     assert check.held_out_loss <= 1.05 * asked.level
-    assert sorted(consumed(victim.log)) == list(range(90)), "every batch was learned, once"
+    assert sorted(consumed(victim.log)) == list(range(90)), "every batch was trained on once"
     ledger = Ledger.load(RunDir(tmp_path / "victim").ledger, writer=False)
     assert ledger.num_excluded == 0
     assert isinstance(ledger.entries[-1], Revocation)
@@ -91,8 +91,8 @@ def test_the_same_rise_from_damaged_weights_is_rewound(ranks: Pool, tmp_path: Pa
     check_replay(victim.log)
 
 
-def test_no_swap_leaves_a_run_that_cannot_start(tmp_path: Path) -> None:
-    """A phase switches the other source off: the one that is left cannot be turned off, now or for later."""
+def test_a_source_swap_never_leaves_a_run_without_data(tmp_path: Path) -> None:
+    """A phase turns the other source off: the remaining one cannot be turned off, now or later."""
     phases = "data.phases=[{from_batch: 50, weights: {synthetic: 0.0}}]"
     cfg = tiny("data=mixture", phases, directory=str(tmp_path))
     ledger = Ledger(tmp_path / "ledger.jsonl")

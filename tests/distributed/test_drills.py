@@ -1,4 +1,4 @@
-"""Every numeric and data scenario of `conf/drill` on two real ranks: struck, found, answered and judged by its card."""
+"""Every numeric and data scenario of `conf/drill` on two real ranks: injected, found, answered and scored."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.distributed import drilling
 from tests.distributed.pool import Pool
 
 SELDOM_SAVED = "checkpoint.every_steps=50"
-"""Writing checkpoints costs more than the steps."""
+"""Checkpoints are off: writing them costs more than the steps."""
 OFTEN_SAVED = {"optimizer_reset": ["checkpoint.every_steps=25"]}
-"""The one scenario that goes back to a checkpoint."""
+"""The one scenario that rolls back to a checkpoint."""
 ON_RANKS = (
     SELDOM_SAVED,
     "parallel.device=cpu",
@@ -60,12 +60,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def configured(words: tuple[str, ...]) -> Config:
-    """Hydra is asked once for all that train alike."""
+    """Cached: composed once for all scenarios with the same training config."""
     return directories.configure(words, ())
 
 
 def twin_of(ranks: Pool, runs: Path, words: Sequence[str]) -> str:
-    """A clean run of a scenario's training, one for all that train alike; its name."""
+    """The name of the clean twin, one for all scenarios with the same training config."""
     alike = RunDir(runs / f"twin-{abs(hash(tuple(words)))}")
     if not alike.path.exists():
         directories.create_directory(configured(tuple(words)), alike)
@@ -74,7 +74,7 @@ def twin_of(ranks: Pool, runs: Path, words: Sequence[str]) -> str:
 
 
 def drilled(ranks: Pool, runs: Path, name: str) -> Card:
-    """The card of a scenario, from the two directories alone."""
+    """The score card of a scenario, from the two run directories."""
     drill = scenario.load(name)
     victim = RunDir(runs / f"drill-{name}")
     words = [*drill.train, *ON_RANKS]
@@ -89,7 +89,7 @@ def drilled(ranks: Pool, runs: Path, name: str) -> Card:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "nan_grad" else pytest.mark.full) for name in SCENARIOS]
 )
-def test_a_drill_holds_all_its_bounds(ranks: Pool, runs: Path, name: str) -> None:
+def test_a_drill_passes_its_score_card(ranks: Pool, runs: Path, name: str) -> None:
     card = drilled(ranks, runs, name)
     broken = {bound.name: bound for bound in card.bounds if bound.verdict not in (BoundStatus.held, BoundStatus.free)}
     assert not broken, card.score.remarks

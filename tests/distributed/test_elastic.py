@@ -1,4 +1,4 @@
-"""A run goes on with any number of ranks that can share its batch, and its ranks open few sockets."""
+"""A run resumes with any number of ranks that can share its batch, and its ranks open few sockets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = ("model.num_layers=1", "train.batch_size=64", "train.micro_batch_size=8"
 CONSTANT = ("optim.warmup_steps=2", "optim.schedule=constant", "run.resume=changed")
 
 
-def test_four_then_three_then_two_ranks_make_one_run(ranks: Pool, tmp_path: Path) -> None:
+def test_a_run_resumes_on_four_then_three_then_two_ranks(ranks: Pool, tmp_path: Path) -> None:
     for size, until in ((4, 5), (3, 10), (2, 15)):
         overrides = (*WORDS, *CONSTANT, f"train.num_steps={until}")
         code, records = ranks.run(size, cases.run, str(tmp_path), "run.name=shrinking", *overrides)[0]
@@ -40,7 +40,7 @@ def num_sockets() -> int:
 
 
 def opened_sockets() -> tuple[int, int]:
-    """How many this rank opens to connect, and for the collectives of a step and a save."""
+    """Number of sockets of this rank after connecting, and after the collectives of a step and a save."""
     before = num_sockets()
     world = connect(cases.tiny().parallel)
     idle = num_sockets()
@@ -49,21 +49,21 @@ def opened_sockets() -> tuple[int, int]:
     gather_results(lambda: world.rank)
     gather_results(lambda: world.rank, world.background_group)
     busy = num_sockets()
-    gather_results(lambda: 0)  # nobody leaves before all have counted
+    gather_results(lambda: 0)  # no rank leaves before all have counted
     return idle - before, busy - before
 
 
-def test_sockets_of_a_rank_do_not_grow_with_the_world(ranks: Pool) -> None:
-    """The first rank is left out: it serves the store, to which every rank has one connection."""
+def test_sockets_of_a_rank_do_not_grow_with_the_world_size(ranks: Pool) -> None:
+    """Rank 0 is left out: it serves the store, to which every rank has one connection."""
     four, eight = (ranks.run(size, opened_sockets)[1:] for size in (4, 8))
     idle = [max(each for each, _ in counts) for counts in (four, eight)]
     busy = [max(each for _, each in counts) for counts in (four, eight)]
-    assert idle[1] <= idle[0] + 1, "no peer is connected to before it is talked to"
+    assert idle[1] <= idle[0] + 1, "a peer is connected at the first message"
     assert busy[1] <= busy[0] + 2, "rings and trees: of four more peers in two groups, one or two"
 
 
 def gives_up(flag: str) -> tuple[str, float]:
-    """What a rank gets from a collective in which its only peer takes no part, and after how long."""
+    """The error of a collective in which the only peer takes no part, and the time until it."""
     cfg = cases.tiny().parallel
     cfg.timeout_s = 2.0
     world = connect(cfg)
@@ -81,7 +81,7 @@ def gives_up(flag: str) -> tuple[str, float]:
     return "", 0.0
 
 
-def test_a_peer_that_does_not_come_is_given_up_after_the_timeout(ranks: Pool, tmp_path: Path) -> None:
+def test_a_missing_peer_times_out(ranks: Pool, tmp_path: Path) -> None:
     (message, took_s), _ = ranks.run(2, gives_up, str(tmp_path / "flag"))
     assert "timed out" in message.lower() or "timeout" in message.lower()
     assert took_s < 20

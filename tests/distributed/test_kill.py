@@ -1,10 +1,9 @@
-"""`kill -9` at any instant: the run goes on, bit for bit as if nothing had happened.
+"""`kill -9` at any instant: the run resumes, bit-identical to an undisturbed run.
 
-Each story is one run of two ranks that dies several times, at places drawn from a seed, and is then left in peace.
-Every phase of a step and of a save has a story of its own, which dies before, within and after it; then come stories
-whose deaths are drawn from all places and from the clock. After each death every checkpoint that has a name must be
-whole and the newest must still be there; at the end every number of the run and every bit of its state must be those of
-an undisturbed one.
+Each test case is one run of two ranks that is killed several times, at places drawn from a seed, and then runs to its
+end. Every phase of a step and of a save has its own case, which dies before, within and after it; further cases draw
+from all places and from the clock. After each death every committed checkpoint must be complete and the newest must
+exist; at the end every number of the run and every bit of its state must equal those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ LONGEST_LIFE_S = 1.5
 
 
 class Drawn(NamedTuple):
-    """A place with what may be drawn for it, such that a run that has died there three times still reaches it."""
+    """A place and its possible call numbers, chosen so that a run that died there three times still reaches it."""
 
     place: Place
     whens: tuple[When, ...]
     ranks: tuple[int, ...] = (0,)
     nth: range = range(1, 2)
-    """Which call may be the fatal one, the first time."""
+    """Possible numbers of the fatal call, the first time."""
     later: range = range(1, 2)
-    """The same, of a run that has already died there."""
+    """The same for a run that has already died there."""
 
 
 def half_a_line() -> None:
@@ -103,13 +102,7 @@ PHASES = (
     ),
     Drawn(FORWARD, AROUND, BOTH, range(1, 9), range(1, 9)),
     Drawn(Place("update", "harness.optim.update:Update.apply"), AROUND, BOTH, range(1, 9), range(1, 9)),
-    Drawn(
-        Place("snapshot", "harness.checkpoint.ring:Ring.take_snapshot", half_a_copy),
-        ALL,
-        BOTH,
-        range(1, 4),
-        range(1, 4),
-    ),
+    Drawn(Place("snapshot", "harness.checkpoint.ring:Ring.take_snapshot", half_a_copy), ALL, BOTH, range(1, 4), range(1, 4)),
     Drawn(Place("staging", "harness.checkpoint.store:write"), AROUND, BOTH, SAVES),
     Drawn(Place("shards", f"{WRITER}.write_data", half_a_file), ALL, BOTH, SAVES),
     Drawn(Place("metadata", f"{WRITER}.finish", half_a_file), ALL, (0,)),
@@ -125,7 +118,7 @@ FIRST_DEATH = AtPlace(place=FORWARD, when=When.before, nth=11, rank=1, grace_s=0
 
 
 def live(cfg: Config) -> tuple[int, str]:
-    """A rank's life through the worker's own door: exit code, and digest of all tensors it holds at the end."""
+    """Run one rank through `run_worker`: exit code, and digest of all tensors at the end."""
     built: list[Parts] = []
 
     def remember(*arguments: Any) -> Parts:
@@ -149,7 +142,7 @@ class Control(NamedTuple):
 
 
 def numbers(log: Path) -> Numbers:
-    """What each step computed, to the last bit; of steps taken twice, the later."""
+    """The exact results of each step; of repeated steps, the later."""
     records = (event for event in events.read(log) if isinstance(event, StepRecord))
     return {record.step: (record.loss, record.grad_norm, record.lr, record.cursor) for record in records}
 
@@ -174,7 +167,7 @@ def mortals() -> Iterator[Mortals]:
 
 @pytest.fixture(scope="module")
 def control(mortals: Mortals, tmp_path_factory: pytest.TempPathFactory) -> Control:
-    """A run that nobody disturbed."""
+    """An undisturbed run."""
     cfg = configure(tmp_path_factory.mktemp("control"))
     outcome = mortals.run(SIZE, live, cfg)
     assert [code for code, _ in outcome.results] == [0] * SIZE
@@ -185,7 +178,7 @@ def control(mortals: Mortals, tmp_path_factory: pytest.TempPathFactory) -> Contr
 
 @pytest.fixture(scope="module")
 def begun(mortals: Mortals, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run left that died once, with one checkpoint."""
+    """The directory of a run that died once, with one checkpoint."""
     directory = tmp_path_factory.mktemp("begun")
     assert mortals.run(SIZE, live, configure(directory), death=FIRST_DEATH).killed
     assert whole_checkpoints(rundir.locate(configure(directory)).checkpoints) == [5]
@@ -211,7 +204,7 @@ def draw_any(rng: random.Random) -> Death:
 
 
 def whole_checkpoints(root: Path) -> list[int]:
-    """Steps of the checkpoints that have a name, each of them found to be whole."""
+    """Steps of the committed checkpoints, each verified."""
     found = catalog.list_checkpoints(root)
     for checkpoint in found:
         assert integrity.verify(checkpoint.path).step == checkpoint.step
@@ -219,7 +212,7 @@ def whole_checkpoints(root: Path) -> list[int]:
 
 
 def suffer(mortals: Mortals, cfg: Config, deaths: Sequence[Death]) -> list[bool]:
-    """Live through the deaths, one after the other; which of them came. The newest checkpoint is never lost."""
+    """Run through the deaths one by one; returns which of them happened. The newest checkpoint is never lost."""
     root = rundir.locate(cfg).checkpoints
     came: list[bool] = []
     newest = max(whole_checkpoints(root), default=0)
@@ -234,7 +227,7 @@ def suffer(mortals: Mortals, cfg: Config, deaths: Sequence[Death]) -> list[bool]
 
 
 def check_end(mortals: Mortals, cfg: Config, control: Control) -> None:
-    """Left in peace, the run ends as the undisturbed one did."""
+    """Without further deaths, the run ends like the undisturbed one."""
     run = rundir.locate(cfg)
     newest = max((checkpoint.name for checkpoint in catalog.list_checkpoints(run.checkpoints)), default=None)
     outcome = mortals.run(SIZE, live, cfg)
@@ -250,7 +243,7 @@ def check_end(mortals: Mortals, cfg: Config, control: Control) -> None:
     assert steps[-1] == 24
     assert len(steps) <= 3, "the newest two, and the newest good one"
     left = [path for path in run.path.rglob(".*") if path.name != ".metadata"]
-    assert not left, "nothing unfinished stays behind"
+    assert not left, "no unfinished files remain"
     assert not catalog.list_damaged(run.checkpoints)
 
 
@@ -261,7 +254,7 @@ def check_end(mortals: Mortals, cfg: Config, control: Control) -> None:
         for drawn in PHASES
     ],
 )
-def test_a_run_killed_in_any_phase_goes_on_bit_identically(
+def test_a_run_killed_in_any_phase_resumes_bit_identically(
     mortals: Mortals, control: Control, begun: Path, tmp_path: Path, drawn: Drawn
 ) -> None:
     rng = random.Random(drawn.place.phase)
@@ -276,17 +269,17 @@ def test_a_run_killed_in_any_phase_goes_on_bit_identically(
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(NUM_RANDOM_STORIES))
-def test_a_run_killed_at_random_goes_on_bit_identically(
+def test_a_run_killed_at_random_resumes_bit_identically(
     mortals: Mortals, control: Control, tmp_path: Path, seed: int
 ) -> None:
     rng = random.Random(seed)
     cfg = configure(tmp_path)
     came = suffer(mortals, cfg, [draw_any(rng) for _ in range(3)])
-    assert any(came), "no death came"
+    assert any(came), "no rank was killed"
     check_end(mortals, cfg, control)
 
 
-def test_only_the_doomed_die_and_only_where_they_are_doomed(mortals: Mortals, tmp_path: Path) -> None:
+def test_only_the_chosen_rank_dies_and_only_at_the_chosen_place(mortals: Mortals, tmp_path: Path) -> None:
     cfg = configure(tmp_path)
     early, late = (AtPlace(place=FORWARD, when=When.before, nth=nth, rank=1, grace_s=0.0) for nth in (3, 100))
     outcome = mortals.run(SIZE, live, cfg, death=early)

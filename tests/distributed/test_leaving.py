@@ -1,4 +1,4 @@
-"""However a run is asked to stop, all ranks save the same step and leave with 75, and it goes on as if nothing was."""
+"""However a run is asked to stop, all ranks save the same step and exit with 75, and it resumes bit-identically."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def log_of(run: RunDir) -> list[Event]:
 
 
 def numbers(log: list[Event]) -> Numbers:
-    """What each step computed, to the last bit."""
+    """The exact results of each step."""
     records = [event for event in log if isinstance(event, StepRecord)]
-    assert len({record.step for record in records}) == len(records), "nothing was done twice"
+    assert len({record.step for record in records}) == len(records), "no step was repeated"
     return {record.step: (record.loss, record.grad_norm, record.lr, record.cursor) for record in records}
 
 
@@ -72,13 +72,13 @@ def end_of(log: list[Event]) -> RunEnded:
 
 @contextmanager
 def launched(run: RunDir) -> Iterator[Launched]:
-    """A run that would go on for ever, through the launcher, in a session of its own, once it trains."""
+    """An endless run through the launcher, in its own session, once it trains."""
     overrides = [*cases.TINY, *ENDLESS, f"run.dir={run.path.parent}", f"run.name={run.path.name}", "launch.nproc=2"]
     with Launched("launch.cli.main", "train", *overrides, output=run.path.parent / "output") as process:
         deadline = time.monotonic() + 60
         while not (run.events.exists() and any(isinstance(event, StepRecord) for event in log_of(run))):
             assert process.poll() is None, process.stderr
-            assert time.monotonic() < deadline, "the run does not begin"
+            assert time.monotonic() < deadline, "the run does not start"
             time.sleep(0.05)
         yield process
 
@@ -108,7 +108,7 @@ WAYS = {
     "file": (ask_by_file, "STOP file"),
     "command": (ask_by_command, f"asked by {user_name()}: new nodes"),
 }
-"""How a run is asked -> what its last event must say."""
+"""The kind of stop request -> the reason in the last event."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Stopped:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stopped]:
-    """A run for each way to ask."""
+    """One stopped run per kind of stop request."""
     runs = {}
     for way, (ask, _) in WAYS.items():
         run = RunDir(tmp_path_factory.mktemp("runs") / way)
@@ -137,7 +137,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stopped]:
 
 @pytest.fixture(scope="module")
 def control(ranks: Pool, stopped: dict[str, Stopped], tmp_path_factory: pytest.TempPathFactory) -> Numbers:
-    """A run that nobody disturbed, as far as any of the others will come."""
+    """An undisturbed run of at least as many steps as the others."""
     run = RunDir(tmp_path_factory.mktemp("control") / "control")
     last = max(each.step for each in stopped.values()) + FURTHER
     overrides = (f"run.dir={run.path.parent}", "run.name=control", *ENDLESS)
@@ -147,20 +147,20 @@ def control(ranks: Pool, stopped: dict[str, Stopped], tmp_path_factory: pytest.T
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_run_saves_tells_why_and_goes_on_bit_identically(
+def test_a_stopped_run_saves_logs_the_reason_and_resumes_bit_identically(
     way: str, ranks: Pool, stopped: dict[str, Stopped], control: Numbers
 ) -> None:
     run, step, log = stopped[way].run, stopped[way].step, stopped[way].log
     assert stopped[way].exit_code == end_of(log).exit_code == 75
     assert end_of(log).reason.endswith(WAYS[way][1])
     seen = next(event.iteration for event in log if isinstance(event, StepRecord) and event.stop_requested)
-    assert end_of(log).iteration - seen == LAG, "steps that began after the request was seen"
+    assert end_of(log).iteration - seen == LAG, "steps that started after the request was seen"
     assert [path.name for path in run.checkpoints.iterdir()] == [f"step-{step:08d}-gen-0"]
-    assert run.stop.exists() == (way in ("file", "command")), "a stop that was wanted can be seen"
+    assert run.stop.exists() == (way in ("file", "command")), "a requested stop stays visible"
 
     words = (f"run.dir={run.path.parent}", f"run.name={way}", *ENDLESS)
     results = ranks.run(2, asked_in_step, str(run.path.parent), FURTHER, 0, "forward_backward", *words)
-    assert results == [(75, FURTHER + LAG)] * 2, "a stop of last time does not stop it again"
+    assert results == [(75, FURTHER + LAG)] * 2, "the earlier stop does not stop it again"
     assert not run.stop.exists()
     log = log_of(run)
     (began, resumed) = [event for event in log if isinstance(event, RunStarted)]
@@ -169,7 +169,7 @@ def test_run_saves_tells_why_and_goes_on_bit_identically(
     assert len(numbers(log)) == step + FURTHER + LAG
 
 
-def test_an_operator_is_written_down(stopped: dict[str, Stopped]) -> None:
+def test_the_operator_is_logged(stopped: dict[str, Stopped]) -> None:
     run, log = stopped["command"].run, stopped["command"].log
     (asked,) = [event for event in log if isinstance(event, Intervention)]
     assert (asked.who, asked.reason) == (user_name(), "new nodes")
@@ -187,10 +187,10 @@ def test_an_operator_is_written_down(stopped: dict[str, Stopped]) -> None:
         (3, 0, "reduce_signals", 1),
     ],
 )
-def test_few_steps_begin_after_a_request(
+def test_few_steps_start_after_a_request(
     lag: int, rank: int, place: str, heard_late: int, ranks: Pool, tmp_path: Path
 ) -> None:
-    """Whichever rank is asked, before it looked in a step or just after."""
+    """Whichever rank gets the request, before its check in a step or just after."""
     words = ("run.name=a", *ENDLESS, f"sentinel.lag={lag}")
     assert ranks.run(2, asked_in_step, str(tmp_path), 4, rank, place, *words) == [(75, 4 + lag + heard_late)] * 2
     ended = end_of(log_of(RunDir(tmp_path / "a")))
@@ -199,7 +199,7 @@ def test_few_steps_begin_after_a_request(
 
 
 @pytest.mark.parametrize("nth", [5, 6])
-def test_a_run_asked_in_its_last_steps_is_done(nth: int, ranks: Pool, tmp_path: Path) -> None:
+def test_a_run_stopped_in_its_last_steps_is_done(nth: int, ranks: Pool, tmp_path: Path) -> None:
     words = ("run.name=a", "train.num_steps=6")
     assert ranks.run(2, asked_in_step, str(tmp_path), nth, 1, "forward_backward", *words) == [(0, 6)] * 2
     assert end_of(log_of(RunDir(tmp_path / "a"))).reason == "all steps done"

@@ -1,4 +1,4 @@
-"""What an operator orders happens on all ranks at the same iteration, is written down, and does what it says."""
+"""Operator commands run on all ranks at the same iteration, are logged, and have the documented effect."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from harness import train
 from harness.build import Parts
 from harness.checkpoint import catalog, store
 from harness.checkpoint.catalog import Health
-from harness.control import apply, watcher
 from harness.control import inbox as commands
+from harness.control import watcher
 from harness.control.commands import (
     ExcludeSource,
     Order,
@@ -73,15 +73,15 @@ Word = Callable[[RunDir], None]
 
 @dataclass(frozen=True)
 class Ended:
-    """What a run came to, on one rank."""
+    """The result of a run, on one rank."""
 
     code: int
     state: str
     """Digest of all tensors that a checkpoint would hold."""
     num_begun: int
-    """Steps that this rank began."""
+    """Steps that this rank started."""
     begun_in_pause: int
-    """Steps that it had begun when the operator spoke to the paused run."""
+    """Steps that it had started when the paused run got its next command."""
 
 
 def send(run: RunDir, *orders: Order) -> None:
@@ -113,7 +113,7 @@ def go_back_to_8(run: RunDir) -> None:
 
 
 def torn(directory: str, orders: Orders, in_pause: Word | None, *overrides: str) -> Ended:
-    """As `ordered`, with a disk that fails when the tensors of a checkpoint have been filled."""
+    """As `ordered`, with a disk that fails after the tensors of a checkpoint were filled."""
     genuine: Callable[..., None] = getattr(store, "load_shards")  # noqa: B009  (which store only imports)
 
     def load_shards(*arguments: Any, **options: Any) -> None:
@@ -125,7 +125,7 @@ def torn(directory: str, orders: Orders, in_pause: Word | None, *overrides: str)
 
 
 def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: str) -> Ended:
-    """A run that is sent orders in the n-th step it begins, heard in that very step; and a word when it is paused."""
+    """A run that gets commands in the n-th step it starts and runs them in that step; and one more when it is paused."""
     cfg = tiny(*overrides, directory=directory)
     run, num_begun, begun_in_pause, state = locate(cfg), 0, 0, ""
     compute: Callable[..., None] = getattr(train, "forward_backward")  # noqa: B009  (which train only imports)
@@ -144,7 +144,7 @@ def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: s
             genuine_look(inbox)
 
     def waits(inbox: Watcher) -> bool:
-        """Hears what is on disk now, not what the thread found last."""
+        """Reads what is on disk now, not what the watcher thread found last."""
         inbox.look()
         return genuine_waits(inbox)
 
@@ -162,8 +162,7 @@ def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: s
         return genuine_leave(left, ending)
 
     with (
-        patch.multiple(train, forward_backward=forward_backward, leave=leave),
-        patch.object(apply, "PAUSE_POLL_S", 0.05),
+        patch.multiple(train, forward_backward=forward_backward, leave=leave, PAUSED_LOOK_S=0.05),
         patch.multiple(Watcher, look=look, waits=waits, wait=wait),
         patch.multiple(watcher, LOOK_EVERY_S=0.05, WORD_EVERY_S=0.0),
     ):
@@ -173,7 +172,7 @@ def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: s
 
 @dataclass(frozen=True)
 class Told:
-    """A run on all ranks, and what its directory says of it."""
+    """A run on all ranks, and its run directory."""
 
     run: RunDir
     ended: Ended
@@ -185,7 +184,7 @@ class Told:
 
     @property
     def last_of_step(self) -> dict[int, StepRecord]:
-        """What led to the present weights."""
+        """The records that led to the present weights."""
         return {record.step: record for record in self.records}
 
 
@@ -198,7 +197,7 @@ def tell(
     in_pause: Word | None = None,
     case: Callable[..., Ended] = ordered,
 ) -> Told:
-    """A run on two ranks, which must end alike; its decisions must follow from its log."""
+    """A run on two ranks, which must end equally; replaying its log must give its decisions."""
     words = (f"run.name={name}", *SHORT, *overrides)
     results = ranks.run(2, case, str(directory), orders, in_pause, *words)
     assert len({(result.code, result.state, result.num_begun) for result in results}) == 1
@@ -209,7 +208,7 @@ def tell(
 
 
 def answers(told: Told, *orders: Order) -> list[Intervention]:
-    """The answers to the orders of a run, after the books were checked: nothing waits, and no incident was opened."""
+    """The logged interventions of a run; asserts that no command is pending and no incident was opened."""
     written = commands.interventions(told.run)
     assert written == of(Intervention, told.log)
     assert [(event.who, event.reason) for event in written] == [(WHO, WHY)] * len(orders)
@@ -221,20 +220,20 @@ def answers(told: Told, *orders: Order) -> list[Intervention]:
 
 
 def numbers(records: Sequence[StepRecord]) -> dict[int, tuple[float, float, float, int]]:
-    """What each step computed, to the last bit."""
+    """The exact results of each step."""
     return {record.step: (record.loss, record.grad_norm, record.lr, record.cursor) for record in records}
 
 
 @pytest.fixture(scope="module")
 def control(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """A run that nobody disturbed."""
+    """A run without commands."""
     told = tell(ranks, tmp_path_factory.mktemp("control"), "control", {})
     assert told.ended.code == 0
     assert answers(told) == []
     return told
 
 
-def test_skipped_batches_never_existed(ranks: Pool, tmp_path: Path) -> None:
+def test_a_run_with_skipped_batches_equals_one_that_excluded_them(ranks: Pool, tmp_path: Path) -> None:
     """Batches 15 and 16 are excluded from the start, so that the next three are 13, 14 and 17."""
     run = RunDir(tmp_path / "victim")
     run.path.mkdir()
@@ -256,7 +255,7 @@ def test_skipped_batches_never_existed(ranks: Pool, tmp_path: Path) -> None:
     assert numbers(twin.records) == numbers(told.records)
 
 
-def test_rolled_back_run_goes_on_as_if_nothing_had_been(ranks: Pool, control: Told, tmp_path: Path) -> None:
+def test_a_rolled_back_run_ends_like_the_control_run(ranks: Pool, control: Told, tmp_path: Path) -> None:
     told = tell(ranks, tmp_path, "victim", {27: [Rollback(to_step=18)]})
     (answer,) = answers(told, Rollback(to_step=18))
     heard, target = 27 + LAG, "step-00000016-gen-0"
@@ -298,8 +297,8 @@ def test_learning_rate_falls_at_once_and_rises_slowly(ranks: Pool, control: Told
     assert told.ended.code == 0
 
 
-def test_lowered_rate_outlives_a_rollback_and_a_lost_checkpoint(ranks: Pool, control: Told, tmp_path: Path) -> None:
-    """The weights of step 24 are older than the order; it stands, falls due again at once, and is no finding."""
+def test_a_lowered_lr_survives_a_rollback_and_a_lost_checkpoint(ranks: Pool, control: Told, tmp_path: Path) -> None:
+    """The weights of step 24 are older than the command; it still holds, applies at once, and causes no finding."""
     orders: Orders = {25: [Rate(factor=0.5)], 28: [Rollback(to_step=24)], 29 + LAG: [Pause()]}
     told = tell(ranks, tmp_path, "victim", orders, in_pause=stop)
     answers(told, Rate(factor=0.5), Rollback(to_step=24), Pause())
@@ -314,7 +313,7 @@ def test_lowered_rate_outlives_a_rollback_and_a_lost_checkpoint(ranks: Pool, con
     assert not [finding for finding in of(Finding, again.log) if finding.kind is FindingKind.lr_jump]
 
 
-def test_fp8_is_left_and_taken_up_again_as_ordered(ranks: Pool, tmp_path: Path) -> None:
+def test_fp8_is_switched_off_and_on_by_commands(ranks: Pool, tmp_path: Path) -> None:
     orders: Orders = {3: [Precision(kind="bf16")], 8: [Precision(kind="fp8")]}
     told = tell(ranks, tmp_path, "victim", orders, "precision=fp8_emulated", "train.num_steps=12")
     answers(told, Precision(kind="bf16"), Precision(kind="fp8"))
@@ -326,7 +325,7 @@ def test_fp8_is_left_and_taken_up_again_as_ordered(ranks: Pool, tmp_path: Path) 
 MIXED = ("data=mixture", "data.phases=[]", "data.sources.text.kind=synthetic")
 
 
-def test_excluded_source_is_read_no_more_and_the_last_one_is_kept(ranks: Pool, tmp_path: Path) -> None:
+def test_an_excluded_source_is_not_read_and_the_last_one_is_kept(ranks: Pool, tmp_path: Path) -> None:
     orders = [ExcludeSource(source="text"), ExcludeSource(source="synthetic")]
     told = tell(ranks, tmp_path, "victim", {14: orders}, *MIXED)
     excluded, refused = answers(told, *orders)
@@ -342,7 +341,7 @@ def test_excluded_source_is_read_no_more_and_the_last_one_is_kept(ranks: Pool, t
     assert [record.step for record in told.records] == list(range(1, NUM_STEPS + 1))
 
 
-def test_checkpoint_pause_and_refusals_change_nothing(ranks: Pool, control: Told, tmp_path: Path) -> None:
+def test_checkpoint_pause_and_rejected_commands_change_nothing(ranks: Pool, control: Told, tmp_path: Path) -> None:
     early, unknown = Rollback(to_step=2), ExcludeSource(source="web")
     orders: Orders = {3: [early, unknown], 17: [SaveCheckpoint()], 22: [Pause()]}
     told = tell(ranks, tmp_path, "victim", orders, in_pause=resume)
@@ -359,35 +358,33 @@ def test_checkpoint_pause_and_refusals_change_nothing(ranks: Pool, control: Told
 
     assert paused.iteration == resumed.iteration == told.ended.begun_in_pause == 22 + LAG
     places = [told.log.index(event) for event in (paused, resumed)]
-    assert not of(StepRecord, told.log[slice(*places)]), "no step happens meanwhile"
+    assert not of(StepRecord, told.log[slice(*places)]), "no step runs in between"
     assert told.ended.code == 0
     assert told.ended.state == control.ended.state
     assert numbers(told.records) == numbers(control.records)
 
 
-def test_rollback_to_a_damaged_checkpoint_costs_nothing_else(ranks: Pool, control: Told, tmp_path: Path) -> None:
+def test_a_rollback_to_a_damaged_checkpoint_changes_nothing_else(ranks: Pool, control: Told, tmp_path: Path) -> None:
     told = tell(ranks, tmp_path, "victim", {20: [Pause()]}, in_pause=damage_and_go_back)
     _, refused, _ = answers(told, Pause(), Rollback(to_step=8), Resume())
-    assert refused.changes[REFUSED] == "there is no state to restore"
+    assert refused.changes[REFUSED] == "there is nothing to go back to"
     kept = {each.name for each in catalog.list_checkpoints(told.run.checkpoints)}
     assert kept == {f"step-{step:08d}-gen-0" for step in (16, 24, 32, NUM_STEPS)}
     assert told.ended.state == control.ended.state
 
 
-def test_a_restore_that_fails_leaves_a_pending_save_and_every_later_one(
-    ranks: Pool, control: Told, tmp_path: Path
-) -> None:
-    """The rollback comes when the snapshot of step 16 waits for its report."""
+def test_a_failed_restore_keeps_the_pending_save_and_later_ones(ranks: Pool, control: Told, tmp_path: Path) -> None:
+    """The rollback comes while the snapshot of step 16 waits for its report."""
     told = tell(ranks, tmp_path, "victim", {15: [Pause()]}, in_pause=damage_and_go_back)
     _, refused, _ = answers(told, Pause(), Rollback(to_step=8), Resume())
     assert refused.iteration == 16
-    assert refused.changes[REFUSED] == "there is no state to restore"
+    assert refused.changes[REFUSED] == "there is nothing to go back to"
     kept = {each.name for each in catalog.list_checkpoints(told.run.checkpoints)}
     assert kept == {f"step-{step:08d}-gen-0" for step in (16, 24, 32, NUM_STEPS)}
     assert (told.ended.code, told.ended.state) == (0, control.ended.state)
 
 
-def test_a_rollback_that_fails_halfway_halts(ranks: Pool, tmp_path: Path) -> None:
+def test_a_rollback_that_fails_halfway_halts_the_run(ranks: Pool, tmp_path: Path) -> None:
     told = tell(ranks, tmp_path, "victim", {20: [Pause()]}, in_pause=go_back_to_8, case=torn)
     _, refused = answers(told, Pause(), Rollback(to_step=8))
     assert "failed halfway" in refused.changes[REFUSED]
@@ -395,17 +392,21 @@ def test_a_rollback_that_fails_halfway_halts(ranks: Pool, tmp_path: Path) -> Non
     ended = told.log[-1]
     assert isinstance(ended, RunEnded)
     assert "rollback to step-00000008-gen-0 failed halfway" in ended.reason
-    assert max(each.step for each in catalog.list_checkpoints(told.run.checkpoints)) == 16, "nothing is saved of torn weights"
+    assert max(each.step for each in catalog.list_checkpoints(told.run.checkpoints)) == 16, (
+        "partially restored weights are not saved"
+    )
 
 
-def test_what_the_ledger_cannot_hold_is_refused_on_all_ranks(ranks: Pool, control: Told, tmp_path: Path) -> None:
+def test_a_skip_that_the_ledger_cannot_record_is_rejected_on_all_ranks(
+    ranks: Pool, control: Told, tmp_path: Path
+) -> None:
     told = tell(ranks, tmp_path, "victim", {12: [Pause()]}, in_pause=lose_the_ledger)
     _, refused, _ = answers(told, Pause(), Skip(num_batches=3), Resume())
     assert "Is a directory" in refused.changes[REFUSED]
     assert (told.ended.code, told.ended.state) == (0, control.ended.state), "no rank skipped anything"
 
 
-def test_paused_run_can_be_stopped_and_goes_on_later(ranks: Pool, control: Told, tmp_path: Path) -> None:
+def test_a_paused_run_can_be_stopped_and_resumed(ranks: Pool, control: Told, tmp_path: Path) -> None:
     told = tell(ranks, tmp_path, "victim", {22: [Pause()]}, in_pause=stop)
     (paused,) = answers(told, Pause())
     assert told.ended.code == 75

@@ -1,4 +1,4 @@
-"""Sharding changes where numbers live, not what they are."""
+"""Sharded runs equal runs with world_size 1: weights, gradients, training, refused updates, precisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.distributed.pool import Pool
 
 
 @pytest.mark.full
-def test_every_world_starts_with_the_same_bits(ranks: Pool) -> None:
+def test_every_world_size_starts_with_the_same_bits(ranks: Pool) -> None:
     alone = ranks.run(1, cases.first_weights)[0]
     assert ranks.run(2, cases.first_weights) == [alone] * 2
     assert ranks.run(4, cases.first_weights) == [alone] * 4
@@ -54,7 +54,7 @@ def test_gradients_equal_those_of_one_rank(ranks: Pool, size: int, overrides: tu
             torch.testing.assert_close(gradient, expected[name], rtol=2e-5, atol=1e-7, msg=name)
 
 
-def test_training_equals_one_rank_to_rounding(ranks: Pool, tmp_path: Path) -> None:
+def test_training_equals_one_rank_up_to_rounding(ranks: Pool, tmp_path: Path) -> None:
     def losses(size: int, name: str, *overrides: str) -> list[float]:
         (code, records), *_ = ranks.run(size, cases.run, str(tmp_path), f"run.name={name}", *overrides)
         assert code == 0
@@ -71,7 +71,7 @@ def test_training_equals_one_rank_to_rounding(ranks: Pool, tmp_path: Path) -> No
 
 
 @pytest.mark.full
-def test_same_seed_same_bits_twice(ranks: Pool, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
     def numbers(name: str, *overrides: str) -> list[tuple[float, float]]:
         (_, records), *_ = ranks.run(2, cases.run, str(tmp_path), f"run.name={name}", *overrides)
         return [(record.loss, record.grad_norm) for record in records]
@@ -83,12 +83,12 @@ def test_same_seed_same_bits_twice(ranks: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_a_refused_update_leaves_no_trace(ranks: Pool, value: float, guilty: int) -> None:
+def test_a_refused_update_changes_no_tensor(ranks: Pool, value: float, guilty: int) -> None:
     for outcome in ranks.run(2, cases.refusal, value, guilty):
         assert outcome == {"unchanged": True, "equals_control": True, "moved": True}
 
 
-def test_a_refused_update_leaves_no_trace_on_four_ranks_and_replicas(ranks: Pool) -> None:
+def test_a_refused_update_changes_no_tensor_on_four_ranks_and_replicas(ranks: Pool) -> None:
     for outcome in ranks.run(4, cases.refusal, math.nan, 2, "parallel=hsdp"):
         assert outcome == {"unchanged": True, "equals_control": True, "moved": True}
 
@@ -102,17 +102,17 @@ def test_a_run_that_only_refuses_halts_with_exit_code_3(ranks: Pool, tmp_path: P
     )
     outcomes = ranks.run(2, cases.run, str(tmp_path), "run.name=broken", *overrides)
     assert [code for code, _ in outcomes] == [3, 3]
-    records = outcomes[0][1]  # rank 0 writes the log; the others may read it before its end
+    records = outcomes[0][1]  # rank 0 writes the log; the others may read it before it is complete
     assert [record.refused for record in records][-5:] == [True] * 5
     assert len(records) <= 5 + 2 + 1, "few applied, five refused, one in flight"
     *_, ended = events.read(tmp_path / "broken" / "events.jsonl")
     assert isinstance(ended, RunEnded)
     assert (ended.exit_code, ended.step) == (3, records[-1].step)
     assert "refused in a row" in ended.reason
-    assert not (tmp_path / "broken" / "checkpoints").exists(), "what may be broken is not saved"
+    assert not (tmp_path / "broken" / "checkpoints").exists(), "a possibly damaged state is not saved"
 
 
-def test_signals_cost_one_collective_a_step(ranks: Pool) -> None:
+def test_signals_need_one_collective_per_step(ranks: Pool) -> None:
     blocks_and_root = 3
     for counts in ranks.run(2, cases.count_collectives):
         gathered = sum(count for name, count in counts.items() if "allgather" in name)
@@ -123,9 +123,9 @@ def test_signals_cost_one_collective_a_step(ranks: Pool) -> None:
         assert reduced == 1
 
 
-def test_replicas_all_reduce_once_a_step(ranks: Pool) -> None:
-    """2 x 2 ranks and 3 micro-batches: two blocks and the root are scattered in each, and summed between replicas in
-    the last one; the other all-reduce is that of the signals."""
+def test_replicas_all_reduce_once_per_step(ranks: Pool) -> None:
+    """2 x 2 ranks and 3 micro-batches: two blocks and the root are reduce-scattered in each, and all-reduced between
+    replicas in the last one; the other all-reduce is that of the signals."""
     overrides = ("parallel=hsdp", "train.batch_size=12", "train.micro_batch_size=1")
     for counts in ranks.run(4, cases.count_collectives, *overrides):
         assert sum(count for name, count in counts.items() if "reducescatter" in name) == 3 * 3
@@ -136,19 +136,19 @@ def test_one_all_reduce_of_all_micro_batches_changes_only_the_order_of_sums(rank
     overrides = ("parallel=hsdp", "train.batch_size=12", "train.micro_batch_size=1")
     for exact, rounded in ranks.run(4, cases.replica_gradients, *overrides):
         for each, once in exact.values():
-            assert torch.equal(each, once), "where sums are exact, every bit is the same"
+            assert torch.equal(each, once), "exact sums are bit-equal"
         for name, (each, once) in rounded.items():
             torch.testing.assert_close(once, each, rtol=1e-5, atol=1e-8, msg=name)
 
 
-def test_bf16_computes_low_and_remembers_high(ranks: Pool) -> None:
+def test_bf16_computes_in_bf16_and_keeps_fp32_masters(ranks: Pool) -> None:
     bf16, fp32 = "torch.bfloat16", "torch.float32"
     for seen in ranks.run(2, cases.dtypes, "precision=bf16"):
         assert seen == {"activation": bf16, "gathered": bf16, "master": fp32, "gradient": fp32, "moment": fp32}
 
 
 @pytest.mark.full
-def test_bf16_learns_like_fp32(ranks: Pool, tmp_path: Path) -> None:
+def test_bf16_trains_like_fp32(ranks: Pool, tmp_path: Path) -> None:
     (_, exact), *_ = ranks.run(2, cases.run, str(tmp_path), "run.name=fp32")
     (_, rounded), *_ = ranks.run(2, cases.run, str(tmp_path), "run.name=bf16", "precision=bf16")
     assert [r.loss for r in rounded] == pytest.approx([r.loss for r in exact], rel=5e-3)
@@ -163,7 +163,7 @@ def test_fp16_scale_halves_at_overflow_and_doubles_when_clean(ranks: Pool, tmp_p
     refused = [record.refused for record in records]
     assert scales[0] == 1e9
     assert refused[0], "fp16 cannot hold gradients at this scale"
-    assert refused.count(False) == 6, "the run goes on until its steps are done"
+    assert refused.count(False) == 6, "the run continues until its steps are done"
     clean = 0
     for now, then, bad in zip(scales, scales[1:], refused, strict=False):
         assert now is not None
@@ -177,7 +177,7 @@ def test_fp16_scale_halves_at_overflow_and_doubles_when_clean(ranks: Pool, tmp_p
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("reshard", ["true", "false"])
-def test_a_restore_after_an_evaluation_is_seen_by_the_next_forward_pass(ranks: Pool, size: int, reshard: str) -> None:
+def test_the_forward_pass_after_a_restore_uses_the_restored_weights(ranks: Pool, size: int, reshard: str) -> None:
     """FSDP2 keeps weights gathered after a forward pass without a backward pass; a restore writes to the shards."""
     for before, after, restored in ranks.run(
         size, cases.losses_around_restore, f"parallel.reshard_after_forward={reshard}"

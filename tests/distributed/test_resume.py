@@ -1,4 +1,4 @@
-"""A run that was killed or stopped goes on as if nothing had happened."""
+"""A killed or stopped run resumes bit-identically."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Numbers = dict[int, tuple[float, float, float, int]]
 
 
 def numbers(records: list[StepRecord]) -> Numbers:
-    """What each step computed, to the last bit; of steps taken twice, the later."""
+    """The exact results of each step; of repeated steps, the later."""
     return {record.step: (record.loss, record.grad_norm, record.lr, record.cursor) for record in records}
 
 
 @pytest.fixture(scope="module")
 def control(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Numbers:
-    """A run that nobody disturbed."""
+    """An undisturbed run."""
     directory = str(tmp_path_factory.mktemp("control"))
     (code, records), *_ = ranks.run(2, cases.run, directory, "run.name=control", *STEPS)
     assert code == 0
@@ -35,13 +35,13 @@ def control(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Numbers:
 
 
 def launched(directory: Path) -> Launched:
-    """The same run through the launcher, as a user starts it, in a session of its own."""
+    """The same run through the launcher, in its own session."""
     overrides = [*cases.TINY, *STEPS, f"run.dir={directory}", "run.name=victim", "launch.nproc=2"]
     return Launched("launch.train", *overrides, output=directory / "output")
 
 
 def wait_for_step(directory: Path, step: int) -> None:
-    """Until a step is done and, because saves go on beside training, a checkpoint is there to come back to."""
+    """Wait until a step is done and, because saves run in the background, a checkpoint exists."""
     log = directory / "victim" / "events.jsonl"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -72,7 +72,7 @@ def test_killed_run_resumes_bit_identically(ranks: Pool, control: Numbers, tmp_p
     assert numbers(records) == control
     iterations = [record.iteration for record in records]
     assert iterations == sorted(set(iterations)), "iterations never go back"
-    assert len(records) > len(control), "what was lost was done again"
+    assert len(records) > len(control), "lost steps were repeated"
 
 
 def test_stopped_run_saves_exits_75_and_resumes_bit_identically(ranks: Pool, control: Numbers, tmp_path: Path) -> None:
@@ -88,11 +88,11 @@ def test_stopped_run_saves_exits_75_and_resumes_bit_identically(ranks: Pool, con
     code, records = finish(ranks, tmp_path, 2)
     assert code == 0
     assert numbers(records) == control
-    assert len(records) == len(control), "nothing was done twice"
+    assert len(records) == len(control), "no step was repeated"
 
 
 @pytest.mark.full
-def test_another_number_of_ranks_resumes_to_rounding(ranks: Pool, tmp_path: Path) -> None:
+def test_another_number_of_ranks_resumes_up_to_rounding(ranks: Pool, tmp_path: Path) -> None:
     for size, until in ((1, 10), (2, 20), (4, 30), (1, 40)):
         overrides = [*EVERY_TEN, f"train.num_steps={until}", "run.resume=changed", "optim.schedule=constant"]
         code, records = ranks.run(size, cases.run, str(tmp_path), "run.name=a", *overrides)[0]

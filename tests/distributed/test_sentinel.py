@@ -1,4 +1,4 @@
-"""The proofs: a refused update leaves no trace, a skipped batch never existed, every decision can be replayed."""
+"""The three promises: a refused update changes nothing, a skipped batch has no effect, decisions can be replayed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ STEPS = (
 )
 
 SELDOM_SAVED = "checkpoint.every_steps=20"
-"""For runs that never go back to a checkpoint: writing them costs more than the steps."""
+"""For runs that never roll back to a checkpoint: writing them costs more than the steps."""
 
 
 def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str, size: int = 2) -> Ended:
-    """A run on all ranks; all must end alike."""
+    """A run on all ranks; all must end equally."""
     results = ranks.run(size, trouble.run, str(directory), fault, f"run.name={name}", *STEPS, *overrides)
     assert len({(result.code, result.state) for result in results}) == 1
     first: Ended = results[0]
@@ -56,7 +56,7 @@ def actions(log: list[Event]) -> list[ActionKind]:
 
 
 def check_replay(log: list[Event], *overrides: str) -> None:
-    """Fed to the policy again, the logged records give the logged actions."""
+    """Replaying the logged records through the policy gives the logged actions."""
     cfg = tiny(*STEPS, *overrides).sentinel
     again = replay_actions(log, cfg.policy, lag=cfg.lag)
     logged = [action for action in of(Action, log) if action.incident]
@@ -66,13 +66,13 @@ def check_replay(log: list[Event], *overrides: str) -> None:
 
 
 TWINS: dict[tuple[Any, ...], Ended] = {}
-"""A control is a pure function of what it excluded and of how it is run: one for all that exclude the same."""
+"""Cached control runs, by their config and excluded batches."""
 
 
 def check_twin(ranks: Pool, directory: Path, victim: Ended, *overrides: str, size: int = 2) -> Ended:
-    """A control that excluded the same batches from the start ends bit-identical, without an incident of its own.
+    """A control run that excluded the same batches from the start ends bit-identical, without an incident.
 
-    It never goes back, and is seldom saved."""
+    It never rolls back, and is saved rarely."""
     entries = [json.loads(line) for line in (directory / "victim" / "ledger.jsonl").read_text().splitlines()]
     alike = (size, overrides, *((entry["first"], entry["last"]) for entry in entries))
     if alike not in TWINS:
@@ -89,7 +89,7 @@ def check_twin(ranks: Pool, directory: Path, victim: Ended, *overrides: str, siz
 @pytest.mark.full
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("factor", [math.nan, math.inf, 1e6], ids=["nan", "inf", "large"])
-def test_a_spoiled_gradient_of_one_rank_is_refused_named_and_excluded(
+def test_a_bad_gradient_of_one_rank_is_refused_attributed_and_excluded(
     ranks: Pool, tmp_path: Path, factor: float, size: int
 ) -> None:
     guilty = size - 1
@@ -109,8 +109,8 @@ def test_a_spoiled_gradient_of_one_rank_is_refused_named_and_excluded(
     check_twin(ranks, tmp_path, victim, SELDOM_SAVED, size=size)
 
 
-def test_damaged_weights_are_rewound_as_if_nothing_had_been(ranks: Pool, tmp_path: Path) -> None:
-    """A bad update that slipped through: what follows is refused, and the state from before it comes back."""
+def test_damaged_weights_are_rewound(ranks: Pool, tmp_path: Path) -> None:
+    """A bad update was applied: the following updates are refused, and the state before it is restored."""
     victim = run(ranks, tmp_path, "victim", Fault("weights", 1, factor=30.0, iteration=40))
     assert ActionKind.rewind in actions(victim.log)
     assert ActionKind.rollback not in actions(victim.log)
@@ -123,7 +123,7 @@ def test_damaged_weights_are_rewound_as_if_nothing_had_been(ranks: Pool, tmp_pat
 
 
 @pytest.mark.full
-def test_without_snapshots_it_is_rolled_back_to_a_good_checkpoint(ranks: Pool, tmp_path: Path) -> None:
+def test_without_snapshots_a_good_checkpoint_is_restored(ranks: Pool, tmp_path: Path) -> None:
     overrides = ("checkpoint.ring.slots=0",)
     victim = run(ranks, tmp_path, "victim", Fault("weights", 0, factor=30.0, iteration=40), *overrides)
     assert [kind for kind in actions(victim.log) if kind in (ActionKind.rewind, ActionKind.rollback)] == [
@@ -141,7 +141,7 @@ def test_without_snapshots_it_is_rolled_back_to_a_good_checkpoint(ranks: Pool, t
 
 
 @pytest.mark.full
-def test_a_weight_that_is_nan_is_undone(ranks: Pool, tmp_path: Path) -> None:
+def test_a_nan_weight_is_restored(ranks: Pool, tmp_path: Path) -> None:
     """OLMo-core and levanter multiply by zero, and NaN times zero is NaN."""
     victim = run(ranks, tmp_path, "victim", Fault("weights", 1, factor=math.nan, iteration=33))
     assert victim.code == 0
@@ -152,8 +152,8 @@ def test_a_weight_that_is_nan_is_undone(ranks: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_run_is_guarded_from_the_first_step_after_a_restart(ranks: Pool, tmp_path: Path) -> None:
-    """OLMo-core's history is not saved: 63 steps after each restart are unguarded."""
+def test_the_gate_works_from_the_first_step_after_a_restart(ranks: Pool, tmp_path: Path) -> None:
+    """OLMo-core does not save its history: 63 steps after each restart are unguarded."""
     run(ranks, tmp_path, "victim", None, "train.num_steps=30", "optim.schedule=constant")
     overrides = ("train.num_steps=40", "run.resume=changed", "optim.schedule=constant")
     again = run(ranks, tmp_path, "victim", Fault("gradient", 1, factor=1e6, iteration=1), *overrides)
@@ -166,13 +166,13 @@ LEAVING_FP8 = (
     "sentinel.policy.precision_iterations=6",
     "optim.schedule=constant",
 )
-"""No model fits into fp8 to the last number: every probe finds something."""
+"""A threshold of zero: every probe finds some underflow."""
 
 
-def test_all_ranks_leave_fp8_together_also_after_a_restart_and_a_replay_follows_them(
+def test_all_ranks_fall_back_from_fp8_together_also_after_a_restart_and_in_a_replay(
     ranks: Pool, tmp_path: Path
 ) -> None:
-    """Found at iteration 1, away for 6; found again at 9, away for 12. The run is started again inside the first
+    """Found at iteration 1, bf16 for 6 iterations; found again at 9, bf16 for 12. The run restarts inside the first
     window."""
     before = ranks.run(2, cases.run_in_fp8, str(tmp_path), *LEAVING_FP8, "train.num_steps=5")
     again = (*LEAVING_FP8, "train.num_steps=14", "run.resume=changed")
@@ -196,10 +196,12 @@ def test_all_ranks_leave_fp8_together_also_after_a_restart_and_a_replay_follows_
     )
     assert ranks.run(2, run_worker, order, cfg) == [0, 0]
     found = json.loads(order.report.read_text())
-    assert (found["left_the_log_at"], found["nature"]) == (None, "deterministic"), "each step in its own precision"
+    assert (found["left_the_log_at"], found["nature"]) == (None, "deterministic"), (
+        "each step is replayed in its own precision"
+    )
 
 
-def test_ranks_that_decide_differently_halt_and_say_so(ranks: Pool, tmp_path: Path) -> None:
+def test_ranks_that_decide_differently_halt_with_an_error(ranks: Pool, tmp_path: Path) -> None:
     victim = run_apart(ranks, tmp_path)
     ended = victim.log[-1]
     assert isinstance(ended, RunEnded)

@@ -1,4 +1,4 @@
-"""What the ranks say for themselves: who is guilty, who is slow, whose weights differ."""
+"""Per-rank signals: which rank has a bad gradient, which is slow, whose weights differ."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def step(parts: Parts, cfg: Config, index: int, *, probe: bool = True) -> StepRe
 
 
 def spoiled(module: str, value: float, guilty: int, *overrides: str) -> list[StepRecord]:
-    """A clean step, one in which a rank's gradient is spoiled on its way back through a module, and a clean one."""
+    """A clean step, a step in which a rank's gradient is corrupted in a module's backward pass, and a clean step."""
     parts, cfg = start(*overrides)
 
     def spoil(_module: Any, _inputs: Any, output: Tensor) -> None:
@@ -81,7 +81,7 @@ def spoiled(module: str, value: float, guilty: int, *overrides: str) -> list[Ste
     ("module", "value", "groups"),
     [("embedding", math.nan, {"embedding"}), ("blocks.0.mlp", math.inf, {"embedding", "blocks.0"})],
 )
-def test_a_bad_gradient_is_known_by_its_rank_and_its_layers(
+def test_a_bad_gradient_is_attributed_to_its_rank_and_layers(
     ranks: Pool, size: int, overrides: tuple[str, ...], module: str, value: float, groups: set[str]
 ) -> None:
     guilty = size // 2
@@ -96,11 +96,11 @@ def test_a_bad_gradient_is_known_by_its_rank_and_its_layers(
             assert not clean.refused
             assert clean.nonfinite_ranks == []
     told = [[to_json(record) for record in records] for records in outcomes]
-    assert told == [told[0]] * size, "all ranks know the same"
+    assert told == [told[0]] * size, "all ranks have the same record"
 
 
 def said_and_true(*overrides: str) -> tuple[StepRecord, float, float]:
-    """A step's record, and this rank's own loss and gradient norm from a whole model on its rows alone."""
+    """A step's record, and this rank's loss and gradient norm from an unsharded model on its own rows."""
     parts, cfg = start(*overrides)
     weights = {name: cases.full(p).detach().clone() for name, p in parts.model.named_parameters()}
     parts.signals.add_host_facts(decision=77, busy_s=parts.world.rank + 1.0)
@@ -134,10 +134,10 @@ def said_and_true(*overrides: str) -> tuple[StepRecord, float, float]:
         (2, ("train.micro_batch_size=1",)),
     ],
 )
-def test_ranks_are_told_apart_by_their_own_numbers(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
+def test_per_rank_losses_and_norms_are_those_of_each_rank(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
     outcomes = ranks.run(size, said_and_true, *overrides)
     for record, _, _ in outcomes:
-        assert record == outcomes[0][0], "all ranks know the same"
+        assert record == outcomes[0][0], "all ranks have the same record"
         assert record.ranks.keys() == {"loss", "grad_norm", "step_time_s"}
         told = {name: dict(spread["worst"]) for name, spread in record.ranks.items()}
         assert told["step_time_s"] == {rank: rank + 1.0 for rank in range(size)}
@@ -160,7 +160,7 @@ def probes(*overrides: str) -> list[StepRecord]:
     ("size", "overrides"),
     [(4, ()), (4, ("parallel=hsdp",)), (2, ("parallel.replicate=2",)), (3, ()), (3, ("train.micro_batch_size=1",))],
 )
-def test_probes_do_not_depend_on_how_the_model_is_spread(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
+def test_probes_do_not_depend_on_the_sharding(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
     alone = ranks.run(1, probes)[0]
     assert alone[0].square_ratio is None
     for records in ranks.run(size, probes, *overrides):
@@ -178,13 +178,13 @@ def disagreeing(guilty: int) -> dict[str, list[int]]:
     return step(parts, cfg, 0).digests
 
 
-def test_ranks_that_decided_differently_are_found_out(ranks: Pool) -> None:
+def test_ranks_that_decided_differently_are_found(ranks: Pool) -> None:
     for digests in ranks.run(4, disagreeing, 2):
         assert digests == {"00004d": [0, 1, 3], "000005": [2]}
 
 
 def flipped(guilty: int, *overrides: str) -> list[list[int]]:
-    """Ranks that are found to differ: after some steps, and once a sign was flipped on one of them."""
+    """Ranks that are found to differ: after some steps, and after a sign was flipped on one of them."""
     parts, cfg = start(*overrides)
     for index in range(3):
         before = step(parts, cfg, index)
@@ -205,7 +205,7 @@ def test_weights_that_differ_between_replicas_are_found(
 
 
 def bits(is_watched: bool, probe: bool, *overrides: str) -> tuple[list[float], str]:
-    """Losses and last weights of a few steps, with FSDP's collectives watched or torch's own."""
+    """Losses and final weights of a few steps, with measured collectives or torch's own."""
     parts, cfg = start(*overrides)
     for module in parts.model.modules():
         if isinstance(module, FSDPModule) and not is_watched:
@@ -222,14 +222,14 @@ def bits(is_watched: bool, probe: bool, *overrides: str) -> tuple[list[float], s
     ("size", "overrides"),
     [(2, ()), (2, ("precision=bf16", "train.micro_batch_size=1")), (4, ("parallel=hsdp",))],
 )
-def test_watching_changes_no_bit(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
+def test_measured_collectives_change_no_bit(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
     watched = ranks.run(size, bits, True, True, *overrides)
     assert watched == ranks.run(size, bits, False, False, *overrides)
     assert len(set(watched[0][0])) == 4
 
 
 def all_reduces(*overrides: str) -> int:
-    """How often something is summed over ranks in a probed step."""
+    """Number of all-reduces in a probed step."""
     parts, cfg = start(*overrides)
     step(parts, cfg, 0)
     with CommDebugMode() as counted:  # type: ignore[no-untyped-call]
@@ -238,14 +238,14 @@ def all_reduces(*overrides: str) -> int:
     return sum(count for name, count in names.items() if "allreduce" in name)
 
 
-def test_probes_and_slots_cost_no_collective(ranks: Pool) -> None:
+def test_probes_and_slots_need_no_further_collective(ranks: Pool) -> None:
     assert ranks.run(2, all_reduces) == [1, 1]
     blocks_and_root = 3
     assert ranks.run(4, all_reduces, "parallel=hsdp") == [1 + blocks_and_root] * 4, "FSDP's own, between replicas"
 
 
 def late(guilty: int, late_s: float) -> float:
-    """How long this rank stood in collectives during a step in which one rank came late."""
+    """How long this rank waited in collectives during a step in which one rank was late."""
     parts, cfg = start()
     step(parts, cfg, 0)
     before_s = parts.comm_stats.waited_s
@@ -255,6 +255,6 @@ def late(guilty: int, late_s: float) -> float:
     return parts.comm_stats.waited_s - before_s
 
 
-def test_the_rank_that_others_wait_for_waits_least(ranks: Pool) -> None:
+def test_the_late_rank_waits_least(ranks: Pool) -> None:
     waited_s = ranks.run(2, late, 1, 1.0)
     assert waited_s[0] > waited_s[1] + 0.5

@@ -1,4 +1,4 @@
-"""One rank without others: what FSDP would copy for them is not copied, and not a bit differs."""
+"""world_size 1: FSDP's extra copies are skipped, with bit-equal results."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.distributed.pool import Pool
         ("precision=bf16", "parallel.activation_checkpointing=full"),
     ],
 )
-def test_weights_are_cast_where_they_are_copied(ranks: Pool, overrides: tuple[str, ...]) -> None:
+def test_weights_are_cast_in_the_copy(ranks: Pool, overrides: tuple[str, ...]) -> None:
     (found,) = ranks.run(1, cases.gathered, *overrides)
     assert found == dict.fromkeys(found, True)
 
 
-def test_alone_bf16_computes_low_and_remembers_high(ranks: Pool) -> None:
+def test_bf16_computes_in_bf16_and_keeps_fp32_masters(ranks: Pool) -> None:
     bf16, fp32 = "torch.bfloat16", "torch.float32"
     (seen,) = ranks.run(1, cases.dtypes, "precision=bf16")
     assert seen == {"activation": bf16, "gathered": bf16, "master": fp32, "gradient": fp32, "moment": fp32}

@@ -1,4 +1,4 @@
-"""A file system that stalls does not stall training; when it answers again, nothing is missing."""
+"""A stalled file system does not stall training; when it answers again, nothing is missing from the log."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PIPE_BYTES = 65536
 
 
 def stalled_run(directory: str, everything: bool) -> tuple[int, list[str]]:
-    """A run whose event log is a pipe that nobody reads until its last step begins; with `everything`, STOP, commands
-    and heartbeats stall as well, until then. Returns the exit code and the lines of the log, on rank 0."""
+    """A run whose event log is a pipe that is not read until the last step starts; with `everything`, STOP, commands
+    and heartbeats stall as well until then. Returns the exit code and the lines of the log, on rank 0."""
     cfg = tiny("run.name=a", f"train.num_steps={NUM_STEPS}", directory=directory)
     run, is_first = locate(cfg), os.environ["RANK"] == "0"
     compute: Callable[..., None] = getattr(train, "forward_backward")  # noqa: B009  (which train only imports)
@@ -78,7 +78,7 @@ def stalled_run(directory: str, everything: bool) -> tuple[int, list[str]]:
     [False, pytest.param(True, marks=pytest.mark.skipif(not can_stall(), reason="needs root and /dev/fuse"))],
     ids=["log", "everything"],
 )
-def test_training_goes_on_and_nothing_is_lost(everything: bool, ranks: Pool, tmp_path: Path) -> None:
+def test_training_continues_and_no_event_is_lost(everything: bool, ranks: Pool, tmp_path: Path) -> None:
     (code, lines), (other, _) = ranks.run(2, stalled_run, str(tmp_path), everything)
     assert code == other == 0
     assert sum(map(len, lines)) > 2 * PIPE_BYTES, "the pipe was full"

@@ -1,4 +1,4 @@
-"""Whole runs with one real fault in them: the tensor of one rank is spoiled at one place, the rest is the product's."""
+"""Whole runs with one fault: one tensor of one rank is corrupted; everything else is the real code."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ from tests.distributed.cases import digest, tiny
 GUILTY_LAYER = "blocks.1.mlp.up"
 BROKEN_WEIGHT = "norm.weight"
 SHIFTED = 100
-"""Batches that a fault of the data lasts."""
+"""Number of batches that a data fault lasts."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is spoiled, where and when."""
+    """What is corrupted, where and when."""
 
     kind: str
-    """gradient: this rank's own, before the reduction; weights: after an update; digest: of the rank's decisions; data:
-    from a batch on, in a language that the model has never seen."""
+    """gradient: of this rank, before the reduction; weights: after an update; digest: of the rank's decisions; data:
+    from a batch on, in a language that the model has not seen."""
     rank: int
     factor: float = 1.0
-    """What the tensor is multiplied with; NaN and Inf are factors too."""
+    """Factor on the tensor; may be NaN or Inf."""
     batch: int | None = None
-    """The batch index that does it, whenever it is seen."""
+    """The batch index at which the fault occurs, each time it is seen."""
     iteration: int | None = None
-    """Or the attempt of this process, counted from 1, once."""
+    """Or the iteration of this process, counted from 1, once."""
 
 
 @dataclass
 class Ended:
-    """What a run came to, on one rank."""
+    """The result of a run, on one rank."""
 
     code: int
     state: str
     """Digest of all tensors that a checkpoint would hold."""
     log: list[Event]
     weights: str = ""
-    """Digest of weights and moments alone."""
+    """Digest of weights and moments only."""
 
 
 def run(directory: str, fault: Fault | None, *overrides: str) -> Ended:
-    """A run through the worker's own door, with a fault or without."""
+    """A run through `run_worker`, with or without a fault."""
     cfg = tiny(*overrides, directory=directory)
     held: list[Parts] = []
     with installed(fault, held):
@@ -68,13 +68,13 @@ def run(directory: str, fault: Fault | None, *overrides: str) -> Ended:
 
 @contextmanager
 def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
-    """Wrap the loop's own functions at the root; the product has no hook for this."""
+    """Wrap functions of the loop; the harness has no hook for this."""
     genuine = {name: getattr(train, name) for name in ("build", "forward_backward", "apply_update", "leave")}
     calls = 0
     cursor = -1
 
-    def build(*arguments: Any, **options: Any) -> Parts:
-        parts: Parts = genuine["build"](*arguments, **options)
+    def build(*arguments: Any, **arguments: Any) -> Parts:
+        parts: Parts = genuine["build"](*arguments, **arguments)
         held.append(_Witness(parts))  # type: ignore[arg-type]
         batches = parts.batches
         if fault is not None and fault.kind == "data":
@@ -93,17 +93,17 @@ def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
             return False
         return cursor == fault.batch or calls == fault.iteration
 
-    def forward_backward(parts: Parts, *arguments: Any, **options: Any) -> None:
+    def forward_backward(parts: Parts, *arguments: Any, **arguments: Any) -> None:
         nonlocal calls
         calls += 1
         assert fault is None or fault.kind in ("gradient", "weights", "digest", "data")
         with (
             spoiled_gradient(parts, fault.factor) if fault and fault.kind == "gradient" and strikes(parts) else _calm()
         ):
-            genuine["forward_backward"](parts, *arguments, **options)
+            genuine["forward_backward"](parts, *arguments, **arguments)
 
-    def apply_update(parts: Parts, *arguments: Any) -> Tensor:
-        report: Tensor = genuine["apply_update"](parts, *arguments)
+    def apply_update(parts: Parts, **arguments: Any) -> Tensor:
+        report: Tensor = genuine["apply_update"](parts, **arguments)
         if fault and fault.kind == "weights" and strikes(parts):
             with torch.no_grad():
                 local(parts.update.parameters[BROKEN_WEIGHT]).mul_(fault.factor)
@@ -133,7 +133,7 @@ def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
 
 
 class _Witness:
-    """The parts of a run and the digest it ended with."""
+    """The parts of a run and its final digest."""
 
     def __init__(self, parts: Parts) -> None:
         self.world = parts.world
@@ -141,7 +141,7 @@ class _Witness:
 
 
 class _Seen:
-    """Batches that tell which one was asked for last."""
+    """Batches that report the last requested index."""
 
     def __init__(self, batches: Any, note: Callable[[int], None]) -> None:
         self._batches, self._note = batches, note
@@ -156,7 +156,7 @@ class _Seen:
 
 @contextmanager
 def spoiled_gradient(parts: Parts, factor: float) -> Iterator[None]:
-    """This rank's own gradient of one matrix, before it is reduced with the others'."""
+    """Corrupt this rank's gradient of one matrix before the reduction."""
     module = parts.model.get_submodule(GUILTY_LAYER)
     hooks: list[Any] = []
 
@@ -178,7 +178,7 @@ def _calm() -> Iterator[None]:
 
 
 def with_ledger_of(other: Path, directory: Path) -> None:
-    """A directory for a run that knows from the start which batches another one came to exclude."""
+    """Prepare a run directory with the ledger of another run, so that its batches are excluded from the start."""
     run = RunDir(directory)
     run.path.mkdir(parents=True)
     run.ledger.write_bytes(RunDir(other).ledger.read_bytes())
