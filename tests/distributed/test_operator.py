@@ -125,7 +125,7 @@ def torn(directory: str, orders: Orders, in_pause: Word | None, *overrides: str)
 
 
 def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: str) -> Ended:
-    """A run that gets commands in the n-th step it starts and runs them in that step; and one more when it is paused."""
+    """A run that gets commands in the n-th step it starts and runs them in that step; and one more when paused."""
     cfg = tiny(*overrides, directory=directory)
     run, num_begun, begun_in_pause, state = locate(cfg), 0, 0, ""
     compute: Callable[..., None] = getattr(train, "forward_backward")  # noqa: B009  (which train only imports)

@@ -166,7 +166,7 @@ LEAVING_FP8 = (
     "sentinel.policy.precision_iterations=6",
     "optim.schedule=constant",
 )
-"""A threshold of zero: every probe finds some underflow."""
+"""A threshold near zero: every probe finds some underflow."""
 
 
 def test_all_ranks_fall_back_from_fp8_together_also_after_a_restart_and_in_a_replay(
