@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -41,7 +41,7 @@ _MAY_BE_UNPICKLED = frozenset(
         ("pathlib", "PosixPath"),
         ("pathlib._local", "PosixPath"),
         ("torch", "Size"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.distributed.checkpoint.filesystem", "StorageInfo"),
         ("torch.serialization", "_get_layout"),
         *((_DESCRIPTION, name) for name in ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")),
         *((_DESCRIPTION, name) for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
@@ -129,13 +129,13 @@ class _Unpickler(pickle.Unpickler):
 def metadata_for(index: TensorIndex, tensors: Mapping[str, Tensor]) -> Metadata:
     """DCP metadata to fill these tensors on this rank: of each, the chunks that overlap its local shard."""
     described: dict[str, Any] = {}
-    stored: dict[MetadataIndex, _StorageInfo] = {}
+    stored: dict[MetadataIndex, StorageInfo] = {}
     for name, tensor in tensors.items():
         saved = index.tensors[name]
         rank, chunks = len(saved.size), list[ChunkStorageMetadata]()
         for row in _overlapping(saved.parts, _local_boxes(tensor)).tolist():
             offsets, sizes, (file, offset, length) = row[:rank], row[rank : 2 * rank], row[2 * rank :]
-            stored[MetadataIndex(name, offsets, len(chunks))] = _StorageInfo(index.files[file], offset, length)
+            stored[MetadataIndex(name, offsets, len(chunks))] = StorageInfo(index.files[file], offset, length)
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         described[name] = TensorStorageMetadata(TensorProperties(dtype=saved.dtype), saved.size, chunks)
     return Metadata(described, storage_data=stored)

@@ -25,8 +25,9 @@ from harness.distributed.torch_private.attention_ops import ATTENTION_OPS
 from harness.distributed.torch_private.compiled_call import discard_compiled_call
 from harness.distributed.torch_private.foreach import foreach_add_, foreach_copy_, foreach_norm
 from harness.distributed.torch_private.fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from harness.distributed.torch_private.fsdp_param import CastOnCopyParam, cast_on_copy, fsdp_params
+from harness.distributed.torch_private.fsdp_param import FSDPParam, cast_on_copy, fsdp_params
 from harness.distributed.torch_private.pytree import tree_map
+from harness.distributed.torch_private.storage_info import StorageInfo
 
 MakeModel = Callable[[int], nn.Module]
 
@@ -36,7 +37,8 @@ def make_model() -> Iterator[MakeModel]:
     """A linear layer, sharded in bf16 over a fake process group: sharding is real, communication is not."""
 
     def make(world_size: int) -> nn.Module:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        if not dist.is_initialized():
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = nn.Linear(4, 6, bias=False)
         return fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), mp_policy=precision)
@@ -103,23 +105,29 @@ def test_fsdp_collectives(make_model: MakeModel, world_size: int, calls: list[st
 
 
 def test_fsdp_param(make_model: MakeModel) -> None:
-    model = make_model(1)
-    assert isinstance(model, FSDPModule)
-    (parameter,) = fsdp_params(model)
-    parameters = names(type(parameter).init_all_gather_outputs)
-    assert parameters[:3] == ["self", "all_gather_input_numels", "all_gather_input_dtypes"]
-    assert parameter.param_dtype is torch.bfloat16
-    assert parameter.all_gather_inputs[0].dtype is torch.bfloat16, "torch casts in a pass of its own"
-    cast_on_copy(model)
-    assert type(parameter) is CastOnCopyParam
-    (shard,) = parameter.all_gather_inputs
-    assert shard.dtype is torch.float32
-    assert shard.data_ptr() == local(model.get_parameter("weight")).data_ptr()
-    expected = local(model.get_parameter("weight")).detach().to(torch.bfloat16)
-    with torch.no_grad():
-        found = model(torch.eye(4, dtype=torch.bfloat16))
-    assert torch.equal(found.T, expected)
-    assert parameter.all_gather_outputs[0].dtype is torch.bfloat16
+    assert names(FSDPParam.init_all_gather_outputs)[:3] == [
+        "self",
+        "all_gather_input_numels",
+        "all_gather_input_dtypes",
+    ]
+    for casts in (False, True):
+        model = make_model(1)
+        assert isinstance(model, FSDPModule)
+        (parameter,) = fsdp_params(model)
+        assert type(parameter) is FSDPParam
+        if casts:
+            cast_on_copy(model)
+        weight = local(model.get_parameter("weight"))
+        expected = weight.detach().to(torch.bfloat16)
+        with torch.no_grad():
+            found = model(torch.eye(4, dtype=torch.bfloat16))
+        assert torch.equal(found.T, expected)
+        assert parameter.param_dtype is torch.bfloat16
+        assert parameter.all_gather_outputs[0].dtype is torch.bfloat16
+        model.reshard()
+        (shard,) = parameter.all_gather_inputs
+        assert shard.dtype is (torch.float32 if casts else torch.bfloat16), "torch casts in a separate pass"
+        assert (shard.data_ptr() == weight.data_ptr()) == casts
 
 
 def test_chunk_cat(make_model: MakeModel) -> None:
@@ -179,6 +187,15 @@ def test_attention_ops() -> None:
         F.scaled_dot_product_attention(query, query, query, is_causal=True)
     assert ATTENTION_OPS & set(operators.called)
     assert len(ATTENTION_OPS) == 4
+
+
+def test_storage_info() -> None:
+    """Its module and name are in the pickled metadata of old checkpoints."""
+    assert names(StorageInfo)[:3] == ["relative_path", "offset", "length"]
+    assert (StorageInfo.__module__, StorageInfo.__name__) == (
+        "torch.distributed.checkpoint.filesystem",
+        "_StorageInfo",
+    )
 
 
 def test_unsafe_view() -> None:
