@@ -25,21 +25,21 @@ from harness.core.rundir import RunDir
 from harness.data.batches import Batches
 from harness.data.order.ledger import Ledger
 from harness.data.sources import RecordedData, make_rare_index, open_data
-from harness.distributed.collectives import run_on_rank_zero, run_on_all_ranks, all_reduce_min, gather_results
+from harness.distributed.collectives import all_reduce_min, gather_results, run_on_all_ranks, run_on_rank_zero
 from harness.distributed.compute_clock import ComputeClock
 from harness.distributed.fsdp import CommStats, shard
 from harness.distributed.world import World, device_memory_bytes
 from harness.held_out import HeldOut, open_held_out
 from harness.model.init import initialize
 from harness.model.mup import parameter_table, role_of
-from harness.model.size import flops_per_token, num_parameters, needs_resharding
+from harness.model.size import flops_per_token, needs_resharding, num_parameters
 from harness.model.transformer import Transformer, sampled_layers
 from harness.optim.update import Group, Update, build_update
 from harness.planned_changes import PlannedChanges
 from harness.precision.fp8.engine import require_engine
 from harness.precision.fp8.layers import Fp8Layers, convert_to_fp8
 from harness.precision.loss_scale import LossScale, build_loss_scale
-from harness.precision.mixed_precision import DTYPES, linear, fsdp_policy
+from harness.precision.mixed_precision import DTYPES, fsdp_policy, linear
 from harness.run_corpus import recorded_data
 from harness.sentinel.device.gate import Gate
 from harness.sentinel.device.mailbox import Mailbox
@@ -167,7 +167,9 @@ def open_data_on_all_ranks(cfg: Config, world: World, run: RunDir, ledger: Ledge
 
 def open_rank_data(cfg: Config, world: World, ledger: Ledger, recorded: RecordedData) -> tuple[Batches, Batches]:
     """Open this rank's data. The plan digest reads the corpus once, so an I/O error appears here."""
-    opened = open_data(cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger, recorded=recorded)
+    opened = open_data(
+        cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger, recorded=recorded
+    )
     opened[0].plan_digest()
     return opened
 

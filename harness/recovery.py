@@ -27,7 +27,7 @@ from harness.checkpoint.io_retry import IoRetry
 from harness.config.errors import EXIT_HALTED
 from harness.core.events import Action, ActionKind, Outcome
 from harness.core.state import RunState
-from harness.distributed.collectives import run_on_rank_zero, gather_results
+from harness.distributed.collectives import gather_results, run_on_rank_zero
 from harness.run import Ending, Run
 from harness.sentinel.policy.state import RESTORES
 from harness.step import held_out_sums
@@ -53,7 +53,7 @@ def run_actions(run: Run, action: Action | None) -> Ending | None:
             return Ending(EXIT_HALTED, action.reason)
         if outcome.is_torn:
             return Ending(EXIT_HALTED, outcome.reason)
-        action = run.parts.sentinel.hear(outcome)
+        action = run.parts.sentinel.on_outcome(outcome)
     return None
 
 
@@ -63,7 +63,7 @@ def run_action(run: Run, action: Action) -> Outcome:
     After a restore, reports of the steps that it undid are logged and not processed. If the restore failed, they stay
     in the mailbox and are processed like all others.
     """
-    run.narrator.note(action)
+    run.reporter.note(action)
     if action.kind is ActionKind.check:
         for facts, values in run.parts.mailbox.take(everything=True):  # these steps stay
             run.process_report(facts, values)
@@ -72,7 +72,7 @@ def run_action(run: Run, action: Action) -> Outcome:
     if action.kind in RESTORES and outcome.succeeded:
         for facts, values in run.parts.mailbox.take(everything=True):
             run.log_step(facts, values)
-    run.narrator.emit(outcome)
+    run.reporter.emit(outcome)
     return outcome
 
 
@@ -205,7 +205,11 @@ def rollback_targets(action: Action, parts: Parts) -> list[tuple[str, int]]:
     """
     if action.incident:
         return parts.checkpoints.rollback_targets(before=action.onset)
-    return [(name, taken) for name, taken in parts.checkpoints.rollback_targets(until_step=action.step) if taken < action.onset]
+    return [
+        (name, taken)
+        for name, taken in parts.checkpoints.rollback_targets(until_step=action.step)
+        if taken < action.onset
+    ]
 
 
 def prepare(action: Action, parts: Parts, *, iteration: int) -> None:

@@ -18,7 +18,7 @@ from harness.core.locking import run_lease
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.data.corpus.corpus_record import render_record
-from harness.distributed.collectives import run_on_rank_zero, run_on_all_ranks
+from harness.distributed.collectives import run_on_all_ranks, run_on_rank_zero
 from harness.recovery import set_rate
 from harness.run_corpus import RunData
 from harness.telemetry.event_log import events_since, last_iteration

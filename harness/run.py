@@ -76,15 +76,15 @@ class Run:
         parts, state = self.parts, self.state
         if measured := parts.check.receive(facts.iteration):
             self.reporter.note(measured)
-            parts.sentinel.measure(measured)
+            parts.sentinel.on_held_out_measured(measured)
         record = self.log_step(facts, values)
-        state.set_progress(refused=record.refused)
+        state.correct_step(refused=record.refused)
         if is_halted or record.digests:
             return record, None
-        findings, action = parts.sentinel.judge(record)
+        findings, action = parts.sentinel.process_record(record)
         for finding in findings:
             self.reporter.note(finding)
-        parts.keeper.set_progress(
+        parts.checkpoints.on_step_record(
             record, state, doubtful_since=parts.sentinel.policy.doubtful_since, remembered=parts.sentinel.memory
         )
         return record, action

@@ -29,11 +29,11 @@ from harness.data.corpus.corpus_record import (
     DataRecord,
     FileRecord,
     SourceRecord,
+    append_batch_size,
     compare,
+    join_first,
     next_pass,
     read_record,
-    append_batch_size,
-    join_first,
 )
 from harness.data.corpus.file_probe import ListedFile, list_files
 from harness.data.corpus.host_agreement import KeyedFile, agree_on_files
@@ -229,7 +229,9 @@ def with_probes(name: str, source: SourceRecord, probes: Sequence[str]) -> Sourc
 def progress_of(run: RunDir) -> Progress:
     """Read from checkpoints and ledger how far the run has come."""
     cursors = [
-        cursor_of(each.path) for each in catalog.list_checkpoints(run.checkpoints) if each.health is not catalog.Health.tainted
+        cursor_of(each.path)
+        for each in catalog.list_checkpoints(run.checkpoints)
+        if each.health is not catalog.Health.tainted
     ]
     entries = Ledger.load(run.ledger, writer=False)
     excluded = max((entry.last + 1 for entry in entries if isinstance(entry, Exclusion)), default=0)

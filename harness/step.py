@@ -19,7 +19,7 @@ from harness.data.batch import Batch
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.fsdp import free_gathered_weights, set_replica_all_reduce
 from harness.model.transformer import document_mask
-from harness.sentinel.device.gate import Judgement
+from harness.sentinel.device.gate import GateDecision
 from harness.sentinel.device.step_report import Totals, pack_report, totals
 
 
@@ -77,7 +77,7 @@ def reduce_signals(parts: Parts, *, cfg: Config, probe: bool) -> StepSignals:
 
 
 @torch.no_grad()
-def gate(parts: Parts, signals: StepSignals, *, planned: bool) -> Judgement:
+def gate(parts: Parts, signals: StepSignals, *, planned: bool) -> GateDecision:
     """Accept or reject the update, from the reduced loss and gradient norm.
 
     The decision is one bit on the device, equal on every rank. `planned` widens the bounds after a planned change of
@@ -88,7 +88,7 @@ def gate(parts: Parts, signals: StepSignals, *, planned: bool) -> Judgement:
 
 
 @torch.no_grad()
-def apply_update(parts: Parts, signals: StepSignals, decision: Judgement) -> torch.Tensor:
+def apply_update(parts: Parts, signals: StepSignals, decision: GateDecision) -> torch.Tensor:
     """Apply the clipped AdamW update, or leave every parameter and moment bit for bit as it is if it was rejected.
 
     Returns the report of the step: everything that the host reads later, as one vector.

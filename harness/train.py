@@ -38,7 +38,7 @@ from harness.core.rundir import append_line
 from harness.core.state import RunState
 from harness.data.batch import Batch
 from harness.data.batch_facts import facts_to_record
-from harness.distributed.comm_stats import enter_on_all_ranks, run_on_rank_zero, run_on_all_ranks
+from harness.distributed.collectives import enter_on_all_ranks, run_on_all_ranks, run_on_rank_zero
 from harness.distributed.world import World, connected, rank_from_environment
 from harness.precision.attention import fast_attention
 from harness.precision.fp8.engine import require_engine

@@ -29,7 +29,7 @@ from harness.config.errors import StorageError
 from harness.config.schema import Config
 from harness.core.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, ReducedRecord
 from harness.core.state import RunState
-from harness.distributed.collectives import run_on_rank_zero, gather_results
+from harness.distributed.collectives import gather_results, run_on_rank_zero
 from harness.distributed.world import World
 
 

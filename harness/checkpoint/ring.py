@@ -26,6 +26,7 @@ from harness.config.errors import ConfigError
 from harness.core.state import RunState
 from harness.distributed.collectives import all_reduce_min, gather_results
 from harness.distributed.shards import like_on_host, local
+from harness.distributed.torch_private.foreach import foreach_copy_
 from harness.distributed.world import World, num_local_ranks
 
 BYTES_PER_GB = 1e9
@@ -116,7 +117,7 @@ class Ring:
         return slot
 
     def _copy(self, slot: Slot) -> None:
-        torch._foreach_copy_(list(slot.tensors.values()), list(self._live.values()), non_blocking=True)
+        foreach_copy_(list(slot.tensors.values()), list(self._live.values()), non_blocking=True)
 
     def finish_copy(self) -> None:
         """Make the current stream wait for the running copy; call before anything changes the state."""
@@ -162,7 +163,7 @@ class Ring:
         assert slot.is_complete, "only a complete snapshot can be restored"
         slot.wait()
         self.finish_copy()
-        torch._foreach_copy_(list(self._live.values()), list(slot.tensors.values()), non_blocking=True)
+        foreach_copy_(list(self._live.values()), list(slot.tensors.values()), non_blocking=True)
         if self._on_gpu:
             torch.cuda.current_stream().synchronize()  # sync: a rewind is rare, and the slot may be written to next
         return replace(slot.state)

@@ -49,7 +49,7 @@ from harness.checkpoint.tensor_index import METADATA_FILE, TensorIndex
 from harness.config.errors import ConfigError, StorageError
 from harness.core.rundir import write_atomically
 from harness.core.state import RunState
-from harness.distributed.collectives import run_on_rank_zero, gather_results
+from harness.distributed.collectives import gather_results, run_on_rank_zero
 from harness.distributed.shards import local
 from harness.distributed.world import World
 
@@ -100,7 +100,8 @@ def write(
         measured = gather_results(lambda: _hash_own_shards(scratch, world.rank), world.background_group)
         files = {name: entry for entries in measured for name, entry in entries.items()}
         finished = gather_results(
-            lambda: _publish(scratch, target, state, files, world, rollback) if world.is_first else 0, world.background_group
+            lambda: _publish(scratch, target, state, files, world, rollback) if world.is_first else 0,
+            world.background_group,
         )
         return Written(target, max(finished))
     except CheckpointException as error:
@@ -114,7 +115,9 @@ def _write_shards(scratch: Path, tensors: dict[str, Tensor], plan_cache: SavePla
     """Write all shards, with the cached plan if the tensors of every rank have the layout of the last save."""
     signature = signature_of(tensors)
     if all(gather_results(lambda: plan_cache.fits(signature), world.background_group)):
-        if all(gather_results(lambda: _write_with_cached_plan(scratch, tensors, plan_cache, world), world.background_group)):
+        if all(
+            gather_results(lambda: _write_with_cached_plan(scratch, tensors, plan_cache, world), world.background_group)
+        ):
             return
         gather_results(lambda: _recreate_directory(scratch) if world.is_first else None, world.background_group)
     plan_cache.plan = None

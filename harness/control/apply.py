@@ -29,7 +29,7 @@ from harness.core.events import Action, ActionKind, Outcome
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
 from harness.data.order.ledger import Ledger
-from harness.distributed.collectives import broadcast, run_on_rank_zero, together
+from harness.distributed.collectives import broadcast, gather_results, run_on_rank_zero
 from harness.recovery import run_action, run_actions
 from harness.run import Ending, Run
 from harness.telemetry.heartbeat import Phase
@@ -46,7 +46,7 @@ def run_operator_commands(run: Run) -> Ending | None:
             is_paused = isinstance(command.order, Pause) or (is_paused and not isinstance(command.order, Resume))
             changes, ending = apply_command(run, command)
             event = intervention_event(command, run.state.iteration, changes)
-            run.narrator.emit(event)
+            run.reporter.emit(event)
             if run.inbox:
                 run.inbox.done(command, event)
             if ending is not None:
@@ -56,7 +56,7 @@ def run_operator_commands(run: Run) -> Ending | None:
         run.heart.beat(run.state, Phase.pause)
         if run.inbox:
             run.inbox.wait(PAUSE_POLL_S)
-        if any(together(lambda: bool(run.stop))):
+        if any(gather_results(lambda: bool(run.stop))):
             return Ending(EXIT_INTERRUPTED, "stopped")
 
 
@@ -66,7 +66,7 @@ def apply_command(run: Run, command: Command) -> tuple[dict[str, Any], Ending | 
     if refusal := broadcast(refusal_of(run.directory, order) if run.inbox else ""):
         return {REFUSED: refusal}, None
     if isinstance(order, SaveCheckpoint):
-        parts.keeper.ask()
+        parts.checkpoints.request_save()
     if isinstance(order, Rate):
         run.state.lr_factor = order.factor
     try:
@@ -75,12 +75,12 @@ def apply_command(run: Run, command: Command) -> tuple[dict[str, Any], Ending | 
         return {REFUSED: f"cannot be done: {error}"}, None
     if action is None:
         return changes_of(order, None, None), None
-    parts.sentinel.obey(action)
+    parts.sentinel.on_operator_action(action)
     outcome = run_action(run, action)
     changes = changes_of(order, action, outcome)
     if outcome.is_torn:
         return changes, Ending(EXIT_HALTED, outcome.reason)
-    return changes, run_actions(run, parts.sentinel.hear(outcome))
+    return changes, run_actions(run, parts.sentinel.on_outcome(outcome))
 
 
 def action_of(order: Order, reason: str, parts: Parts, state: RunState) -> Action | None:

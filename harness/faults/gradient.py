@@ -1,6 +1,6 @@
 """Injects a bad gradient on one rank, before the reduce-scatter.
 
-Why: a broken GPU, a bad link or a bad kernel before_measuring shows as a bad gradient on one rank. After the reduction it is bad
+Why: a broken GPU, a bad link or a bad kernel first shows as a bad gradient on one rank. After the reduction it is bad
 on all ranks, so the fault must come before.
 How: with more than one rank, each sharded module passes its flat, unreduced gradient to its reduce-scatter. That of the
 module that owns the layer is wrapped: it changes the gradient, then measures and reduces it as usual, so the signals

@@ -4,7 +4,7 @@
     python -m tests.bench.sentinel +experiment=1b_bf16      1.26B parameters, 4k x 8 tokens
 
 *On* is the loop's own step: signals, probes every `sentinel.probe_every` steps, the all-reduce, the gate, the update
-it can skip_mask, the report to the host, and there reading it, detectors, policy and the checkpoints's books. *Off* is the
+it can reject, the report to the host, and there reading it, detectors, policy and the checkpoint manager. *Off* is the
 least that trains the same model on the same data: forward, backward, the norm of the gradient by the same kernel, and
 the same AdamW with clipping folded in; nothing is read back, and the host stays at most `sentinel.lag` steps ahead, as
 it does in the loop. Both go on with the same weights. Blocks of steps alternate, and so does which of the two comes

@@ -38,7 +38,7 @@ from harness.distributed.shards import local
 from harness.distributed.world import World, connect
 from harness.faults.site import intercept
 from harness.run import Run
-from harness.step import forward_backward, finish_step, loss_sums
+from harness.step import finish_step, forward_backward, loss_sums
 
 TINY = (
     "model.dim=32",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +26,7 @@ from harness.distributed.torch_private.attention_ops import ATTENTION_OPS
 from harness.distributed.torch_private.compiled_call import discard_compiled_call
 from harness.distributed.torch_private.foreach import foreach_add_, foreach_copy_, foreach_norm
 from harness.distributed.torch_private.fsdp_collectives import DefaultAllGather, DefaultReduceScatter
-from harness.distributed.torch_private.fsdp_param import FSDPParam, cast_on_copy, fsdp_params
+from harness.distributed.torch_private.fsdp_param import cast_on_copy, fsdp_params
 from harness.distributed.torch_private.pytree import tree_map
 from harness.distributed.torch_private.storage_info import StorageInfo
 
@@ -41,7 +42,8 @@ def make_model() -> Iterator[MakeModel]:
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         model = nn.Linear(4, 6, bias=False)
-        return fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), mp_policy=precision)
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), mp_policy=precision)
+        return model
 
     yield make
     dist.destroy_process_group()
@@ -216,7 +218,7 @@ def test_forward_hooks() -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch is built without oneDNN")  # type: ignore[no-untyped-call]
 def test_mkldnn_support(name: str) -> None:
     """`harness.precision.mixed_precision` asks whether the CPU has half-precision matmuls."""
     assert isinstance(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")(), bool)

@@ -73,8 +73,8 @@ def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
     calls = 0
     cursor = -1
 
-    def build(*arguments: Any, **arguments: Any) -> Parts:
-        parts: Parts = genuine["build"](*arguments, **arguments)
+    def build(*arguments: Any, **options: Any) -> Parts:
+        parts: Parts = genuine["build"](*arguments, **options)
         held.append(_Witness(parts))  # type: ignore[arg-type]
         batches = parts.batches
         if fault is not None and fault.kind == "data":
@@ -93,17 +93,17 @@ def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
             return False
         return cursor == fault.batch or calls == fault.iteration
 
-    def forward_backward(parts: Parts, *arguments: Any, **arguments: Any) -> None:
+    def forward_backward(parts: Parts, *arguments: Any, **options: Any) -> None:
         nonlocal calls
         calls += 1
         assert fault is None or fault.kind in ("gradient", "weights", "digest", "data")
         with (
             spoiled_gradient(parts, fault.factor) if fault and fault.kind == "gradient" and strikes(parts) else _calm()
         ):
-            genuine["forward_backward"](parts, *arguments, **arguments)
+            genuine["forward_backward"](parts, *arguments, **options)
 
-    def apply_update(parts: Parts, **arguments: Any) -> Tensor:
-        report: Tensor = genuine["apply_update"](parts, **arguments)
+    def apply_update(parts: Parts, *arguments: Any) -> Tensor:
+        report: Tensor = genuine["apply_update"](parts, *arguments)
         if fault and fault.kind == "weights" and strikes(parts):
             with torch.no_grad():
                 local(parts.update.parameters[BROKEN_WEIGHT]).mul_(fault.factor)

@@ -27,9 +27,9 @@ from harness.distributed.world import connect, disconnect
 from harness.precision.attention import fast_attention
 from harness.recovery import recover
 from harness.run import Run
-from harness.sentinel.detect.baseline import FLOATS, advance, initial_state, beyond, gate_bounds
+from harness.sentinel.detect.baseline import FLOATS, advance, beyond, gate_bounds, initial_state
 from harness.sentinel.device.gate import Gate
-from harness.step import forward_backward, finish_step
+from harness.step import finish_step, forward_backward
 from harness.telemetry.event_reporter import EventReporter
 from harness.telemetry.heartbeat import Heartbeat
 from harness.train import train

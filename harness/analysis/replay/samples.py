@@ -14,8 +14,9 @@ import torch
 from harness.build import Parts
 from harness.data.batch import Batch
 from harness.data.batch_view import view_batch
-from harness.distributed.comm_stats import gather_results
+from harness.distributed.collectives import gather_results
 from harness.distributed.shards import local
+from harness.distributed.torch_private.foreach import foreach_norm
 from harness.step import mask_of
 
 LONGEST_TEXT = 160
@@ -77,5 +78,5 @@ def _weigh_own(parts: Parts, batch: Batch) -> list[tuple[float, float]]:
 def _own_square(parts: Parts) -> torch.Tensor:
     """Where nothing is reduced, the gradient that is there is this rank's own."""
     gradients = [local(p.grad) for p in parts.update.parameters.values() if p.grad is not None]
-    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    norms = foreach_norm(gradients, 2, dtype=torch.float32)
     return torch.stack(norms).square().sum()

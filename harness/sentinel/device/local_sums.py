@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.distributed.shards import local
+from harness.distributed.torch_private.foreach import foreach_norm
 from harness.sentinel.device.slots import DIGEST_BITS
 
 DIGEST_MODULUS = 2**DIGEST_BITS - 3
@@ -36,7 +37,7 @@ class StateSums(NamedTuple):
 
 def square_sums(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of squares of each tensor [number of tensors]."""
-    norms = torch._foreach_norm([local(tensor) for tensor in tensors], 2, dtype=torch.float32)
+    norms = foreach_norm([local(tensor) for tensor in tensors], 2, dtype=torch.float32)
     return torch.stack(norms).square()
 
 
@@ -54,7 +55,7 @@ def state_sums(
     pairs = zip(map(local, firsts), map(local, seconds), strict=True)
     return StateSums(
         weight_squares=square_sums(weights),
-        seconds=torch.stack(torch._foreach_norm([local(second) for second in seconds], 1, dtype=torch.float32)),
+        seconds=torch.stack(foreach_norm([local(second) for second in seconds], 1, dtype=torch.float32)),
         second_squares=square_sums(seconds),
         directions=torch.stack([_direction_square(*pair, correction, eps=eps) for pair in pairs]),
     )

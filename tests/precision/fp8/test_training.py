@@ -23,7 +23,7 @@ from harness.distributed.world import connect, disconnect
 from harness.precision.fp8.layers import PRIMED_STEPS
 from harness.precision.fp8.meters import Column, Role
 from harness.recovery import recover
-from harness.step import forward_backward, finish_step
+from harness.step import finish_step, forward_backward
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
