@@ -122,7 +122,7 @@ def test_rare_tokens_are_limited_in_every_batch() -> None:
     ("overrides", "line"),
     [
         (["train.sequence_length=1000000"], r"train\.sequence_length: must be at most \d+"),
-        (["train.batch_size=5000"], r"train\.batch_size: must be at most the \d+ sequences there"),
+        (["train.batch_size=5000"], r"train\.batch_size: must be at most the \d+ sequences of training"),
         (["data=mixture", "train.batch_size=20000"], r"train\.batch_size: must be at most the \d+ sequences of text"),
         (["data.eval_fraction=0.002"], r"data\.eval_fraction: holds out \d sequences, fewer than one batch of 8"),
         (["data=mixture", "data.eval_fraction=0.001"], r"data\.eval_fraction: holds out \d sequences of text, fewer"),
@@ -135,7 +135,7 @@ def test_rare_tokens_are_limited_in_every_batch() -> None:
             ["data=mixture", "data.stratify.rare_below=3"],
             r"data\.stratify\.rare_below: must be 0 \(off\) for a mixture",
         ),
-        (["data.stratify.rare_below=9999"], r"data\.stratify\.max_per_batch: must be at least \d+: token \d+ occurs"),
+        (["data.stratify.rare_below=9999"], r"data\.stratify\.max_per_batch: must be at least \d+: sequence \d+ alone contains"),
     ],
 )
 def test_invalid_data_config_names_the_key(overrides: list[str], line: str) -> None:
@@ -170,7 +170,7 @@ def test_removed_file_stops_the_run_and_is_named(prefix: Path) -> None:
     with _opened(load(["data=files", *SMALL, f"data.sources.main.paths=[{prefix}]"])) as (train, _):
         train[0]
         prefix.with_suffix(".bin").unlink()
-        with pytest.raises(ConfigError, match=rf"^data\.sources\.main\.paths: {prefix}\.bin: vanished"):
+        with pytest.raises(ConfigError, match=rf"^data\.sources\.main\.paths: {prefix}\.bin: was removed"):
             train[100]
 
 

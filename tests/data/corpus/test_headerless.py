@@ -105,8 +105,8 @@ def test_numpy_files_are_read(tmp_path: Path, name: str, dtype: str) -> None:
     ("array", "message"),
     [
         (np.zeros(5), "contains float64; token ids must be integers"),
-        (np.zeros(5, dtype=bool), "holds bool"),
-        (np.array(["a"]), "holds <U1"),
+        (np.zeros(5, dtype=bool), "contains bool"),
+        (np.array(["a"]), "contains <U1"),
         (np.zeros((5, 2), dtype=np.int32), r"has shape \(5, 2\)"),
         (np.asfortranarray(np.zeros((5, 2), dtype=np.int32)), r"has shape \(5, 2\)"),
         (np.array(3), r"has shape \(\)"),

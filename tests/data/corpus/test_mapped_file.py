@@ -21,7 +21,7 @@ OPEN_ALL = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
 import numpy as np
-from harness.config.schema import DataKind, SourceConfig, SyntheticConfig
+from harness.config.data import DataKind, SourceConfig, SyntheticConfig
 from harness.data.corpus.corpora import build_corpus
 from harness.data.corpus.corpus import SampleShape
 settings = {"num_samples": 9, "zipf_exponent": 1.0, "repeat_probability": 0.5, "rare_tokens": 0}

@@ -122,7 +122,7 @@ def test_removed_or_truncated_file_is_named(tmp_path: Path, deed: str) -> None:
     corpus, path = _open(tmp_path / "corpus"), tmp_path / "corpus.bin"
     corpus.sample(3)
     path.unlink() if deed == "unlink" else path.write_bytes(b"")
-    with pytest.raises(ConfigError, match=rf"^data\.sources\.main\.paths: {path}: (vanished|changed)") as caught:
+    with pytest.raises(ConfigError, match=rf"^data\.sources\.main\.paths: {path}: (was removed|changed)") as caught:
         corpus.sample(3)
     assert "\n" not in str(caught.value)
 

@@ -192,8 +192,8 @@ def test_last_line_without_newline_counts(tmp_path: Path) -> None:
             b'{"version": 1, "kind": "weights", "from_batch": 5, "weights": {"a": -1}, "reason": "", "time": 1}',
             "of 0 or",
         ),
-        (b'{"version": 1, "kind": "weights", "from_batch": 5, "reason": "x", "time": 1}', "kind 'weights' needs"),
-        (b'{"version": 1, "kind": "swap", "first": 5, "last": 6, "reason": "x", "time": 1}', "kind 'swap' needs"),
+        (b'{"version": 1, "kind": "weights", "from_batch": 5, "reason": "x", "time": 1}', "kind 'weights' must"),
+        (b'{"version": 1, "kind": "swap", "first": 5, "last": 6, "reason": "x", "time": 1}', "kind 'swap' must"),
     ],
 )
 def test_a_corrupt_line_is_named(tmp_path: Path, line: bytes, complaint: str) -> None:

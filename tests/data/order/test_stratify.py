@@ -159,7 +159,7 @@ def test_sample_above_the_limit_names_the_smallest_valid_limit() -> None:
     table = _table(50, 0, seed=0)
     table[17, :4] = 30
     with pytest.raises(
-        ConfigError, match=r"^data\.stratify\.max_per_batch: must be at least 4: token 30 .* sequence 17"
+        ConfigError, match=r"^data\.stratify\.max_per_batch: must be at least 4: sequence 17 .* token 30"
     ):
         _stratified(table, below=10, limit=3, batch_size=4, seed=0)
     _stratified(table, below=10, limit=4, batch_size=4, seed=0)
