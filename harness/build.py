@@ -27,7 +27,8 @@ from harness.data.order.ledger import Ledger
 from harness.data.sources import RecordedData, make_rare_index, open_data
 from harness.distributed.collectives import all_reduce_min, gather_results, run_on_all_ranks, run_on_rank_zero
 from harness.distributed.compute_clock import ComputeClock
-from harness.distributed.fsdp import CommStats, shard
+from harness.distributed.fsdp import shard
+from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World, device_memory_bytes
 from harness.held_out import HeldOut, open_held_out
 from harness.model.init import initialize
@@ -91,7 +92,7 @@ def state_tensors(update: Update, loss_scale: LossScale, gate: Gate) -> dict[str
     counters = {
         "device.step": update.step,
         "device.lr_scale": update.lr_scale,
-        "device.loss_scale": loss_scale.loss_scale,
+        "device.scale": loss_scale.value,
         "device.clean_steps": loss_scale.clean_steps,
         "device.gate": gate.history,
     }

@@ -65,12 +65,12 @@ def run_action(run: Run, action: Action) -> Outcome:
     """
     run.reporter.note(action)
     if action.kind is ActionKind.check:
-        for facts, values in run.parts.mailbox.take(everything=True):  # these steps stay
+        for facts, values in run.parts.mailbox.read(everything=True):  # these steps stay
             run.process_report(facts, values)
     with run.heart.during(Phase.restore):
         outcome = recover(action, run.parts, run.state, root=run.directory.checkpoints)
     if action.kind in RESTORES and outcome.succeeded:
-        for facts, values in run.parts.mailbox.take(everything=True):
+        for facts, values in run.parts.mailbox.read(everything=True):
             run.log_step(facts, values)
     run.reporter.emit(outcome)
     return outcome
@@ -92,7 +92,7 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
         state.return_to(restored.state)
         parts.sentinel.rewind(restored.state.sentinel)
         parts.fp8_layers.reset_scale_history()
-        parts.check.reset_scale_history()
+        parts.check.forget()
     set_rate(parts, state, is_restored=restored is not None)
     is_done = action.kind is not ActionKind.precision or parts.fp8_layers.can_fall_back
     if action.kind in RESTORES:

@@ -25,7 +25,7 @@ from harness.sentinel.device.step_report import Totals, pack_report, totals
 
 def forward_backward(parts: Parts, batch: Batch, *, cfg: Config, probe: bool) -> None:
     """Compute the gradients of the mean loss over the global batch, one micro-batch at a time."""
-    seed = parts.loss_scale.loss_scale / (cfg.train.batch_size * cfg.train.sequence_length)
+    seed = parts.loss_scale.value / (cfg.train.batch_size * cfg.train.sequence_length)
     micro_batches = batch.micro_batches(cfg.train.micro_batch_size)
     for number, rows in enumerate(micro_batches, start=1):
         if parts.world.replicate > 1:
@@ -69,7 +69,7 @@ def reduce_signals(parts: Parts, *, cfg: Config, probe: bool) -> StepSignals:
     if probe and parts.fp8_layers.in_fp8:
         parts.signals.add_fp8(parts.fp8_layers.take_sums())
     reduced = parts.signals.reduce()
-    scale = parts.loss_scale.loss_scale.clone()
+    scale = parts.loss_scale.value.clone()
     expected = cfg.train.batch_size * cfg.train.sequence_length
     return StepSignals(
         reduced, totals(parts.signals.layout, reduced, scale=scale, expected_tokens=expected), loss_scale=scale

@@ -293,7 +293,7 @@ def load_first(
         try:
             opened = _open(root / name, tensors, world=world, retry=retry)
             prepare(name)
-            _fill(root / name, tensors, opened.index, retry=retry)
+            _fill(root / name, tensors, opened.tensor_index, retry=retry)
             return LoadResult(LoadedCheckpoint(opened.state, name), damage, unread)
         except Damaged as error:
             damage.append(error)
@@ -304,9 +304,9 @@ def load_first(
             if not skip_unreadable:
                 raise
             unread.append(error)
-    for error in unread:
-        if isinstance(error, StorageError):
-            raise error
+    for problem in unread:
+        if isinstance(problem, StorageError):
+            raise problem
     return LoadResult(None, damage, unread)
 
 
@@ -323,7 +323,7 @@ def _require_health(checkpoint: Checkpoint) -> Health:
 
 
 class _Opened(NamedTuple):
-    index: TensorIndex
+    tensor_index: TensorIndex
     state: RunState
 
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from harness.checkpoint.integrity import OtherVersion, is_plain_name, storage_error
+from harness.distributed.torch_private.storage_info import StorageInfo
 
 METADATA_FILE = ".metadata"
 _DESCRIPTION = "torch.distributed.checkpoint.metadata"

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from harness.distributed.fsdp import CommStats, MeasuredReduceScatter
+from harness.distributed.reduce_scatter import CommStats, MeasuredReduceScatter
 from harness.distributed.shards import local
 from harness.faults.plan import FaultKind
 from harness.faults.site import Site, intercept
@@ -50,7 +50,7 @@ class CorruptGradient:
             owner = parts.model.get_submodule(self._group)
             _run_before_reduction(owner, parts.comm_stats, self._corrupt)
         else:
-            parts.signals = intercept(parts.signals, "add_gradients", self._corrupt_stored, before_measuring=True)
+            parts.signals = intercept(parts.signals, "add_gradients", self._corrupt_stored, first=True)
 
     def before(self, iteration: int) -> None:
         self._armed = self._site.strikes(iteration)

@@ -63,12 +63,12 @@ class Watched:
     parts: Parts
     state: RunState
     root: Path
-    build_meter: Meter
+    meter: Meter
     judging_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
     def run(self, num_steps: int, begin: Callable[[], None] = nothing) -> None:
-        self.build_meter.resume(time.perf_counter())
+        self.meter.resume(time.perf_counter())
         for _ in led(num_steps, begin):
             self.step()
         self.hear(everything=True)
@@ -117,13 +117,13 @@ class Watched:
             clip_norm=self.cfg.optim.clip_norm,
             replicate=parts.world.replicate,
         )
-        rates = self.build_meter.tick(facts.posted_s)
+        rates = self.meter.tick(facts.posted_s)
         record = replace(read, step_time_s=rates.step_time_s, tokens_per_s=rates.tokens_per_s)
         self.losses.append(record.loss)
         state.correct_step(refused=record.refused)
         _, action = parts.sentinel.process_record(record)
         doubtful_since = parts.sentinel.policy.doubtful_since
-        parts.checkpoints.correct_step(record, state, doubtful_since=doubtful_since, remembered=parts.sentinel.memory)
+        parts.checkpoints.on_step_record(record, state, doubtful_since=doubtful_since, remembered=parts.sentinel.memory)
         self.act(action)
 
     def act(self, action: Action | None) -> None:
@@ -158,7 +158,7 @@ class Plain:
         for rows in batch.micro_batches(cfg.train.micro_batch_size or len(batch.inputs)):
             with parts.fp8_layers.probing(False):
                 parts.model(rows.inputs, rows.targets, seed=seed, mask=mask_of(rows)).objective.backward()
-        parts.fp8_layers.correct_step(torch.zeros((), device=parts.world.device))
+        parts.fp8_layers.update_scale_history(torch.zeros((), device=parts.world.device))
         self.update()
         if parts.world.device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -83,10 +83,10 @@ class Played:
     def step(self, **flags: Any) -> bool:
         is_saved = self.issue()
         self.report(self.state.iteration, **flags)
-        self.complete()
+        self.finish_saves()
         return is_saved
 
-    def settle(self) -> None:
+    def finish_saves(self) -> None:
         """Wait for the writer thread and collect its events."""
         self.checkpoints.finish()
         self.log.extend(self.checkpoints.drain_events())
@@ -138,12 +138,12 @@ def test_save_waits_for_its_report_and_next_save_waits_for_it(tmp_path: Path, wo
     assert run.checkpoints._queued.is_saving, "or the ring would write over it"
     for iteration in (1, 2):
         run.report(iteration)
-    run.complete()
+    run.finish_saves()
     assert run.saved == [2], "the one of step 4 was due before the report of step 2"
     assert run.issue(), "and comes as soon as it can"
     for iteration in range(3, 7):
         run.report(iteration)
-    run.complete()
+    run.finish_saves()
     assert run.saved == [2, 6]
     assert not any(slot.is_saving for slot in run.ring._slots)
 
@@ -232,7 +232,7 @@ def test_non_finite_state_or_full_disk_emits_an_event_and_the_next_save_works(tm
     run.state.advance(next_cursor=1, tokens=10)
     run.checkpoints.snapshot_if_due(run.state)
     run.report(1)
-    run.complete()
+    run.finish_saves()
     run.root.write_text("a file where the directory should be")
     run.step()
     run.root.unlink()
@@ -274,12 +274,12 @@ def test_the_last_state_of_a_run_is_good_after_clean_steps(
     for iteration in range(1, num_steps + 1):
         run.step(refused=iteration == refused_at)
     assert run.checkpoints.save_last(run.state, is_done=is_done, remembered=lambda: {"reports": "all"})
-    run.complete()
+    run.finish_saves()
     path = tmp_path / name_of(run.state.step, 0)
     assert (catalog.health_of(path), [each for _, each in run.marks]) == (expected, [reason] if reason else [])
     assert store.read_state(path).sentinel == {"reports": "all"}
     assert run.checkpoints.save_last(run.state, is_done=is_done), "it is on disk already"
-    run.complete()
+    run.finish_saves()
     assert len(run.saved) == 1
 
 

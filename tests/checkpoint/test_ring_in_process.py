@@ -34,13 +34,13 @@ class Bench:
         self.tensor: Tensor = torch.zeros(3)
         self.ring = Ring({"tensor": self.tensor}, cfg=config(slots), world=world)
 
-    def take(self, iteration: int, *, settled: bool = True) -> None:
+    def take(self, iteration: int, *, complete: bool = True) -> None:
         self.tensor.fill_(iteration)
         self.ring.take_snapshot(RunState(iteration=iteration, step=iteration))
-        if settled:
+        if complete:
             self.complete(iteration)
 
-    def settle(self, iteration: int, *, step: int | None = None) -> None:
+    def complete(self, iteration: int, *, step: int | None = None) -> None:
         slot = self.ring.find_incomplete(iteration)
         assert slot is not None
         slot.complete(step=iteration if step is None else step, refused_in_row=0)
@@ -67,7 +67,7 @@ def test_targets_follow_trust_and_distrust(world: World) -> None:
     assert bench.target() is None, "no step was computed from it yet"
     bench.ring.trust(11)
     assert bench.target() == 10
-    bench.take(20, settled=False)
+    bench.take(20, complete=False)
     bench.ring.trust(21)
     assert bench.target() == 10, "its own step has not reported yet"
     bench.complete(20, step=19)
@@ -202,7 +202,7 @@ def test_reading_a_snapshot_waits_for_its_copy(world: World) -> None:
     ("free_bytes", "memory_gb", "slots", "problem"),
     [
         (1536, None, 2, ""),
-        (1535, None, 2, "take 3 x 2.56e-07 GB on a machine with 2 ranks, 7.68e-07 GB of host memory; allowed are "),
+        (1535, None, 2, "need 3 x 2.56e-07 GB on a machine with 2 ranks, 7.68e-07 GB of host memory; allowed are "),
         (1, 768e-9, 2, ""),
         (10**12, 767e-9, 2, "allowed are 7.67e-07 GB, enough for checkpoint.ring.slots=0"),
         (10**12, 768e-9, 3, "allowed are 7.68e-07 GB, enough for checkpoint.ring.slots=2"),

@@ -219,7 +219,7 @@ class Driven:
             layout.part(vector, "fp8_nonzeros").fill_(1.0)
             layout.part(vector, "fp8_tensors").fill_(1.0)
             layout.part(vector, "fp8_scales").fill_(1.0)
-            signals._say("weight_digest", torch.tensor(float(said.weight_digest)))
+            signals._set_slot("weight_digest", torch.tensor(float(said.weight_digest)))
         signals.add_host_facts(
             decision=self.parts.sentinel.digest_with(branches), busy_s=said.busy_s, step_s=said.step_s
         )

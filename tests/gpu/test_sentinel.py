@@ -65,7 +65,7 @@ def a_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Iterat
     run = RunDir(directory)
     with (
         Heartbeat(run, rank=0, world_size=1, num_steps=cfg.train.num_steps) as heart,
-        EventReporter(cfg, run, world=parts.world, build_meter=build_meter(cfg, parts.world)) as reporter,
+        EventReporter(cfg, run, world=parts.world, meter=build_meter(cfg, parts.world)) as reporter,
         GcSchedule() as gc_schedule,
     ):
         yield Run(

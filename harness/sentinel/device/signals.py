@@ -23,7 +23,7 @@ from torch import Tensor
 
 from harness.core.events import TOKEN_LOSS_EDGES
 from harness.distributed.collectives import all_reduce_sum
-from harness.distributed.fsdp import CommStats
+from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World
 from harness.precision.fp8.meters import SCALE_EXPONENTS, Role
 from harness.sentinel.device.local_sums import (

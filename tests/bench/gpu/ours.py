@@ -11,6 +11,7 @@ import torch
 from harness.build import build
 from harness.core.rundir import RunDir
 from harness.distributed import fsdp
+from harness.distributed.reduce_scatter import CommStats, MeasuredReduceScatter
 from harness.distributed.world import World
 from harness.model.size import num_parameters
 from tests.bench import sentinel
@@ -59,9 +60,9 @@ def without_shortcuts(device: torch.device) -> Iterator[None]:
     Only FSDP's division of gradients stays left out: with several ranks it is part of the reduction.
     """
 
-    def measured_reduce_scatter() -> fsdp.MeasuredReduceScatter:
+    def measured_reduce_scatter() -> MeasuredReduceScatter:
         square_sum = torch.zeros((), device=device)
-        return fsdp.MeasuredReduceScatter(fsdp.CommStats(square_sum, measures_gradients=True, is_sharded=False))
+        return MeasuredReduceScatter(CommStats(square_sum, measures_gradients=True, is_sharded=False))
 
     replacements: dict[str, Any] = {"cast_on_copy": lambda _: None, "NoCopyReduceScatter": measured_reduce_scatter}
     kept = {name: getattr(fsdp, name) for name in replacements}
