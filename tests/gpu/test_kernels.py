@@ -55,9 +55,8 @@ def test_underflow_counts_match_torch(monkeypatch: pytest.MonkeyPatch, sample: i
         every = meters.sample_stride(values)
         meters.record_underflow(plain, before, after, scale, every=every)
         values_there, bytes_there = values.to(DEVICE), quantized.rows.view(torch.uint8).to(DEVICE)
-        count_underflow(
-            meters.sample_rows(values_there), meters.sample_rows(bytes_there), scale.to(DEVICE), own, every=every
-        )
+        sampled = meters.sample_rows(values_there), meters.sample_rows(bytes_there)
+        count_underflow(*sampled, scale.to(DEVICE), own, every=every)
     torch.testing.assert_close(own.cpu(), plain, rtol=1e-5, atol=0.0)
     assert plain[Column.underflows] > 0
 
