@@ -1,1 +1,1 @@
-"""Starts processes: the command line and its targets."""
+"""The command line, and everything that starts processes: local ranks, Slurm jobs, sweeps, drills."""

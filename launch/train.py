@@ -26,8 +26,8 @@ from harness.core.credentials import require_variable
 from harness.core.fast_imports import loading
 from harness.core.locking.run_lease import require_free
 from harness.core.rundir import check_resume, locate, name_run
-from launch.local.thread_count import ranks_expected, threads_of_a_rank
-from launch.local.worker import worker_of
+from launch.local.thread_count import count_expected_ranks, rank_thread_environment
+from launch.local.worker import select_worker
 from launch.sweeps.jobs import Composed
 from launch.sweeps.multirun import sweep_over
 
@@ -118,10 +118,10 @@ def start(cfg: Config) -> int:
     require(not cfg.launch.dry_run, "launch.dry_run", "is for launch=slurm; `harness train --cfg job` shows this one")
     several = f"{cfg.launch.nodes} machines are for launch=slurm, or for `python -m launch.local.node` on each of them"
     require(cfg.launch.nodes == 1, "launch.nodes", several)
-    with threads_of_a_rank(cfg, ranks_expected(cfg)), loading():
+    with rank_thread_environment(cfg, count_expected_ranks(cfg)), loading():
         from launch.local import start as local
 
-        worker = worker_of(locate(cfg))
+        worker = select_worker(locate(cfg))
     check_world(cfg, local.num_ranks(cfg))
     return local.launch(cfg, worker)
 

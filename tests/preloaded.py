@@ -16,7 +16,7 @@ with loading():
     for module in (
         "launch.train",
         "launch.local.node",
-        "launch.local",
+        "launch.local.start",
         "harness.faults.worker",
         "harness.train",
         "torch._dynamo",

@@ -110,7 +110,7 @@ def train(trial: Trial) -> Trial:
     """One run from its beginning to its end, on one thread."""
     import torch
 
-    from launch.local.worker import worker_of
+    from launch.local.worker import select_worker
 
     torch.set_num_threads(1)
     run = trial.run
@@ -120,7 +120,7 @@ def train(trial: Trial) -> Trial:
     place = [f"run.dir='{run.path.parent}'", f"run.name='{run.path.name}'", f"run.seed={trial.seed}"]
     cfg = load([EXPERIMENT, *place, *trial.words, *trial.cell.words])
     with (run.logs / "console.txt").open("w") as console, redirect_stdout(console):
-        code = worker_of(run)(cfg)
+        code = select_worker(run)(cfg)
     assert code == EXIT_DONE, f"{run.path} ended with {code}"
     return trial
 

@@ -1,1 +1,1 @@
-"""Starts and supervises the ranks of this machine, alone or as one node of many."""
+"""Starts and supervises the ranks of this node."""

@@ -1,14 +1,11 @@
-"""Torch's elastic agent, with three changes: the machines have gathered already, the processes of the ranks are there
-already, and a failure is told when it is seen.
+"""Torch's elastic agent with three changes: a finished rendezvous, pooled worker processes, and early failure reports.
 
-Why: torch's own rendezvous listens on every address of the machine, gives ranks in the order of arrival or asks for a
-port that nobody holds, and does not know when another machine is lost; it starts every rank as a new process, which
-imports torch once more; and its agent stops the remaining workers for up to half a minute before it says that one has
-died.
-How: `Gathered` hands on what `launch.local.rendezvous` found out; the store of torch listens on the socket that was
-opened there. The processes wait in `launch.local.worker_pool` for orders, which are torchrun's environment and the
-function to call.
-Left out: restarts inside one start. (torch 2.13 shares the store between them, with keys of the dead in it.)
+Why: torch's own rendezvous listens on every address of the machine, assigns ranks in order of arrival or needs a free
+port, and does not detect the loss of another node. It starts every rank as a new process, which imports torch again.
+Its agent stops the remaining workers for up to 30 s before it reports that one died.
+How: `StaticRendezvous` passes on the result of `launch.local.rendezvous`; torch's store listens on the socket opened
+there. The processes wait in `launch.local.worker_pool` for a task: torchrun's environment and the function to call.
+Left out: restarts inside one start. (torch 2.13 shares the store between them, with stale keys of dead ranks.)
 """
 
 from __future__ import annotations
@@ -33,48 +30,48 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from launch.local.node_group import Machines
-from launch.local.worker_pool import Orders, Reserved
+from launch.local.node_group import NodeGroup
+from launch.local.worker_pool import PooledWorker, WorkerTask
 
 POLL_S = 0.1
 STORE_TIMEOUT_S = 60.0
 EXIT_BARRIER_S = 30.0
-"""How long machine 0, where the store is, waits for the others to end after its own ranks have ended well."""
+"""How long node 0, which hosts the store, waits for the others after its own ranks ended without an error."""
 
-NO_FILE = ""
-"""Torch would look there for what a worker said at its end; `launch.local.ranks` knows better."""
+NO_ERROR_FILE = ""
+"""Torch would read a worker's error from this file; `launch.local.ranks` has its own."""
 
-Noticed = Callable[[ChildFailedError], None]
+FailureCallback = Callable[[ChildFailedError], None]
 
 
 @final
-class Gathered(RendezvousHandler):
-    """The rendezvous of machines that have met."""
+class StaticRendezvous(RendezvousHandler):
+    """A torch rendezvous handler for nodes that have already joined."""
 
-    def __init__(self, machines: Machines) -> None:
-        self._crew = machines
+    def __init__(self, group: NodeGroup) -> None:
+        self._group = group
 
     def get_backend(self) -> str:
-        return "gathered"
+        return "static"
 
     @property
     def use_agent_store(self) -> bool:
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        machines = self._crew
+        group = self._group
         listening: dict[str, Any] = {}
-        if machines.store_socket is not None:
-            listening = {"is_master": True, "master_listen_fd": machines.store_socket.detach()}
+        if group.store_socket is not None:
+            listening = {"is_master": True, "master_listen_fd": group.store_socket.detach()}
         store = TCPStore(
-            machines.address,
-            machines.store_port,
+            group.address,
+            group.store_port,
             wait_for_workers=False,
             timeout=timedelta(seconds=STORE_TIMEOUT_S),
             **listening,
         )
-        where = RendezvousStoreInfo(machines.address, machines.store_port)
-        return RendezvousInfo(store, machines.place.node, machines.place.nodes, where)
+        where = RendezvousStoreInfo(group.address, group.store_port)
+        return RendezvousInfo(store, group.spec.node_rank, group.spec.num_nodes, where)
 
     def is_closed(self) -> bool:
         return False
@@ -94,35 +91,41 @@ class Gathered(RendezvousHandler):
 
 @final
 class Agent(SimpleElasticAgent):
-    """Gives orders to the processes of this machine and waits for them."""
+    """Assigns tasks to the pooled workers of this node and waits for them."""
 
-    def __init__(self, spec: WorkerSpec, processes: Sequence[Reserved], orders: Sequence[Orders], noticed: Noticed):
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        processes: Sequence[PooledWorker],
+        tasks: Sequence[WorkerTask],
+        on_failure: FailureCallback,
+    ):
         super().__init__(spec, exit_barrier_timeout=EXIT_BARRIER_S)
-        self._processes, self._orders, self._noticed = processes, orders, noticed
+        self._processes, self._tasks, self._on_failure = processes, tasks, on_failure
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        for worker, process, orders in zip(worker_group.workers, self._processes, self._orders, strict=True):
+        for worker, process, task in zip(worker_group.workers, self._processes, self._tasks, strict=True):
             environment = torchrun_environment(worker_group, worker)
-            process.begin(replace(orders, environment=orders.environment | environment))
+            process.assign(replace(task, environment=task.environment | environment))
         return {local_rank: process.pid for local_rank, process in enumerate(self._processes)}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = {}
-        fallen = []
+        dead = []
         for worker, process in zip(worker_group.workers, self._processes, strict=True):
-            exit_code = process.exit_code  # before the pipe is read: what it returned is in there by then
-            code = process.returned()
+            exit_code = process.exit_code  # read before the pipe: a result is in the pipe by the time the process exits
+            code = process.poll_result()
             if code is not None:
                 codes[worker.global_rank] = code
             elif exit_code is not None:
-                fallen.append((exit_code >= 0, worker, process.pid, exit_code))
-        if fallen:
-            fallen.sort(key=lambda each: each[0])  # those that a signal killed first: no other made them fall
+                dead.append((exit_code >= 0, worker, process.pid, exit_code))
+        if dead:
+            dead.sort(key=lambda item: item[0])  # killed by a signal first: those are causes, not victims
             failures = {
-                worker.global_rank: ProcessFailure(worker.local_rank, pid, exit_code, NO_FILE)
-                for _, worker, pid, exit_code in fallen
+                worker.global_rank: ProcessFailure(worker.local_rank, pid, exit_code, NO_ERROR_FILE)
+                for _, worker, pid, exit_code in dead
             }
-            self._noticed(ChildFailedError("worker", failures))
+            self._on_failure(ChildFailedError("worker", failures))
             return RunResult(state=WorkerState.FAILED, failures=failures)
         if len(codes) < len(self._processes):
             return RunResult(state=WorkerState.HEALTHY)
@@ -132,21 +135,21 @@ class Agent(SimpleElasticAgent):
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Stop the workers that have not returned; the others are sent home by whoever holds them."""
+        """Stop the workers that are still running; the pool dismisses the others."""
         deadline_s = time.monotonic() + timeout
-        for process in self._working():
-            process.tell(death_sig)
-        while self._working() and time.monotonic() < deadline_s:
+        for process in self._running_workers():
+            process.send_signal(death_sig)
+        while self._running_workers() and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
-        for process in self._working():
-            process.tell(signal.SIGKILL)
+        for process in self._running_workers():
+            process.send_signal(signal.SIGKILL)
 
-    def _working(self) -> list[Reserved]:
-        return [each for each in self._processes if each.exit_code is None and each.returned() is None]
+    def _running_workers(self) -> list[PooledWorker]:
+        return [process for process in self._processes if process.exit_code is None and process.poll_result() is None]
 
 
 def torchrun_environment(group: WorkerGroup, worker: Worker) -> dict[str, str]:
-    """What torchrun tells a rank, in torchrun's words."""
+    """The environment variables that torchrun sets for a rank."""
     spec = group.spec
     return {
         "RANK": str(worker.global_rank),
@@ -169,20 +172,20 @@ def torchrun_environment(group: WorkerGroup, worker: Worker) -> dict[str, str]:
 
 
 def run_agent(
-    machines: Machines, processes: Sequence[Reserved], orders: Sequence[Orders], *, noticed: Noticed
+    group: NodeGroup, processes: Sequence[PooledWorker], tasks: Sequence[WorkerTask], *, on_failure: FailureCallback
 ) -> dict[int, int]:
-    """Let the ranks of this machine begin and wait for their end; returns the exit code of each."""
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks by arithmetic: no waiting for a machine that is gone
+    """Run the ranks of this node to their end; returns the exit code of each."""
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks by arithmetic: no exchange that a lost node could block
     spec = WorkerSpec(
         role="default",
         local_world_size=len(processes),
-        entrypoint=orders[0].call,
-        rdzv_handler=Gathered(machines),
+        entrypoint=tasks[0].call,
+        rdzv_handler=StaticRendezvous(group),
         max_restarts=0,
         monitor_interval=POLL_S,
-        local_addr=machines.address,
+        local_addr=group.address,
     )
-    result = Agent(spec, processes, orders, noticed).run()
+    result = Agent(spec, processes, tasks, on_failure).run()
     if result.is_failed():
         raise ChildFailedError("worker", result.failures)
     return dict(result.return_values)

@@ -1,12 +1,11 @@
-"""The machines of a run that has begun: each hears within seconds when another one falls.
+"""Connects the nodes of a running job, so that each of them detects the failure of another within seconds.
 
-Why: an agent of torch that waits for a machine that is gone waits for minutes, and a collective waits for as long as
-`parallel.timeout_s` says; meanwhile all other machines stand still.
-How: every machine keeps the connection to machine 0 over which it joined (`launch.local.rendezvous`), and both sides
-send a line a second. A fall is told at once; a process that dies closes its connection, which is as good as telling; a
-machine or a cable that is gone is silent, and taken for fallen after `silent_s`. The first fall that is told is the one
-that everybody reports, so that the cause is named and not its victims. Lines are JSON, never pickles.
-Left out: going on with fewer machines without a new start. Whoever started the run starts it again.
+Why: without this, torch's elastic agent waits minutes for a lost node, and a collective waits `parallel.timeout_s`.
+How: every node keeps the TCP connection to node 0 that it opened at the rendezvous (`launch.local.rendezvous`). Both
+sides send a heartbeat every second. A failure is sent at once. A process that dies closes its connection. A node or
+cable that is lost goes silent and counts as failed after `silent_s`. All nodes report the first failure that was
+sent, which names the cause and not its victims. Messages are JSON lines, never pickles.
+Left out: continuing on fewer nodes without a restart. Whoever started the run restarts it.
 """
 
 from __future__ import annotations
@@ -21,36 +20,36 @@ from dataclasses import asdict, dataclass, field
 from threading import Lock, Thread
 from typing import Any, Self, final
 
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 POLL_S = 0.2
 LINGER_S = 2.0
-"""How long the last words of a machine may take to reach the others."""
-LONGEST_LINE_BYTES = 65536
+"""How long to wait at exit for the last messages to reach the other nodes."""
+MAX_LINE_BYTES = 65536
 LOOPBACK = "127.0.0.1"
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """This machine among those of a run."""
+class RendezvousSpec:
+    """The rank of this node, the number of nodes, and the address where they meet."""
 
-    nodes: int = 1
-    node: int = 0
+    num_nodes: int = 1
+    node_rank: int = 0
     host: str = LOOPBACK
-    """Of machine 0: where the others find it."""
+    """Host name or address of node 0."""
     port: int = 0
-    """0: any that is free; for one machine alone."""
+    """Port on node 0; 0 lets the kernel choose, for a single node."""
 
 
-ALONE = Place()
+SINGLE_NODE = RendezvousSpec()
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fall:
-    """Why a run comes down."""
+class NodeFailure:
+    """The failure that ends a run, with the node it happened on."""
 
-    node: int
+    node_rank: int
     host: str
     exit_code: int
     line: str
@@ -59,81 +58,81 @@ class Fall:
 @final
 @dataclass(slots=True)
 class Link:
-    """The connection to another machine."""
+    """The TCP connection to another node."""
 
-    node: int
+    node_rank: int
     host: str
     connection: socket.socket
-    heard_s: float
-    rest: bytes = b""
+    last_seen_s: float
+    buffer: bytes = b""
     is_done: bool = False
-    """Its ranks have ended as they should; it may leave."""
+    """Its ranks ended without an error; it may disconnect."""
 
-    def lines(self) -> list[dict[str, Any]] | None:
-        """What has arrived; None at the end."""
+    def read_messages(self) -> list[dict[str, Any]] | None:
+        """Return the messages that have arrived; None once the connection is closed."""
         try:
-            received = self.connection.recv(LONGEST_LINE_BYTES)
+            received = self.connection.recv(MAX_LINE_BYTES)
         except TimeoutError:
             return []
         except OSError:
             return None
-        if not received or len(self.rest) > LONGEST_LINE_BYTES:
+        if not received or len(self.buffer) > MAX_LINE_BYTES:
             return None
-        *whole, self.rest = (self.rest + received).split(b"\n")
+        *whole, self.buffer = (self.buffer + received).split(b"\n")
         return [json.loads(line) for line in whole]
 
-    def send(self, **words: Any) -> None:
-        """What cannot be delivered is lost; the silence of the other side will tell."""
+    def send(self, **message: Any) -> None:
+        """Send one message. An undeliverable one is dropped: the timeout of the peer covers that."""
         with suppress(OSError):
-            self.connection.sendall(json.dumps(words).encode() + b"\n")
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 @final
 @dataclass(slots=True)
-class Machines:
-    """All machines of a run that has begun, seen from this one."""
+class NodeGroup:
+    """All nodes of a running job, seen from this one."""
 
-    place: Place
+    spec: RendezvousSpec
     address: str
-    """Of machine 0, as a number."""
-    start: str
-    """The name of this start of the run, the same everywhere."""
+    """IP address of node 0."""
+    start_name: str
+    """Name of this start of the run, equal on all nodes."""
     store_port: int
     store_socket: socket.socket | None
-    """Where torch's store will listen; on machine 0."""
+    """Where torch's TCPStore will listen; only on node 0."""
     silent_s: float
     links: dict[int, Link] = field(default_factory=dict)
-    """Machine 0 has one to every other; the others have one to machine 0."""
-    fall: Fall | None = None
-    """The first that was told."""
+    """Node 0 has a link to every other node; the others have one to node 0."""
+    failure: NodeFailure | None = None
+    """The first failure that was reported."""
     _lock: Lock = field(default_factory=Lock)
     _closing_s: float = math.inf
     _thread: Thread | None = None
 
     def __enter__(self) -> Self:
         if self.links:
-            self._thread = Thread(target=self._listen, name="machines", daemon=True)
+            self._thread = Thread(target=self._listen, name="node-group", daemon=True)
             self._thread.start()
         return self
 
-    def tell(self, fall: Fall) -> Fall:
-        """Let everybody know; returns what everybody reports, which is what was told first."""
+    def report_failure(self, failure: NodeFailure) -> NodeFailure:
+        """Send a failure to all nodes; returns the one that all report, which is the first."""
         with self._lock:
-            if self.fall is None:
-                self.fall = fall
+            if self.failure is None:
+                self.failure = failure
                 for link in self.links.values():
-                    link.send(fall=asdict(fall))
-            return self.fall
+                    link.send(failure=asdict(failure))
+            return self.failure
 
-    def done(self) -> None:
-        """Our ranks have ended as they should."""
+    def report_success(self) -> None:
+        """Send that the ranks of this node ended without an error."""
         for link in self.links.values():
             link.send(done=True)
 
     def __exit__(self, *_: object) -> None:
-        """Leave once the others that can still be reached have read our last words, or soon after."""
+        """Disconnect after the reachable nodes have read our last message, or after LINGER_S."""
         now_s = time.monotonic()
-        reachable = any(now_s - link.heard_s < self.silent_s for link in self.links.values())
+        reachable = any(now_s - link.last_seen_s < self.silent_s for link in self.links.values())
         self._closing_s = now_s + (LINGER_S if reachable else 0.0)
         if self.store_socket is not None:
             self.store_socket.close()
@@ -141,7 +140,7 @@ class Machines:
             with suppress(OSError):
                 link.connection.shutdown(socket.SHUT_WR)
         if self._thread is not None:
-            self._thread.join(LINGER_S + BEAT_S)
+            self._thread.join(LINGER_S + HEARTBEAT_S)
 
     def _listen(self) -> None:
         next_beat_s = 0.0
@@ -150,35 +149,35 @@ class Machines:
                 selector.register(link.connection, selectors.EVENT_READ, link)
             while selector.get_map() and time.monotonic() < self._closing_s:
                 for key, _ in selector.select(timeout=POLL_S):
-                    if not self._hear(key.data):
+                    if not self._receive(key.data):
                         selector.unregister(key.fileobj)
                 if time.monotonic() >= next_beat_s:
-                    next_beat_s = time.monotonic() + BEAT_S
-                    self._beat()
+                    next_beat_s = time.monotonic() + HEARTBEAT_S
+                    self._send_heartbeats()
         for link in self.links.values():
             link.connection.close()
 
-    def _hear(self, link: Link) -> bool:
-        """Take in what a machine says; False once it has left."""
-        lines = link.lines()
-        link.heard_s = time.monotonic()
-        for words in lines or ():
-            if "fall" in words:
-                self.tell(Fall(**words["fall"]))
-            link.is_done = link.is_done or "done" in words
-        if lines is None and not link.is_done:
-            self._lost(link, "is gone")
-        return lines is not None
+    def _receive(self, link: Link) -> bool:
+        """Process what a node sent; returns False once it has disconnected."""
+        messages = link.read_messages()
+        link.last_seen_s = time.monotonic()
+        for message in messages or ():
+            if "failure" in message:
+                self.report_failure(NodeFailure(**message["failure"]))
+            link.is_done = link.is_done or "done" in message
+        if messages is None and not link.is_done:
+            self._report_lost(link, "is gone")
+        return messages is not None
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         for link in self.links.values():
-            silent_s = time.monotonic() - link.heard_s
+            silent_s = time.monotonic() - link.last_seen_s
             if silent_s > self.silent_s and not link.is_done:
-                self._lost(link, f"has been silent for {silent_s:.0f} s")
-            if self.fall is None:
+                self._report_lost(link, f"has been silent for {silent_s:.0f} s")
+            if self.failure is None:
                 link.send(beat=True)
 
-    def _lost(self, link: Link, how: str) -> None:
+    def _report_lost(self, link: Link, problem: str) -> None:
         if math.isinf(self._closing_s):
-            line = f"machine {link.node} ({link.host}) {how}"
-            self.tell(Fall(node=link.node, host=link.host, exit_code=1, line=line))
+            line = f"node {link.node_rank} ({link.host}) {problem}"
+            self.report_failure(NodeFailure(node_rank=link.node_rank, host=link.host, exit_code=1, line=line))

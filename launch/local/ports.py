@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port for one server that sets SO_REUSEADDR, as servers do.
+    """Reserve a port for one server that sets SO_REUSEADDR, as servers do.
 
-    The socket held here is bound and never listens. Linux lets such a server bind the same port, and gives it to
-    nobody who asks for any free port.
+    The socket held here is bound and never listens. Linux lets such a server bind the same port, and never hands it out
+    as a free port.
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
-"""The ranks of one machine: where their words go, and how each of them ended.
+"""Log files of the ranks of one node, and how each rank ended.
 
-Rank 0 keeps the terminal; the streams of the others, and the last exception of each, are files of one directory, which
-all machines of a run share: a file's name carries the number that the rank has in the whole run.
+Rank 0 keeps the terminal. The output of the others and the last exception of each are files in one directory, which all
+nodes of a run share; file names carry the global rank.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_CRASHED, EXIT_HALTED, EXIT_INTERRUPTED, ConfigError
 
 PID_FILE = "HARNESS_PID_FILE"
-"""Environment variable of a worker: where it says that it can be told to stop."""
-FALL_FILE = "HARNESS_FALL_FILE"
-"""Environment variable of a worker: where it writes the exception that ends it, at the moment it is raised."""
+"""Environment variable: the file that a worker writes once it can handle a stop signal."""
+FAILURE_FILE = "HARNESS_FALL_FILE"
+"""Environment variable: the file for the exception that ends a worker, written when it is raised."""
 
 STACKS_FILE = "HARNESS_STACKS_FILE"
-"""Environment variable of a worker: where it writes, when it is asked, at which line each of its threads stands."""
+"""Environment variable: the file for the stacks of all threads, written on STACKS_SIGNAL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class RankFailure:
     """How one rank ended."""
 
     rank: int
     exit_code: int
-    """Negative: the number of the signal that killed it."""
+    """Negative: the signal that killed it."""
     log: str
-    """Where its stderr went; empty: the terminal."""
+    """File of its stderr; empty: the terminal."""
     message: str = ""
-    """Text of the exception; empty where there was none."""
+    """Text of the exception; empty without one."""
     is_user_error: bool = False
-    """The message says all there is to say, in one line."""
+    """The message is one line for the user; no traceback is needed."""
     traceback: str = ""
 
-    def how(self) -> str:
+    def describe(self) -> str:
         if self.exit_code < 0:
             return f"was killed by {signal.Signals(-self.exit_code).name}"
         return f"exited with code {self.exit_code}"
 
 
-def exit_code_of(failure: Failure, *, stopping: bool) -> int:
-    """What the run exits with."""
+def run_exit_code(failure: RankFailure, *, stopping: bool) -> int:
+    """The exit code of the run."""
     if failure.exit_code in (EXIT_BAD_CONFIG, EXIT_HALTED, EXIT_INTERRUPTED):
         return failure.exit_code
     if stopping and failure.exit_code < 0:
@@ -55,21 +55,21 @@ def exit_code_of(failure: Failure, *, stopping: bool) -> int:
     return EXIT_BAD_CONFIG if failure.is_user_error else EXIT_CRASHED
 
 
-def render(failure: Failure, *, stopping: bool) -> str:
-    """Why the run ended, where that was no part of the contract; else nothing."""
+def render_failure(failure: RankFailure, *, stopping: bool) -> str:
+    """The message about a crash or a user error; empty for all other exit codes."""
     if failure.is_user_error:
         return f"harness: {failure.message}"
-    if exit_code_of(failure, stopping=stopping) != EXIT_CRASHED:
+    if run_exit_code(failure, stopping=stopping) != EXIT_CRASHED:
         return ""
     log = f"its log: {failure.log}" if failure.log else "its log is above"
-    lines = [f"harness: rank {failure.rank} {failure.how()}; {log}", failure.traceback.rstrip()]
+    lines = [f"harness: rank {failure.rank} {failure.describe()}; {log}", failure.traceback.rstrip()]
     return "\n".join(filter(None, lines))
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RankLogs:
-    """Rank 0 on the terminal; the streams of the others, and the last exception of each, as files of one directory."""
+    """The files of the ranks of this node."""
 
     directory: Path
     ranks: range
@@ -80,38 +80,38 @@ class RankLogs:
         except OSError as error:
             raise ConfigError("run.dir", f"cannot create {self.directory}: {error.strerror}") from None
         for rank in self.ranks:
-            self.fall_file(rank).unlink(missing_ok=True)
+            self.failure_file(rank).unlink(missing_ok=True)
             self.pid_file(rank).unlink(missing_ok=True)
 
-    def fall_file(self, rank: int) -> Path:
+    def failure_file(self, rank: int) -> Path:
         return self.directory / f"rank-{rank}.fall.json"
 
     def pid_file(self, rank: int) -> Path:
         return self.directory / f"rank-{rank}.pid"
 
     def pids(self) -> list[int]:
-        """Processes of the workers that can answer a signal by now."""
+        """Processes of the workers that can handle a signal."""
         texts = [path.read_text() for rank in self.ranks if (path := self.pid_file(rank)).exists()]
         return [int(text) for text in texts if text]
 
     def stream(self, rank: int, name: str) -> str:
-        """A file, or "" for the terminal."""
+        """The file of a stream; "" for the terminal."""
         return str(self.directory / f"rank-{rank}.{name}") if rank > 0 else ""
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Where a rank finds its files."""
+        """Environment variables with the files of a rank."""
         return {
-            FALL_FILE: str(self.fall_file(rank)),
+            FAILURE_FILE: str(self.failure_file(rank)),
             PID_FILE: str(self.pid_file(rank)),
             STACKS_FILE: str(self.directory / f"rank-{rank}.stacks"),
         }
 
-    def first_failure(self, error: ChildFailedError) -> Failure:
-        """The rank that died first. The agent names one that is dead; an exception elsewhere may be older."""
+    def first_failure(self, error: ChildFailedError) -> RankFailure:
+        """The rank that failed first: the one torch names, or an older exception of another rank."""
         rank, process = error.get_first_failure()
-        fallen = [each for each in self.ranks if self.fall_file(each).exists()]
-        if rank not in fallen:
-            return Failure(rank=rank, exit_code=process.exitcode, log=self.stream(rank, "stderr"))
-        first = min(fallen, key=lambda each: self.fall_file(each).stat().st_mtime_ns)
-        fall = json.loads(self.fall_file(first).read_text(encoding="utf-8"))
-        return Failure(rank=first, log=self.stream(first, "stderr"), **({"exit_code": EXIT_CRASHED} | fall))
+        failed = [rank_number for rank_number in self.ranks if self.failure_file(rank_number).exists()]
+        if rank not in failed:
+            return RankFailure(rank=rank, exit_code=process.exitcode, log=self.stream(rank, "stderr"))
+        first = min(failed, key=lambda rank_number: self.failure_file(rank_number).stat().st_mtime_ns)
+        failure = json.loads(self.failure_file(first).read_text(encoding="utf-8"))
+        return RankFailure(rank=first, log=self.stream(first, "stderr"), **({"exit_code": EXIT_CRASHED} | failure))

@@ -1,13 +1,13 @@
-"""The machines of one run gather before it begins.
+"""Rendezvous: the nodes of a run connect to node 0 and wait until all have joined.
 
-Why: a rank's number must follow from the place of its machine, not from who came first, or logs and accusations point
-at the wrong one; and a name that nobody knows or a machine that never comes must be said in one line, not waited for in
-silence.
-How: machine 0 listens where it is told, on the loopback for a run on one machine; the others connect to it and say who
-they are. When all are there it sends the name of this start and the port of torch's store. The connections stay
-(`launch.local.node_group`). A stranger is turned away. Many systems resolve their own name to the loopback. Machine 0
-then listens on its other address, or on all of them while the machines gather if it has several. The store, which lives
-as long as the run, listens on the one address by which the others came.
+Why: a global rank must follow from the rank of its node, not from the order of arrival; otherwise logs and findings
+name the wrong machine. A host name that does not resolve and a node that never joins are reported in one line.
+How: node 0 listens at the given address, or on the loopback for a single node. The others connect to it and send who
+they are. Once all have joined, node 0 sends the name of this start and the port of torch's TCPStore. The connections
+stay open (`launch.local.node_group`). Node 0 rejects connections that do not belong to the run.
+Many systems resolve their own host name to the loopback. Node 0 then listens on its other address, or on all addresses
+during the rendezvous if it has several. The store lives as long as the run and listens on one address only, the one
+that the other nodes connected to.
 """
 
 from __future__ import annotations
@@ -22,79 +22,85 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from harness.config.errors import ConfigError
-from launch.local.node_group import POLL_S, Link, Machines, Place
+from launch.local.node_group import POLL_S, Link, NodeGroup, RendezvousSpec
 
-HELLO_WITHIN_S = 5.0
-REMIND_EVERY_S = 60.0
+HELLO_TIMEOUT_S = 5.0
+REMIND_S = 60.0
 DISCARD_PORT = 9
 SIOCGIFADDR = 0x8915
-"""Asks the Linux kernel for the address of an interface."""
+"""ioctl of Linux that returns the address of a network interface."""
 
 
-class Absent(Exception):  # noqa: N818 -- says how a gathering ended
-    """Machines that never met; the message is one line."""
+class RendezvousError(Exception):
+    """Not all nodes joined; the message is one line."""
 
 
-class Leaving(Exception):  # noqa: N818 -- says how a gathering ended
-    """Somebody asked for a stop while the machines were still gathering."""
+class StopRequested(Exception):  # noqa: N818 -- a request, not an error
+    """A stop was requested during the rendezvous."""
 
 
-def gather(
-    place: Place, *, run: str, nproc: int, within_s: float, silent_s: float, leaving: Callable[[], bool]
-) -> Machines:
-    """Wait until all machines of the run are there."""
-    address = resolve(place, deadline_s=time.monotonic() + min(within_s, HELLO_WITHIN_S))
-    if place.node > 0:
-        hello = {"run": run, "node": place.node, "nodes": place.nodes, "nproc": nproc, "host": socket.gethostname()}
-        return join(place, address, hello, within_s=within_s, silent_s=silent_s, leaving=leaving)
-    machines = Machines(place, address, time.strftime("%Y%m%d-%H%M%S"), 0, None, silent_s)
-    if place.nodes == 1:
-        open_store(machines)
-        return machines
-    bound = address if is_reachable(place.host, address) else meeting_address(place, own_addresses())
-    with hung_up_on_failure(machines), listen(bound, place.port, place) as listener:
-        receive(machines, listener, {"run": run, "nproc": nproc, "nodes": place.nodes}, within_s, leaving)
-        machines.address = bound or reached_at(machines)
-        open_store(machines)
-        for link in machines.links.values():
-            link.heard_s = time.monotonic()
-            link.send(go=True, start=machines.start, store_port=machines.store_port)
-    return machines
+def join_nodes(
+    spec: RendezvousSpec, *, run: str, nproc: int, within_s: float, silent_s: float, stop_requested: Callable[[], bool]
+) -> NodeGroup:
+    """Wait until all nodes of the run have joined."""
+    address = resolve_host(spec, deadline_s=time.monotonic() + min(within_s, HELLO_TIMEOUT_S))
+    if spec.node_rank > 0:
+        hello = {
+            "run": run,
+            "node": spec.node_rank,
+            "nodes": spec.num_nodes,
+            "nproc": nproc,
+            "host": socket.gethostname(),
+        }
+        return join_as_peer(spec, address, hello, within_s=within_s, silent_s=silent_s, stop_requested=stop_requested)
+    group = NodeGroup(spec, address, time.strftime("%Y%m%d-%H%M%S"), 0, None, silent_s)
+    if spec.num_nodes == 1:
+        open_store_socket(group)
+        return group
+    bound = address if is_reachable(spec.host, address) else choose_listen_address(spec, list_own_addresses())
+    with close_on_failure(group), open_listener(bound, spec.port, spec) as listener:
+        admit_nodes(group, listener, {"run": run, "nproc": nproc, "nodes": spec.num_nodes}, within_s, stop_requested)
+        group.address = bound or agree_on_address(group)
+        open_store_socket(group)
+        for link in group.links.values():
+            link.last_seen_s = time.monotonic()
+            link.send(go=True, start=group.start_name, store_port=group.store_port)
+    return group
 
 
-def open_store(machines: Machines) -> None:
-    """Where torch's store of this run will listen: on the address of machine 0, and no other."""
-    machines.store_socket = listen(machines.address, 0, machines.place)
-    machines.store_port = machines.store_socket.getsockname()[1]
+def open_store_socket(group: NodeGroup) -> None:
+    """Open the socket of torch's TCPStore, on the address of node 0 and no other."""
+    group.store_socket = open_listener(group.address, 0, group.spec)
+    group.store_port = group.store_socket.getsockname()[1]
 
 
-def reached_at(machines: Machines) -> str:
-    """The address of this machine by which the others came; they must agree, since all of them use its store."""
-    found = sorted({str(link.connection.getsockname()[0]) for link in machines.links.values()})
+def agree_on_address(group: NodeGroup) -> str:
+    """Return the address of node 0 that the others connected to; it must be one, since all use its store."""
+    found = sorted({str(link.connection.getsockname()[0]) for link in group.links.values()})
     if len(found) > 1:
-        message = f"the other machines reach machine 0 at {' and '.join(found)}; give --rendezvous one of them"
-        for link in machines.links.values():
+        message = f"the other nodes reach node 0 at {' and '.join(found)}; give --rendezvous one of them"
+        for link in group.links.values():
             link.send(refused=f"rendezvous: {message}")
         raise ConfigError("rendezvous", message)
     return found[0]
 
 
-def meeting_address(place: Place, addresses: Sequence[str]) -> str:
-    """Where a machine listens whose name resolves to its loopback: its one other address, or all if it has several."""
+def choose_listen_address(spec: RendezvousSpec, addresses: Sequence[str]) -> str:
+    """Where node 0 listens if its host name is the loopback: its other address, or all if it has several."""
     if not addresses:
-        raise Absent(f"rendezvous: {place.host} is the loopback here, and this machine has no other address")
+        raise RendezvousError(f"rendezvous: {spec.host} resolves to the loopback, and node 0 has no other address")
     return addresses[0] if len(addresses) == 1 else ""
 
 
-def own_addresses() -> list[str]:
-    """The addresses of this machine, without the loopback's."""
+def list_own_addresses() -> list[str]:
+    """The IPv4 addresses of this machine, without the loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        found = {address_of(name, probe) for _, name in socket.if_nameindex()}
+        found = {interface_address(name, probe) for _, name in socket.if_nameindex()}
     return sorted(address for address in found if address and not address.startswith("127."))
 
 
-def address_of(interface: str, probe: socket.socket) -> str:
-    """The first address of a network interface; empty where it has none."""
+def interface_address(interface: str, probe: socket.socket) -> str:
+    """The first address of a network interface; empty if it has none."""
     try:
         answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))
     except OSError:
@@ -103,145 +109,153 @@ def address_of(interface: str, probe: socket.socket) -> str:
 
 
 @contextmanager
-def hung_up_on_failure(machines: Machines) -> Iterator[None]:
-    """Machines that do not come together keep no connection, so that those who wait hear of it."""
+def close_on_failure(group: NodeGroup) -> Iterator[None]:
+    """Close all connections if the rendezvous fails, so that the waiting nodes see it."""
     try:
         yield
     except BaseException:
-        for each in (machines.store_socket, *(link.connection for link in machines.links.values())):
-            if each is not None:
-                each.close()
+        for other in (group.store_socket, *(link.connection for link in group.links.values())):
+            if other is not None:
+                other.close()
         raise
 
 
-def resolve(place: Place, *, deadline_s: float) -> str:
-    """The address of machine 0, as a number: a name is looked up once, and complained about here."""
+def resolve_host(spec: RendezvousSpec, *, deadline_s: float) -> str:
+    """Resolve the host of node 0 to an IP address, once; raises RendezvousError after the deadline."""
     while True:
         try:
-            return str(socket.getaddrinfo(place.host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+            return str(socket.getaddrinfo(spec.host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
         except OSError as error:
             if time.monotonic() > deadline_s:
-                raise Absent(f"rendezvous: no address for {place.host}: {error.strerror}") from None
+                raise RendezvousError(f"rendezvous: no address for {spec.host}: {error.strerror}") from None
             time.sleep(POLL_S)
 
 
 def is_reachable(host: str, address: str) -> bool:
-    """Whether others can mean this address too: many systems give their own name one of the loopback."""
+    """Whether other nodes can use this address: many systems resolve their own name to the loopback."""
     return not address.startswith("127.") or host == "localhost" or host.startswith("127.")
 
 
-def interface_towards(address: str) -> str | None:
-    """The network interface of this machine by which an address is reached; None where it cannot be told."""
+def find_interface_to(address: str) -> str | None:
+    """The network interface that routes to an address; None if it cannot be determined."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect((address, DISCARD_PORT))  # sends nothing, but chooses the way
+        probe.connect((address, DISCARD_PORT))  # sends nothing, but selects the route
         own = probe.getsockname()[0]
-        return next((name for _, name in socket.if_nameindex() if address_of(name, probe) == own), None)
+        return next((name for _, name in socket.if_nameindex() if interface_address(name, probe) == own), None)
     return None
 
 
-def listen(address: str, port: int, place: Place) -> socket.socket:
+def open_listener(address: str, port: int, spec: RendezvousSpec) -> socket.socket:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))
     except OSError as error:
         listener.close()
-        raise Absent(f"rendezvous: cannot listen on {place.host}:{port}: {error.strerror}") from None
-    listener.listen(max(128, place.nodes))
+        raise RendezvousError(f"rendezvous: cannot listen on {spec.host}:{port}: {error.strerror}") from None
+    listener.listen(max(128, spec.num_nodes))
     return listener
 
 
-def receive(
-    machines: Machines, listener: socket.socket, expected: dict[str, Any], within_s: float, leaving: Callable[[], bool]
+def admit_nodes(
+    group: NodeGroup,
+    listener: socket.socket,
+    expected: dict[str, Any],
+    within_s: float,
+    stop_requested: Callable[[], bool],
 ) -> None:
-    """Machine 0: take in the others."""
-    deadline_s, remind_s = time.monotonic() + within_s, time.monotonic() + REMIND_EVERY_S
+    """Node 0: accept connections until all nodes have joined."""
+    deadline_s, remind_s = time.monotonic() + within_s, time.monotonic() + REMIND_S
     listener.settimeout(POLL_S)
-    while missing := sorted(set(range(1, machines.place.nodes)) - set(machines.links)):
-        if leaving():
-            raise Leaving
-        listed = f"machine {', '.join(map(str, missing))} of {machines.place.nodes}"
+    while missing := sorted(set(range(1, group.spec.num_nodes)) - set(group.links)):
+        if stop_requested():
+            raise StopRequested
+        listed = f"node {', '.join(map(str, missing))} of {group.spec.num_nodes}"
         if time.monotonic() > deadline_s:
-            raise Absent(f"rendezvous: {listed} did not come within {within_s:.0f} s")
+            raise RendezvousError(f"rendezvous: {listed} did not join within {within_s:.0f} s")
         if time.monotonic() > remind_s:
-            remind_s += REMIND_EVERY_S
+            remind_s += REMIND_S
             print(f"harness: waiting for {listed}", file=sys.stderr, flush=True)
         with suppress(TimeoutError):
-            admit(machines, listener.accept()[0], expected)
+            admit_node(group, listener.accept()[0], expected)
 
 
-def admit(machines: Machines, connection: socket.socket, expected: dict[str, Any]) -> None:
-    """A machine that says who it is; one that does not belong to this run is told so and turned away."""
-    connection.settimeout(HELLO_WITHIN_S)
+def admit_node(group: NodeGroup, connection: socket.socket, expected: dict[str, Any]) -> None:
+    """Accept a node that identifies itself; reject one that does not belong to this run."""
+    connection.settimeout(HELLO_TIMEOUT_S)
     link = Link(-1, "", connection, time.monotonic())
     try:
-        (hello, *_) = link.lines() or [{}]
-        link.node, link.host = int(hello["node"]), str(hello["host"])
+        (hello, *_) = link.read_messages() or [{}]
+        link.node_rank, link.host = int(hello["node"]), str(hello["host"])
     except (ValueError, KeyError, TypeError):
         connection.close()
         return
-    if hello.get("run") != expected["run"] or link.node in machines.links or not 0 < link.node < machines.place.nodes:
-        link.send(refused=f"rendezvous: no place for machine {link.node} of run {hello.get('run')!r}")
+    if (
+        hello.get("run") != expected["run"]
+        or link.node_rank in group.links
+        or not 0 < link.node_rank < group.spec.num_nodes
+    ):
+        link.send(refused=f"rendezvous: node {link.node_rank} of run {hello.get('run')!r} is not expected here")
         connection.close()
         return
-    machines.links[link.node] = link
+    group.links[link.node_rank] = link
     for key in ("nodes", "nproc"):
         if hello.get(key) != expected[key]:
-            message = f"{expected[key]} on machine 0, but {hello.get(key)} on machine {link.node} ({link.host})"
-            for each in machines.links.values():
-                each.send(refused=f"launch.{key}: {message}")
+            message = f"{expected[key]} on node 0, but {hello.get(key)} on node {link.node_rank} ({link.host})"
+            for other in group.links.values():
+                other.send(refused=f"launch.{key}: {message}")
             raise ConfigError(f"launch.{key}", message)
 
 
-def join(
-    place: Place,
+def join_as_peer(
+    spec: RendezvousSpec,
     address: str,
     hello: dict[str, Any],
     *,
     within_s: float,
     silent_s: float,
-    leaving: Callable[[], bool],
-) -> Machines:
-    """Any other machine: find machine 0, and wait for its word."""
+    stop_requested: Callable[[], bool],
+) -> NodeGroup:
+    """Every other node: connect to node 0, and wait for its go message."""
     deadline_s = time.monotonic() + within_s
-    link = Link(0, place.host, reach(place, address, deadline_s, leaving), time.monotonic())
-    machines = Machines(place, address, "", 0, None, silent_s, {0: link})
-    with hung_up_on_failure(machines):
+    link = Link(0, spec.host, connect(spec, address, deadline_s, stop_requested), time.monotonic())
+    group = NodeGroup(spec, address, "", 0, None, silent_s, {0: link})
+    with close_on_failure(group):
         link.send(**hello)
         link.connection.settimeout(POLL_S)
-        words = await_word(machines, link, deadline_s, leaving)
-    link.connection.settimeout(HELLO_WITHIN_S)
-    link.heard_s = time.monotonic()
-    machines.start, machines.store_port = words["start"], words["store_port"]
-    return machines
+        message = wait_for_go(group, link, deadline_s, stop_requested)
+    link.connection.settimeout(HELLO_TIMEOUT_S)
+    link.last_seen_s = time.monotonic()
+    group.start_name, group.store_port = message["start"], message["store_port"]
+    return group
 
 
-def await_word(machines: Machines, link: Link, deadline_s: float, leaving: Callable[[], bool]) -> dict[str, Any]:
-    """What machine 0 says when all are there."""
-    place = machines.place
+def wait_for_go(group: NodeGroup, link: Link, deadline_s: float, stop_requested: Callable[[], bool]) -> dict[str, Any]:
+    """Wait for the message that node 0 sends when all nodes have joined."""
+    spec = group.spec
     while True:
-        lines = link.lines()
-        if leaving():
-            raise Leaving
-        for words in lines or ():
-            if "refused" in words:
-                raise ConfigError("", words["refused"])
-            if "go" in words:
-                return words
-        if lines is None:
-            raise Absent(f"rendezvous: machine 0 ({place.host}) left before all machines were there")
+        messages = link.read_messages()
+        if stop_requested():
+            raise StopRequested
+        for message in messages or ():
+            if "refused" in message:
+                raise ConfigError("", message["refused"])
+            if "go" in message:
+                return message
+        if messages is None:
+            raise RendezvousError(f"rendezvous: node 0 ({spec.host}) disconnected before all nodes had joined")
         if time.monotonic() > deadline_s:
-            raise Absent(f"rendezvous: not all {place.nodes} machines came in time")
+            raise RendezvousError(f"rendezvous: not all {spec.num_nodes} nodes joined in time")
 
 
-def reach(place: Place, address: str, deadline_s: float, leaving: Callable[[], bool]) -> socket.socket:
+def connect(spec: RendezvousSpec, address: str, deadline_s: float, stop_requested: Callable[[], bool]) -> socket.socket:
     problem = ""
-    while time.monotonic() < deadline_s and not leaving():
+    while time.monotonic() < deadline_s and not stop_requested():
         try:
-            return socket.create_connection((address, place.port), timeout=max(POLL_S, HELLO_WITHIN_S))
+            return socket.create_connection((address, spec.port), timeout=max(POLL_S, HELLO_TIMEOUT_S))
         except OSError as error:
             problem = error.strerror or str(error)
             time.sleep(POLL_S)
-    if leaving():
-        raise Leaving
-    raise Absent(f"rendezvous: machine 0 does not answer at {place.host}:{place.port}: {problem}")
+    if stop_requested():
+        raise StopRequested
+    raise RendezvousError(f"rendezvous: node 0 does not answer at {spec.host}:{spec.port}: {problem}")

@@ -1,15 +1,14 @@
-"""Starts the ranks of a run on this machine and turns how they ended into one exit code.
+"""Starts the ranks of a run on this node and maps how they ended to one exit code.
 
-Why: torchrun exits with 1 whatever its workers said, and gives a stopping run 30 seconds. A run that saves a checkpoint
-when it is told to stop needs its own time, and a cluster needs to know whether to requeue.
-How: the processes of the ranks are forked from this one before anything else happens (`launch.local.worker_pool`). Then
-torch's elastic agent runs in a thread with the stop signals blocked; the main thread catches them and passes them on.
-The first signal asks the workers to stop, a second SIGINT or SIGTERM kills them; SIGUSR1 only ever asks, because a
-scheduler may send it to every process and more than once. Workers return their exit code; a worker that dies is
-reported by rank, cause, traceback and log, and takes the others down within seconds, those of other machines too
-(`launch.local.rendezvous`). A worker dies with the process that started it. Rank 0 keeps the terminal, the others write
-to `logs/<start>/`.
-Left out: restarts. A run that ends with 75 is resumed by whoever started it. `LOGLEVEL` brings back the agent's log.
+Why: torchrun exits with 1 whatever its workers returned, and gives a stopping run 30 seconds. A run that saves a
+checkpoint on a stop signal needs more time, and a cluster needs to know whether to requeue.
+How: the processes of the ranks are forked first (`launch.local.worker_pool`). Then torch's elastic agent runs in a
+thread with the stop signals blocked; the main thread receives them and forwards them. The first signal asks the workers
+to stop, a second SIGINT or SIGTERM kills them. SIGUSR1 never kills, because a cluster scheduler may send it to every
+process and more than once. Workers return their exit code. A worker that dies is reported with rank, cause, traceback
+and log, and the others are stopped within seconds, also those of other nodes (`launch.local.node_group`). A worker dies
+with the process that started it. Rank 0 keeps the terminal, the others write to `logs/<start>/`.
+Left out: restarts. Whoever started a run that ends with 75 resumes it. `LOGLEVEL` enables the agent's own log.
 """
 
 from __future__ import annotations
@@ -39,26 +38,34 @@ from harness.core.rundir import locate
 from harness.precision.fp8.engine import require_engine_installed
 from harness.telemetry.heartbeat import mark_ended
 from launch.local.agent import POLL_S, run_agent
-from launch.local.node_group import ALONE, Fall, Machines, Place
-from launch.local.ranks import RankLogs, exit_code_of, render
-from launch.local.rendezvous import Absent, Leaving, gather, interface_towards
+from launch.local.node_group import SINGLE_NODE, NodeFailure, NodeGroup, RendezvousSpec
+from launch.local.ranks import RankLogs, render_failure, run_exit_code
+from launch.local.rendezvous import RendezvousError, StopRequested, find_interface_to, join_nodes
 from launch.local.supervisor import Supervisor
-from launch.local.thread_count import THREADS, threads_of_a_rank
+from launch.local.thread_count import THREADS_VARIABLE, rank_thread_environment
 from launch.local.worker import Worker
-from launch.local.worker_pool import SHOW_STACKS, THREADS_OF_TORCH, Orders, Reserved, can_fork, enter_worker, reserve
+from launch.local.worker_pool import (
+    STACKS_SIGNAL,
+    TORCH_NUM_THREADS,
+    PooledWorker,
+    WorkerTask,
+    can_fork,
+    enter_worker,
+    open_worker_pool,
+)
 
-ECHO_S = 0.25
-COUNTED_WITHIN_S = 60.0
+DUPLICATE_S = 0.25
+COUNT_TIMEOUT_S = 60.0
 GRACE_S = 3.0
-"""How long workers may take to end by themselves after another one has fallen."""
-SILENT_MACHINE_S = 30.0
-"""A machine that has not been heard of for so long is taken for lost."""
-STACKS_WITHIN_S = 0.5
+"""How long workers may take to exit by themselves after another one has failed."""
+SILENT_NODE_S = 30.0
+"""A node that has sent nothing for this long counts as lost."""
+STACKS_TIMEOUT_S = 0.5
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def num_ranks(cfg: Config) -> int:
-    """Ranks to start here: what was asked for, or one for each GPU, or 2 on CPU."""
+    """Ranks to start here: `launch.nproc`, or one for each GPU, or 2 on CPU."""
     gpus = 0 if cfg.parallel.device is DeviceKind.cpu else num_gpus()
     if cfg.parallel.device is DeviceKind.cuda:
         require(gpus > 0, "parallel.device", "no CUDA device on this machine; choose cpu or auto")
@@ -71,76 +78,78 @@ def num_ranks(cfg: Config) -> int:
 
 @cache
 def num_gpus() -> int:
-    """Counted in a process of its own: where NVML cannot be asked, counting brings up CUDA, and no process that is
-    forked from this one could use it any more."""
+    """Count the GPUs in a separate process.
+
+    Without NVML, counting initializes CUDA, and processes forked from this one could not use it any more.
+    """
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return 0
-    with reserve(1, forked=can_fork()) as (scout,):
-        scout.begin(Orders(call=torch.cuda.device_count))
-        return scout.returned(COUNTED_WITHIN_S) or 0
+    with open_worker_pool(1, forked=can_fork()) as (counter,):
+        counter.assign(WorkerTask(call=torch.cuda.device_count))
+        return counter.poll_result(COUNT_TIMEOUT_S) or 0
 
 
-def launch(cfg: Config, worker: Worker, place: Place = ALONE) -> int:
-    """Run `worker(cfg)` on every rank of this machine; returns the exit code of the contract, 1 for a crash."""
+def launch(cfg: Config, worker: Worker, spec: RendezvousSpec = SINGLE_NODE) -> int:
+    """Run `worker(cfg)` on every rank of this node; returns the exit code of the run, 1 for a crash."""
     nproc = num_ranks(cfg)
     silence_agent()
     with (
         clearing_dead_lease(locate(cfg).path),
-        threads_of_a_rank(cfg, nproc),
-        stop_requests() as requests,
-        reserve(nproc, forked=can_fork() and os.environ[THREADS] == THREADS_OF_TORCH) as processes,
+        rank_thread_environment(cfg, nproc),
+        collect_stop_signals() as stop_signals,
+        open_worker_pool(nproc, forked=can_fork() and os.environ[THREADS_VARIABLE] == TORCH_NUM_THREADS) as processes,
     ):
         try:
-            machines = gather(
-                place,
+            group = join_nodes(
+                spec,
                 run=str(cfg.run.name),
                 nproc=nproc,
                 within_s=cfg.launch.start_within_s,
-                silent_s=min(SILENT_MACHINE_S, cfg.launch.hang_after_s),
-                leaving=lambda: bool(requests),
+                silent_s=min(SILENT_NODE_S, cfg.launch.hang_after_s),
+                stop_requested=lambda: bool(stop_signals),
             )
-        except Leaving:
+        except StopRequested:
             return EXIT_INTERRUPTED
-        except Absent as error:
+        except RendezvousError as error:
             print(f"harness: {error}", file=sys.stderr)
             return EXIT_CRASHED
-        with machines:
-            return run_ranks(cfg, worker, machines, processes, requests)
+        with group:
+            return run_ranks(cfg, worker, group, processes, stop_signals)
 
 
 def run_ranks(
-    cfg: Config, worker: Worker, machines: Machines, processes: Sequence[Reserved], requests: list[int]
+    cfg: Config, worker: Worker, group: NodeGroup, processes: Sequence[PooledWorker], stop_signals: list[int]
 ) -> int:
-    """Let the workers begin and see them through to their end."""
-    nproc, node = len(processes), machines.place.node
-    logs = RankLogs(locate(cfg).logs / machines.start, range(node * nproc, (node + 1) * nproc))
+    """Start the workers and supervise them to their end."""
+    nproc, node_rank = len(processes), group.spec.node_rank
+    logs = RankLogs(locate(cfg).logs / group.start_name, range(node_rank * nproc, (node_rank + 1) * nproc))
 
-    def noticed(error: ChildFailedError) -> None:
-        failure = logs.first_failure(error)
-        line = failure.message if failure.is_user_error else f"rank {failure.rank} on {gethostname()} {failure.how()}"
-        code = exit_code_of(failure, stopping=bool(requests))
-        machines.tell(Fall(node=node, host=gethostname(), exit_code=code, line=line))
+    def on_failure(error: ChildFailedError) -> None:
+        failure, host = logs.first_failure(error), gethostname()
+        line = failure.message if failure.is_user_error else f"rank {failure.rank} on {host} {failure.describe()}"
+        code = run_exit_code(failure, stopping=bool(stop_signals))
+        group.report_failure(NodeFailure(node_rank=node_rank, host=host, exit_code=code, line=line))
 
     logs.create()
-    orders = orders_of(cfg, worker, logs, gloo_environment(machines.address))
+    tasks = build_tasks(cfg, worker, logs, gloo_environment(group.address))
     with ThreadPoolExecutor(max_workers=1, initializer=block_stop_signals) as pool:
-        future = pool.submit(run_agent, machines, processes, orders, noticed=noticed)
-        hung = see_through(future, requests, logs, machines, Supervisor(locate(cfg), logs.ranks, cfg.launch))
+        future = pool.submit(run_agent, group, processes, tasks, on_failure=on_failure)
+        hung = supervise(future, stop_signals, logs, group, Supervisor(locate(cfg), logs.ranks, cfg.launch))
         try:
             code = max(future.result().values())
         except ChildFailedError as error:
-            code = report(error, logs, machines, stopping=bool(requests), hung=hung)
-            if node == 0 and machines.fall is not None:
-                mark_ended(locate(cfg), code, machines.fall.line)
+            code = print_failure(error, logs, group, stopping=bool(stop_signals), hung=hung)
+            if node_rank == 0 and group.failure is not None:
+                mark_ended(locate(cfg), code, group.failure.line)
             return code
-        machines.done()
+        group.report_success()
         return code
 
 
-def orders_of(cfg: Config, worker: Worker, logs: RankLogs, environment: dict[str, str]) -> list[Orders]:
-    """What the process of each rank is told."""
+def build_tasks(cfg: Config, worker: Worker, logs: RankLogs, environment: dict[str, str]) -> list[WorkerTask]:
+    """The task of each rank."""
     return [
-        Orders(
+        WorkerTask(
             call=enter_worker,
             arguments=(worker, cfg),
             name=f"rank-{rank}",
@@ -153,78 +162,85 @@ def orders_of(cfg: Config, worker: Worker, logs: RankLogs, environment: dict[str
 
 
 def block_stop_signals() -> None:
-    """In the agent's thread: the main thread hears them."""
+    """Run in the agent's thread, so that the main thread receives the stop signals."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 @contextmanager
-def stop_requests() -> Iterator[list[int]]:
-    """The stop signals that arrived so far; the handler only writes them down. One that follows on another's heels is
-    its echo: Slurm sends SIGTERM twice at a job's limit, and nobody insists within the blink of an eye."""
-    requests: list[int] = []
+def collect_stop_signals() -> Iterator[list[int]]:
+    """The stop signals received so far; the handler only records them.
+
+    A signal within DUPLICATE_S of another is ignored: Slurm sends SIGTERM twice at the time limit of a job.
+    """
+    stop_signals: list[int] = []
     last_s = -math.inf
 
-    def hear(number: int, _frame: FrameType | None) -> None:
+    def on_signal(signal_number: int, _frame: FrameType | None) -> None:
         nonlocal last_s
-        is_echo, last_s = time.monotonic() - last_s < ECHO_S, time.monotonic()
-        if not is_echo:
-            requests.append(number)
+        is_duplicate, last_s = time.monotonic() - last_s < DUPLICATE_S, time.monotonic()
+        if not is_duplicate:
+            stop_signals.append(signal_number)
 
-    before = {number: signal.signal(number, hear) for number in STOP_SIGNALS}
+    before = {signal_number: signal.signal(signal_number, on_signal) for signal_number in STOP_SIGNALS}
     try:
-        yield requests
+        yield stop_signals
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for signal_number, handler in before.items():
+            signal.signal(signal_number, handler)
 
 
-def see_through(
-    future: Future[dict[int, int]], requests: list[int], logs: RankLogs, machines: Machines, supervisor: Supervisor
+def supervise(
+    future: Future[dict[int, int]], stop_signals: list[int], logs: RankLogs, group: NodeGroup, supervisor: Supervisor
 ) -> str | None:
-    """Until the agent is done, hand stop requests to the workers: the first as SIGTERM, one that insists as SIGKILL.
-    Once a rank or a machine has fallen, take down what is left of them. Returns a line about a rank that hung here.
+    """Forward stop signals until the agent is done: the first as SIGTERM, a repeated one as SIGKILL.
 
-    The workers are the agent's to wait for: asking `multiprocessing` for them here would reap one under its eyes.
+    After the failure of a rank or a node, the remaining workers are killed. Returns a line about a rank that hung here.
+    Only the agent waits for the workers: asking `multiprocessing` for them here could reap one first.
     """
-    told: set[tuple[int, int]] = set()
+    sent: set[tuple[int, int]] = set()
     kill_s = math.inf
     hung: str | None = None
     while not wait([future], timeout=POLL_S).done:
-        if machines.fall is not None:
+        if group.failure is not None:
             kill_s = min(kill_s, time.monotonic() + GRACE_S)
-        elif hung := supervisor.look(time.monotonic()):
-            machines.tell(Fall(node=machines.place.node, host=gethostname(), exit_code=EXIT_CRASHED, line=hung))
-            tell_workers(logs, SHOW_STACKS, told)
-            kill_s = time.monotonic() + STACKS_WITHIN_S
-        if requests and not told:
-            told.add((0, 0))
-            print("harness: stopping in order; a second Ctrl-C or SIGTERM kills the workers", file=sys.stderr)
-        insisting = sum(request != signal.SIGUSR1 for request in requests) > 1
-        if insisting or time.monotonic() > kill_s:
-            tell_workers(logs, signal.SIGKILL, told)
-        elif requests:
-            tell_workers(logs, signal.SIGTERM, told)
+        elif hung := supervisor.check(time.monotonic()):
+            group.report_failure(
+                NodeFailure(node_rank=group.spec.node_rank, host=gethostname(), exit_code=EXIT_CRASHED, line=hung)
+            )
+            signal_workers(logs, STACKS_SIGNAL, sent)
+            kill_s = time.monotonic() + STACKS_TIMEOUT_S
+        if stop_signals and not sent:
+            sent.add((0, 0))
+            print("harness: stopping gracefully; a second Ctrl-C or SIGTERM kills the workers", file=sys.stderr)
+        is_repeated = sum(stop_signal != signal.SIGUSR1 for stop_signal in stop_signals) > 1
+        if is_repeated or time.monotonic() > kill_s:
+            signal_workers(logs, signal.SIGKILL, sent)
+        elif stop_signals:
+            signal_workers(logs, signal.SIGTERM, sent)
     return hung
 
 
-def tell_workers(logs: RankLogs, number: signal.Signals, told: set[tuple[int, int]]) -> None:
+def signal_workers(logs: RankLogs, signal_number: signal.Signals, sent: set[tuple[int, int]]) -> None:
     """Send a signal to each worker once."""
     for pid in logs.pids():
-        if (pid, number) not in told:
-            told.add((pid, number))
+        if (pid, signal_number) not in sent:
+            sent.add((pid, signal_number))
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
+                os.kill(pid, signal_number)
 
 
 def gloo_environment(address: str) -> dict[str, str]:
-    """Gloo would take the address that the machine's name stands for, which others may not reach and which, for a run
-    on this machine alone, others should not reach: it is told the interface by which machine 0 is reached."""
-    interface = None if INTERFACE in os.environ else interface_towards(address)
+    """Bind gloo to the interface that routes to node 0.
+
+    By default gloo uses the address of the host name, which other nodes may not reach, and which should not be exposed
+    for a run on one machine.
+    """
+    interface = None if INTERFACE in os.environ else find_interface_to(address)
     return {} if interface is None else {INTERFACE: interface}
 
 
 def silence_agent() -> None:
-    """The agent repeats at length what `report` says in a few lines."""
+    """Disable the agent's log, which repeats at length what `print_failure` says in a few lines."""
     if "LOGLEVEL" not in os.environ:
         for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
             logger = logging.getLogger(name)
@@ -232,17 +248,19 @@ def silence_agent() -> None:
             logger.propagate = False
 
 
-def report(error: ChildFailedError, logs: RankLogs, machines: Machines, *, stopping: bool, hung: str | None) -> int:
-    """Say once why the run ended: the machine where it began says everything, the others one line."""
-    fall = machines.fall
-    if fall is not None and fall.node != machines.place.node:
-        where = f"machine {machines.place.node} ({gethostname()}) comes down"
-        print(f"harness: {where}: {fall.line}", file=sys.stderr)
-        return fall.exit_code
+def print_failure(
+    error: ChildFailedError, logs: RankLogs, group: NodeGroup, *, stopping: bool, hung: str | None
+) -> int:
+    """Print why the run ended: in full on the node where it began, one line on the others."""
+    node_failure = group.failure
+    if node_failure is not None and node_failure.node_rank != group.spec.node_rank:
+        where = f"node {group.spec.node_rank} ({gethostname()}) stops"
+        print(f"harness: {where}: {node_failure.line}", file=sys.stderr)
+        return node_failure.exit_code
     if hung:
-        print(f"harness: {hung}; where each rank stood: {logs.directory}/*.stacks", file=sys.stderr)
+        print(f"harness: {hung}; stacks of all threads: {logs.directory}/*.stacks", file=sys.stderr)
         return EXIT_CRASHED
     failure = logs.first_failure(error)
-    if text := render(failure, stopping=stopping):
+    if text := render_failure(failure, stopping=stopping):
         print(text, file=sys.stderr)
-    return exit_code_of(failure, stopping=stopping)
+    return run_exit_code(failure, stopping=stopping)

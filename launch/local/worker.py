@@ -1,6 +1,6 @@
-"""Which worker a run directory calls for: the trainer, or the trainer with something broken on purpose.
+"""Selects the worker function of a run: the trainer, or the trainer with injected faults.
 
-Imports torch only when asked, because everything that starts processes imports this.
+Imports torch only on call, because everything that starts processes imports this module.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from harness.core.rundir import RunDir
 Worker = Callable[[Config], int]
 
 
-def worker_of(run: RunDir) -> Worker:
-    """What every rank of this run does."""
+def select_worker(run: RunDir) -> Worker:
+    """The function that every rank of this run calls."""
     if run.drill.exists():
-        from harness.faults.worker import run_worker as drilled
+        from harness.faults.worker import run_worker as run_drill_worker
 
-        return drilled
+        return run_drill_worker
     from harness.train import run_worker
 
     return run_worker

@@ -1,15 +1,15 @@
-"""Processes held in reserve, each to become one rank of this machine: forked from a launcher that has imported torch.
+"""A pool of worker processes, one for each rank of this node, forked from a launcher that has already imported torch.
 
-Why: to import torch and the trainer takes two seconds of a core. Ranks that are started anew take them again each,
-eight times on a machine with eight GPUs, and only after the launcher has taken them too.
-How: once everything is imported, and before there is a thread, a socket or CUDA in this process, it forks; each fork
-waits on a pipe for its orders: its environment, where its words go, what to call. Whatever a thread could hold at that
-moment would be held in the fork for ever, and CUDA does not outlive a fork: where either is there already, where torch
-was loaded for another number of threads (`launch.threads`), and on systems that do not fork well, new processes are
-started, which import everything again, and all else stays the same. The kernel kills a rank whose launcher is gone.
-Stop signals are blocked from the first moment until `enter_worker` can answer them, so none is lost.
-Left out: `multiprocessing`'s fork server, which would import everything once more beside the launcher, and which ranks
-keep alive, and it them, when the launcher is killed.
+Why: importing torch and the trainer takes two seconds of a core. Newly started ranks would each pay that again, eight
+times on a node with eight GPUs, and only after the launcher has paid it too.
+How: the launcher forks after all imports and before it has a thread, a socket or CUDA. Each fork waits on a pipe for
+its task: environment, output files, function. A lock held by a thread at the fork would stay locked in the child, and
+CUDA does not survive a fork. If either exists, if torch was loaded for another number of threads (`launch.threads`), or
+if the system is not Linux, new processes are spawned instead; they import everything again and behave the same.
+The kernel kills a rank whose launcher has died. Stop signals are blocked until `enter_worker` can handle them, so none
+is lost.
+Left out: the fork server of `multiprocessing`. It imports everything once more, and it and the ranks keep each other
+alive when the launcher is killed.
 """
 
 from __future__ import annotations
@@ -40,50 +40,50 @@ from harness.config.schema import Config
 from harness.control.stop_requests import STOP_SIGNALS
 from harness.core.fast_imports import loading
 from harness.core.rundir import write_atomically
-from launch.local.ranks import FALL_FILE, PID_FILE, STACKS_FILE
-from launch.local.thread_count import THREADS
+from launch.local.ranks import FAILURE_FILE, PID_FILE, STACKS_FILE
+from launch.local.thread_count import THREADS_VARIABLE
 from launch.local.worker import Worker
 
-THREADS_OF_TORCH = os.environ.get(THREADS)
-"""For how many it was loaded here."""
-IMPORTED_LATE = ("torch._dynamo",)
-"""What torch brings in with the first step of an optimizer: for half a second, once here and not in every rank."""
-LAST_WORD_S = 1.0
-"""How long a worker that raises waits: a peer that was killed leaves no message and must be seen to have died first."""
-DISMISSED_WITHIN_S = 5.0
-SHOW_STACKS = signal.SIGUSR2
-"""Asks a worker where each of its threads stands."""
+TORCH_NUM_THREADS = os.environ.get(THREADS_VARIABLE)
+"""Value of OMP_NUM_THREADS when torch was loaded here."""
+LAZY_IMPORTS = ("torch._dynamo",)
+"""What torch imports at the first optimizer step (0.5 s): imported once here, not in every rank."""
+EXIT_DELAY_S = 1.0
+"""How long a worker that raises waits: the death of a killed peer, which leaves no message, must be seen first."""
+DISMISS_TIMEOUT_S = 5.0
+STACKS_SIGNAL = signal.SIGUSR2
+"""Makes a worker write the stacks of its threads."""
 STDOUT, STDERR = 1, 2
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
-    """What a process in reserve is to do."""
+class WorkerTask:
+    """What a pooled worker runs."""
 
     call: Callable[..., int]
     arguments: tuple[Any, ...] = ()
     name: str = ""
-    """How `ps` and `top` call the process."""
+    """Process name in `ps` and `top`."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Beside the launcher's."""
+    """Added to the launcher's."""
     stdout: str = ""
-    """A file; empty: the launcher's."""
+    """A file; empty: the launcher's stdout."""
     stderr: str = ""
 
 
 @final
-class Reserved:
-    """One process that waits for its orders, or follows them."""
+class PooledWorker:
+    """A process that waits for its task, or runs it."""
 
     def __init__(self, method: str) -> None:
-        context: Any = get_context(method)  # what the contexts share is not in their types
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=stand_by, args=(os.getpid(), theirs))
-        self._returned: int | None = None
+        context: Any = get_context(method)  # the common interface of the contexts is not typed
+        self._pipe, child_pipe = context.Pipe()
+        self._process = context.Process(target=wait_for_task, args=(os.getpid(), child_pipe))
+        self._result: int | None = None
         self._process.start()
-        theirs.close()
+        child_pipe.close()
 
     @property
     def pid(self) -> int:
@@ -92,76 +92,78 @@ class Reserved:
 
     @property
     def exit_code(self) -> int | None:
-        """How the process ended: None while it is there, the negative number of a signal that killed it."""
+        """None while the process lives; negative: the signal that killed it."""
         code: int | None = self._process.exitcode
         return code
 
-    def begin(self, orders: Orders) -> None:
-        with suppress(OSError):  # it is dead, and will be found to be
-            self._pipe.send(orders)
+    def assign(self, task: WorkerTask) -> None:
+        with suppress(OSError):  # the process is dead; the agent sees its exit code
+            self._pipe.send(task)
 
-    def returned(self, within_s: float = 0.0) -> int | None:
-        """What the call of its orders came to; None while it goes on, and if it never returned."""
-        if self._returned is None:
+    def poll_result(self, within_s: float = 0.0) -> int | None:
+        """Return value of the task; None while it runs, and if it never returned."""
+        if self._result is None:
             with suppress(EOFError, OSError):
                 if self._pipe.poll(within_s):
-                    self._returned = self._pipe.recv()
-        return self._returned
+                    self._result = self._pipe.recv()
+        return self._result
 
-    def tell(self, number: signal.Signals) -> None:
+    def send_signal(self, signal_number: signal.Signals) -> None:
         if self.exit_code is None:
             with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self.pid, signal_number)
 
     def dismiss(self) -> None:
-        """Send it home, whether it has returned or was never needed."""
+        """Let the process exit, whether its task has returned or it never had one."""
         with suppress(OSError):
             self._pipe.send(None)
 
-    def end(self, within_s: float) -> None:
+    def join_or_kill(self, within_s: float) -> None:
         self._process.join(within_s)
-        self.tell(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         self._process.join()
         self._pipe.close()
 
 
 @contextmanager
-def reserve(num_processes: int, *, forked: bool) -> Iterator[list[Reserved]]:
-    """Processes for the ranks of this machine; gone when this is left."""
+def open_worker_pool(num_processes: int, *, forked: bool) -> Iterator[list[PooledWorker]]:
+    """Start the processes for the ranks of this node; ends them on exit."""
     if forked:
         with loading():
-            for name in IMPORTED_LATE:
+            for name in LAZY_IMPORTS:
                 import_module(name)
         sys.stdout.flush()
         sys.stderr.flush()
     else:
-        start_tracker()
-    processes: list[Reserved] = []
+        start_resource_tracker()
+    processes: list[PooledWorker] = []
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         try:
             for _ in range(num_processes):
-                processes.append(Reserved("fork" if forked else "spawn"))  # noqa: PERF401 -- one may fail
+                processes.append(PooledWorker("fork" if forked else "spawn"))  # noqa: PERF401 -- one may fail
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         yield processes
     finally:
         for process in processes:
             process.dismiss()
-        deadline_s = time.monotonic() + DISMISSED_WITHIN_S
+        deadline_s = time.monotonic() + DISMISS_TIMEOUT_S
         for process in processes:
-            process.end(max(0.0, deadline_s - time.monotonic()))
+            process.join_or_kill(max(0.0, deadline_s - time.monotonic()))
 
 
 def can_fork() -> bool:
-    """Whether a fork of this process is a whole process."""
-    alone = threading.active_count() == 1 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return sys.platform == "linux" and alone and sys.stdout is sys.__stdout__
+    """Whether a fork of this process is safe: one thread, no CUDA, Linux."""
+    is_forkable = threading.active_count() == 1 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return sys.platform == "linux" and is_forkable and sys.stdout is sys.__stdout__
 
 
-def start_tracker() -> None:
-    """Start the helper process of `multiprocessing` while nothing is blocked: it would lift the block, and die of a
-    SIGUSR1 that was not blocked when it began."""
+def start_resource_tracker() -> None:
+    """Start the helper process of `multiprocessing` before signals are blocked.
+
+    It would unblock them, and it dies of a SIGUSR1 that was not blocked when it started.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     try:
         resource_tracker.ensure_running()
@@ -169,77 +171,76 @@ def start_tracker() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 
 
-def stand_by(launcher: int, pipe: Connection) -> None:
-    """The first function of a process in reserve. It stays until it is sent home: a number that is free again might be
-    given to a stranger, whom the next signal to the ranks would hit."""
+def wait_for_task(launcher: int, pipe: Connection) -> None:
+    """Entry point of a pooled worker. Stays alive until dismissed; otherwise a reused PID could receive our signals."""
     control_process(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
-        os._exit(EXIT_CRASHED)  # it was killed before the kernel knew that this process should follow
-    orders = pipe.recv()
-    if orders is None:
+        os._exit(EXIT_CRASHED)  # the launcher died before prctl took effect
+    task = pipe.recv()
+    if task is None:
         return
-    os.environ.update(orders.environment)
-    for descriptor, path in ((STDOUT, orders.stdout), (STDERR, orders.stderr)):
+    os.environ.update(task.environment)
+    for descriptor, path in ((STDOUT, task.stdout), (STDERR, task.stderr)):
         if path:
             with Path(path).open("wb") as file:
                 os.dup2(file.fileno(), descriptor)
-    control_process(PR_SET_NAME, orders.name.encode())
-    pipe.send(orders.call(*orders.arguments))
+    control_process(PR_SET_NAME, task.name.encode())
+    pipe.send(task.call(*task.arguments))
     pipe.recv()
 
 
 def control_process(option: int, value: Any) -> None:
-    """What the kernel is asked to do for this process; Linux alone can do it."""
+    """Call prctl for this process; does nothing on other systems than Linux."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def enter_worker(worker: Worker, cfg: Config) -> int:
-    """The first function of a rank. Until the worker can stop in order, a stop request just ends it."""
+    """Entry point of a rank. A stop signal ends it at once until the worker installs its own handler."""
 
-    def leave(_signal: int, _frame: FrameType | None) -> None:
+    def exit_interrupted(_signal: int, _frame: FrameType | None) -> None:
         os._exit(EXIT_INTERRUPTED)
 
-    for number in STOP_SIGNALS:
-        signal.signal(number, leave)
+    for signal_number in STOP_SIGNALS:
+        signal.signal(signal_number, exit_interrupted)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     Path(os.environ[PID_FILE]).write_text(str(os.getpid()))
     try:
-        with shows_stacks(Path(os.environ[STACKS_FILE])):
+        with dump_stacks_on_signal(Path(os.environ[STACKS_FILE])):
             return worker(cfg)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        write_atomically(Path(os.environ[FALL_FILE]), json.dumps(fall_of(error)))
-        time.sleep(LAST_WORD_S)
-        leave_at_once(EXIT_CRASHED)
+        write_atomically(Path(os.environ[FAILURE_FILE]), json.dumps(describe_error(error)))
+        time.sleep(EXIT_DELAY_S)
+        exit_immediately(EXIT_CRASHED)
     finally:
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+        for signal_number in STOP_SIGNALS:
+            signal.signal(signal_number, signal.SIG_DFL)
 
 
-def leave_at_once(exit_code: int) -> NoReturn:
-    """End the process without waiting for its threads or its process group: both may wait for other ranks."""
+def exit_immediately(exit_code: int) -> NoReturn:
+    """Exit without waiting for threads or the process group: both may wait for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
 
 
-def fall_of(error: Exception) -> dict[str, Any]:
-    """How a rank ended that raised, inside the `except`; see `launch.local.ranks.Failure`."""
-    fall = {"message": str(error), "is_user_error": isinstance(error, (ConfigError, StorageError))}
+def describe_error(error: Exception) -> dict[str, Any]:
+    """The error that ends a rank, for `launch.local.ranks.RankFailure`; call it inside the `except` block."""
+    failure = {"message": str(error), "is_user_error": isinstance(error, (ConfigError, StorageError))}
     code = {"exit_code": EXIT_INTERRUPTED} if isinstance(error, StorageError) else {}
-    return fall | code | {"traceback": format_exc()}
+    return failure | code | {"traceback": format_exc()}
 
 
 @contextmanager
-def shows_stacks(path: Path) -> Iterator[None]:
-    """Where the worker stands, for the supervisor that is about to kill it; C code that hangs cannot prevent it."""
+def dump_stacks_on_signal(path: Path) -> Iterator[None]:
+    """Write all stacks to a file on STACKS_SIGNAL; works even if C code hangs."""
     with path.open("w") as file:
-        faulthandler.register(SHOW_STACKS, file=file)
+        faulthandler.register(STACKS_SIGNAL, file=file)
         try:
             yield
         finally:
-            faulthandler.unregister(SHOW_STACKS)
+            faulthandler.unregister(STACKS_SIGNAL)
     if not path.stat().st_size:
         path.unlink()

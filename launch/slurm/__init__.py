@@ -1,1 +1,1 @@
-"""Slurm jobs: render, submit, requeue, node health."""
+"""Slurm jobs: render, submit, requeue, check node health."""

@@ -1,1 +1,1 @@
-"""Many runs from one command."""
+"""Runs the jobs of a sweep, on this machine or as a Slurm array."""

@@ -107,7 +107,7 @@ def test_a_run_survives_a_lost_host_and_a_cut_cable_bit_identically(hosts: Hosts
     wait_until_trained(run, 15, agents)
     hosts.crash(2)
     code, err = ended(agents[0], NOTICED_WITHIN_S)
-    assert (code, err.splitlines()[-1]) == (1, "harness: machine 0 (host1) comes down: machine 1 (host2) is gone")
+    assert (code, err.splitlines()[-1]) == (1, "harness: node 0 (host1) stops: node 1 (host2) is gone")
     agents[1].wait(NOTICED_WITHIN_S)
     hosts.boot(2)
 
@@ -119,8 +119,8 @@ def test_a_run_survives_a_lost_host_and_a_cut_cable_bit_identically(hosts: Hosts
         code, err = ended(agent, NOTICED_WITHIN_S)
         assert code == 1
         lines.append(err.splitlines()[-1])
-    assert lines[0].startswith("harness: machine 0 (host1) comes down: machine 1 (host2) has been silent for ")
-    assert lines[1].startswith("harness: machine 1 (host2) comes down: machine 0 (10.77.0.1) has been silent for ")
+    assert lines[0].startswith("harness: node 0 (host1) stops: node 1 (host2) has been silent for ")
+    assert lines[1].startswith("harness: node 1 (host2) stops: node 0 (10.77.0.1) has been silent for ")
     hosts.join(2)
 
     single = RunDir(tmp_path / "single" / "run")

@@ -22,7 +22,7 @@ from harness.faults.site import FaultInjector, Site, earlier_strikes
 from harness.run import Run
 from harness.sentinel.device.slots import SLOTS
 from harness.step import forward_backward
-from launch.local.worker import worker_of
+from launch.local.worker import select_worker
 from tests.distributed.cases import Snapshot, tiny
 
 STRUCK = 2
@@ -33,7 +33,7 @@ LAYER = "blocks.1.mlp.up"
 def run(directory: str) -> int:
     """Run one rank of a prepared run directory; returns the exit code."""
     laid_out = RunDir(Path(directory))
-    return worker_of(laid_out)(compose.read(laid_out.config))
+    return select_worker(laid_out)(compose.read(laid_out.config))
 
 
 class _Enough(Exception):  # noqa: N818 -- nothing went wrong

@@ -1,4 +1,4 @@
-"""What several tests of the launcher use."""
+"""Fixtures for the tests of the launcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a test writes its own `scontrol`, `squeue` and `sbatch`; until then they fail."""
+    """Directory for fake `scontrol`, `squeue` and `sbatch`; by default they fail."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("scontrol", "squeue", "sbatch"):

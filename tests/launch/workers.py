@@ -1,4 +1,4 @@
-"""What ranks do in the launcher's tests instead of training; `main` is a launcher of them."""
+"""Worker functions for the launcher's tests; `main` launches one of them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def halt_on_one(_cfg: Config) -> int:
 
 def crash(cfg: Config) -> int:
     if rank() == 1:
-        raise ZeroDivisionError("the first to fall")
+        raise ZeroDivisionError("the first failure")
     while not list(locate(cfg).path.glob("logs/*/rank-1.fall.json")):
         time.sleep(0.01)
     raise ConnectionError("a victim of the first")
 
 
 def killed(cfg: Config) -> int:
-    last_words = locate(cfg).path / "last-words-1"
+    killed_file = locate(cfg).path / "killed-1"
     if rank() == 1:
-        last_words.touch()
+        killed_file.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    while not last_words.exists():
+    while not killed_file.exists():
         time.sleep(0.01)
     raise ConnectionError("a victim of the kill")
 
@@ -65,7 +65,7 @@ def exit_late(_cfg: Config) -> int:
 
 
 def patient(cfg: Config) -> int:
-    """Works until asked to stop, then takes its time, as a run that saves a checkpoint does."""
+    """Runs until asked to stop, then takes half a second, like a run that saves a checkpoint."""
     stop = StopRequest()
     with signals_to(stop):
         (locate(cfg).path / f"ready-{rank()}").touch()
@@ -80,13 +80,13 @@ def patient(cfg: Config) -> int:
 
 
 def slow(_cfg: Config) -> int:
-    """Has not come to the point where it could stop in order."""
+    """Has not reached the point where it could stop gracefully."""
     time.sleep(PATIENCE_S)
     return 0
 
 
 def stubborn(cfg: Config) -> int:
-    """Does not listen."""
+    """Ignores SIGTERM."""
     signal.signal(signal.SIGTERM, lambda _number, _frame: None)
     (locate(cfg).path / f"ready-{rank()}").touch()
     time.sleep(PATIENCE_S)
@@ -94,7 +94,7 @@ def stubborn(cfg: Config) -> int:
 
 
 def hang(cfg: Config) -> int:
-    """Both loops stand still, and rank 1's process is stopped."""
+    """Both loops stall, and rank 1's process is stopped."""
     state = RunState()
     with Heartbeat(locate(cfg), rank=rank(), world_size=2, num_steps=10) as heart:
         for state.iteration in range(4):
@@ -107,7 +107,7 @@ def hang(cfg: Config) -> int:
 
 
 def listening(cfg: Config) -> int:
-    """Prints the addresses at which this process and the launcher can be reached, as the kernel writes them."""
+    """Prints the addresses on which this process and the launcher listen, in the notation of /proc/net."""
     connect(cfg.parallel)
     if rank() == 0:
         inodes = sockets_of(os.getpid()) | sockets_of(os.getppid())
@@ -130,10 +130,10 @@ def config(runs: Path, name: str) -> Config:
     return compose.load([f"run.dir={runs}", f"run.name={name}", "launch.nproc=2", "parallel.device=cpu"])
 
 
-def main(words: Sequence[str]) -> int:
+def main(args: Sequence[str]) -> int:
     from launch.local import start as local
 
-    name, runs = words
+    name, runs = args
     cfg = config(Path(runs), name)
     cfg.launch.hang_after_s = 2.0 if name == "hang" else cfg.launch.hang_after_s
     try:

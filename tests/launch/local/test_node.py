@@ -1,4 +1,4 @@
-"""`python -m launch.local.node`: where this machine stands, and what is refused before anything starts."""
+"""`python -m launch.local.node`: the rendezvous options, and what is rejected before anything starts."""
 
 from __future__ import annotations
 
@@ -10,66 +10,72 @@ from harness.config import compose
 from harness.config.compose import to_yaml
 from harness.config.errors import ConfigError
 from launch.local import node
-from launch.local.node import place_of
-from launch.local.node_group import ALONE, Place
+from launch.local.node import parse_rendezvous
+from launch.local.node_group import SINGLE_NODE, RendezvousSpec
 
 SLURM = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_ID": "7"}
 
 
-def test_alone_is_the_loopback() -> None:
-    assert place_of(None, None, None, {}) == ALONE
-    assert (ALONE.nodes, ALONE.host) == (1, "127.0.0.1")
+def test_a_single_node_uses_the_loopback() -> None:
+    assert parse_rendezvous(None, None, None, {}) == SINGLE_NODE
+    assert (SINGLE_NODE.num_nodes, SINGLE_NODE.host) == (1, "127.0.0.1")
 
 
-def test_an_allocation_alone_is_no_reason_to_wait_for_others() -> None:
-    assert place_of(None, None, None, SLURM) == ALONE
+def test_slurm_variables_are_ignored_without_a_rendezvous() -> None:
+    assert parse_rendezvous(None, None, None, SLURM) == SINGLE_NODE
 
 
-def test_slurm_says_what_is_not_given() -> None:
+def test_slurm_variables_replace_missing_options() -> None:
     environment = SLURM | {"HARNESS_RENDEZVOUS": "first-host:29512"}
-    assert place_of(None, None, None, environment) == Place(nodes=4, node=2, host="first-host", port=29512)
-    assert place_of(2, 0, None, environment) == Place(nodes=2, node=0, host="first-host", port=29512)
+    assert parse_rendezvous(None, None, None, environment) == RendezvousSpec(
+        num_nodes=4, node_rank=2, host="first-host", port=29512
+    )
+    assert parse_rendezvous(2, 0, None, environment) == RendezvousSpec(
+        num_nodes=2, node_rank=0, host="first-host", port=29512
+    )
     older = {"SLURM_JOB_NUM_NODES": "3", "SLURM_NODEID": "0", "HARNESS_RENDEZVOUS": "a:1"}
-    assert place_of(None, None, None, older) == Place(nodes=3, node=0, host="a", port=1)
+    assert parse_rendezvous(None, None, None, older) == RendezvousSpec(num_nodes=3, node_rank=0, host="a", port=1)
 
 
-def test_words_come_before_slurm() -> None:
+def test_options_override_slurm_variables() -> None:
     environment = SLURM | {"HARNESS_RENDEZVOUS": "first-host:29512"}
-    assert place_of(2, 1, "other:99", environment) == Place(nodes=2, node=1, host="other", port=99)
+    assert parse_rendezvous(2, 1, "other:99", environment) == RendezvousSpec(
+        num_nodes=2, node_rank=1, host="other", port=99
+    )
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("options", "message"),
     [
         ((0, None, None), r"^--nodes: must be at least 1, got 0$"),
         ((2, 2, "a:1"), r"^--node-rank: must be from 0 to 1, got 2$"),
         ((2, -1, "a:1"), r"^--node-rank: must be from 0 to 1, got -1$"),
-        ((2, 0, None), r"^--rendezvous: 2 machines need a HOST:PORT at which they meet$"),
+        ((2, 0, None), r"^--rendezvous: 2 nodes need the HOST:PORT of node 0$"),
         ((2, 0, "host"), r"^--rendezvous: must be HOST:PORT, got 'host'$"),
         ((2, 0, "host:0"), r"^--rendezvous: must be HOST:PORT"),
         ((2, 0, "host:65536"), r"^--rendezvous: must be HOST:PORT"),
         ((2, 0, ":29500"), r"^--rendezvous: must be HOST:PORT"),
     ],
 )
-def test_a_place_that_cannot_be(words: tuple[int | None, int | None, str | None], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        place_of(*words, {})
+def test_invalid_options_name_the_option(options: tuple[int | None, int | None, str | None], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_rendezvous(*options, {})
 
 
-def test_a_job_that_does_not_say_how_many() -> None:
+def test_a_missing_slurm_variable_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^SLURM_NNODES or SLURM_JOB_NUM_NODES: must be a number"):
-        place_of(None, None, None, {"HARNESS_RENDEZVOUS": "a:1", "SLURM_NODEID": "0"})
+        parse_rendezvous(None, None, None, {"HARNESS_RENDEZVOUS": "a:1", "SLURM_NODEID": "0"})
 
 
 @pytest.mark.parametrize(
-    ("overrides", "complaint"),
+    ("overrides", "message"),
     [
-        (["launch.nodes=3", "launch.nproc=1"], "launch.min_nodes: 2 of 3 machines are there"),
+        (["launch.nodes=3", "launch.nproc=1"], "launch.min_nodes: 2 of 3 nodes are available"),
         (["launch.nodes=2", "launch.nproc=5"], "train.batch_size: must be at least the number of ranks (10)"),
     ],
 )
-def test_what_cannot_be_is_one_line_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], complaint: str
+def test_an_invalid_run_is_one_line_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -77,11 +83,11 @@ def test_what_cannot_be_is_one_line_before_anything_starts(
     (run / "config.yaml").write_text(to_yaml(cfg))
     assert node.main([str(run), "--nodes", "2", "--node-rank", "1", "--rendezvous", "nowhere.invalid:1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"harness: {complaint}")
+    assert line.startswith(f"harness: {message}")
     assert [path.name for path in run.iterdir()] == ["config.yaml"]
 
 
-def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_a_config_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert node.main([str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path) in line

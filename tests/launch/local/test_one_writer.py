@@ -1,4 +1,4 @@
-"""A run that is alive is not started twice: real launchers, ranks and torchrun, on a system without flock."""
+"""A live run is not started twice: real launchers, ranks and torchrun, on a system without flock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IN_USE = r"harness: run\.name: {run} is in use by pid {pid} on \S+, held for \d+
 
 
 def without_flock() -> None:
-    """In this process and all that it forks."""
+    """Disables flock in this process and all that it forks."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -50,31 +50,31 @@ def overrides(run: RunDir) -> list[str]:
 
 
 def started(run: RunDir, output: str) -> Launched:
-    words = ("train", *overrides(run), "launch.nproc=2")
-    return Launched("launch.cli.main", *words, output=run.path.parent / output, first=without_flock)
+    arguments = ("train", *overrides(run), "launch.nproc=2")
+    return Launched("launch.cli.main", *arguments, output=run.path.parent / output, first=without_flock)
 
 
 def wait_for_step(run: RunDir, process: Launched, num_starts: int) -> None:
-    """Until a start of the run has begun to train."""
+    """Wait until a start of the run has begun to train."""
     deadline = time.monotonic() + 60
     while True:
         log = list(events.read(run.events)) if run.events.exists() else []
         if sum(isinstance(event, RunStarted) for event in log) == num_starts and isinstance(log[-1], StepRecord):
             return
         assert process.poll() is None, process.stderr
-        assert time.monotonic() < deadline, "the run does not begin"
+        assert time.monotonic() < deadline, "the run does not start"
         time.sleep(0.05)
 
 
 def content(run: RunDir) -> dict[str, str]:
-    """Every file and directory, by what is in it."""
+    """Hash of every file, and every directory."""
     found = sorted(run.path.rglob("*"))
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "" for path in found}
 
 
 @contextmanager
-def standing_still(process: Launched) -> Iterator[None]:
-    """Its files do not change meanwhile; it is as alive as before."""
+def paused(process: Launched) -> Iterator[None]:
+    """Stop the process meanwhile: its files do not change, but it stays alive."""
     os.killpg(process.pid, signal.SIGSTOP)
     time.sleep(0.2)
     try:
@@ -83,7 +83,7 @@ def standing_still(process: Launched) -> Iterator[None]:
         os.killpg(process.pid, signal.SIGCONT)
 
 
-def test_a_living_run_is_not_started_again_and_a_killed_one_is_at_once(tmp_path: Path) -> None:
+def test_a_live_run_is_not_started_twice_and_a_killed_one_restarts_at_once(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "once")
     with started(run, "first") as first:
         wait_for_step(run, first, 1)
@@ -91,14 +91,23 @@ def test_a_living_run_is_not_started_again_and_a_killed_one_is_at_once(tmp_path:
         assert seen is not None
         assert seen.holder is not None
         line = IN_USE.format(run=re.escape(str(run.path)), pid=seen.holder.pid)
-        with standing_still(first):
+        with paused(first):
             before = content(run)
             with started(run, "second") as second:
                 assert second.wait(timeout=60) == 2
                 assert re.fullmatch(line, second.stderr), second.stderr
-            door = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "harness.train", *overrides(run)]
-            again = subprocess.run([sys.executable, *door], cwd=ROOT, capture_output=True, text=True, check=False)
-            assert again.returncode == 1, "what torchrun says, whatever its workers say"
+            start_command = [
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node=2",
+                "-m",
+                "harness.train",
+                *overrides(run),
+            ]
+            again = subprocess.run(
+                [sys.executable, *start_command], cwd=ROOT, capture_output=True, text=True, check=False
+            )
+            assert again.returncode == 1, "torchrun exits with 1 whatever its workers return"
             assert len(re.findall(line, again.stderr)) == 1, again.stderr
             assert content(run) == before
         first.kill_group()
@@ -112,25 +121,25 @@ def test_a_living_run_is_not_started_again_and_a_killed_one_is_at_once(tmp_path:
 
 
 def saved(run: RunDir) -> dict[str, str]:
-    """Every checkpoint that has a name, by what is in it."""
+    """Hash of every file in a named checkpoint."""
     return {
         path: kept for path, kept in content(run).items() if re.search(r"checkpoints/step-[^/]*(/[^.][^/]*)?$", path)
     }
 
 
 def on_another_machine() -> None:
-    """In this process and all that it forks."""
+    """Pretend to be another machine, in this process and all that it forks."""
     lease_holder.this_machine = lambda: "another machine"
 
 
-def test_a_run_that_was_taken_over_leaves_with_2_and_saves_nothing(tmp_path: Path) -> None:
+def test_a_run_that_was_taken_over_exits_with_2_and_saves_nothing(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "stalled")
-    words = ("train", *overrides(run), "launch.nproc=2", "run.lease_s=1", "checkpoint.every_steps=5")
-    with Launched("launch.cli.main", *words, output=tmp_path / "output", first=on_another_machine) as process:
+    arguments = ("train", *overrides(run), "launch.nproc=2", "run.lease_s=1", "checkpoint.every_steps=5")
+    with Launched("launch.cli.main", *arguments, output=tmp_path / "output", first=on_another_machine) as process:
         wait_for_step(run, process, 1)
         while not catalog.list_checkpoints(run.checkpoints):
             time.sleep(0.05)
-        with standing_still(process):
+        with paused(process):
             held = directory_lease.acquire(run.lease, this_process(), on_lost=lambda _: None)
             before = saved(run)
         assert process.wait(timeout=60) == 2, process.stderr
@@ -141,13 +150,13 @@ def test_a_run_that_was_taken_over_leaves_with_2_and_saves_nothing(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["local", "slurm"])
-def test_every_door_refuses_a_run_that_lives_on_another_machine(tmp_path: Path, kind: str) -> None:
+def test_every_launcher_rejects_a_run_that_is_live_on_another_machine(tmp_path: Path, kind: str) -> None:
     cfg = compose.load([*cases.TINY, f"launch={kind}", f"run.dir={tmp_path}", "run.name=far"])
     run = RunDir(tmp_path / "far")
     far = replace(this_process(6.0), machine="another machine", host="node7", job="99")
     held = directory_lease.acquire(run.lease, far, on_lost=lambda _: None)
-    for door in (lambda: train.start(cfg), lambda: prepare(cfg, run)):
+    for start_run in (lambda: train.start(cfg), lambda: prepare(cfg, run)):
         with pytest.raises(ConfigError, match=r"^run\.name: .* is in use by pid \d+ on node7, job 99, held for "):
-            door()
+            start_run()
     assert sorted(path.name for path in run.path.iterdir()) == ["lease"]
     held.release()

@@ -1,4 +1,4 @@
-"""The launcher with real processes: how ranks end decides the exit code and what is said about it."""
+"""The launcher with real processes: exit codes and messages for every way in which ranks end."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from harness.config.errors import ConfigError
 from harness.config.parallel import DeviceKind
 from harness.core.rundir import locate
 from launch.local import start, worker_pool
-from launch.local.thread_count import ranks_expected, threads_of_a_rank
+from launch.local.thread_count import count_expected_ranks, rank_thread_environment
 from tests.forks import ROOT, Launched
 from tests.launch import workers
 
-STOPPING = "harness: stopping in order; a second Ctrl-C or SIGTERM kills the workers\n"
+STOPPING = "harness: stopping gracefully; a second Ctrl-C or SIGTERM kills the workers\n"
 
 Launch = Callable[..., Launched]
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
-    """A launcher of its own."""
+    """A separate launcher process."""
     return lambda name: Launched("tests.launch.workers", name, str(tmp_path), output=tmp_path / f"{name}.output")
 
 
 def ended(launcher: Launched) -> tuple[int, str, str]:
-    """How a launcher ended that needs no help: exit code, stdout, stderr."""
+    """Wait for a launcher that ends by itself: exit code, stdout, stderr."""
     with launcher:
         return launcher.wait(timeout=60), launcher.stdout, launcher.stderr
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process started."""
+    """Child processes of a process."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 def session_of(leader: int) -> list[int]:
-    """Processes of a session that are alive."""
+    """Live processes of a session."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -62,20 +62,20 @@ def session_of(leader: int) -> list[int]:
 def wait_for(*paths: Path) -> None:
     deadline = time.monotonic() + 120
     while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, f"{paths} never came"
+        assert time.monotonic() < deadline, f"{paths} never appeared"
         time.sleep(0.01)
 
 
 @pytest.fixture
 def process(request: pytest.FixtureRequest, launch: Launch, tmp_path: Path) -> Iterator[Launched]:
-    """A launcher whose workers work."""
+    """A launcher whose workers are running."""
     name = str(request.param)
     with launch(name) as launcher:
         wait_for(tmp_path / name / "ready-0", tmp_path / name / "ready-1")
         yield launcher
 
 
-def test_worst_code_of_the_ranks_and_where_their_words_go(launch: Launch, tmp_path: Path) -> None:
+def test_the_worst_exit_code_wins_and_rank_1_logs_to_a_file(launch: Launch, tmp_path: Path) -> None:
     launcher = launch("halt_on_one")
     assert ended(launcher) == (3, "rank 0 of 2 with 1 threads\n", "")
     (log,) = (tmp_path / "halt_on_one" / "logs").glob("*/rank-1.stdout")
@@ -84,11 +84,11 @@ def test_worst_code_of_the_ranks_and_where_their_words_go(launch: Launch, tmp_pa
 
 
 @pytest.mark.full
-def test_a_launcher_that_must_not_fork_starts_its_ranks_anew(
+def test_a_launcher_that_cannot_fork_spawns_its_ranks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert worker_pool.THREADS_OF_TORCH != "3"
+    assert worker_pool.TORCH_NUM_THREADS != "3"
     assert start.launch(workers.config(tmp_path, "halt_on_one"), workers.halt_on_one) == 3
     assert capfd.readouterr() == ("rank 0 of 2 with 3 threads\n", "")
     (log,) = (tmp_path / "halt_on_one" / "logs").glob("*/rank-1.stdout")
@@ -96,31 +96,33 @@ def test_a_launcher_that_must_not_fork_starts_its_ranks_anew(
     assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
-def test_nothing_is_forked_beside_a_thread() -> None:
-    leave = threading.Event()
-    beside = threading.Thread(target=leave.wait)
-    beside.start()
+def test_a_process_with_a_second_thread_does_not_fork() -> None:
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
     try:
         assert not worker_pool.can_fork()
     finally:
-        leave.set()
-        beside.join()
+        release.set()
+        thread.join()
 
 
-def test_what_is_forked_has_no_thread_and_no_cuda() -> None:
-    """In a launcher as it is when it forks: torch and the trainer are loaded for several threads, none was needed yet.
-    (The one that NumPy's algebra starts is ended by the fork itself.)"""
+def test_the_launcher_has_one_thread_and_no_cuda_when_it_forks() -> None:
+    """Torch and the trainer are loaded for several threads, none of which has started yet.
+
+    (A thread that NumPy's BLAS starts is ended by the fork itself.)
+    """
     program = (
-        "import os, torch, launch.local, harness.train, harness.faults.worker\n"
-        "from launch.local.worker_pool import Orders, can_fork, reserve\n"
-        "with reserve(1, forked=can_fork()) as (process,):\n"
-        "    process.begin(Orders(call=os.getppid))\n"
-        "    assert process.returned(60) == os.getpid()\n"
+        "import os, torch, launch.local.start, harness.train, harness.faults.worker\n"
+        "from launch.local.worker_pool import WorkerTask, can_fork, open_worker_pool\n"
+        "with open_worker_pool(1, forked=can_fork()) as (process,):\n"
+        "    process.assign(WorkerTask(call=os.getppid))\n"
+        "    assert process.poll_result(60) == os.getpid()\n"
         "    print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized(), os.environ['OMP_NUM_THREADS'])\n"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "4"}
-    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert (said.stdout, said.stderr) == ("1 False 4\n", "")
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("1 False 4\n", "")
 
 
 def test_crash_names_the_first_rank_with_its_traceback(launch: Launch) -> None:
@@ -130,7 +132,7 @@ def test_crash_names_the_first_rank_with_its_traceback(launch: Launch) -> None:
     assert first.startswith("harness: rank 1 exited with code 1; its log: ")
     assert first.endswith("rank-1.stderr")
     assert rest[0].startswith("Traceback")
-    assert rest[-1] == "ZeroDivisionError: the first to fall"
+    assert rest[-1] == "ZeroDivisionError: the first failure"
     assert "victim" not in err
 
 
@@ -141,7 +143,7 @@ def test_killed_rank_is_named_though_another_one_raised(launch: Launch) -> None:
     assert line.startswith("harness: rank 1 was killed by SIGKILL; its log: ")
 
 
-def test_rank_that_leaves_without_a_word_has_fallen(launch: Launch) -> None:
+def test_a_rank_that_exits_without_a_result_has_failed(launch: Launch) -> None:
     code, _, err = ended(launch("vanish"))
     assert code == 1
     (line,) = err.splitlines()
@@ -152,7 +154,7 @@ def test_bad_configuration_found_by_the_workers_is_one_line(launch: Launch) -> N
     assert ended(launch("refuse")) == (2, "", "harness: data.path: no such file\n")
 
 
-def test_exit_code_of_the_contract_passes_through(launch: Launch) -> None:
+def test_exit_code_75_passes_through(launch: Launch) -> None:
     assert ended(launch("exit_late")) == (75, "", "")
 
 
@@ -162,7 +164,7 @@ def test_stop_lets_the_workers_finish(process: Launched, tmp_path: Path, number:
     process.send_signal(number)
     assert process.wait(timeout=30) == 75
     saved = [(tmp_path / "patient" / f"saved-{rank}").read_text() for rank in range(2)]
-    assert saved == ["SIGTERM", "SIGTERM"], "what the workers were told"
+    assert saved == ["SIGTERM", "SIGTERM"], "the signal that the workers received"
     assert process.stderr == STOPPING
 
 
@@ -207,17 +209,17 @@ def test_workers_die_with_a_launcher_that_was_killed(process: Launched) -> None:
     os.kill(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 2
     while session_of(process.pid):
-        assert time.monotonic() < deadline, "an orphan"
+        assert time.monotonic() < deadline, "an orphaned process"
         time.sleep(0.02)
 
 
 @pytest.mark.parametrize("process", ["stubborn"], indirect=True)
-def test_ranks_can_be_told_apart(process: Launched) -> None:
+def test_each_rank_has_its_own_process_name(process: Launched) -> None:
     names = [Path(f"/proc/{pid}/comm").read_text() for pid in children(process.pid)]
     assert sorted(names) == ["rank-0\n", "rank-1\n"]
 
 
-def test_a_rank_that_hangs_is_named_and_shown_and_all_are_killed(launch: Launch, tmp_path: Path) -> None:
+def test_a_hung_rank_is_named_with_stacks_and_all_ranks_are_killed(launch: Launch, tmp_path: Path) -> None:
     begun_s = time.monotonic()
     code, _, err = ended(launch("hang"))
     assert code == 1
@@ -232,8 +234,8 @@ def test_a_rank_that_hangs_is_named_and_shown_and_all_are_killed(launch: Launch,
     assert found["reason"].startswith("rank 1 on ")
 
 
-def test_nothing_listens_beyond_this_machine(launch: Launch) -> None:
-    """Neither torch's store nor gloo, where a run has one machine to itself."""
+def test_a_single_node_run_listens_on_the_loopback_only(launch: Launch) -> None:
+    """Holds for torch's store and for gloo."""
     code, out, _ = ended(launch("listening"))
     assert code == 0
     addresses = out.split()
@@ -256,20 +258,20 @@ def test_unusable_directory_names_the_key(tmp_path: Path) -> None:
     assert (code, err.partition(": cannot create ")[0]) == (2, "run.dir")
 
 
-def test_threads_are_shared_out_unless_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_divided_among_ranks_unless_threads_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
     cfg = workers.config(tmp_path, "threads")
-    with threads_of_a_rank(cfg, 2):
+    with rank_thread_environment(cfg, 2):
         assert os.environ["OMP_NUM_THREADS"] == "3"
     cfg.launch.threads = 5
-    with threads_of_a_rank(cfg, 2):
+    with rank_thread_environment(cfg, 2):
         assert os.environ["OMP_NUM_THREADS"] == "5"
     assert "OMP_NUM_THREADS" not in os.environ
     assert not locate(cfg).path.exists()
 
 
-def test_ranks_follow_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_ranks_depends_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = workers.config(tmp_path, "ranks")
     cfg.launch.nproc = None
     monkeypatch.setattr(start, "num_gpus", lambda: 4)
@@ -285,15 +287,15 @@ def test_ranks_follow_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         start.num_ranks(cfg)
 
 
-def test_ranks_are_expected_where_the_system_shows_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expected_ranks_follow_the_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = workers.config(tmp_path, "ranks")
-    assert ranks_expected(cfg) == 2
+    assert count_expected_ranks(cfg) == 2
     cfg.launch.nproc = None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5")
-    assert ranks_expected(cfg) == 2, "on CPU"
+    assert count_expected_ranks(cfg) == 2, "on CPU"
     cfg.parallel.device = DeviceKind.auto
-    assert ranks_expected(cfg) == 3
+    assert count_expected_ranks(cfg) == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert ranks_expected(cfg) == 2
+    assert count_expected_ranks(cfg) == 2
     cfg.launch.nproc = 8
-    assert ranks_expected(cfg) == 8
+    assert count_expected_ranks(cfg) == 8
