@@ -1,12 +1,12 @@
-"""`harness train`: a Hydra app that composes a configuration, checks it, and starts its workers.
+"""`harness train`: a Hydra app that composes and checks a config and starts its workers.
 
-Why: Hydra lives here, in the launcher, and never in a worker: N ranks that each parse, log and make directories are N
-truths about one run.
-How: the job function turns the composed tree into a checked `Config` and hands it to `launch.local`, or collects it
-with the others of a sweep for `launch.sweeps.multirun`. A complaint about the configuration is one line on stderr and
-leaves nothing on disk.
-Left out: a sweep with a value that does not even compose (a wrong type, an unknown key) is refused by Hydra as a whole,
-before its first job; only what the checks of `harness.config.schema` refuse is reported job by job.
+Why: Hydra runs in the launcher and never in a worker. N ranks that each parse, log and create directories would be N
+sources of truth about one run.
+How: the job function turns the composed tree into a checked `Config` and passes it to `launch.local`, or collects it
+with the other jobs of a sweep for `launch.sweeps.multirun`. An invalid config is one line on stderr and leaves nothing
+on disk.
+Left out: a sweep with a value that does not compose (wrong type, unknown key) is rejected by Hydra as a whole before
+its first job; only errors found by the checks of `harness.config.schema` are reported job by job.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from harness.core.locking.run_lease import require_free
 from harness.core.rundir import check_resume, locate, name_run
 from launch.local.thread_count import count_expected_ranks, rank_thread_environment
 from launch.local.worker import select_worker
-from launch.sweeps.jobs import Composed
-from launch.sweeps.multirun import sweep_over
+from launch.sweeps.jobs import ComposedJob
+from launch.sweeps.multirun import run_sweep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.argv = ["harness train", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
     codes: list[int] = []
-    sweep: list[Composed] = []
+    sweep: list[ComposedJob] = []
 
     def job(tree: Any) -> None:
         from hydra.core.hydra_config import HydraConfig
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         settings = HydraConfig.get()
         if settings.mode == RunMode.MULTIRUN:
-            sweep.append(job_of_sweep(tree, settings, arguments))
+            sweep.append(compose_sweep_job(tree, settings, arguments))
         else:
             codes.append(run_job(tree, settings, arguments))
 
@@ -60,64 +60,66 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
-        explained = explain(error, [word for word in arguments if "=" in word])
-        if not isinstance(explained, ConfigError):
+        config_error = explain(error, [override for override in arguments if "=" in override])
+        if not isinstance(config_error, ConfigError):
             raise
-        print(f"harness: {explained}", file=sys.stderr)
+        print(f"harness: {config_error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     if sweep:
-        return sweep_over(sweep[0].sweep, sweep, arguments)
+        return run_sweep(sweep[0].sweep, sweep, arguments)
     return codes[0] if codes else EXIT_DONE
 
 
 def run_job(tree: Any, settings: Any, arguments: Sequence[str]) -> int:
-    """One run from its composed tree to its exit code."""
+    """Run one composed config; returns the exit code."""
     try:
         cfg = check(tree)
-        left = ", ".join(swept_keys(settings, arguments))
-        require(not left, "sweep", f"is for many runs: add --multirun, or give a value to {left}")
-        return start(cfg)
+        unset = ", ".join(swept_keys(settings, arguments))
+        require(not unset, "sweep", f"needs --multirun, or one value for {unset}")
+        return launch_run(cfg)
     except StorageError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
-        print(f"harness: {complaint(error, settings)}", file=sys.stderr)
+        print(f"harness: {config_error_text(error, settings)}", file=sys.stderr)
         return EXIT_BAD_CONFIG
 
 
-def job_of_sweep(tree: Any, settings: Any, arguments: Sequence[str]) -> Composed:
-    """One job of a sweep as Hydra composed it, checked; it is started when all are known."""
+def compose_sweep_job(tree: Any, settings: Any, arguments: Sequence[str]) -> ComposedJob:
+    """Check one job of a sweep as Hydra composed it; it starts when all are composed."""
     keys = swept_keys(settings, arguments)
-    words = [word.partition("=") for word in settings.overrides.task]
-    overrides = {key: value for key, _, value in words if key in keys}
+    parsed = [override.partition("=") for override in settings.overrides.task]
+    overrides = {key: value for key, _, value in parsed if key in keys}
     directory = Path(settings.sweep.dir)
     try:
-        return Composed(sweep=directory, overrides=overrides, cfg=check(tree))
+        return ComposedJob(sweep=directory, overrides=overrides, cfg=check(tree))
     except Exception as error:
-        return Composed(sweep=directory, overrides=overrides, cfg=None, problem=complaint(error, settings))
+        return ComposedJob(sweep=directory, overrides=overrides, cfg=None, problem=config_error_text(error, settings))
 
 
-def complaint(error: Exception, settings: Any) -> str:
-    """What is wrong with a configuration, in one line; any other error is raised."""
-    explained = explain(error, list(settings.overrides.task))
-    if not isinstance(explained, ConfigError):
+def config_error_text(error: Exception, settings: Any) -> str:
+    """The error in a config, in one line; any other error is raised."""
+    config_error = explain(error, list(settings.overrides.task))
+    if not isinstance(config_error, ConfigError):
         raise error
-    return str(explained)
+    return str(config_error)
 
 
-def start(cfg: Config) -> int:
-    """Name the run, refuse what this machine or the run's directory cannot take, and launch it here or as a job."""
+def launch_run(cfg: Config) -> int:
+    """Name the run, check it against this machine and its run directory, and launch it here or as a Slurm job."""
     name_run(cfg)
     check_resume(cfg, locate(cfg))
     require_free(locate(cfg).path, wait=cfg.launch.kind is LaunchKind.local)
     if cfg.launch.kind is LaunchKind.slurm:
         from launch.slurm import submit
 
-        return submit.start(cfg)
+        return submit.submit_or_print(cfg)
     require_variable(cfg.telemetry.tracking_uri if cfg.telemetry.mlflow else None)
-    require(not cfg.launch.dry_run, "launch.dry_run", "is for launch=slurm; `harness train --cfg job` shows this one")
-    several = f"{cfg.launch.nodes} machines are for launch=slurm, or for `python -m launch.local.node` on each of them"
-    require(cfg.launch.nodes == 1, "launch.nodes", several)
+    require(
+        not cfg.launch.dry_run, "launch.dry_run", "is for launch=slurm; `harness train --cfg job` prints the config"
+    )
+    message = f"{cfg.launch.nodes} nodes need launch=slurm, or `python -m launch.local.node` on each of them"
+    require(cfg.launch.nodes == 1, "launch.nodes", message)
     with rank_thread_environment(cfg, count_expected_ranks(cfg)), loading():
         from launch.local import start as local
 
@@ -127,18 +129,22 @@ def start(cfg: Config) -> int:
 
 
 def swept_keys(settings: Any, arguments: Sequence[str]) -> list[str]:
-    """Keys that have several values: on the command line, or in a preset that the command line does not overrule."""
+    """Keys with several values, from the command line or from a preset that the command line does not override."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parser = OverridesParser.create()
-    words = parser.parse_overrides([word for word in arguments if "=" in word])
-    given = {word.get_key_element() for word in words}
-    preset = [f"{key}={value}" for key, value in (settings.sweeper.params or {}).items() if key not in given]
-    return [word.get_key_element() for word in [*parser.parse_overrides(preset), *words] if word.is_sweep_override()]
+    parsed = parser.parse_overrides([override for override in arguments if "=" in override])
+    given_keys = {override.get_key_element() for override in parsed}
+    preset = [f"{key}={value}" for key, value in (settings.sweeper.params or {}).items() if key not in given_keys]
+    return [
+        override.get_key_element()
+        for override in [*parser.parse_overrides(preset), *parsed]
+        if override.is_sweep_override()
+    ]
 
 
 def register_sweep_name() -> None:
-    """What `conf/config.yaml` calls the directory of a sweep: the name of the run, or the time it was started."""
+    """Register the resolver for the directory of a sweep: the run name, or the start time."""
     from omegaconf import OmegaConf
 
     default = time.strftime("sweep-%Y%m%d-%H%M%S")

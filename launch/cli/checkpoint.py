@@ -28,8 +28,8 @@ from harness.checkpoint.integrity import Damaged, OtherVersion
 from harness.checkpoint.listing import QUARANTINED, bytes_of, render, rows_of, size_text
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.core.rundir import RunDir
-from launch.cli.parser import Parser
-from launch.cli.progress_bar import Bar
+from launch.cli.parser import CommandParser
+from launch.cli.progress_bar import ProgressBar
 
 EXIT_DAMAGED = 1
 KEEP, KEEP_EVERY_STEPS = 2, 0
@@ -90,9 +90,9 @@ def main(argv: Sequence[str]) -> int:
 
                 return model_exchange.import_command(arguments)
             case [unknown, *_]:
-                raise ConfigError("checkpoint", f"no command {unknown!r}; choose {COMMANDS}")
+                raise ConfigError("checkpoint", f"unknown command {unknown!r}; choose {COMMANDS}")
             case _:
-                raise ConfigError("checkpoint", f"which command? choose {COMMANDS}")
+                raise ConfigError("checkpoint", f"missing command; choose {COMMANDS}")
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -108,10 +108,10 @@ def list_command(arguments: Sequence[str]) -> int:
     """`harness checkpoint list`."""
     parser = parser_of("list", LIST)
     parser.add_argument("--json", action="store_true", help="one line of JSON")
-    words = parser.parse_args(arguments)
-    run = run_at(words.run)
+    args = parser.parse_args(arguments)
+    run = run_at(args.run)
     now_s, rows = time.time(), rows_of(run.checkpoints)
-    if words.json:
+    if args.json:
         print(json.dumps({"run": str(run.path), "checkpoints": [asdict(row) for row in rows]}))
     else:
         print(render(rows, now_s=now_s) if rows else f"{run.path} has no checkpoints")
@@ -122,9 +122,9 @@ def verify_command(arguments: Sequence[str]) -> int:
     """`harness checkpoint verify`."""
     parser = parser_of("verify", VERIFY)
     parser.add_argument("name", nargs="*", metavar="NAME", help="a checkpoint, as list prints it; default: all")
-    words = parser.parse_args(arguments)
-    run = run_at(words.run)
-    paths = named(run, words.name) if words.name else [each.path for each in catalog.list_checkpoints(run.checkpoints)]
+    args = parser.parse_args(arguments)
+    run = run_at(args.run)
+    paths = named(run, args.name) if args.name else [each.path for each in catalog.list_checkpoints(run.checkpoints)]
     if not paths:
         print(f"{run.path} has no checkpoints")
     codes = {EXIT_DONE}
@@ -140,25 +140,23 @@ def verify_command(arguments: Sequence[str]) -> int:
 
 def prune_command(arguments: Sequence[str]) -> int:
     """`harness checkpoint prune`."""
-    words = prune_parser().parse_args(arguments)
-    run = run_at(words.run)
-    keep, keep_every_steps = retention(run, words)
+    args = prune_parser().parse_args(arguments)
+    run = run_at(args.run)
+    keep, keep_every_steps = retention(run, args)
     for checkpoint in catalog.list_checkpoints(run.checkpoints):
         if checkpoint.health is Health.unread:
             catalog.read_health(checkpoint.path)  # raises, and says why nothing is deleted
 
     def expendable() -> list[Checkpoint]:
-        return catalog.select_for_deletion(
-            catalog.list_checkpoints(run.checkpoints), keep=keep, keep_every_steps=keep_every_steps
-        )
+        return catalog.select_for_deletion(catalog.list_checkpoints(run.checkpoints), keep=keep, keep_every_steps=keep_every_steps)
 
     sizes: list[int] = []
     for checkpoint in expendable():
         if checkpoint in expendable():  # the run may have judged anew while the last one was deleted
-            sizes += drop(checkpoint.path, checkpoint.health, dry_run=words.dry_run)
-    for path in catalog.list_damaged(run.checkpoints) if words.damaged else ():
-        sizes += drop(path, QUARANTINED, dry_run=words.dry_run)
-    print(f"{'would delete' if words.dry_run else 'deleted'} {len(sizes)}, {size_text(sum(sizes))}")
+            sizes += drop(checkpoint.path, checkpoint.health, dry_run=args.dry_run)
+    for path in catalog.list_damaged(run.checkpoints) if args.list_damaged else ():
+        sizes += drop(path, QUARANTINED, dry_run=args.dry_run)
+    print(f"{'would delete' if args.dry_run else 'deleted'} {len(sizes)}, {size_text(sum(sizes))}")
     return EXIT_DONE
 
 
@@ -177,7 +175,7 @@ def prune_parser() -> ArgumentParser:
 
 
 def parser_of(command: str, description: str) -> ArgumentParser:
-    parser = Parser(
+    parser = CommandParser(
         prog=f"harness checkpoint {command}", description=description, formatter_class=RawDescriptionHelpFormatter
     )
     parser.add_argument("run", metavar="RUN", help="a run directory")
@@ -188,7 +186,7 @@ def run_at(word: str) -> RunDir:
     """The run directory that is meant."""
     run = RunDir(Path(word))
     known = run.config.is_file() or run.checkpoints.is_dir()
-    require(known, str(run.path), "is no run directory: it has neither config.yaml nor checkpoints")
+    require(known, str(run.path), "is not a run directory: it has neither config.yaml nor checkpoints")
     return run
 
 
@@ -201,11 +199,11 @@ def named(run: RunDir, names: Sequence[str]) -> list[Path]:
     return [paths[name] for name in names]
 
 
-def retention(run: RunDir, words: Namespace) -> tuple[int, int]:
+def retention(run: RunDir, args: Namespace) -> tuple[int, int]:
     """How many of the newest stay, and the steps between those that stay for ever: as asked, else as the run does."""
     stated = {"keep": KEEP, "keep_every_steps": KEEP_EVERY_STEPS} | stated_retention(run)
-    keep = stated["keep"] if words.keep is None else words.keep
-    keep_every_steps = stated["keep_every_steps"] if words.keep_every_steps is None else words.keep_every_steps
+    keep = stated["keep"] if args.keep is None else args.keep
+    keep_every_steps = stated["keep_every_steps"] if args.keep_every_steps is None else args.keep_every_steps
     require(isinstance(keep, int) and keep >= 1, "--keep", f"must be at least 1, got {keep!r}")
     valid = isinstance(keep_every_steps, int) and keep_every_steps >= 0
     require(valid, "--keep-every-steps", f"must be 0 or more, got {keep_every_steps!r}")
@@ -227,7 +225,7 @@ def stated_retention(run: RunDir) -> dict[str, Any]:
 def problem_of(path: Path) -> tuple[str | None, int]:
     """What is wrong with a checkpoint, naming the file, and the exit code for it; None and 0 when it is whole."""
     try:
-        with Bar() as bar:
+        with ProgressBar() as bar:
             integrity.verify(path, progress=counter(bar, path.name, integrity.read_manifest(path).bytes))
     except Damaged as damage:
         return f"{damage.path.name}: {damage.problem}", EXIT_DAMAGED
@@ -238,7 +236,7 @@ def problem_of(path: Path) -> tuple[str | None, int]:
     return None, EXIT_DONE
 
 
-def counter(bar: Bar, stage: str, total: int) -> Callable[[int], None]:
+def counter(bar: ProgressBar, stage: str, total: int) -> Callable[[int], None]:
     """Adds up what several threads have read, and shows it."""
     lock, done = Lock(), 0
 

@@ -33,7 +33,7 @@ from harness.core.events import Intervention, RunEnded, RunStarted, StepRecord
 from harness.core.locking import run_lease
 from harness.core.rundir import RunDir, user_name
 from harness.telemetry.event_log import read_chunk, tail
-from launch.cli.parser import Parser
+from launch.cli.parser import CommandParser
 
 HELP = """\
 usage: harness ctl RUN COMMAND [ARGUMENTS] --reason TEXT [--wait]
@@ -93,11 +93,11 @@ def main(argv: Sequence[str]) -> int:
             case [run, word, *arguments] if word in ORDERS:
                 return ask(RunDir(Path(run)), word, parser_of(word).parse_args(arguments))
             case [_, unknown, *_]:
-                raise ConfigError("ctl", f"no command {unknown!r}; choose {COMMANDS}, or --help")
+                raise ConfigError("ctl", f"unknown command {unknown!r}; choose {COMMANDS}, or --help")
             case [_]:
-                raise ConfigError("ctl", f"which command? choose {COMMANDS}, or --help")
+                raise ConfigError("ctl", f"missing command; choose {COMMANDS}, or --help")
             case _:
-                raise ConfigError("ctl", "which run? give its directory and a command, or --help")
+                raise ConfigError("ctl", "missing run; give its directory and a command, or --help")
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -106,10 +106,10 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_BAD_CONFIG
 
 
-def ask(run: RunDir, word: str, words: Namespace) -> int:
+def ask(run: RunDir, word: str, args: Namespace) -> int:
     """Any command that a run goes on after."""
-    reason = reason_of(words)
-    order = parse_order(word, {key: value for key, value in vars(words).items() if key not in ("reason", "wait")})
+    reason = reason_of(args)
+    order = parse_order(word, {key: value for key, value in vars(args).items() if key not in ("reason", "wait")})
     log_bytes = num_bytes_of_log(run)
     check_running(run)
     inbox.check(run, order, before=[command.order for command in inbox.waiting(run)])
@@ -118,12 +118,12 @@ def ask(run: RunDir, word: str, words: Namespace) -> int:
     except OSError as error:
         raise ConfigError(str(run.control), f"cannot be written: {error.strerror}") from None
     print(f"asked {run.path} to {in_words(order)}{target_of(run, order)}", flush=True)
-    return wait(run, in_words(order), lambda: wait_for_answer(run, command, log_bytes)) if words.wait else EXIT_DONE
+    return wait(run, in_words(order), lambda: wait_for_answer(run, command, log_bytes)) if args.wait else EXIT_DONE
 
 
-def stop(run: RunDir, words: Namespace) -> int:
+def stop(run: RunDir, args: Namespace) -> int:
     """`harness ctl RUN stop`."""
-    reason = reason_of(words)
+    reason = reason_of(args)
     log_bytes = num_bytes_of_log(run)
     check_running(run)
     try:
@@ -131,7 +131,7 @@ def stop(run: RunDir, words: Namespace) -> int:
     except OSError as error:
         raise ConfigError(str(run.stop), f"cannot be written: {error.strerror}") from None
     print(f"asked {run.path} to stop", flush=True)
-    return wait(run, "stop", lambda: wait_for_end(run, log_bytes)) if words.wait else EXIT_DONE
+    return wait(run, "stop", lambda: wait_for_end(run, log_bytes)) if args.wait else EXIT_DONE
 
 
 def list_command(run: RunDir) -> int:
@@ -169,9 +169,9 @@ def changes_in_words(event: Intervention) -> str:
     return one_line(", ".join([*([str(asked)] if asked else []), *(f"{key}: {value}" for key, value in known.items())]))
 
 
-def reason_of(words: Namespace) -> str:
+def reason_of(args: Namespace) -> str:
     """Why, in one line that is not empty."""
-    reason = one_line(str(words.reason))
+    reason = one_line(str(args.reason))
     require(bool(reason), "--reason", "must not be empty")
     message = f"must have at most {LONGEST_REASON} characters, got {len(reason)}"
     require(len(reason) <= LONGEST_REASON, "--reason", message)
@@ -188,7 +188,7 @@ def target_of(run: RunDir, order: Order) -> str:
 
 def check_run(run: RunDir) -> None:
     """Refuse a directory that is no run's."""
-    require(run.config.is_file(), str(run.path), f"is no run directory: it has no {run.config.name}")
+    require(run.config.is_file(), str(run.path), f"is not a run directory: it has no {run.config.name}")
 
 
 def check_running(run: RunDir) -> None:
@@ -263,7 +263,7 @@ def in_the_end(run: RunDir, ended: RunEnded) -> str:
 
 def parser_of(word: str) -> ArgumentParser:
     description = DESCRIPTIONS[word]
-    parser = Parser(
+    parser = CommandParser(
         prog=f"harness ctl RUN {word}", description=description, formatter_class=RawDescriptionHelpFormatter
     )
     match word:

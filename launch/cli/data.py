@@ -1,8 +1,7 @@
-"""`harness data`: makes an indexed corpus of texts, and looks inside a batch.
+"""`harness data`: tokenizes texts to an indexed corpus, and shows a batch.
 
-Why: both are used before a run and beside one, so they must answer at once and never disturb it.
-How: words are parsed here and handed to `harness.data`; torch is only loaded where a batch is asked for. A complaint is
-one line on stderr and exit code 2.
+Both are used before a run and beside one, so they answer at once and never disturb it. Torch is imported only to show a
+batch. An error is one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, 
 from harness.core.rundir import locate
 from harness.data.prepare.prepared_files import Options
 from harness.data.prepare.tokenizer import EOD_TOKEN
-from launch.cli.parser import Parser
+from launch.cli.parser import CommandParser
 
 HELP = """\
 usage: harness data COMMAND [ARGUMENTS]
 
 commands:
-  prepare  texts to an indexed corpus: harness data prepare INPUT... --output PREFIX
-  inspect  look at a batch of a run: harness data inspect [group=option] [key=value] ... --batch N
+  prepare  tokenize texts to an indexed corpus: harness data prepare INPUT... --output PREFIX
+  inspect  show a batch of a run: harness data inspect [group=option] [key=value] ... --batch N
 
-`harness data COMMAND --help` says more.
+See `harness data COMMAND --help` for its arguments.
 """
 
 PREPARE = """\
-Turn texts into PREFIX.bin and PREFIX.idx, which `harness train data=files data.sources.main.paths=[PREFIX]` and
-Megatron read, with PREFIX.meta.json (report, inputs), PREFIX.counts.npy and PREFIX.tokenizer.json beside them.
+Tokenize texts to PREFIX.bin and PREFIX.idx, which `harness train data=files data.sources.main.paths=[PREFIX]` and
+Megatron read. Also writes PREFIX.meta.json (report, inputs), PREFIX.counts.npy and PREFIX.tokenizer.json.
 
 INPUT is a file or a directory of files: .txt (one document a file), .jsonl, .json or .ndjson (one JSON object a line),
-each also as .gz or .zst, and .parquet. The same input gives the same output, whatever the number of workers. A run that
-was stopped or killed goes on when it is started again with the same words.
+each also as .gz or .zst, and .parquet. The same input gives the same output for any number of workers. Rerun the same
+command to continue after it was stopped or killed.
 """
 
 INSPECT = """\
-Show a batch as training sees it: the source, file and documents of each row, its text, the rarest tokens, entropy and
-fingerprints. The overrides are those of `harness train`; with run.name=NAME the ledger of that run counts.
+Show a batch as training reads it: source, file and documents of each row, its text, the rarest tokens, entropy and
+fingerprints. The overrides are those of `harness train`; with run.name=NAME the ledger of that run applies.
 """
 
 
@@ -54,51 +53,49 @@ def main(argv: Sequence[str]) -> int:
                 print(HELP, end="")
                 return EXIT_DONE
             case ["prepare", *arguments]:
-                return prepare(arguments)
+                return prepare_command(arguments)
             case ["inspect", *arguments]:
-                return inspect(arguments)
+                return inspect_batch(arguments)
             case [unknown, *_]:
-                raise ConfigError("data", f"no command {unknown!r}; choose prepare, inspect, or --help")
+                raise ConfigError("data", f"unknown command {unknown!r}; choose prepare, inspect, or --help")
             case _:
-                raise ConfigError("data", "which command? choose prepare, inspect, or --help")
+                raise ConfigError("data", "missing command; choose prepare, inspect, or --help")
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     except KeyboardInterrupt:
-        print("harness: stopped; the same words go on from here", file=sys.stderr)
+        print("harness: stopped; rerun the same command to continue", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
-def prepare(arguments: Sequence[str]) -> int:
+def prepare_command(arguments: Sequence[str]) -> int:
     """`harness data prepare`."""
-    words = prepare_parser().parse_args(arguments)
+    args = prepare_parser().parse_args(arguments)
     from concurrent.futures.process import BrokenProcessPool
 
     from harness.data.prepare import corpus_report
     from harness.data.prepare.documents import find_inputs
     from harness.data.prepare.prepare import SHARD_BYTES
-    from harness.data.prepare.prepare import prepare as make
-    from launch.cli.progress_bar import Bar
+    from harness.data.prepare.prepare import prepare as prepare_corpus
+    from launch.cli.progress_bar import ProgressBar
 
     for name in ("workers", "shard_bytes"):
-        value = getattr(words, name)
+        value = getattr(args, name)
         require(value is None or value >= 1, f"--{name.replace('_', '-')}", f"must be at least 1, got {value}")
-    inputs, output = find_inputs(words.input), output_prefix(words.output)
-    shard_bytes = words.shard_bytes or SHARD_BYTES
+    inputs, output = find_inputs(args.input), output_prefix(args.output)
+    shard_bytes = args.shard_bytes or SHARD_BYTES
     try:
-        with Bar() as bar:
-            meta = make(
+        with ProgressBar() as bar:
+            meta = prepare_corpus(
                 inputs,
                 output,
-                options_of(words),
-                num_workers=words.workers or os.cpu_count() or 1,
+                parse_options(args),
+                num_workers=args.workers or os.cpu_count() or 1,
                 shard_bytes=shard_bytes,
                 progress=bar.show,
             )
     except BrokenProcessPool:
-        message = (
-            "a worker was killed, perhaps for lack of memory; the same words go on from here, with fewer --workers"
-        )
+        message = "a worker was killed, perhaps out of memory; rerun the same command to continue, with fewer --workers"
         print(f"harness: {message} or smaller --shard-bytes", file=sys.stderr)
         return EXIT_INTERRUPTED
     except OSError as error:
@@ -109,95 +106,103 @@ def prepare(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def inspect(arguments: Sequence[str]) -> int:
+def inspect_batch(arguments: Sequence[str]) -> int:
     """`harness data inspect`."""
-    words = inspect_parser().parse_intermixed_args(arguments)
-    require(words.batch >= 0, "--batch", f"must be 0 or more, got {words.batch}")
-    require(words.chars >= 0, "--chars", f"must be 0 (all) or more, got {words.chars}")
+    args = inspect_parser().parse_intermixed_args(arguments)
+    require(args.batch >= 0, "--batch", f"must be 0 or more, got {args.batch}")
+    require(args.chars >= 0, "--chars", f"must be 0 (all) or more, got {args.chars}")
     from harness.config import compose
 
-    cfg = compose.load(words.override)
+    cfg = compose.load(args.overrides)
     import torch
 
-    from harness.data.batch_view import render, view_batch
+    from harness.data.batch_view import view_batch, render
     from harness.data.order.ledger import Ledger
-    from harness.data.sources import open_data, read_recorded_data
+    from harness.data.sources import read_recorded_data, open_data
 
     ledger = Ledger() if cfg.run.name is None else Ledger.load(locate(cfg).ledger, writer=False)
-    known = None if cfg.run.name is None else read_recorded_data(locate(cfg))
-    batches, held_out = open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=ledger, recorded=known)
+    recorded = None if cfg.run.name is None else read_recorded_data(locate(cfg))
+    batches, held_out = open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=ledger, recorded=recorded)
     try:
-        chosen = held_out if words.held_out else batches
-        excluded = not words.held_out and ledger.is_excluded(words.batch)
-        view = view_batch(chosen, words.batch, excluded=excluded)
+        chosen = held_out if args.held_out else batches
+        excluded = not args.held_out and ledger.is_excluded(args.batch)
+        view = view_batch(chosen, args.batch, excluded=excluded)
     finally:
         batches.close()
         held_out.close()
-    print(json.dumps(asdict(view)) if words.json else render(view, num_characters=words.chars))
+    print(json.dumps(asdict(view)) if args.json else render(view, num_characters=args.chars))
     return EXIT_DONE
 
 
 def prepare_parser() -> ArgumentParser:
-    parser = Parser(prog="harness data prepare", description=PREPARE, formatter_class=RawDescriptionHelpFormatter)
+    parser = CommandParser(
+        prog="harness data prepare", description=PREPARE, formatter_class=RawDescriptionHelpFormatter
+    )
     parser.add_argument("input", nargs="+", metavar="INPUT", help="file, or directory of files")
-    parser.add_argument("--output", required=True, metavar="PREFIX", help="where the corpus goes")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="path prefix of the output files")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json")
     choice.add_argument(
         "--train-bpe", metavar="SIZE", type=int, help="train a byte-level BPE of SIZE tokens on the input"
     )
-    choice.add_argument("--bytes", action="store_true", help="one token a byte (the default)")
+    choice.add_argument("--bytes", action="store_true", help="one token per byte (the default)")
     parser.add_argument(
         "--train-fraction",
-        metavar="SHARE",
+        metavar="FRACTION",
         type=float,
         default=1.0,
-        help="of the documents to train the BPE on; all: 1",
+        help="fraction of the documents to train the BPE on; default: 1",
     )
-    parser.add_argument("--seed", type=int, default=0, help="chooses these documents")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of these documents; default: 0")
     parser.add_argument("--text-key", metavar="KEY", default="text", help="JSON key or Parquet column; default: text")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    parser.add_argument("--eod-token", metavar="TOKEN", default=EOD_TOKEN, help=f"its name; default: {EOD_TOKEN}")
+    parser.add_argument(
+        "--eod-token", metavar="TOKEN", default=EOD_TOKEN, help=f"name of that token; default: {EOD_TOKEN}"
+    )
     parser.add_argument(
         "--special-tokens",
         action="store_true",
-        help="read the name of a special token within a text as that token; else it is text like any other",
+        help="parse names of special tokens in the text as these tokens; by default they are plain text",
     )
-    parser.add_argument("--workers", metavar="N", type=int, help="processes that tokenize; default: one a core")
-    parser.add_argument("--shard-bytes", metavar="N", type=int, help="text a worker takes at a time; default: 32 MiB")
+    parser.add_argument("--workers", metavar="N", type=int, help="number of tokenizer processes; default: one per core")
+    parser.add_argument("--shard-bytes", metavar="N", type=int, help="bytes of text per work unit; default: 32 MiB")
     return parser
 
 
 def inspect_parser() -> ArgumentParser:
-    parser = Parser(prog="harness data inspect", description=INSPECT, formatter_class=RawDescriptionHelpFormatter)
+    parser = CommandParser(
+        prog="harness data inspect", description=INSPECT, formatter_class=RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "override", nargs="*", metavar="OVERRIDE", help="group=option or key=value, as of harness train"
+        "overrides", nargs="*", metavar="OVERRIDE", help="group=option or key=value, as for harness train"
     )
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="batch index")
-    parser.add_argument("--held-out", action="store_true", help="of the held-out data")
-    parser.add_argument("--chars", metavar="N", type=int, default=400, help="of each document; 0: all; default: 400")
-    parser.add_argument("--json", action="store_true", help="everything, as one line of JSON")
+    parser.add_argument("--held-out", action="store_true", help="show a batch of the held-out data")
+    parser.add_argument(
+        "--chars", metavar="N", type=int, default=400, help="characters to print of each document; 0: all; default: 400"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as one line of JSON")
     return parser
 
 
-def options_of(words: Namespace) -> Options:
+def parse_options(args: Namespace) -> Options:
     return Options(
-        tokenizer=None if words.tokenizer is None else Path(words.tokenizer),
-        bpe_size=words.train_bpe,
-        train_fraction=words.train_fraction,
-        seed=words.seed,
-        text_key=words.text_key,
-        eod_token=words.eod_token,
-        append_eod=words.append_eod,
-        special_tokens=words.special_tokens,
+        tokenizer=None if args.tokenizer is None else Path(args.tokenizer),
+        bpe_size=args.train_bpe,
+        train_fraction=args.train_fraction,
+        seed=args.seed,
+        text_key=args.text_key,
+        eod_token=args.eod_token,
+        append_eod=args.append_eod,
+        special_tokens=args.special_tokens,
     )
 
 
-def output_prefix(word: str) -> Path:
-    """The prefix that is meant, also where one of its files is named."""
+def output_prefix(text: str) -> Path:
+    """The output prefix, also if one of its files is named."""
     require(
-        bool(Path(word).name) and not word.endswith("/"),
+        bool(Path(text).name) and not text.endswith("/"),
         "--output",
-        f"must be the beginning of a file name, got {word!r}",
+        f"must be the beginning of a file name, got {text!r}",
     )
-    return Path(word.removesuffix(".bin").removesuffix(".idx"))
+    return Path(text.removesuffix(".bin").removesuffix(".idx"))

@@ -1,8 +1,9 @@
-"""The `harness` command: finds the subcommand, and nothing else.
+"""The `harness` command: imports and runs a subcommand.
 
-Why: asking for help must answer at once, so this file imports neither Hydra nor torch; a command brings what it needs.
-How: a command is the module of the same name in `launch`, with a `main(arguments)` that returns its exit code: 0 done,
-2 bad configuration, 3 halted by the sentinel (do not requeue), 75 interrupted but resumable (requeue), 1 crashed.
+Why: help must print at once, so this file imports neither Hydra nor torch; each command imports what it needs.
+How: a command is the module of the same name in `launch.cli` (`train` is `launch.train`), with a `main(arguments)` that
+returns its exit code: 0 done, 1 crashed, 2 invalid config, 3 halted by the sentinel (do not requeue), 75 interrupted,
+resumable (requeue).
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE
 
 SUMMARIES = {
     "train": "train a model, or resume a run: harness train [group=option] [key=value] ...",
-    "plan": "what a run would take and what a rollback would cost: harness plan [group=option] [key=value] ...",
-    "drill": "break a run on purpose and score its answer: harness drill NAME... | all | list | campaign ...",
-    "status": "who is alive in a run, and how far it is: harness status RUN [--json]",
-    "watch": "a run in the terminal, as it goes: harness watch RUN",
-    "dashboard": "a run as one page, written or kept live: harness dashboard RUN [--serve]",
-    "ctl": "ask something of a run that is training: harness ctl RUN stop ...",
+    "plan": "estimate memory, traffic, step time and price: harness plan [group=option] [key=value] ...",
+    "drill": "inject faults into a run and score it: harness drill NAME... | all | list | campaign ...",
+    "status": "show live ranks and progress of a run: harness status RUN [--json]",
+    "watch": "follow a run in the terminal: harness watch RUN",
+    "dashboard": "write or serve the HTML page of a run: harness dashboard RUN [--serve]",
+    "ctl": "send a command to a running run: harness ctl RUN stop | pause | skip | lr | rollback ...",
     "checkpoint": "list, verify, prune, export or import checkpoints: harness checkpoint list RUN ...",
-    "postmortem": "what happened, why, and what to change: harness postmortem RUN [--incident N]",
-    "replay": "the guilty step once more, machine or data: harness replay RUN --incident N [--batch]",
-    "diagnose": "why a run misbehaves, question by question: harness diagnose RUN | FILE [--json]",
-    "judge": "what the sentinel finds in any log of losses: harness judge FILE [--json] [--plot OUT.png]",
-    "sweep": "what the jobs of a sweep came to: harness sweep report DIR",
-    "report": "an index page over many runs: harness report DIR [--build]",
-    "data": "make an indexed corpus of texts, or look at a batch: harness data prepare | inspect ...",
+    "postmortem": "write the report of an incident: harness postmortem RUN [--incident N]",
+    "replay": "rerun the step that caused an incident: harness replay RUN --incident N [--batch]",
+    "diagnose": "walk a decision tree over a run or a log: harness diagnose RUN | FILE [--json]",
+    "judge": "run the detectors over any loss log: harness judge FILE [--json] [--plot OUT.png]",
+    "sweep": "compare the jobs of a sweep: harness sweep report DIR",
+    "report": "write an index page over many runs: harness report DIR [--build]",
+    "data": "tokenize texts to an indexed corpus, or show a batch: harness data prepare | inspect ...",
 }
 COMMANDS = f"{', '.join(SUMMARIES)}, or --help"
 
 
 def help_text() -> str:
     lines = [f"  {name:<11} {summary}" for name, summary in SUMMARIES.items()]
-    head, foot = "usage: harness COMMAND [ARGUMENTS]\n\ncommands:", "`harness COMMAND --help` says more."
+    head, foot = "usage: harness COMMAND [ARGUMENTS]\n\ncommands:", "See `harness COMMAND --help` for its arguments."
     return "\n".join([head, *lines, "", foot, ""])
 
 
@@ -50,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = import_module(module).main(arguments)
             return code
         case [unknown, *_]:
-            print(f"harness: no command {unknown!r}; choose {COMMANDS}", file=sys.stderr)
+            print(f"harness: unknown command {unknown!r}; choose {COMMANDS}", file=sys.stderr)
         case _:
-            print(f"harness: which command? choose {COMMANDS}", file=sys.stderr)
+            print(f"harness: missing command; choose {COMMANDS}", file=sys.stderr)
     return EXIT_BAD_CONFIG
 
 

@@ -1,8 +1,8 @@
-"""`harness drill mechanism`: trains the grid of `harness.analysis.mechanism.experiment` and writes what came of it.
+"""`harness drill mechanism`: trains the grid of `harness.analysis.mechanism.experiment` and writes the comparison.
 
-How: each run is one rank in a process of this machine, as many at a time as there are cores; a run that is already
-there is not trained again, so that an interrupted experiment goes on. Everything lies under one directory: the runs,
-`mechanism.png`, `effects.json` and `report.md`.
+How: each run is one rank in a process of this machine, as many at a time as there are cores. Finished runs are not
+trained again, so that an interrupted experiment can be continued. The runs, `mechanism.png`, `effects.json` and
+`report.md` are in one directory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from harness.config.errors import EXIT_DONE, require
 from harness.core import events
 from harness.core.events import RunEnded, StepRecord
 from harness.core.rundir import RunDir, write_atomically
-from launch.cli.parser import Parser
+from launch.cli.parser import CommandParser
 
 DESCRIPTION = """\
-Train every combination of beta2 (0.95, 0.999), clip (off, 1, 0.5) and weight decay (0.1, 0.01) twice, with one batch of
-rare tokens and without, and compare: what does such a burst do, and what protects from it?
+Train every combination of beta2 (0.95, 0.999), clip (off, 1, 0.5) and weight decay (0.1, 0.01) twice, with and without
+one batch of rare tokens, and compare: what does such a burst do, and which setting protects from it?
 """
 
 
@@ -40,36 +40,39 @@ class Trial(NamedTuple):
     """One run of the grid."""
 
     directory: Path
-    """Of all runs."""
+    """Parent directory of all runs."""
     cell: Cell
     seed: int
-    is_struck: bool
-    words: tuple[str, ...] = ()
+    has_burst: bool
+    overrides: tuple[str, ...] = ()
     """Overrides of the training; the same for all."""
 
     @property
     def run(self) -> RunDir:
-        kind = "burst" if self.is_struck else "clean"
+        kind = "burst" if self.has_burst else "clean"
         return RunDir(self.directory / f"{self.cell.name},seed={self.seed},{kind}")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the experiment; returns the exit code."""
-    words = parser().parse_intermixed_args(argv)
-    require(words.seeds >= 1, "--seeds", f"must be at least 1, got {words.seeds}")
-    directory: Path = words.output
+    args = build_parser().parse_intermixed_args(argv)
+    require(args.seeds >= 1, "--seeds", f"must be at least 1, got {args.seeds}")
+    directory: Path = args.output
     directory.mkdir(parents=True, exist_ok=True)
-    seeds, overrides = range(words.seeds), tuple(words.override)
+    seeds, overrides = range(args.seeds), tuple(args.overrides)
     load([EXPERIMENT, *overrides])
-    struck, spared = (
-        {cell: [Trial(directory, cell, seed, is_struck, overrides) for seed in seeds] for cell in CELLS}
-        for is_struck in (True, False)
+    burst_trials, clean_trials = (
+        {cell: [Trial(directory, cell, seed, has_burst, overrides) for seed in seeds] for cell in CELLS}
+        for has_burst in (True, False)
     )
-    run_all([trial for seed in seeds for cell in CELLS for trial in (struck[cell][seed], spared[cell][seed])])
-    burst = {cell: [records(trial) for trial in trials] for cell, trials in struck.items()}
-    clean = {cell: [records(trial) for trial in trials] for cell, trials in spared.items()}
+    run_all(
+        [trial for seed in seeds for cell in CELLS for trial in (burst_trials[cell][seed], clean_trials[cell][seed])]
+    )
+    burst = {cell: [records(trial) for trial in trials] for cell, trials in burst_trials.items()}
+    clean = {cell: [records(trial) for trial in trials] for cell, trials in clean_trials.items()}
     effects = {
-        cell: [effect(hit, missed) for hit, missed in zip(burst[cell], clean[cell], strict=True)] for cell in CELLS
+        cell: [effect(with_burst, without) for with_burst, without in zip(burst[cell], clean[cell], strict=True)]
+        for cell in CELLS
     }
     report = f"{table(effects)}\n" + "".join(f"- {line}\n" for line in answers(effects))
     write_atomically(directory / "report.md", report)
@@ -81,10 +84,12 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def parser() -> ArgumentParser:
-    parser = Parser(prog="harness drill mechanism", description=DESCRIPTION)
-    parser.add_argument("override", nargs="*", metavar="OVERRIDE", help="of the training: model.dim=128")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="repetitions; default: 3")
+def build_parser() -> ArgumentParser:
+    parser = CommandParser(prog="harness drill mechanism", description=DESCRIPTION)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="override of the training, such as model.dim=128"
+    )
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="number of seeds; default: 3")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/mechanism"), metavar="DIR", help="default: %(default)s"
     )
@@ -92,7 +97,7 @@ def parser() -> ArgumentParser:
 
 
 def run_all(trials: Sequence[Trial]) -> None:
-    """Train what is not there yet, with a line of progress for each."""
+    """Train the missing runs, with a line of progress for each."""
     missing = [trial for trial in trials if not is_done(trial.run)]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
@@ -107,7 +112,7 @@ def is_done(run: RunDir) -> bool:
 
 
 def train(trial: Trial) -> Trial:
-    """One run from its beginning to its end, on one thread."""
+    """Train one run on one thread."""
     import torch
 
     from launch.local.worker import select_worker
@@ -115,10 +120,10 @@ def train(trial: Trial) -> Trial:
     torch.set_num_threads(1)
     run = trial.run
     run.logs.mkdir(parents=True, exist_ok=True)
-    if trial.is_struck:
+    if trial.has_burst:
         write_atomically(run.drill, json.dumps({"plan": plan(trial.seed).as_dict()}))
-    place = [f"run.dir='{run.path.parent}'", f"run.name='{run.path.name}'", f"run.seed={trial.seed}"]
-    cfg = load([EXPERIMENT, *place, *trial.words, *trial.cell.words])
+    location = [f"run.dir='{run.path.parent}'", f"run.name='{run.path.name}'", f"run.seed={trial.seed}"]
+    cfg = load([EXPERIMENT, *location, *trial.overrides, *trial.cell.words])
     with (run.logs / "console.txt").open("w") as console, redirect_stdout(console):
         code = select_worker(run)(cfg)
     assert code == EXIT_DONE, f"{run.path} ended with {code}"
@@ -131,8 +136,8 @@ def records(trial: Trial) -> list[StepRecord]:
 
 def as_json(effects: dict[Cell, list[Effect]]) -> str:
     rows = [
-        cell._asdict() | {"seed": seed} | asdict(each)
-        for cell, several in effects.items()
-        for seed, each in enumerate(several)
+        cell._asdict() | {"seed": seed} | asdict(effect_of_seed)
+        for cell, cell_effects in effects.items()
+        for seed, effect_of_seed in enumerate(cell_effects)
     ]
     return json.dumps(rows, indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""How every command but `train`, which is Hydra's, reads its words."""
+"""Argument parser of every command except `train`, which uses Hydra."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NoReturn
 from harness.config.errors import ConfigError
 
 
-class Parser(ArgumentParser):
-    """Complains in one line, as every command does."""
+class CommandParser(ArgumentParser):
+    """Raises ConfigError on a usage error, so that the command prints it in one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(self.prog.removeprefix("harness "), f"{message}; --help says more")
+        raise ConfigError(self.prog.removeprefix("harness "), f"{message}; see --help")

@@ -1,8 +1,8 @@
-"""`harness plan`: the numbers of a run, without starting it.
+"""`harness plan`: estimates memory, traffic, step time and price of a run without starting it.
 
-Why: it is asked many times while a configuration takes shape, so it answers at once and needs neither torch nor a GPU.
-How: the words are those of `harness train`; `harness.plan` does the arithmetic. A complaint is one line on stderr and
-exit code 2; so is a job that does not fit into its devices, after all the numbers that say why.
+Why: it is called many times while a config takes shape, so it answers at once and needs neither torch nor a GPU.
+How: the overrides are those of `harness train`; `harness.analysis.plan` does the arithmetic. An invalid config is one
+line on stderr and exit code 2. So is a job that does not fit into device memory, after all the numbers.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from harness.analysis.plan.render import as_dict, render, render_table
 from harness.config import compose
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.config.schema import Config
-from launch.cli.parser import Parser
+from launch.cli.parser import CommandParser
 
 DESCRIPTION = """\
-Print what a run needs: parameters, FLOPs, memory of a device by part, communication, time and price of a step,
-checkpoints on disk and in host memory, and what a restore costs at this cadence. Nothing is started. The overrides are
-those of `harness train`; the number of ranks is launch.nodes times launch.nproc. Times need cluster.peak_tflops,
-waiting for communication needs the rates of the links, and a check of memory needs cluster.memory_gb: cluster=h100
-and cluster=h200 set all of them. A time that no measurement supports is marked as an estimate, with the reason.
+Print what a run needs: parameters, FLOPs, device memory by part, communication, time and price of a step, checkpoints
+on disk and in host memory, and the cost of a restore. Nothing is started. The overrides are those of `harness train`;
+the number of ranks is launch.nodes times launch.nproc. Step times need cluster.peak_tflops, communication times need
+link bandwidths, and the memory check needs cluster.memory_gb: cluster=h100 and cluster=h200 set all of them. A time
+without a measurement is marked as an estimate, with the reason.
 """
 EPILOG = """\
-for instance:
+examples:
   harness plan +experiment=1b_bf16 launch.nproc=8
   harness plan model=70b precision=bf16 cluster=h100 parallel.compile=true parallel.activation_checkpointing=full
       train.sequence_length=8192 train.batch_size=1024 --ranks 256,512,1024
@@ -38,11 +38,11 @@ for instance:
 def main(argv: Sequence[str]) -> int:
     """Print the plan; returns the exit code."""
     try:
-        words = parser().parse_intermixed_args(argv)
-        require(words.mfu is None or 0 < words.mfu <= 1, "--mfu", f"must be above 0 and at most 1, got {words.mfu}")
-        cfg = compose.load(words.override)
-        sizes = [num_ranks(cfg)] if words.ranks is None else world_sizes(words.ranks)
-        text = told(cfg, sizes, mfu=words.mfu, as_json=words.json, in_table=words.ranks is not None)
+        args = build_parser().parse_intermixed_args(argv)
+        require(args.mfu is None or 0 < args.mfu <= 1, "--mfu", f"must be above 0 and at most 1, got {args.mfu}")
+        cfg = compose.load(args.overrides)
+        sizes = [num_ranks(cfg)] if args.ranks is None else world_sizes(args.ranks)
+        text = render_plans(cfg, sizes, mfu=args.mfu, as_json=args.json, in_table=args.ranks is not None)
         refusals = [refusal(cfg, world_size=size) for size in sizes]
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
@@ -54,30 +54,30 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def told(cfg: Config, sizes: list[int], *, mfu: float | None, as_json: bool, in_table: bool) -> str:
-    """The plans of some numbers of ranks, as text or as one line of JSON."""
+def render_plans(cfg: Config, sizes: list[int], *, mfu: float | None, as_json: bool, in_table: bool) -> str:
+    """The plans for some numbers of ranks, as text or as one line of JSON."""
     plans = [plan(cfg, world_size=size, mfu=mfu) for size in sizes]
     if as_json:
-        numbers = [as_dict(each) | {"refusal": refusal(cfg, world_size=each.num_ranks)} for each in plans]
+        numbers = [as_dict(item) | {"refusal": refusal(cfg, world_size=item.num_ranks)} for item in plans]
         return json.dumps(numbers if in_table else numbers[0]) + "\n"
     return render_table(plans) if in_table else render(plans[0])
 
 
-def world_sizes(word: str) -> list[int]:
-    """The numbers of a list like 8,64,1024."""
-    numbers = word.split(",")
+def world_sizes(text: str) -> list[int]:
+    """Parse a list like 8,64,1024."""
+    numbers = text.split(",")
     valid = all(number.isdecimal() and int(number) >= 1 for number in numbers)
-    require(valid, "--ranks", f"must be numbers of ranks like 8,64,1024, got {word!r}")
+    require(valid, "--ranks", f"must be numbers of ranks like 8,64,1024, got {text!r}")
     return [int(number) for number in numbers]
 
 
-def parser() -> ArgumentParser:
-    parser = Parser(
+def build_parser() -> ArgumentParser:
+    parser = CommandParser(
         prog="harness plan", description=DESCRIPTION, epilog=EPILOG, formatter_class=RawDescriptionHelpFormatter
     )
-    parser.add_argument("override", nargs="*", metavar="OVERRIDE", help="group=option or key=value")
-    mfu_help = "share of its bf16 rate that one device reaches, measured by you; default: from measured kernel rates"
-    parser.add_argument("--mfu", metavar="SHARE", type=float, help=mfu_help)
-    parser.add_argument("--ranks", metavar="N,N,...", help="one row for each of several numbers of ranks")
-    parser.add_argument("--json", action="store_true", help="all numbers, as one line of JSON")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="group=option or key=value")
+    mfu_help = "measured fraction of the bf16 peak of one device; default: from measured kernel rates"
+    parser.add_argument("--mfu", metavar="FRACTION", type=float, help=mfu_help)
+    parser.add_argument("--ranks", metavar="N,N,...", help="print a table with a row for each number of ranks")
+    parser.add_argument("--json", action="store_true", help="print all numbers as one line of JSON")
     return parser

@@ -1,7 +1,7 @@
-"""`harness postmortem`: the report of an incident, written again from what the run directory holds now.
+"""`harness postmortem`: writes the report of an incident from the current contents of the run directory.
 
-A run writes these by itself when an incident ends; this is for a run that was killed, for one that goes on, and for a
-newer version of the rules. Markdown goes to stdout, everything to `incidents/NNN/`.
+A run writes its reports itself when an incident ends. This command is for a run that was killed or still runs, and for a
+newer version of the rules. Markdown goes to stdout, all files to `incidents/NNN/`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from harness.analysis.postmortem.write import MARKDOWN, write_folder
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.core.events import Incident
 from harness.core.rundir import RunDir
-from launch.cli.parser import Parser
+from launch.cli.parser import CommandParser
 
 DESCRIPTION = """\
-Write RUN/incidents/NNN/ (evidence.json, postmortem.md, postmortem.html, pictures) and print the post-mortem. Without
---incident all incidents and remarks (duplicate batches that no incident accounts for) are written, and listed.
+Write RUN/incidents/NNN/ (evidence.json, postmortem.md, postmortem.html, plots) and print the post-mortem. Without
+--incident all incidents and remarks (duplicate batches outside any incident) are written and listed.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write and print; returns the exit code."""
+    """Write and print reports; returns the exit code."""
     try:
-        words = parser().parse_args(argv)
-        run = RunDir(Path(words.run))
-        require(run.events.exists(), words.run, f"is no run: it has no {run.events.name}")
+        args = build_parser().parse_args(argv)
+        run = RunDir(Path(args.run))
+        require(run.events.exists(), args.run, f"is not a run directory: it has no {run.events.name}")
         log = told(run.events)
-        chosen = [*incidents(log), *remarks(log)] if words.incident is None else [find(run, words.incident)]
+        chosen = [*incidents(log), *remarks(log)] if args.incident is None else [find(run, args.incident)]
         if not chosen:
-            print(f"{words.run}: no incidents")
+            print(f"{args.run}: no incidents")
             return EXIT_DONE
         folders = [write_folder(run, incident) for incident in chosen]
     except ConfigError as error:
@@ -51,15 +51,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def summary(incident: Incident, folder: Path) -> str:
-    """One line of the list: the answer that the report gives to why."""
+    """One line of the list, with the cause that the report names."""
     lines = (folder / MARKDOWN).read_text(encoding="utf-8").splitlines()
     why = next((line.removeprefix("- Why: ") for line in lines if line.startswith("- Why: ")), "")
     kinds = ", ".join(incident.kinds)
     return f"{folder_of(incident)}  iteration {incident.onset}: {kinds}; {incident.verdict}; {why}  {folder / MARKDOWN}"
 
 
-def parser() -> ArgumentParser:
-    parser = Parser(prog="harness postmortem", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN", help="run directory")
-    parser.add_argument("--incident", metavar="N", type=int, help="its number; default: all")
+def build_parser() -> ArgumentParser:
+    parser = CommandParser(
+        prog="harness postmortem", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", help="a run directory, such as runs/first")
+    parser.add_argument("--incident", metavar="N", type=int, help="number of the incident; default: all")
     return parser

@@ -1,7 +1,7 @@
-"""A bar on a terminal, a line now and then elsewhere: how far a long command of the offline tools is.
+"""Progress of a long command: a bar on a terminal, an occasional line elsewhere.
 
-How: `Bar` is told the stage and two numbers as often as one likes, and draws at most a few times a second. It writes to
-stderr, so that stdout holds the result alone.
+`ProgressBar.show` may be called often; it draws at most ten times a second. Output goes to stderr, so that stdout holds
+only the result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REFRESH_EVERY_S = 0.1
 
 
 @final
-class Bar:
+class ProgressBar:
     """Progress in bytes."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`harness report`: an index page over all runs below a directory."""
+"""`harness report`: writes an index page over all runs below a directory."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from harness.analysis.dashboard.page_data import page_data
 from harness.analysis.dashboard.story import Story
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.core.rundir import RunDir, write_atomically
-from launch.cli.parser import Parser
+from launch.cli.parser import CommandParser
 
 DESCRIPTION = """\
 Write DIR/index.html: every run at or below DIR with its state, losses, incidents, goodput and a link to its page,
-sweeps together. With --build the page of every run is written too; without, only those that are there are linked.
+grouped by sweep. With --build the page of every run is written too; without it only existing pages are linked.
 """
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the index; returns the exit code."""
     try:
-        words = parser().parse_args(argv)
-        print(write(Path(words.dir), Path(words.output) if words.output else None, build=words.build))
+        args = build_parser().parse_args(argv)
+        print(write_index(Path(args.dir), Path(args.output) if args.output else None, build=args.build))
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -36,17 +36,17 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def write(root: Path, out: Path | None, *, build: bool) -> Path:
-    """The index, whole or not at all; returns where it lies."""
-    require(root.is_dir(), str(root), "is no directory")
-    rows = [row for run in find_runs(root) for row in [read(run, root=root, build=build)]]
-    require(bool(rows), str(root), "has no run at or below it: no events.jsonl")
+def write_index(root: Path, out: Path | None, *, build: bool) -> Path:
+    """Write the index, completely or not at all; returns its path."""
+    require(root.is_dir(), str(root), "is not a directory")
+    rows = [row for run in find_runs(root) for row in [read_row(run, root=root, build=build)]]
+    require(bool(rows), str(root), "no run found: no events.jsonl at or below it")
     out = out or root / "index.html"
     write_atomically(out, render(rows, title=root.resolve().name))
     return out
 
 
-def read(run: RunDir, *, root: Path, build: bool) -> Row:
+def read_row(run: RunDir, *, root: Path, build: bool) -> Row:
     story, now_s = Story(), time.time()
     story.read_more(run)
     if build:
@@ -54,9 +54,9 @@ def read(run: RunDir, *, root: Path, build: bool) -> Row:
     return row_of(run, story, root=root, now_s=now_s)
 
 
-def parser() -> ArgumentParser:
-    parser = Parser(prog="harness report", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("dir", metavar="DIR", help="a directory of runs or sweeps, such as runs")
-    parser.add_argument("--output", metavar="FILE", help="write there instead; links lead from DIR")
-    parser.add_argument("--build", action="store_true", help="write the page of every run as well")
+def build_parser() -> ArgumentParser:
+    parser = CommandParser(prog="harness report", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("dir", metavar="DIR", help="directory of runs or sweeps, such as runs")
+    parser.add_argument("--output", metavar="FILE", help="write to FILE; links stay relative to DIR")
+    parser.add_argument("--build", action="store_true", help="also write the page of every run")
     return parser

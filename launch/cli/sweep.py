@@ -1,9 +1,7 @@
-"""`harness sweep report DIR`: what the jobs of a sweep came to, as a table, a page and pictures.
+"""`harness sweep report DIR`: compares the jobs of a sweep in a table, a page and plots.
 
-Why: a sweep is done for one answer, and the answer is worth no more than the doubt that comes with it.
-How: everything is read from the directories of the jobs, while the sweep runs or years later. The page and its
-pictures lie in the directory of the sweep, or where `--output` says; the table is printed. Any directory that holds
-runs will do.
+Everything is read from the run directories of the jobs, while the sweep runs or years later. The report and plots go to
+the directory of the sweep, or to `--output`; the table is printed. Any directory of runs will do.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ from harness.analysis.sweeps.ranking import rank
 from harness.analysis.sweeps.render import as_json, markdown, text
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.core.rundir import write_atomically
-from launch.cli.parser import Parser
+from launch.cli.parser import CommandParser
 
 HELP = """\
 usage: harness sweep report DIR [--json] [--output FILE]
 
-Compare the jobs of a sweep, or any runs that lie side by side in DIR: a table by final held-out loss, the best
-overrides, and whether they are better by more than chance. Writes report.md with loss curves and heat maps.
+Compare the jobs of a sweep, or any runs in DIR: a table by final held-out loss, the best overrides, and whether they
+are better by more than chance. Writes report.md with loss curves and heat maps.
 `harness train --multirun key=value,value ...` runs a sweep.
 """
 
@@ -42,9 +40,9 @@ def main(argv: Sequence[str]) -> int:
             case ["report", *arguments]:
                 return report(arguments)
             case [unknown, *_]:
-                raise ConfigError("sweep", f"no command {unknown!r}; choose report, or --help")
+                raise ConfigError("sweep", f"unknown command {unknown!r}; choose report, or --help")
             case _:
-                raise ConfigError("sweep", "which command? choose report, or --help")
+                raise ConfigError("sweep", "missing command; choose report, or --help")
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -52,11 +50,11 @@ def main(argv: Sequence[str]) -> int:
 
 def report(arguments: Sequence[str]) -> int:
     """Print and write the report of a sweep; returns the exit code."""
-    words = parser().parse_args(arguments)
-    directory = Path(words.directory)
+    args = build_parser().parse_args(arguments)
+    directory = Path(args.directory)
     sweep = sweep_record.read(directory)
     ranking = rank([result_of(directory, job) for job in sweep.jobs])
-    page = Path(words.output) if words.output else directory / "report.md"
+    page = Path(args.output) if args.output else directory / "report.md"
     try:
         pictures = draw_all(sweep, ranking, page.parent, page.stem)
         write_atomically(page, markdown(sweep, ranking, pictures))
@@ -64,14 +62,14 @@ def report(arguments: Sequence[str]) -> int:
         raise ConfigError(str(page), f"cannot be written: {error.strerror}") from None
     print(text(sweep, ranking))
     print(f"report  {page}")
-    if words.json:
+    if args.json:
         print(json.dumps(as_json(sweep, ranking), allow_nan=False))
     return EXIT_DONE
 
 
-def parser() -> ArgumentParser:
-    parser = Parser(prog="harness sweep report", description="Compare the jobs of a sweep.")
-    parser.add_argument("directory", metavar="DIR", help="of the sweep: runs/NAME")
-    parser.add_argument("--json", action="store_true", help="also print everything as one line of JSON, the last one")
-    parser.add_argument("--output", metavar="FILE", help="where the page goes; its pictures lie beside it")
+def build_parser() -> ArgumentParser:
+    parser = CommandParser(prog="harness sweep report", description="Compare the jobs of a sweep.")
+    parser.add_argument("directory", metavar="DIR", help="directory of the sweep, such as runs/NAME")
+    parser.add_argument("--json", action="store_true", help="also print everything as one line of JSON, last on stdout")
+    parser.add_argument("--output", metavar="FILE", help="path of the report; its plots go beside it")
     return parser

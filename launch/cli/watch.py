@@ -1,7 +1,7 @@
-"""`harness watch`: a run in the terminal, as it goes; the door of the live view to rich.
+"""`harness watch`: follows a run in the terminal; the only module of the live view that imports rich.
 
-On a terminal the view is drawn anew every second until the run ends or Ctrl-C; elsewhere, and with --once, it is
-printed once as plain text.
+On a terminal the view is redrawn every second until the run ends or Ctrl-C. Elsewhere, and with --once, it is printed
+once as plain text.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from harness.analysis.dashboard.terminal_view import Line, frame
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.core.rundir import RunDir
 from harness.telemetry.heartbeat import read_all
-from launch.cli.dashboard import opened
-from launch.cli.parser import Parser
+from launch.cli.dashboard import open_run
+from launch.cli.parser import CommandParser
 
-DESCRIPTION = "Show a run as it goes: progress, loss, ranks, the last events. Ctrl-C leaves; the run goes on."
+DESCRIPTION = "Follow a run: progress, loss, ranks, recent events. Ctrl-C quits the view; the run continues."
 EVERY_S = 1.0
 PLAIN_WIDTH = 100
 
@@ -28,14 +28,14 @@ PLAIN_WIDTH = 100
 def main(argv: Sequence[str]) -> int:
     """Show the run; returns the exit code."""
     try:
-        words = parser().parse_args(argv)
-        run, story = opened(words.run), Story()
+        args = build_parser().parse_args(argv)
+        run, story = open_run(args.run), Story()
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     try:
-        if words.once or not sys.stdout.isatty():
-            print("\n".join(line.text for line in look(run, story, width=PLAIN_WIDTH)))
+        if args.once or not sys.stdout.isatty():
+            print("\n".join(line.text for line in render_view(run, story, width=PLAIN_WIDTH)))
         else:
             follow(run, story)
     except KeyboardInterrupt:
@@ -43,29 +43,29 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def look(run: RunDir, story: Story, *, width: int) -> list[Line]:
-    """The view, as of now."""
+def render_view(run: RunDir, story: Story, *, width: int) -> list[Line]:
+    """The current view."""
     story.read_more(run)
     return frame(run.path.resolve().name, story, read_all(run), now_s=time.time(), width=width)
 
 
 def follow(run: RunDir, story: Story) -> None:
-    """Draw anew every second, until the run has ended."""
+    """Redraw every second until the run has ended."""
     from rich.live import Live
     from rich.text import Text
 
-    def picture() -> Text:
-        lines = look(run, story, width=shutil.get_terminal_size().columns)
+    def render_text() -> Text:
+        lines = render_view(run, story, width=shutil.get_terminal_size().columns)
         return Text("\n").join(Text(text, style=style) for text, style in lines)
 
-    with Live(picture(), auto_refresh=False) as live:
+    with Live(render_text(), auto_refresh=False) as live:
         while story.ended is None:
             time.sleep(EVERY_S)
-            live.update(picture(), refresh=True)
+            live.update(render_text(), refresh=True)
 
 
-def parser() -> ArgumentParser:
-    parser = Parser(prog="harness watch", description=DESCRIPTION)
+def build_parser() -> ArgumentParser:
+    parser = CommandParser(prog="harness watch", description=DESCRIPTION)
     parser.add_argument("run", metavar="RUN", help="a run directory, such as runs/first")
-    parser.add_argument("--once", action="store_true", help="print the view once, and leave")
+    parser.add_argument("--once", action="store_true", help="print the view once and exit")
     return parser

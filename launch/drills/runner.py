@@ -167,8 +167,8 @@ def start_job(run: RunDir) -> Start:
     begun_s = time.monotonic()
     cfg = compose.read(run.config)
     cfg.run.dir, cfg.run.name = str(run.path.parent), run.path.name
-    job = submit.submit(cfg)
-    code = submit.wait(job).exit_code
+    job = submit.submit_run(cfg)
+    code = submit.wait_for_job(job).exit_code
     log = run.logs / f"slurm-{job}.log"
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     said = [line for line in lines if line.startswith("harness: ")]

@@ -21,7 +21,7 @@ from harness.config.schema import Config, check_world
 from harness.core.fast_imports import loading
 from harness.core.locking.run_lease import require_free
 from harness.core.rundir import RunDir, check_resume
-from launch.cli.parser import Parser
+from launch.cli.parser import CommandParser
 from launch.local.node_group import SINGLE_NODE, RendezvousSpec
 from launch.local.thread_count import count_expected_ranks, rank_thread_environment
 from launch.local.worker import select_worker
@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> ArgumentParser:
-    parser = Parser(prog="launch.local.node", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
+    parser = CommandParser(
+        prog="launch.local.node", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", metavar="RUN", help="a run directory with its config.yaml")
     parser.add_argument("--nodes", metavar="N", type=int, help="number of nodes; default: 1")
     parser.add_argument("--node-rank", metavar="K", type=int, help="rank of this node, from 0; default: 0")

@@ -1,10 +1,10 @@
-"""The code of a job, copied into its run directory.
+"""Copies the code of a job into its run directory.
 
-Why: a job may wait for days and begin again for weeks; what it runs must not change because somebody edits a checkout.
-How: every submission takes the packages, the values and the scripts from wherever they are imported, a checkout or an
-installed wheel, and lays them under a name made of their content: the same code is kept once, other code beside it. A
-job that begins again uses the copy it was submitted with. Commit and diff travel along.
-Left out: the Python environment, which has to stay; its versions are in the manifest of each start.
+Why: a job may wait for days and restart for weeks; an edit of a checkout must not change what it runs.
+How: every submission copies the packages, conf/ and slurm/ from a checkout or an installed wheel to a directory named
+after a hash of their content: the same code is stored once. A job that restarts uses the copy it was submitted with.
+Commit and diff are stored too.
+Left out: the Python environment, which must stay; its versions are in the manifest of each start.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from harness.telemetry.provenance import CARRIED, code
 
 DIGEST_LENGTH = 12
 DATA = ("conf", "slurm")
-"""What lies inside the package when it is installed, and beside it in a checkout and here."""
+"""Inside the package when it is installed; beside it in a checkout and in a copy."""
 
 
 def slurm_dir() -> Path:
-    """Where the scripts lie: beside the values."""
+    """The directory of the job scripts, beside conf/."""
     return conf_dir().parent / "slurm"
 
 
-def place(root: Path) -> Path:
-    """Where the code that runs now would be kept under `root`."""
+def snapshot_path(root: Path) -> Path:
+    """Where the current code would be stored under `root`."""
     digest = hashlib.sha256()
-    for name, path in sorted(sources().items()):
+    for name, path in sorted(list_sources().items()):
         digest.update(f"{name}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())
     return root / digest.hexdigest()[:DIGEST_LENGTH]
 
 
-def take(root: Path) -> Path:
-    """Keep the code that runs now under `root`; it is there whole or not at all."""
-    target = place(root)
+def save_snapshot(root: Path) -> Path:
+    """Copy the current code to `root`, completely or not at all."""
+    target = snapshot_path(root)
     if target.exists():
         return target
     scratch = root / f".{target.name}.part"
     try:
         shutil.rmtree(scratch, ignore_errors=True)
-        for name, path in sources().items():
+        for name, path in list_sources().items():
             (scratch / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, scratch / name)
         (scratch / CARRIED).write_text(json.dumps(code(Path(harness.__file__).parent)) + "\n", encoding="utf-8")
         scratch.rename(target)
     except OSError as error:
-        raise ConfigError("run.dir", f"cannot keep a copy of the code in {target}: {error.strerror}") from None
+        raise ConfigError("run.dir", f"cannot copy the code to {target}: {error.strerror}") from None
     return target
 
 
-def sources() -> dict[str, Path]:
-    """Every file of the code: where it goes -> where it lies."""
+def list_sources() -> dict[str, Path]:
+    """Every file of the code: path in the copy -> current path."""
     packages = {package.__name__: Path(str(package.__file__)).parent for package in (harness, launch)}
     found: dict[str, Path] = {}
     for name, root in (packages | {"conf": conf_dir(), "slurm": slurm_dir()}).items():

@@ -1,6 +1,6 @@
-"""Questions to Slurm's controller: one command each, its answer, or its complaint in one line.
+"""Runs Slurm's command-line tools and returns their output, or their error in one line.
 
-Only `sbatch`, `squeue` and `scontrol` are asked: they are on every cluster, the accounting of `sacct` is not.
+Only `sbatch`, `squeue` and `scontrol` are used: every cluster has them; the accounting of `sacct` is optional.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from harness.config.errors import ConfigError, require
 
-WAITING = (
+ACTIVE_STATES = (
     "PENDING",
     "CONFIGURING",
     "RUNNING",
@@ -25,29 +25,29 @@ WAITING = (
     "STOPPED",
 )
 UNKNOWN_JOB = "Invalid job id"
-ASK_AGAIN_S = (1.0, 5.0, 20.0)
-"""Pauses between questions to a controller that does not answer."""
+RETRY_PAUSES_S = (1.0, 5.0, 20.0)
+"""Pauses between attempts to reach a controller that does not answer."""
 
 
 def queue_state(job: str) -> str:
-    """Slurm's word for a job that still waits or runs; empty for one that ended or was never there.
+    """State of a job that is pending or active, in lower case; empty for one that ended or never existed.
 
-    A controller that does not answer raises: a job that may be alive must not be taken for one that is gone.
+    Raises if the controller does not answer: a job that may be active must not be taken for ended.
     """
-    done = call("squeue", "--noheader", f"--jobs={job}", "--format=%T")
+    done = run_command("squeue", "--noheader", f"--jobs={job}", "--format=%T")
     if done.returncode and done.stderr.strip() and UNKNOWN_JOB not in done.stderr:
-        raise ConfigError("launch.slurm", f"cannot tell whether job {job} is alive: {complaint(done)}; try again")
-    return next((word.lower() for word in done.stdout.split() if word in WAITING), "")
+        raise ConfigError("launch.slurm", f"cannot tell whether job {job} is alive: {error_line(done)}; try again")
+    return next((state.lower() for state in done.stdout.split() if state in ACTIVE_STATES), "")
 
 
-def show(job: str) -> dict[str, str]:
-    """What Slurm says about a job; nothing where it does not answer for a while."""
+def show_job(job: str) -> dict[str, str]:
+    """State, reason and excluded nodes of a job; empty if the controller does not answer for a while."""
     command = ["scontrol", "show", "job", "--oneliner", job]
-    for pause_s in (0.0, *ASK_AGAIN_S):
+    for pause_s in (0.0, *RETRY_PAUSES_S):
         time.sleep(pause_s)
         shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-        if words := dict(re.findall(r"(JobState|Reason|ExcNodeList)=(\S+)", shown)):
-            return words
+        if fields := dict(re.findall(r"(JobState|Reason|ExcNodeList)=(\S+)", shown)):
+            return fields
     return {}
 
 
@@ -60,32 +60,32 @@ def hostnames(expression: str) -> list[str]:
 
 
 def can_start(sbatch: Sequence[str], without: Sequence[str]) -> bool:
-    """Whether Slurm has enough nodes for a job without some of them; nodes that are busy or down now count."""
+    """Whether Slurm has enough nodes for a job without some of them; busy and down nodes count."""
     command = ["sbatch", "--test-only", f"--exclude={','.join(without)}", *sbatch]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def ask_sbatch(script: str, *options: str) -> str:
-    """What sbatch answers to a script; its complaint is the user's, in one line."""
-    return ask("sbatch", *options, text=script).partition(";")[0]
+def run_sbatch(script: str, *options: str) -> str:
+    """Submit or test a script; returns the job id. Raises ConfigError with the error of sbatch."""
+    return run_slurm("sbatch", *options, text=script).partition(";")[0]
 
 
-def ask(*command: str, text: str = "", complain: bool = True) -> str:
-    """The answer of one of Slurm's commands."""
-    done = call(*command, text=text)
-    if done.returncode and complain:
-        raise ConfigError("launch.slurm", complaint(done))
+def run_slurm(*command: str, text: str = "", check: bool = True) -> str:
+    """Run one of Slurm's commands; returns its output."""
+    done = run_command(*command, text=text)
+    if done.returncode and check:
+        raise ConfigError("launch.slurm", error_line(done))
     return done.stdout.strip()
 
 
-def call(*command: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    message = f"{command[0]} is not on this machine; submit from a login node of the cluster, or launch=local"
+def run_command(*command: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    message = f"{command[0]} is not on this machine; submit from a login node of the cluster, or use launch=local"
     require(shutil.which(command[0]) is not None, "launch", message)
     return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
 
 
-def complaint(done: subprocess.CompletedProcess[str]) -> str:
+def error_line(done: subprocess.CompletedProcess[str]) -> str:
     """Why a command failed, in one line."""
     name = str(done.args[0])
-    said = " ".join(done.stderr.split()).removeprefix(f"{name}: ").removeprefix("error: ")
-    return f"{name}: {said or f'exit code {done.returncode}'}"
+    stderr = " ".join(done.stderr.split()).removeprefix(f"{name}: ").removeprefix("error: ")
+    return f"{name}: {stderr or f'exit code {done.returncode}'}"

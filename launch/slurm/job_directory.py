@@ -1,8 +1,8 @@
-"""A run directory that is ready for a job: configuration, code, and which job it belongs to.
+"""Prepares the run directory of a Slurm job: config, code, and the job id.
 
-`python -m launch.slurm.job_directory [overrides]` does it inside a job that a person submitted with a plain `sbatch
-slurm/train.sbatch`, and prints the run directory and the directory of its code. A job that begins again finds both as
-it left them. A complaint is one line on stderr and exit code 2.
+`python -m launch.slurm.job_directory [overrides]` does so inside a job that was submitted with a plain `sbatch
+slurm/train.sbatch`, and prints the run directory and the directory of its code. A job that restarts finds both
+unchanged. An error is one line on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from launch.slurm.controller import queue_state
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What the run directory remembers of its newest job."""
+class SlurmJob:
+    """The newest job of a run, stored in slurm/job.json."""
 
     job: str
-    """The number Slurm gave it; of an array, the task's own name."""
+    """Job id; for a task of an array ARRAY_TASK."""
     code: str
 
 
-def folder(run: RunDir) -> Path:
-    """What only Slurm needs."""
+def slurm_folder(run: RunDir) -> Path:
+    """Directory for the files that only Slurm needs."""
     return run.path / "slurm"
 
 
@@ -46,70 +46,70 @@ def code_root(run: RunDir) -> Path:
     return run.path / "code"
 
 
-def lay_out(cfg: Config) -> RunDir:
-    """Create the directory of a run, or admit a change of its configuration; an earlier stop is taken back."""
+def prepare_run(cfg: Config) -> RunDir:
+    """Create a run directory, or accept a changed config; clears an earlier stop request."""
     run = locate(cfg)
     seen = max(last_iteration(run.events), 0)
     if changes := rundir.prepare(cfg, run, iteration=seen):
         append_line(run.events, to_json(rundir.make_config_change_event(changes, iteration=seen)))
     stop_requests.clear(run)
-    folder(run).mkdir(exist_ok=True)
+    slurm_folder(run).mkdir(exist_ok=True)
     return run
 
 
-def remember(run: RunDir, job: Job) -> None:
-    write_atomically(folder(run) / "job.json", json.dumps(asdict(job)) + "\n")
+def write_job(run: RunDir, job: SlurmJob) -> None:
+    write_atomically(slurm_folder(run) / "job.json", json.dumps(asdict(job)) + "\n")
 
 
-def recall(run: RunDir) -> Job | None:
-    """The newest job of a run; None where it never had one."""
+def read_job(run: RunDir) -> SlurmJob | None:
+    """The newest job of a run; None if it never had one."""
     try:
-        return Job(**json.loads((folder(run) / "job.json").read_text(encoding="utf-8")))
+        return SlurmJob(**json.loads((slurm_folder(run) / "job.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def claim(run: RunDir, job: str) -> None:
-    """Take the run for this job; refuse where another job that waits or runs has it, so that no two write to it."""
-    known = recall(run)
+def claim_run(run: RunDir, job: str) -> None:
+    """Make this job the owner of the run; rejects it if another active job owns it."""
+    known = read_job(run)
     if known is not None and known.job == job:
         return
-    check_not_taken(run, known, job)
+    check_unclaimed(run, known, job)
     code = known.code if known is not None else str(Path(__file__).resolve().parents[2])
-    remember(run, Job(job=job, code=code))
+    write_job(run, SlurmJob(job=job, code=code))
 
 
-def check_not_taken(run: RunDir, known: Job | None, job: str) -> None:
-    """Refuse a run whose own job, another one, waits or runs."""
+def check_unclaimed(run: RunDir, known: SlurmJob | None, job: str) -> None:
+    """Reject a run that another active job owns."""
     if known is not None and known.job != job and (state := queue_state(known.job)):
-        raise ConfigError(str(run.path), f"belongs to job {known.job}, which is {state}; job {job} leaves it alone")
+        raise ConfigError(str(run.path), f"belongs to job {known.job}, which is {state}; job {job} does not start it")
 
 
-def lay_out_in_job(cfg: Config, job: str, num_nodes: int) -> tuple[Path, Path]:
-    """The run directory and the code of this job, made at its first start."""
+def prepare_in_job(cfg: Config, job: str, num_nodes: int) -> tuple[Path, Path]:
+    """The run directory and the code of this job, created at its first start."""
     cfg.launch.nodes, cfg.launch.min_nodes = num_nodes, None
     cfg.run.name = cfg.run.name or f"{cfg.model.name}-job-{job}"
-    known = recall(locate(cfg))
+    known = read_job(locate(cfg))
     if known is None or known.job != job:
-        check_not_taken(locate(cfg), known, job)
-        run = lay_out(cfg)
-        known = Job(job=job, code=str(code_snapshot.take(code_root(run).resolve())))
-        remember(run, known)
+        check_unclaimed(locate(cfg), known, job)
+        run = prepare_run(cfg)
+        known = SlurmJob(job=job, code=str(code_snapshot.save_snapshot(code_root(run).resolve())))
+        write_job(run, known)
     return locate(cfg).path.resolve(), Path(known.code)
 
 
-def job_of(environment: Mapping[str, str]) -> str:
-    """The number of this job; of an array, the task's own name, since its number may also be that of another task."""
+def job_id(environment: Mapping[str, str]) -> str:
+    """The id of this job; for a task of an array ARRAY_TASK, since its number may also be that of another task."""
     array = environment.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment["SLURM_JOB_ID"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Lay out the run of this job; returns the exit code."""
+    """Prepare the run of this job; returns the exit code."""
     num_nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
     try:
         cfg = compose.load(sys.argv[1:] if argv is None else argv)
-        run, code = lay_out_in_job(cfg, job_of(os.environ), num_nodes)
+        run, code = prepare_in_job(cfg, job_id(os.environ), num_nodes)
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG

@@ -1,9 +1,9 @@
-"""Which nodes the next start of a job leaves out, because they failed its health check. Pure; needs no Slurm.
+"""Chooses the nodes that the next start of a job excludes because they failed its health check. Pure; needs no Slurm.
 
-Why: Slurm hands a node back to the job that has just left it, as long as nobody drains it. One broken GPU then fails
-every start of a healthy run.
-How: a health check names a node only for a fault of its own (`Complaint.blames`): a full disk that all nodes share, or
-a peer that does not answer, blames nobody. Each failure is kept in RUN/requeues.jsonl. A node that failed
+Why: Slurm gives a node back to the job that just left it unless somebody drains it. One broken GPU then fails every
+start of a healthy run.
+How: the health check blames a node only for its own fault (`HealthProblem.blames`). A full shared disk and a
+peer that does not answer blame no node. Each failure is recorded in RUN/requeues.jsonl. A node that failed
 NUM_FAILURES times within `launch.slurm.exclude_hours` is excluded until that time has passed since its last failure.
 At most `launch.slurm.max_excluded` nodes are excluded, and never so many that Slurm could not start the job.
 """
@@ -24,29 +24,29 @@ HOUR_S = 3600.0
 BLAME = re.compile(r"^harness: health: node (\S+): (.*)$", re.MULTILINE)
 
 
-class Complaint(NamedTuple):
+class HealthProblem(NamedTuple):
     """What a health check found."""
 
     node: str
-    """Which node is at fault, or which one saw it."""
+    """The node at fault, or the one that reported it."""
     text: str
     blames: bool = True
-    """False where the cause may lie elsewhere."""
+    """False if the cause may be elsewhere."""
 
     def render(self) -> str:
-        """A line of the job's log; `blamed` reads it."""
+        """A line of the job log; `parse_blamed_nodes` reads it."""
         return f"harness: health: {'node' if self.blames else 'seen from node'} {self.node}: {self.text}"
 
 
-def blamed(log: str) -> dict[str, str]:
-    """The nodes that a health check found at fault, each with its first complaint."""
-    found: dict[str, str] = {}
+def parse_blamed_nodes(log: str) -> dict[str, str]:
+    """The nodes that a health check blamed, each with its first problem."""
+    exclusions: dict[str, str] = {}
     for node, text in BLAME.findall(log):
-        found.setdefault(node, text)
-    return found
+        exclusions.setdefault(node, text)
+    return exclusions
 
 
-class Failure(NamedTuple):
+class HealthCheckFailure(NamedTuple):
     """A health check that a node failed."""
 
     time: float
@@ -57,12 +57,12 @@ class Failure(NamedTuple):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exclusion:
-    """A node that is left out."""
+class NodeExclusion:
+    """A node that is excluded."""
 
     node: str
     reason: str
-    """Its last complaint."""
+    """Its last fault."""
     num_failures: int
     until: float
     """When it may be used again, in seconds since 1970."""
@@ -74,35 +74,44 @@ class Exclusion:
         )
 
 
-def excluded(failures: Iterable[Failure], *, now: float, limits: SlurmConfig) -> list[Exclusion]:
-    """The nodes to leave out now, worst first: most failures, then the latest."""
+def choose_exclusions(
+    failures: Iterable[HealthCheckFailure], *, now: float, limits: SlurmConfig
+) -> list[NodeExclusion]:
+    """The nodes to exclude now, worst first: most failures, then the latest."""
     keep_s = limits.exclude_hours * HOUR_S
-    recent: dict[str, list[Failure]] = defaultdict(list)
+    recent: dict[str, list[HealthCheckFailure]] = defaultdict(list)
     for failure in sorted(failures):
         if failure.time + keep_s > now:
             recent[failure.node].append(failure)
-    found = [
-        Exclusion(node=node, reason=each[-1].reason, num_failures=len(each), until=each[-1].time + keep_s)
-        for node, each in recent.items()
-        if len(each) >= NUM_FAILURES
+    exclusions = [
+        NodeExclusion(
+            node=node,
+            reason=node_failures[-1].reason,
+            num_failures=len(node_failures),
+            until=node_failures[-1].time + keep_s,
+        )
+        for node, node_failures in recent.items()
+        if len(node_failures) >= NUM_FAILURES
     ]
-    found.sort(key=lambda exclusion: (-exclusion.num_failures, -exclusion.until, exclusion.node))
-    return found[: limits.max_excluded]
+    exclusions.sort(key=lambda exclusion: (-exclusion.num_failures, -exclusion.until, exclusion.node))
+    return exclusions[: limits.max_excluded]
 
 
-def bearable(found: Sequence[Exclusion], can_start: Callable[[list[str]], bool]) -> list[Exclusion]:
-    """As many of them, worst first, as leave the job enough nodes to start on."""
-    kept = list(found)
+def limit_exclusions(
+    exclusions: Sequence[NodeExclusion], can_start: Callable[[list[str]], bool]
+) -> list[NodeExclusion]:
+    """As many of them, worst first, as leave enough nodes for the job to start."""
+    kept = list(exclusions)
     while kept and not can_start([exclusion.node for exclusion in kept]):
         kept.pop()
     return kept
 
 
-def still(found: Iterable[Exclusion], *, now: float) -> list[Exclusion]:
+def drop_expired(exclusions: Iterable[NodeExclusion], *, now: float) -> list[NodeExclusion]:
     """Those that have not expired."""
-    return [exclusion for exclusion in found if exclusion.until > now]
+    return [exclusion for exclusion in exclusions if exclusion.until > now]
 
 
-def from_json(words: Iterable[Mapping[str, object]]) -> tuple[Exclusion, ...]:
-    """Raises TypeError where a field is missing or unknown."""
-    return tuple(Exclusion(**each) for each in words)  # type: ignore[arg-type]
+def exclusions_from_json(items: Iterable[Mapping[str, object]]) -> tuple[NodeExclusion, ...]:
+    """Raises TypeError if a field is missing or unknown."""
+    return tuple(NodeExclusion(**item) for item in items)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: named, placed in its directory, checked, and what is left to do of each."""
+"""Names the jobs of a sweep, assigns their directories, checks them, and finds what is left to run."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from launch.sweeps import scheduler
 LONGEST_NAME = 150
 
 
-class Need(StrEnum):
-    """What is left to do of a job."""
+class JobState(StrEnum):
+    """Whether a job still has to run."""
 
-    run = "run"
+    pending = "pending"
     finished = "finished"
     halted = "halted"
     queued = "queued"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Composed:
-    """A job as Hydra composed it: a configuration, or what is wrong with it."""
+class ComposedJob:
+    """A job as Hydra composed it: a config, or the error in it."""
 
     sweep: Path
     """Directory of the sweep."""
@@ -43,71 +43,71 @@ class Composed:
     problem: str = ""
 
 
-def named(directory: Path, composed: Sequence[Composed]) -> list[tuple[Job, Config | None]]:
-    """Every job once, placed in the sweep and checked against this machine and what lies in its directory."""
+def name_jobs(directory: Path, composed: Sequence[ComposedJob]) -> list[tuple[Job, Config | None]]:
+    """Every distinct job, with its directory in the sweep, checked against this machine and its run directory."""
     jobs: list[tuple[Job, Config | None]] = []
     taken: set[str] = set()
     seen: set[tuple[str, ...]] = set()
     gpus = scheduler.visible_gpus()
-    for number, each in enumerate(composed):
-        words = tuple(f"{key}={value}" for key, value in each.overrides.items())
-        if words and words in seen:
+    for number, item in enumerate(composed):
+        overrides = tuple(f"{key}={value}" for key, value in item.overrides.items())
+        if overrides and overrides in seen:
             continue
-        seen.add(words)
-        name = directory_name(words, number, taken)
+        seen.add(overrides)
+        name = directory_name(overrides, number, taken)
         taken.add(name)
-        problem, cfg = each.problem, each.cfg
+        problem, cfg = item.problem, item.cfg
         if cfg is not None:
             try:
-                place(cfg, directory, name)
+                assign_directory(cfg, directory, name)
                 check_resume(cfg, locate(cfg))
                 check_launch(cfg, gpus)
             except ConfigError as error:
                 problem, cfg = str(error), None
-        jobs.append((Job(name=name, overrides=dict(each.overrides), problem=problem), cfg))
+        jobs.append((Job(name=name, overrides=dict(item.overrides), problem=problem), cfg))
     return jobs
 
 
 def check_launch(cfg: Config, gpus: Sequence[str]) -> None:
-    """Refuse what the ranks could not divide among them."""
+    """Reject a config that cannot run on its number of ranks."""
     if cfg.launch.kind is LaunchKind.slurm:
         from launch.slurm import submit
 
-        submit.check(cfg)
+        submit.check_submission(cfg)
     else:
         check_world(cfg, scheduler.num_ranks(cfg, gpus))
 
 
-def directory_name(words: Sequence[str], number: int, taken: set[str]) -> str:
-    """What was swept, as far as a file system takes it; the same for the same words, whatever else is swept."""
-    name = re.sub(r"[^\w.,=+-]", "-", ",".join(words)).lstrip(".")
+def directory_name(overrides: Sequence[str], number: int, taken: set[str]) -> str:
+    """Directory name made of the swept overrides; independent of what else is swept."""
+    name = re.sub(r"[^\w.,=+-]", "-", ",".join(overrides)).lstrip(".")
     if 0 < len(name) <= LONGEST_NAME and name not in taken:
         return name
-    return f"job-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:8]}" if words else f"job-{number}"
+    return f"job-{hashlib.sha256(' '.join(overrides).encode()).hexdigest()[:8]}" if overrides else f"job-{number}"
 
 
-def place(cfg: Config, sweep: Path, name: str) -> None:
-    """Give a job its directory; the sweep shares one MLflow store with the runs beside it."""
+def assign_directory(cfg: Config, sweep: Path, name: str) -> None:
+    """Set the run directory of a job; the sweep shares one MLflow store with the runs beside it."""
     if cfg.telemetry.tracking_uri is None:
         cfg.telemetry.tracking_uri = f"sqlite:///{Path(cfg.run.dir).resolve() / 'mlflow.db'}"
     cfg.run.dir, cfg.run.name = str(sweep), name
 
 
-def need(run: RunDir, cfg: Config) -> Need:
-    """What is left to do of a job, by the last word of its log."""
+def find_job_state(run: RunDir, cfg: Config) -> JobState:
+    """Whether a job still has to run, from the last event of its log."""
     last = next(reversed(tail(run.events)), None)
     match last:
         case RunEnded(exit_code=0, step=step) if step >= cfg.train.num_steps:
-            return Need.finished
+            return JobState.finished
         case RunEnded(exit_code=code) if code == EXIT_HALTED and cfg.run.resume is not ResumePolicy.changed:
-            return Need.halted
+            return JobState.halted
         case _:
-            return Need.queued if cfg.launch.kind is LaunchKind.slurm and is_queued(run) else Need.run
+            return JobState.queued if cfg.launch.kind is LaunchKind.slurm and is_queued(run) else JobState.pending
 
 
 def is_queued(run: RunDir) -> bool:
-    """Whether Slurm still has a job for a run."""
+    """Whether Slurm has an active job for a run."""
     from launch.slurm import controller, job_directory
 
-    known = job_directory.recall(run)
+    known = job_directory.read_job(run)
     return known is not None and bool(controller.queue_state(known.job))

@@ -1,11 +1,11 @@
-"""The jobs of a sweep from their composed configurations to one exit code.
+"""Runs the jobs of a sweep, from their composed configs to one exit code.
 
-Why: a sweep is resumed more often than it is started: machines go down, one job fails, a value is added.
-How: `launch.train` lets Hydra compose all jobs and hands them over. Each is checked, laid out in a directory of the
-sweep's, and run by `launch.sweeps.scheduler` on this machine or by one array of Slurm. The same words again start what
-is missing: a job that is finished stays as it is, one that was interrupted or crashed goes on from its checkpoint, one
-that the sentinel halted stays halted unless `run.resume=changed` says that something is different now. A job that is
-refused is one line and does not stop the others. `sweep.yaml` says what the sweep consists of.
+Why: a sweep is resumed more often than it is started: machines fail, a job crashes, a value is added.
+How: `launch.train` lets Hydra compose all jobs. Each is checked, gets a directory in the sweep, and is run by
+`launch.sweeps.scheduler` on this machine or as part of one Slurm array. Rerun the same command to run the rest: a
+finished job is skipped, an interrupted or crashed one resumes from its checkpoint, one that the sentinel halted stays
+halted unless `run.resume=changed`. A rejected job is one line and does not stop the others. `sweep.yaml` lists the
+jobs of the sweep.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from harness.telemetry.event_log import last_iteration, tail
 from harness.telemetry.tracking.sink_process import SINK_MODULE, last_line
 from launch.local.thread_count import num_cores
 from launch.sweeps import scheduler
-from launch.sweeps.jobs import Composed, Need, named, need
+from launch.sweeps.jobs import ComposedJob, JobState, find_job_state, name_jobs
 
-WORST_LAST = (EXIT_DONE, EXIT_INTERRUPTED, EXIT_HALTED, 1, EXIT_BAD_CONFIG)
+EXIT_CODES_BY_SEVERITY = (EXIT_DONE, EXIT_INTERRUPTED, EXIT_HALTED, 1, EXIT_BAD_CONFIG)
 NOT_SHARED = ("run.name=", "launch.at_once=", "hydra.", "hydra/")
-"""Words that belong to the sweep as a whole, not to any of its jobs."""
-ENDINGS = {EXIT_DONE: "done", EXIT_HALTED: "halted", EXIT_INTERRUPTED: "interrupted", EXIT_BAD_CONFIG: "refused"}
+"""Overrides of the sweep as a whole, not of its jobs."""
+OUTCOMES = {EXIT_DONE: "done", EXIT_HALTED: "halted", EXIT_INTERRUPTED: "interrupted", EXIT_BAD_CONFIG: "rejected"}
 
 
-def sweep_over(directory: Path, composed: Sequence[Composed], words: Sequence[str]) -> int:
-    """Run what is missing of a sweep; returns the worst exit code, or 75 where it was told to stop."""
-    jobs = named(directory, composed)
+def run_sweep(directory: Path, composed: Sequence[ComposedJob], arguments: Sequence[str]) -> int:
+    """Run the missing jobs of a sweep; returns the worst exit code, or 75 if it was stopped."""
+    jobs = name_jobs(directory, composed)
     for number, (job, _) in enumerate(jobs):
         if job.problem:
             print(f"harness: job {number} ({', '.join(job.words)}): {job.problem}", file=sys.stderr)
@@ -52,21 +52,21 @@ def sweep_over(directory: Path, composed: Sequence[Composed], words: Sequence[st
         sweep = Sweep(
             name=directory.name,
             created=time.time(),
-            words=words_again(words, directory.name),
-            fixed=shared_words(words, jobs[0][0]),
+            words=resume_arguments(arguments, directory.name),
+            fixed=shared_overrides(arguments, jobs[0][0]),
             jobs=[job for job, _ in jobs],
         )
         codes = [EXIT_BAD_CONFIG for job, _ in jobs if job.problem]
-        return worst([*codes, carry_out(directory, sweep, accepted)])
+        return worst_exit_code([*codes, run_missing_jobs(directory, sweep, accepted)])
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     finally:
-        leave_no_trace(directory)
+        remove_hydra_output(directory)
 
 
-def leave_no_trace(directory: Path) -> None:
-    """Remove what Hydra wrote, since `sweep.yaml` says more, and a directory in which nothing was begun."""
+def remove_hydra_output(directory: Path) -> None:
+    """Remove Hydra's multirun.yaml, which `sweep.yaml` replaces, and an empty sweep directory."""
     (directory / "multirun.yaml").unlink(missing_ok=True)
     if [path.name for path in directory.iterdir()] in ([], [scheduler.LOCK]):
         (directory / scheduler.LOCK).unlink(missing_ok=True)
@@ -74,46 +74,46 @@ def leave_no_trace(directory: Path) -> None:
             directory.rmdir()
 
 
-def carry_out(directory: Path, sweep: Sweep, cfgs: dict[str, Config]) -> int:
-    """Lay out what is left to do and have it done; returns the worst exit code of the jobs that were accepted."""
+def run_missing_jobs(directory: Path, sweep: Sweep, cfgs: dict[str, Config]) -> int:
+    """Run the pending jobs; returns the worst exit code of the accepted jobs."""
     first = next(iter(cfgs.values())).launch
-    if first.dry_run and (missing := missing_of(cfgs, needs_of(directory, cfgs))):
-        print(array_script(missing, directory), end="")
+    if first.dry_run and (pending := select_pending(cfgs, find_job_states(directory, cfgs))):
+        print(render_slurm_array(pending, directory), end="")
         return EXIT_DONE
-    with scheduler.sole_sweeper(directory) as lock:
-        needs = needs_of(directory, cfgs)  # after what another launcher submitted while it held the lock
-        missing = missing_of(cfgs, needs)
-        before = [EXIT_HALTED] if Need.halted in needs.values() else []
-        known = sweep_record.extended(sweep_record.read_if_there(directory), sweep)
-        if missing and first.kind is LaunchKind.slurm:
-            job = slurm_array(missing, directory)
-            sweep_record.write(known, directory)
-            print(f"{opening(directory, needs)}\n{submitted(directory, job)}")
-            return worst(before)
-        sweep_record.write(known, directory)
-        rooms = scheduler.rooms(missing, num_cores=num_cores(), gpus=scheduler.visible_gpus())
-        print(opening(directory, needs, num_at_once=len(rooms)), flush=True)
-        runs = [lay_out(cfg) for cfg in missing]
-        codes, stopped = scheduler.work_off(runs, rooms, lock, teller([job.name for job in sweep.jobs]))
-    if not missing:
-        return worst(before)
-    end_in_mlflow(directory, missing)
-    refused = [EXIT_BAD_CONFIG for job in sweep.jobs if job.problem]
-    endings = Counter(ending(code) for code in [*codes.values(), *refused])
-    print(closing(directory, endings, len(runs) - len(codes), sweep.words))
-    return EXIT_INTERRUPTED if stopped else worst([*before, *codes.values()])
+    with scheduler.lock_sweep(directory) as lock:
+        states = find_job_states(directory, cfgs)  # read under the lock: another launcher may have submitted jobs
+        pending = select_pending(cfgs, states)
+        before = [EXIT_HALTED] if JobState.halted in states.values() else []
+        record = sweep_record.extended(sweep_record.read_if_there(directory), sweep)
+        if pending and first.kind is LaunchKind.slurm:
+            job = submit_slurm_array(pending, directory)
+            sweep_record.write(record, directory)
+            print(f"{render_opening(directory, states)}\n{render_submitted(directory, job)}")
+            return worst_exit_code(before)
+        sweep_record.write(record, directory)
+        slots = scheduler.split_machine(pending, num_cores=num_cores(), gpus=scheduler.visible_gpus())
+        print(render_opening(directory, states, num_at_once=len(slots)), flush=True)
+        runs = [prepare_run(cfg) for cfg in pending]
+        codes, stopped = scheduler.run_jobs(runs, slots, lock, make_job_printer([job.name for job in sweep.jobs]))
+    if not pending:
+        return worst_exit_code(before)
+    finish_in_mlflow(directory, pending)
+    rejected = [EXIT_BAD_CONFIG for job in sweep.jobs if job.problem]
+    outcomes = Counter(describe_outcome(code) for code in [*codes.values(), *rejected])
+    print(render_summary(directory, outcomes, len(runs) - len(codes), sweep.words))
+    return EXIT_INTERRUPTED if stopped else worst_exit_code([*before, *codes.values()])
 
 
-def needs_of(directory: Path, cfgs: dict[str, Config]) -> dict[str, Need]:
-    return {name: need(RunDir(directory / name), cfg) for name, cfg in cfgs.items()}
+def find_job_states(directory: Path, cfgs: dict[str, Config]) -> dict[str, JobState]:
+    return {name: find_job_state(RunDir(directory / name), cfg) for name, cfg in cfgs.items()}
 
 
-def missing_of(cfgs: dict[str, Config], needs: dict[str, Need]) -> list[Config]:
-    return [cfg for name, cfg in cfgs.items() if needs[name] is Need.run]
+def select_pending(cfgs: dict[str, Config], states: dict[str, JobState]) -> list[Config]:
+    return [cfg for name, cfg in cfgs.items() if states[name] is JobState.pending]
 
 
-def lay_out(cfg: Config) -> RunDir:
-    """The directory of a job that is to run; what changed since it last did goes into its books."""
+def prepare_run(cfg: Config) -> RunDir:
+    """Create the run directory of a job; a changed config is logged as an intervention."""
     run = locate(cfg)
     seen = max(last_iteration(run.events), 0)
     if changes := prepare(cfg, run, iteration=seen):
@@ -121,40 +121,44 @@ def lay_out(cfg: Config) -> RunDir:
     return run
 
 
-def slurm_array(cfgs: Sequence[Config], directory: Path) -> str:
-    """Hand jobs to Slurm as one array; returns its number."""
+def submit_slurm_array(cfgs: Sequence[Config], directory: Path) -> str:
+    """Submit jobs to Slurm as one array; returns the job id."""
     from launch.slurm import submit
 
     return submit.submit_array(cfgs, directory)
 
 
-def array_script(cfgs: Sequence[Config], directory: Path) -> str:
-    """What would be submitted."""
+def render_slurm_array(cfgs: Sequence[Config], directory: Path) -> str:
+    """The script that would be submitted."""
     from launch.slurm import submit
 
-    message = "is for launch=slurm; `harness train --cfg job` shows the configuration of one job"
+    message = "is for launch=slurm; `harness train --cfg job` prints the config of one job"
     require(cfgs[0].launch.kind is LaunchKind.slurm, "launch.dry_run", message)
-    return submit.array_script_of(cfgs, directory)
+    return submit.render_array_script(cfgs, directory)
 
 
-def worst(codes: Sequence[int]) -> int:
-    known = [code if code in WORST_LAST else 1 for code in codes]
-    return max(known, key=WORST_LAST.index, default=EXIT_DONE)
+def worst_exit_code(codes: Sequence[int]) -> int:
+    known = [code if code in EXIT_CODES_BY_SEVERITY else 1 for code in codes]
+    return max(known, key=EXIT_CODES_BY_SEVERITY.index, default=EXIT_DONE)
 
 
-def words_again(words: Sequence[str], name: str) -> list[str]:
-    """The words that resume this sweep: those of now, with its name."""
-    return [*words] if any(word.startswith("run.name=") for word in words) else [*words, f"run.name={name}"]
+def resume_arguments(arguments: Sequence[str], name: str) -> list[str]:
+    """The arguments that resume this sweep: the given ones, with the name of the sweep."""
+    return (
+        [*arguments]
+        if any(argument.startswith("run.name=") for argument in arguments)
+        else [*arguments, f"run.name={name}"]
+    )
 
 
-def shared_words(words: Sequence[str], job: Job) -> list[str]:
-    """The overrides that every job has."""
-    overrides = [word for word in words if "=" in word and not word.startswith(("-", *NOT_SHARED))]
-    return [word for word in overrides if word.partition("=")[0] not in job.overrides]
+def shared_overrides(arguments: Sequence[str], job: Job) -> list[str]:
+    """The overrides that all jobs share."""
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith(("-", *NOT_SHARED))]
+    return [argument for argument in overrides if argument.partition("=")[0] not in job.overrides]
 
 
-def end_in_mlflow(directory: Path, cfgs: Sequence[Config]) -> None:
-    """Have the run of the sweep ended; a server that does not answer costs a bounded time and a line."""
+def finish_in_mlflow(directory: Path, cfgs: Sequence[Config]) -> None:
+    """End the MLflow run of the sweep; a server that does not answer costs a bounded time and a warning."""
     tracked = [cfg.telemetry for cfg in cfgs if cfg.telemetry.mlflow]
     if not tracked:
         return
@@ -175,48 +179,51 @@ def end_in_mlflow(directory: Path, cfgs: Sequence[Config]) -> None:
     except subprocess.TimeoutExpired:
         problem = "no answer"
     if problem:
-        print(f"warning: how the sweep ended did not reach MLflow: {problem}", file=sys.stderr)
+        print(f"warning: the end of the sweep was not recorded in MLflow: {problem}", file=sys.stderr)
 
 
-def teller(names: Sequence[str]) -> Callable[[RunDir, int | None, float], None]:
-    """Prints a line for each job that begins or ends."""
-    places = {name: place for place, name in enumerate(names, start=1)}
+def make_job_printer(names: Sequence[str]) -> Callable[[RunDir, int | None, float], None]:
+    """Returns a callback that prints a line for each job that starts or ends."""
+    numbers = {name: number for number, name in enumerate(names, start=1)}
 
-    def tell(run: RunDir, code: int | None, seconds: float) -> None:
-        place = f"[{places[run.path.name]:>{len(str(len(names)))}}/{len(names)}]"
-        print(f"{place} {begun(run) if code is None else ended(run, code, seconds)}", flush=True)
+    def print_change(run: RunDir, code: int | None, seconds: float) -> None:
+        prefix = f"[{numbers[run.path.name]:>{len(str(len(names)))}}/{len(names)}]"
+        print(f"{prefix} {render_start(run) if code is None else render_end(run, code, seconds)}", flush=True)
 
-    return tell
+    return print_change
 
 
-def begun(run: RunDir) -> str:
+def render_start(run: RunDir) -> str:
     return f"{'resume' if run.events.exists() else 'start'}  {run.path.name}"
 
 
-def ended(run: RunDir, code: int, seconds: float) -> str:
-    """How a job ended: its loss where it has one, and where it did not end well, what it said last."""
+def render_end(run: RunDir, code: int, seconds: float) -> str:
+    """How a job ended: its held-out loss if it has one, and after a failure its last line of output."""
     losses = [event.loss for event in tail(run.events) if isinstance(event, EvalRecord)]
     loss = f", held-out loss {losses[-1]:.4f}" if losses else ""
-    line = f"{ending(code)} in {seconds:.0f} s{loss}  {run.path.name}"
+    line = f"{describe_outcome(code)} in {seconds:.0f} s{loss}  {run.path.name}"
     if code in (EXIT_DONE, EXIT_INTERRUPTED):
         return line
     console = run.logs / "console.txt"
     return f"{line}\n    {last_line(console)}\n    {console}"
 
 
-def ending(code: int) -> str:
-    return ENDINGS.get(code, "crashed")
+def describe_outcome(code: int) -> str:
+    return OUTCOMES.get(code, "crashed")
 
 
-def opening(directory: Path, needs: dict[str, Need], *, num_at_once: int = 0) -> str:
-    counts = Counter(needs.values())
-    before = [f"{counts[left]} {left} before" for left in Need if left is not Need.run and counts[left]]
+def render_opening(directory: Path, states: dict[str, JobState], *, num_at_once: int = 0) -> str:
+    counts = Counter(states.values())
+    before = [
+        f"{counts[state]} {state} before" for state in JobState if state is not JobState.pending and counts[state]
+    ]
     at_once = f", {num_at_once} at once" if num_at_once else ""
-    return f"sweep {directory}: {', '.join([f'{counts[Need.run]} of {len(needs)} jobs to run', *before])}{at_once}"
+    to_run = f"{counts[JobState.pending]} of {len(states)} jobs to run"
+    return f"sweep {directory}: {', '.join([to_run, *before])}{at_once}"
 
 
-def submitted(directory: Path, job: str) -> str:
-    """What to know of an array that was queued."""
+def render_submitted(directory: Path, job: str) -> str:
+    """Where to find the logs and the report of a submitted array."""
     return "\n".join(
         [
             f"job {job}: {directory}",
@@ -227,11 +234,11 @@ def submitted(directory: Path, job: str) -> str:
     )
 
 
-def closing(directory: Path, endings: Counter[str], num_not_begun: int, words: Sequence[str]) -> str:
-    """What came of the jobs, where to look, and how to go on where something is left."""
-    counted = [f"{count} {word}" for word, count in endings.items()]
-    counted += [f"{num_not_begun} not begun"] if num_not_begun else []
-    lines = [", ".join(counted), f"report  harness sweep report {shlex.quote(str(directory))}"]
-    if set(endings) & {"crashed", "interrupted"} or num_not_begun:
-        lines.append(f"again   {shlex.join(['harness', 'train', *words])}")
+def render_summary(directory: Path, outcomes: Counter[str], num_not_started: int, arguments: Sequence[str]) -> str:
+    """How many jobs ended how, the report command, and the command that runs the rest."""
+    counts = [f"{count} {name}" for name, count in outcomes.items()]
+    counts += [f"{num_not_started} not started"] if num_not_started else []
+    lines = [", ".join(counts), f"report  harness sweep report {shlex.quote(str(directory))}"]
+    if set(outcomes) & {"crashed", "interrupted"} or num_not_started:
+        lines.append(f"resume  {shlex.join(['harness', 'train', *arguments])}")
     return "\n".join(lines)

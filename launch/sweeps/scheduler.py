@@ -1,12 +1,12 @@
-"""Many runs on one machine: each a process of its own, so many at a time as the machine has room for.
+"""Runs many runs on one machine, each in its own process, as many at a time as fit.
 
-Why: a sweep must outlive its worst job, and a machine with eight GPUs must not train one small model at a time.
-How: `python -m launch.local.node RUN` for each run, in a session of its own, so that a Ctrl-C at the terminal reaches
-this process alone, which passes it on; a second one is passed on too, and kills. GPUs and cores are shared out in equal
-parts. What a run prints lies in its `logs/console.txt`. All of them hold the lock of the sweep: should this process be
-killed, the same words are refused until the last run it started has ended. Where the file system has no file locks,
-this process alone holds it, and runs that outlive it are protected by their own leases.
-Left out: moving a run to a part of the machine that has become free, and runs of different sizes side by side.
+Why: a sweep must survive the crash of a job, and a machine with eight GPUs must not train one small model at a time.
+How: each run is a `python -m launch.local.node RUN` in its own session, so that a Ctrl-C at the terminal reaches only
+this process, which forwards it; a second one is forwarded too, and kills. GPUs and cores are divided into equal
+parts. The output of a run is in its `logs/console.txt`. All runs hold the lock of the sweep: if this process is
+killed, the same command is rejected until the last run it started has ended. On file systems without file locks only
+this process holds the lock, and runs that outlive it are protected by their own leases.
+Left out: moving a run to resources that became free, and runs of different sizes at the same time.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from harness.core.rundir import RunDir
 
 POLL_S = 0.2
 LOCK = ".lock"
-NUM_CPU_RANKS = 2
-"""Of a run on CPU that does not say how many."""
+DEFAULT_CPU_RANKS = 2
+"""Ranks of a run on CPU without `launch.nproc`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What one run has to itself."""
+class ResourceSlot:
+    """The part of the machine that one run uses."""
 
     threads: int
-    """CPU threads of one rank, where the run does not say."""
+    """CPU threads of one rank, unless the run sets them."""
     gpus: tuple[str, ...] = ()
-    """As CUDA_VISIBLE_DEVICES names them; empty: the run sees what this process sees."""
+    """As in CUDA_VISIBLE_DEVICES; empty: all GPUs visible to this process."""
 
     def environment(self) -> dict[str, str]:
         shared = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self.threads))}
@@ -51,13 +51,13 @@ class Room:
 
 
 def num_ranks(cfg: Config, gpus: Sequence[str]) -> int:
-    """Ranks that a run will have on this machine, told without torch."""
+    """Ranks that a run will have on this machine, determined without torch."""
     usable = 0 if cfg.parallel.device is DeviceKind.cpu else len(gpus)
-    return cfg.launch.nproc or usable or NUM_CPU_RANKS
+    return cfg.launch.nproc or usable or DEFAULT_CPU_RANKS
 
 
-def rooms(cfgs: Sequence[Config], *, num_cores: int, gpus: Sequence[str]) -> list[Room]:
-    """The machine in equal parts, one for each run that goes on at the same time; at most as many as there are runs."""
+def split_machine(cfgs: Sequence[Config], *, num_cores: int, gpus: Sequence[str]) -> list[ResourceSlot]:
+    """Divide the machine into equal slots, one for each concurrent run; at most one for each run."""
     if not cfgs:
         return []
     ranks = max(num_ranks(cfg, gpus) for cfg in cfgs)
@@ -67,16 +67,16 @@ def rooms(cfgs: Sequence[Config], *, num_cores: int, gpus: Sequence[str]) -> lis
     at_once = min(cfgs[0].launch.at_once or max(1, fitting), len(cfgs))
     share = max(1, num_cores // (at_once * ranks))
     if not on_gpus or ranks > len(gpus):
-        return [Room(threads=share)] * at_once
+        return [ResourceSlot(threads=share)] * at_once
     parts = [tuple(gpus[first : first + ranks]) for first in range(0, len(gpus) - ranks + 1, ranks)]
-    return [Room(threads=share, gpus=parts[place % len(parts)]) for place in range(at_once)]
+    return [ResourceSlot(threads=share, gpus=parts[place % len(parts)]) for place in range(at_once)]
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that runs started here would see; asking torch would take seconds and hold one of them."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [name for name in named.split(",") if name.strip() and name.strip() != "-1"]
+    """The GPUs that a run started here would see; torch would take seconds to answer and hold one of them."""
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if variable is not None:
+        return [name for name in variable.split(",") if name.strip() and name.strip() != "-1"]
     if shutil.which("nvidia-smi") is None:
         return []
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False, timeout=60)
@@ -85,48 +85,50 @@ def visible_gpus() -> list[str]:
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Member:
-    """A run that goes on."""
+class SweepProcess:
+    """A run that is in progress."""
 
     run: RunDir
-    room: Room
+    slot: ResourceSlot
     process: subprocess.Popen[bytes]
-    began_s: float
+    started_s: float
 
 
-Told = Callable[[RunDir, int | None, float], None]
-"""Hears of a run that begins (no exit code, 0 seconds) and of one that ended (its exit code, how long it took)."""
+JobCallback = Callable[[RunDir, int | None, float], None]
+"""Called when a run starts (exit code None, 0 s) and when it ends (exit code, duration)."""
 
 
-def work_off(runs: Sequence[RunDir], free: Sequence[Room], lock: IO[str], tell: Told) -> tuple[dict[str, int], bool]:
-    """Start every run once, as rooms become free; exit codes by the name of the run, and whether it was stopped.
+def run_jobs(
+    runs: Sequence[RunDir], slots: Sequence[ResourceSlot], lock: IO[str], on_change: JobCallback
+) -> tuple[dict[str, int], bool]:
+    """Start every run once, as slots become free; returns exit codes by run name, and whether it was stopped.
 
-    After a stop request no further run is started, and those that go on are waited for.
+    After a stop signal no further run is started, and the running ones are waited for.
     """
-    waiting, idle = list(runs), list(free)
-    crew: list[Member] = []
+    waiting, free_slots = list(runs), list(slots)
+    running: list[SweepProcess] = []
     codes: dict[str, int] = {}
-    with stop_signals() as asked:
-        num_passed_on = 0
-        while crew or (waiting and not asked):
-            while waiting and idle and not asked:
-                crew.append(start(waiting.pop(0), idle.pop(0), lock))
-                tell(crew[-1].run, None, 0.0)
-            for number in asked[num_passed_on:]:
-                num_passed_on += 1
-                for member in crew:  # as SIGTERM: a process that has only just begun would take SIGINT for an error
-                    member.process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
-            for member in [each for each in crew if each.process.poll() is not None]:
-                crew.remove(member)
-                idle.append(member.room)
-                code = contract(member.process.returncode, is_stopping=bool(asked))
-                codes[member.run.path.name] = code
-                tell(member.run, code, time.monotonic() - member.began_s)
+    with collect_stop_signals() as stop_signals:
+        num_forwarded = 0
+        while running or (waiting and not stop_signals):
+            while waiting and free_slots and not stop_signals:
+                running.append(start_run(waiting.pop(0), free_slots.pop(0), lock))
+                on_change(running[-1].run, None, 0.0)
+            for number in stop_signals[num_forwarded:]:
+                num_forwarded += 1
+                for job in running:  # SIGINT as SIGTERM: a process that has just started would raise KeyboardInterrupt
+                    job.process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
+            for job in [job for job in running if job.process.poll() is not None]:
+                running.remove(job)
+                free_slots.append(job.slot)
+                code = job_exit_code(job.process.returncode, is_stopping=bool(stop_signals))
+                codes[job.run.path.name] = code
+                on_change(job.run, code, time.monotonic() - job.started_s)
             time.sleep(POLL_S)
-    return codes, bool(asked)
+    return codes, bool(stop_signals)
 
 
-def start(run: RunDir, room: Room, lock: IO[str]) -> Member:
+def start_run(run: RunDir, slot: ResourceSlot, lock: IO[str]) -> SweepProcess:
     run.logs.mkdir(parents=True, exist_ok=True)
     with (run.logs / "console.txt").open("ab") as console:
         process = subprocess.Popen(
@@ -134,36 +136,38 @@ def start(run: RunDir, room: Room, lock: IO[str]) -> Member:
             stdin=subprocess.DEVNULL,
             stdout=console,
             stderr=subprocess.STDOUT,
-            env=processes.environment() | room.environment(),
+            env=processes.environment() | slot.environment(),
             pass_fds=(lock.fileno(),),
             start_new_session=True,
         )
-    return Member(run=run, room=room, process=process, began_s=time.monotonic())
+    return SweepProcess(run=run, slot=slot, process=process, started_s=time.monotonic())
 
 
-def contract(returncode: int, *, is_stopping: bool) -> int:
-    """The exit code of a run; one that a signal killed was interrupted, if that was asked for, or crashed."""
+def job_exit_code(returncode: int, *, is_stopping: bool) -> int:
+    """The exit code of a run; killed by a signal means interrupted during a stop, and crashed otherwise."""
     if returncode >= 0:
         return returncode
     return EXIT_INTERRUPTED if is_stopping else EXIT_CRASHED
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """The stop signals that arrived so far, to be passed on; the handler only writes them down."""
-    asked: list[int] = []
-    before = {number: signal.signal(number, lambda number, _frame: asked.append(number)) for number in STOP_SIGNALS}
+def collect_stop_signals() -> Iterator[list[int]]:
+    """The stop signals received so far, to be forwarded; the handler only records them."""
+    stop_signals: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _frame: stop_signals.append(number)) for number in STOP_SIGNALS
+    }
     try:
-        yield asked
+        yield stop_signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def sole_sweeper(sweep: Path) -> Iterator[IO[str]]:
-    """Hold the sweep's directory against a second launcher; what is started with the lock holds it too."""
+def lock_sweep(sweep: Path) -> Iterator[IO[str]]:
+    """Lock the directory of the sweep against a second launcher; started processes hold the lock too."""
     with exclusive(sweep / LOCK, keep_trying=lambda: False) as lock:
         if lock is None:
-            raise ConfigError("run.name", f"{sweep} is being swept, or a job of it goes on; wait, or stop it")
+            raise ConfigError("run.name", f"{sweep} is being swept, or one of its jobs still runs; wait, or stop it")
         yield lock

@@ -10,7 +10,7 @@ import pytest
 
 from harness.analysis.dashboard.serve import open_server
 from harness.core.rundir import RunDir
-from launch.cli.report import write as write_index
+from launch.cli.report import write_index
 from tests.analysis.dashboard.logs import BEGUN, long_run, record
 from tests.browser.chromium import Browser, Page, find, started
 

@@ -82,7 +82,7 @@ class Cluster:
 
     def wait(self, job: str) -> submit.Finished:
         self.until(lambda: not controller.queue_state(job))
-        return submit.wait(job, poll_s=0.1)
+        return submit.wait_for_job(job, poll_s=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def paused(cfg: Config) -> RunDir:
     """A run that pauses at its first step."""
-    run = job_directory.lay_out(cfg)
+    run = job_directory.prepare_run(cfg)
     inbox.send(run, Pause(), who="the test", reason="wait for the test")
     return run
 
@@ -118,16 +118,16 @@ def is_paused(run: RunDir) -> bool:
 
 
 def losses(run: RunDir) -> dict[int, float]:
-    return {event.step: event.loss for event in events.read(run.events) if isinstance(event, StepRecord)}
+    return {event.step: event.loss for event in events.read_ends(run.events) if isinstance(event, StepRecord)}
 
 
 def run_ended(run: RunDir) -> RunEnded:
-    *_, ended = (event for event in events.read(run.events) if isinstance(event, RunEnded))
+    *_, ended = (event for event in events.read_ends(run.events) if isinstance(event, RunEnded))
     return ended
 
 
 def ends(run: RunDir) -> list[tuple[int | None, bool, str]]:
-    return [(end.exit_code, end.requeued, end.reason) for end in requeue.read(run)]
+    return [(end.exit_code, end.requeued, end.reason) for end in requeue.read_ends(run)]
 
 
 @dataclass
@@ -146,7 +146,7 @@ def jobs(cluster: Cluster) -> Jobs:
     first, array, cancelled = submit_by_command(cluster), submit_array(cluster), submit_one(cluster)
     job, run = first
     cluster.until(lambda: is_paused(run))
-    began_s = next(event.time for event in events.read(run.events) if isinstance(event, RunStarted))
+    began_s = next(event.time for event in events.read_ends(run.events) if isinstance(event, RunStarted))
     minutes = int(time.time() - began_s) // 60 + 2
     cluster.lab.command("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
     plain = submit_plain(cluster)
@@ -173,7 +173,7 @@ def submit_by_command(cluster: Cluster) -> tuple[str, RunDir]:
     command = [sys.executable, "-c", code, "train", *chosen]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert said.returncode == 0, said.stderr
-    known = job_directory.recall(run)
+    known = job_directory.read_job(run)
     assert known is not None
     assert said.stdout.splitlines()[0] == f"job {known.job}: {run.path}"
     assert f"tail -F {shlex.quote(str(run.logs / f'slurm-{known.job}.log'))}" in said.stdout
@@ -193,9 +193,9 @@ def submit_array(cluster: Cluster) -> tuple[str, dict[str, RunDir]]:
 def submit_one(cluster: Cluster) -> tuple[str, RunDir]:
     cfg = cluster.config("cancelled", UNCHECKED)
     run = paused(cfg)
-    job = submit.submit(cfg)
+    job = submit.submit_run(cfg)
     with pytest.raises(ConfigError, match=f"run.name: job {job} of this run is [a-z]+; scancel {job} first"):
-        submit.submit(cfg)
+        submit.submit_run(cfg)
     return job, run
 
 
@@ -213,7 +213,7 @@ def test_scancel_saves_and_does_not_requeue(jobs: Jobs, cluster: Cluster) -> Non
     job, run = jobs.cancelled
     cluster.until(lambda: is_paused(run))
     cluster.lab.command("scancel", job)
-    assert cluster.wait(job).state == "CANCELLED"
+    assert cluster.wait_for_job(job).state == "CANCELLED"
     assert ends(run) == [(75, False, "ended from outside, by scancel or by a requeue that is not this one's")]
     assert cluster.show(job, "Restarts") == "0"
     assert run_ended(run).exit_code == 75
@@ -225,12 +225,12 @@ def test_a_killed_task_is_requeued_and_a_halted_run_is_not(jobs: Jobs, cluster: 
     killed = runs["killed"]
     cluster.until(lambda: is_paused(killed))
     os.kill(agent_of(cluster, killed), signal.SIGKILL)
-    assert cluster.wait(job) == ("FAILED", 3), "the worst exit code of an array"
+    assert cluster.wait_for_job(job) == ("FAILED", 3), "the worst exit code of an array"
     assert ends(runs["halted"]) == [(3, False, "halted by the sentinel")]
     assert ends(killed) == [(137, True, "crashed with exit code 137"), (0, False, "all steps done")]
     assert run_ended(runs["halted"]).exit_code == 3
     assert sorted(losses(killed)) == list(range(1, 41))
-    assert [requeue.read(run)[0].job for run in runs.values()] == [f"{job}_{index}" for index in range(2)]
+    assert [requeue.read_ends(run)[0].job for run in runs.values()] == [f"{job}_{index}" for index in range(2)]
 
 
 def agent_of(cluster: Cluster, run: RunDir) -> int:
@@ -245,10 +245,10 @@ def test_a_job_stops_before_its_time_limit_and_continues_bit_identically(
     jobs: Jobs, cluster: Cluster, ranks: Pool, tmp_path: Path
 ) -> None:
     job, run = jobs.preempted
-    assert cluster.wait(job) == ("COMPLETED", 0)
+    assert cluster.wait_for_job(job) == ("COMPLETED", 0)
     assert ends(run) == [(75, True, "asked to leave"), (0, False, "all steps done")]
     assert cluster.show(job, "Restarts") == "1", "the same job"
-    starts = [event for event in events.read(run.events) if isinstance(event, RunStarted)]
+    starts = [event for event in events.read_ends(run.events) if isinstance(event, RunStarted)]
     assert [start.world_size for start in starts] == [2, 2]
     assert starts[1].resumed_from is not None
     stops = [each for each in inbox.interventions(run) if "stop" in each.changes]
@@ -263,11 +263,11 @@ def test_a_job_stops_before_its_time_limit_and_continues_bit_identically(
 
 def test_plain_sbatch_on_four_nodes(jobs: Jobs, cluster: Cluster) -> None:
     job, run = jobs.plain
-    assert cluster.wait(job) == ("COMPLETED", 0), cluster.logs()
-    (start,) = (event for event in events.read(run.events) if isinstance(event, RunStarted))
+    assert cluster.wait_for_job(job) == ("COMPLETED", 0), cluster.logs()
+    (start,) = (event for event in events.read_ends(run.events) if isinstance(event, RunStarted))
     assert start.world_size == 4
     assert sorted(losses(run)) == [1, 2, 3, 4]
-    known = job_directory.recall(run)
+    known = job_directory.read_job(run)
     assert known is not None
     assert (Path(known.code) / "harness" / "train.py").read_bytes() == (ROOT / "harness" / "train.py").read_bytes()
     assert Path(known.code).is_relative_to(run.path)
@@ -276,8 +276,8 @@ def test_plain_sbatch_on_four_nodes(jobs: Jobs, cluster: Cluster) -> None:
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")
 def test_an_unhealthy_node_is_reported_before_the_run_starts(cluster: Cluster) -> None:
     cfg = cluster.config("sick", "parallel.device=cuda", "launch.slurm.max_requeues=0")
-    job = submit.submit(cfg)
-    assert cluster.wait(job) == ("FAILED", 69)
+    job = submit.submit_run(cfg)
+    assert cluster.wait_for_job(job) == ("FAILED", 69)
     run = locate(cfg)
     assert ends(run) == [(69, False, "launch.slurm.max_requeues=0 allows no requeue")]
     log = (run.logs / f"slurm-{job}.log").read_text()
@@ -288,6 +288,6 @@ def test_an_unhealthy_node_is_reported_before_the_run_starts(cluster: Cluster) -
 def test_a_job_that_slurm_rejects_is_one_line_and_leaves_no_files(cluster: Cluster) -> None:
     cfg = cluster.config("refused", "launch.slurm.partition=nowhere")
     with pytest.raises(ConfigError, match=r"launch\.slurm: sbatch: .*invalid partition") as refused:
-        submit.submit(cfg)
+        submit.submit_run(cfg)
     assert "\n" not in str(refused.value)
     assert not locate(cfg).path.exists()

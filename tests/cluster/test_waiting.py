@@ -63,14 +63,14 @@ def config(directory: Path, name: str, *overrides: str) -> Config:
     return compose.load([*cases.TINY, *fixed, *overrides])
 
 
-def wait(lab: Lab, *jobs: str) -> list[submit.Finished]:
+def wait(lab: Lab, *jobs: str) -> list[submit.FinishedJob]:
     def logs() -> str:
         paths = [*Path.cwd().rglob("slurm-*.log"), *Path.cwd().rglob("rank-*")]
         texts = [f"--- {path}\n{path.read_text()[-3000:]}" for path in paths]
         return "\n".join([lab.command("squeue"), *texts])
 
     until(lambda: not any(controller.queue_state(job) for job in jobs), logs, within_s=PATIENCE_S)
-    return [submit.wait(job, poll_s=0.1) for job in jobs]
+    return [submit.wait_for_job(job, poll_s=0.1) for job in jobs]
 
 
 def executable(path: Path, text: str) -> Path:
@@ -104,7 +104,7 @@ def test_a_waiting_task_uses_the_arguments_it_was_submitted_with(
     begun = [line.split()[-2:] for line in calls.read_text().splitlines() if "launch.slurm.requeue begin" in line]
     tasks = {task: Path(run).name for run, task in begun}
     assert tasks == {f"{first}_0": "a", f"{first}_1": "b", f"{first}_2": "c", f"{second}_0": "a"}
-    ends = {name: [(end.job, end.requeued) for end in requeue.read(RunDir(sweep / name))] for name in "abc"}
+    ends = {name: [(end.job, end.requeued) for end in requeue.read_ends(RunDir(sweep / name))] for name in "abc"}
     assert ends["a"] == [(f"{first}_0", False), (f"{second}_0", False)], "2 is not requeued"
     assert ends["c"] == [(f"{first}_2", False)]
 
@@ -115,10 +115,10 @@ def test_a_node_that_failed_twice_is_excluded(
     executable(tmp_path / "bin" / "nvidia-smi", NVIDIA_SMI)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     cfg = config(tmp_path, "run", "train.num_steps=2", "checkpoint.every_steps=0", "launch.slurm.max_stalled=1")
-    job = submit.submit(cfg)
+    job = submit.submit_run(cfg)
     assert wait(lab, job) == [("COMPLETED", 0)]
     run = locate(cfg)
-    ends = requeue.read(run)
+    ends = requeue.read_ends(run)
     assert [(end.exit_code, end.requeued) for end in ends] == [(69, True), (69, True), (0, False)]
     fault = {"n1": "GPU 0 has 2 uncorrected ECC errors"}
     assert [dict(end.unhealthy) for end in ends] == [fault, fault, {}]

@@ -16,7 +16,7 @@ from harness.config import compose
 from harness.core.rundir import locate, prepare
 from harness.telemetry.postmortem_process import PostmortemProcess
 from launch.sweeps import scheduler
-from launch.sweeps.scheduler import Room
+from launch.sweeps.scheduler import ResourceSlot
 from tests.analysis.postmortem import stories
 from tests.launch.cli.test_main import ROOT, TINY
 
@@ -71,8 +71,8 @@ def test_a_run_and_its_sink_process_ignore_stray_modules(trapped: Path, tmp_path
     cfg = compose.load(overrides)
     run = locate(cfg)
     prepare(cfg, run)
-    with scheduler.sole_sweeper(tmp_path) as lock:
-        codes, _ = scheduler.work_off([run], [Room(threads=1)], lock, lambda *_: None)
+    with scheduler.lock_sweep(tmp_path) as lock:
+        codes, _ = scheduler.run_jobs([run], [ResourceSlot(threads=1)], lock, lambda *_: None)
     assert read_log(trapped) == ""
     assert codes == {"job": 0}, (run.logs / "console.txt").read_text()
     assert json.loads(run.mlflow.read_text())["run_id"]

@@ -22,7 +22,7 @@ from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
 from harness.faults import worker
 from harness.faults.plan import Fault, FaultKind, FaultPlan
-from launch.cli.replay import spoil_again
+from launch.cli.replay import repeat_data_fault
 from tests.distributed import trouble
 from tests.distributed.cases import TINY
 from tests.distributed.pool import Pool
@@ -111,7 +111,7 @@ def test_bad_data_is_bad_again_and_on_an_older_state_too(ranks: Pool, tmp_path: 
     plan = FaultPlan(seed=0, faults=[Fault(kind=FaultKind.poisoned_batch, at=34)])
     run.drill.write_text(json.dumps({"plan": plan.as_dict()}))
     assert ranks.run(2, drilled, str(tmp_path)) == [0, 0]
-    found = replayed(ranks, run, iteration=35, tamper=partial(spoil_again, run.path, 2))
+    found = replayed(ranks, run, iteration=35, tamper=partial(repeat_data_fault, run.path, 2))
     assert (found["cursor"], found["left_the_log_at"]) == (34, None)
     assert found["first"] == found["second"] == found["logged"]
     assert (found["nature"], found["cause"]) == ("deterministic", "data")

@@ -195,9 +195,9 @@ def test_any_directory_of_runs_is_a_sweep(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "harness: sweep: which command? choose report, or --help\n"),
-        (["fly"], "harness: sweep: no command 'fly'; choose report, or --help\n"),
-        (["report"], "harness: sweep report: the following arguments are required: DIR; --help says more\n"),
+        ([], "harness: sweep: missing command; choose report, or --help\n"),
+        (["fly"], "harness: sweep: unknown command 'fly'; choose report, or --help\n"),
+        (["report"], "harness: sweep report: the following arguments are required: DIR; see --help\n"),
         (["report", "nowhere"], "harness: nowhere: is not a directory\n"),
         (["report", "."], "harness: .: holds neither a sweep.yaml nor directories of runs\n"),
     ],

@@ -19,7 +19,7 @@ from harness.core.rundir import RunDir
 from harness.telemetry.tracking.parent_run import parent_lock
 from harness.telemetry.tracking.progress import sole_sender
 from harness.telemetry.tracking.store_uri import schema_lock
-from launch.sweeps.scheduler import sole_sweeper
+from launch.sweeps.scheduler import lock_sweep
 from tests.forks import forks
 
 ANSWERS = ["works", "ENOSYS", "EOPNOTSUPP", "ENOLCK"]
@@ -90,9 +90,9 @@ def sent(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def swept(directory: Path) -> Iterator[None]:
-    with sole_sweeper(directory) as lock:
+    with lock_sweep(directory) as lock:
         assert os.fstat(lock.fileno())
-        with pytest.raises(ConfigError, match=r"^run\.name: .* is being swept"), sole_sweeper(directory):
+        with pytest.raises(ConfigError, match=r"^run\.name: .* is being swept"), lock_sweep(directory):
             pass
         yield
 

@@ -343,7 +343,7 @@ def test_no_run_directory_is_one_line(run: RunDir, capsys: pytest.CaptureFixture
     (tmp_path / "file").write_text("")
     for command in ("list", "verify", "prune"):
         for word in ("runs/second", "empty", "file", "file/x", ".", "a\0b"):
-            assert complain(capsys, command, word).startswith(f"{word}: is no run directory")
+            assert complain(capsys, command, word).startswith(f"{word}: is not a run directory")
         assert "File name too long" in complain(capsys, command, "x" * 5000)
     run.checkpoints.rmdir()
     assert tell(capsys, "list", "runs/first") == ["runs/first has no checkpoints"]
@@ -354,9 +354,9 @@ def test_no_run_directory_is_one_line(run: RunDir, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "checkpoint: which command? choose list, verify, prune, export, import, or --help"),
-        (["fly"], "checkpoint: no command 'fly'; choose list, verify, prune, export, import, or --help"),
-        (["list"], "checkpoint list: the following arguments are required: RUN; --help says more"),
+        ([], "checkpoint: missing command; choose list, verify, prune, export, import, or --help"),
+        (["fly"], "checkpoint: unknown command 'fly'; choose list, verify, prune, export, import, or --help"),
+        (["list"], "checkpoint list: the following arguments are required: RUN; see --help"),
         (["prune", "runs/first", "--keep", "0"], "--keep: must be at least 1, got 0"),
         (["prune", "runs/first", "--keep-every-steps", "-1"], "--keep-every-steps: must be 0 or more, got -1"),
         (["prune", "runs/first", "--keep", "x"], "checkpoint prune: argument --keep: invalid int value: 'x'"),

@@ -115,16 +115,16 @@ def test_every_command_is_a_file_with_a_name_and_a_reason(
     [
         (["skip", "0"], "skip: must be 1 to 1,000,000 batches, got 0"),
         (["skip", "-3"], "skip: must be 1 to 1,000,000 batches, got -3"),
-        (["skip", "few"], "ctl RUN skip: argument N: invalid int value: 'few'; --help says more"),
-        (["skip"], "ctl RUN skip: the following arguments are required: N; --help says more"),
+        (["skip", "few"], "ctl RUN skip: argument N: invalid int value: 'few'; see --help"),
+        (["skip"], "ctl RUN skip: the following arguments are required: N; see --help"),
         (["lr", "0"], "lr: must be a factor above 0 and at most 10, got 0.0"),
         (["lr", "nan"], "lr: must be a factor above 0 and at most 10, got nan"),
         (["lr", "1e400"], "lr: must be a factor above 0 and at most 10, got inf"),
         (["precision", "fp16"], "precision: must be bf16 or fp8, got fp16"),
         (["exclude", "wine"], "exclude: no source 'wine'; RUN has web, books"),
         (["rollback", "--to", "9"], "rollback: RUN has no checkpoint at or before step 9 that is not tainted"),
-        (["rollback"], "ctl RUN rollback: the following arguments are required: --to; --help says more"),
-        (["pause", "10"], "ctl RUN pause: unrecognized arguments: 10; --help says more"),
+        (["rollback"], "ctl RUN rollback: the following arguments are required: --to; see --help"),
+        (["pause", "10"], "ctl RUN pause: unrecognized arguments: 10; see --help"),
     ],
 )
 def test_what_the_run_cannot_do_is_not_sent(
@@ -289,18 +289,18 @@ def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for path in (tmp_path, tmp_path / "none", tmp_path / "file"):
         for words in (["stop", *WHY], ["pause", *WHY], ["list"]):
             assert ctl.main([str(path), *words]) == 2
-            assert capsys.readouterr().err == f"harness: {path}: is no run directory: it has no config.yaml\n"
+            assert capsys.readouterr().err == f"harness: {path}: is not a run directory: it has no config.yaml\n"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ([], "ctl: which run? give its directory and a command, or --help"),
-        (["RUN"], f"ctl: which command? choose {LIST}"),
-        (["RUN", "fly"], f"ctl: no command 'fly'; choose {LIST}"),
-        (["RUN", "stop", "--now", *WHY], "ctl RUN stop: unrecognized arguments: --now; --help says more"),
-        (["RUN", "list", "all"], "ctl RUN list: unrecognized arguments: all; --help says more"),
+        ([], "ctl: missing run; give its directory and a command, or --help"),
+        (["RUN"], f"ctl: missing command; choose {LIST}"),
+        (["RUN", "fly"], f"ctl: unknown command 'fly'; choose {LIST}"),
+        (["RUN", "stop", "--now", *WHY], "ctl RUN stop: unrecognized arguments: --now; see --help"),
+        (["RUN", "list", "all"], "ctl RUN list: unrecognized arguments: all; see --help"),
     ],
 )
 def test_wrong_words_are_one_line(

@@ -59,20 +59,23 @@ def test_the_index_links_the_pages_that_are_there(run: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["dashboard", "{}/nowhere"], "{}/nowhere: is no run directory: it has neither events.jsonl nor config.yaml"),
-        (["watch", "{}/nowhere"], "{}/nowhere: is no run directory: it has neither events.jsonl nor config.yaml"),
-        (["report", "{}/nowhere"], "{}/nowhere: is no directory"),
-        (["report", "{}/empty"], "{}/empty: has no run at or below it: no events.jsonl"),
+        (
+            ["dashboard", "{}/nowhere"],
+            "{}/nowhere: is not a run directory: it has neither events.jsonl nor config.yaml",
+        ),
+        (["watch", "{}/nowhere"], "{}/nowhere: is not a run directory: it has neither events.jsonl nor config.yaml"),
+        (["report", "{}/nowhere"], "{}/nowhere: is not a directory"),
+        (["report", "{}/empty"], "{}/empty: no run found: no events.jsonl at or below it"),
         (
             ["dashboard", "{}/runs/first", "--output", "{}/no/a"],
             "{}/no/a: cannot be written: No such file or directory",
         ),
         (
             ["dashboard", "{}/runs/first", "--serve", "--port", "70000"],
-            "--port: must be 0 (any that is free) to 65535, got 70000",
+            "--port: must be 0 (any free port) to 65535, got 70000",
         ),
-        (["dashboard", "--serve"], "dashboard: the following arguments are required: RUN; --help says more"),
-        (["watch", "a", "--often"], "watch: unrecognized arguments: --often; --help says more"),
+        (["dashboard", "--serve"], "dashboard: the following arguments are required: RUN; see --help"),
+        (["watch", "a", "--often"], "watch: unrecognized arguments: --often; see --help"),
     ],
 )
 def test_complaints_are_one_line(

@@ -89,11 +89,11 @@ def test_prepare_and_help_need_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "harness: data: which command? choose prepare, inspect, or --help"),
-        (["fly"], "harness: data: no command 'fly'; choose prepare, inspect, or --help"),
+        ([], "harness: data: missing command; choose prepare, inspect, or --help"),
+        (["fly"], "harness: data: unknown command 'fly'; choose prepare, inspect, or --help"),
         (
             ["prepare", "in.txt"],
-            "harness: data prepare: the following arguments are required: --output; --help says more",
+            "harness: data prepare: the following arguments are required: --output; see --help",
         ),
         (["prepare", "gone.txt", "--output", "new/out"], "harness: gone.txt: no such file"),
         (
@@ -114,13 +114,13 @@ def test_prepare_and_help_need_no_torch(tmp_path: Path) -> None:
         ),
         (
             ["prepare", "in.txt", "--output", "new/out", "--bytes", "--train-bpe", "300"],
-            "harness: data prepare: argument --train-bpe: not allowed with argument --bytes; --help says more",
+            "harness: data prepare: argument --train-bpe: not allowed with argument --bytes; see --help",
         ),
         (
             ["prepare", "in.txt", "--output", "new/out", "--tokenizer", "in.doc"],
             "harness: in.doc: is not a tokenizer.json: ",
         ),
-        (["inspect"], "harness: data inspect: the following arguments are required: --batch; --help says more"),
+        (["inspect"], "harness: data inspect: the following arguments are required: --batch; see --help"),
         (["inspect", "--batch", "-1"], "harness: --batch: must be 0 or more, got -1"),
         (["inspect", "--batch", "0", "model=9b"], "harness: model: no '9b'; choose one of "),
         (

@@ -50,9 +50,9 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     odd.write_text("a,b\n1,2\n")
     for words, line in (
         ([str(tmp_path / "gone")], f"harness: {tmp_path / 'gone'}: no such run directory or file\n"),
-        ([str(empty)], f"harness: {empty}: is no run: it has no events.jsonl\n"),
+        ([str(empty)], f"harness: {empty}: is not a run directory: it has no events.jsonl\n"),
         ([str(odd)], f"harness: {odd}: no column for the loss; name one with --column loss=NAME, of 'a', 'b'\n"),
-        ([], "harness: diagnose: the following arguments are required: RUN; --help says more\n"),
+        ([], "harness: diagnose: the following arguments are required: RUN; see --help\n"),
     ):
         assert main(["diagnose", *words]) == 2
         assert capsys.readouterr().err == line

@@ -63,8 +63,8 @@ def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["fly"], f"harness: no command 'fly'; choose {COMMANDS}"),
-        ([], f"harness: which command? choose {COMMANDS}"),
+        (["fly"], f"harness: unknown command 'fly'; choose {COMMANDS}"),
+        ([], f"harness: missing command; choose {COMMANDS}"),
         (["train", "optim.lr=abc"], "harness: optim.lr: must be a number, got 'abc'"),
         (["train", "+foo=1"], "harness: foo: no such key; the configuration has "),
         (["train", "model=9b"], "harness: model: no '9b'; choose one of "),

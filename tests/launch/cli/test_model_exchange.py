@@ -54,14 +54,14 @@ def test_words_are_understood_before_torch_is_loaded(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
-    assert result.stderr == "harness: gone: is no run directory\nharness: gone: is no directory\n"
+    assert result.stderr == "harness: gone: is not a run directory\nharness: gone: is not a directory\n"
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["first"], "checkpoint export: the following arguments are required: --output; --help says more"),
+        (["first"], "checkpoint export: the following arguments are required: --output; see --help"),
         (["first", "--output", "/"], "--output: must be the name of a new directory, got '/'"),
         (["first", "--output", "first"], "--output: first exists; choose another name"),
         (["first", "--output", "x", "--dtype", "fp8"], "checkpoint export: argument --dtype: invalid choice: 'fp8'"),
@@ -90,7 +90,7 @@ def test_export_says_what_it_took(runs: Path, tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.splitlines() == [
         "checkpoint  step-00000005-gen-0, good",
         "weights     0.000 GB of fp32 in 1 file",
-        "tokenizer   none: none lies beside the data of the run",
+        "tokenizer   none beside the data of the run",
         f"output      {tmp_path / 'good'}",
     ]
     assert export_command([*words, str(tmp_path / "newest"), "--step", "10", "--dtype", "bf16"]) == 0

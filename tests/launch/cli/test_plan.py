@@ -179,7 +179,7 @@ def test_padding_of_uneven_shares_is_told(capsys: pytest.CaptureFixture[str]) ->
         (["--mfu", "nan"], "--mfu: must be above 0 and at most 1, got nan"),
         (["--ranks", "8,many"], "--ranks: must be numbers of ranks like 8,64,1024, got '8,many'"),
         (["--ranks", "8,9"], "train.batch_size: must be at least the number of ranks (9)"),
-        (["--fast"], "plan: unrecognized arguments: --fast; --help says more"),
+        (["--fast"], "plan: unrecognized arguments: --fast; see --help"),
     ],
 )
 def test_wrong_words_are_one_line(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ def test_a_run_without_incidents_and_bad_input(tmp_path: Path, capsys: pytest.Ca
     assert main(["postmortem", str(clean.path), "--incident", "3"]) == 2
     assert capsys.readouterr().err == f"harness: --incident: {clean.path} has no incident 3; there are none\n"
     assert main(["postmortem", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"harness: {tmp_path}: is no run: it has no events.jsonl\n"
+    assert capsys.readouterr().err == f"harness: {tmp_path}: is not a run directory: it has no events.jsonl\n"
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

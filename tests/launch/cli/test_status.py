@@ -1,4 +1,4 @@
-"""`harness status`: real heartbeat files in, words and exit code out."""
+"""`harness status`: the text and the exit code for given heartbeat files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from harness.core.rundir import RunDir, append_line
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Beat, Phase
 from launch.cli import main, status
-from launch.cli.status import Life, life_of, render, status_of
+from launch.cli.status import Life, find_life, read_run_status, render
 from launch.slurm import requeue
-from launch.slurm.node_exclusion import Exclusion
-from launch.slurm.requeue import End
+from launch.slurm.node_exclusion import NodeExclusion
+from launch.slurm.requeue import JobEnd
 
 NOW = 1_800_000_000.0
 BEAT = Beat(
@@ -58,34 +58,34 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run
 
 
-def told(run: RunDir, *beats: Beat, **words: object) -> None:
+def write_files(run: RunDir, *beats: Beat, **status_fields: object) -> None:
     for beat in beats:
         heartbeat.replace_file(heartbeat.file_of(run, beat.rank), asdict(beat))
-    heartbeat.replace_file(run.status, RUNNING | words)
+    heartbeat.replace_file(run.status, RUNNING | status_fields)
 
 
-def three(**second: object) -> list[Beat]:
-    return [BEAT, replace(BEAT, rank=1, pid=501, **second), replace(BEAT, rank=2, host="host2")]  # type: ignore[arg-type]
+def make_beats(**second_rank: object) -> list[Beat]:
+    return [BEAT, replace(BEAT, rank=1, pid=501, **second_rank), replace(BEAT, rank=2, host="host2")]  # type: ignore[arg-type]
 
 
 def test_all_alive(run: RunDir) -> None:
-    told(run, *three())
-    found = status_of(run, now=NOW)
-    assert found.verdict() == 0
+    write_files(run, *make_beats())
+    found = read_run_status(run, now=NOW)
+    assert found.status_exit_code() == 0
     assert render(found) == (
         "runs/first: running, step 118/2000 (5.9%), loss 2.3457, 90 min left, 3 of 3 ranks alive\n"
-        "rank  host   pid         phase  iteration    moved  heard of\n"
-        "   0  host1  500  fresh  train        120  0 s ago   0 s ago\n"
-        "   1  host1  501  fresh  train        120  0 s ago   0 s ago\n"
-        "   2  host2  500  fresh  train        120  0 s ago   0 s ago"
+        "rank  host   pid  state  phase  iteration  progress  heartbeat\n"
+        "   0  host1  500  fresh  train        120   0 s ago    0 s ago\n"
+        "   1  host1  501  fresh  train        120   0 s ago    0 s ago\n"
+        "   2  host2  500  fresh  train        120   0 s ago    0 s ago"
     )
 
 
-def test_one_is_silent_and_one_was_never_heard_of(run: RunDir) -> None:
-    first, second, _ = three(time=NOW - 300, beat_time=NOW - 301)
-    told(run, first, second)
-    found = status_of(run, now=NOW)
-    assert found.verdict() == 1
+def test_a_silent_rank_and_one_that_never_started(run: RunDir) -> None:
+    first, second_rank, _ = make_beats(time=NOW - 300, beat_time=NOW - 301)
+    write_files(run, first, second_rank)
+    found = read_run_status(run, now=NOW)
+    assert found.status_exit_code() == 1
     first_line, _, *rows = render(found).splitlines()
     assert first_line.endswith(", 1 of 3 ranks alive")
     assert rows == [
@@ -110,22 +110,22 @@ def test_one_is_silent_and_one_was_never_heard_of(run: RunDir) -> None:
         ({"time": NOW + 5, "beat_time": NOW + 5}, Life.fresh),
     ],
 )
-def test_what_a_heartbeat_says(changes: dict[str, object], life: Life) -> None:
-    assert life_of(replace(BEAT, **changes), now=NOW) is life  # type: ignore[arg-type]
+def test_life_of_a_rank_from_its_heartbeat(changes: dict[str, object], life: Life) -> None:
+    assert find_life(replace(BEAT, **changes), now=NOW) is life  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("code", "verdict"), [(0, 0), (75, 0), (1, 1), (3, 1)])
-def test_a_run_that_has_ended(run: RunDir, code: int, verdict: int) -> None:
+def test_a_run_that_has_ended(run: RunDir, code: int, status_exit_code: int) -> None:
     gone = {"time": NOW - 1000, "beat_time": NOW - 1000}
-    told(run, *three(**gone), state="ended", exit_code=code, reason="all steps done", eta_s=None)
-    found = status_of(run, now=NOW)
-    assert found.verdict() == verdict
+    write_files(run, *make_beats(**gone), state="ended", exit_code=code, reason="all steps done", eta_s=None)
+    found = read_run_status(run, now=NOW)
+    assert found.status_exit_code() == status_exit_code
     first, *_ = render(found).splitlines()
     assert first == f"runs/first: ended, step 118/2000 (5.9%), loss 2.3457, exit code {code}: all steps done"
 
 
-def test_ranks_that_hold_the_others_up(run: RunDir) -> None:
-    told(run, *three())
+def test_recent_findings_about_slow_ranks_are_shown(run: RunDir) -> None:
+    write_files(run, *make_beats())
     with run.events.open("w") as log:
         for iteration in (5, 100):
             finding = Finding(
@@ -140,18 +140,18 @@ def test_ranks_that_hold_the_others_up(run: RunDir) -> None:
                 ranks=[1],
             )
             log.write(to_json(finding) + "\n")
-    assert render(status_of(run, now=NOW)).splitlines()[-1] == "iteration 100: rank 1 is slow"
-    assert status_of(run, now=NOW).slow == ["iteration 100: rank 1 is slow"]
+    assert render(read_run_status(run, now=NOW)).splitlines()[-1] == "iteration 100: rank 1 is slow"
+    assert read_run_status(run, now=NOW).slow == ["iteration 100: rank 1 is slow"]
 
 
-def test_a_run_that_has_not_begun(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_not_started(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["status", str(run.path)]) == 1
-    assert capsys.readouterr().out == "runs/first: no rank has written anything yet\n"
+    assert capsys.readouterr().out == "runs/first: no rank has started yet\n"
 
 
-def test_json_and_torn_files(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_and_truncated_files(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     now = time.time()
-    told(run, *(replace(beat, time=now, beat_time=now) for beat in three()), loss="nan")
+    write_files(run, *(replace(beat, time=now, beat_time=now) for beat in make_beats()), loss="nan")
     heartbeat.file_of(run, 1).write_text("{")
     assert status.main([str(run.path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -163,32 +163,32 @@ def test_json_and_torn_files(run: RunDir, capsys: pytest.CaptureFixture[str]) ->
 
 def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status.main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"harness: {tmp_path}: is no run directory: it has no config.yaml\n"
+    assert capsys.readouterr().err == f"harness: {tmp_path}: is not a run directory: it has no config.yaml\n"
 
 
 def test_a_rank_that_writes_rarely_is_not_late() -> None:
-    """With 16,384 ranks each writes every 164 s, and nobody sees it move in between."""
+    """With 16,384 ranks each writes every 164 s, and progress is invisible in between."""
     beat = replace(BEAT, every_s=163.84, time=NOW, beat_time=NOW - 1.0)
-    assert life_of(beat, now=NOW + 160.0) is Life.fresh
-    assert life_of(beat, now=NOW + 320.0) is Life.fresh
-    assert life_of(beat, now=NOW + 340.0) is Life.late
-    assert life_of(replace(beat, every_s=1.0), now=NOW + 29.0) is Life.fresh
-    assert life_of(replace(beat, every_s=1.0, time=NOW + 29.9), now=NOW + 29.9) is Life.late
+    assert find_life(beat, now=NOW + 160.0) is Life.fresh
+    assert find_life(beat, now=NOW + 320.0) is Life.fresh
+    assert find_life(beat, now=NOW + 340.0) is Life.late
+    assert find_life(replace(beat, every_s=1.0), now=NOW + 29.0) is Life.fresh
+    assert find_life(replace(beat, every_s=1.0, time=NOW + 29.9), now=NOW + 29.9) is Life.late
 
 
 def test_excluded_nodes_are_shown_until_they_expire(run: RunDir) -> None:
-    told(run, *three())
-    assert status_of(run, now=NOW).excluded == []
-    sick = Exclusion(node="n7", reason="has 7 GPUs, 8 are wanted", num_failures=2, until=NOW + 60.0)
+    write_files(run, *make_beats())
+    assert read_run_status(run, now=NOW).excluded == []
+    sick = NodeExclusion(node="n7", reason="has 7 GPUs, expected 8", num_failures=2, until=NOW + 60.0)
     gone = replace(sick, node="n8", until=NOW - 60.0)
     earlier = replace(sick, node="n9")
     for excluded in ((earlier,), (sick, gone)):
-        end = End(time=NOW, job="7", start=1, exit_code=69, good=None, requeued=True, reason="", excluded=excluded)
-        append_line(requeue.book(run), json.dumps(asdict(end)))
-    found = status_of(run, now=NOW)
+        end = JobEnd(time=NOW, job="7", start=1, exit_code=69, good=None, requeued=True, reason="", excluded=excluded)
+        append_line(requeue.requeue_log(run), json.dumps(asdict(end)))
+    found = read_run_status(run, now=NOW)
     assert found.excluded == [sick]
-    assert found.verdict() == 0
+    assert found.status_exit_code() == 0
     last = render(found).splitlines()[-1]
     assert last.startswith("node n7 is excluded until 20")
-    assert last.endswith(": failed 2 health checks, last: has 7 GPUs, 8 are wanted")
+    assert last.endswith(": failed 2 health checks, last: has 7 GPUs, expected 8")
     assert json.loads(json.dumps(asdict(found)))["excluded"][0]["node"] == "n7"

@@ -1,4 +1,4 @@
-"""The script of a job, run by bash with stand-ins for Slurm and Python: what it calls, in which order; its exit."""
+"""The job script, run by bash with fakes for Slurm and Python: its calls, their order, its exit code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCONTROL = """\
 """
 
 
-class Ended(NamedTuple):
+class ScriptResult(NamedTuple):
     exit_code: int
     calls: list[str]
     stderr: str
@@ -66,12 +66,12 @@ class Script:
         environment = self.environment | changed
         return subprocess.Popen(command, env=environment, cwd=self.path, stderr=subprocess.PIPE, text=True)
 
-    def end(self, process: subprocess.Popen[str]) -> Ended:
+    def end(self, process: subprocess.Popen[str]) -> ScriptResult:
         _, stderr = process.communicate(timeout=60)
         calls = self.calls.read_text().splitlines() if self.calls.exists() else []
-        return Ended(process.returncode, calls, stderr)
+        return ScriptResult(process.returncode, calls, stderr)
 
-    def __call__(self, **changed: str) -> Ended:
+    def __call__(self, **changed: str) -> ScriptResult:
         return self.end(self.start(**changed))
 
 
@@ -80,65 +80,65 @@ def script(tmp_path: Path) -> Script:
     return Script(tmp_path)
 
 
-def test_a_start_from_its_beginning_to_its_end(script: Script) -> None:
-    ended = script(SLURM_RESTART_COUNT="2")
-    assert ended.exit_code == 0
-    spelled = [call.replace(str(script.run), "RUN") for call in ended.calls]
-    assert spelled[0] == "python -m launch.slurm.requeue begin RUN 7"
-    assert spelled[1].startswith("srun --nodes=1 --ntasks=1 ")
-    assert spelled[2] == "python -m launch.slurm.node_health RUN 60"
-    assert spelled[4] == "python -m launch.local.node RUN"
-    assert spelled[5].startswith("python -m launch.slurm.requeue end RUN 7 0 /")
-    assert spelled[5].endswith("/train.sbatch"), "by which Slurm is asked whether the job could start"
-    assert len(spelled) == 6, "nothing is requeued"
-    assert "harness: job 7, start 3, " in ended.stderr
+def test_calls_of_one_start(script: Script) -> None:
+    result = script(SLURM_RESTART_COUNT="2")
+    assert result.exit_code == 0
+    calls = [call.replace(str(script.run), "RUN") for call in result.calls]
+    assert calls[0] == "python -m launch.slurm.requeue begin RUN 7"
+    assert calls[1].startswith("srun --nodes=1 --ntasks=1 ")
+    assert calls[2] == "python -m launch.slurm.node_health RUN 60"
+    assert calls[4] == "python -m launch.local.node RUN"
+    assert calls[5].startswith("python -m launch.slurm.requeue end RUN 7 0 /")
+    assert calls[5].endswith("/train.sbatch"), "the script for sbatch --test-only"
+    assert len(calls) == 6, "nothing is requeued"
+    assert "harness: job 7, start 3, " in result.stderr
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 75])
 def test_the_exit_code_is_that_of_the_run(script: Script, code: int) -> None:
-    ended = script(NODE=str(code), END="0" if code == 75 else "1")
-    assert ended.exit_code == code
-    assert [call for call in ended.calls if call.startswith("scontrol")] == ["scontrol requeue 7"] * (code == 75)
+    result = script(NODE=str(code), END="0" if code == 75 else "1")
+    assert result.exit_code == code
+    assert [call for call in result.calls if call.startswith("scontrol")] == ["scontrol requeue 7"] * (code == 75)
 
 
-def test_a_requeue_comes_before_the_update_that_slurm_takes_only_then(script: Script) -> None:
-    ended = script(HEALTH="69", END="0", UPDATE="ExcNodeList=n1")
-    assert ended.exit_code == 69
-    assert ended.calls[-2:] == ["scontrol requeue 7", "scontrol update JobId=7 ExcNodeList=n1"]
-    assert not any("launch.local.node" in call for call in ended.calls)
-    assert "harness: health: node n1: broken\n" in ended.stderr
+def test_the_requeue_comes_before_the_update(script: Script) -> None:
+    result = script(HEALTH="69", END="0", UPDATE="ExcNodeList=n1")
+    assert result.exit_code == 69
+    assert result.calls[-2:] == ["scontrol requeue 7", "scontrol update JobId=7 ExcNodeList=n1"]
+    assert not any("launch.local.node" in call for call in result.calls)
+    assert "harness: health: node n1: broken\n" in result.stderr
     assert (script.path / "calls.complaints").read_text() == "harness: health: node n1: broken\n"
 
 
 @pytest.mark.parametrize(
-    ("nodes", "per_node", "meet_s", "minutes"),
+    ("nodes", "per_node", "join_s", "minutes"),
     [(1, 1, 60, 5), (4, 8, 68, 5), (128, 8, 316, 9), (2048, 8, 900, 19), (20000, 8, 900, 19)],
 )
-def test_more_processes_have_more_time_to_meet(
-    script: Script, nodes: int, per_node: int, meet_s: int, minutes: int
+def test_more_processes_have_more_time_to_join(
+    script: Script, nodes: int, per_node: int, join_s: int, minutes: int
 ) -> None:
-    """1,024 processes that load torch from one disk do not come within the minute that is enough for a few."""
-    ended = script(SLURM_JOB_NUM_NODES=str(nodes), HARNESS_CHECKS_PER_NODE=str(per_node), HEALTH="69")
-    srun, python = ended.calls[1:3]
-    assert python == f"python -m launch.slurm.node_health {script.run} {meet_s}"
+    """1,024 processes that import torch from one disk need longer than the minute that a few need."""
+    result = script(SLURM_JOB_NUM_NODES=str(nodes), HARNESS_CHECKS_PER_NODE=str(per_node), HEALTH="69")
+    srun, python = result.calls[1:3]
+    assert python == f"python -m launch.slurm.node_health {script.run} {join_s}"
     assert f" --time={minutes} " in srun
-    assert 60 * minutes > meet_s + 120, "the step outlives the meeting"
+    assert 60 * minutes > join_s + 120, "the step outlasts the time to join"
 
 
-def test_every_task_finds_its_own_line(script: Script) -> None:
+def test_every_array_task_reads_its_own_line(script: Script) -> None:
     listed = script.path / "runs-0.txt"
     listed.write_text(f"{script.run}/a\n{script.run}/b\n")
     array = {"HARNESS_RUN": "", "HARNESS_RUN_LIST": str(listed), "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
-    ended = script(**array)
-    assert ended.calls[0] == f"python -m launch.slurm.requeue begin {script.run}/b 7_1"
+    result = script(**array)
+    assert result.calls[0] == f"python -m launch.slurm.requeue begin {script.run}/b 7_1"
     script.calls.unlink()
-    ended = script(**array | {"SLURM_ARRAY_TASK_ID": "2"})
-    assert (ended.exit_code, ended.calls) == (2, [])
-    assert ended.stderr == f"harness: {listed}: has no line for task 2\n"
+    result = script(**array | {"SLURM_ARRAY_TASK_ID": "2"})
+    assert (result.exit_code, result.calls) == (2, [])
+    assert result.stderr == f"harness: {listed}: has no line for task 2\n"
 
 
-def test_a_job_that_may_not_have_the_run_leaves_it_alone(script: Script) -> None:
-    """Another job has it: nothing is started, written down, requeued or asked to stop, also not by a scancel."""
+def test_a_job_that_cannot_claim_the_run_does_not_touch_it(script: Script) -> None:
+    """Another job owns it: nothing is started, recorded, requeued or stopped, also not by a scancel."""
     process = script.start(BEGIN="2", SLOW="2")
     deadline_s = time.monotonic() + 30
     while not script.calls.exists():
@@ -146,7 +146,7 @@ def test_a_job_that_may_not_have_the_run_leaves_it_alone(script: Script) -> None
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     time.sleep(1.5)
-    ended = script.end(process)
-    assert ended.exit_code == 2
-    assert ended.calls == [f"python -m launch.slurm.requeue begin {script.run} 7"]
+    result = script.end(process)
+    assert result.exit_code == 2
+    assert result.calls == [f"python -m launch.slurm.requeue begin {script.run} 7"]
     assert list(script.run.iterdir()) == []

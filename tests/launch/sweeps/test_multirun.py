@@ -1,4 +1,4 @@
-"""Sweeps as a user meets them: real jobs side by side, one that fails, one that is stopped; the same words again."""
+"""Sweeps end to end: concurrent jobs, one that fails, one that is stopped, and a rerun of the same command."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from harness.core.events import RunEnded, RunStarted, StepRecord, read, to_json
 from harness.core.rundir import RunDir
 from launch.cli import sweep as sweep_command
 from launch.sweeps import jobs, multirun, scheduler
-from launch.sweeps.jobs import Composed, Need
-from launch.sweeps.scheduler import Room, rooms
+from launch.sweeps.jobs import ComposedJob, JobState
+from launch.sweeps.scheduler import ResourceSlot, split_machine
 from tests.launch.cli.test_main import ROOT, TINY, harness
 
 pytestmark = pytest.mark.full
@@ -32,9 +32,9 @@ PATIENCE_S = 240.0
 GPUS = [str(number) for number in range(8)]
 
 
-def launcher(words: Sequence[str], cwd: Path) -> subprocess.Popen[str]:
+def launcher(overrides: Sequence[str], cwd: Path) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    command = [sys.executable, "-m", "launch.cli.main", "train", "--multirun", *words]
+    command = [sys.executable, "-m", "launch.cli.main", "train", "--multirun", *overrides]
     return subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -44,10 +44,10 @@ def starts(run: Path) -> int:
     return sum(isinstance(event, RunStarted) for event in read(run / "events.jsonl"))
 
 
-def test_a_failed_job_stops_nothing_and_the_same_words_run_what_is_missing(
+def test_a_failed_job_does_not_stop_the_sweep_and_a_rerun_completes_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
+    overrides = [
         "--multirun",
         *TINY,
         "eval.every_steps=1",
@@ -56,19 +56,19 @@ def test_a_failed_job_stops_nothing_and_the_same_words_run_what_is_missing(
         "optim.lr=-1,1e-3,2e-3,4e-3",
     ]
     sweep = tmp_path / "runs" / "sweep"
-    obstacle = sweep / "optim.lr=0.002" / "manifest.json"
-    obstacle.mkdir(parents=True)
+    blocker = sweep / "optim.lr=0.002" / "manifest.json"
+    blocker.mkdir(parents=True)
 
-    result = harness("train", *words, cwd=tmp_path, within_s=PATIENCE_S)
+    result = harness("train", *overrides, cwd=tmp_path, within_s=PATIENCE_S)
     assert result.returncode == 2, result.stdout + result.stderr
     assert result.stderr == "harness: job 0 (optim.lr=-1): optim.lr: must be positive, got -1.0\n"
     lines = result.stdout.splitlines()
     assert lines[0] == "sweep runs/sweep: 3 of 3 jobs to run, 2 at once"
     assert [line[:12] for line in lines[1:3]] == ["[2/4] start ", "[3/4] start "]
     assert any(line.startswith("[3/4] crashed in ") for line in lines)
-    assert lines[-3] == "2 done, 1 crashed, 1 refused" or lines[-3] == "1 crashed, 2 done, 1 refused"
+    assert lines[-3] == "2 done, 1 crashed, 1 rejected" or lines[-3] == "1 crashed, 2 done, 1 rejected"
     assert lines[-2] == "report  harness sweep report runs/sweep"
-    assert lines[-1].startswith("again   harness train --multirun ")
+    assert lines[-1].startswith("resume  harness train --multirun ")
     names = ["optim.lr=0.001", "optim.lr=0.002", "optim.lr=0.004"]
     assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == names
     assert "IsADirectoryError" in (sweep / "optim.lr=0.002" / "logs" / "console.txt").read_text()
@@ -77,13 +77,13 @@ def test_a_failed_job_stops_nothing_and_the_same_words_run_what_is_missing(
         assert f"optim.lr={saved['optim']['lr']}" == name
         assert saved["telemetry"]["tracking_uri"] == f"sqlite:///{tmp_path}/runs/mlflow.db"
 
-    obstacle.rmdir()
-    result = harness("train", *words, cwd=tmp_path, within_s=PATIENCE_S)
+    blocker.rmdir()
+    result = harness("train", *overrides, cwd=tmp_path, within_s=PATIENCE_S)
     assert result.returncode == 2, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "sweep runs/sweep: 1 of 3 jobs to run, 2 finished before, 1 at once"
     assert lines[1] == "[3/4] resume  optim.lr=0.002"
-    assert lines[-2] == "1 done, 1 refused"
+    assert lines[-2] == "1 done, 1 rejected"
     assert [starts(sweep / name) for name in names] == [1, 1, 1]
     for name in names:
         *_, last = read(sweep / name / "events.jsonl")
@@ -100,11 +100,11 @@ def test_a_failed_job_stops_nothing_and_the_same_words_run_what_is_missing(
     assert (sweep / "report-optim.lr.png").exists()
 
 
-def test_a_sweep_that_is_told_to_stop(tmp_path: Path) -> None:
-    words = [*TINY, "telemetry.postmortem=no", "train.num_steps=1000000", "launch.at_once=1", "run.name=long"]
-    words.append("optim.lr=1e-3,2e-3")
+def test_a_sweep_that_is_stopped(tmp_path: Path) -> None:
+    overrides = [*TINY, "telemetry.postmortem=no", "train.num_steps=1000000", "launch.at_once=1", "run.name=long"]
+    overrides.append("optim.lr=1e-3,2e-3")
     first = tmp_path / "runs" / "long" / "optim.lr=0.001"
-    process = launcher(words, tmp_path)
+    process = launcher(overrides, tmp_path)
     try:
         deadline_s = time.monotonic() + PATIENCE_S
         while not (first / "events.jsonl").exists() or not any(
@@ -113,21 +113,22 @@ def test_a_sweep_that_is_told_to_stop(tmp_path: Path) -> None:
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline_s
             time.sleep(0.2)
-        refused = harness("train", "--multirun", *words, cwd=tmp_path)
+        refused = harness("train", "--multirun", *overrides, cwd=tmp_path)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert (
-            refused.stderr == "harness: run.name: runs/long is being swept, or a job of it goes on; wait, or stop it\n"
+            refused.stderr
+            == "harness: run.name: runs/long is being swept, or one of its jobs still runs; wait, or stop it\n"
         )
         process.send_signal(signal.SIGINT)
         printed, _ = process.communicate(timeout=PATIENCE_S)
     finally:
-        for _ in range(2):  # to no effect where all went well; the second one kills
+        for _ in range(2):  # no effect if the process has ended; the second one kills
             process.terminate()
             time.sleep(0.5)
         process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, printed
-    assert "\n1 interrupted, 1 not begun\n" in printed
-    assert printed.splitlines()[-1].startswith("again   harness train --multirun ")
+    assert "\n1 interrupted, 1 not started\n" in printed
+    assert printed.splitlines()[-1].startswith("resume  harness train --multirun ")
     *_, last = read(first / "events.jsonl")
     assert isinstance(last, RunEnded)
     assert last.exit_code == 75
@@ -136,16 +137,16 @@ def test_a_sweep_that_is_told_to_stop(tmp_path: Path) -> None:
 
 
 @cache
-def loaded(words: tuple[str, ...]) -> Config:
-    return compose.load([*TINY, *words])
+def load_config(overrides: tuple[str, ...]) -> Config:
+    return compose.load([*TINY, *overrides])
 
 
-def config(*words: str) -> Config:
-    """A configuration of one's own."""
-    return deepcopy(loaded(words))
+def config(*overrides: str) -> Config:
+    """A copy that the test may change."""
+    return deepcopy(load_config(overrides))
 
 
-def log(run: RunDir, exit_code: int | None, *, step: int = 2) -> None:
+def write_log(run: RunDir, exit_code: int | None, *, step: int = 2) -> None:
     run.path.mkdir(parents=True, exist_ok=True)
     events = [RunStarted(time=0.0, iteration=0, world_size=1, num_steps=2, step=0)]
     ended = [] if exit_code is None else [RunEnded(time=0.0, iteration=step, step=step, exit_code=exit_code, reason="")]
@@ -153,93 +154,95 @@ def log(run: RunDir, exit_code: int | None, *, step: int = 2) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "step", "words", "left"),
+    ("exit_code", "step", "overrides", "state"),
     [
-        (0, 2, [], Need.finished),
-        (0, 1, [], Need.run),
-        (75, 1, [], Need.run),
-        (1, 1, [], Need.run),
-        (None, 1, [], Need.run),
-        (3, 1, [], Need.halted),
-        (3, 1, ["run.resume=changed"], Need.run),
+        (0, 2, [], JobState.finished),
+        (0, 1, [], JobState.pending),
+        (75, 1, [], JobState.pending),
+        (1, 1, [], JobState.pending),
+        (None, 1, [], JobState.pending),
+        (3, 1, [], JobState.halted),
+        (3, 1, ["run.resume=changed"], JobState.pending),
     ],
 )
-def test_what_is_left_of_a_job(exit_code: int | None, step: int, words: list[str], left: Need, tmp_path: Path) -> None:
+def test_state_of_a_job(
+    exit_code: int | None, step: int, overrides: list[str], state: JobState, tmp_path: Path
+) -> None:
     run = RunDir(tmp_path / "run")
-    assert jobs.need(run, config(*words)) is Need.run
-    log(run, exit_code, step=step)
-    assert jobs.need(run, config(*words)) is left
+    assert jobs.find_job_state(run, config(*overrides)) is JobState.pending
+    write_log(run, exit_code, step=step)
+    assert jobs.find_job_state(run, config(*overrides)) is state
 
 
-def composed(cfg: Config | None, problem: str = "", **overrides: str) -> Composed:
+def compose_job(cfg: Config | None, problem: str = "", **overrides: str) -> ComposedJob:
     swept = {key.replace("__", "."): value for key, value in overrides.items()}
-    return Composed(sweep=Path("runs/s"), overrides=swept, cfg=cfg, problem=problem)
+    return ComposedJob(sweep=Path("runs/s"), overrides=swept, cfg=cfg, problem=problem)
 
 
-def test_jobs_get_names_of_their_own(tmp_path: Path) -> None:
+def test_jobs_get_distinct_names(tmp_path: Path) -> None:
     long = "x" * 200
-    given = [
-        composed(config(), data__path="a/b"),
-        composed(config(), data__path="a b"),
-        composed(config(), data__path="a/b"),
-        composed(config(), data__path=long),
-        composed(None, "no good", data__path="c"),
-        composed(config("train.batch_size=1", "launch.nproc=2"), data__path="d"),
+    composed_jobs = [
+        compose_job(config(), data__path="a/b"),
+        compose_job(config(), data__path="a b"),
+        compose_job(config(), data__path="a/b"),
+        compose_job(config(), data__path=long),
+        compose_job(None, "no good", data__path="c"),
+        compose_job(config("train.batch_size=1", "launch.nproc=2"), data__path="d"),
     ]
-    named = jobs.named(tmp_path, given)
-    names = [job.name for job, _ in named]
+    named_jobs = jobs.name_jobs(tmp_path, composed_jobs)
+    names = [job.name for job, _ in named_jobs]
     assert names[0] == "data.path=a-b"
     assert names[1].startswith("job-")
     assert names[2].startswith("job-")
     assert names[1] != names[2]
-    assert names == [job.name for job, _ in jobs.named(tmp_path, given)]
-    assert [job.problem for job, _ in named[:3]] == ["", "", ""]
-    assert [(job.problem, cfg) for job, cfg in named[3:]] == [
+    assert names == [job.name for job, _ in jobs.name_jobs(tmp_path, composed_jobs)]
+    assert [job.problem for job, _ in named_jobs[:3]] == ["", "", ""]
+    assert [(job.problem, cfg) for job, cfg in named_jobs[3:]] == [
         ("no good", None),
         ("train.batch_size: must be at least the number of ranks (2), one sequence per rank, got 1", None),
     ]
-    first = named[0][1]
+    first = named_jobs[0][1]
     assert first is not None
     assert (first.run.dir, first.run.name) == (str(tmp_path), "data.path=a-b")
-    assert [job.name for job, _ in jobs.named(tmp_path, [composed(config())])] == ["job-0"]
+    assert [job.name for job, _ in jobs.name_jobs(tmp_path, [compose_job(config())])] == ["job-0"]
 
 
-def test_another_configuration_under_the_same_name_is_refused(tmp_path: Path) -> None:
-    ((_, cfg),) = jobs.named(tmp_path, [composed(config("optim.lr=1"), optim__lr="1")])
+def test_another_config_under_the_same_name_is_rejected(tmp_path: Path) -> None:
+    ((_, cfg),) = jobs.name_jobs(tmp_path, [compose_job(config("optim.lr=1"), optim__lr="1")])
     assert cfg is not None
-    log(multirun.lay_out(cfg), 75)
-    ((job, _),) = jobs.named(tmp_path, [composed(config("optim.lr=1", "run.seed=7"), optim__lr="1")])
+    write_log(multirun.prepare_run(cfg), 75)
+    ((job, _),) = jobs.name_jobs(tmp_path, [compose_job(config("optim.lr=1", "run.seed=7"), optim__lr="1")])
     assert "has another configuration: run.seed was 0, is 7" in job.problem
-    ((job, cfg),) = jobs.named(
-        tmp_path, [composed(config("optim.lr=1", "run.seed=7", "run.resume=changed"), optim__lr="1")]
+    ((job, cfg),) = jobs.name_jobs(
+        tmp_path, [compose_job(config("optim.lr=1", "run.seed=7", "run.resume=changed"), optim__lr="1")]
     )
     assert (job.problem, cfg is None) == ("", False)
     assert cfg is not None
-    run = multirun.lay_out(cfg)
+    run = multirun.prepare_run(cfg)
     assert '"run.seed":[0,7]' in run.interventions.read_text()
     assert '"run.seed":[0,7]' in run.events.read_text()
     assert compose.read(run.config).run.seed == 7
 
 
 @pytest.mark.parametrize(
-    ("words", "num_cores", "gpus", "expected"),
+    ("overrides", "num_cores", "gpus", "expected"),
     [
-        ([], 2, [], [Room(threads=1)] * 2),
-        ([], 16, [], [Room(threads=4)] * 4),
-        (["launch.threads=8"], 16, [], [Room(threads=8)] * 2),
-        (["launch.nproc=32"], 16, [], [Room(threads=1)]),
-        (["launch.at_once=3"], 2, [], [Room(threads=1)] * 3),
-        (["launch.at_once=9"], 2, [], [Room(threads=1)] * 4),
-        (["launch.nproc=4"], 32, GPUS, [Room(threads=2)] * 4),
+        ([], 2, [], [ResourceSlot(threads=1)] * 2),
+        ([], 16, [], [ResourceSlot(threads=4)] * 4),
+        (["launch.threads=8"], 16, [], [ResourceSlot(threads=8)] * 2),
+        (["launch.nproc=32"], 16, [], [ResourceSlot(threads=1)]),
+        (["launch.at_once=3"], 2, [], [ResourceSlot(threads=1)] * 3),
+        (["launch.at_once=9"], 2, [], [ResourceSlot(threads=1)] * 4),
+        (["launch.nproc=4"], 32, GPUS, [ResourceSlot(threads=2)] * 4),
     ],
 )
-def test_cores_are_shared_out(words: list[str], num_cores: int, gpus: list[str], expected: list[Room]) -> None:
-    cfgs = [config("launch.threads=null", *words)] * 4
-    assert rooms(cfgs, num_cores=num_cores, gpus=gpus) == expected
+def test_cores_are_divided(overrides: list[str], num_cores: int, gpus: list[str], expected: list[ResourceSlot]) -> None:
+    cfgs = [config("launch.threads=null", *overrides)] * 4
+    assert split_machine(cfgs, num_cores=num_cores, gpus=gpus) == expected
 
 
 @pytest.mark.parametrize(
-    ("words", "gpus", "expected"),
+    ("overrides", "gpus", "expected"),
     [
         (["launch.nproc=4"], GPUS, ["0,1,2,3", "4,5,6,7"]),
         (["launch.nproc=3"], GPUS, ["0,1,2", "3,4,5"]),
@@ -248,61 +251,67 @@ def test_cores_are_shared_out(words: list[str], num_cores: int, gpus: list[str],
         (["launch.nproc=1"], ["GPU-a", "GPU-b"], ["GPU-a", "GPU-b"]),
     ],
 )
-def test_gpus_are_shared_out(
-    words: list[str], gpus: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+def test_gpus_are_divided(
+    overrides: list[str], gpus: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    shared = rooms([config("parallel.device=auto", *words)] * 9, num_cores=16, gpus=gpus)
-    assert [room.environment()["CUDA_VISIBLE_DEVICES"] for room in shared] == expected
-    assert {room.environment()["OMP_NUM_THREADS"] for room in shared} == {str(shared[0].threads)}
+    shared = split_machine([config("parallel.device=auto", *overrides)] * 9, num_cores=16, gpus=gpus)
+    assert [slot.environment()["CUDA_VISIBLE_DEVICES"] for slot in shared] == expected
+    assert {slot.environment()["OMP_NUM_THREADS"] for slot in shared} == {str(shared[0].threads)}
 
 
-def test_how_a_job_ended() -> None:
-    assert [scheduler.contract(code, is_stopping=False) for code in (0, 3, 75, -9)] == [0, 3, 75, 1]
-    assert scheduler.contract(-15, is_stopping=True) == 75
-    assert multirun.worst([0, 75, 3]) == 3
-    assert multirun.worst([0, 75, 1, 139]) == 1
-    assert multirun.worst([]) == 0
+def test_exit_codes_of_jobs_and_sweeps() -> None:
+    assert [scheduler.job_exit_code(code, is_stopping=False) for code in (0, 3, 75, -9)] == [0, 3, 75, 1]
+    assert scheduler.job_exit_code(-15, is_stopping=True) == 75
+    assert multirun.worst_exit_code([0, 75, 3]) == 3
+    assert multirun.worst_exit_code([0, 75, 1, 139]) == 1
+    assert multirun.worst_exit_code([]) == 0
 
 
 def test_one_launcher_at_a_time(tmp_path: Path) -> None:
     refused = pytest.raises(ConfigError, match=r"^run\.name: .* is being swept")
-    with scheduler.sole_sweeper(tmp_path), refused, scheduler.sole_sweeper(tmp_path):
+    with scheduler.lock_sweep(tmp_path), refused, scheduler.lock_sweep(tmp_path):
         pass
-    with scheduler.sole_sweeper(tmp_path):
+    with scheduler.lock_sweep(tmp_path):
         pass
 
 
-def test_the_words_of_the_best_job() -> None:
-    words = ["-m", "model=tiny", "run.name=x", "optim.lr=1,2", "launch.at_once=2", "hydra.job.name=y", "+sweep=lr_mup"]
-    (job, _), *_ = jobs.named(Path("runs/s"), [composed(config(), optim__lr="1")])
-    assert multirun.shared_words(words, job) == ["model=tiny", "+sweep=lr_mup"]
-    assert multirun.words_again(["-m", "a=1,2"], "sweep-1") == ["-m", "a=1,2", "run.name=sweep-1"]
-    assert multirun.words_again(words, "x") == words
+def test_shared_overrides_and_resume_arguments() -> None:
+    overrides = [
+        "-m",
+        "model=tiny",
+        "run.name=x",
+        "optim.lr=1,2",
+        "launch.at_once=2",
+        "hydra.job.name=y",
+        "+sweep=lr_mup",
+    ]
+    (job, _), *_ = jobs.name_jobs(Path("runs/s"), [compose_job(config(), optim__lr="1")])
+    assert multirun.shared_overrides(overrides, job) == ["model=tiny", "+sweep=lr_mup"]
+    assert multirun.resume_arguments(["-m", "a=1,2"], "sweep-1") == ["-m", "a=1,2", "run.name=sweep-1"]
+    assert multirun.resume_arguments(overrides, "x") == overrides
 
 
-def test_nothing_is_left_of_a_sweep_that_cannot_be(tmp_path: Path) -> None:
+def test_an_invalid_sweep_leaves_nothing_on_disk(tmp_path: Path) -> None:
     result = harness("train", "--multirun", *TINY, "run.name=no", "optim.lr=-1,-2", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 2
     assert not list((tmp_path / "runs").iterdir())
     preset = harness("train", *TINY, "+sweep=beta2_clip_wd", "optim.clip_norm=1", cwd=tmp_path)
     assert preset.returncode == 2
-    assert preset.stderr == (
-        "harness: sweep: is for many runs: add --multirun, or give a value to optim.beta2, optim.weight_decay\n"
-    )
+    assert preset.stderr == ("harness: sweep: needs --multirun, or one value for optim.beta2, optim.weight_decay\n")
 
 
-def test_an_array_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a real one does is in tests/cluster; this is what a user sees of it, and what stays on disk."""
+def test_a_slurm_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The output and the files; tests/cluster runs a real array."""
     monkeypatch.setenv("PATH", "")
     directory = tmp_path / "s"
 
-    def sweep(*words: str) -> int:
+    def sweep(*overrides: str) -> int:
         directory.mkdir(exist_ok=True)
         (directory / "multirun.yaml").write_text("by Hydra")
-        each = [composed(config(*words, f"optim.lr={lr}"), optim__lr=lr) for lr in ("1", "2")]
-        return multirun.sweep_over(directory, [*each, composed(None, "no", optim__lr="-1")], list(words))
+        accepted = [compose_job(config(*overrides, f"optim.lr={lr}"), optim__lr=lr) for lr in ("1", "2")]
+        return multirun.run_sweep(directory, [*accepted, compose_job(None, "no", optim__lr="-1")], list(overrides))
 
     assert sweep("launch=slurm", "launch.dry_run=true", "launch.at_once=1") == 2
     printed = capsys.readouterr()
@@ -315,7 +324,7 @@ def test_an_array_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert sweep("launch.dry_run=true") == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("harness: launch.dry_run: is for launch=slurm; ")
     assert not directory.exists()
-    assert multirun.submitted(Path("runs/it is"), "7").splitlines() == [
+    assert multirun.render_submitted(Path("runs/it is"), "7").splitlines() == [
         "job 7: runs/it is",
         "  logs    runs/it is/slurm/slurm-7_*.log",
         "  report  harness sweep report 'runs/it is'",

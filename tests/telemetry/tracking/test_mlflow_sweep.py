@@ -129,8 +129,8 @@ def test_a_silent_server_causes_one_warning(
     silent = {"tracking_uri": "http://127.0.0.1:9", "exit_wait_s": "60"}
     job = Job(name="optim.lr=1", overrides={"optim.lr": "1"})
     lay_out(directory, job, **silent)
-    multirun.end_in_mlflow(directory, [configuration(directory, job, **silent)])
+    multirun.finish_in_mlflow(directory, [configuration(directory, job, **silent)])
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("warning: how the sweep ended did not reach MLflow: ")
-    multirun.end_in_mlflow(directory, [configuration(directory, job, mlflow="false")])
+    multirun.finish_in_mlflow(directory, [configuration(directory, job, mlflow="false")])
     assert capfd.readouterr().err == ""
