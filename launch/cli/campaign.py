@@ -1,8 +1,8 @@
 """`harness drill campaign`: injects random faults until the time is over and reports which runs survived.
 
-How: one clean twin, then one run per round, each a drill with several faults (`harness.drills.campaign` draws and scores
-them). Everything is in `runs/campaign-SEED`; the report is rewritten after every round, so that an interrupted campaign
-has one too.
+How: one clean twin, then one run per round, each a drill with several faults (`harness.drills.campaign` draws and
+scores them). Everything is in `runs/campaign-SEED`; the report is rewritten after every round, so that an interrupted
+campaign has one too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`harness diagnose`: finds why a run misbehaves with a decision tree over its directory or any log.
 
 How: the records of a run directory, finished or running, or the rows of any CSV or JSON lines file go through
-`harness.analysis.diagnose.decision_tree`. Of a log above 32 MiB only the newest records are used, with a line on stderr.
-The exit code says what was found, for scripts.
+`harness.analysis.diagnose.decision_tree`. Of a log above 32 MiB only the newest records are used, with a line on
+stderr. The exit code says what was found, for scripts.
 """
 
 from __future__ import annotations

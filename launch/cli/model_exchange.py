@@ -1,7 +1,7 @@
 """`harness checkpoint export` and `import`: converts a model to and from the Hugging Face layout.
 
-Neither touches a run that is training. Torch is imported after the arguments are checked. An error is one line on stderr
-and exit code 2.
+Neither touches a run that is training. Torch is imported after the arguments are checked. An error is one line on
+stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from harness.core.rundir import RunDir
 from launch.cli.parser import CommandParser
 
 EXPORT = """\
-Write the model of a checkpoint as safetensors in the Hugging Face layout that `transformers` loads: Llama, or Qwen3 for a
-model with q/k norms. Features that those models lack (muP multipliers, the norm after the embedding) are folded into the
-weights, so that logits are equal. The tokenizer beside the data of the run is copied too. The checkpoint is verified
-first, and DIR is written completely or not at all.
+Write the model of a checkpoint as safetensors in the Hugging Face layout that `transformers` loads: Llama,
+or Qwen3 for a model with q/k norms. Features that those models lack (muP multipliers, the norm after the
+embedding) are folded into the weights, so that logits are equal. The tokenizer beside the data of the run is copied
+too. The checkpoint is verified first, and DIR is written completely or not at all.
 """
 
 IMPORT = """\

@@ -1,7 +1,7 @@
 """`harness postmortem`: writes the report of an incident from the current contents of the run directory.
 
-A run writes its reports itself when an incident ends. This command is for a run that was killed or still runs, and for a
-newer version of the rules. Markdown goes to stdout, all files to `incidents/NNN/`.
+A run writes its reports itself when an incident ends. This command is for a run that was killed or still runs, and for
+a newer version of the rules. Markdown goes to stdout, all files to `incidents/NNN/`.
 """
 
 from __future__ import annotations

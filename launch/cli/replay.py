@@ -1,8 +1,9 @@
 """`harness replay`: reruns the step that caused an incident, to tell a hardware fault from bad data.
 
-How: the run directory holds everything: the iteration, the checkpoint before it, and the log between them. The ranks are
-started as for a run, as many as in the log if this machine can. The result goes into the folder of the incident. The run
-itself may keep training; nothing else in its directory changes. A damaged checkpoint is an error and is not renamed.
+How: the run directory holds everything: the iteration, the checkpoint before it, and the log between them. The ranks
+are started as for a run, as many as in the log if this machine can. The result goes into the folder of the incident.
+The run itself may keep training; nothing else in its directory changes. A damaged checkpoint is an error and is not
+renamed.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ DESCRIPTION = """\
 Show which ranks are alive, the progress of a run, and slow ranks. Reads only the run directory.
 
 fresh: the loop makes progress; late: the process writes heartbeats, but its loop is stalled; silent: no heartbeat;
-ended: the rank has exited. Exit code 0: all ranks are alive, or the run ended with 0 or 75; 1: a rank is silent, no rank
-has started, or the run failed.
+ended: the rank has exited. Exit code 0: all ranks are alive, or the run ended with 0 or 75; 1: a rank is silent, no
+rank has started, or the run failed.
 """
 
 

@@ -1,4 +1,4 @@
-"""`harness checkpoint` as a user meets it: what it prints, its exit codes, and what it leaves on disk."""
+"""`harness checkpoint`: output, exit codes, and files on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARD = "__0_0.distcp"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """`runs/first`, without checkpoints, as the user names it."""
+    """`runs/first` without checkpoints, as a relative path."""
     monkeypatch.chdir(tmp_path)
     run = RunDir(Path("runs") / "first")
     run.checkpoints.mkdir(parents=True)
@@ -58,7 +58,7 @@ def save(run: RunDir, step: int, generation: int = 0, health: Health | None = No
     return path
 
 
-def flip(path: Path) -> None:
+def flip_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -69,19 +69,19 @@ def contents(run: RunDir) -> dict[str, bytes]:
 
 
 def steps(run: RunDir) -> list[int]:
-    return [each.step for each in catalog.list_checkpoints(run.checkpoints)]
+    return [path.step for path in catalog.list_checkpoints(run.checkpoints)]
 
 
-def tell(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> list[str]:
-    """The lines that a command which says nothing else prints."""
-    assert checkpoint.main(words) == code
+def run_command(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> list[str]:
+    """The lines that a command prints; stderr must be empty."""
+    assert checkpoint.main(args) == code
     printed = capsys.readouterr()
     assert printed.err == ""
     return printed.out.splitlines()
 
 
-def complain(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert checkpoint.main(words) == 2
+def run_failing(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert checkpoint.main(args) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("harness: ")
@@ -90,7 +90,7 @@ def complain(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_real_processes_without_torch(run: RunDir) -> None:
-    flip(save(run, 10) / SHARD)
+    flip_bit(save(run, 10) / SHARD)
     script = (
         "import sys\n"
         "from launch.cli.main import main\n"
@@ -99,14 +99,14 @@ def test_real_processes_without_torch(run: RunDir) -> None:
         "sys.exit(code)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    for words, code in ((["--help"], 0), (["list", "runs/first"], 0), (["verify", "runs/first"], 1)):
-        command = [sys.executable, "-c", script, "checkpoint", *words]
+    for args, code in ((["--help"], 0), (["list", "runs/first"], 0), (["verify", "runs/first"], 1)):
+        command = [sys.executable, "-c", script, "checkpoint", *args]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
         assert (result.returncode, result.stderr) == (code, "")
         assert result.stdout
 
 
-def test_list_tells_what_there_is(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_all_checkpoints(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     save(run, 10, health=Health.good)
     save(run, 20)
     save(run, 15, generation=1, health=Health.tainted)
@@ -115,14 +115,14 @@ def test_list_tells_what_there_is(run: RunDir, capsys: pytest.CaptureFixture[str
     (run.checkpoints / ".step-00000040-gen-1.part").mkdir()
     before = contents(run)
     size = f"{sum(path.stat().st_size for path in (run.checkpoints / name_of(20, 0)).iterdir()) / 1e3:.1f} kB"
-    lines = tell(capsys, "list", "runs/first")
+    lines = run_command(capsys, "list", "runs/first")
     assert [line.split()[:4] for line in lines] == [
         ["name", "step", "generation", "health"],
         ["step-00000010-gen-0", "10", "0", "good"],
         ["step-00000020-gen-0", "20", "0", "candidate"],
         ["step-00000015-gen-1", "15", "1", "tainted"],
         ["step-00000020-gen-1", "20", "1", "candidate"],
-        ["step-00000030-gen-0.damaged", "30", "0", "damaged"],
+        ["step-00000030-gen-0.list_damaged", "30", "0", "damaged"],
     ]
     assert lines[2].endswith(f"10 min  {size}  20,000")
     assert lines[4].endswith("-  manifest.json: is missing")
@@ -132,24 +132,24 @@ def test_list_tells_what_there_is(run: RunDir, capsys: pytest.CaptureFixture[str
 def test_list_as_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     path = save(run, 10, health=Health.good)
     catalog.quarantine(save(run, 20))
-    (line,) = tell(capsys, "list", "runs/first", "--json")
-    told = json.loads(line)
-    good, aside = told["checkpoints"]
-    assert told["run"] == "runs/first"
+    (line,) = run_command(capsys, "list", "runs/first", "--json")
+    listing = json.loads(line)
+    good, aside = listing["checkpoints"]
+    assert listing["run"] == "runs/first"
     assert good.pop("time") == integrity.read_manifest(path).time
     assert good == {
         "name": "step-00000010-gen-0",
         "step": 10,
         "generation": 0,
         "health": "good",
-        "bytes": sum(each.stat().st_size for each in path.iterdir()),
+        "bytes": sum(path.stat().st_size for path in path.iterdir()),
         "tokens": 10_000,
         "problem": None,
     }
-    assert (aside["name"], aside["health"]) == ("step-00000020-gen-0.damaged", "damaged")
+    assert (aside["name"], aside["health"]) == ("step-00000020-gen-0.list_damaged", "damaged")
 
 
-def test_list_leaves_out_what_goes_while_it_looks(
+def test_list_omits_a_checkpoint_that_is_deleted_meanwhile(
     run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(run, 10)
@@ -162,25 +162,25 @@ def test_list_leaves_out_what_goes_while_it_looks(
         return read(path)
 
     monkeypatch.setattr(integrity, "read_manifest", read_as_it_goes)
-    assert [line.split()[0] for line in tell(capsys, "list", "runs/first")] == ["name", name_of(10, 0)]
+    assert [line.split()[0] for line in run_command(capsys, "list", "runs/first")] == ["name", name_of(10, 0)]
 
 
 def test_verify_says_ok_and_changes_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     save(run, 10)
     save(run, 20, generation=1, health=Health.tainted)
     before = contents(run)
-    assert tell(capsys, "verify", "runs/first") == ["step-00000010-gen-0  ok", "step-00000020-gen-1  ok"]
+    assert run_command(capsys, "verify", "runs/first") == ["step-00000010-gen-0  ok", "step-00000020-gen-1  ok"]
     assert contents(run) == before
 
 
-def test_verify_names_the_file_and_goes_on(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(save(run, 10) / SHARD)
+def test_verify_names_the_damaged_file_and_continues(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    flip_bit(save(run, 10) / SHARD)
     (save(run, 20) / SHARD).unlink()
     save(run, 30)
     (save(run, 40) / MANIFEST).write_text("{}")
     os.truncate(save(run, 50) / SHARD, 7)
     before = contents(run)
-    assert tell(capsys, "verify", "runs/first", code=1) == [
+    assert run_command(capsys, "verify", "runs/first", code=1) == [
         "step-00000010-gen-0  __0_0.distcp: its content is not what was saved (sha256 differs)",
         "step-00000020-gen-0  __0_0.distcp: is missing",
         "step-00000030-gen-0  ok",
@@ -191,36 +191,39 @@ def test_verify_names_the_file_and_goes_on(run: RunDir, capsys: pytest.CaptureFi
 
 
 def test_verify_by_name(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(save(run, 10) / SHARD)
+    flip_bit(save(run, 10) / SHARD)
     save(run, 20)
     catalog.quarantine(save(run, 30))
-    names = ["step-00000030-gen-0.damaged", "step-00000020-gen-0"]
-    assert tell(capsys, "verify", "runs/first", *names) == [f"{name}  ok" for name in names]
-    tell(capsys, "verify", "runs/first", "step-00000010-gen-0", code=1)
-    message = complain(capsys, "verify", "runs/first", "step-00000099-gen-0")
+    names = ["step-00000030-gen-0.list_damaged", "step-00000020-gen-0"]
+    assert run_command(capsys, "verify", "runs/first", *names) == [f"{name}  ok" for name in names]
+    run_command(capsys, "verify", "runs/first", "step-00000010-gen-0", code=1)
+    message = run_failing(capsys, "verify", "runs/first", "step-00000099-gen-0")
     assert message == (
         "step-00000099-gen-0: no such checkpoint; runs/first has "
-        "step-00000010-gen-0, step-00000020-gen-0, step-00000030-gen-0.damaged"
+        "step-00000010-gen-0, step-00000020-gen-0, step-00000030-gen-0.list_damaged"
     )
 
 
-def test_verify_is_not_alarmed_by_what_the_run_deletes_meanwhile(
+def test_verify_ignores_what_the_run_deletes_meanwhile(
     run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(run, 10)
     save(run, 20)
-    measure = integrity.hash_file
+    hash_file = integrity.hash_file
 
     def measure_as_it_goes(path: Path, progress: Callable[[int], object] | None = None) -> integrity.Entry:
         if path.parent.name == name_of(10, 0):
             catalog.delete(path.parent)
-        return measure(path, progress)
+        return hash_file(path, progress)
 
     monkeypatch.setattr(integrity, "hash_file", measure_as_it_goes)
-    assert tell(capsys, "verify", "runs/first") == ["step-00000010-gen-0  gone meanwhile", "step-00000020-gen-0  ok"]
+    assert run_command(capsys, "verify", "runs/first") == [
+        "step-00000010-gen-0  deleted meanwhile",
+        "step-00000020-gen-0  ok",
+    ]
 
 
-def test_verify_of_something_large_shows_how_far_it_is(
+def test_verify_shows_progress(
     run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(run, 10)
@@ -235,7 +238,7 @@ def test_prune_keeps_what_the_run_keeps(run: RunDir, capsys: pytest.CaptureFixtu
     for step in (10, 20, 30, 40, 50, 60):
         save(run, step, health=Health.good if step <= 20 else None)
     size = sum(path.stat().st_size for path in (run.checkpoints / name_of(40, 0)).iterdir())
-    lines = tell(capsys, "prune", "runs/first")
+    lines = run_command(capsys, "prune", "runs/first")
     assert [line.split("  ")[:2] for line in lines[:-1]] == [
         ["step-00000010-gen-0", "good"],
         ["step-00000040-gen-0", "candidate"],
@@ -243,11 +246,11 @@ def test_prune_keeps_what_the_run_keeps(run: RunDir, capsys: pytest.CaptureFixtu
     assert lines[1].endswith(f"  {size / 1e3:.1f} kB")
     assert lines[-1].startswith("deleted 2, ")
     assert steps(run) == [20, 30, 50, 60]
-    assert tell(capsys, "prune", "runs/first") == ["deleted 0, 0 B"]
+    assert run_command(capsys, "prune", "runs/first") == ["deleted 0, 0 B"]
 
 
 @pytest.mark.parametrize(
-    ("section", "words", "kept"),
+    ("section", "args", "kept"),
     [
         ({"keep": 3, "keep_every_steps": 0}, [], [10, 40, 50, 60]),
         ({"keep": 3, "keep_every_steps": 20}, [], [10, 20, 40, 50, 60]),
@@ -260,15 +263,15 @@ def test_prune_keeps_what_the_run_keeps(run: RunDir, capsys: pytest.CaptureFixtu
     ],
     ids=repr,
 )
-def test_prune_by_what_is_asked_else_stated(
-    run: RunDir, section: object, words: list[str], kept: list[int], capsys: pytest.CaptureFixture[str]
+def test_retention_from_the_options_else_from_the_config(
+    run: RunDir, section: object, args: list[str], kept: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure(run, section)
     if section is None:
         run.config.unlink()
     for step in (10, 20, 30, 40, 50, 60):
         save(run, step)
-    tell(capsys, "prune", "runs/first", *words)
+    run_command(capsys, "prune", "runs/first", *args)
     assert steps(run) == kept
 
 
@@ -277,33 +280,33 @@ def test_a_dry_run_deletes_nothing(run: RunDir, capsys: pytest.CaptureFixture[st
         save(run, step)
     catalog.quarantine(save(run, 60))
     before = contents(run)
-    lines = tell(capsys, "prune", "runs/first", "--damaged", "--dry-run")
+    lines = run_command(capsys, "prune", "runs/first", "--damaged", "--dry-run")
     assert contents(run) == before
     assert lines[-1].startswith("would delete 3, ")
-    assert tell(capsys, "prune", "runs/first", "--damaged")[:-1] == lines[:-1]
+    assert run_command(capsys, "prune", "runs/first", "--damaged")[:-1] == lines[:-1]
 
 
-def test_those_set_aside_go_only_when_asked(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_checkpoints_are_deleted_only_on_request(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     save(run, 10)
     catalog.quarantine(save(run, 20))
     catalog.quarantine(save(run, 20))
-    assert tell(capsys, "prune", "runs/first") == ["deleted 0, 0 B"]
+    assert run_command(capsys, "prune", "runs/first") == ["deleted 0, 0 B"]
     assert len(catalog.list_damaged(run.checkpoints)) == 2
-    lines = tell(capsys, "prune", "runs/first", "--damaged")
+    lines = run_command(capsys, "prune", "runs/first", "--damaged")
     assert [line.split("  ")[:2] for line in lines[:-1]] == [
-        ["step-00000020-gen-0.damaged", "damaged"],
-        ["step-00000020-gen-0.damaged-2", "damaged"],
+        ["step-00000020-gen-0.list_damaged", "damaged"],
+        ["step-00000020-gen-0.list_damaged-2", "damaged"],
     ]
     assert [path.name for path in run.checkpoints.iterdir()] == [name_of(10, 0)]
 
 
-def test_prune_leaves_alone_what_is_being_written(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_does_not_touch_what_is_being_written(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (10, 20, 30, 40, 50):
         save(run, step)
     scratch = catalog.scratch_path(run.checkpoints, name_of(60, 0))
     scratch.mkdir()
     (scratch / SHARD).write_bytes(b"half")
-    tell(capsys, "prune", "runs/first", "--keep", "1", "--damaged")
+    run_command(capsys, "prune", "runs/first", "--keep", "1", "--damaged")
     assert (scratch / SHARD).read_bytes() == b"half"
     assert steps(run) == [10, 50]
 
@@ -311,30 +314,30 @@ def test_prune_leaves_alone_what_is_being_written(run: RunDir, capsys: pytest.Ca
 def test_prune_beside_the_runs_own_retention(
     run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run drops the next one while this one is measured: it is gone, and not counted."""
+    """The run deletes the checkpoint while it is measured: it is not counted."""
     for step in (10, 20, 30, 40, 50):
         save(run, step)
     monkeypatch.setattr(checkpoint, "bytes_of", lambda path: int(catalog.delete(path)))
-    assert tell(capsys, "prune", "runs/first") == ["deleted 0, 0 B"]
+    assert run_command(capsys, "prune", "runs/first") == ["deleted 0, 0 B"]
     assert steps(run) == [10, 40, 50]
 
 
-def test_prune_asks_again_before_every_deletion(
+def test_prune_checks_again_before_every_deletion(
     run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run finds its newest good one tainted while the first is deleted: an older good one must not follow."""
+    """The newest good checkpoint becomes tainted during the first deletion: an older good program must stay."""
     for step in (10, 20, 30):
         save(run, step, health=Health.good)
     for step in (40, 50, 60):
         save(run, step)
-    drop = catalog.delete
+    delete = catalog.delete
 
     def drop_as_health_changes(path: Path) -> bool:
         catalog.mark(run.checkpoints / name_of(30, 0), Health.tainted, "a test")
-        return drop(path)
+        return delete(path)
 
     monkeypatch.setattr(catalog, "delete", drop_as_health_changes)
-    tell(capsys, "prune", "runs/first")
+    run_command(capsys, "prune", "runs/first")
     assert 20 in steps(run)
 
 
@@ -343,16 +346,16 @@ def test_no_run_directory_is_one_line(run: RunDir, capsys: pytest.CaptureFixture
     (tmp_path / "file").write_text("")
     for command in ("list", "verify", "prune"):
         for word in ("runs/second", "empty", "file", "file/x", ".", "a\0b"):
-            assert complain(capsys, command, word).startswith(f"{word}: is not a run directory")
-        assert "File name too long" in complain(capsys, command, "x" * 5000)
+            assert run_failing(capsys, command, word).startswith(f"{word}: is not a run directory")
+        assert "File name too long" in run_failing(capsys, command, "x" * 5000)
     run.checkpoints.rmdir()
-    assert tell(capsys, "list", "runs/first") == ["runs/first has no checkpoints"]
-    assert tell(capsys, "verify", "runs/first") == ["runs/first has no checkpoints"]
-    assert tell(capsys, "prune", "runs/first", "--damaged") == ["deleted 0, 0 B"]
+    assert run_command(capsys, "list", "runs/first") == ["runs/first has no checkpoints"]
+    assert run_command(capsys, "verify", "runs/first") == ["runs/first has no checkpoints"]
+    assert run_command(capsys, "prune", "runs/first", "--damaged") == ["deleted 0, 0 B"]
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("args", "line"),
     [
         ([], "checkpoint: missing command; choose list, verify, prune, export, import, or --help"),
         (["fly"], "checkpoint: unknown command 'fly'; choose list, verify, prune, export, import, or --help"),
@@ -362,24 +365,22 @@ def test_no_run_directory_is_one_line(run: RunDir, capsys: pytest.CaptureFixture
         (["prune", "runs/first", "--keep", "x"], "checkpoint prune: argument --keep: invalid int value: 'x'"),
     ],
 )
-def test_bad_words_are_one_line(run: RunDir, words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_are_one_line(run: RunDir, args: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     save(run, 10)
-    assert complain(capsys, *words).startswith(line)
+    assert run_failing(capsys, *args).startswith(line)
     assert steps(run) == [10]
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "checkpoint: 7", "", "\x00", "checkpoint: {keep: many}", "other: {}"])
-def test_a_configuration_that_cannot_be_read_deletes_nothing(
-    run: RunDir, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreadable_config_deletes_nothing(run: RunDir, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (10, 20, 30, 40, 50):
         save(run, step)
     run.config.write_text(text)
-    assert complain(capsys, "prune", "runs/first").startswith(("runs/first/config.yaml: ", "--keep: "))
+    assert run_failing(capsys, "prune", "runs/first").startswith(("runs/first/config.yaml: ", "--keep: "))
     assert steps(run) == [10, 20, 30, 40, 50]
 
 
-def test_a_disk_that_refuses_is_one_line(
+def test_a_failed_deletion_is_one_line(
     run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path) -> bool:
@@ -388,18 +389,16 @@ def test_a_disk_that_refuses_is_one_line(
     for step in (10, 20, 30, 40):
         save(run, step)
     monkeypatch.setattr(catalog, "delete", refuse)
-    assert complain(capsys, "prune", "runs/first") == f"runs/first/checkpoints/{name_of(20, 0)}: Permission denied"
+    assert run_failing(capsys, "prune", "runs/first") == f"runs/first/checkpoints/{name_of(20, 0)}: Permission denied"
 
 
-def test_what_cannot_be_read_is_told_apart_from_damage_by_the_exit_code(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_files_and_damage_have_different_exit_codes(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     whole, other = save(run, 10), save(run, 20)
     with failing(f"{other.name}/{SHARD}"):
         assert checkpoint.main(["verify", str(run.path)]) == 75
         assert checkpoint.main(["verify", str(run.path), whole.name]) == 0
-    told = capsys.readouterr().out
-    assert f"{other.name}  {other / SHARD}: cannot be read on " in told
+    listing = capsys.readouterr().out
+    assert f"{other.name}  {other / SHARD}: cannot be read on " in listing
     content = json.loads((other / integrity.MANIFEST).read_text())
     del content["sha256"]
     content["version"] = 2
@@ -410,10 +409,10 @@ def test_what_cannot_be_read_is_told_apart_from_damage_by_the_exit_code(
     assert checkpoint.main(["list", str(run.path)]) == 0
     assert "was written by another version" in capsys.readouterr().out
     (whole / SHARD).unlink()
-    assert checkpoint.main(["verify", str(run.path)]) == 1, "damage comes first"
+    assert checkpoint.main(["verify", str(run.path)]) == 1, "damage takes precedence"
 
 
-def test_nothing_is_pruned_while_a_health_is_unread(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_pruned_while_a_health_is_unreadable(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [save(run, step) for step in (10, 20, 30)]
     (paths[1] / catalog.HEALTH).unlink(missing_ok=True)
     (paths[1] / catalog.HEALTH).mkdir()

@@ -1,4 +1,4 @@
-"""`harness dashboard`, `watch` and `report` as a person starts them."""
+"""`harness dashboard`, `watch` and `report` as commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Path:
     return long_run(tmp_path / "runs" / "first", 60)
 
 
-def test_the_page_is_written_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_written_completely(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dashboard", str(run)]) == 0
     assert capsys.readouterr().out == f"{run}/dashboard.html\n"
     assert (run / "dashboard.html").read_text(encoding="utf-8").rstrip().endswith("</html>")
@@ -34,19 +34,19 @@ def test_the_page_is_written_whole(run: Path, capsys: pytest.CaptureFixture[str]
     assert (run / "elsewhere.html").exists()
 
 
-def test_a_summary_where_there_is_no_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_without_a_terminal_prints_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(run)]) == 0
     assert capsys.readouterr().out.startswith("first: done · exit code 0 · all steps done · 8 ranks\nstep 60/60 ━━━")
 
 
-def test_a_run_that_has_not_begun_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("{}", encoding="utf-8")
     assert main(["watch", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path.name}: silent · nothing is in its log\n"
     assert main(["dashboard", str(tmp_path)]) == 0
 
 
-def test_the_index_links_the_pages_that_are_there(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_index_links_existing_pages(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = run.parent
     assert main(["report", str(root)]) == 0
     assert capsys.readouterr().out == f"{root}/index.html\n"
@@ -57,7 +57,7 @@ def test_the_index_links_the_pages_that_are_there(run: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("args", "message"),
     [
         (
             ["dashboard", "{}/nowhere"],
@@ -78,16 +78,16 @@ def test_the_index_links_the_pages_that_are_there(run: Path, capsys: pytest.Capt
         (["watch", "a", "--often"], "watch: unrecognized arguments: --often; see --help"),
     ],
 )
-def test_complaints_are_one_line(
-    run: Path, tmp_path: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+def test_errors_are_one_line(
+    run: Path, tmp_path: Path, args: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
     assert run.exists()
-    assert main([word.format(tmp_path) for word in words]) == 2
-    assert capsys.readouterr().err == f"harness: {complaint.format(tmp_path)}\n"
+    assert main([arg.format(tmp_path) for arg in args]) == 2
+    assert capsys.readouterr().err == f"harness: {message.format(tmp_path)}\n"
 
 
-def test_a_port_that_is_taken_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_an_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["dashboard", str(run), "--serve", "--port", str(port)]) == 2
@@ -95,8 +95,8 @@ def test_a_port_that_is_taken_is_named(run: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == expected
 
 
-def test_the_server_and_the_terminal_view_leave_with_ctrl_c(run: Path) -> None:
-    """Both real processes; the view on a real terminal, of a run that goes on."""
+def test_ctrl_c_ends_the_server_and_the_terminal_view(run: Path) -> None:
+    """Two real processes; the view on a pseudo-terminal, of a run in progress."""
     log = run / "events.jsonl"
     lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
     log.write_text("".join(lines[:-1]), encoding="utf-8")
@@ -118,9 +118,9 @@ def test_the_server_and_the_terminal_view_leave_with_ctrl_c(run: Path) -> None:
     server.stdout.close()
 
 
-def start(*words: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
+def start(*args: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "TERM": "xterm", "COLUMNS": "100"}
-    command = [sys.executable, "-m", "launch.cli.main", *words]
+    command = [sys.executable, "-m", "launch.cli.main", *args]
     return subprocess.Popen(command, stdout=stdout, text=True, env=environment, start_new_session=True)
 
 

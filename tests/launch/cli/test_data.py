@@ -1,4 +1,4 @@
-"""`harness data` as a user meets it: real processes, exit codes, what is printed and what is left on disk."""
+"""`harness data` in real processes: exit codes, output, and files on disk."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
 
 
-def words(*arguments: str) -> list[str]:
+def build_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "launch.cli.main", "data", *arguments]
 
 
 def harness(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        words(*arguments), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        build_command(*arguments), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120, check=False
     )
 
 
-def look(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def inspect_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert data.main(["inspect", *SMALL, *arguments, "--json"]) == 0
     view = json.loads(capsys.readouterr().out)
     assert isinstance(view, dict)
@@ -50,7 +50,7 @@ def look(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prefix, of one document a topic."""
+    """Prefix of a corpus with one document per topic."""
     directory = tmp_path_factory.mktemp("corpus")
     lines = "".join(json.dumps({"text": text}) + "\n" for text in embedded_documents())
     (directory / "in.jsonl").write_text(lines)
@@ -129,17 +129,17 @@ def test_prepare_and_help_need_no_torch(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_bad_words_are_one_line_and_leave_nothing(
+def test_usage_errors_are_one_line_and_leave_nothing(
     arguments: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("in.txt", "in.doc"):
         (tmp_path / name).write_text("text")
     assert data.main(arguments) == 2
-    output, complaint = capsys.readouterr()
+    output, stderr = capsys.readouterr()
     assert output == ""
-    assert complaint.startswith(line)
-    assert complaint.count("\n") == 1
+    assert stderr.startswith(line)
+    assert stderr.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.doc", "in.txt"]
 
 
@@ -154,14 +154,14 @@ def test_a_broken_line_is_named_with_exit_code_2(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_stopped_run_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
-    """An interrupt from the terminal, which reaches all processes, and the death of a worker."""
+def test_a_stopped_run_says_how_to_continue(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C, which reaches all processes, and the death of a worker."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in embedded_documents() * 8)
     (tmp_path / "in.jsonl").write_text(lines)
     arguments = ["in.jsonl", "--output", "out", "--train-bpe", "400", "--workers", "1", "--shard-bytes", "9000"]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test suite in the background ignores SIGINT
     process = subprocess.Popen(
-        words("prepare", *arguments),
+        build_command("prepare", *arguments),
         cwd=tmp_path,
         env=environment(),
         stderr=subprocess.PIPE,
@@ -179,10 +179,10 @@ def test_a_stopped_run_says_how_to_go_on(number: signal.Signals, tmp_path: Path)
         os.killpg(process.pid, number)  # as a terminal does
     else:
         os.kill(int(workers[0]), number)
-    _, complaint = process.communicate(timeout=60)
-    assert process.returncode == 75, complaint
-    assert "the same words go on from here" in complaint
-    assert complaint.count("harness: ") == 1, "on a slow machine there is a line of progress too"
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75, stderr
+    assert "rerun the same command to continue" in stderr
+    assert stderr.count("harness: ") == 1, "a slow machine prints progress too"
     second = harness("prepare", *arguments, cwd=tmp_path)
     assert second.returncode == 0, second.stderr
     meta = CorpusFiles(tmp_path / "out").read_meta()
@@ -200,9 +200,9 @@ def test_one_output_has_one_writer(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.full
 def test_inspect_shows_the_text_of_a_prepared_corpus(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["data=files", f"data.sources.main.paths=[{corpus}]", "model.vocab_size=500"]
-    view = look([*overrides, "--batch", "7"], capsys)
-    assert view == look(["--batch", "7", *overrides, "launch.nproc=4"], capsys)
-    assert view != look([*overrides, "--batch", "8"], capsys)
+    view = inspect_json([*overrides, "--batch", "7"], capsys)
+    assert view == inspect_json(["--batch", "7", *overrides, "launch.nproc=4"], capsys)
+    assert view != inspect_json([*overrides, "--batch", "8"], capsys)
     assert view["rows_by_source"] == {"main": 4}
     assert not view["excluded"]
     total = sum(int(row["fingerprint"], 16) for row in view["rows"]) % 2**64
@@ -226,9 +226,9 @@ def test_inspect_shows_the_text_of_a_prepared_corpus(corpus: Path, capsys: pytes
 
 
 def test_inspect_shows_bytes_ids_and_mixtures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (row, *_) = look(["--batch", "0"], capsys)["rows"]
+    (row, *_) = inspect_json(["--batch", "0"], capsys)["rows"]
     assert all(any(text.strip("\n") in topic for topic in embedded_documents()) for text in row["texts"])
-    (row, *_) = look(["data=synthetic", "--batch", "0"], capsys)["rows"]
+    (row, *_) = inspect_json(["data=synthetic", "--batch", "0"], capsys)["rows"]
     assert [token.isdigit() for token in row["texts"][0].split()] == [True] * 33
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "flat.bin")
     overrides = [
@@ -237,19 +237,19 @@ def test_inspect_shows_bytes_ids_and_mixtures(tmp_path: Path, capsys: pytest.Cap
         "model.vocab_size=1000",
         "eval.every_steps=0",
     ]
-    (row, *_) = look([*overrides, "--batch", "0"], capsys)["rows"]
+    (row, *_) = inspect_json([*overrides, "--batch", "0"], capsys)["rows"]
     first = row["first_token"]
     assert row["texts"] == [" ".join(map(str, range(first, first + 33)))]
-    assert set(look(["data=mixture", "--batch", "0"], capsys)["rows_by_source"]) == {"text", "synthetic"}
+    assert set(inspect_json(["data=mixture", "--batch", "0"], capsys)["rows_by_source"]) == {"text", "synthetic"}
 
 
-def test_inspect_heeds_the_ledger_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_applies_the_ledger_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = [f"run.dir={tmp_path}", "run.name=x"]
     path = locate(load(run)).ledger
     path.parent.mkdir(parents=True)
     Ledger.load(path).exclude(3, 4, "poisoned")
     written = path.read_bytes()
-    assert look([*run, "--batch", "3"], capsys)["excluded"]
-    assert not look([*run, "--batch", "5"], capsys)["excluded"]
-    assert not look([*run, "--batch", "3", "--held-out"], capsys)["excluded"]
+    assert inspect_json([*run, "--batch", "3"], capsys)["excluded"]
+    assert not inspect_json([*run, "--batch", "5"], capsys)["excluded"]
+    assert not inspect_json([*run, "--batch", "3", "--held-out"], capsys)["excluded"]
     assert path.read_bytes() == written

@@ -23,12 +23,12 @@ def test_a_run_directory_with_its_numbers_and_as_json(tmp_path: Path, capsys: py
     assert "Q1.2  What was the dtype regime?\n      fp32 " in shown
     assert shown.splitlines()[-1] == "=> not finite from step 150 on ranks 1; layer groups not named"
     assert main(["diagnose", run, "--json"]) == 10
-    told = json.loads(capsys.readouterr().out)
-    assert (told["finds"], told["exit_code"]) == ("not_finite", 10)
-    assert [node["question"] for node in told["nodes"]] == ["Q1.1", "Q1.2", "Q1.3", "Q1.4"]
+    result = json.loads(capsys.readouterr().out)
+    assert (result["finds"], result["exit_code"]) == ("not_finite", 10)
+    assert [node["question"] for node in result["nodes"]] == ["Q1.1", "Q1.2", "Q1.3", "Q1.4"]
 
 
-def test_a_bare_table_of_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_csv_of_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spiked = losses(600)
     spiked[400:403] = [9.0, 8.0, 7.0]
     assert main(["diagnose", csv(tmp_path / "a.csv", losses(600))]) == 0
@@ -38,7 +38,7 @@ def test_a_bare_table_of_losses(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "as fp32, or an overflow of the exponent" in capsys.readouterr().out
 
 
-def test_a_run_that_has_only_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = stories.write(tmp_path / "run", [])
     assert main(["diagnose", str(run.path)]) == 0
     assert capsys.readouterr().out == "=> no step is in the log yet\n"
@@ -48,13 +48,13 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     empty, odd = tmp_path / "empty", tmp_path / "odd.csv"
     empty.mkdir()
     odd.write_text("a,b\n1,2\n")
-    for words, line in (
+    for args, line in (
         ([str(tmp_path / "gone")], f"harness: {tmp_path / 'gone'}: no such run directory or file\n"),
         ([str(empty)], f"harness: {empty}: is not a run directory: it has no events.jsonl\n"),
         ([str(odd)], f"harness: {odd}: no column for the loss; name one with --column loss=NAME, of 'a', 'b'\n"),
         ([], "harness: diagnose: the following arguments are required: RUN; see --help\n"),
     ):
-        assert main(["diagnose", *words]) == 2
+        assert main(["diagnose", *args]) == 2
         assert capsys.readouterr().err == line
     assert main(["diagnose", str(odd), "--precision", "fp9"]) == 2
     assert capsys.readouterr().err.startswith("harness: diagnose: argument --precision: invalid choice: 'fp9'")

@@ -1,4 +1,4 @@
-"""`harness drill` as an operator meets it: real runs that really die, exit codes, and what they leave behind."""
+"""`harness drill` with real runs: exit codes and files on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launch.cli import drill
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 500
-"""A drill is several starts of torch; a busy machine takes its time."""
+"""A drill starts torch several times, which takes long on a busy machine."""
 SMALL = ("train.num_steps=40", "parallel.device=cpu", "launch.nproc=2", "launch.threads=1")
 
 
@@ -35,20 +35,20 @@ def harness(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("place")
 
 
 @pytest.fixture(scope="module")
-def killed(place: Path) -> subprocess.CompletedProcess[str]:
-    return harness("kill_rank", "drill.fault.at=27", *SMALL, cwd=place)
+def killed(directory: Path) -> subprocess.CompletedProcess[str]:
+    return harness("kill_rank", "drill.fault.at=27", *SMALL, cwd=directory)
 
 
-def test_a_killed_rank_is_survived_and_scored(killed: subprocess.CompletedProcess[str], place: Path) -> None:
+def test_a_killed_rank_is_survived_and_scored(killed: subprocess.CompletedProcess[str], directory: Path) -> None:
     assert killed.returncode == 0, killed.stdout + killed.stderr
     assert killed.stdout.startswith("drill kill_rank: one rank is killed with SIGKILL\n")
     assert "rank 1 was killed by SIGKILL" in killed.stderr
-    run, twin = RunDir(place / "runs/drill-kill_rank"), RunDir(place / "runs/drill-kill_rank-twin")
+    run, twin = RunDir(directory / "runs/drill-kill_rank"), RunDir(directory / "runs/drill-kill_rank-twin")
     card = json.loads((run.path / "score.json").read_text())
     assert card["passed"]
     assert (card["score"]["starts"], card["score"]["identical"], card["score"]["right_rank"]) == (2, True, True)
@@ -56,32 +56,32 @@ def test_a_killed_rank_is_survived_and_scored(killed: subprocess.CompletedProces
     assert [start["exit_code"] for start in json.loads(run.drill.read_text())["starts"]] == [1, 0]
     assert [type(event) for event in events.read(run.events)][-2:] == [RunEnded, DrillScored]
     assert not twin.drill.exists()
-    assert harness("score", "runs/drill-kill_rank", cwd=place).stdout == killed.stdout[:-1]
+    assert harness("score", "runs/drill-kill_rank", cwd=directory).stdout == killed.stdout[:-1]
 
 
-def test_mlflow_holds_the_scores(killed: subprocess.CompletedProcess[str], place: Path) -> None:
+def test_mlflow_holds_the_scores(killed: subprocess.CompletedProcess[str], directory: Path) -> None:
     assert killed.returncode == 0
-    run_id = json.loads((place / "runs/drill-kill_rank/mlflow.json").read_text())["run_id"]
-    with sqlite3.connect(place / "runs/mlflow.db") as store:
+    run_id = json.loads((directory / "runs/drill-kill_rank/mlflow.json").read_text())["run_id"]
+    with sqlite3.connect(directory / "runs/mlflow.db") as store:
         query = "select key, value from latest_metrics where run_uuid = ? and key like 'drill/%'"
         scores = dict(store.execute(query, (run_id,)).fetchall())
         (status,) = store.execute("select status from runs where run_uuid = ?", (run_id,)).fetchone()
     assert scores["drill/passed"] == scores["drill/identical"] == 1
     assert scores["drill/starts"] == 2
     assert status == "FINISHED"
-    assert list((place / "runs/mlartifacts").rglob("score.md"))
+    assert list((directory / "runs/mlartifacts").rglob("score.md"))
 
 
-def test_a_bound_that_does_not_hold_is_exit_code_1(killed: subprocess.CompletedProcess[str], place: Path) -> None:
-    """Its twin is the one of the drill before."""
+def test_a_bound_that_does_not_hold_is_exit_code_1(killed: subprocess.CompletedProcess[str], directory: Path) -> None:
+    """Reuses the twin of the previous drill."""
     assert killed.returncode == 0
-    words = ("clock_jump", "drill.fault.at=27", "drill.expected.notices=[all is well]", "--no-mlflow", *SMALL)
-    done = harness(*words, cwd=place)
+    args = ("clock_jump", "drill.fault.at=27", "drill.expected.notices=[all is well]", "--no-mlflow", *SMALL)
+    done = harness(*args, cwd=directory)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "drill-clock_jump-twin: taken over from an equal one, not trained again\n" in done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines() if line.endswith("BROKEN")] == ["detected"]
-    assert not json.loads((place / "runs/drill-clock_jump/score.json").read_text())["passed"]
-    assert not (place / "runs/drill-clock_jump/mlflow.json").exists()
+    assert not json.loads((directory / "runs/drill-clock_jump/score.json").read_text())["passed"]
+    assert not (directory / "runs/drill-clock_jump/mlflow.json").exists()
 
 
 def test_all_scenarios_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +90,7 @@ def test_all_scenarios_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("args", "line"),
     [
         (["kil_rank"], "drill: no 'kil_rank'; choose among "),
         (["optim.lr=1"], "drill: missing scenario; choose among "),
@@ -106,19 +106,19 @@ def test_all_scenarios_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["campaign", "train.num_steps=50"], "train.num_steps: must be at least 120 for a campaign, got 50"),
     ],
 )
-def test_bad_words_are_one_line_and_nothing_on_disk(
-    words: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_usage_errors_are_one_line_and_leave_nothing_on_disk(
+    args: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert drill.main(words) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith(f"harness: {line}")
-    assert said.err.count("\n") == 1
-    assert said.out == ""
+    assert drill.main(args) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(f"harness: {line}")
+    assert output.err.count("\n") == 1
+    assert output.out == ""
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_drill_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_not_a_drill_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "drill-kill_rank-twin" / "kept"
     kept.parent.mkdir()
     kept.write_text("mine")

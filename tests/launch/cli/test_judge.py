@@ -17,7 +17,7 @@ def write(path: Path, values: list[float]) -> str:
     return str(path)
 
 
-def spiked() -> list[float]:
+def losses_with_spike() -> list[float]:
     values = losses(1500)
     values[1000:1030] = [1.4 * value for value in values[1000:1030]]
     return values
@@ -30,7 +30,7 @@ def incidents(output: str) -> list[dict[str, Any]]:
 
 
 def test_incidents_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["judge", write(tmp_path / "log.csv", spiked()), "--json"]) == 0
+    assert main(["judge", write(tmp_path / "log.csv", losses_with_spike()), "--json"]) == 0
     output = capsys.readouterr().out
     assert output.startswith("1,500 rows, steps 0 to 1,499: 1 incident\nkind ")
     (incident,) = incidents(output)
@@ -39,7 +39,7 @@ def test_incidents_as_a_table_and_as_json(tmp_path: Path, capsys: pytest.Capture
     assert 1000 <= incident["detected_step"] <= incident["end_step"] <= 1045
 
 
-def test_a_clean_log_and_one_of_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_clean_log_and_one_full_of_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["judge", write(tmp_path / "clean.csv", losses(500)), "--json"]) == 0
     output = capsys.readouterr().out
     assert output.splitlines()[0].endswith("nothing found")
@@ -50,18 +50,18 @@ def test_a_clean_log_and_one_of_nan(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert incident["peak_loss"] is None
 
 
-def test_columns_and_options_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_columns_and_options_can_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log.csv"
-    path.write_text("a,b\n" + "".join(f"{step},{value}\n" for step, value in enumerate(spiked())))
-    named = ["--column", "step=a", "--column", "loss=b", "--json"]
-    assert main(["judge", str(path), *named]) == 0
+    path.write_text("a,b\n" + "".join(f"{step},{value}\n" for step, value in enumerate(losses_with_spike())))
+    options = ["--column", "step=a", "--column", "loss=b", "--json"]
+    assert main(["judge", str(path), *options]) == 0
     assert len(incidents(capsys.readouterr().out)) == 1
-    assert main(["judge", str(path), *named, "--set", "spike_sigmas=1e9"]) == 0
+    assert main(["judge", str(path), *options, "--set", "spike_sigmas=1e9"]) == 0
     assert incidents(capsys.readouterr().out) == []
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
         (["absent.csv"], "absent.csv: no such file"),
         (
@@ -76,12 +76,12 @@ def test_columns_and_options_can_be_named(tmp_path: Path, capsys: pytest.Capture
         ([], "judge: the following arguments are required: FILE"),
     ],
 )
-def test_what_cannot_be_judged_is_one_line(
+def test_errors_are_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
-    complaint: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("log.csv").write_text("a,b\n1,2\n")
@@ -90,12 +90,12 @@ def test_what_cannot_be_judged_is_one_line(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
-    assert complaint in captured.err
+    assert message in captured.err
 
 
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
+def test_a_plot_is_written(tmp_path: Path) -> None:
     out = tmp_path / "out.png"
-    assert main(["judge", write(tmp_path / "log.csv", spiked()), "--plot", str(out)]) == 0
+    assert main(["judge", write(tmp_path / "log.csv", losses_with_spike()), "--plot", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, exit codes, and what they leave on stderr and on disk."""
+"""The command line in real processes: exit codes, stderr, and files on disk."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
         "from launch.cli.main import main\n"
         "assert main(['--help']) == 0\n"
         "assert main(['fly']) == 2\n"
-        "assert all(main([word, '--help']) == 0 for word in ('drill', 'data', 'checkpoint', 'ctl', 'plan', 'sweep'))\n"
+        "assert all(main([name, '--help']) == 0 for name in ('drill', 'data', 'checkpoint', 'ctl', 'plan', 'sweep'))\n"
         "assert not {'torch', 'hydra'} & set(sys.modules)\n"
         "assert main(['train', '--cfg', 'job']) == 0\n"
         "assert main(['train', 'optim.lr=-1']) == 2\n"
@@ -75,7 +75,7 @@ def test_help_is_quick_and_needs_no_torch(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_bad_words_are_one_line_and_exit_2(arguments: list[str], line: str, tmp_path: Path) -> None:
+def test_usage_errors_are_one_line_and_exit_2(arguments: list[str], line: str, tmp_path: Path) -> None:
     result = harness(*arguments, cwd=tmp_path)
     assert result.returncode == 2
     assert result.stdout == ""
@@ -92,18 +92,18 @@ def test_help_of_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["launch.cli.main", "launch.train"])
-def test_both_doors_compose_alike(module: str, tmp_path: Path) -> None:
+def test_both_entry_points_compose_alike(module: str, tmp_path: Path) -> None:
     overrides = ["+experiment=1b_bf16", "optim.lr=1e-5", "run.name=x"]
-    words = ["train"] if module == "launch.cli.main" else []
-    result = harness(*words, "--cfg", "job", *overrides, cwd=tmp_path, module=module)
+    prefix = ["train"] if module == "launch.cli.main" else []
+    result = harness(*prefix, "--cfg", "job", *overrides, cwd=tmp_path, module=module)
     assert yaml.safe_load(result.stdout) == compose.plain(compose.load(overrides))
 
 
-def test_same_words_resume_and_other_words_are_refused(tmp_path: Path) -> None:
-    words = ["train", *TINY, "run.name=again"]
-    assert harness(*words, cwd=tmp_path).returncode == 0
+def test_a_rerun_resumes_and_another_config_is_rejected(tmp_path: Path) -> None:
+    command = ["train", *TINY, "run.name=again"]
+    assert harness(*command, cwd=tmp_path).returncode == 0
     config = (tmp_path / "runs" / "again" / "config.yaml").read_text()
-    result = harness(*words, "optim.lr=0.5", cwd=tmp_path)
+    result = harness(*command, "optim.lr=0.5", cwd=tmp_path)
     assert result.returncode == 2
     assert result.stderr.startswith(
         "harness: run.name: runs/again has another configuration: optim.lr was 0.003, is 0.5;"
@@ -113,20 +113,21 @@ def test_same_words_resume_and_other_words_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_wheel_carries_the_values(tmp_path: Path) -> None:
+def test_the_wheel_contains_conf_scripts_and_data(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True, text=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     script = (
-        "from harness import compose; print(compose.conf_dir()); compose.load(['model=7b', '+experiment=rare_tail'])"
+        "from harness.config import compose; print(compose.conf_dir());"
+        "compose.load(['model=7b', '+experiment=rare_tail'])"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     result = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
     )
     assert result.stdout.strip() == str(tmp_path / "site" / "harness" / "conf")
-    assert (tmp_path / "site" / "harness" / "slurm" / "train.sbatch").exists(), "and the scripts of a job beside them"
-    assert (tmp_path / "site" / "harness" / "dashboard" / "page.js").exists(), "and what a page is made of"
-    assert (tmp_path / "site" / "harness" / "data" / "embedded.json.gz").exists(), "and the embedded text"
+    assert (tmp_path / "site" / "harness" / "slurm" / "train.sbatch").exists(), "job scripts"
+    assert (tmp_path / "site" / "harness" / "dashboard" / "page.js").exists(), "files of the dashboard page"
+    assert (tmp_path / "site" / "harness" / "data" / "corpus" / "embedded.json.gz").exists(), "embedded text"

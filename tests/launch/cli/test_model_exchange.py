@@ -1,4 +1,4 @@
-"""`harness checkpoint export` and `import` as a user meets them: words in, lines and exit codes out."""
+"""`harness checkpoint export` and `import`: output and exit codes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ SHORT = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with one run, `first`, whose checkpoint of step 5 is good and whose one of step 10 is newer."""
+    """A directory with one run, `first`, with a good checkpoint of step 5 and a newer one of step 10."""
     directory = tmp_path_factory.mktemp("runs")
     run, _, _ = make_run(directory / "first", "model.qk_norm=true", "model.tied_head=true", steps=(5, 10))
     catalog.mark(run.checkpoints / "step-00000005-gen-0", Health.good, "a test")
     return directory
 
 
-def test_words_are_understood_before_torch_is_loaded(tmp_path: Path) -> None:
+def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "from launch.cli.model_exchange import export_command, import_command\n"
@@ -59,7 +59,7 @@ def test_words_are_understood_before_torch_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("args", "line"),
     [
         (["first"], "checkpoint export: the following arguments are required: --output; see --help"),
         (["first", "--output", "/"], "--output: must be the name of a new directory, got '/'"),
@@ -73,10 +73,10 @@ def test_words_are_understood_before_torch_is_loaded(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_export_is_one_line(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str], line: str
 ) -> None:
     monkeypatch.chdir(runs)
-    assert export_command(words) == 2
+    assert export_command(args) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(f"harness: {line}")
     assert shown.err.count("\n") == 1
@@ -84,16 +84,16 @@ def test_a_bad_export_is_one_line(
     assert [path.name for path in runs.iterdir()] == ["first"]
 
 
-def test_export_says_what_it_took(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [str(runs / "first"), "--output"]
-    assert export_command([*words, str(tmp_path / "good")]) == 0
+def test_export_prints_what_it_wrote(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = [str(runs / "first"), "--output"]
+    assert export_command([*args, str(tmp_path / "good")]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "checkpoint  step-00000005-gen-0, good",
         "weights     0.000 GB of fp32 in 1 file",
         "tokenizer   none beside the data of the run",
         f"output      {tmp_path / 'good'}",
     ]
-    assert export_command([*words, str(tmp_path / "newest"), "--step", "10", "--dtype", "bf16"]) == 0
+    assert export_command([*args, str(tmp_path / "newest"), "--step", "10", "--dtype", "bf16"]) == 0
     assert capsys.readouterr().out.startswith(
         "checkpoint  step-00000010-gen-0, candidate\nweights     0.000 GB of bf16"
     )
@@ -112,7 +112,7 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.full
-def test_a_run_begins_from_what_was_imported(
+def test_a_run_starts_from_an_imported_model(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -129,8 +129,8 @@ def test_a_run_begins_from_what_was_imported(
     model = compose.load(overrides).model
     assert (model.dim, model.num_kv_heads, model.qk_norm, model.tied_head) == (32, 2, True, True)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    words = [sys.executable, "-m", "launch.cli.main", "train", *overrides, *SHORT]
-    result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    args = [sys.executable, "-m", "launch.cli.main", "train", *overrides, *SHORT]
+    result = subprocess.run(args, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     (started,) = [event for event in read(RunDir(Path("runs/second")).events) if isinstance(event, RunStarted)]
     assert started.resumed_from == "step-00000000-gen-0"

@@ -1,4 +1,4 @@
-"""The plan of a run: its numbers by hand, its text to the letter, its complaints in one line."""
+"""`harness plan`: numbers by hand, exact text, errors in one line."""
 
 from __future__ import annotations
 
@@ -83,77 +83,79 @@ a restore loses at most
 """
 
 
-def printed(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert plan.main(words) == 0
+def run_plan(*args: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert plan.main(args) == 0
     return capsys.readouterr().out
 
 
-def numbers(*words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    read = json.loads(printed("--json", *words, capsys=capsys))
-    assert isinstance(read, dict)
-    return read
+def run_plan_json(*args: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    plan_json = json.loads(run_plan("--json", *args, capsys=capsys))
+    assert isinstance(plan_json, dict)
+    return plan_json
 
 
 def test_the_text_of_a_large_run(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["+experiment=1b_bf16", "launch.nproc=8", "launch.nodes=2", "train.batch_size=16", "train.num_steps=100000"]
-    words += ["checkpoint.ring.memory_gb=20", "checkpoint.every_steps=1000", "checkpoint.ring.slots=3"]
-    assert printed(*words, "cluster.price_per_gpu_hour=2.5", capsys=capsys) == ONE_BILLION
+    args = ["+experiment=1b_bf16", "launch.nproc=8", "launch.nodes=2", "train.batch_size=16", "train.num_steps=100000"]
+    args += ["checkpoint.ring.memory_gb=20", "checkpoint.every_steps=1000", "checkpoint.ring.slots=3"]
+    assert run_plan(*args, "cluster.price_per_gpu_hour=2.5", capsys=capsys) == ONE_BILLION
 
 
 def test_several_numbers_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["+experiment=1b_bf16", "train.batch_size=512", "launch.nproc=8", "--ranks", "8,64,512"]
-    assert printed(*words, capsys=capsys) == SEVERAL
-    rows = json.loads(printed(*words, "--json", capsys=capsys))
+    args = ["+experiment=1b_bf16", "train.batch_size=512", "launch.nproc=8", "--ranks", "8,64,512"]
+    assert run_plan(*args, capsys=capsys) == SEVERAL
+    rows = json.loads(run_plan(*args, "--json", capsys=capsys))
     assert [row["num_ranks"] for row in rows] == [8, 64, 512]
     assert [bool(row["refusal"]) for row in rows] == [True, False, False]
     assert rows[1]["memory"]["needed_bytes"] == pytest.approx(55.6e9, rel=0.01)
     assert rows[1]["traffic"]["calls"][0]["kind"] == "all_gather"
 
 
-def test_a_job_that_does_not_fit_is_refused_after_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_does_not_fit_exits_2_after_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["+experiment=1b_bf16", "train.batch_size=16"]) == 2
-    told = capsys.readouterr()
-    assert "GB  of 85.0 GB (cluster.memory_gb); DOES NOT FIT\n" in told.out
-    (line,) = told.err.splitlines()
+    output = capsys.readouterr()
+    assert "GB  of 85.0 GB (cluster.memory_gb); DOES NOT FIT\n" in output.out
+    (line,) = output.err.splitlines()
     assert line.startswith("harness: cluster.memory_gb: the one rank needs ")
     assert line.endswith("; train.micro_batch_size=8 saves 45.4 GB and fits")
 
 
-def test_the_text_where_clock_and_steps_decide(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["checkpoint.every_minutes=10", "checkpoint.ring.slots=0", "checkpoint.ring.memory_gb=1"]
-    text = printed(*words, capsys=capsys)
+def test_the_text_with_checkpoints_by_time_and_by_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["checkpoint.every_minutes=10", "checkpoint.ring.slots=0", "checkpoint.ring.memory_gb=1"]
+    text = run_plan(*args, capsys=capsys)
     assert CLOCKS in text
     assert "  allowed           1 GB (checkpoint.ring.memory_gb)\n" in text
-    by_clock = printed(*words, "checkpoint.every_steps=0", capsys=capsys)
+    by_clock = run_plan(*args, "checkpoint.every_steps=0", capsys=capsys)
     assert "  rollback          10 minutes and 22 steps\n" in by_clock
 
 
-def test_each_byte_has_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_and_checkpoint_sizes_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     count = num_parameters(compose.load().model)
     assert count % 2 == 0
-    read = numbers("launch.nproc=4", "parallel.replicate=2", capsys=capsys)
-    assert (read["num_ranks"], read["replicate"], read["num_parameters"]) == (4, 2, count)
+    plan_json = run_plan_json("launch.nproc=4", "parallel.replicate=2", capsys=capsys)
+    assert (plan_json["num_ranks"], plan_json["replicate"], plan_json["num_parameters"]) == (4, 2, count)
     share = 4 * count // 2
-    assert [read[f"{part}_bytes"] for part in ("weights", "gradients", "moments")] == [share, share, 2 * share]
-    assert read["checkpoint_bytes"] == 12 * count, "copies are saved once"
-    assert read["ring_bytes"] == 4 * (3 + 1) * 3 * share, "every rank keeps its part"
-    assert read["ring_allowed_bytes"] is None
+    assert [plan_json[f"{part}_bytes"] for part in ("weights", "gradients", "moments")] == [share, share, 2 * share]
+    assert plan_json["checkpoint_bytes"] == 12 * count, "copies are saved once"
+    assert plan_json["ring_bytes"] == 4 * (3 + 1) * 3 * share, "every rank keeps its part"
+    assert plan_json["ring_allowed_bytes"] is None
 
 
 @pytest.mark.parametrize("slots", [0, 2, 5])
-def test_the_ring_is_as_large_as_it_will_be(slots: int, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"checkpoint.ring.slots={slots}"
-    read = numbers(words, capsys=capsys)
-    assert read["ring_bytes"] == num_buffers(compose.load([words]).checkpoint.ring) * 12 * read["num_parameters"]
+def test_the_ring_size_matches_the_run(slots: int, capsys: pytest.CaptureFixture[str]) -> None:
+    args = f"checkpoint.ring.slots={slots}"
+    plan_json = run_plan_json(args, capsys=capsys)
+    assert (
+        plan_json["ring_bytes"] == num_buffers(compose.load([args]).checkpoint.ring) * 12 * plan_json["num_parameters"]
+    )
 
 
-def test_seconds_need_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    assert numbers(capsys=capsys)["step_time_s"] is None
-    read = numbers("cluster.peak_tflops=2", "--mfu", "0.5", "launch.nproc=2", capsys=capsys)
-    assert read["step_time_s"] == pytest.approx(read["flops_per_step"] / 2e12)
-    assert read["flops_per_step"] == read["flops_per_token"] * 2048
-    assert read["rollback"]["steps_at_most"] == 121
-    assert read["rewind"] == {
+def test_times_need_a_peak_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_plan_json(capsys=capsys)["step_time_s"] is None
+    plan_json = run_plan_json("cluster.peak_tflops=2", "--mfu", "0.5", "launch.nproc=2", capsys=capsys)
+    assert plan_json["step_time_s"] == pytest.approx(plan_json["flops_per_step"] / 2e12)
+    assert plan_json["flops_per_step"] == plan_json["flops_per_token"] * 2048
+    assert plan_json["rollback"]["steps_at_most"] == 121
+    assert plan_json["rewind"] == {
         "steps_at_most": 12,
         "steps_on_average": 7.5,
         "tokens_at_most": 12 * 2048,
@@ -162,15 +164,15 @@ def test_seconds_need_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_padding_of_uneven_shares_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "  padding           1 of 9 sequences (11.1 %): ranks have uneven shares" in printed(
+def test_padding_of_uneven_shards_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "  padding           1 of 9 sequences (11.1 %): ranks have uneven shares" in run_plan(
         "launch.nproc=3", capsys=capsys
     )
-    assert "  padding" not in printed("launch.nproc=4", capsys=capsys)
+    assert "  padding" not in run_plan("launch.nproc=4", capsys=capsys)
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("args", "message"),
     [
         (["optim.lrr=1"], "optim.lrr: no such key; optim has "),
         (["train.num_steps=0"], "train.num_steps: must be at least 1, got 0"),
@@ -182,7 +184,7 @@ def test_padding_of_uneven_shares_is_told(capsys: pytest.CaptureFixture[str]) ->
         (["--fast"], "plan: unrecognized arguments: --fast; see --help"),
     ],
 )
-def test_wrong_words_are_one_line(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main(words) == 2
+def test_usage_errors_are_one_line(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(args) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"harness: {complaint}")
+    assert line.startswith(f"harness: {message}")

@@ -1,4 +1,4 @@
-"""Commands that read a run change nothing in it; those that write a file write that file and nothing else."""
+"""Commands that read a run change nothing in it; those that write a file write nothing else."""
 
 from __future__ import annotations
 
@@ -27,36 +27,35 @@ RUN = (
     "checkpoint.keep=100",
     "checkpoint.ring.every_steps=4",
 )
-GUILTY = 36
+FAULT_AT = 36
 
 
 @pytest.fixture(scope="module")
 def trained(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with an incident; rank 1's gradient is NaN once."""
     directory = tmp_path_factory.mktemp("readers")
-    fault = trouble.Fault("gradient", 1, factor=float("nan"), iteration=GUILTY)
+    fault = trouble.Fault("gradient", 1, factor=float("nan"), iteration=FAULT_AT)
     ranks.run(2, trouble.run, str(directory), fault, "run.name=victim", *RUN)
     return directory
 
 
 @pytest.fixture
-def whole(trained: Path, tmp_path: Path) -> RunDir:
-    """A copy of it."""
+def complete_run(trained: Path, tmp_path: Path) -> RunDir:
+    """A copy of the run."""
     shutil.copytree(trained, tmp_path / "runs", copy_function=shutil.copy2)
     return RunDir(tmp_path / "runs" / "victim")
 
 
 @pytest.fixture
-def run(whole: RunDir) -> RunDir:
-    """The same with what a reader might be tempted to tidy up: a save on its way in, a deletion on its way out, a
-    damaged checkpoint, and one whose health cannot be read."""
-    first, second, *_ = (each.path for each in catalog.list_checkpoints(whole.checkpoints))
-    shutil.copytree(first, whole.checkpoints / ".step-00000050-gen-0.part")
-    shutil.copytree(first, whole.checkpoints / ".step-00000005-gen-0.gone-0a1b")
+def run(complete_run: RunDir) -> RunDir:
+    """With leftovers: an unfinished save and deletion, a damaged checkpoint, and one whose health is unreadable."""
+    first, second, *_ = (each.path for each in catalog.list_checkpoints(complete_run.checkpoints))
+    shutil.copytree(first, complete_run.checkpoints / ".step-00000050-gen-0.part")
+    shutil.copytree(first, complete_run.checkpoints / ".step-00000005-gen-0.gone-0a1b")
     os.truncate(first / "__0_0.distcp", 100)
     (second / catalog.HEALTH).unlink(missing_ok=True)
     (second / catalog.HEALTH).mkdir()
-    return whole
+    return complete_run
 
 
 READERS = {
@@ -79,21 +78,21 @@ READERS = {
 
 
 @pytest.mark.parametrize("command", READERS)
-def test_a_reader_leaves_the_run_as_it_is_bit_for_bit(
+def test_a_reader_does_not_change_the_run(
     run: RunDir, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, code = READERS[command]
+    args, code = READERS[command]
     before = tree(tmp_path / "runs")
-    places = {"RUN": str(run.path), "OUT": str(tmp_path / "out")}
-    words = [word.replace("RUN", places["RUN"]).replace("OUT", places["OUT"]) for word in words]
-    found = main.main(words)
-    said = capsys.readouterr()
-    assert code is None or found == code, said.err
-    assert "Traceback" not in said.err
+    paths = {"RUN": str(run.path), "OUT": str(tmp_path / "out")}
+    args = [arg.replace("RUN", paths["RUN"]).replace("OUT", paths["OUT"]) for arg in args]
+    exit_code = main.main(args)
+    output = capsys.readouterr()
+    assert code is None or exit_code == code, output.err
+    assert "Traceback" not in output.err
     assert tree(tmp_path / "runs") == before
 
 
-def test_a_served_page_leaves_the_run_as_it_is(run: RunDir, tmp_path: Path) -> None:
+def test_a_served_page_does_not_change_the_run(run: RunDir, tmp_path: Path) -> None:
     before = tree(tmp_path / "runs")
     with open_server(run, host="127.0.0.1", port=0) as server:
         thread = Thread(target=server.serve_forever)
@@ -117,38 +116,38 @@ WRITERS = {
 @pytest.mark.full
 @pytest.mark.parametrize("command", WRITERS)
 def test_a_command_that_writes_a_page_writes_nothing_else(run: RunDir, command: str) -> None:
-    words, written = WRITERS[command]
+    args, written = WRITERS[command]
     before = tree(run.path)
-    assert main.main([word.replace("RUN", str(run.path)) for word in words]) == 0
+    assert main.main([arg.replace("RUN", str(run.path)) for arg in args]) == 0
     after = tree(run.path)
     changed = {name for name in before | after if before.get(name) != after.get(name)}
     assert changed
     assert {name.partition("/")[0] for name in changed} == set(written)
 
 
-def replayed(run: RunDir, output: Path) -> tuple[int, str]:
-    with Launched("launch.cli.main", "replay", str(run.path), "--iteration", str(GUILTY), output=output) as process:
+def run_replay(run: RunDir, output: Path) -> tuple[int, str]:
+    with Launched("launch.cli.main", "replay", str(run.path), "--iteration", str(FAULT_AT), output=output) as process:
         return process.wait(timeout=120), process.stderr
 
 
 @pytest.mark.full
-def test_a_replay_writes_its_result_and_nothing_else(whole: RunDir, tmp_path: Path) -> None:
+def test_a_replay_writes_its_result_and_nothing_else(complete_run: RunDir, tmp_path: Path) -> None:
     shutil.copytree(
-        catalog.list_checkpoints(whole.checkpoints)[0].path, whole.checkpoints / ".step-00000050-gen-0.part"
+        catalog.list_checkpoints(complete_run.checkpoints)[0].path, complete_run.checkpoints / ".step-00000050-gen-0.part"
     )
-    before = tree(whole.path)
-    code, complaint = replayed(whole, tmp_path / "output")
-    assert code == 0, complaint
-    after = tree(whole.path)
-    folder = f"incidents/iteration-{GUILTY}"
+    before = tree(complete_run.path)
+    code, stderr = run_replay(complete_run, tmp_path / "output")
+    assert code == 0, stderr
+    after = tree(complete_run.path)
+    folder = f"incidents/iteration-{FAULT_AT}"
     assert set(after) - set(before) <= {"incidents", folder, f"{folder}/replay.json"}
     assert before.items() - {("incidents", before.get("incidents"))} <= after.items()
 
 
 @pytest.mark.full
-def test_a_replay_from_a_damaged_checkpoint_is_refused_and_changes_nothing(run: RunDir, tmp_path: Path) -> None:
+def test_a_replay_from_a_damaged_checkpoint_fails_and_changes_nothing(run: RunDir, tmp_path: Path) -> None:
     before = tree(run.path)
-    code, complaint = replayed(run, tmp_path / "output")
+    code, stderr = run_replay(run, tmp_path / "output")
     assert code == 2
-    assert "step-00000010-gen-0 is damaged" in complaint
+    assert "step-00000010-gen-0 is damaged" in stderr
     assert tree(run.path) == before
