@@ -1,33 +1,35 @@
-# Needs Python 3.11 or newer, make, and a package index; everything else goes into .venv.
+# Needs Python 3.11 or newer, make, and a package index; everything else is installed into .venv.
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-# Hundreds of test processes import the package: they share its bytecode.
+# Keep bytecode caches: hundreds of test processes import the package.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-all test-gpu bench-gpu clean
 
+# Train with the default config: make train ARGS="run.name=first"
 train: .venv/.installed
 	$(BIN)/harness train $(ARGS)
 
-# Lint, types, and one test of everything that one machine can show.
+# Format, lint, types, and the fast tests.
 test: .venv/.installed-test
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(PYTEST) -m 'not full' $(ARGS)
 
-# The same, then the full matrix: every drill, every place to die in, a real Slurm.
+# The same, then the full matrix: every drill, every point of failure, a real Slurm.
 test-all: test
 	$(PYTEST) -m full $(ARGS)
 
-# All that needs CUDA, with a summary for docs.
+# Tests that need CUDA, with a summary for docs.
 test-gpu: .venv/.installed-test
 	$(BIN)/python -m tests.gpu $(ARGS)
 
+# Benchmarks that need CUDA.
 bench-gpu: .venv/.installed-test
 	$(BIN)/python -m tests.bench.gpu $(ARGS)
 
@@ -37,17 +39,17 @@ clean:
 
 .venv/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12"; exit 1; }
+		{ echo "Python 3.11 or newer is required; choose one with: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv .venv
 	@touch $@
 
 .venv/.installed: .venv/.created pyproject.toml
-	@echo "Installing into .venv; the first time this takes a few minutes."
+	@echo "Installing into .venv; the first time takes a few minutes."
 	@$(PIP) --editable .
 	@touch $@
 
 .venv/.installed-test: .venv/.created pyproject.toml
-	@echo "Installing into .venv; the first time this takes a few minutes."
+	@echo "Installing into .venv; the first time takes a few minutes."
 	@$(PIP) --editable '.[test]'
-	@$(PIP) --no-deps --upgrade --target .venv/triton 'triton>=3.9,<4' || echo "no Triton here: kernels are not tested"
+	@$(PIP) --no-deps --upgrade --target .venv/triton 'triton>=3.9,<4' || echo "Triton is not available: kernels are not tested"
 	@touch $@ .venv/.installed
