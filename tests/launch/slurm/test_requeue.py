@@ -319,7 +319,7 @@ def test_a_job_is_not_requeued_if_the_controller_does_not_answer(
     assert stand_ins
     monkeypatch.setattr(controller, "RETRY_PAUSES_S", (0.0,))
     assert requeue.main(["end", str(run.path), "7", "75", ""]) == 1
-    assert capsys.readouterr().err == "harness: job 7 is not requeued: Slurm does not report the state of the job\n"
+    assert capsys.readouterr().err == "harness: job 7 ends: Slurm does not report the state of the job\n"
 
 
 def test_a_run_is_owned_by_one_job(run: RunDir, stand_ins: Path, capsys: pytest.CaptureFixture[str]) -> None:
