@@ -80,7 +80,7 @@ class Cluster:
         lines = self.lab.command("scontrol", "show", "job", "-o", job)
         return next(each for each in lines.split() if each.startswith(f"{word}=")).partition("=")[2]
 
-    def wait(self, job: str) -> submit.Finished:
+    def wait(self, job: str) -> submit.FinishedJob:
         self.until(lambda: not controller.queue_state(job))
         return submit.wait_for_job(job, poll_s=0.1)
 
