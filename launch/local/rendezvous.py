@@ -218,7 +218,7 @@ def join_as_peer(
 ) -> NodeGroup:
     """Every other node: connect to node 0, and wait for its go message."""
     deadline_s = time.monotonic() + within_s
-    link = Link(0, spec.host, connect(spec, address, deadline_s, stop_requested), time.monotonic())
+    link = Link(0, spec.host, connect_to_node_0(spec, address, deadline_s, stop_requested), time.monotonic())
     group = NodeGroup(spec, address, "", 0, None, silent_s, {0: link})
     with close_on_failure(group):
         link.send(**hello)
@@ -248,7 +248,9 @@ def wait_for_go(group: NodeGroup, link: Link, deadline_s: float, stop_requested:
             raise RendezvousError(f"rendezvous: not all {spec.num_nodes} nodes joined in time")
 
 
-def connect(spec: RendezvousSpec, address: str, deadline_s: float, stop_requested: Callable[[], bool]) -> socket.socket:
+def connect_to_node_0(
+    spec: RendezvousSpec, address: str, deadline_s: float, stop_requested: Callable[[], bool]
+) -> socket.socket:
     problem = ""
     while time.monotonic() < deadline_s and not stop_requested():
         try:

@@ -290,9 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_CONFIG
     if decision.reason:
         allowed = "continues" if verb == "begin" else "is requeued"
-        print(
-            f"harness: job {job} {allowed if decision.again else 'ends'}: {decision.reason}", file=sys.stderr
-        )
+        print(f"harness: job {job} {allowed if decision.again else 'ends'}: {decision.reason}", file=sys.stderr)
     return EXIT_DONE if decision.again else 1
 
 
