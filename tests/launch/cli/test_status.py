@@ -114,12 +114,12 @@ def test_life_of_a_rank_from_its_heartbeat(changes: dict[str, object], life: Lif
     assert find_life(replace(BEAT, **changes), now=NOW) is life  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("code", "verdict"), [(0, 0), (75, 0), (1, 1), (3, 1)])
-def test_a_run_that_has_ended(run: RunDir, code: int, status_exit_code: int) -> None:
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (75, 0), (1, 1), (3, 1)])
+def test_a_run_that_has_ended(run: RunDir, code: int, expected: int) -> None:
     gone = {"time": NOW - 1000, "beat_time": NOW - 1000}
     write_files(run, *make_beats(**gone), state="ended", exit_code=code, reason="all steps done", eta_s=None)
     found = read_run_status(run, now=NOW)
-    assert found.status_exit_code() == status_exit_code
+    assert found.status_exit_code() == expected
     first, *_ = render(found).splitlines()
     assert first == f"runs/first: ended, step 118/2000 (5.9%), loss 2.3457, exit code {code}: all steps done"
 
