@@ -41,7 +41,7 @@ DOORS = {
     },
     "rich": {"harness/telemetry/console.py", "launch/cli/progress_bar.py", "launch/cli/watch.py"},
     "plotly": {"harness/analysis/dashboard/page.py"},
-    "markdown_it": {"harness/analysis/dashboard/markdown_html.py"},
+    "markdown_it": {"harness/analysis/markdown_html.py"},
     "tokenizers": {"harness/data/prepare/tokenizer.py"},
     "zstandard": {"harness/data/prepare/documents.py"},
     "pyarrow": {"harness/data/prepare/documents.py"},

@@ -1,1 +1,1 @@
-"""Offline tools: they read a run directory or a config, and training never imports them."""
+"""Offline tools that read a run directory or a config. Training never imports them."""

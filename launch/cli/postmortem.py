@@ -11,7 +11,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.analysis.postmortem.gather import find, folder_of, incidents, remarks, told
+from harness.analysis.postmortem.gather import find_incident, folder_of, incidents, remarks, read_non_step_events
 from harness.analysis.postmortem.write import MARKDOWN, write_folder
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.core.events import Incident
@@ -30,8 +30,8 @@ def main(argv: Sequence[str]) -> int:
         args = build_parser().parse_args(argv)
         run = RunDir(Path(args.run))
         require(run.events.exists(), args.run, f"is not a run directory: it has no {run.events.name}")
-        log = told(run.events)
-        chosen = [*incidents(log), *remarks(log)] if args.incident is None else [find(run, args.incident)]
+        log = read_non_step_events(run.events)
+        chosen = [*incidents(log), *remarks(log)] if args.incident is None else [find_incident(run, args.incident)]
         if not chosen:
             print(f"{args.run}: no incidents")
             return EXIT_DONE

@@ -123,10 +123,10 @@ def repeat_data_fault(run: Path, world_size: int, parts: Parts) -> None:
 
 def update_postmortem(run: RunDir, incident: int) -> None:
     """Rewrite the post-mortem with the result of the replay."""
-    from harness.analysis.postmortem.gather import find
+    from harness.analysis.postmortem.gather import find_incident
     from harness.analysis.postmortem.write import write_folder
 
-    write_folder(run, find(run, incident))
+    write_folder(run, find_incident(run, incident))
 
 
 def find_iteration(log: History, args: Namespace) -> int:

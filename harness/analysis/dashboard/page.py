@@ -76,7 +76,7 @@ def finite(value: Any) -> Any:
 @cache
 def resource(name: str) -> str:
     """A file that lies beside this one."""
-    return (files("harness.dashboard") / name).read_text(encoding="utf-8")
+    return (files("harness.analysis.dashboard") / name).read_text(encoding="utf-8")
 
 
 @cache

@@ -15,9 +15,9 @@ import yaml
 
 from harness.analysis.dashboard.goodput import MEANINGS, Account, Goodput
 from harness.analysis.dashboard.incidents import IncidentStory, Taken
-from harness.analysis.dashboard.markdown_html import to_html
 from harness.analysis.dashboard.series import Table, packed, thin
 from harness.analysis.dashboard.story import GuiltyBatch, Story
+from harness.analysis.markdown_html import to_html
 from harness.config.errors import EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED
 from harness.core.events import TOKEN_LOSS_EDGES
 from harness.core.rundir import RunDir

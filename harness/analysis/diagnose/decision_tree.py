@@ -29,7 +29,7 @@ from harness.analysis.diagnose.log_numbers import (
     spikes_of,
     thirds_of,
 )
-from harness.analysis.postmortem.measures import zeroed
+from harness.analysis.postmortem.measures import worst_underflow
 from harness.config.sentinel import DetectConfig
 from harness.core.events import ABOUT_SPEED, Finding, FindingKind, StepRecord
 
@@ -217,7 +217,7 @@ def _overflow(
 
 def _fit(records: Sequence[StepRecord], findings: Sequence[Finding]) -> tuple[str, str]:
     """Whether they do, and the worst that was probed."""
-    shares, away = zeroed(records), sum(record.in_fp8 is False for record in records)
+    shares, away = worst_underflow(records), sum(record.in_fp8 is False for record in records)
     if not shares:
         return "not known", "the range of fp8 was not probed"
     worst = max(shares, key=lambda name: shares[name])

@@ -1,1 +1,1 @@
-"""What an incident leaves behind, and what it means: evidence, hypotheses, post-mortem, diagnosis."""
+"""Post-mortem of an incident: evidence from the run directory, ranked causes, remedies, Markdown and HTML reports."""

@@ -1,6 +1,6 @@
-"""`python -m harness.analysis.postmortem RUN --incident N`: what a run starts by itself when an incident ends.
+"""`python -m harness.analysis.postmortem RUN --incident N`: the process that a run starts when an incident ends.
 
-A process of low priority; what goes wrong is its last line, which the run repeats as a warning.
+It runs at low priority. On an error its last line is the message, and the run repeats it as a warning.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.analysis.postmortem.gather import find, remarks, told
+from harness.analysis.postmortem.gather import find_incident, read_non_step_events, remarks
 from harness.analysis.postmortem.write import write_folder
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.core.rundir import RunDir
@@ -22,12 +22,12 @@ NICENESS = 10
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.analysis.postmortem")
     parser.add_argument("run", type=Path)
-    parser.add_argument("--incident", type=int, required=True, metavar="N", help="0: the remarks")
-    words = parser.parse_args(argv)
+    parser.add_argument("--incident", type=int, required=True, metavar="N", help="number of the incident; 0: remarks")
+    args = parser.parse_args(argv)
     os.nice(NICENESS)
-    run = RunDir(words.run)
+    run = RunDir(args.run)
     try:
-        chosen = [find(run, words.incident)] if words.incident else remarks(told(run.events))
+        chosen = [find_incident(run, args.incident)] if args.incident else remarks(read_non_step_events(run.events))
         for incident in chosen:
             write_folder(run, incident)
     except ConfigError as error:

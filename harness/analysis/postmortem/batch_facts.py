@@ -1,4 +1,4 @@
-"""What a record says of its batch; whatever does not have the right form says nothing."""
+"""Reads batch statistics from a step record: token entropy and rarest tokens. Malformed values count as missing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ def entropy(record: StepRecord) -> float | None:
 
 
 def rare_count(record: StepRecord) -> int | None:
-    """How many tokens of the batch are among its rarest ones."""
-    counts = [each[1] for each in rarest(record) if isinstance(each[1], int)]
+    """Occurrences of the batch's rarest tokens, summed; None if the record has none."""
+    counts = [entry[1] for entry in rarest(record) if isinstance(entry[1], int)]
     return sum(counts) if counts else None
 
 
 def rarest(record: StepRecord) -> list[list[Any]]:
-    """Token, how often in the batch, how often in the corpus; only what has that form."""
-    listed = record.batch.get("rarest", [])
-    return [each for each in listed if isinstance(each, list) and len(each) == 3] if isinstance(listed, list) else []
+    """Entries of [token, count in the batch, count in the corpus]; malformed entries are dropped."""
+    entries = record.batch.get("rarest", [])
+    return (
+        [entry for entry in entries if isinstance(entry, list) and len(entry) == 3] if isinstance(entries, list) else []
+    )

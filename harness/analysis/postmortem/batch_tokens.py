@@ -1,9 +1,9 @@
-"""The tokens of guilty batches, read again through the run's own configuration and ledger.
+"""Reads the tokens of guilty batches again, with the run's own configuration and ledger.
 
-Why: a record holds a batch's fingerprint and its rarest tokens; a person wants to see what it says, and whether what
-the run was shown is what lies on disk.
-How: the batch is asked for by its index, as training does. That needs torch, which is loaded only here, and the data,
-which may be gone by now: then the batch keeps what its record said, and nothing fails.
+Why: a step record holds only a fingerprint and the rarest tokens of its batch. The report also shows sample text, and
+whether the batch that was trained on still matches the data on disk.
+How: the batch is read by its index, as in training. This needs torch, which is imported only here, and the data. If
+the data is gone, the batch keeps what its record says and no error is raised.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ NUM_COMMON, NUM_COUNTS = 12, 2000
 NUM_SAMPLES, SAMPLE_CHARACTERS = 3, 160
 
 
-def reread(run: RunDir, guilty: Sequence[GuiltyBatch]) -> None:
-    """Fill in what can be read of each batch."""
+def reread_batches(run: RunDir, guilty: Sequence[GuiltyBatch]) -> None:
+    """Fill in fingerprint, tokens and sample text of each batch, as far as they can be read."""
     try:
-        batches = _open(run)
+        batches = _open_batches(run)
     except (ConfigError, OSError, ValueError):
         return
     try:
         for batch in guilty:
             if batch.index >= 0:
-                _fill(batch, batches)
+                _fill_batch(batch, batches)
     except (ConfigError, OSError, ValueError):
         return
     finally:
         batches.close()
 
 
-def _open(run: RunDir) -> Any:
+def _open_batches(run: RunDir) -> Any:
     cfg = compose.read(run.config)
     import torch
 
@@ -51,7 +51,7 @@ def _open(run: RunDir) -> Any:
     return train
 
 
-def _fill(batch: GuiltyBatch, batches: Any) -> None:
+def _fill_batch(batch: GuiltyBatch, batches: Any) -> None:
     import numpy as np
 
     from harness.data.batch_view import row_tokenizer, truncate, view_batch

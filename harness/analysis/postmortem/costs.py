@@ -1,7 +1,7 @@
-"""What an incident cost: steps, seconds, tokens, and money where a price is known.
+"""Cost of an incident in steps, seconds, tokens, and money if a price is configured.
 
-A step costs once, for the first of these that holds: a restore took it back; its update was refused; it was applied
-and kept while the loss stood above its level of before. Seconds are those of these steps, and of the recovery itself.
+A step is counted once, under the first that holds: a restore undid it; its update was rejected; it was applied and
+kept while the loss was above its level before the incident. Seconds are those of these steps plus the recovery time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LEVEL_RECORDS, SPREAD_RECORDS = 25, 100
 
 
 def level_of(records: Sequence[StepRecord], onset: int) -> tuple[float, float] | None:
-    """Level and spread of the loss before the onset; None where there are too few applied records.
+    """Mean and spread of the loss before the onset; None if there are too few applied records.
 
-    The level is that of the last records, because a young loss falls; the spread is taken from neighbours, for the same
-    reason.
+    Early in training the loss falls. Therefore the mean covers only the last records, and the spread comes from
+    differences between neighbouring records.
     """
     losses = [r.loss for r in records if r.iteration < onset and not r.refused and math.isfinite(r.loss)]
     losses = losses[-SPREAD_RECORDS:]
@@ -35,7 +35,7 @@ def level_of(records: Sequence[StepRecord], onset: int) -> tuple[float, float] |
 
 
 def cost_of(evidence: Evidence, records: Sequence[StepRecord]) -> Cost:
-    """The sum over one incident; `records` are those of its window, none left out."""
+    """Total cost of one incident; `records` are all records of its window, not thinned."""
     incident, run = evidence.incident, evidence.run
     during = [record for record in records if incident.onset <= record.iteration <= incident.last]
     restores = [outcome for outcome in evidence.outcomes if outcome.kind in RESTORES and outcome.succeeded]

@@ -1,9 +1,8 @@
-"""Evidence of one incident, as it lies in `evidence.json`; `docs/evidence.md` describes every key.
+"""Schema of `evidence.json`, the evidence of one incident; `docs/evidence.md` describes every key.
 
-Why: the post-mortem, its pictures and whoever writes a tool of their own must be able to work from this file alone,
-when the run directory is long gone.
-How: dataclasses that are written as they are. Events keep the form they have in `events.jsonl`, so one reader serves
-both; `SCHEMA` grows when a key changes its meaning, and a file of another schema is refused.
+Why: the post-mortem, its pictures and external tools work from this file alone, also when the run directory is gone.
+How: dataclasses are written field by field. Events keep their form from `events.jsonl`, so one reader serves both.
+`SCHEMA` increases when a key changes its meaning; a file with another schema is an error.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ class RunFacts:
     settings: dict[str, Any] = field(default_factory=dict)
     """The whole configuration, with dotted keys."""
     overrides: list[str] = field(default_factory=list)
-    """Words for `harness train` that give this configuration again, without its name; empty: not known."""
+    """Overrides for `harness train` that reproduce this configuration, without the run's name; empty: not known."""
     world_size: int = 1
     commit: str = ""
     device: str = ""
     tracking: str = ""
-    """Where MLflow has the run."""
+    """MLflow tracking URI and run ID."""
     ended: str = ""
-    """Why, where it has ended."""
+    """Reason and exit code if the run has ended; else empty."""
 
     @property
     def batch_tokens(self) -> int:
@@ -68,7 +67,7 @@ class RunFacts:
 class Token:
     token: int
     text: str
-    """As its tokenizer spells it; empty where none is known."""
+    """As the tokenizer decodes it; empty if no tokenizer is known."""
     num_in_batch: int
     num_in_corpus: int | None = None
 
@@ -76,33 +75,33 @@ class Token:
 @final
 @dataclass(slots=True, kw_only=True)
 class GuiltyBatch:
-    """A batch that was blamed: what its record said, and what its tokens are when they are read again."""
+    """A batch that may have caused the incident: facts from its step record, and its tokens as read again from disk."""
 
     index: int
     iteration: int | None = None
-    """Where it was first seen in the window; None: not within it."""
+    """First iteration of the window that trained on it; None: none did."""
     refused: bool = False
     loss: float | None = None
     fingerprint: str = ""
     entropy_nats: float | None = None
     rows: dict[str, int] = field(default_factory=dict)
-    """Sequences of each source."""
+    """Source -> number of its sequences in the batch."""
     source_losses: dict[str, float] = field(default_factory=dict)
     rarest: list[Token] = field(default_factory=list)
     token_loss_counts: list[int] = field(default_factory=list)
-    """As in a step record; empty where that step was not probed."""
+    """Histogram of token losses, as in a step record; empty if the step was not probed."""
     reread: str = ""
-    """The fingerprint of the tokens that the configuration and the ledger give for it now; empty: could not be read."""
+    """Fingerprint of the batch as read again with the configuration and the ledger; empty: could not be read."""
     common: list[Token] = field(default_factory=list)
-    """The most frequent tokens, of what was read again."""
+    """The most frequent tokens, as read again."""
     num_counts: list[int] = field(default_factory=list)
-    """How often each token occurs that occurs at all, the most frequent first, of what was read again."""
+    """Occurrences of each distinct token, most frequent first, as read again."""
     samples: list[str] = field(default_factory=list)
-    """The beginnings of some rows, decoded or as token ids, of what was read again."""
+    """The beginnings of some rows, decoded or as token ids, as read again."""
 
     @property
     def is_changed(self) -> bool:
-        """What the run was shown is not what lies there."""
+        """Whether the batch that was trained on differs from the batch as read again."""
         return bool(self.reread) and bool(self.fingerprint) and self.reread != self.fingerprint
 
 
@@ -110,16 +109,16 @@ class GuiltyBatch:
 @dataclass(slots=True, kw_only=True)
 class Cost:
     undone_steps: int = 0
-    """Applied, and taken back by a restore."""
+    """Applied, then undone by a restore."""
     refused_steps: int = 0
     raised_steps: int = 0
-    """Applied and kept while the loss stood above its level of before."""
+    """Applied and kept while the loss was above its level before the incident."""
     seconds: float = 0.0
-    """Of these steps, and of the recovery itself."""
+    """Time of these steps plus the recovery time."""
     tokens: int = 0
     gpu_hours: float = 0.0
     money: float | None = None
-    """Where `cluster.price_per_gpu_hour` is set, in its currency."""
+    """In the currency of `cluster.price_per_gpu_hour`; None: no price is set."""
 
     @property
     def steps(self) -> int:
@@ -135,16 +134,16 @@ class Evidence:
     run: RunFacts
     incident: Incident
     records: list[StepRecord] = field(default_factory=list)
-    """Around the incident; thinned where there are many."""
+    """Step records around the incident; thinned if there are many."""
     num_thinned: int = 0
-    """Records of the window that were left out."""
+    """Records of the window that were dropped."""
     findings: list[Finding] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     faults: list[FaultInjected] = field(default_factory=list)
-    """What was broken on purpose; only a drill has any."""
+    """Injected faults; only a drill has any."""
     others: list[Event] = field(default_factory=list)
-    """Starts, checkpoints, orders of persons and the end of the run, within the window."""
+    """Starts, checkpoints, operator interventions and the end of the run, within the window."""
     earlier: list[Incident] = field(default_factory=list)
     """Incidents of the run before this one."""
     batches: list[GuiltyBatch] = field(default_factory=list)
@@ -155,11 +154,11 @@ class Evidence:
         return self.incident.onset
 
     def of(self, *kinds: type[Event]) -> Iterator[Any]:
-        """Other events of these kinds, in order."""
+        """Events of `others` with one of these types, in order."""
         return (event for event in self.others if isinstance(event, kinds))
 
     def kinds(self) -> list[str]:
-        """Of all findings, and what the policy called the incident."""
+        """Kinds of the incident and of all its findings, without duplicates."""
         return list(dict.fromkeys([*self.incident.kinds, *(str(finding.kind) for finding in self.findings)]))
 
 
@@ -167,36 +166,36 @@ OTHERS = (RunStarted, CheckpointSaved, CheckpointJudged, Intervention, RunEnded)
 
 
 def to_tree(evidence: Evidence) -> dict[str, Any]:
-    """Plain data, as it is written; NaN and Inf as strings."""
+    """JSON-ready data as it is written; NaN and Inf are strings."""
     tree = {
-        each.name: getattr(evidence, each.name) for each in fields(evidence) if each.name not in ("incident", "earlier")
+        item.name: getattr(evidence, item.name) for item in fields(evidence) if item.name not in ("incident", "earlier")
     }
     for name in ("run", "cost"):
         tree[name] = asdict(tree[name])
     tree["batches"] = [asdict(batch) for batch in evidence.batches]
     for name in EVENT_LISTS:
-        tree[name] = _written(tree[name])
-    (tree["incident"],) = _written([evidence.incident])
-    tree["earlier"] = _written(evidence.earlier)
+        tree[name] = _events_to_json(tree[name])
+    (tree["incident"],) = _events_to_json([evidence.incident])
+    tree["earlier"] = _events_to_json(evidence.earlier)
     encoded = events.encode(tree)
     assert isinstance(encoded, dict)
     return encoded
 
 
 def from_tree(tree: dict[str, Any], *, path: str = "evidence.json") -> Evidence:
-    """The evidence that was written; `ConfigError` where it is none, or of another schema."""
+    """Parse written evidence; `ConfigError` if it is malformed or has another schema."""
     if tree.get("schema") != SCHEMA:
         raise ConfigError(path, f"has schema {tree.get('schema')!r}, this version reads {SCHEMA}")
     try:
-        lists: dict[str, Any] = {name: _read(tree[name]) for name in (*EVENT_LISTS, "earlier")}
-        (incident,) = _read([tree["incident"]])
+        lists: dict[str, Any] = {name: _events_from_json(tree[name]) for name in (*EVENT_LISTS, "earlier")}
+        (incident,) = _events_from_json([tree["incident"]])
         assert isinstance(incident, Incident)
         return Evidence(
             folder=tree["folder"],
             run=RunFacts(**tree["run"]),
             incident=incident,
             num_thinned=tree["num_thinned"],
-            batches=[_batch(each) for each in tree["batches"]],
+            batches=[_batch_from_json(batch) for batch in tree["batches"]],
             cost=Cost(**tree["cost"]),
             **lists,
         )
@@ -218,16 +217,16 @@ def read(path: Path) -> Evidence:
     return from_tree(tree, path=str(path))
 
 
-def _written(told: Sequence[Event]) -> list[Any]:
-    return [json.loads(events.to_json(event)) for event in told]
+def _events_to_json(listed: Sequence[Event]) -> list[Any]:
+    return [json.loads(events.to_json(event)) for event in listed]
 
 
-def _read(written: Sequence[Any]) -> list[Any]:
-    return [events.from_json(json.dumps(each)) for each in written]
+def _events_from_json(trees: Sequence[Any]) -> list[Any]:
+    return [events.from_json(json.dumps(tree)) for tree in trees]
 
 
-def _batch(tree: dict[str, Any]) -> GuiltyBatch:
-    tokens = {name: [Token(**each) for each in tree[name]] for name in ("rarest", "common")}
+def _batch_from_json(tree: dict[str, Any]) -> GuiltyBatch:
+    tokens = {name: [Token(**token) for token in tree[name]] for name in ("rarest", "common")}
     numbers = {
         name: None if tree[name] is None else float(tree[name]) for name in ("loss", "entropy_nats") if name in tree
     }

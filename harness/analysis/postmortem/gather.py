@@ -1,13 +1,13 @@
-"""From a run directory to the evidence of one incident.
+"""Collects the evidence of one incident from a run directory.
 
-How: the log is read twice. First everything but the ordinary steps, which says where the incident lies; then only the
-steps around it. The index of the log says where both are (`harness.telemetry.log_index`); without one, both readings
-pass over the raw lines. It works on a run that goes on, and on one that was killed: an incident that nobody told the
-end of is put together from its actions and findings.
-A remark is a stretch of duplicate batches that no incident accounts for: only rank 0 knows of them, so no decision may
-rest on them, and yet somebody has to repair the loader.
-Left out: the tokens of the guilty batches, which `harness.analysis.postmortem.batch_tokens` reads again, and the words
-that give the configuration, which `harness.analysis.postmortem.overrides` finds; both take seconds.
+How: the event log is read twice: first all events except ordinary steps, to locate the incident; then only the steps
+around it. The log index (`harness.telemetry.log_index`) gives both positions; without an index, both passes scan the
+raw lines. This also works on a live run and on a killed one: an incident without an end event is reconstructed from
+its actions and findings.
+A remark is a stretch of duplicate batches outside every incident. Only rank 0 sees duplicates, so the policy must not
+act on them, but somebody has to repair the loader.
+Left out: tokens of the guilty batches (`harness.analysis.postmortem.batch_tokens`) and the overrides that reproduce the
+configuration (`harness.analysis.postmortem.overrides`). Both take seconds.
 """
 
 from __future__ import annotations
@@ -43,29 +43,30 @@ from harness.telemetry.event_log import tail
 from harness.telemetry.log_index import between, rare_lines
 
 BEFORE, AFTER = 200, 50
-"""Iterations around an incident that belong to its evidence."""
+"""Iterations before and after an incident that belong to its evidence."""
 MOST_RECORDS, NEAR = 800, 150
-"""More records are thinned, but for those this near to the onset, the refused ones and those that were suspected."""
+"""More records than this are thinned. Kept are those within `NEAR` iterations of the onset, rejected updates, and
+iterations with a finding."""
 MOST_BATCHES = 8
 REMARK_GAP = 50
-"""Iterations between duplicate batches that still make one remark."""
+"""Duplicate batches within this many iterations belong to one remark."""
 OPEN, REMARK = "open", "remark"
 RECENT_BYTES = 32 << 20
 
 
-def told(path: Path) -> list[Event]:
-    """All events of a log but its steps."""
+def read_non_step_events(path: Path) -> list[Event]:
+    """All events of a log except step records."""
     return [event for event in _events(rare_lines(path)) if not isinstance(event, StepRecord)]
 
 
-def steps(path: Path, first: int, last: int) -> list[StepRecord]:
-    """The steps of a log from one iteration to another, both included."""
+def read_steps(path: Path, first: int, last: int) -> list[StepRecord]:
+    """Step records of a log from iteration `first` to `last`, both included."""
     inside = _events(between(path, first, last))
     return [event for event in inside if isinstance(event, StepRecord) and first <= event.iteration <= last]
 
 
 def recent_steps(path: Path, num_bytes: int = RECENT_BYTES) -> list[StepRecord]:
-    """The newest steps of a log: those in its last `num_bytes`, all of a shorter log."""
+    """Step records in the last `num_bytes` of a log."""
     return [event for event in tail(path, num_bytes) if isinstance(event, StepRecord)]
 
 
@@ -77,14 +78,14 @@ def _events(lines: Iterable[bytes]) -> Iterator[Event]:
 
 
 def incidents(log: Sequence[Event]) -> list[Incident]:
-    """All incidents of a log in order, those that nobody told the end of included."""
+    """All incidents of a log in order, including those without an end event."""
     known = {event.number: event for event in log if isinstance(event, Incident)}
     for number in sorted({event.incident for event in log if isinstance(event, Action)} - {0} - set(known)):
-        known[number] = _unfinished(number, log)
+        known[number] = _reconstruct_incident(number, log)
     return [known[number] for number in sorted(known)]
 
 
-def _unfinished(number: int, log: Sequence[Event]) -> Incident:
+def _reconstruct_incident(number: int, log: Sequence[Event]) -> Incident:
     actions = [event for event in log if isinstance(event, Action) and event.incident == number]
     first, last = min(action.onset for action in actions), max(action.iteration for action in actions)
     found = [event for event in log if isinstance(event, Finding) and first <= event.iteration <= last]
@@ -109,9 +110,9 @@ def _unfinished(number: int, log: Sequence[Event]) -> Incident:
 
 
 def remarks(log: Sequence[Event]) -> list[Incident]:
-    """Stretches of duplicate batches outside of every incident."""
-    spans = [(each.onset - REMARK_GAP, each.last + REMARK_GAP) for each in incidents(log)]
-    lone = [
+    """Stretches of duplicate batches outside every incident."""
+    spans = [(incident.onset - REMARK_GAP, incident.last + REMARK_GAP) for incident in incidents(log)]
+    duplicates = [
         event
         for event in log
         if isinstance(event, Finding)
@@ -119,15 +120,15 @@ def remarks(log: Sequence[Event]) -> list[Incident]:
         and not any(first <= event.iteration <= last for first, last in spans)
     ]
     stretches: list[list[Finding]] = []
-    for finding in lone:
+    for finding in duplicates:
         if stretches and 0 <= finding.iteration - stretches[-1][-1].iteration <= REMARK_GAP:
             stretches[-1].append(finding)
         else:
             stretches.append([finding])
-    return [_remark(number, stretch) for number, stretch in enumerate(stretches, start=1)]
+    return [_make_remark(number, stretch) for number, stretch in enumerate(stretches, start=1)]
 
 
-def _remark(number: int, stretch: Sequence[Finding]) -> Incident:
+def _make_remark(number: int, stretch: Sequence[Finding]) -> Incident:
     first, last = stretch[0], stretch[-1]
     return Incident(
         time=last.time,
@@ -144,59 +145,60 @@ def _remark(number: int, stretch: Sequence[Finding]) -> Incident:
 
 
 def folder_of(incident: Incident) -> str:
-    """Name of its folder in `incidents/`."""
+    """Name of the incident's folder in `incidents/`."""
     return f"remark-{incident.number:03}" if incident.verdict == REMARK else f"{incident.number:03}"
 
 
-def find(run: RunDir, number: int) -> Incident:
-    """An incident by its number; `ConfigError` where there is none."""
-    known = incidents(told(run.events))
-    found = next((each for each in known if each.number == number), None)
-    there = ", ".join(str(each.number) for each in known) or "none"
+def find_incident(run: RunDir, number: int) -> Incident:
+    """The incident with this number; `ConfigError` if there is none."""
+    known = incidents(read_non_step_events(run.events))
+    found = next((incident for incident in known if incident.number == number), None)
     if found is None:
-        raise ConfigError("--incident", f"{run.path} has no incident {number}; there are {there}")
+        numbers = ", ".join(str(incident.number) for incident in known) or "none"
+        raise ConfigError("--incident", f"{run.path} has no incident {number}; incidents of this run: {numbers}")
     return found
 
 
-def gather(run: RunDir, incident: Incident) -> Evidence:
-    """Everything the directory holds about one incident; what cannot be read is left out."""
-    require(run.events.exists(), str(run.path), f"is no run: it has no {run.events.name}")
-    log = told(run.events)
+def gather_evidence(run: RunDir, incident: Incident) -> Evidence:
+    """Everything the run directory holds about one incident; unreadable files are skipped."""
+    require(run.events.exists(), str(run.path), f"is not a run directory: it has no {run.events.name}")
+    log = read_non_step_events(run.events)
     first, last = incident.onset - BEFORE, incident.last + AFTER
     faults = [event for event in _events(rare_lines(run.faults)) if isinstance(event, FaultInjected)]
     within = [event for event in log if first <= event.iteration <= last]
     is_remark = incident.verdict == REMARK
     actions = [] if is_remark else [e for e in log if isinstance(e, Action) and e.incident == incident.number]
     outcomes = [] if is_remark else [e for e in log if isinstance(e, Outcome) and e.incident == incident.number]
-    records = steps(run.events, first, last)
-    findings = [each for each in within if isinstance(each, Finding) and _belongs(each, incident)]
+    records = read_steps(run.events, first, last)
+    findings = [event for event in within if isinstance(event, Finding) and _belongs_to(event, incident)]
     evidence = Evidence(
         folder=folder_of(incident),
-        run=facts(run, log),
+        run=read_run_facts(run, log),
         incident=incident,
         findings=findings,
         actions=actions,
         outcomes=outcomes,
         faults=[fault for fault in faults if first <= fault.iteration <= last],
         others=[event for event in within if isinstance(event, OTHERS)],
-        earlier=[] if is_remark else [each for each in incidents(log) if each.number < incident.number],
+        earlier=[] if is_remark else [other for other in incidents(log) if other.number < incident.number],
     )
     evidence.cost = cost_of(evidence, records)
-    evidence.batches = _batches(evidence, records)
-    evidence.records = _thinned(records, incident.onset, {finding.iteration for finding in findings})
+    evidence.batches = _guilty_batches(evidence, records)
+    evidence.records = _thin_records(records, incident.onset, {finding.iteration for finding in findings})
     evidence.num_thinned = len(records) - len(evidence.records)
     return evidence
 
 
-def _belongs(finding: Finding, incident: Incident) -> bool:
-    """Findings between onset and last sign; what only informs, also from a little before or after."""
+def _belongs_to(finding: Finding, incident: Incident) -> bool:
+    """Whether a finding lies between the incident's onset and end. Findings about speed and duplicate batches may also
+    lie up to `REMARK_GAP` iterations outside."""
     if finding.kind in ABOUT_SPEED | {FindingKind.duplicate_batch}:
         return incident.onset - REMARK_GAP <= finding.iteration <= incident.last + REMARK_GAP
     return incident.onset <= finding.iteration <= incident.last or incident.onset <= finding.onset <= incident.last
 
 
-def facts(run: RunDir, log: Sequence[Event]) -> RunFacts:
-    """What is known of the run as a whole."""
+def read_run_facts(run: RunDir, log: Sequence[Event]) -> RunFacts:
+    """Facts about the whole run, from its manifest, configuration and log."""
     manifest, tracking = _json(run.manifest), _json(run.mlflow)
     starts = [event for event in log if isinstance(event, RunStarted)]
     end = next((event for event in reversed(log) if isinstance(event, RunEnded | RunStarted)), None)
@@ -216,8 +218,8 @@ def facts(run: RunDir, log: Sequence[Event]) -> RunFacts:
 
 
 def settings_of(run: RunDir) -> dict[str, Any]:
-    """The configuration with dotted keys, whatever version wrote it; empty where there is none to read. Evidence is
-    sent around: passwords stay behind."""
+    """The configuration with dotted keys, from any version; empty if it cannot be read. Credentials are removed, because
+    evidence is shared."""
     try:
         settings = compose.flat(compose.read_tree(run.config))
     except ConfigError:
@@ -233,8 +235,8 @@ def _json(path: Path) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def _batches(evidence: Evidence, records: Sequence[StepRecord]) -> list[GuiltyBatch]:
-    """What was blamed, most surely first: what was excluded for a refusal, then what findings name."""
+def _guilty_batches(evidence: Evidence, records: Sequence[StepRecord]) -> list[GuiltyBatch]:
+    """Batches that may have caused the incident, most certain first: rejected, skipped, at the onset, in findings."""
     refused = [record.cursor for record in records if record.refused and record.iteration >= evidence.onset]
     skipped = [
         index
@@ -246,31 +248,31 @@ def _batches(evidence: Evidence, records: Sequence[StepRecord]) -> list[GuiltyBa
     named = [cursor for finding in of_data for cursor in reversed(finding.cursors)]
     onset = [record.cursor for record in records if record.iteration == evidence.onset]
     blamed = list(dict.fromkeys([*refused, *skipped, *onset, *named]))[:MOST_BATCHES]
-    return [_batch(index, records) for index in blamed]
+    return [_guilty_batch(index, records) for index in blamed]
 
 
-def _batch(index: int, records: Sequence[StepRecord]) -> GuiltyBatch:
+def _guilty_batch(index: int, records: Sequence[StepRecord]) -> GuiltyBatch:
     seen = [record for record in records if record.cursor == index]
     if not seen:
         return GuiltyBatch(index=index)
-    record = next((each for each in seen if each.token_loss_counts), seen[0])
+    record = next((row for row in seen if row.token_loss_counts), seen[0])
     batch = record.batch
     return GuiltyBatch(
         index=index,
         iteration=seen[0].iteration,
-        refused=any(each.refused for each in seen),
+        refused=any(row.refused for row in seen),
         loss=seen[0].loss,
         fingerprint=str(batch.get("fingerprint", "")),
         entropy_nats=entropy(record),
         rows=batch.get("rows", {}),
         source_losses=record.source_losses,
-        rarest=[Token(token=each[0], text="", num_in_batch=each[1], num_in_corpus=each[2]) for each in rarest(record)],
+        rarest=[Token(token=t, text="", num_in_batch=batch_n, num_in_corpus=n) for t, batch_n, n in rarest(record)],
         token_loss_counts=record.token_loss_counts,
     )
 
 
-def _thinned(records: list[StepRecord], onset: int, suspected: set[int]) -> list[StepRecord]:
-    """All where there are few; else what matters, and evenly as much of the rest as fits."""
+def _thin_records(records: list[StepRecord], onset: int, suspected: set[int]) -> list[StepRecord]:
+    """At most about `MOST_RECORDS`: all that matter, and the rest at even intervals."""
     if len(records) <= MOST_RECORDS:
         return records
     matters = [abs(r.iteration - onset) <= NEAR or r.refused or r.iteration in suspected for r in records]

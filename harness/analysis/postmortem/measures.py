@@ -1,7 +1,7 @@
-"""Numbers of an incident that the rules, the post-mortem and the pictures all speak of; each is taken once, here.
+"""Numbers of an incident that the rules, the report and the pictures share; each is computed once, here.
 
-What is normal comes from the applied records before the onset. A number that the records do not hold is None, and is
-no evidence of anything.
+Usual values come from the applied records before the onset. A number that was not recorded is None and counts neither
+for nor against any cause.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from harness.optim.schedule import schedule_factor
 EMA_STEPS = 50
 RECOVERY_STEPS, RECOVERY_RECORDS = 50, 9
 RECOVERED_SIGMAS = 0.5
-"""Seed 004, Q2.2: back within half a sigma of the mean before, fifty steps after the peak."""
+"""Recovered: fifty steps after the peak the loss is within half a sigma of the mean before (seed 004, Q2.2)."""
 SETTLED_STEPS = 100
-"""Steps before norms of weights are held against anything: they start from nothing."""
+"""Weight norms before this step are not compared: they still grow from initialization."""
 LEAST_SPREAD = 0.02
-"""Of the usual value: a spread below that is no measure of anything."""
+"""Lower bound of a spread, as a fraction of the usual value."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
     before: list[StepRecord]
-    """Applied, finite, before the onset; at most the last hundred."""
+    """Applied records with a finite loss before the onset; at most the last hundred."""
     during: list[StepRecord]
-    """From the onset to its last sign."""
+    """From the onset to the incident's last iteration."""
     level: float | None
-    """Loss before: mean over the last 25 records."""
+    """Mean loss of the last 25 records before the onset."""
     sigma: float
     ema: float | None
-    """Loss before: exponential mean over about fifty steps."""
+    """Loss before the onset: exponential moving average over about fifty steps."""
     peak: StepRecord | None
-    """The highest loss; the first that is not finite, where one is."""
+    """Record with the highest loss, or the first with a non-finite loss."""
     recovery_loss: float | None
-    """Median of some records fifty steps after the peak; None: the log ends before."""
+    """Median loss of a few records fifty steps after the peak; None: the log ends before."""
     usual_grad: float | None
     peak_grad: float | None
-    """The highest gradient norm before clipping; NaN or Inf where one was."""
+    """The highest gradient norm before clipping; NaN or Inf if one occurred."""
     usual_lr: float | None
     onset_lr: float | None
 
@@ -61,14 +61,14 @@ class Measures:
 
     @property
     def grad_factor(self) -> float | None:
-        """The highest gradient norm over the usual one; Inf where it was not finite."""
+        """The highest gradient norm over the usual one; Inf if it was not finite."""
         if self.peak_grad is None or not self.usual_grad:
             return None
         return self.peak_grad / self.usual_grad if math.isfinite(self.peak_grad) else math.inf
 
     @property
     def rise(self) -> float | None:
-        """Of the loss, in spreads above its level; Inf where it was not finite."""
+        """Peak loss above its level, in spreads; Inf if it was not finite."""
         if self.peak is None or self.level is None:
             return None
         spread = max(self.sigma, LEAST_SPREAD * abs(self.level), 1e-9)
@@ -76,11 +76,11 @@ class Measures:
 
     @property
     def suspects(self) -> list[StepRecord]:
-        """Records of the incident that stand out; where none does, all of them."""
+        """Records of the incident that stand out; all of them if none does."""
         return [record for record in self.during if self.stands_out(record)] or self.during
 
     def stands_out(self, record: StepRecord) -> bool:
-        """Whether a record was refused, not finite, or far above what was usual."""
+        """Whether a record was rejected, not finite, or far above usual in loss or gradient norm."""
         if record.refused or not math.isfinite(record.loss + record.grad_norm):
             return True
         is_high = self.level is not None and record.loss > self.level + 3 * self.sigma
@@ -88,7 +88,7 @@ class Measures:
 
 
 def measure(evidence: Evidence) -> Measures:
-    """All of them."""
+    """Compute all measures of an incident."""
     incident, records = evidence.incident, evidence.records
     before = [r for r in records if r.iteration < incident.onset and not r.refused and math.isfinite(r.loss)][-100:]
     during = [r for r in records if incident.onset <= r.iteration <= incident.last]
@@ -123,7 +123,7 @@ def ema_of(before: Sequence[StepRecord]) -> float | None:
 
 
 def recovery_of(records: Sequence[StepRecord], peak: StepRecord) -> float | None:
-    """The loss fifty iterations after the peak, or where the log ends, if that is later than half of it."""
+    """The loss fifty applied steps after the peak, or at the end of the log if at least half of them are there."""
     later = [r for r in records if r.iteration > peak.iteration and not r.refused][:RECOVERY_STEPS]
     if len(later) < RECOVERY_STEPS // 2:
         return None
@@ -131,13 +131,13 @@ def recovery_of(records: Sequence[StepRecord], peak: StepRecord) -> float | None
 
 
 def middle(values: Iterable[float | None]) -> float | None:
-    """The median of what is finite; None where nothing is."""
+    """Median of the finite values; None if there are none."""
     kept = [value for value in values if value is not None and math.isfinite(value)]
     return median(kept) if kept else None
 
 
 def spread_of(values: Sequence[float]) -> tuple[float, float] | None:
-    """Median and robust spread; None where there are too few."""
+    """Median and robust spread (scaled MAD); None for fewer than eight values."""
     if len(values) < 8:
         return None
     centre = median(values)
@@ -146,7 +146,7 @@ def spread_of(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def entropy_shift(measures: Measures) -> tuple[float, float, float] | None:
-    """Entropy of the most remarkable suspected batch, what is usual, and how many spreads lie between."""
+    """Token entropy of the most unusual suspected batch, the usual entropy, and their distance in spreads."""
     usual = spread_of([e for record in measures.before if (e := entropy(record)) is not None])
     seen = [e for record in measures.suspects if (e := entropy(record)) is not None]
     if usual is None or not seen:
@@ -156,25 +156,25 @@ def entropy_shift(measures: Measures) -> tuple[float, float, float] | None:
 
 
 def rare_surplus(measures: Measures) -> tuple[int, float, StepRecord] | None:
-    """Occurrences of the rarest tokens in the suspected batch that has most, what is usual, and that record."""
+    """Highest count of rarest tokens in a suspected batch, the usual count, and the record of that batch."""
     usual = middle(rare_count(record) for record in measures.before)
     counted = [(count, record) for record in measures.suspects if (count := rare_count(record)) is not None]
     if usual is None or not counted:
         return None
-    count, record = max(counted, key=lambda each: each[0])
+    count, record = max(counted, key=lambda pair: pair[0])
     return count, max(usual, 1.0), record
 
 
 def weight_growth(evidence: Evidence) -> tuple[str, float] | None:
-    """The layer group whose weights grew most since they had settled, and by which factor; what is not finite apart."""
+    """The layer group whose weight norm grew most after `SETTLED_STEPS`, and the factor; non-finite norms are ignored."""
     probes = [record.group_param_norms for record in _probes(evidence) if record.step >= SETTLED_STEPS]
     names = probes[0] if len(probes) > 1 else {}
-    factors = [(name, max(norms) / min(norms)) for name in names if len(norms := _sound(name, probes)) > 1]
-    return max(factors, key=lambda each: each[1], default=None)
+    factors = [(name, max(norms) / min(norms)) for name in names if len(norms := _finite_norms(name, probes)) > 1]
+    return max(factors, key=lambda pair: pair[1], default=None)
 
 
-def zeroed(records: Iterable[StepRecord]) -> dict[str, float]:
-    """The largest share of its numbers that became zero in fp8, of each layer group that was probed."""
+def worst_underflow(records: Iterable[StepRecord]) -> dict[str, float]:
+    """Layer group -> largest share of its values that underflowed in fp8, over all probes."""
     shares: dict[str, float] = {}
     for record in records:
         for name, share in record.fp8_underflow.items():
@@ -183,7 +183,7 @@ def zeroed(records: Iterable[StepRecord]) -> dict[str, float]:
 
 
 def weight_jump(evidence: Evidence) -> tuple[str, float] | None:
-    """The layer group whose norm changed most between two probes, and by which factor; Inf: it stopped being finite."""
+    """The layer group whose weight norm changed most between two probes, and the factor; Inf: it became non-finite."""
     worst: tuple[str, float] | None = None
     for earlier, later in pairwise(record.group_param_norms for record in _probes(evidence)):
         for name, norm in later.items():
@@ -198,29 +198,29 @@ def _probes(evidence: Evidence) -> list[StepRecord]:
     return [r for r in evidence.records if r.group_param_norms and r.iteration <= evidence.incident.last + 1]
 
 
-def _sound(name: str, probes: Sequence[dict[str, float]]) -> list[float]:
+def _finite_norms(name: str, probes: Sequence[dict[str, float]]) -> list[float]:
     return [norm for probe in probes if 0 < (norm := probe.get(name, 0.0)) < math.inf]
 
 
 def held_out_check(evidence: Evidence) -> tuple[float, float] | None:
-    """The held-out loss that was measured during an incident, and that of a healthy state; None: there was no check."""
-    measured = [each.held_out_loss for each in evidence.outcomes if each.kind is ActionKind.check]
-    expected = [each.level for each in evidence.actions if each.kind is ActionKind.check]
+    """Held-out loss measured during the incident, and the expected one; None: it was not checked."""
+    measured = [outcome.held_out_loss for outcome in evidence.outcomes if outcome.kind is ActionKind.check]
+    expected = [action.level for action in evidence.actions if action.kind is ActionKind.check]
     if not measured or not expected or measured[-1] is None or expected[-1] is None:
         return None
     return measured[-1], expected[-1]
 
 
-def skipped_in_vain(evidence: Evidence) -> int:
-    """Restores and exclusions that trouble followed again."""
+def num_failed_recoveries(evidence: Evidence) -> int:
+    """Recovery actions of the incident that were followed by another one."""
     others = (ActionKind.watch, ActionKind.check, ActionKind.accept, ActionKind.precision)
     return max(0, sum(action.kind not in others for action in evidence.actions) - 1)
 
 
-def scheduled(evidence: Evidence, record: StepRecord) -> float | None:
-    """What the configured schedule gives for the update of a record; None where it is not known."""
+def scheduled_lr(evidence: Evidence, record: StepRecord) -> float | None:
+    """Learning rate of the configured schedule for the update of a record; None if the schedule is not known."""
     settings = evidence.run.settings
-    names = [each.name for each in fields(OptimConfig)]
+    names = [item.name for item in fields(OptimConfig)]
     try:
         optim = OptimConfig(**{name: settings[f"optim.{name}"] for name in names})
         optim.schedule = ScheduleKind(optim.schedule)
@@ -232,15 +232,17 @@ def scheduled(evidence: Evidence, record: StepRecord) -> float | None:
 
 
 def off_schedule(evidence: Evidence, measures: Measures) -> tuple[StepRecord, float] | None:
-    """The record of the incident whose learning rate is farthest from its schedule, and by which factor; a scale that
-    held before the onset, and changes that were ordered or decided, are allowed for."""
+    """The record of the incident whose learning rate is farthest from its schedule, and the factor.
+
+    A scale that already held before the onset is divided out. None if an action or an operator changed the rate.
+    """
     usual = middle(_rate_factor(evidence, record) for record in measures.before[-20:])
     if not usual or any(action.lr_scale is not None for action in evidence.actions) or any(evidence.of(Intervention)):
         return None
     factors = [(record, factor / usual) for record in measures.during if (factor := _rate_factor(evidence, record))]
-    return max(factors, key=lambda each: abs(math.log(each[1])), default=None)
+    return max(factors, key=lambda pair: abs(math.log(pair[1])), default=None)
 
 
 def _rate_factor(evidence: Evidence, record: StepRecord) -> float | None:
-    rate = scheduled(evidence, record)
+    rate = scheduled_lr(evidence, record)
     return record.lr / rate if rate and math.isfinite(record.lr) and record.lr > 0 else None

@@ -1,10 +1,9 @@
-"""The words of a command line that give a configuration again.
+"""Finds the command-line overrides that reproduce a resolved configuration.
 
-Why: a post-mortem ends in a command that somebody can run, and a run directory holds the resolved configuration, not
-the words it came from.
-How: the groups are guessed from what the configuration says of itself, the rest are the keys that still differ. The
-words are then composed, and only returned where they give the configuration again; otherwise there are none.
-Left out: what says where and how visibly a run happens, such as `launch` and `telemetry`; the next one has its own.
+Why: a post-mortem ends in a command to run, but a run directory holds the resolved configuration, not its overrides.
+How: group options are guessed from the configuration; the other overrides are the keys that still differ. The result
+is composed again and returned only if it reproduces the configuration.
+Left out: sections such as `launch` and `telemetry`, which do not affect what is computed.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from harness.config.optim import ScheduleKind
 from harness.config.schema import Config
 from harness.core.rundir import MAY_DIFFER, RunDir
 
-NOT_SAID = (*MAY_DIFFER, "run.name")
+IGNORED = (*MAY_DIFFER, "run.name")
 NAMED = ("data.sources.",)
-"""Sections whose keys are names of the user's choice: they must be added."""
+"""Sections whose keys are chosen by the user. New keys need Hydra's `+`."""
 
 
 def overrides_in(run: RunDir) -> list[str]:
-    """The words for the configuration of a run; what another version wrote may give none."""
+    """Overrides that reproduce the configuration of a run; empty if another version wrote it and it cannot be read."""
     try:
         return overrides_of(compose.read(run.config))
     except ConfigError:
@@ -35,18 +34,18 @@ def overrides_in(run: RunDir) -> list[str]:
 
 
 def overrides_of(cfg: Config) -> list[str]:
-    """The words; empty where no words were found that give this configuration."""
+    """Overrides that reproduce a configuration; empty if none were found."""
     groups = groups_of(cfg)
     try:
-        wanted, start = said(cfg), said(compose.load(groups))
-        words = [*groups, *differing(wanted, start, cfg)]
-        return words if said(compose.load(words)) == wanted else []
+        wanted, start = computed_settings(cfg), computed_settings(compose.load(groups))
+        overrides = [*groups, *differing_overrides(wanted, start, cfg)]
+        return overrides if computed_settings(compose.load(overrides)) == wanted else []
     except ConfigError:
         return []
 
 
 def groups_of(cfg: Config) -> list[str]:
-    """Options of groups that bring most keys to where they are."""
+    """Group options that set most keys to their values."""
     kinds = {source.kind for source in cfg.data.sources.values()}
     data = str(min(kinds)) if list(cfg.data.sources) == ["main"] else "mixture"
     chosen = {
@@ -65,26 +64,26 @@ def groups_of(cfg: Config) -> list[str]:
     ]
 
 
-def said(cfg: Config) -> dict[str, Any]:
-    """Keys and values that decide what is computed."""
-    return {key: value for key, value in compose.flat(compose.plain(cfg)).items() if not key.startswith(NOT_SAID)}
+def computed_settings(cfg: Config) -> dict[str, Any]:
+    """Keys and values that affect what is computed."""
+    return {key: value for key, value in compose.flat(compose.plain(cfg)).items() if not key.startswith(IGNORED)}
 
 
-def differing(wanted: dict[str, Any], start: dict[str, Any], cfg: Config) -> list[str]:
-    """One word for each key that differs; a source that is not there is added whole."""
+def differing_overrides(wanted: dict[str, Any], start: dict[str, Any], cfg: Config) -> list[str]:
+    """One override for each key that differs; a new data source is added as a whole."""
     names = [name for name in cfg.data.sources if not any(key.startswith(f"data.sources.{name}.") for key in start)]
     added = [f"data.sources.{name}." for name in names]
     sources = compose.plain(cfg)["data"]["sources"]
     gone = {key.split(".")[2] for key in start if key.startswith(NAMED)} - set(cfg.data.sources)
     keys = [key for key in wanted if wanted[key] != start.get(key, object())]
-    words = [f"{key}={value_of(wanted[key])}" for key in keys if not key.startswith(tuple(added) or ("\0",))]
+    overrides = [f"{key}={hydra_value(wanted[key])}" for key in keys if not key.startswith(tuple(added) or ("\0",))]
     if names:
-        words.append(f"+data.sources={value_of({name: sources[name] for name in names})}")
-    return [*words, *(f"~data.sources.{name}" for name in sorted(gone))]
+        overrides.append(f"+data.sources={hydra_value({name: sources[name] for name in names})}")
+    return [*overrides, *(f"~data.sources.{name}" for name in sorted(gone))]
 
 
-def value_of(value: Any) -> str:
-    """A value as Hydra reads it on the command line."""
+def hydra_value(value: Any) -> str:
+    """A value in the syntax of a Hydra override."""
     match value:
         case None:
             return "null"
@@ -95,13 +94,13 @@ def value_of(value: Any) -> str:
         case str():
             return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
         case list():
-            return "[" + ",".join(value_of(each) for each in value) + "]"
+            return "[" + ",".join(hydra_value(item) for item in value) + "]"
         case dict():
-            return "{" + ",".join(f"{key}:{value_of(each)}" for key, each in value.items()) + "}"
+            return "{" + ",".join(f"{key}:{hydra_value(item)}" for key, item in value.items()) + "}"
         case _:
             return str(yaml.safe_dump(value, default_flow_style=True).splitlines()[0])
 
 
-def command(*words: str) -> str:
-    """A command line for a shell."""
-    return " ".join(shlex.quote(word) for word in words)
+def shell_command(*args: str) -> str:
+    """A command line with each argument quoted for a shell."""
+    return " ".join(shlex.quote(arg) for arg in args)

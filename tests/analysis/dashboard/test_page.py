@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.dashboard.markdown_html import to_html
 from harness.analysis.dashboard.page import fill, library, render
 from harness.analysis.dashboard.page_data import facts_of, page_data, spell_seconds, state_of
 from harness.analysis.dashboard.story import Story
+from harness.analysis.markdown_html import to_html
 from harness.core.events import ActionKind, Intervention, Outcome, RunEnded, RunStarted
 from harness.core.rundir import RunDir
 from tests.analysis.dashboard.logs import BEGUN, long_run, record, write

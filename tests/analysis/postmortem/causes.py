@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.analysis.postmortem.gather import gather, incidents, remarks, told
+from harness.analysis.postmortem.gather import gather_evidence, incidents, read_non_step_events, remarks
 from harness.analysis.postmortem.measures import measure
 from harness.analysis.postmortem.rules.causes import Cause
-from harness.analysis.postmortem.rules.hypotheses import judge, root_cause
+from harness.analysis.postmortem.rules.hypotheses import rank_causes, root_cause
 from harness.core.rundir import RunDir
 
 INJECTED = {
@@ -38,7 +38,7 @@ INJECTED = {
 def blamed(directory: Path) -> Cause | None:
     """The root cause of the first incident of a run, or else of its first remark; None: not known."""
     run = RunDir(directory)
-    log = told(run.events)
-    evidence = gather(run, (incidents(log) or remarks(log))[0])
-    first = root_cause(judge(evidence, measure(evidence)))
+    log = read_non_step_events(run.events)
+    evidence = gather_evidence(run, (incidents(log) or remarks(log))[0])
+    first = root_cause(rank_causes(evidence, measure(evidence)))
     return None if first is None else first.cause

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.analysis.postmortem.evidence import Evidence
-from harness.analysis.postmortem.gather import gather, incidents, remarks, told
+from harness.analysis.postmortem.gather import gather_evidence, incidents, read_non_step_events, remarks
 from harness.core.events import (
     Action,
     ActionKind,
@@ -135,9 +135,9 @@ def write(directory: Path, log: Iterable[Event], settings: str = SETTINGS) -> Ru
 
 def evidence_of(run: RunDir) -> Evidence:
     """Of the only incident, or else the only remark."""
-    log = told(run.events)
+    log = read_non_step_events(run.events)
     (incident,) = incidents(log) or remarks(log)
-    return gather(run, incident)
+    return gather_evidence(run, incident)
 
 
 def refused(**facts: Any) -> Change:

@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from harness.analysis.diagnose.decision_tree import render, walk
 from harness.analysis.postmortem import evidence as schema
-from harness.analysis.postmortem import gather as room
-from harness.analysis.postmortem.gather import find, gather, incidents, remarks, steps, told
-from harness.analysis.postmortem.overrides import overrides_of, said
+from harness.analysis.postmortem import gather as gather_module
+from harness.analysis.postmortem.gather import (
+    find_incident,
+    gather_evidence,
+    incidents,
+    read_non_step_events,
+    read_steps,
+    remarks,
+)
+from harness.analysis.postmortem.overrides import computed_settings, overrides_of
 from harness.analysis.postmortem.report import markdown_report
 from harness.config import compose
 from harness.config.errors import ConfigError
@@ -76,12 +83,12 @@ def test_an_incident_that_nobody_told_the_end_of(tmp_path: Path) -> None:
     """As after a kill, or while the run goes on: put together from its actions and findings."""
     log = [event for event in stories.poisoned() if not isinstance(event, Incident)]
     run = write(tmp_path / "run", log)
-    (incident,) = incidents(told(run.events))
+    (incident,) = incidents(read_non_step_events(run.events))
     assert (incident.number, incident.onset, incident.is_open) == (1, ONSET, True)
     assert (incident.kinds, incident.groups) == (["grad_spike"], ["embedding"])
-    assert find(run, 1) == incident
-    with pytest.raises(ConfigError, match="has no incident 4; there are 1"):
-        find(run, 4)
+    assert find_incident(run, 1) == incident
+    with pytest.raises(ConfigError, match="has no incident 4; incidents of this run: 1"):
+        find_incident(run, 4)
 
 
 def test_a_long_window_is_thinned_but_not_where_it_matters(tmp_path: Path) -> None:
@@ -90,8 +97,8 @@ def test_a_long_window_is_thinned_but_not_where_it_matters(tmp_path: Path) -> No
     run = write(tmp_path / "run", [*rows, stories.ended(last=3900)])
     evidence = evidence_of(run)
     kept = {record.iteration for record in evidence.records}
-    assert len(kept) <= room.MOST_RECORDS + 1
-    assert {*range(ONSET, ONSET + room.NEAR), 2500} <= kept
+    assert len(kept) <= gather_module.MOST_RECORDS + 1
+    assert {*range(ONSET, ONSET + gather_module.NEAR), 2500} <= kept
     assert evidence.num_thinned == 3951 - len(kept)
     assert evidence.cost.refused_steps == 1
 
@@ -103,7 +110,7 @@ def test_duplicate_batches_without_an_incident_are_a_remark(tmp_path: Path) -> N
     log = [twice(20), twice(40), twice(120), *stories.skipped(), twice(ONSET + 20)]
     alone = remarks(log)
     assert [(each.onset, each.last) for each in alone] == [(20, 40)]
-    assert [room.folder_of(each) for each in alone] == ["remark-001"]
+    assert [gather_module.folder_of(each) for each in alone] == ["remark-001"]
     run = write(tmp_path / "run", log_of({}, [twice(20), twice(40)]))
     assert [finding.iteration for finding in evidence_of(run).findings] == [20, 40]
 
@@ -113,7 +120,7 @@ def test_steps_are_read_by_iteration_also_from_a_log_in_another_order_of_keys(tm
     with run.events.open("a") as log:
         log.write('{"iteration": 500, ' + to_json(record(500, 2.0))[1:].replace('"iteration":500,', "") + "\n")
         log.write('{"event":"step","time":0,"iteration":501,"torn')
-    assert [row.iteration for row in steps(run.events, 228, 600)] == [228, 229, 500]
+    assert [row.iteration for row in read_steps(run.events, 228, 600)] == [228, 229, 500]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +135,7 @@ def test_steps_are_read_by_iteration_also_from_a_log_in_another_order_of_keys(tm
 def test_words_give_the_configuration_again(words: list[str]) -> None:
     cfg = compose.load([*words, "run.name=first", "telemetry=plain"])
     found = overrides_of(cfg)
-    assert said(compose.load(found)) == said(cfg)
+    assert computed_settings(compose.load(found)) == computed_settings(cfg)
     assert len(found) <= len(words) + 2
 
 
@@ -199,11 +206,11 @@ def test_any_log_can_be_gathered_written_and_diagnosed(log: list[Event | str]) -
     with TemporaryDirectory() as directory:
         run = RunDir(Path(directory))
         run.events.write_text("".join(f"{each if isinstance(each, str) else to_json(each)}\n" for each in log))
-        known = told(run.events)
+        known = read_non_step_events(run.events)
         for incident in [*incidents(known), *remarks(known)]:
-            evidence = gather(run, incident)
+            evidence = gather_evidence(run, incident)
             assert markdown_report.render(evidence).startswith("# Incident")
             tree = schema.to_tree(evidence)
             assert schema.to_tree(schema.from_tree(tree)) == tree
-        told_rows = [event for event in steps(run.events, 0, 1000) if isinstance(event, StepRecord)]
+        told_rows = [event for event in read_steps(run.events, 0, 1000) if isinstance(event, StepRecord)]
         assert "=>" in render(walk(told_rows, {}, detect=config()))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.postmortem.measures import measure
-from harness.analysis.postmortem.rules.causes import Cause, Judgement
-from harness.analysis.postmortem.rules.hypotheses import KNOWN, RULES, judge, root_cause
+from harness.analysis.postmortem.rules.causes import Cause, RuleResult
+from harness.analysis.postmortem.rules.hypotheses import KNOWN, RULES, rank_causes, root_cause
 from harness.analysis.postmortem.rules.remedies import REMEDIES, remedy_of
 from harness.core.events import Action, ActionKind, Event
 from tests.analysis.postmortem import stories
@@ -32,9 +32,9 @@ STORIES: list[tuple[Callable[[], list[Event]], str, Cause]] = [
 ]
 
 
-def ranked(tmp_path: Path, log: list[Event], settings: str = SETTINGS) -> list[Judgement]:
+def ranked(tmp_path: Path, log: list[Event], settings: str = SETTINGS) -> list[RuleResult]:
     evidence = evidence_of(write(tmp_path / "run", log, settings))
-    return judge(evidence, measure(evidence))
+    return rank_causes(evidence, measure(evidence))
 
 
 @pytest.mark.parametrize(("story", "settings", "cause"), STORIES, ids=[str(cause) for _, _, cause in STORIES])

@@ -9,7 +9,7 @@ import pytest
 
 from harness.analysis.postmortem import evidence as schema
 from harness.analysis.postmortem.measures import measure
-from harness.analysis.postmortem.rules.hypotheses import judge
+from harness.analysis.postmortem.rules.hypotheses import rank_causes
 from harness.analysis.postmortem.write import EVIDENCE, MARKDOWN, PAGE
 from harness.core.rundir import RunDir
 from launch.cli.main import main
@@ -35,7 +35,7 @@ def test_a_run_writes_its_post_mortem_and_the_check_in_it_passes(ranks: Pool, tm
     assert first.code == 0
     folder = RunDir(tmp_path / "victim").incidents / "001"
     evidence = schema.read(folder / EVIDENCE)
-    assert judge(evidence, measure(evidence))[0].cause == "corrupted rank"
+    assert rank_causes(evidence, measure(evidence))[0].cause == "corrupted rank"
     assert evidence.incident.ranks == [1]
     (batch,) = evidence.batches
     assert batch.reread == batch.fingerprint, "what was trained on is what the configuration gives"

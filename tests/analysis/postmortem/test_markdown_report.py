@@ -74,17 +74,21 @@ def test_what_fits_into_fp8_is_drawn_where_a_run_has_it(tmp_path: Path) -> None:
     figure = Figure()
     assert PAINTERS[Panel.scale](figure, story(tmp_path / "unfit", "unfit"))
     labels = [axes.get_legend_handles_labels()[1] for axes in figure.axes]
-    assert labels == [["became zero, worst layer group", "in bf16"], ["activations", "weights"]]
+    assert labels == [["underflow, worst layer group", "in bf16"], ["activations", "weights"]]
     assert not PAINTERS[Panel.scale](Figure(), story(tmp_path / "poisoned", "poisoned"))
 
 
 def test_the_page_needs_no_network_and_escapes_data(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"\x89PNG")
-    words = "# A <b>\n\n- one `<i>`\n  - two\n1. three\n\n      harness train 'a'\n\n![one](a.png)\n![gone](b.png)\n"
-    page = html_report.render(words, tmp_path, title="x & y")
-    assert "<h1>A &lt;b&gt;</h1>\n<ul>\n<li>one <code>&lt;i&gt;</code></li>\n<ul>\n<li>two</li>\n</ul>\n</ul>" in page
+    text = (
+        "# A <b>\n\n- one `<i>`\n  - two\n\n1. three\n\n- four:\n\n      harness train 'a' <b>\n\n"
+        "![one](a.png)\n![gone](../b.png)\n"
+    )
+    page = html_report.render(text, tmp_path, title="x & y")
+    nested = "<li>one <code>&lt;i&gt;</code>\n<ul>\n<li>two</li>\n</ul>\n</li>"
+    assert f"<h1>A &lt;b&gt;</h1>\n<ul>\n{nested}\n</ul>" in page
     assert "</ul>\n<ol>\n<li>three</li>\n</ol>" in page
-    assert "<pre><code>harness train &#x27;a&#x27;</code></pre>" in page
+    assert "<pre><code>harness train 'a' &lt;b&gt;\n</code></pre>" in page
     assert 'src="data:image/png;base64,iVBORw=="' in page
     assert "gone: b.png is missing" in page
     assert "prefers-color-scheme: dark" in page

@@ -1,9 +1,7 @@
-"""The post-mortem of an incident as Markdown: both templates of the house, filled from evidence alone.
+"""Renders the post-mortem of an incident as Markdown: summary, spike record (seed 000) and post-mortem (seed 002).
 
-Why: what happened, why, what was done and what to change must stand on one page, in the same order each time, with
-numbers before theories.
-How: a pure function of the evidence. A section that nothing was measured for says so, and is never padded; a cause
-that the rules are not sure of is "not known yet".
+A pure function of the evidence. Symptoms with numbers come before hypotheses. A section without measurements says
+"not measured"; a cause with a score below `KNOWN` is "not known yet".
 """
 
 from __future__ import annotations
@@ -20,25 +18,25 @@ from harness.analysis.postmortem.report.wording import (
     TITLES,
     TYPES,
     action_counts,
-    action_words,
-    cost_words,
-    listed,
+    action_lines,
+    cost_text,
+    format_time,
+    join_names,
     number,
-    panel_words,
+    panel_name,
     printable,
-    token_words,
-    when,
+    token_texts,
 )
-from harness.analysis.postmortem.rules.causes import Judgement, Panel
-from harness.analysis.postmortem.rules.hypotheses import KNOWN, judge, root_cause
+from harness.analysis.postmortem.rules.causes import Panel, RuleResult
+from harness.analysis.postmortem.rules.hypotheses import KNOWN, rank_causes, root_cause
 from harness.analysis.postmortem.rules.remedies import Check, Remedy, check_of, remedy_of
 from harness.core.events import ActionKind
 
 
 def render(evidence: Evidence, panels: Sequence[Panel] = ()) -> str:
-    """The whole page; `panels` are the pictures that were drawn."""
+    """The whole report; `panels` are the pictures that were drawn."""
     measures = measure(evidence)
-    ranked = judge(evidence, measures)
+    ranked = rank_causes(evidence, measures)
     cause = root_cause(ranked)
     remedy = None if cause is None else remedy_of(cause.cause, evidence)
     check = check_of(None if cause is None else cause.cause, remedy, evidence, measures)
@@ -53,25 +51,25 @@ def render(evidence: Evidence, panels: Sequence[Panel] = ()) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _heading(evidence: Evidence, cause: Judgement | None, remedy: Remedy | None) -> list[str]:
+def _heading(evidence: Evidence, cause: RuleResult | None, remedy: Remedy | None) -> list[str]:
     incident, run = evidence.incident, evidence.run
     drill = []
     if evidence.faults:
         fault, num = evidence.faults[0], len(evidence.faults)
-        struck = f"rank {fault.rank}, iteration {fault.iteration}" + (f"; {num} strikes in all" if num > 1 else "")
-        drill = [f"- A drill: {fault.message} ({struck})"]
+        struck = f"rank {fault.rank}, iteration {fault.iteration}" + (f"; {num} times in all" if num > 1 else "")
+        drill = [f"- Drill, injected fault: {fault.message} ({struck})"]
     kinds = ", ".join(evidence.kinds()) or NOT_MEASURED
     state = "still open" if incident.is_open else incident.verdict
     verdict = NOT_KNOWN if cause is None else f"{cause.cause} ({cause.score:.2f})"
-    done = action_counts(evidence) or "nothing was done"
+    done = action_counts(evidence) or "no action"
     return [
-        f"# Incident {evidence.folder} of {run.name}, {when(_onset_time(evidence))}",
+        f"# Incident {evidence.folder} of {run.name}, {format_time(_onset_time(evidence))}",
         "",
         f"- What: {kinds}, iterations {incident.onset} to {incident.last}; {state}",
         f"- Why: {verdict}",
         f"- Done: {done}",
         f"- Change: {NOT_KNOWN if remedy is None else remedy.change}",
-        f"- Cost: {cost_words(evidence)}",
+        f"- Cost: {cost_text(evidence)}",
         *drill,
         "",
     ]
@@ -82,12 +80,12 @@ def _onset_time(evidence: Evidence) -> float:
     return evidence.incident.time if record is None else record.time
 
 
-def _spike(evidence: Evidence, measures: Measures, cause: Judgement | None, remedy: Remedy | None) -> list[str]:
-    """Template of seed 000."""
+def _spike(evidence: Evidence, measures: Measures, cause: RuleResult | None, remedy: Remedy | None) -> list[str]:
+    """Spike record, template of seed 000."""
     incident, run = evidence.incident, evidence.run
-    steps = [record.cursor for record in measures.during]
+    cursors = [record.cursor for record in measures.during]
     blamed = ", ".join(str(batch.index) for batch in evidence.batches) or "none"
-    seen = f"{min(steps)} to {max(steps)}" if steps else NOT_MEASURED
+    seen = f"{min(cursors)} to {max(cursors)}" if cursors else NOT_MEASURED
     return [
         f"## Spike #{incident.number}",
         "",
@@ -99,21 +97,21 @@ def _spike(evidence: Evidence, measures: Measures, cause: Judgement | None, reme
         "",
         "### Evidence",
         f"- mlflow run: {run.tracking or NOT_MEASURED}",
-        f"- Batch index range: {seen}; blamed: {blamed}",
-        f"- Token histogram for offending batches: {panel_words(Panel.tokens)}",
+        f"- Batch index range: {seen}; guilty: {blamed}",
+        f"- Token histogram for offending batches: {panel_name(Panel.tokens)}",
         f"- Per-layer activation L2 at spike: {_activations(measures)}",
-        f"- Guilty ranks: {listed(incident.ranks)}; layer groups: {listed(incident.groups)}",
+        f"- Guilty ranks: {join_names(incident.ranks)}; layer groups: {join_names(incident.groups)}",
         "",
         "### Classification",
         f"- Type: {TYPES.get(incident.spike_type, str(incident.spike_type))}",
         f"- Root cause: {NOT_KNOWN if cause is None else cause.cause}",
         "",
         "### Recovery action",
-        *([f"- {words}" for words in action_words(evidence)] or ["- none"]),
+        *([f"- {line}" for line in action_lines(evidence)] or ["- none"]),
         "",
         "### Outcome",
         *_outcome(evidence, measures),
-        f"- Cost of incident: {cost_words(evidence)}",
+        f"- Cost of incident: {cost_text(evidence)}",
         "",
         "### Lessons / followups",
         f"- {NOT_KNOWN if remedy is None else remedy.lesson}",
@@ -121,15 +119,15 @@ def _spike(evidence: Evidence, measures: Measures, cause: Judgement | None, reme
     ]
 
 
-def _report(evidence: Evidence, measures: Measures, ranked: Sequence[Judgement]) -> list[str]:
-    """Template of seed 002, sections 1 to 3."""
+def _report(evidence: Evidence, measures: Measures, ranked: Sequence[RuleResult]) -> list[str]:
+    """Post-mortem, template of seed 002, sections 1 to 3."""
     incident, run, peak = evidence.incident, evidence.run, measures.peak
     recovery = number(measures.recovery_loss) if measures.has_recovered is not False else "did not recover"
     if measures.has_recovered is False:
         recovery += f": {number(measures.recovery_loss)}"
-    likely = [judgement for judgement in ranked if judgement.support is not None][:5]
+    likely = [result for result in ranked if result.support is not None][:5]
     return [
-        f"# Loss spike post-mortem: {when(_onset_time(evidence))}, {run.name}",
+        f"# Loss spike post-mortem: {format_time(_onset_time(evidence))}, {run.name}",
         "",
         "## 1. Symptoms",
         f"- step where spike began: {incident.onset_step} (iteration {incident.onset})",
@@ -146,11 +144,11 @@ def _report(evidence: Evidence, measures: Measures, ranked: Sequence[Judgement])
         "## 2. Hypotheses",
         *(
             [
-                f"{place}. {each.cause} ({each.score:.2f}): {each.support.text} ({panel_words(each.support.panel)})"
-                for place, each in enumerate(likely, start=1)
-                if each.support is not None
+                f"{place}. {result.cause} ({result.score:.2f}): {result.support.text} ({panel_name(result.support.panel)})"
+                for place, result in enumerate(likely, start=1)
+                if result.support is not None
             ]
-            or ["none: nothing in the log speaks for any of the causes known"]
+            or ["none: the log has no evidence for any known cause"]
         ),
         "",
         "## 3. Discriminating evidence",
@@ -159,20 +157,22 @@ def _report(evidence: Evidence, measures: Measures, ranked: Sequence[Judgement])
     ]
 
 
-def _discriminating(ranked: Sequence[Judgement], likely: Sequence[Judgement]) -> list[str]:
+def _discriminating(ranked: Sequence[RuleResult], likely: Sequence[RuleResult]) -> list[str]:
     lines = []
-    for place, each in enumerate(likely[:3], start=1):
-        if each.support is not None and each.score >= KNOWN:
-            lines.append(f"- {panel_words(each.support.panel)}: {each.support.text} -> favors H{place}")
-    for each in ranked:
-        if each.against is not None and each.score < KNOWN:
-            named = next((f"H{at}" for at, one in enumerate(likely, start=1) if one.cause is each.cause), each.cause)
-            lines.append(f"- {panel_words(each.against.panel)}: {each.against.text} -> rules out {named}")
+    places = {result.cause: f"H{place}" for place, result in enumerate(likely, start=1)}
+    for result in likely[:3]:
+        if result.support is not None and result.score >= KNOWN:
+            panel = panel_name(result.support.panel)
+            lines.append(f"- {panel}: {result.support.text} -> favors {places[result.cause]}")
+    for result in ranked:
+        if result.against is not None and result.score < KNOWN:
+            hypothesis = places.get(result.cause, result.cause)
+            lines.append(f"- {panel_name(result.against.panel)}: {result.against.text} -> rules out {hypothesis}")
     return lines[:MOST_LINES] or [NOT_MEASURED]
 
 
 def _answers(remedy: Remedy | None, check: Check) -> list[str]:
-    """Template of seed 002, sections 4 to 7."""
+    """Post-mortem, template of seed 002, sections 4 to 7."""
     overrides = [] if remedy is None else remedy.overrides
     return [
         "## 4. Root cause",
@@ -180,13 +180,7 @@ def _answers(remedy: Remedy | None, check: Check) -> list[str]:
         "",
         "## 5. Remediation",
         f"- {NOT_KNOWN if remedy is None else remedy.change}",
-        *(
-            [f"- `{' '.join(overrides)}`"]
-            if overrides
-            else ["- no key of the configuration changes that"]
-            if remedy
-            else []
-        ),
+        *([f"- `{' '.join(overrides)}`"] if overrides else ["- no config key makes this change"] if remedy else []),
         "",
         "## 6. Verification",
         f"- Re-run with seed {NOT_MEASURED if check.seed is None else check.seed} through step "
@@ -214,7 +208,9 @@ def _outcome(evidence: Evidence, measures: Measures) -> list[str]:
         case True:
             return [f"- {state}; the loss is back at {loss} fifty steps after its peak"]
         case _:
-            return [f"- {state}; the loss stands at {loss}, before it was {number(measures.level)}"]
+            return [
+                f"- {state}; the loss is {loss} fifty steps after its peak; before the incident {number(measures.level)}"
+            ]
 
 
 def _activations(measures: Measures) -> str:
@@ -222,14 +218,14 @@ def _activations(measures: Measures) -> str:
     if probed is None:
         return NOT_MEASURED
     layers = ", ".join(f"{name} {number(value, 3)}" for name, value in probed.activation_rms.items())
-    return f"RMS at iteration {probed.iteration}: {layers} ({panel_words(Panel.activations)})"
+    return f"RMS at iteration {probed.iteration}: {layers} ({panel_name(Panel.activations)})"
 
 
 def _unusual(evidence: Evidence) -> str:
     batch = next((batch for batch in evidence.batches if batch.rarest), None)
     if batch is None:
         return NOT_MEASURED
-    return f"{', '.join(token_words(batch)[:5])} (batch {batch.index})" if batch.rarest else "none flagged"
+    return f"{', '.join(token_texts(batch)[:5])} (batch {batch.index})" if batch.rarest else "none flagged"
 
 
 def _samples(evidence: Evidence) -> list[str]:
@@ -242,7 +238,11 @@ def _samples(evidence: Evidence) -> list[str]:
         facts += [f"{count} rows of {name}" for name, count in batch.rows.items() if count]
         facts += ["update refused"] if batch.refused else []
         facts += (
-            ["NOT what lies on disk now"] if batch.is_changed else [] if batch.reread else ["tokens not read again"]
+            ["DIFFERS from the data on disk now"]
+            if batch.is_changed
+            else []
+            if batch.reread
+            else ["tokens not compared with the data on disk"]
         )
         lines.append(f"- batch {batch.index}: {', '.join(facts)}")
         lines += [f"  - `{printable(sample)}`" for sample in batch.samples[:2]]
@@ -252,4 +252,4 @@ def _samples(evidence: Evidence) -> list[str]:
 def _pictures(panels: Sequence[Panel]) -> list[str]:
     if not panels:
         return []
-    return ["## Panels", "", *[f"![{panel_words(panel)}: {TITLES[panel]}]({FILES[panel]})" for panel in panels]]
+    return ["## Panels", "", *[f"![{panel_name(panel)}: {TITLES[panel]}]({FILES[panel]})" for panel in panels]]

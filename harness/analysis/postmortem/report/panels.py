@@ -1,8 +1,7 @@
-"""The pictures of an incident, one file each, all of them always: what was not measured says so.
+"""Draws the pictures (panels) of an incident, one file each. All are written; one without data says "not measured".
 
-How: every picture over time has the same axis, with the incident shaded, what was done about it marked above, and what
-a drill broke marked below. A number that is not finite is a gap; where there were gaps, a mark at the top says so.
-Two pictures are of one batch instead: the losses of its tokens, and its tokens.
+Pictures over time share one axis: the incident is shaded, actions are marked above, injected faults below. A non-finite
+value is a gap with a cross at the top. Two pictures show the guilty batch instead: its token losses and its tokens.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 from harness.analysis.postmortem.evidence import Evidence, GuiltyBatch
 from harness.analysis.postmortem.report.axes import (
     Series,
-    apart,
-    dots,
-    dress,
-    in_bf16,
-    line,
-    plain,
-    say_nothing,
+    bf16_stretches,
+    draw_dots,
+    draw_line,
+    draw_two,
+    finish_axes,
     series,
-    two,
+    show_not_measured,
+    style_axes,
+    with_bf16_gaps,
 )
 from harness.analysis.postmortem.report.wording import FILES, NOT_MEASURED, TITLES, printable
 from harness.analysis.postmortem.rules.causes import Panel
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
 
 SIZE_INCHES, DOTS_PER_INCH = (7.6, 2.7), 110
 LEAST_SHARE = 1e-6
-"""What a share of zero is drawn as: its axis is logarithmic."""
+"""A share of zero is drawn as this value, because the axis is logarithmic."""
 RANK_COLOURS = (BLUE, ORANGE, "#3f8f4e", "#8453a8", "#8a6d3b", "#2a8c9b")
 
 
 def draw(evidence: Evidence, folder: Path) -> list[Panel]:
-    """Write all pictures; returns which there are."""
+    """Write all pictures; returns the list of panels."""
     from matplotlib.figure import Figure
 
     for panel, painter in PAINTERS.items():
@@ -49,7 +48,7 @@ def draw(evidence: Evidence, folder: Path) -> list[Panel]:
         title = f"{panel.value}  {TITLES[panel]}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold", color=INK)
         if not painter(figure, evidence):
-            say_nothing(figure)
+            show_not_measured(figure)
         path = folder / FILES[panel]
         scratch = path.with_name(f".{path.name}.tmp")
         figure.savefig(scratch, format="png")
@@ -61,39 +60,42 @@ def _draw_loss(figure: Figure, evidence: Evidence) -> bool:
     axes = figure.subplots()
     applied = [record for record in evidence.records if not record.refused]
     refused = [record for record in evidence.records if record.refused]
-    line(axes, series(applied, lambda record: record.loss), BLUE, "applied")
-    dots(axes, series(refused, lambda record: record.loss), RED, "refused")
-    line(axes, _bound(evidence, "loss"), GREY, "the gate's bound", dashed=True)
-    return dress(axes, evidence, "nats", gaps=[r.iteration for r in evidence.records if not math.isfinite(r.loss)])
+    draw_line(axes, series(applied, lambda record: record.loss), BLUE, "applied")
+    draw_dots(axes, series(refused, lambda record: record.loss), RED, "refused")
+    draw_line(axes, _bound(evidence, "loss"), GREY, "the gate's bound", dashed=True)
+    return finish_axes(
+        axes, evidence, "nats", gaps=[r.iteration for r in evidence.records if not math.isfinite(r.loss)]
+    )
 
 
 def _draw_rate(figure: Figure, evidence: Evidence) -> bool:
     axes = figure.subplots()
-    line(axes, series(evidence.records, lambda record: record.lr), BLUE, "learning rate")
-    return dress(axes, evidence, "learning rate", from_zero=True)
+    draw_line(axes, series(evidence.records, lambda record: record.lr), BLUE, "learning rate")
+    return finish_axes(axes, evidence, "learning rate", from_zero=True)
 
 
 def _draw_gradient(figure: Figure, evidence: Evidence) -> bool:
     axes = figure.subplots()
-    line(axes, series(evidence.records, lambda record: record.grad_norm), BLUE, "before clipping")
-    line(axes, _bound(evidence, "grad_norm"), GREY, "the gate's bound", dashed=True)
+    draw_line(axes, series(evidence.records, lambda record: record.grad_norm), BLUE, "before clipping")
+    draw_line(axes, _bound(evidence, "grad_norm"), GREY, "the gate's bound", dashed=True)
     clip = evidence.run.settings.get("optim.clip_norm")
     if isinstance(clip, int | float):
         axes.axhline(clip, color=ORANGE, linewidth=0.9, linestyle=":", label=f"clipped at {clip:g}")
     gaps = [record.iteration for record in evidence.records if not math.isfinite(record.grad_norm)]
-    return dress(axes, evidence, "norm", gaps=gaps)
+    return finish_axes(axes, evidence, "norm", gaps=gaps)
 
 
 def _bound(evidence: Evidence, name: str) -> Series:
-    """What the gate would have refused beyond; at the start of a run it is so wide that it would hide the rest."""
-    told = series(evidence.records, lambda record: record.bounds.get(name))
-    settled = [value for at, value in told if at >= evidence.onset] or [value for _, value in told[-1:]]
-    highest = 2 * max((value for value in settled if not math.isnan(value)), default=math.inf)
-    return [(at, value if value <= highest else math.nan) for at, value in told]
+    """The gate's bound over time. Values above twice its maximum from the onset on are dropped: at the start of a run
+    the bound is so wide that it would hide the rest."""
+    points = series(evidence.records, lambda record: record.bounds.get(name))
+    late = [value for at, value in points if at >= evidence.onset] or [value for _, value in points[-1:]]
+    highest = 2 * max((value for value in late if not math.isnan(value)), default=math.inf)
+    return [(at, value if value <= highest else math.nan) for at, value in points]
 
 
 def _draw_activations(figure: Figure, evidence: Evidence) -> bool:
-    """A heat map: each sampled layer over time, as the logarithm over what is usual for it."""
+    """Heat map: activation RMS of each sampled layer over time, as log10 of its ratio to the layer's median."""
     probed = [record for record in evidence.records if record.activation_rms]
     layers = list(dict.fromkeys(name for record in probed for name in record.activation_rms))
     if not layers:
@@ -108,31 +110,31 @@ def _draw_activations(figure: Figure, evidence: Evidence) -> bool:
         [*edges, edges[-1] + step], range(len(layers) + 1), image, cmap="RdBu_r", vmin=-1, vmax=1, shading="flat"
     )
     axes.set_yticks([place + 0.5 for place in range(len(layers))], layers)
-    figure.colorbar(mesh, ax=axes, label="decades over usual", pad=0.01)
+    figure.colorbar(mesh, ax=axes, label="log10 of value / median", pad=0.01)
     broken = [r.iteration for r in probed if not all(math.isfinite(value) for value in r.activation_rms.values())]
-    return dress(axes, evidence, "layer", gaps=broken, is_map=True)
+    return finish_axes(axes, evidence, "layer", gaps=broken, is_map=True)
 
 
 def _draw_moments(figure: Figure, evidence: Evidence) -> bool:
-    return two(
+    return draw_two(
         figure,
         evidence,
         (series(evidence.records, lambda record: record.v_norm), "norm of Adam's v"),
-        (series(evidence.records, lambda record: record.square_ratio), "gradient over root of v"),
+        (series(evidence.records, lambda record: record.square_ratio), "gradient / sqrt(v)"),
     )
 
 
 def _draw_weights(figure: Figure, evidence: Evidence) -> bool:
-    return two(
+    return draw_two(
         figure,
         evidence,
-        (series(evidence.records, lambda record: record.param_norm), "norm of the weights"),
-        (series(evidence.records, lambda record: record.update_ratio), "update over weights"),
+        (series(evidence.records, lambda record: record.param_norm), "weight norm"),
+        (series(evidence.records, lambda record: record.update_ratio), "update norm / weight norm"),
     )
 
 
 def _draw_token_losses(figure: Figure, evidence: Evidence) -> bool:
-    """The guilty batch beside the last probed one before it."""
+    """Histogram of token losses: the guilty batch beside the last probed batch before it."""
     guilty = next((batch for batch in evidence.batches if batch.token_loss_counts), None)
     before = [r for r in evidence.records if r.token_loss_counts and r.iteration < evidence.onset]
     if guilty is None and not before:
@@ -150,15 +152,15 @@ def _draw_token_losses(figure: Figure, evidence: Evidence) -> bool:
         heights = [count / total for count in counts[: len(places)]]
         axes.bar([place + 0.4 * number for place in places[: len(heights)]], heights, 0.4, color=colour, label=label)
     axes.set_xticks(places, labels, fontsize=7.5)
-    axes.set_xlabel("loss of a token from, nats", fontsize=8.5, color=INK)
-    plain(axes, "share of tokens")
+    axes.set_xlabel("token loss, lower edge of the bin, nats", fontsize=8.5, color=INK)
+    style_axes(axes, "share of tokens")
     axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     return True
 
 
 def _draw_tokens(figure: Figure, evidence: Evidence) -> bool:
-    """Left, how often tokens occur, most frequent first; right, the rare ones by name."""
-    batch = next((each for each in evidence.batches if each.num_counts or each.rarest), None)
+    """Left: token counts, most frequent first. Right: the rarest tokens by name."""
+    batch = next((guilty for guilty in evidence.batches if guilty.num_counts or guilty.rarest), None)
     if batch is None:
         return False
     left, right = figure.subplots(1, 2, width_ratios=[1.2, 1])
@@ -166,15 +168,15 @@ def _draw_tokens(figure: Figure, evidence: Evidence) -> bool:
         left.plot(range(1, len(batch.num_counts) + 1), batch.num_counts, color=BLUE, linewidth=1.4)
         left.set_xscale("log")
         left.set_yscale("log")
-        now = " as it lies on disk" if batch.is_changed else ""
-        left.set_xlabel(f"token of batch {batch.index}{now}, most frequent first", fontsize=8.5, color=INK)
+        now = " (as on disk now)" if batch.is_changed else ""
+        left.set_xlabel(f"tokens of batch {batch.index}{now}, most frequent first", fontsize=8.5, color=INK)
     else:
         left.text(0.5, 0.5, NOT_MEASURED, ha="center", va="center", color=GREY, transform=left.transAxes)
-    plain(left, "occurrences")
+    style_axes(left, "occurrences")
     names = [_token_name(batch, place) for place in range(len(batch.rarest))]
     right.barh(names[::-1], [rare.num_in_batch for rare in batch.rarest][::-1], color=ORANGE)
     right.set_xlabel(f"rarest tokens of batch {batch.index}, occurrences", fontsize=8.5, color=INK)
-    plain(right, "")
+    style_axes(right, "")
     return True
 
 
@@ -186,7 +188,7 @@ def _token_name(batch: GuiltyBatch, place: int) -> str:
 
 
 def _draw_ranks(figure: Figure, evidence: Evidence) -> bool:
-    """What the records name: of many ranks only those farthest from the median, and the median."""
+    """Ranks that the records name: with many ranks, only those farthest from the median."""
     top, bottom = figure.subplots(2, 1, sharex=True)
     drawn = [_rank_lines(top, evidence, "grad_norm"), _rank_lines(bottom, evidence, "step_time_s")]
     guilty = sorted({rank for record in evidence.records for rank in record.nonfinite_ranks})
@@ -195,8 +197,8 @@ def _draw_ranks(figure: Figure, evidence: Evidence) -> bool:
         transform, height = top.get_xaxis_transform(), [0.92 - 0.16 * number] * len(at)
         top.scatter(at, height, marker="x", s=28, color=RED, transform=transform, label=f"rank {rank} not finite")
     is_any = bool(guilty) or any(drawn)
-    dress(top, evidence, "gradient norm")
-    dress(bottom, evidence, "busy, s", labels=False)
+    finish_axes(top, evidence, "gradient norm")
+    finish_axes(bottom, evidence, "step time, s", labels=False)
     return is_any
 
 
@@ -208,7 +210,7 @@ def _rank_lines(axes: Axes, evidence: Evidence, name: str) -> bool:
                 named.setdefault(int(rank), []).append((record.iteration, number))
     often = sorted(named, key=lambda rank: -len(named[rank]))[: len(RANK_COLOURS)]
     for colour, rank in zip(RANK_COLOURS, sorted(often), strict=False):
-        line(axes, named[rank], colour, f"rank {rank}")
+        draw_line(axes, named[rank], colour, f"rank {rank}")
     return bool(often)
 
 
@@ -219,44 +221,44 @@ def _draw_scale(figure: Figure, evidence: Evidence) -> bool:
     if not scales:
         return False
     axes = figure.subplots()
-    line(axes, scales, BLUE, "loss scale")
+    draw_line(axes, scales, BLUE, "loss scale")
     overflows = [r for r in evidence.records if r.loss_scale is not None and not math.isfinite(r.grad_norm)]
-    dots(axes, series(overflows, lambda record: record.loss_scale), RED, "overflow")
+    draw_dots(axes, series(overflows, lambda record: record.loss_scale), RED, "overflow")
     axes.set_yscale("log", base=2)
-    return dress(axes, evidence, "loss scale")
+    return finish_axes(axes, evidence, "loss scale")
 
 
 def _draw_fp8(figure: Figure, evidence: Evidence) -> bool:
-    """Above, what became zero or went beyond the range; below, between which exponents the scales lie."""
+    """Top: shares of underflow and saturation. Bottom: range of the scales' exponents."""
     top, bottom = figure.subplots(2, 1, sharex=True)
     probed = [record for record in evidence.records if record.fp8 and record.fp8_underflow]
-    zeroed = series(probed, lambda record: max(LEAST_SHARE, *record.fp8_underflow.values()))
-    line(top, apart(zeroed, evidence), RED, "became zero, worst layer group")
-    dots(top, zeroed, RED, "")
-    beyond = series(probed, lambda record: max(float(each["saturated"]) for each in record.fp8.values()))
-    if any(share > 0 for _, share in beyond):
-        dots(top, beyond, INK, "far beyond the range, worst role")
+    underflow = series(probed, lambda record: max(LEAST_SHARE, *record.fp8_underflow.values()))
+    draw_line(top, with_bf16_gaps(underflow, evidence), RED, "underflow, worst layer group")
+    draw_dots(top, underflow, RED, "")
+    saturated = series(probed, lambda record: max(float(role["saturated"]) for role in record.fp8.values()))
+    if any(share > 0 for _, share in saturated):
+        draw_dots(top, saturated, INK, "saturated, worst of activations, weights, gradients")
     bound = evidence.run.settings.get("sentinel.detect.fp8_underflow")
     if isinstance(bound, int | float):
-        top.axhline(bound, color=GREY, linewidth=0.9, linestyle="--", label=f"found above {bound:g}")
+        top.axhline(bound, color=GREY, linewidth=0.9, linestyle="--", label=f"finding above {bound:g}")
     for role, colour in zip(("activations", "weights", "gradients"), RANK_COLOURS, strict=False):
         scales = [(record.iteration, record.fp8[role]["scale_log2"]) for record in probed if role in record.fp8]
         if scales:
             at, ends = zip(*scales, strict=True)
             bottom.vlines(at, *zip(*ends, strict=True), color=colour, linewidth=4, alpha=0.45, label=role)
-    for number, (first, last) in enumerate(in_bf16(evidence.records)):
+    for number, (first, last) in enumerate(bf16_stretches(evidence.records)):
         for axes in (top, bottom):
             label = "in bf16" if axes is top and number == 0 else None
             axes.axvspan(first - 0.5, last + 0.5, color=GRID, zorder=0.5, label=label)
-    dress(top, evidence, "share")
-    dress(bottom, evidence, "log2 of scale", labels=False)
+    finish_axes(top, evidence, "share")
+    finish_axes(bottom, evidence, "log2 of scale", labels=False)
     return bool(probed)
 
 
 def _draw_throughput(figure: Figure, evidence: Evidence) -> bool:
     axes = figure.subplots()
-    line(axes, series(evidence.records, lambda record: record.tokens_per_s or None), BLUE, "tokens per second")
-    return dress(axes, evidence, "tokens/s", from_zero=True)
+    draw_line(axes, series(evidence.records, lambda record: record.tokens_per_s or None), BLUE, "tokens per second")
+    return finish_axes(axes, evidence, "tokens/s", from_zero=True)
 
 
 def _logarithm(value: float | None) -> float:

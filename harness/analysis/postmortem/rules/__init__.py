@@ -1,1 +1,1 @@
-"""Which cause fits the evidence of an incident."""
+"""Rules that score the possible causes of an incident against its evidence."""

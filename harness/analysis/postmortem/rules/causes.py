@@ -1,4 +1,4 @@
-"""The causes that are told apart, the pictures that are cited, and what a rule says of a cause."""
+"""Vocabulary of the rules: causes of an incident, panels that are cited, and the result of a rule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, final
 
 
 class Panel(IntEnum):
-    """The pictures of an incident, by number."""
+    """Pictures of an incident, by number."""
 
     loss = 1
     rate = 2
@@ -39,7 +39,7 @@ class Cause(StrEnum):
 
 
 class Reason(NamedTuple):
-    """One sentence with its numbers, and the picture where they are seen."""
+    """One sentence with its numbers, and the panel that shows them."""
 
     text: str
     panel: Panel
@@ -47,14 +47,18 @@ class Reason(NamedTuple):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class RuleResult:
+    """How well one cause fits the evidence."""
+
     cause: Cause
     score: float
+    """From 0 (ruled out) to 1 (observed directly)."""
     support: Reason | None
-    """What speaks for it; None: nothing."""
+    """Evidence for the cause; None: there is none."""
     against: Reason | None
-    """What speaks against it; None: nothing."""
+    """Evidence against the cause; None: there is none."""
 
 
-def ruled(cause: Cause, score: float, support: Reason | None, against: Reason | None = None) -> Judgement:
-    return Judgement(cause=cause, score=round(min(max(score, 0.0), 1.0), 3), support=support, against=against)
+def rate_cause(cause: Cause, score: float, support: Reason | None, against: Reason | None = None) -> RuleResult:
+    """The result of a rule, with the score clamped to [0, 1]."""
+    return RuleResult(cause=cause, score=round(min(max(score, 0.0), 1.0), 3), support=support, against=against)

@@ -1,11 +1,11 @@
-"""What may have caused an incident: a table of rules, each a small function from evidence to a judgement.
+"""Ranks the possible causes of an incident with a table of rules, each a small function of the evidence.
 
-Why: whoever is woken up at night must see why the machine blames what it blames, and be able to disagree. So every rule
-is a few lines of arithmetic over numbers that stand in `evidence.json`, and every judgement cites a picture.
-How: a rule gives a score from 0 (ruled out) to 1 (seen with its own eyes), a sentence for it and one against it. The
-ranking is by score; the order of `RULES` decides between equals. Below `KNOWN` the cause is not known yet, and the
-post-mortem says so. What to do about a cause is in `harness.analysis.postmortem.rules.remedies`.
-Left out: learning the weights from past incidents. There are too few, and nobody could argue with the result.
+Why: the engineer on call must see why a cause is named, and be able to disagree. So every rule is a few lines of
+arithmetic over numbers in `evidence.json`, and every result cites a panel.
+How: a rule returns a score from 0 (ruled out) to 1 (observed directly), a sentence for the cause and one against it.
+Causes are sorted by score; the order of `RULES` breaks ties. With a score below `KNOWN` the post-mortem says that the
+cause is not known yet. Remedies are in `harness.analysis.postmortem.rules.remedies`.
+Left out: fitting the scores to past incidents. There are too few, and the result could not be explained.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from harness.analysis.postmortem.evidence import Evidence
 from harness.analysis.postmortem.measures import Measures
-from harness.analysis.postmortem.rules.causes import Judgement
+from harness.analysis.postmortem.rules.causes import RuleResult
 from harness.analysis.postmortem.rules.data_rules import data_duplicate, long_tail_token, other_data, scrambled_data
 from harness.analysis.postmortem.rules.state_rules import (
     beta2_stale,
@@ -28,9 +28,9 @@ from harness.analysis.postmortem.rules.state_rules import (
 )
 
 KNOWN = 0.5
-"""Score from which the first hypothesis is called the root cause."""
+"""Score from which the first hypothesis is reported as the root cause."""
 
-Rule = Callable[[Evidence, Measures], Judgement]
+Rule = Callable[[Evidence, Measures], RuleResult]
 
 RULES: tuple[Rule, ...] = (
     corrupted_rank,
@@ -48,12 +48,12 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def judge(evidence: Evidence, measures: Measures) -> list[Judgement]:
-    """All hypotheses, the likeliest first."""
-    judged = [rule(evidence, measures) for rule in RULES]
-    return sorted(judged, key=lambda judgement: -judgement.score)
+def rank_causes(evidence: Evidence, measures: Measures) -> list[RuleResult]:
+    """The result of every rule, the likeliest cause first."""
+    results = [rule(evidence, measures) for rule in RULES]
+    return sorted(results, key=lambda result: -result.score)
 
 
-def root_cause(ranked: Sequence[Judgement]) -> Judgement | None:
-    """The first, where it is likely enough to act upon."""
+def root_cause(ranked: Sequence[RuleResult]) -> RuleResult | None:
+    """The likeliest cause, if its score is high enough to act on."""
     return ranked[0] if ranked and ranked[0].score >= KNOWN else None
