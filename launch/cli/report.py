@@ -8,7 +8,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.analysis.dashboard.index import Row, find_runs, render, row_of
+from harness.analysis.dashboard.index import RunRow, find_runs, render, row_of
 from harness.analysis.dashboard.page import render as render_page
 from harness.analysis.dashboard.page_data import page_data
 from harness.analysis.dashboard.story import Story
@@ -46,7 +46,7 @@ def write_index(root: Path, out: Path | None, *, build: bool) -> Path:
     return out
 
 
-def read_row(run: RunDir, *, root: Path, build: bool) -> Row:
+def read_row(run: RunDir, *, root: Path, build: bool) -> RunRow:
     story, now_s = Story(), time.time()
     story.read_more(run)
     if build:

@@ -1,6 +1,6 @@
-"""Chromium without a window, driven over its own pipe: no driver, no websocket, nothing to install but the browser.
+"""Drives headless Chromium over its DevTools pipe, without a driver or a websocket.
 
-DevTools messages are JSON objects, each ended by a zero byte, on descriptors 3 and 4 of the browser.
+DevTools messages are JSON objects terminated by a zero byte, on file descriptors 3 and 4 of the browser.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ READ_BYTES = 1 << 20
 
 
 def find() -> str | None:
-    """A Chromium of this machine."""
+    """Path of a Chromium on this machine; None if there is none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -39,7 +39,7 @@ class Browser:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def send(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """One command and its answer; what else the browser says meanwhile is kept."""
+        """Send a command and return its result; other messages are appended to `events`."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": parameters}
         if session is not None:
@@ -89,15 +89,15 @@ class Page:
         return self.browser.send(method, self.session, **parameters)
 
     def show_at(self, width: int, height: int = 900, *, dark: bool) -> None:
-        """As a screen of that size shows it, to somebody who likes it light or dark."""
+        """Emulate a screen size and a preference for light or dark mode."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
 
     def busy_s(self) -> float:
-        """What the page has cost its own thread so far; what else the machine does is not in it."""
-        numbers = {each["name"]: each["value"] for each in self.send("Performance.getMetrics")["metrics"]}
-        return float(numbers["TaskDuration"])
+        """CPU seconds of the page's main thread so far."""
+        metrics = {metric["name"]: metric["value"] for metric in self.send("Performance.getMetrics")["metrics"]}
+        return float(metrics["TaskDuration"])
 
     def evaluate(self, script: str) -> Any:
         """The value of an expression in the page."""
@@ -106,15 +106,15 @@ class Page:
         return answer["result"].get("value")
 
     def wait_for(self, script: str, within_s: float = 60.0) -> Any:
-        """The first value of an expression that is not false."""
+        """Evaluate an expression until it is truthy; returns its value."""
         until_s = time.monotonic() + within_s
         while not (value := self.evaluate(script)):
-            assert time.monotonic() < until_s, f"never came: {script}; {self.complaints()}"
+            assert time.monotonic() < until_s, f"timed out: {script}; {self.complaints()}"
             time.sleep(0.02)
         return value
 
     def click(self, x: float, y: float) -> None:
-        """A click of the mouse, where a person would see the pointer."""
+        """Move the mouse there and click."""
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             button = "none" if kind == "mouseMoved" else "left"
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=1)
@@ -137,13 +137,13 @@ class Page:
             )
 
     def press(self, key: str) -> None:
-        """Enter or Escape."""
+        """Press Enter or Escape."""
         number, text = (13, "\r") if key == "Enter" else (27, "")
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, text=text, windowsVirtualKeyCode=number)
 
     def complaints(self) -> list[str]:
-        """Errors and warnings of the page so far: exceptions, its console, and what the browser refused it."""
+        """Errors and warnings of the page so far: exceptions, console messages, and blocked requests."""
         found = []
         for event in self.browser.events:
             if event.get("sessionId") != self.session:
@@ -168,7 +168,7 @@ class Page:
 
 @contextmanager
 def started(program: str, scratch: Path) -> Iterator[Browser]:
-    """A browser with an empty profile below `scratch`; it and all its processes are gone afterwards."""
+    """A browser with an empty profile below `scratch`; all its processes are killed afterwards."""
     in_read, in_write = os.pipe()
     out_read, out_write = os.pipe()
     options = [

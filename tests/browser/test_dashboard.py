@@ -1,4 +1,4 @@
-"""The page as a browser shows it: drawn quickly, without a complaint, at both widths and in both lights."""
+"""The page in a real browser: drawn quickly, without console errors, at two widths, in light and dark mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.browser.chromium import Browser, Page, find, started
 
 NUM_STEPS = 100_000
 AS_MUCH = 2.0
-"""What the long page may cost its thread, to what the short one does on the same machine."""
+"""Allowed ratio of the long page's main-thread time to the short page's, on the same machine."""
 EVIL = "<img src=x onerror=alert(1)>"
 
 pytestmark = pytest.mark.skipif(find() is None, reason="no Chromium on this machine")
@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def costs() -> dict[str, float]:
-    """What each page has cost its own thread when it was drawn."""
+    """Main-thread seconds of each page after it was drawn."""
     return {}
 
 
@@ -76,7 +76,7 @@ def middle_of(page: Page, selector: str) -> tuple[float, float]:
 
 
 @pytest.mark.full
-def test_a_hundred_thousand_steps_are_drawn(long_page: Page) -> None:
+def test_page_of_100k_steps_is_drawn(long_page: Page) -> None:
     assert long_page.evaluate("document.querySelectorAll('.panel .js-plotly-plot').length") == 11
     num_points = long_page.evaluate("Math.max(...element('draw-loss').data.map((trace) => trace.x.length))")
     assert 500 <= num_points <= 1100
@@ -87,7 +87,7 @@ def test_a_hundred_thousand_steps_are_drawn(long_page: Page) -> None:
 
 
 @pytest.mark.full
-def test_zooming_one_panel_zooms_all_and_shows_every_step(long_page: Page) -> None:
+def test_zooming_one_panel_zooms_all(long_page: Page) -> None:
     page = long_page
     x, y = middle_of(page, "#draw-grad .nsewdrag")
     page.drag((x - 20, y), (x + 20, y))
@@ -103,19 +103,19 @@ def test_zooming_one_panel_zooms_all_and_shows_every_step(long_page: Page) -> No
     assert page.complaints() == []
 
 
-def test_a_click_on_an_incident_opens_its_story(short_page: Page) -> None:
+def test_click_on_an_incident_opens_its_dialog(short_page: Page) -> None:
     page = short_page
     page.click(*middle_of(page, "[data-incident='1']"))
     page.wait_for("element('drawer').open")
     text = page.evaluate("element('drawer').innerText")
     assert "Incident 1: loss_spike" in text
-    assert "back to snapshot of iteration 90" in text
+    assert "restored snapshot of iteration 90" in text
     assert f"Pre-spike loss: 3.4 {EVIL}" in text
     assert page.evaluate("document.querySelectorAll('.postmortem td').length") == 2
     assert page.evaluate("location.hash") == "#incident-1"
     page.press("Escape")
     page.wait_for("!element('drawer').open")
-    # the same from the time line, where the marker of the third incident is
+    # the same from the timeline, at the marker of the third incident
     page.click(*middle_of(page, "#strip .scatterlayer .trace:last-child .points path:nth-child(2)"))
     page.wait_for("element('drawer').open && element('drawer-title').textContent.startsWith('Incident 3')")
     page.press("Escape")
@@ -131,7 +131,7 @@ def test_a_click_on_an_incident_opens_its_story(short_page: Page) -> None:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1280, 400])
-def test_it_is_readable_at_both_widths_in_both_lights(short_page: Page, width: int, dark: bool) -> None:
+def test_page_is_readable_at_both_widths_and_themes(short_page: Page, width: int, dark: bool) -> None:
     page = short_page
     page.show_at(width, dark=dark)
     drawn(page)
@@ -154,7 +154,7 @@ def test_it_is_readable_at_both_widths_in_both_lights(short_page: Page, width: i
 
 
 @pytest.mark.full
-def test_the_button_turns_the_light_and_the_axis_the_clock(short_page: Page) -> None:
+def test_theme_button_and_time_axis(short_page: Page) -> None:
     page = short_page
     page.show_at(1280, dark=False)
     page.evaluate("element('theme').click()")
@@ -168,7 +168,7 @@ def test_the_button_turns_the_light_and_the_axis_the_clock(short_page: Page) -> 
 
 
 @pytest.mark.full
-def test_a_live_page_follows_its_run(browser: Browser, tmp_path: Path) -> None:
+def test_live_page_shows_new_steps(browser: Browser, tmp_path: Path) -> None:
     run = RunDir(long_run(tmp_path / "live", 60))
     with open_server(run, host="127.0.0.1", port=0) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -200,7 +200,7 @@ def test_the_index_sorts(browser: Browser, runs: Path) -> None:
 
 
 def luminance(color: str) -> float:
-    """Relative, as the guidelines for readable pages define it."""
+    """Relative luminance as defined by WCAG."""
     channels = [int(part) / 255 for part in color.removeprefix("rgb(").removesuffix(")").split(",")]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -212,6 +212,6 @@ def contrast(first: str, second: str) -> float:
 
 
 @pytest.mark.usefixtures("long_page", "short_page")
-def test_a_hundred_thousand_steps_cost_a_page_as_little_as_four_hundred(costs: dict[str, float]) -> None:
-    """Last: a page in front of another is the one that hears the mouse."""
+def test_page_of_100k_steps_costs_little_more_than_one_of_400(costs: dict[str, float]) -> None:
+    """Runs last, because only the foremost page receives mouse events."""
     assert costs["long"] < AS_MUCH * costs["short"]

@@ -1,1 +1,1 @@
-"""What a person looks at: a page of one run, a live view in the terminal, an index over many runs."""
+"""Dashboards of runs: an HTML page of one run, a live terminal view, an index of many runs."""

@@ -1,12 +1,11 @@
-"""Where the time and the steps of a run went: goodput, and the tax that stability costs.
+"""Computes goodput: where the wall time and the steps of a run went, and the stability tax.
 
-Why: a cluster is paid by the hour, and a run that recovers by itself still loses something each time.
-How: the stretches between events of the log are dealt out, each to one account, so the accounts add up to the wall
-time. What passed between steps is divided among kept, refused and undone ones by each step's own clock. A step is
-undone when a restore, or a start from an older checkpoint, goes back to before it.
-Left out: what detection, the gate and snapshots in memory cost. They lie inside every step, on the device, and no event
-can tell them apart; a step is measured with and without them elsewhere. Time before the first event of a run is not in
-its log.
+Why: a cluster is paid by the hour, and a run that recovers by itself still loses time on each recovery.
+How: every interval between two events of the log is assigned to one account, so the accounts add up to the wall time.
+Time between steps is divided among kept, refused and undone steps by their step times. A step is undone if a restore,
+or a start from an older checkpoint, rewinds to before it.
+Left out: the cost of detection, the gate and in-memory snapshots. They run inside every step on the device, and no event
+separates them; benchmarks measure steps with and without them. Time before the first event is not in the log.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from harness.sentinel.policy.state import RESTORES
 
 
 class Account(StrEnum):
-    """What a second of a run can have gone into."""
+    """What a second of wall time was spent on."""
 
     kept = "kept"
     refused = "refused"
@@ -44,20 +43,20 @@ class Account(StrEnum):
 
 
 MEANINGS = {
-    Account.kept: ("steps that stayed", "updates that are part of the model as it is now"),
-    Account.refused: ("refused steps", "computed, then not applied, because the gate refused the update"),
+    Account.kept: ("kept steps", "updates that are part of the current model"),
+    Account.refused: ("refused steps", "computed, but not applied, because the gate rejected the update"),
     Account.undone: ("undone steps", "applied, then lost to a rewind, a rollback or a crash, and computed again"),
-    Account.restoring: ("restores", "bringing back an older state inside the running processes"),
-    Account.saving: ("saves that blocked", "training waited for a snapshot or for the last checkpoint"),
-    Account.evaluating: ("evaluation", "the loss on held-out data"),
-    Account.starting: ("starts", "from the first word of a start to its first step"),
-    Account.paused: ("paused", "an operator asked the run to wait"),
-    Account.stopped: ("stopped", "between the last word of one start and the first of the next"),
+    Account.restoring: ("restores", "restoring an older state inside the running processes"),
+    Account.saving: ("blocking saves", "training waited for a snapshot or for the last checkpoint"),
+    Account.evaluating: ("evaluation", "computing the held-out loss"),
+    Account.starting: ("starts", "from the start event to the first step"),
+    Account.paused: ("paused", "paused by an operator"),
+    Account.stopped: ("stopped", "between the last event of one start and the first event of the next"),
 }
-"""Account -> its name and what it means, as a page says it."""
+"""Account -> its label and meaning on the page."""
 
 TAX = (Account.refused, Account.undone, Account.restoring, Account.saving)
-"""Accounts that are the price of stability."""
+"""Accounts that make up the stability tax."""
 
 
 @final
@@ -75,7 +74,7 @@ class Goodput:
 
     @property
     def of_time(self) -> float:
-        """Share of the wall time in steps that stayed."""
+        """Share of the wall time in kept steps."""
         return self.seconds[Account.kept] / self.wall_s if self.wall_s else 0.0
 
     @property
@@ -85,32 +84,32 @@ class Goodput:
 
     @property
     def tax(self) -> float:
-        """Share of the wall time that stability cost."""
+        """Stability tax: share of the wall time in the accounts of `TAX`."""
         return sum(self.seconds[account] for account in TAX) / self.wall_s if self.wall_s else 0.0
 
 
 @final
 @dataclass(slots=True)
 class Accounts:
-    """Folds the events of a log, in their order."""
+    """Time accounts of a run, updated with the events of its log in order."""
 
     _seconds: dict[Account, float] = field(default_factory=lambda: dict.fromkeys(Account, 0.0))
     _between_s: float = 0.0
-    """Passed between steps, to be divided among them."""
+    """Time between steps, to be divided among them."""
     _blocked_s: float = 0.0
-    """Of that, what training waited for saves."""
+    """Part of `_between_s` in which training waited for saves."""
     _open_s: float = 0.0
-    """Passed since the last step: between steps if another follows, the last save if the run ends."""
+    """Time since the last step: time between steps if another step follows, saving if the run ends."""
     _open_blocked_s: float = 0.0
     _last_time: float | None = None
     _is_paused: bool = False
     _is_starting: bool = True
     _steps: array[int] = field(default_factory=lambda: array("q"))
-    """Kept updates, in order: their number, what they took and what they read."""
+    """Kept updates in order; the arrays below hold their time, tokens and counts."""
     _step_s: array[float] = field(default_factory=lambda: array("d"))
     _step_tokens: array[int] = field(default_factory=lambda: array("q"))
     _step_counts: array[int] = field(default_factory=lambda: array("q"))
-    """How many updates an entry stands for: itself, and those before it that a sample of the log left out."""
+    """Updates that an entry represents: itself, and those before it that sampling of the log left out."""
     _refused_s: float = 0.0
     _undone_s: float = 0.0
     _num_refused: int = 0
@@ -118,13 +117,13 @@ class Accounts:
     _tokens_consumed: int = 0
     _batch_tokens: int = 0
     _last_tokens: int | None = 0
-    """Read up to the last step; None where the count went back since."""
+    """Token count at the last step; None if a restore or a restart has reset it since."""
 
     def add_step(self, record: Mapping[str, Any], *, num_left_out: int = 0) -> None:
-        """A step record, as the log has it; `num_left_out` steps before it were applied and are not shown."""
+        """Add a step record in its JSON form; sampling left out `num_left_out` applied steps before it."""
         step, tokens, took_s = int(record["step"]), int(record["tokens"]), float(record["step_time_s"])
-        passed_s = self._pass(float(record["time"]))
-        self._account(Account.starting if self._is_starting else None, passed_s)
+        passed_s = self._advance_clock(float(record["time"]))
+        self._book(Account.starting if self._is_starting else None, passed_s)
         took_s = 0.0 if self._is_starting else took_s
         self._is_starting = False
         self._between_s += self._open_s
@@ -145,36 +144,36 @@ class Accounts:
             self._step_counts.append(num_kept)
 
     def add(self, event: Event) -> None:
-        """Anything but a step."""
-        passed_s = self._pass(event.time)
+        """Add any event except a step record."""
+        passed_s = self._advance_clock(event.time)
         match event:
             case RunStarted():
-                self._account(Account.stopped, passed_s, is_sure=True)
+                self._book(Account.stopped, passed_s, is_sure=True)
                 self._undo(event.step)
                 self._is_paused, self._is_starting = False, True
                 self._last_tokens = None if self._tokens_consumed else 0
             case EvalRecord():
-                self._account(Account.evaluating, passed_s)
+                self._book(Account.evaluating, passed_s)
             case Outcome(kind=kind) if kind in RESTORES:
                 restoring_s = min(event.seconds, passed_s)
-                self._account(Account.restoring, restoring_s)
-                self._account(None, passed_s - restoring_s)
+                self._book(Account.restoring, restoring_s)
+                self._book(None, passed_s - restoring_s)
                 if event.succeeded:
                     self._undo(event.step)
                     self._last_tokens = None
             case Intervention(changes={"command": str(command), **rest}) if "refused" not in rest:
-                self._account(None, passed_s)
-                word = command.split()[0]
-                self._is_paused = word == "pause" or (self._is_paused and word != "resume")
+                self._book(None, passed_s)
+                name = command.split()[0]
+                self._is_paused = name == "pause" or (self._is_paused and name != "resume")
             case CheckpointSaved():
-                self._account(None, passed_s)
+                self._book(None, passed_s)
                 self._open_blocked_s += event.blocked_s
             case RunEnded():
-                self._account(None, passed_s)
+                self._book(None, passed_s)
                 self._seconds[Account.saving] += self._open_s
                 self._open_s = self._open_blocked_s = 0.0
             case _:
-                self._account(None, passed_s)
+                self._book(None, passed_s)
 
     @property
     def is_paused(self) -> bool:
@@ -182,11 +181,11 @@ class Accounts:
 
     @property
     def batch_tokens(self) -> int:
-        """Of the last step; 0 before the first."""
+        """Tokens of the last step's batch; 0 before the first step."""
         return self._batch_tokens
 
     def total(self) -> Goodput:
-        """Where everything went so far."""
+        """Goodput of all events added so far."""
         between_s = self._between_s + self._open_s
         blocked_s = min(self._blocked_s + self._open_blocked_s, between_s)
         steps_s = between_s - blocked_s
@@ -208,13 +207,13 @@ class Accounts:
             tokens_consumed=self._tokens_consumed,
         )
 
-    def _pass(self, time: float) -> float:
-        """Seconds since the last event; a clock that was set back lets none pass."""
+    def _advance_clock(self, time: float) -> float:
+        """Seconds since the last event; 0 if the clock was set back."""
         passed_s = 0.0 if self._last_time is None else max(0.0, time - self._last_time)
         self._last_time = time if self._last_time is None else max(time, self._last_time)
         return passed_s
 
-    def _account(self, account: Account | None, seconds: float, *, is_sure: bool = False) -> None:
+    def _book(self, account: Account | None, seconds: float, *, is_sure: bool = False) -> None:
         if self._is_paused and not is_sure:
             self._seconds[Account.paused] += seconds
         elif account is None:
@@ -223,9 +222,9 @@ class Accounts:
             self._seconds[account] += seconds
 
     def _undo(self, step: int) -> None:
-        """Steps after `step` did not stay."""
+        """Move the steps after `step` from kept to undone."""
         while self._steps and self._steps[-1] > step:
-            last, took_s, tokens, count = (each.pop() for each in self._columns)
+            last, took_s, tokens, count = (column.pop() for column in self._columns)
             num_undone = min(count, last - step)
             self._undone_s += took_s * num_undone / count
             self._num_undone += num_undone

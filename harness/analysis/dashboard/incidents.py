@@ -1,8 +1,7 @@
-"""Incidents of a run, put together from its findings, actions and outcomes.
+"""Groups findings, actions and outcomes of an event log into incidents.
 
-How: an action names its incident; findings that lie in what it answers belong to it; an outcome says what it came to
-and cost. When the policy closes an incident, the log says what became of it. Costs add up over an incident. What an
-operator ordered is no incident.
+An action names its incident; findings since the incident's onset belong to it; an outcome gives an action's result and
+cost. An incident event from the policy gives the verdict. Actions of an operator belong to no incident.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import final
 from harness.core.events import Action, Event, Finding, Incident, Outcome
 
 MOST_FINDINGS = 200
-"""Waiting for an action, and of one incident."""
+"""Findings kept while they wait for an action, and findings kept for one incident."""
 
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Taken:
-    """An action and what came of it."""
+class TakenAction:
+    """An action and its outcome."""
 
     kind: str
     iteration: int
@@ -41,17 +40,17 @@ class IncidentStory:
     onset: int
     """Iteration where it probably began."""
     last: int
-    """The latest iteration that is known to belong to it."""
+    """The latest iteration known to belong to it."""
     time: float
-    """Of its first word in the log."""
+    """Time of its first event in the log."""
     kinds: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    actions: list[Taken] = field(default_factory=list)
+    actions: list[TakenAction] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
     groups: set[str] = field(default_factory=set)
     cursors: set[int] = field(default_factory=set)
     verdict: str = "open"
-    """What became of it."""
+    """How it ended."""
     spike_type: int | None = None
 
     @property
@@ -69,8 +68,8 @@ class IncidentStory:
 
 @final
 @dataclass(slots=True)
-class Incidents:
-    """Folds the events of a log, in their order."""
+class IncidentStories:
+    """Incidents of a run by number, updated with the events of its log in order."""
 
     by_number: dict[int, IncidentStory] = field(default_factory=dict)
     _waiting: list[Finding] = field(default_factory=list)
@@ -83,16 +82,16 @@ class Incidents:
             case Finding():
                 self._waiting = [*self._waiting[-MOST_FINDINGS:], event]
             case Action() if event.incident > 0:
-                self._answer(event)
+                self._add_action(event)
             case Outcome() if event.incident in self.by_number:
-                self._conclude(self.by_number[event.incident], event)
+                self._add_outcome(self.by_number[event.incident], event)
             case Incident():
                 self._close(event)
             case _:
                 pass
 
     def _story(self, number: int, *, onset: int, last: int, time: float) -> IncidentStory:
-        """The incident of that number, reaching at least from `onset` to `last`, with the findings that lie in it."""
+        """The incident with this number, extended to cover `onset` to `last`, with the findings since its onset."""
         story = self.by_number.get(number)
         if story is None:
             story = self.by_number[number] = IncidentStory(number=number, onset=onset, last=last, time=time)
@@ -115,10 +114,10 @@ class Incidents:
         story.cursors |= set(event.cursors)
         story.verdict, story.spike_type = event.verdict, event.spike_type
 
-    def _answer(self, action: Action) -> None:
+    def _add_action(self, action: Action) -> None:
         story = self._story(action.incident, onset=action.onset, last=action.iteration, time=action.time)
         story.actions.append(
-            Taken(
+            TakenAction(
                 kind=str(action.kind),
                 iteration=action.iteration,
                 time=action.time,
@@ -127,9 +126,9 @@ class Incidents:
             )
         )
 
-    def _conclude(self, story: IncidentStory, outcome: Outcome) -> None:
+    def _add_outcome(self, story: IncidentStory, outcome: Outcome) -> None:
         story.last = max(story.last, outcome.iteration)
-        taken = next((each for each in reversed(story.actions) if each.kind == outcome.kind), None)
+        taken = next((action for action in reversed(story.actions) if action.kind == outcome.kind), None)
         if taken is not None:
             taken.succeeded, taken.target = outcome.succeeded, outcome.target
             taken.steps_lost, taken.tokens_lost = outcome.steps_lost, outcome.tokens_lost

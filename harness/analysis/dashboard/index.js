@@ -1,5 +1,5 @@
 "use strict";
-// Sorts a table by the column whose head is pressed; pressed again, the other way round.
+// Sorts a table by a column when its header is clicked; a second click reverses the order.
 
 for (const table of document.querySelectorAll("table.sortable")) {
   const body = table.tBodies[0];

@@ -1,7 +1,7 @@
-"""The index over many runs: one page, one table a sweep, one row a run.
+"""Renders the HTML index of many runs: one table for each sweep or directory, one row for each run.
 
-How: a directory with an event log is a run; runs below a directory with a `sweep.yaml` belong to that sweep, the others
-to the directory they lie in. Each log is read once. The page is whole without its script, which only sorts the tables.
+A directory with an event log is a run. Runs directly below a directory with a `sweep.yaml` belong to that sweep. Each
+log is read once. The page works without its script, which only sorts the tables.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NUMERIC = frozenset({"steps", "loss", "held out", "incidents", "goodput", "tax",
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One run."""
+class RunRow:
+    """One run in the index."""
 
     name: str
-    """Where it lies, relative to the index."""
+    """Path of the run, relative to the index."""
     group: str
     is_sweep: bool
     state: str
@@ -49,12 +49,12 @@ class Row:
     started: str
     """UTC, to the minute."""
     losses: list[float]
-    """The highest of each of a few stretches."""
+    """Highest loss of each of up to `SPARK_WIDTH` groups of steps."""
     has_page: bool
 
 
 def find_runs(root: Path) -> Iterator[RunDir]:
-    """All run directories at or below `root`, in the order of their names; nothing inside a run is one."""
+    """All run directories at or below `root`, sorted by name; directories inside a run are not searched."""
     for path, folders, files in os.walk(root):
         folders.sort()
         if "events.jsonl" in files:
@@ -62,13 +62,13 @@ def find_runs(root: Path) -> Iterator[RunDir]:
             yield RunDir(Path(path))
 
 
-def row_of(run: RunDir, story: Story, *, root: Path, now_s: float) -> Row:
-    """What the index says of a run."""
+def row_of(run: RunDir, story: Story, *, root: Path, now_s: float) -> RunRow:
+    """The index row of a run."""
     total, last = story.accounts.total(), story.last
     parent = run.path.parent
     losses = thin(story.steps, most=SPARK_WIDTH).highs.get("loss")
     started = datetime.fromtimestamp(story.first_time, UTC).strftime("%Y-%m-%d %H:%M") if story.first_time else ""
-    return Row(
+    return RunRow(
         name=run.path.relative_to(root).as_posix(),
         group="" if run.path == root else parent.relative_to(root).as_posix(),
         is_sweep=(parent / SWEEP_FILE).exists(),
@@ -87,9 +87,9 @@ def row_of(run: RunDir, story: Story, *, root: Path, now_s: float) -> Row:
     )
 
 
-def render(rows: Sequence[Row], *, title: str) -> str:
-    """The document."""
-    groups: dict[tuple[str, bool], list[Row]] = {}
+def render(rows: Sequence[RunRow], *, title: str) -> str:
+    """The HTML document."""
+    groups: dict[tuple[str, bool], list[RunRow]] = {}
     for row in rows:
         groups.setdefault((row.group, row.is_sweep), []).append(row)
     script = resource("index.js")
@@ -101,19 +101,19 @@ def render(rows: Sequence[Row], *, title: str) -> str:
         count=count,
         policy=policy(script, live=False),
         style=resource("page.css"),
-        body=body or '<p class="none">No run lies here yet.</p>',
+        body=body or '<p class="none">No runs yet.</p>',
         script=script,
     )
 
 
-def table_of(group: str, is_sweep: bool, *, rows: Sequence[Row]) -> str:
-    """One sweep, or the runs of one directory."""
+def table_of(group: str, is_sweep: bool, *, rows: Sequence[RunRow]) -> str:
+    """The table of one sweep, or of the runs in one directory."""
     name = escape(group if group != "." else "")
     heading = f"Sweep {name}" if is_sweep else name or "Runs"
     heads = "".join(
         f'<th{" class=n" if head in NUMERIC else ""}><button type="button">{head}</button></th>'
         if head
-        else "<th>of the run</th>"
+        else "<th>loss curve</th>"
         for head in HEADS
     )
     body = "\n".join(line_of(row) for row in rows)
@@ -121,16 +121,16 @@ def table_of(group: str, is_sweep: bool, *, rows: Sequence[Row]) -> str:
     return f'<section><h2>{heading}</h2><div class="wide">{table}</div></section>'
 
 
-def line_of(row: Row) -> str:
+def line_of(row: RunRow) -> str:
     name = escape(row.name if row.name != "." else "this run")
     link = f'<a href="{escape(quote(f"{row.name}/dashboard.html"))}">{name}</a>' if row.has_page else name
     cells: list[tuple[str, str | float]] = [
         (link, row.name),
         (f'<span class="state-{escape(row.state)}">{escape(row.state)}</span>', row.state),
         (f"{row.step:,} of {row.num_steps:,}", row.step),
-        (told(row.loss), row.loss),
+        (format_loss(row.loss), row.loss),
         (sparkline(row.losses), ""),
-        (told(row.eval_loss), row.eval_loss),
+        (format_loss(row.eval_loss), row.eval_loss),
         (f"{row.num_incidents}", row.num_incidents),
         (f"{row.goodput:.1%}", row.goodput),
         (f"{row.tax:.2%}", row.tax),
@@ -146,12 +146,13 @@ def cell_of(head: str, text: str, value: str | float) -> str:
     return f'<td{numeric} data-value="{escape(str(value))}">{text}</td>'
 
 
-def told(loss: float) -> str:
+def format_loss(loss: float) -> str:
     return "" if math.isnan(loss) else short(loss)
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The loss of a run as a line a word high; what only the steep beginning needs is cut off."""
+    """The loss curve as a small SVG. The top is cut at the highest loss after the first tenth, where the loss falls
+    steeply."""
     known = [value for value in values if math.isfinite(value)]
     if len(known) < 2:
         return ""

@@ -1,19 +1,19 @@
 "use strict";
-// The page: what stands around the panels, what a click does, and, where a server answers, what is new.
+// The page: tiles, tables and dialogs around the panels, event handlers, and polling of a live server.
 
 const POLL_MS = 2000;
 const element = (id) => document.getElementById(id);
 
-// An element with attributes and children; texts are texts, whatever they hold.
+// An element with attributes and children; strings become text nodes, never HTML.
 function make(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name === "style") Object.assign(made.style, value);
-    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else made.setAttribute(name, value);
+    if (name === "style") Object.assign(node.style, value);
+    else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value);
   }
-  made.append(...children);
-  return made;
+  node.append(...children);
+  return node;
 }
 
 const number = (value) => Number(value).toLocaleString("en", { maximumFractionDigits: 0 });
@@ -46,11 +46,11 @@ function prepare() {
 // --- around the panels
 
 function tile(label, value, more, extra) {
-  const made = make("div", { class: "tile" }, make("div", { class: "label" }, label));
-  made.append(value instanceof Node ? value : make("div", { class: "value" }, value));
-  if (more) made.append(make("div", { class: "more" }, more));
-  if (extra) made.append(extra);
-  return made;
+  const node = make("div", { class: "tile" }, make("div", { class: "label" }, label));
+  node.append(value instanceof Node ? value : make("div", { class: "value" }, value));
+  if (more) node.append(make("div", { class: "more" }, more));
+  if (extra) node.append(extra);
+  return node;
 }
 
 function showHead() {
@@ -65,10 +65,10 @@ function showHead() {
     tile("step", `${number(run.step)} of ${number(run.num_steps)}`, `${metric(run.tokens)} tokens`, bar),
     tile("loss", run.loss, run.eval_loss === null ? "" : `held out ${run.eval_loss}`),
     tile("throughput", `${metric(run.tokens_per_s)} tokens/s`, run.mfu === null ? "" : `${percent(run.mfu)} MFU`),
-    tile("goodput", percent(goodput.of_time), `${percent(goodput.of_tokens)} of the tokens`),
+    tile("goodput", percent(goodput.of_time), `${percent(goodput.of_tokens)} of the tokens kept`),
     tile("stability tax", percent(goodput.tax), goodput.tax_more),
     tile("incidents", number(state.facts.incidents.length), state.facts.incidents_more),
-    tile(run.eta_s === null ? "took" : "to go", duration(run.eta_s === null ? goodput.wall_s : run.eta_s), (run.eta_s === null ? "" : `so far ${duration(goodput.wall_s)}`) + money),
+    tile(run.eta_s === null ? "wall time" : "ETA", duration(run.eta_s === null ? goodput.wall_s : run.eta_s), (run.eta_s === null ? "" : `so far ${duration(goodput.wall_s)}`) + money),
   );
 }
 
@@ -76,7 +76,7 @@ function showIncidents() {
   const cards = state.facts.incidents.map((incident) => make("button",
     { class: "card", type: "button", "data-incident": incident.number, onclick: () => openDrawer(incident.number) },
     make("span", { class: incident.verdict === "open" ? "number" : "number closed" }, `#${incident.number}`),
-    make("span", { class: "what" }, `${incident.kinds.join(", ") || "not named"} at iteration ${number(incident.onset)}: ${incident.answer}`),
+    make("span", { class: "what" }, `${incident.kinds.join(", ") || "no finding"} at iteration ${number(incident.onset)}: ${incident.answer}`),
     make("span", { class: "cost" }, `${number(incident.steps_lost)} steps, ${duration(incident.seconds)} · ${incident.verdict}`)));
   element("incident-list").replaceChildren(cards.length ? make("div", { class: "cards" }, ...cards) : make("p", { class: "none" }, "None."));
 }
@@ -86,16 +86,16 @@ const SHARES = { kept: "blue", refused: "red", undone: "orange", restoring: "vio
 function showGoodput() {
   const { goodput } = state.facts;
   const rows = goodput.accounts.filter((account) => account.seconds > 0);
-  const bar = make("div", { class: "shares", role: "img", "aria-label": rows.map((each) => `${each.label} ${percent(each.share)}`).join(", ") },
-    ...rows.map((each) => make("i", { title: `${each.label}: ${percent(each.share)}`, style: { flex: `${each.share} 0 0`, background: `var(--${SHARES[each.account]})` } })));
-  const body = goodput.accounts.map((each) => make("tr", {},
-    make("td", {}, make("i", { class: "dot", style: { background: `var(--${SHARES[each.account]})` } }), each.label),
-    make("td", { class: "n" }, duration(each.seconds)), make("td", { class: "n" }, percent(each.share)),
-    make("td", { class: "n" }, each.steps === null ? "" : number(each.steps)), make("td", { class: "quiet meaning" }, each.meaning)));
+  const bar = make("div", { class: "shares", role: "img", "aria-label": rows.map((item) => `${item.label} ${percent(item.share)}`).join(", ") },
+    ...rows.map((item) => make("i", { title: `${item.label}: ${percent(item.share)}`, style: { flex: `${item.share} 0 0`, background: `var(--${SHARES[item.account]})` } })));
+  const body = goodput.accounts.map((item) => make("tr", {},
+    make("td", {}, make("i", { class: "dot", style: { background: `var(--${SHARES[item.account]})` } }), item.label),
+    make("td", { class: "n" }, duration(item.seconds)), make("td", { class: "n" }, percent(item.share)),
+    make("td", { class: "n" }, item.steps === null ? "" : number(item.steps)), make("td", { class: "quiet meaning" }, item.meaning)));
   const head = make("tr", {}, make("th", {}, "where the time went"), make("th", { class: "n" }, "time"), make("th", { class: "n" }, "share"),
-    make("th", { class: "n" }, "steps"), make("th", { class: "meaning" }, "which means"));
+    make("th", { class: "n" }, "steps"), make("th", { class: "meaning" }, "meaning"));
   element("goodput").replaceChildren(
-    make("p", { class: "sums" }, ...goodput.sums.map(([value, words]) => make("span", {}, make("b", {}, percent(value)), ` ${words}`))),
+    make("p", { class: "sums" }, ...goodput.sums.map(([value, text]) => make("span", {}, make("b", {}, percent(value)), ` ${text}`))),
     bar, make("div", { class: "wide" }, make("table", {}, make("thead", {}, head), make("tbody", {}, ...body))), make("p", { class: "quiet" }, goodput.note));
 }
 
@@ -123,7 +123,7 @@ function showKey() {
     make("li", {}, make("b", { style: { color: `var(--${look.color})` } }, glyphs[kind]), look.name)));
 }
 
-// --- the drawer of one incident
+// --- the dialog of one incident
 
 function facts(pairs) {
   const list = make("dl", { class: "facts" });
@@ -132,21 +132,21 @@ function facts(pairs) {
 }
 
 function openDrawer(wanted) {
-  const incident = state.facts.incidents.find((each) => each.number === wanted);
+  const incident = state.facts.incidents.find((item) => item.number === wanted);
   if (!incident) return;
-  element("drawer-title").textContent = `Incident ${incident.number}: ${incident.kinds.join(", ") || "not named"}`;
+  element("drawer-title").textContent = `Incident ${incident.number}: ${incident.kinds.join(", ") || "no finding"}`;
   const body = element("drawer-body"), list = (items) => items.join(", ");
   body.replaceChildren(facts([
     ["began", `iteration ${number(incident.onset)}, ${clock(incident.time)}`], ["until", `iteration ${number(incident.last)}`],
     ["outcome", incident.verdict + (incident.spike_type ? `, type ${incident.spike_type}` : "")], ["ranks", list(incident.ranks)], ["layers", list(incident.groups)],
     ["batches", list(incident.cursors)], ["cost", incident.cost],
-  ]), make("p", { class: "after" }, make("button", { class: "tool", type: "button", onclick: () => zoomTo(incident) }, "show it in the panels")));
-  if (incident.findings.length) body.append(make("h3", {}, "Found"), table(["iteration", "what"], incident.findings));
-  if (incident.actions.length) body.append(make("h3", {}, "Done"), table(["iteration", "action", "why", "result"], incident.actions));
+  ]), make("p", { class: "after" }, make("button", { class: "tool", type: "button", onclick: () => zoomTo(incident) }, "show in the panels")));
+  if (incident.findings.length) body.append(make("h3", {}, "Findings"), table(["iteration", "finding"], incident.findings));
+  if (incident.actions.length) body.append(make("h3", {}, "Actions"), table(["iteration", "action", "why", "result"], incident.actions));
   if (incident.links.length) body.append(make("h3", {}, "Evidence"), make("p", {}, ...incident.links.flatMap(([name, href]) => [make("a", { href }, name), " "])));
-  // The post-mortem was turned into HTML from Markdown, with every tag of the text itself escaped.
+  // The post-mortem is HTML rendered from Markdown, with every tag of the text escaped.
   const report = make("div", { class: "postmortem" });
-  if (incident.postmortem) report.innerHTML = incident.postmortem; else report.append(make("p", { class: "none" }, "No post-mortem has been written yet."));
+  if (incident.postmortem) report.innerHTML = incident.postmortem; else report.append(make("p", { class: "none" }, "No post-mortem yet."));
   body.append(report);
   if (!element("drawer").open) element("drawer").showModal();
   element("drawer").scrollTop = 0;
@@ -165,14 +165,14 @@ function zoomTo(incident) {
   element("panels-title").scrollIntoView();
 }
 
-// --- drawing: what can be seen first, one figure a frame
+// --- drawing: visible figures first, one per animation frame
 
 const stale = new Set(), seen = new Set();
 let drawing = false;
 
 function figureOf(id) {
   if (id === "strip") return stripFigure(state);
-  const panel = PANELS.find((each) => each.id === id);
+  const panel = PANELS.find((item) => item.id === id);
   return panel.heat ? heatFigure(state, panel) : lineFigure(state, panel);
 }
 
@@ -240,12 +240,12 @@ async function poll() {
   try {
     const answer = await fetch(`data.json?steps=${steps.total}&probes=${probes.total}&evals=${evals.total}&seen=${state.facts.revision}`);
     if (answer.status === 200) {
-      const news = await answer.json();
-      for (const name of Object.keys(state.tables)) state.tables[name] = append(state.tables[name], unpack(news[name]));
-      state.facts = news.facts;
+      const update = await answer.json();
+      for (const name of Object.keys(state.tables)) state.tables[name] = append(state.tables[name], unpack(update[name]));
+      state.facts = update.facts;
       showAll();
     }
-  } catch { /* the server is away; the page stays as it is and asks again */ }
+  } catch { /* the server does not answer; keep the page and poll again */ }
   setTimeout(poll, POLL_MS);
 }
 

@@ -1,8 +1,8 @@
-"""The page of one run: data in, one HTML document out that needs nothing else, not even a network.
+"""Renders the dashboard of one run as a single HTML document that works without a network.
 
-How: style, script, the plotting library and the data are written into the document. Data is JSON with every `<`, `>`
-and `&` escaped, texts become text nodes, and the document's own policy lets no script run but the two it carries, by
-their hashes: what a file of the run says, a name or a reason, is shown and never obeyed.
+Style, script, plotting library and data are embedded. Data is JSON with every `<`, `>` and `&` escaped, and the script
+inserts texts as text nodes. The Content-Security-Policy allows only the two embedded scripts, by their hashes. So text
+from the run's files, such as a name or a reason, cannot run as code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCRIPTS = ("tables.js", "panels.js", "page.js")
 
 
 def render(data: dict[str, Any]) -> str:
-    """The document of `harness.analysis.dashboard.page_data.page_data`."""
+    """The HTML document for the output of `harness.analysis.dashboard.page_data.page_data`."""
     plotly, script = library(), "\n".join(resource(name) for name in SCRIPTS)
     return fill(
         resource("page.html"),
@@ -36,7 +36,7 @@ def render(data: dict[str, Any]) -> str:
 
 
 def fill(template: str, **texts: str) -> str:
-    """The template with each {{name}} replaced; what is filled in is not looked at again."""
+    """The template with each {{name}} replaced; inserted texts are not expanded again."""
     parts = template.split("{{")
     out = [parts[0]]
     for part in parts[1:]:
@@ -46,9 +46,9 @@ def fill(template: str, **texts: str) -> str:
 
 
 def policy(*scripts: str, live: bool) -> str:
-    """What the browser may do for this page: run these scripts, use its style, and, of a server, ask for more."""
+    """The Content-Security-Policy: only these scripts and inline style; on a live page also requests to its server."""
     hashes = " ".join(
-        f"'sha256-{base64.b64encode(hashlib.sha256(each.encode()).digest()).decode()}'" for each in scripts
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )
     connect = "connect-src 'self'; " if live else ""
     inline = "style-src 'unsafe-inline'; img-src data: blob:"
@@ -56,7 +56,7 @@ def policy(*scripts: str, live: bool) -> str:
 
 
 def to_json(data: Any) -> str:
-    """JSON that can stand in a script element; what is not finite is null."""
+    """JSON that is safe inside a script element; NaN and Inf become null."""
     text = json.dumps(finite(data), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -75,11 +75,11 @@ def finite(value: Any) -> Any:
 
 @cache
 def resource(name: str) -> str:
-    """A file that lies beside this one."""
+    """A file in the directory of this module."""
     return (files("harness.analysis.dashboard") / name).read_text(encoding="utf-8")
 
 
 @cache
 def library() -> str:
-    """The plotting library; a closing tag inside it would end its script."""
+    """The plotting library, with closing script tags inside it escaped."""
     return str(get_plotlyjs()).replace("</script", "<\\/script")

@@ -1,7 +1,7 @@
-"""What a page says in words and numbers: a run's story and directory as plain JSON.
+"""Builds the JSON data of a run's dashboard from its story and run directory.
 
-How: everything here is text, numbers and lists, so that a page only has to lay it out; `page_data` adds the columns of
-the panels. What lies in `incidents/NNN/` is looked up by name, and what is not there is not linked.
+The data is text, numbers and lists; the page only lays it out. `page_data` adds the columns of the panels. Files in
+`incidents/NNN/` are linked if they exist.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 import yaml
 
 from harness.analysis.dashboard.goodput import MEANINGS, Account, Goodput
-from harness.analysis.dashboard.incidents import IncidentStory, Taken
-from harness.analysis.dashboard.series import Table, packed, thin
-from harness.analysis.dashboard.story import GuiltyBatch, Story
+from harness.analysis.dashboard.incidents import IncidentStory, TakenAction
+from harness.analysis.dashboard.series import ColumnTable, pack_table, thin
+from harness.analysis.dashboard.story import BlamedBatch, Story
 from harness.analysis.markdown_html import to_html
 from harness.config.errors import EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED
 from harness.core.events import TOKEN_LOSS_EDGES
@@ -26,15 +26,15 @@ SILENT_AFTER_S, SILENT_AFTER_STEPS = 60.0, 20
 STATES = {EXIT_DONE: "done", EXIT_HALTED: "halted", EXIT_INTERRUPTED: "stopped"}
 EVIDENCE = ("postmortem.html", "postmortem.md", "evidence.json")
 MOST_NAMED = 20
-"""Ranks, layers or batches of an incident that are listed."""
+"""At most this many ranks, layers or batches of an incident are listed."""
 NOTE = (
-    "Stability tax: refused and undone steps, restores, and saves that blocked. Detection, the gate and snapshots in "
-    "memory run inside every step; the log cannot tell them apart, so their cost is in the steps."
+    "Stability tax: refused and undone steps, restores, and blocking saves. Detection, the gate and in-memory snapshots "
+    "run inside every step; the log does not measure them separately, so their cost is part of the steps."
 )
 
 
 def page_data(run: RunDir, story: Story, *, now_s: float, live: bool = False) -> dict[str, Any]:
-    """All that a page holds."""
+    """All data of a page."""
     return {"live": live, "facts": facts_of(run, story, now_s=now_s)} | tables(story, first={})
 
 
@@ -44,18 +44,18 @@ def tables(story: Story, *, first: dict[str, int]) -> dict[str, Any]:
     return {name: table_data(table, first.get(name, 0)) for name, table in chosen.items()}
 
 
-def table_data(table: Table, first: int) -> dict[str, Any]:
+def table_data(table: ColumnTable, first: int) -> dict[str, Any]:
     thinned = thin(table, first=min(first, len(table)))
     for name in ("rank_grad_who", "rank_time_who"):
         thinned.lows.pop(name, None)
-    return packed(thinned) | {"total": len(table)}
+    return pack_table(thinned) | {"total": len(table)}
 
 
 def facts_of(run: RunDir, story: Story, *, now_s: float) -> dict[str, Any]:
-    """Where the run stands and what happened in it."""
+    """State of the run, its incidents, its goodput and the marks of its timeline."""
     goodput = story.accounts.total()
-    incidents = [incident_facts(run, each) for each in story.incidents.by_number.values()]
-    num_open = sum(each["verdict"] == "open" for each in incidents)
+    incidents = [incident_facts(run, incident) for incident in story.incidents.by_number.values()]
+    num_open = sum(incident["verdict"] == "open" for incident in incidents)
     return {
         "revision": revision_of(run, story, now_s=now_s),
         "run": run_facts(run, story, goodput, now_s=now_s),
@@ -68,19 +68,19 @@ def facts_of(run: RunDir, story: Story, *, now_s: float) -> dict[str, Any]:
             for mark in story.all_marks()
         ],
         "guilty": [guilty_facts(batch) for batch in story.guilty.values()],
-        "who": {name: who(story.steps, name) for name in ("rank_grad_who", "rank_time_who")},
+        "who": {name: worst_rank(story.steps, name) for name in ("rank_grad_who", "rank_time_who")},
         "edges": list(TOKEN_LOSS_EDGES),
     }
 
 
 def revision_of(run: RunDir, story: Story, *, now_s: float) -> str:
-    """Changes whenever something that the facts tell does; quick to find out."""
+    """A string that changes whenever the facts change; cheap to compute."""
     written = sum((run.path / folder_of(number) / "postmortem.md").exists() for number in story.incidents.by_number)
     return f"{story.num_lines}-{written}-{state_of(story, now_s=now_s)[0]}"
 
 
 def folder_of(number: int) -> str:
-    """Of an incident, relative to its run."""
+    """Folder of an incident, relative to its run."""
     return f"incidents/{number:03d}"
 
 
@@ -111,40 +111,40 @@ def run_facts(run: RunDir, story: Story, goodput: Goodput, *, now_s: float) -> d
 
 
 def unread(story: Story) -> str:
-    """What of the log is not in the page, in words; empty where nothing is missing."""
-    lost = f"{counted(story.num_lines_lost, 'line')} of the log not understood" if story.num_lines_lost else ""
-    shown = f"{len(story.steps):,} of {len(story.steps) + story.num_left_out:,} steps shown, with all extremes"
+    """What part of the log is not on the page; empty if nothing is missing."""
+    lost = f"{count_noun(story.num_lines_lost, 'line')} of the log not readable" if story.num_lines_lost else ""
+    shown = f"{len(story.steps):,} of {len(story.steps) + story.num_left_out:,} steps shown, including all extremes"
     return "; ".join(part for part in (shown if story.num_left_out else "", lost) if part)
 
 
 def step_of(story: Story) -> int:
-    """Where the run stands: after its last step, or where its last start began."""
+    """Current step: of the last step record, or of the last start if there is none."""
     if not story.last:
         return story.started.step if story.started else 0
     return int(story.last["step"])
 
 
 def state_of(story: Story, *, now_s: float) -> tuple[str, str]:
-    """One word, and what there is to add."""
+    """State of the run in one word, and an explanation."""
     if story.ended is not None:
         code = story.ended.exit_code
         return STATES.get(code, "crashed"), f"exit code {code}"
     if story.started is None:
-        return "silent", "nothing is in its log"
+        return "silent", "its log is empty"
     silent_s = now_s - story.last_time
     if story.accounts.is_paused:
-        return "paused", "an operator asked for it"
+        return "paused", "by an operator"
     if silent_s > max(SILENT_AFTER_S, SILENT_AFTER_STEPS * float(story.last.get("step_time_s", 0.0))):
-        return "silent", f"no word for {spell_seconds(silent_s)}"
+        return "silent", f"no event for {spell_seconds(silent_s)}"
     return "running", ""
 
 
 def eta_s(story: Story) -> float | None:
-    """Seconds to the last step at the present pace; None where the run has ended or has no pace yet."""
-    pace, started = story.last.get("tokens_per_s", 0.0), story.started
-    if story.ended is not None or started is None or not pace or not story.accounts.batch_tokens:
+    """Seconds to the last step at the current throughput; None if the run has ended or has no throughput yet."""
+    tokens_per_s, started = story.last.get("tokens_per_s", 0.0), story.started
+    if story.ended is not None or started is None or not tokens_per_s or not story.accounts.batch_tokens:
         return None
-    return max(0, started.num_steps - step_of(story)) * story.accounts.batch_tokens / float(pace)
+    return max(0, started.num_steps - step_of(story)) * story.accounts.batch_tokens / float(tokens_per_s)
 
 
 def goodput_facts(goodput: Goodput) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def goodput_facts(goodput: Goodput) -> dict[str, Any]:
         "of_time": goodput.of_time,
         "of_tokens": goodput.of_tokens,
         "tax": goodput.tax,
-        "tax_more": f"{counted(goodput.num_refused + goodput.num_undone, 'step')} lost",
+        "tax_more": f"{count_noun(goodput.num_refused + goodput.num_undone, 'step')} lost",
         "wall_s": wall_s,
         "accounts": [
             {
@@ -172,9 +172,9 @@ def goodput_facts(goodput: Goodput) -> dict[str, Any]:
             for account, seconds in goodput.seconds.items()
         ],
         "sums": [
-            [goodput.of_time, "goodput: of the wall time, in steps that stayed"],
-            [goodput.tax, "stability tax: of the wall time, what staying sane cost"],
-            [goodput.of_tokens, f"of {goodput.tokens_consumed:,} tokens read are in the model"],
+            [goodput.of_time, "goodput: share of the wall time in kept steps"],
+            [goodput.tax, "stability tax: share of the wall time lost to refused and undone steps, restores and saves"],
+            [goodput.of_tokens, f"of {goodput.tokens_consumed:,} consumed tokens are in kept steps"],
         ],
         "note": NOTE,
     }
@@ -192,35 +192,35 @@ def incident_facts(run: RunDir, story: IncidentStory) -> dict[str, Any]:
         "time": story.time,
         "verdict": story.verdict,
         "spike_type": story.spike_type,
-        "answer": ", then ".join(dict.fromkeys(taken.kind for taken in story.actions)) or "nothing was done",
-        "ranks": some(story.ranks),
-        "groups": some(story.groups),
-        "cursors": some(story.cursors),
+        "answer": ", then ".join(dict.fromkeys(taken.kind for taken in story.actions)) or "no action",
+        "ranks": first_names(story.ranks),
+        "groups": first_names(story.groups),
+        "cursors": first_names(story.cursors),
         "steps_lost": story.steps_lost,
         "seconds": story.seconds,
-        "cost": f"{counted(story.steps_lost, 'step')}, {story.tokens_lost:,} tokens, {story.seconds:.2f} s of acting",
-        "findings": [[f"{each.iteration:,}", f"{each.kind}: {each.message}"] for each in story.findings],
-        "actions": [[f"{taken.iteration:,}", taken.kind, taken.reason, result_of(taken)] for taken in story.actions],
+        "cost": f"{count_noun(story.steps_lost, 'step')}, {story.tokens_lost:,} tokens, {story.seconds:.2f} s of recovery",
+        "findings": [[f"{found.iteration:,}", f"{found.kind}: {found.message}"] for found in story.findings],
+        "actions": [[f"{taken.iteration:,}", taken.kind, taken.reason, outcome_text(taken)] for taken in story.actions],
         "links": [[name, f"{folder}/{name}"] for name in names],
         "postmortem": to_html(text, folder=folder) if text else "",
     }
 
 
-def result_of(taken: Taken) -> str:
-    """What came of an action, in words."""
+def outcome_text(taken: TakenAction) -> str:
+    """The outcome of an action as text."""
     if taken.succeeded is None:
         return "not known yet"
     if not taken.succeeded:
-        return "failed: there was nothing to go back to"
+        return "failed: no state to restore"
     first, last = taken.exclude or (None, None)
     excluded = f"batch {first}" if first == last else f"batches {first} to {last}"
-    excluded = f"{excluded} never to be seen again" if taken.exclude else ""
-    lost = f"{counted(taken.steps_lost, 'step')} lost, {taken.seconds:.2f} s"
-    back = f"back to {taken.target}, {lost}" if taken.target else ""
-    return "; ".join(part for part in (back, excluded) if part) or "done"
+    excluded = f"{excluded} excluded" if taken.exclude else ""
+    lost = f"{count_noun(taken.steps_lost, 'step')} lost, {taken.seconds:.2f} s"
+    restored = f"restored {taken.target}, {lost}" if taken.target else ""
+    return "; ".join(part for part in (restored, excluded) if part) or "done"
 
 
-def guilty_facts(batch: GuiltyBatch) -> dict[str, Any]:
+def guilty_facts(batch: BlamedBatch) -> dict[str, Any]:
     rarest = [
         f"{token} ({times}, {'not known' if often is None else f'{often:,}'})" for token, times, often in batch.rarest
     ]
@@ -234,8 +234,8 @@ def guilty_facts(batch: GuiltyBatch) -> dict[str, Any]:
     }
 
 
-def who(steps: Table, name: str) -> str:
-    """The rank that was most often the farthest from the others."""
+def worst_rank(steps: ColumnTable, name: str) -> str:
+    """The rank that was most often the farthest from the median."""
     ranks = steps.column(name)
     known = ranks[~np.isnan(ranks)].astype(np.int64)
     if not len(known):
@@ -245,19 +245,19 @@ def who(steps: Table, name: str) -> str:
     return f"most often rank {rank} ({counts[rank] / len(known):.0%} of the steps)"
 
 
-def some(items: set[int] | set[str]) -> list[str]:
-    """The first few, as text, and how many more there are."""
+def first_names(items: set[int] | set[str]) -> list[str]:
+    """The first `MOST_NAMED` items as text, and how many more there are."""
     texts = [str(item) for item in sorted(items)]
     return texts if len(texts) <= MOST_NAMED else [*texts[:MOST_NAMED], f"and {len(texts) - MOST_NAMED} more"]
 
 
-def counted(number: int, noun: str) -> str:
+def count_noun(number: int, noun: str) -> str:
     """1 step, 2 steps."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def short(value: Any) -> str:
-    """A loss, to four places; a word where it is none."""
+    """A loss with four decimal places; "none yet" if there is none."""
     if value is None:
         return "none yet"
     number = float(value)
@@ -265,7 +265,7 @@ def short(value: Any) -> str:
 
 
 def spell_seconds(seconds: float) -> str:
-    """3 d 4 h, 4 h 5 min, 5 min, 12 s: as much as matters."""
+    """A duration in its two largest units: 3 d 4 h, 4 h 5 min, 5 min, 12 s."""
     minutes = int(seconds) // 60
     hours, days = minutes // 60, minutes // 1440
     if days:
@@ -276,7 +276,7 @@ def spell_seconds(seconds: float) -> str:
 
 
 def configured(run: RunDir, *keys: str) -> Any:
-    """A value of the run's configuration; None where there is none."""
+    """A value of the run's configuration; None if it is not there."""
     try:
         tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):

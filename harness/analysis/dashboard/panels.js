@@ -1,46 +1,46 @@
 "use strict";
-// What is drawn: the list of panels, and one figure from one of them and the stretch that is looked at.
+// Panels of the page, and the Plotly figure of a panel for the zoomed range.
 
 const MOST_GROUPS = 500, MOST_HEAT = 160, MOST_LINES = 150;
 
 const PANELS = [
-  { id: "loss", title: "Loss", note: "each step, smoothed, held out", table: "steps", focus: true, lines: [
+  { id: "loss", title: "Loss", note: "of each step, smoothed, and held out", table: "steps", focus: true, lines: [
     { column: "loss", name: "each step", color: "pale", width: 1 },
-    { column: "loss_bound", name: "bound of the gate", color: "grey", width: 0.6, optional: true },
+    { column: "loss_bound", name: "gate's bound", color: "grey", width: 0.6, optional: true },
     { column: "loss_smooth", name: "smoothed", color: "blue", width: 2 },
     { column: "loss", name: "held out", color: "orange", table: "evals", mode: "lines+markers", width: 1 } ] },
   { id: "lr", title: "Learning rate", table: "steps", zero: true, lines: [
     { column: "lr", name: "learning rate", color: "blue" } ] },
-  { id: "grad", title: "Gradient norm", note: "before clipping; the gate refuses beyond its bound", table: "steps", log: true, lines: [
-    { column: "grad_bound", name: "bound of the gate", color: "grey", width: 0.8, optional: true },
+  { id: "grad", title: "Gradient norm", note: "before clipping; the gate rejects updates above its bound", table: "steps", log: true, lines: [
+    { column: "grad_bound", name: "gate's bound", color: "grey", width: 0.8, optional: true },
     { column: "grad_norm", name: "gradient norm", color: "blue" } ] },
-  { id: "activation", title: "Activations by layer", note: "root mean square of the residual stream", table: "probes", heat: "activation:" },
-  { id: "moment", title: "Adam's second moment", note: "its norm; and gradient over its root, about 1: far above, the moment is stale", table: "probes", log: true, lines: [
+  { id: "activation", title: "Activations by layer", note: "RMS of the residual stream", table: "probes", heat: "activation:" },
+  { id: "moment", title: "Adam's second moment", note: "its norm; gradient / sqrt(v), usually about 1 (far above 1: the second moment is stale)", table: "probes", log: true, lines: [
     { column: "v_norm", name: "norm of v", color: "blue" },
-    { column: "square_ratio", name: "gradient over root of v", color: "orange", right: true } ] },
-  { id: "weights", title: "Weights", note: "their norm; and the size of an update relative to it", table: "probes", lines: [
-    { column: "param_norm", name: "norm of the weights", color: "blue" },
-    { column: "update_ratio", name: "update over weights", color: "orange", right: true } ] },
-  { id: "tokens", title: "Losses of single tokens", note: "share of the tokens whose loss lies in each band, in nats", table: "probes", heat: "token_loss:" },
-  { id: "rankgrad", title: "Gradient norm by rank", note: "before the reduction: the middle one and the one farthest from it", table: "steps", log: true, lines: [
+    { column: "square_ratio", name: "gradient / sqrt(v)", color: "orange", right: true } ] },
+  { id: "weights", title: "Weights", note: "weight norm; update norm relative to it", table: "probes", lines: [
+    { column: "param_norm", name: "weight norm", color: "blue" },
+    { column: "update_ratio", name: "update norm / weight norm", color: "orange", right: true } ] },
+  { id: "tokens", title: "Token losses", note: "share of the tokens with a loss in each bin, in nats", table: "probes", heat: "token_loss:" },
+  { id: "rankgrad", title: "Gradient norm by rank", note: "before the reduction: median, and the rank farthest from it", table: "steps", log: true, lines: [
     { column: "rank_grad_worst", name: "farthest", color: "orange", width: 1 },
     { column: "rank_grad_median", name: "median", color: "blue" } ], who: "rank_grad_who" },
-  { id: "ranktime", title: "Busy time by rank", note: "seconds a step without waiting for others", table: "steps", zero: true, lines: [
+  { id: "ranktime", title: "Busy time by rank", note: "seconds per step without waiting for other ranks", table: "steps", zero: true, lines: [
     { column: "rank_time_worst", name: "farthest", color: "orange", width: 1 },
     { column: "rank_time_median", name: "median", color: "blue" } ], who: "rank_time_who" },
   { id: "scale", title: "Loss scale", note: "fp16 only", table: "steps", log: true, lines: [
     { column: "loss_scale", name: "loss scale", color: "blue" } ] },
-  { id: "fp8", title: "Range of fp8", note: "share of the numbers that became zero, in the worst layer group; grey: computed in bf16", table: "probes", zero: true, format: ".2~%", lines: [
+  { id: "fp8", title: "fp8 underflow", note: "share of values that underflow to zero, in the worst layer group; grey: computed in bf16", table: "probes", zero: true, format: ".2~%", lines: [
     { column: "in_bf16", name: "in bf16", color: "grey", table: "steps", width: 0.5, filled: true },
-    { column: "fp8_saturated", name: "tensors far beyond the range", color: "orange", width: 1 },
-    { column: "fp8_underflow", name: "became zero", color: "blue", mode: "lines+markers" } ] },
-  { id: "fp8scale", title: "Scales of fp8", note: "smallest and largest exponent of two", table: "probes", lines: [
+    { column: "fp8_saturated", name: "saturated", color: "orange", width: 1 },
+    { column: "fp8_underflow", name: "underflow", color: "blue", mode: "lines+markers" } ] },
+  { id: "fp8scale", title: "fp8 scales", note: "log2 of the smallest and the largest scale", table: "probes", lines: [
     { column: "fp8_scale_least", name: "smallest", color: "orange", mode: "lines+markers" },
     { column: "fp8_scale_most", name: "largest", color: "blue", mode: "lines+markers" } ] },
-  { id: "speed", title: "Throughput", note: "tokens a second; share of the peak rate where that is known", table: "steps", zero: true, format: "~s", rightFormat: ".0%", lines: [
+  { id: "speed", title: "Throughput", note: "tokens per second; MFU if the peak rate is known", table: "steps", zero: true, format: "~s", rightFormat: ".0%", lines: [
     { column: "tokens_per_s", name: "tokens/s", color: "blue" },
     { column: "mfu", name: "MFU", color: "orange", right: true } ] },
-  { id: "memory", title: "Memory", note: "peak of rank 0, bytes", table: "steps", zero: true, format: "~s", lines: [
+  { id: "memory", title: "Memory", note: "peak memory of rank 0, in bytes", table: "steps", zero: true, format: "~s", lines: [
     { column: "memory_bytes", name: "memory", color: "blue" } ] },
 ];
 
@@ -50,27 +50,27 @@ const MARKS = {
   checkpoint: { name: "checkpoint", color: "green", symbol: "circle", lane: "saves" },
   trouble: { name: "bad checkpoint", color: "red", symbol: "x-thin-open", lane: "saves" },
   fault: { name: "fault injected", color: "violet", symbol: "star", lane: "faults" },
-  intervention: { name: "operator", color: "orange", symbol: "diamond", lane: "people" },
+  intervention: { name: "operator", color: "orange", symbol: "diamond", lane: "operator" },
   refused: { name: "refused", color: "red", symbol: "triangle-up", lane: "sentinel" },
   finding: { name: "finding", color: "orange", symbol: "circle-open", lane: "sentinel" },
   action: { name: "action", color: "red", symbol: "triangle-down", lane: "sentinel" },
   restored: { name: "restored", color: "blue", symbol: "triangle-left", lane: "sentinel" },
 };
-const LANES = ["starts", "saves", "faults", "people", "sentinel", "incidents"];
+const LANES = ["starts", "saves", "faults", "operator", "sentinel", "incidents"];
 const LINED = { start: "dot", fault: "dash", intervention: "dash", restored: "solid" };
 
 const probe = document.createElement("i");
 probe.hidden = true;
 document.body.append(probe);
 
-// A colour of the style sheet, as it is now, with a share of its strength.
+// A colour of the style sheet in the current theme, with an opacity.
 function ink(name, strength = 1) {
   probe.style.color = `var(--${name})`;
   const color = getComputedStyle(probe).color;
   return strength === 1 ? color : color.replace(/^rgb\((.*)\)$/, `rgba($1, ${strength})`);
 }
 
-// Plotly understands a few tags in texts; what a file says is never one of them.
+// Plotly interprets some HTML tags in texts; tags from files are escaped.
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 const folded = (text) => plain(text.length > 300 ? `${text.slice(0, 300)} …` : text).replace(/(.{1,70})(\s|$)/g, "$1<br>").replace(/<br>$/, "");
 
@@ -96,7 +96,7 @@ function base(state) {
   };
 }
 
-// Incidents shaded, what else matters as lines; of very many, the newest.
+// Incidents as shaded areas, starts, faults, interventions and restores as lines; at most the newest MOST_LINES of each.
 function shapes(state) {
   const [first, last] = state.view || state.whole, inside = (x) => x >= first && x <= last;
   const shaded = state.facts.incidents.map((incident) => span(state, incident))
@@ -109,7 +109,7 @@ function shapes(state) {
   return [...shaded, ...lines];
 }
 
-// From where to where an incident reaches on the axis; by the clock, as far as its iterations were.
+// First and last x of an incident; on the time axis, the times of its iterations.
 function span(state, incident) {
   if (state.axis !== "time") return [incident.onset, incident.last + 1];
   const { iteration, milliseconds } = state.tables.steps, last = iteration.length - 1;
@@ -130,7 +130,7 @@ function marksTrace(state, place) {
   };
 }
 
-// Low and high of what is seen; of a whole run without its steep beginning, which would hide the rest.
+// Range of the y axis; the view of a whole run ignores the first tenth, where the loss falls steeply.
 function rangeOf(state, panel, traces) {
   let values = [];
   for (const trace of traces) {
@@ -148,7 +148,7 @@ function rangeOf(state, panel, traces) {
   return { log: false, range: [panel.zero && least === 0 ? 0 : least - room, greatest + room] };
 }
 
-// An axis of that range; a logarithmic one has a tick a decade, or at 1, 2 and 5 where it spans few.
+// An axis with that range; a logarithmic one has a tick at each decade, or at 1, 2 and 5 if it spans few decades.
 function scaled({ log, range }) {
   const decades = range[1] - range[0];
   return log ? { type: "log", range, tickmode: "linear", dtick: decades < 2 ? "D2" : Math.ceil(decades / 4) } : { type: "linear", range, tickmode: "auto" };
@@ -222,7 +222,7 @@ function stripFigure(state) {
     traces.push({
       type: "scatter", mode: "lines+markers", name: "incident", x: [first, middle, last], y: Array(3).fill("incidents"),
       line: { width: 9, color: ink("red", 0.55) }, marker: { size: [1, 13, 1], symbol: "circle", color: ink("red") },
-      text: Array(3).fill(`incident ${incident.number}: ${plain(incident.kinds.join(", "))}<br>click for the whole story`),
+      text: Array(3).fill(`incident ${incident.number}: ${plain(incident.kinds.join(", "))}<br>click for details`),
       hovertemplate: "%{text}<extra></extra>", customdata: Array(3).fill(incident.number),
     });
   }

@@ -1,10 +1,10 @@
-"""A page that stays live: a small server over one run directory that reads and never writes.
+"""HTTP server for the live dashboard of one run directory; it only reads.
 
-How: the log is read on as it grows, when somebody asks; an answer holds the rows that the asker does not have yet, and
-nothing at all where there is nothing new. It listens on this machine alone unless it is told otherwise, and then it
-answers only to this machine's names, so that no other site of the same browser can read a run through it. GET and HEAD
-are all there is; of files, those of incident folders, by their plain names.
-Left out: encryption and passwords. Whoever opens it to a network puts something in front that has them.
+How: each request reads what was added to the event log. `data.json` returns only rows that the client does not have,
+and status 204 if nothing is new. By default it listens on the loopback interface and answers only requests whose Host
+header names it, so that another site in the same browser cannot read the run (DNS rebinding). It answers GET and HEAD;
+the only files it serves are those of incident folders, by plain name.
+Left out: encryption and passwords. To open it to a network, put a proxy with both in front.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ FILE = re.compile(r"/incidents/(\d{3,})/([\w-][\w.-]*)")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 TABLES = ("steps", "probes", "evals")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' data:"
-"""For a file of the run: it may be looked at, and run nothing."""
+"""Content-Security-Policy for a file of the run: it is displayed and runs no script."""
 
 
 @final
-class Desk:
-    """One run, read on for whoever asks."""
+class LiveRun:
+    """The story of one run, updated from its log at each request."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -48,13 +48,13 @@ class Desk:
         self._lock = Lock()
 
     def page(self) -> str:
-        """The document, as of now."""
+        """The current HTML document."""
         with self._lock:
             self._story.read_more(self.run)
             return render(page_data(self.run, self._story, now_s=time.time(), live=True))
 
-    def news(self, *, first: dict[str, int], seen: str) -> str | None:
-        """What came after the rows `first`, as JSON; None where the asker has seen everything."""
+    def new_data(self, *, first: dict[str, int], seen: str) -> str | None:
+        """Facts and the rows from `first` on, as JSON; None if `seen` is the current revision."""
         with self._lock:
             self._story.read_more(self.run)
             now_s = time.time()
@@ -64,7 +64,7 @@ class Desk:
         return json.dumps(finite(data), separators=(",", ":"), allow_nan=False)
 
     def file(self, number: str, name: str) -> Path | None:
-        """A file of an incident's folder; nothing outside of it, whatever a link says."""
+        """A file of an incident's folder; None if it is missing or a link leads outside."""
         path = (self.run.incidents / number / name).resolve()
         inside = path.is_relative_to(self.run.incidents.resolve())
         return path if inside and path.is_file() and path.suffix in TYPES else None
@@ -72,10 +72,10 @@ class Desk:
 
 @final
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """Answers one request."""
 
-    def __init__(self, desk: Desk, hosts: frozenset[str] | None, *arguments: Any) -> None:
-        self._desk, self._hosts = desk, hosts
+    def __init__(self, live_run: LiveRun, hosts: frozenset[str] | None, *arguments: Any) -> None:
+        self._live_run, self._hosts = live_run, hosts
         super().__init__(*arguments)
 
     def do_GET(self) -> None:
@@ -98,25 +98,25 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _route(self) -> tuple[HTTPStatus, str, bytes, str]:
-        """Status, type, body and policy of the answer."""
+        """Status, content type, body and Content-Security-Policy of the response."""
         plain = "text/plain; charset=utf-8"
         if self._hosts is not None and host_of(self.headers.get("Host", "")) not in self._hosts:
-            return HTTPStatus.FORBIDDEN, plain, b"this page answers to this machine's names alone\n", POLICY
-        asked = urlsplit(self.path)
-        if asked.path in ("/", "/dashboard.html"):
-            return HTTPStatus.OK, TYPES[".html"], self._desk.page().encode(), ""
-        if asked.path == "/data.json":
-            words = parse_qs(asked.query)
-            first = {name: whole(words.get(name, ["0"])[0]) for name in TABLES}
-            news = self._desk.news(first=first, seen=words.get("seen", [""])[0])
-            status = HTTPStatus.NO_CONTENT if news is None else HTTPStatus.OK
-            return status, TYPES[".json"], (news or "").encode(), POLICY
-        if (named := FILE.fullmatch(asked.path)) and (path := self._desk.file(*named.groups())):
+            return HTTPStatus.FORBIDDEN, plain, b"this server only answers requests to localhost\n", POLICY
+        url = urlsplit(self.path)
+        if url.path in ("/", "/dashboard.html"):
+            return HTTPStatus.OK, TYPES[".html"], self._live_run.page().encode(), ""
+        if url.path == "/data.json":
+            query = parse_qs(url.query)
+            first = {name: row_number(query.get(name, ["0"])[0]) for name in TABLES}
+            data = self._live_run.new_data(first=first, seen=query.get("seen", [""])[0])
+            status = HTTPStatus.NO_CONTENT if data is None else HTTPStatus.OK
+            return status, TYPES[".json"], (data or "").encode(), POLICY
+        if (match := FILE.fullmatch(url.path)) and (path := self._live_run.file(*match.groups())):
             return HTTPStatus.OK, TYPES[path.suffix], path.read_bytes(), POLICY
-        return HTTPStatus.NOT_FOUND, plain, b"there is no such page\n", POLICY
+        return HTTPStatus.NOT_FOUND, plain, b"not found\n", POLICY
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Silent: the terminal belongs to whoever started it."""
+        """Logs nothing: requests would fill the terminal."""
 
 
 @final
@@ -124,20 +124,20 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no news."""
+        """Ignores errors of a request, such as a browser that closes the connection."""
 
 
 def open_server(run: RunDir, *, host: str, port: int) -> Server:
-    """A server that listens; `serve_forever` answers."""
+    """A listening server; `serve_forever` handles requests."""
     hosts = frozenset({*LOOPBACK, host}) if host in LOOPBACK else None
-    return Server((host, port), partial(Handler, Desk(run), hosts))
+    return Server((host, port), partial(Handler, LiveRun(run), hosts))
 
 
 def host_of(header: str) -> str:
-    """The name in a Host header, without its port."""
+    """The host name in a Host header, without its port."""
     return (urlsplit(f"//{header}").hostname or "").lower()
 
 
-def whole(text: str) -> int:
-    """A row number of a query; what is none is the first."""
+def row_number(text: str) -> int:
+    """A row number from a query; 0 if it is not a number."""
     return int(text) if text.isascii() and text.isdigit() else 0

@@ -1,14 +1,13 @@
-"""The event log of a run, folded as it grows: columns, marks on the time line, incidents and accounts.
+"""Reads the event log of a run incrementally into columns, timeline marks, incidents and time accounts.
 
-Why: the page, the live server, the terminal and the index all show the same run, so they read it once and alike.
-How: `Story.read_more` takes the whole lines that were added since it was last called. A step's line is read as plain
-JSON, because a hundred thousand of them must not take minutes; everything rarer becomes its event. A line that is torn
-or not understood is passed over and counted.
-The first reading of a long log is bounded: of more than 64 MiB of ordinary steps it takes an even sample, with the
-extremes of each stretch and with everything that is not an ordinary step (`harness.telemetry.log_index`). Steps that
-were left out count in the accounts.
-Left out: anything that is not in the log or in `faults.jsonl`; `harness.analysis.dashboard.page_data` looks up incident
-folders.
+Why: the page, the live server, the terminal view and the index show the same run, so they share one reader.
+How: `Story.read_more` reads the complete lines added since the last call. Step lines are read as plain JSON, because
+parsing a hundred thousand of them into events takes minutes; other lines are parsed into events. A torn or invalid line
+is skipped and counted.
+The first read of a long log is bounded: of more than 64 MiB of ordinary steps it takes an even sample, with the
+extremes of each stretch and with everything that is not an ordinary step (`harness.telemetry.log_index`). Steps left
+out of the sample still count in the accounts.
+Left out: anything outside the log and `faults.jsonl`; `harness.analysis.dashboard.page_data` reads incident folders.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from pathlib import Path
 from typing import Any, final
 
 from harness.analysis.dashboard.goodput import Accounts
-from harness.analysis.dashboard.incidents import Incidents
-from harness.analysis.dashboard.series import NAN, Table, number, outlier
+from harness.analysis.dashboard.incidents import IncidentStories
+from harness.analysis.dashboard.series import NAN, ColumnTable, number, outlier
 from harness.core.events import (
     Action,
     CheckpointFailed,
@@ -46,9 +45,9 @@ from harness.telemetry.log_index import sampled
 STEP_MARK = b'{"event":"step",'
 CHUNK_BYTES = 1 << 22
 MOST_MARKS = 1000
-"""Of one kind; of more, the newest are kept."""
+"""Marks kept of each kind, the newest."""
 NUM_RECENT = 512
-"""Batches whose facts are remembered for a finding that will name them."""
+"""Recent batches whose facts are kept, for findings that name them later."""
 MOST_GUILTY = 200
 
 STEP_COLUMNS = (
@@ -58,9 +57,10 @@ STEP_COLUMNS = (
 )  # fmt: skip
 PROBE_COLUMNS = ("param_norm", "v_norm", "update_ratio", "square_ratio")
 FP8_COLUMNS = ("fp8_underflow", "fp8_saturated", "fp8_scale_least", "fp8_scale_most")
-"""The worst layer group, the worst of activations, weights and gradients, and the exponents of all their scales."""
+"""Underflow of the worst layer group; saturation of the worst of activations, weights and gradients; smallest and
+largest exponent of their scales."""
 ACTIVATION, TOKEN_LOSS = "activation:", "token_loss:"
-"""Before the name of a layer, or the number of a bin, in the name of a column."""
+"""Prefixes of column names, before the layer's name or the bin's number."""
 
 
 class MarkKind(StrEnum):
@@ -74,7 +74,7 @@ class MarkKind(StrEnum):
     intervention = "intervention"
     checkpoint = "checkpoint"
     trouble = "trouble"
-    """A checkpoint that failed or proved bad."""
+    """A checkpoint that could not be written, or is damaged."""
 
 
 @final
@@ -85,39 +85,41 @@ class Mark:
     time: float
     text: str
     incident: int = 0
-    """That it belongs to; 0: none."""
+    """Number of the incident it belongs to; 0: none."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuiltyBatch:
-    """A batch that was refused, named by a finding, or excluded."""
+class BlamedBatch:
+    """A batch whose update was rejected, or that a finding names, or that was excluded."""
 
     cursor: int
     iteration: int
     loss: float
     why: str
     rarest: list[list[int | None]]
-    """Token, how often it is in the batch, and how often in the corpus where that is known."""
+    """Token, count in the batch, and count in the corpus if known."""
     rows: dict[str, int]
 
 
 @final
 @dataclass(slots=True)
 class Story:
-    steps: Table = field(default_factory=Table)
-    probes: Table = field(default_factory=Table)
-    evals: Table = field(default_factory=Table)
+    """Everything a dashboard shows of one run, read from its event log."""
+
+    steps: ColumnTable = field(default_factory=ColumnTable)
+    probes: ColumnTable = field(default_factory=ColumnTable)
+    evals: ColumnTable = field(default_factory=ColumnTable)
     accounts: Accounts = field(default_factory=Accounts)
-    incidents: Incidents = field(default_factory=Incidents)
+    incidents: IncidentStories = field(default_factory=IncidentStories)
     marks: dict[MarkKind, deque[Mark]] = field(default_factory=dict)
-    guilty: dict[int, GuiltyBatch] = field(default_factory=dict)
+    guilty: dict[int, BlamedBatch] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
-    """The newest step record, as the log has it."""
+    """The latest step record in its JSON form."""
     started: RunStarted | None = None
-    """The newest start."""
+    """The latest start."""
     ended: RunEnded | None = None
-    """The end of the newest start, where it has one."""
+    """The end of the latest start, if it has ended."""
     first_time: float | None = None
     last_time: float = 0.0
     eval_loss: float | None = None
@@ -125,36 +127,36 @@ class Story:
     num_lines: int = 0
     num_lines_lost: int = 0
     num_left_out: int = 0
-    """Ordinary steps that a sample of a long log did not show."""
+    """Ordinary steps left out by sampling a long log."""
     _is_sample: bool = False
     """Whether the lines being read are a sample."""
     _recent: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     _offsets: dict[Path, int] = field(default_factory=dict)
 
     def read_more(self, run: RunDir) -> bool:
-        """Take what was added to the log since the last time; says whether anything was."""
+        """Read the lines added to the log since the last call; returns whether there were any."""
         num_lines = self.num_lines
         if run.events not in self._offsets:
             self._read_first(run.events)
         for path in (run.events, run.faults):
             for line in self._new_lines(path):
                 self.num_lines += 1
-                self._take(line)
+                self._add_line(line)
         return self.num_lines > num_lines
 
     def _read_first(self, path: Path) -> None:
-        """All of a log, or a sample of a long one."""
+        """Read the whole log, or a sample of a long one."""
         lines, end, is_whole = sampled(path)
         self._is_sample = not is_whole
         for line in lines:
             self.num_lines += 1
-            self._take(line)
+            self._add_line(line)
         self._is_sample = False
         if end:
             self._offsets[path] = end
 
     def _new_lines(self, path: Path) -> Iterator[bytes]:
-        """Whole lines only: what is being written now is read the next time."""
+        """Complete lines added since the last call; a line still being written is read next time."""
         if not path.exists():
             return
         with path.open("rb") as file:
@@ -167,7 +169,7 @@ class Story:
                 if not lines:
                     return
 
-    def _take(self, line: bytes) -> None:
+    def _add_line(self, line: bytes) -> None:
         try:
             if line.startswith(STEP_MARK):
                 self._add_step(json.loads(line))
@@ -194,7 +196,7 @@ class Story:
         if get("param_norm") is not None:
             self._add_probe(iteration, time, record)
         self.last = record
-        self._see(time)
+        self._update_times(time)
         self._recent.append(record)
         if record["refused"] or loss.__class__ is str:
             verb = "update refused" if record["refused"] else "not finite"
@@ -211,11 +213,11 @@ class Story:
         values = [*(record.get(name) for name in PROBE_COLUMNS), *activations.values(), *(n / total for n in counts)]
         if health := record.get("fp8"):
             names += FP8_COLUMNS
-            values += _fit_of(health, record.get("fp8_underflow", {}))
+            values += _fp8_values(health, record.get("fp8_underflow", {}))
         self.probes.add(iteration, time, names, values)
 
     def add(self, event: Event) -> None:
-        """Anything but a step."""
+        """Add any event except a step record."""
         if isinstance(event, FaultInjected):
             self._mark(
                 MarkKind.fault, event.iteration, event.time, f"{event.kind} on rank {event.rank}: {event.message}"
@@ -223,12 +225,12 @@ class Story:
             return
         self.accounts.add(event)
         self.incidents.add(event)
-        self._see(event.time)
+        self._update_times(event.time)
         match event:
             case RunStarted():
                 self.started, self.ended = event, None
                 self.num_starts += 1
-                self._tell(MarkKind.start, event)
+                self._mark_event(MarkKind.start, event)
             case RunEnded():
                 self.ended = event
                 text = f"ended at step {event.step}: {event.reason} (exit code {event.exit_code})"
@@ -237,32 +239,32 @@ class Story:
                 self.eval_loss = event.loss
                 self.evals.add(event.iteration, event.time, ("loss",), (event.loss,))
             case CheckpointSaved():
-                self._tell(MarkKind.checkpoint, event)
+                self._mark_event(MarkKind.checkpoint, event)
             case CheckpointFailed() | CheckpointJudged():
-                self._tell(MarkKind.trouble, event)
+                self._mark_event(MarkKind.trouble, event)
             case Finding():
-                self._tell(MarkKind.finding, event)
+                self._mark_event(MarkKind.finding, event)
                 for cursor in event.cursors:
                     self._blame(cursor, event.kind)
             case Action():
-                self._tell(MarkKind.action, event, incident=event.incident)
+                self._mark_event(MarkKind.action, event, incident=event.incident)
                 if event.exclude:
                     first, last = event.exclude
                     for cursor in range(first, min(last + 1, first + NUM_RECENT)):
                         self._blame(cursor, f"excluded by incident {event.incident}" if event.incident else "excluded")
             case Outcome():
-                self._tell(MarkKind.restored, event, incident=event.incident)
+                self._mark_event(MarkKind.restored, event, incident=event.incident)
             case Intervention():
-                self._tell(MarkKind.intervention, event)
+                self._mark_event(MarkKind.intervention, event)
             case _:
                 pass
 
     def all_marks(self) -> list[Mark]:
-        """In the order in which they happened."""
-        marks = [mark for each in self.marks.values() for mark in each]
+        """All marks, sorted by time."""
+        marks = [mark for of_one_kind in self.marks.values() for mark in of_one_kind]
         return sorted(marks, key=lambda mark: (mark.time, mark.iteration))
 
-    def _tell(self, kind: MarkKind, event: Event, *, incident: int = 0) -> None:
+    def _mark_event(self, kind: MarkKind, event: Event, *, incident: int = 0) -> None:
         text = event_line(event)
         if text is not None:
             text = text.removeprefix(f"iteration {event.iteration}: ")
@@ -271,20 +273,20 @@ class Story:
     def _mark(self, kind: MarkKind, iteration: int, time: float, text: str, *, incident: int = 0) -> None:
         self.marks.setdefault(kind, deque(maxlen=MOST_MARKS)).append(Mark(kind, iteration, time, text, incident))
 
-    def _see(self, time: float) -> None:
+    def _update_times(self, time: float) -> None:
         self.first_time = time if self.first_time is None else self.first_time
         self.last_time = max(time, self.last_time)
 
     def _blame(self, cursor: int, why: str) -> None:
-        """Keep the facts of a batch, once for each reason; a batch that was never seen has none."""
-        record = next((each for each in reversed(self._recent) if each["cursor"] == cursor), None)
+        """Store the facts of a batch and the reason it is blamed; a batch without a recent record is ignored."""
+        record = next((recent for recent in reversed(self._recent) if recent["cursor"] == cursor), None)
         known = self.guilty.get(cursor)
         if known is None and (record is None or len(self.guilty) >= MOST_GUILTY):
             return
         if known is not None and why in known.why:
             return
         batch = (record or {}).get("batch", {})
-        self.guilty[cursor] = GuiltyBatch(
+        self.guilty[cursor] = BlamedBatch(
             cursor=cursor,
             iteration=known.iteration if known else (record or {})["iteration"],
             loss=known.loss if known else number((record or {}).get("loss")),
@@ -294,8 +296,8 @@ class Story:
         )
 
 
-def _fit_of(health: Mapping[str, Any], underflow: Mapping[str, Any]) -> list[float]:
-    """How the numbers of a step fitted into fp8, by `FP8_COLUMNS`."""
+def _fp8_values(health: Mapping[str, Any], underflow: Mapping[str, Any]) -> list[float]:
+    """Values of `FP8_COLUMNS` for one step."""
     roles = list(health.values())
     least, most = zip(*(role["scale_log2"] for role in roles), strict=True)
     return [

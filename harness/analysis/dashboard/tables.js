@@ -1,5 +1,5 @@
 "use strict";
-// Columns of a run: read from base64, joined as the run grows, thinned for the pixels there are.
+// Columns of a run: decoded from base64, appended to as the run grows, thinned to the number of pixels.
 
 function bytes(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
@@ -30,7 +30,7 @@ function joined(first, second) {
   return out;
 }
 
-// A table with the rows of another behind its own; a column that one of them lacks has a gap there.
+// The rows of two tables, one after the other; a column that one of them lacks has a gap there.
 function append(table, more) {
   if (more.length === 0) return table;
   const gap = (length) => new Float32Array(length).fill(NaN);
@@ -50,7 +50,7 @@ function append(table, more) {
   };
 }
 
-// The first index whose value is not below x; the values never fall.
+// Binary search: the first index whose value is not below x, in ascending values.
 function seek(values, x) {
   let low = 0, high = values.length;
   while (low < high) {
@@ -60,18 +60,18 @@ function seek(values, x) {
   return low;
 }
 
-// Rows of the view and one more on either side, so that lines reach the edges.
+// First and last row of the view, and one more on either side, so that lines reach the edges.
 function within(xs, view) {
   if (!view) return [0, xs.length];
   return [Math.max(0, seek(xs, view[0]) - 1), Math.min(xs.length, seek(xs, view[1]) + 2)];
 }
 
-// At most about two points for each of `most` groups: the lowest and the highest of each, in their order.
+// At most two points for each of `most` groups of rows: the lowest and the highest, in their order.
 function thinned(xs, column, view, most) {
   const [first, last] = within(xs, view), x = [], y = [];
-  const each = Math.max(1, Math.ceil((last - first) / most));
-  for (let start = first; start < last; start += each) {
-    const end = Math.min(last, start + each);
+  const groupSize = Math.max(1, Math.ceil((last - first) / most));
+  for (let start = first; start < last; start += groupSize) {
+    const end = Math.min(last, start + groupSize);
     let least = -1, greatest = -1;
     for (let i = start; i < end; i++) {
       if (least < 0 ? column.low[i] === column.low[i] : column.low[i] < column.low[least]) least = i;
@@ -90,7 +90,7 @@ function thinned(xs, column, view, most) {
   return { x, y };
 }
 
-// The mean around each row, over about a sixtieth of the run, less at the steep start; gaps do not count.
+// Moving average over about a sixtieth of the run, less at the steep start; gaps are ignored.
 function smoothed(column) {
   const n = column.low.length, reach = Math.max(1, Math.floor(n / 120)), out = new Float32Array(n);
   const sums = new Float64Array(n + 1), counts = new Float64Array(n + 1);
@@ -108,12 +108,12 @@ function smoothed(column) {
 
 // For a heat map: the highest value of each column in at most `most` groups of rows.
 function heat(table, xs, names, view, most) {
-  const [first, last] = within(xs, view), each = Math.max(1, Math.ceil((last - first) / most)), x = [];
-  for (let start = first; start < last; start += each) x.push(xs[start]);
+  const [first, last] = within(xs, view), groupSize = Math.max(1, Math.ceil((last - first) / most)), x = [];
+  for (let start = first; start < last; start += groupSize) x.push(xs[start]);
   const z = names.map((name) => x.map((_, group) => {
-    const high = table.columns[name].high, start = first + group * each;
+    const high = table.columns[name].high, start = first + group * groupSize;
     let greatest = null;
-    for (let i = start; i < Math.min(last, start + each); i++)
+    for (let i = start; i < Math.min(last, start + groupSize); i++)
       if (high[i] === high[i] && (greatest === null || high[i] > greatest)) greatest = high[i];
     return greatest;
   }));

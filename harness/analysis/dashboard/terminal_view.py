@@ -1,6 +1,6 @@
-"""A run in the terminal: where it stands, how the loss goes, who is alive, and what happened last.
+"""Renders the terminal view of a run: progress, loss curve, health of the ranks, and the last events.
 
-Pure: a story and the ranks' heartbeats in, lines of text out, each with a style that a terminal may use or not.
+A pure function from a story and the ranks' heartbeats to lines of text, each with an optional style.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harness.analysis.dashboard.page_data import counted, eta_s, short, spell_seconds, state_of, step_of
+from harness.analysis.dashboard.page_data import count_noun, eta_s, short, spell_seconds, state_of, step_of
 from harness.analysis.dashboard.series import thin
 from harness.analysis.dashboard.story import MarkKind, Story
 from harness.telemetry.console import clock, with_prefix
@@ -22,7 +22,7 @@ GAP = " "
 NUM_RECENT = 8
 MOST_RANKS = 6
 LATE_AFTER = 5
-"""Missed writes after which a rank counts as silent."""
+"""Missed heartbeats after which a rank counts as silent."""
 QUIET_MARKS = (MarkKind.checkpoint, MarkKind.start, MarkKind.end)
 
 STYLES = {
@@ -46,7 +46,7 @@ class Line(NamedTuple):
 
 
 def frame(name: str, story: Story, beats: Sequence[Beat], *, now_s: float, width: int) -> list[Line]:
-    """All lines, none wider than `width`."""
+    """All lines of the view, none wider than `width`."""
     state, more = state_of(story, now_s=now_s)
     reason = story.ended.reason if story.ended else ""
     started = story.started
@@ -54,22 +54,22 @@ def frame(name: str, story: Story, beats: Sequence[Beat], *, now_s: float, width
     head = " · ".join(part for part in (f"{name}: {state}", more, reason, ranks) if part)
     lines = [Line(head, f"bold {STYLES.get(state, 'yellow')}")]
     if started is None:
-        return cut(lines, width)
-    lines.append(Line(progress(story, width)))
+        return truncate_lines(lines, width)
+    lines.append(Line(progress_line(story, width)))
     if story.last:
-        lines += [Line(numbers(story)), Line(sparkline_of(story, width))]
-    lines += [Line(costs(story)), Line(saves(story))]
-    lines += health(beats, now_s=now_s)
+        lines += [Line(last_step_line(story)), Line(loss_line(story, width))]
+    lines += [Line(goodput_line(story)), Line(checkpoints_line(story))]
+    lines += rank_lines(beats, now_s=now_s)
     recent = [mark for mark in story.all_marks() if mark.kind not in QUIET_MARKS][-NUM_RECENT:]
     if recent:
         lines += [Line(""), Line("last events", "bold")]
     for mark in recent:
         label = f"{mark.iteration:>9,}  {mark.kind:<12}  {' '.join(mark.text.split())}"
         lines.append(Line(label, STYLES.get(mark.kind, "")))
-    return cut(lines, width)
+    return truncate_lines(lines, width)
 
 
-def progress(story: Story, width: int) -> str:
+def progress_line(story: Story, width: int) -> str:
     assert story.started is not None
     step, num_steps, left_s = step_of(story), story.started.num_steps, eta_s(story)
     share = min(1.0, step / num_steps) if num_steps else 0.0
@@ -77,12 +77,12 @@ def progress(story: Story, width: int) -> str:
         f"step {step:,}/{num_steps:,} ",
         f" {share:.1%}" + (f"  ETA {clock(left_s)}" if left_s is not None else ""),
     )
-    room = max(4, width - len(before) - len(after))
-    filled = round(room * share)
-    return before + "━" * filled + "─" * (room - filled) + after
+    bar_width = max(4, width - len(before) - len(after))
+    filled = round(bar_width * share)
+    return before + "━" * filled + "─" * (bar_width - filled) + after
 
 
-def numbers(story: Story) -> str:
+def last_step_line(story: Story) -> str:
     last = story.last
     parts = [f"loss {short(last['loss'])}"]
     if story.eval_loss is not None:
@@ -94,12 +94,12 @@ def numbers(story: Story) -> str:
     return "  ".join(parts)
 
 
-def sparkline_of(story: Story, width: int) -> str:
-    """The whole loss, its highest value in each column; what the steep beginning needs is cut off at the top."""
-    room = max(4, width - len("loss ") - 20)
-    highs = thin(story.steps, most=room).highs.get("loss")
+def loss_line(story: Story, width: int) -> str:
+    """The loss of the whole run, its highest value in each column, cut at the highest loss after the first tenth."""
+    curve_width = max(4, width - len("loss ") - 20)
+    highs = thin(story.steps, most=curve_width).highs.get("loss")
     if highs is None:
-        return "loss: not one finite value"
+        return "loss: no finite value"
     later = highs[len(highs) // 10 :]
     least, greatest = (
         float(np.nanmin(highs)),
@@ -109,36 +109,36 @@ def sparkline_of(story: Story, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], least: float, greatest: float) -> str:
-    """One block a value, between the two limits; a gap where there is none."""
+    """One block character for each value between the limits; NaN is a gap."""
     scale = (len(BLOCKS) - 1) / (greatest - least) if greatest > least else 0.0
     places = [None if math.isnan(value) else round((min(value, greatest) - least) * scale) for value in values]
     return "".join(GAP if place is None else BLOCKS[max(0, place)] for place in places)
 
 
-def costs(story: Story) -> str:
+def goodput_line(story: Story) -> str:
     total = story.accounts.total()
-    num_open = sum(each.verdict == "open" for each in story.incidents.by_number.values())
-    incidents = counted(len(story.incidents), "incident") + (f" ({num_open} open)" if num_open else "")
+    num_open = sum(incident.verdict == "open" for incident in story.incidents.by_number.values())
+    incidents = count_noun(len(story.incidents), "incident") + (f" ({num_open} open)" if num_open else "")
     lost = f"{total.num_refused} refused  {total.num_undone} undone"
     return f"goodput {total.of_time:.1%}  stability tax {total.tax:.2%}  {incidents}  {lost}"
 
 
-def saves(story: Story) -> str:
+def checkpoints_line(story: Story) -> str:
     marks = story.marks.get(MarkKind.checkpoint, ())
-    return f"checkpoints {len(marks)}, the newest: {marks[-1].text}" if marks else "checkpoints: none yet"
+    return f"checkpoints {len(marks)}, latest: {marks[-1].text}" if marks else "checkpoints: none yet"
 
 
-def health(beats: Sequence[Beat], *, now_s: float) -> list[Line]:
-    """Who is alive, and those that are not or lag behind; silent where nobody left a sign of life."""
+def rank_lines(beats: Sequence[Beat], *, now_s: float) -> list[Line]:
+    """How many ranks are alive, and those that are silent or lag behind; empty without heartbeats."""
     if not beats:
         return []
     ended = [beat for beat in beats if beat.exit_code is not None]
     silent = [beat for beat in beats if beat.exit_code is None and now_s - beat.time > LATE_AFTER * beat.every_s]
     furthest = max(beat.iteration for beat in beats)
     alive = len(beats) - len(ended) - len(silent)
-    words = [f"{alive} alive"] + [f"{len(ended)} ended"] * bool(ended) + [f"{len(silent)} silent"] * bool(silent)
-    hosts = len({beat.host for beat in beats})
-    lines = [Line(f"ranks {', '.join(words)}, on {hosts} {'host' if hosts == 1 else 'hosts'}", "red" if silent else "")]
+    counts = [f"{alive} alive"] + [f"{len(ended)} ended"] * bool(ended) + [f"{len(silent)} silent"] * bool(silent)
+    hosts = count_noun(len({beat.host for beat in beats}), "host")
+    lines = [Line(f"ranks {', '.join(counts)}, on {hosts}", "red" if silent else "")]
     behind = [beat for beat in beats if beat not in silent and beat.iteration < furthest - 1]
     for beat in [*silent, *behind][:MOST_RANKS]:
         age = spell_seconds(max(0.0, now_s - beat.time))
@@ -148,7 +148,7 @@ def health(beats: Sequence[Beat], *, now_s: float) -> list[Line]:
     return lines
 
 
-def cut(lines: list[Line], width: int) -> list[Line]:
-    """No line longer than the terminal is wide, and no control character from a file."""
-    printable = [Line("".join(each if each.isprintable() else " " for each in line.text), line.style) for line in lines]
+def truncate_lines(lines: list[Line], width: int) -> list[Line]:
+    """Lines truncated to `width`, with control characters replaced by spaces."""
+    printable = [Line("".join(char if char.isprintable() else " " for char in line.text), line.style) for line in lines]
     return [Line(text if len(text) <= width else f"{text[: width - 1]}…", style) for text, style in printable]

@@ -218,8 +218,10 @@ def read_run_facts(run: RunDir, log: Sequence[Event]) -> RunFacts:
 
 
 def settings_of(run: RunDir) -> dict[str, Any]:
-    """The configuration with dotted keys, from any version; empty if it cannot be read. Credentials are removed, because
-    evidence is shared."""
+    """The configuration with dotted keys, from any version; empty if it cannot be read.
+
+    Credentials are removed, because evidence is shared.
+    """
     try:
         settings = compose.flat(compose.read_tree(run.config))
     except ConfigError:

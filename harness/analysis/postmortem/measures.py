@@ -166,7 +166,7 @@ def rare_surplus(measures: Measures) -> tuple[int, float, StepRecord] | None:
 
 
 def weight_growth(evidence: Evidence) -> tuple[str, float] | None:
-    """The layer group whose weight norm grew most after `SETTLED_STEPS`, and the factor; non-finite norms are ignored."""
+    """The layer group whose weight norm grew most after `SETTLED_STEPS`, and the factor. Ignores non-finite norms."""
     probes = [record.group_param_norms for record in _probes(evidence) if record.step >= SETTLED_STEPS]
     names = probes[0] if len(probes) > 1 else {}
     factors = [(name, max(norms) / min(norms)) for name in names if len(norms := _finite_norms(name, probes)) > 1]

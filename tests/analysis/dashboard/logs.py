@@ -1,4 +1,4 @@
-"""Event logs of runs that never were: long ones quickly, short ones exactly."""
+"""Synthetic event logs for dashboard tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUM_NOISES = 9973
 
 
 def record(iteration: int, *, step: int | None = None, time: float, loss: float = 3.0, **more: Any) -> str:
-    """The line of one step; what is not named is ordinary."""
+    """The log line of one step, with ordinary values by default."""
     data: dict[str, Any] = {
         "event": "step",
         "time": time,

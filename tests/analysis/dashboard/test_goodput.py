@@ -1,4 +1,4 @@
-"""Where the time went: every second in one account, exactly."""
+"""Goodput: every second of wall time is in exactly one account."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def accounts_of(goodput: Goodput) -> dict[str, float]:
     return {str(account): round(seconds, 9) for account, seconds in goodput.seconds.items() if seconds}
 
 
-def test_a_quiet_run_with_a_save_an_evaluation_and_an_end() -> None:
+def test_accounts_of_a_healthy_run() -> None:
     goodput = total(
         started(0.0),
         record(1, time=3.0),
@@ -70,7 +70,7 @@ def test_a_quiet_run_with_a_save_an_evaluation_and_an_end() -> None:
     assert (goodput.num_kept, goodput.tokens_kept, goodput.tokens_consumed) == (3, 3072, 3072)
 
 
-def test_refused_and_undone_steps_cost_their_own_clocks() -> None:
+def test_refused_and_undone_steps_are_weighted_by_step_time() -> None:
     goodput = total(
         started(0.0),
         record(1, time=1.0),
@@ -97,7 +97,7 @@ def test_refused_and_undone_steps_cost_their_own_clocks() -> None:
     assert goodput.of_tokens == pytest.approx(3 / 5)
 
 
-def test_a_crash_loses_what_was_not_saved_and_the_time_until_the_next_start() -> None:
+def test_crash_costs_unsaved_steps_and_downtime() -> None:
     goodput = total(
         started(0.0),
         *(record(index, time=float(index)) for index in range(1, 6)),
@@ -109,14 +109,14 @@ def test_a_crash_loses_what_was_not_saved_and_the_time_until_the_next_start() ->
     assert (goodput.num_kept, goodput.num_undone) == (4, 3)
 
 
-def test_a_failed_restore_undoes_nothing() -> None:
+def test_failed_restore_undoes_no_step() -> None:
     failed = Outcome(time=3.0, iteration=2, kind=ActionKind.rollback, incident=1, succeeded=False, step=2, seconds=0.5)
     goodput = total(started(0.0), record(1, time=1.0), record(2, time=2.0), failed)
     assert accounts_of(goodput) == {"starting": 1.0, "kept": 1.5, "restoring": 0.5}
     assert goodput.num_undone == 0
 
 
-def test_a_pause_lasts_until_somebody_resumes() -> None:
+def test_pause_lasts_until_resume() -> None:
     refused = Intervention(time=9.5, iteration=0, who="a", reason="", changes={"command": "pause", "refused": "no"})
     goodput = total(
         started(0.0), record(1, time=1.0), order(2.0, "pause"), order(9.0, "resume"), refused, record(2, time=10.0)
@@ -124,7 +124,7 @@ def test_a_pause_lasts_until_somebody_resumes() -> None:
     assert accounts_of(goodput) == {"starting": 1.0, "paused": 7.0, "kept": 2.0}
 
 
-def test_a_run_that_ends_while_paused_and_one_without_a_step() -> None:
+def test_run_that_ends_while_paused_and_run_without_steps() -> None:
     assert accounts_of(total(started(0.0), order(1.0, "pause"), ended(5.0, 0))) == {"paused": 4.0, "saving": 1.0}
     empty = total()
     assert (empty.wall_s, empty.of_time, empty.tax, empty.of_tokens) == (0.0, 0.0, 0.0, 0.0)
@@ -132,7 +132,7 @@ def test_a_run_that_ends_while_paused_and_one_without_a_step() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("sceropx"), st.floats(-5, 50)), max_size=60))
-def test_accounts_always_add_up_to_the_time_that_passed(moves: list[tuple[str, float]]) -> None:
+def test_accounts_add_up_to_the_wall_time(moves: list[tuple[str, float]]) -> None:
     """Whatever happens in whatever order, also under a clock that is set back."""
     time, latest = 0.0, 0.0
     events: list[str | Event] = [started(0.0)]

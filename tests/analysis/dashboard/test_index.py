@@ -1,15 +1,15 @@
-"""The index: every run in its row, sweeps together, nothing obeyed that a name says."""
+"""The index: one row for each run, sweeps grouped, names escaped."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
-from harness.analysis.dashboard.index import Row, find_runs, line_of, render, row_of, sparkline
+from harness.analysis.dashboard.index import RunRow, find_runs, line_of, render, row_of, sparkline
 from harness.analysis.dashboard.story import Story
 from tests.analysis.dashboard.logs import BEGUN, long_run, record, write
 
-ROW = Row(
+ROW = RunRow(
     name="first",
     group=".",
     is_sweep=False,
@@ -64,7 +64,7 @@ def test_runs_are_found_and_grouped(tmp_path: Path) -> None:
     assert "dashboard.html" not in text
 
 
-def test_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+def test_names_are_escaped(tmp_path: Path) -> None:
     long_run(tmp_path / '<img src=x onerror="alert(1)">', 20)
     (run,) = find_runs(tmp_path)
     run.dashboard.touch()
@@ -74,8 +74,8 @@ def test_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     assert 'href="%3Cimg%20src%3Dx%20onerror%3D%22alert%281%29%22%3E/dashboard.html"' in text
 
 
-def test_the_directory_may_be_a_run_itself_or_empty(tmp_path: Path) -> None:
-    assert "No run lies here yet." in render([], title="runs")
+def test_directory_may_be_empty_or_a_run_itself(tmp_path: Path) -> None:
+    assert "No runs yet." in render([], title="runs")
     (run,) = find_runs(long_run(tmp_path / "first", 20))
     row = row_of(run, Story(), root=run.path, now_s=BEGUN)
     assert "this run" in line_of(row)

@@ -1,4 +1,4 @@
-"""The page as text: whole, self-contained, and deaf to what files say."""
+"""The HTML of the page: complete, self-contained, and safe against text from files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def without_library(text: str) -> str:
     return text.replace(library(), "")
 
 
-def test_the_page_is_whole_and_asks_for_nothing(tmp_path: Path) -> None:
+def test_page_is_complete_and_loads_nothing(tmp_path: Path) -> None:
     text = without_library(document(RunDir(long_run(tmp_path / "first", 60))))
     assert "{{" not in text
     assert not re.search(r"(?:src|href)\s*=\s*[\"']?(?!data:|#)[a-z]+:", text)
@@ -49,19 +49,19 @@ def test_the_page_is_whole_and_asks_for_nothing(tmp_path: Path) -> None:
     assert "url(" not in text
 
 
-def test_only_its_own_scripts_may_run(tmp_path: Path) -> None:
+def test_policy_allows_only_embedded_scripts(tmp_path: Path) -> None:
     text = document(RunDir(long_run(tmp_path / "first", 5)))
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     assert policy is not None
     scripts = re.findall(r"<script>(.*?)</script>", text, flags=re.DOTALL)
-    hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts]
-    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     assert f"script-src {allowed};" in policy[1]
     assert policy[1].startswith("default-src 'none'")
     assert "connect-src" not in policy[1]
 
 
-def test_a_run_named_like_a_script_is_harmless(tmp_path: Path) -> None:
+def test_script_tags_in_names_and_reasons_are_escaped(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "<script>alert(1)<")
     order = Intervention(time=BEGUN, iteration=1, who=EVIL, reason=EVIL, changes={EVIL: EVIL})
     batch = {"rarest": [[1, 2, None]], "rows": {EVIL: 1}}
@@ -85,7 +85,7 @@ def test_a_run_named_like_a_script_is_harmless(tmp_path: Path) -> None:
     assert read["guilty"][0]["rows"] == f"{EVIL} 1"
 
 
-def test_a_post_mortem_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+def test_html_in_a_postmortem_is_escaped(tmp_path: Path) -> None:
     run = RunDir(long_run(tmp_path / "first", 60))
     folder = run.path / "incidents" / "002"
     folder.mkdir(parents=True)
@@ -106,15 +106,15 @@ def test_a_post_mortem_is_shown_and_not_obeyed(tmp_path: Path) -> None:
     assert 'href="javascript' not in html
 
 
-def test_links_that_lead_elsewhere_stay_as_they_are() -> None:
+def test_absolute_links_are_unchanged() -> None:
     assert to_html("[a](https://b.c/d)", folder="f") == '<p><a href="https://b.c/d">a</a></p>\n'
 
 
-def test_what_the_facts_say(tmp_path: Path) -> None:
+def test_facts_of_a_run(tmp_path: Path) -> None:
     run = RunDir(long_run(tmp_path / "first", 400))
     run.config.write_text("cluster:\n  price_per_gpu_hour: 3.6\n", encoding="utf-8")
-    told = facts(run)
-    assert told["run"] | {"loss": "", "eval_loss": "", "tokens_per_s": 0} == {
+    page_facts = facts(run)
+    assert page_facts["run"] | {"loss": "", "eval_loss": "", "tokens_per_s": 0} == {
         "name": "first",
         "state": "done",
         "state_more": "exit code 0",
@@ -133,42 +133,42 @@ def test_what_the_facts_say(tmp_path: Path) -> None:
         "unread": "",
         "cost": pytest.approx(3.6 * 8 * 200.5 / 3600),
     }
-    incident = told["incidents"][0]
+    incident = page_facts["incidents"][0]
     assert incident["answer"] == "rewind"
     assert incident["actions"] == [
         ["100", "rewind", "loss_spike of batch 99",
-         "back to snapshot of iteration 90, 10 steps lost, 0.20 s; batch 99 never to be seen again"],
+         "restored snapshot of iteration 90, 10 steps lost, 0.20 s; batch 99 excluded"],
     ]  # fmt: skip
     assert incident["findings"] == [["100", "loss_spike: 9.00 against a bound of 4.00"]]
-    assert told["guilty"][0]["rarest"] == "147 (1, 12), 156 (2, 105), 157 (2, 107)"
-    assert told["who"]["rank_time_who"] == "most often rank 5 (100% of the steps)"
-    assert told["goodput"]["tax_more"] == "21 steps lost"
+    assert page_facts["guilty"][0]["rarest"] == "147 (1, 12), 156 (2, 105), 157 (2, 107)"
+    assert page_facts["who"]["rank_time_who"] == "most often rank 5 (100% of the steps)"
+    assert page_facts["goodput"]["tax_more"] == "21 steps lost"
 
 
 def test_an_empty_run_has_a_page(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.events.touch()
-    told = facts(run)
-    assert (told["run"]["state"], told["run"]["loss"], told["marks"]) == ("silent", "none yet", [])
+    page_facts = facts(run)
+    assert (page_facts["run"]["state"], page_facts["run"]["loss"], page_facts["marks"]) == ("silent", "none yet", [])
     assert "</html>" in document(run)
 
 
-def test_failed_and_open_actions_are_told(tmp_path: Path) -> None:
+def test_failed_action_is_shown_as_failed(tmp_path: Path) -> None:
     story = story_of(RunDir(long_run(tmp_path / "first", 40)))
     failed = Outcome(
         time=BEGUN, iteration=20, kind=ActionKind.rewind, incident=2, succeeded=False, step=20, steps_lost=0
     )
     story.incidents.add(failed)
-    told = facts_of(RunDir(tmp_path), story, now_s=BEGUN)["incidents"][1]
-    assert told["actions"][0][3] == "failed: there was nothing to go back to"
+    incident = facts_of(RunDir(tmp_path), story, now_s=BEGUN)["incidents"][1]
+    assert incident["actions"][0][3] == "failed: no state to restore"
 
 
-def test_the_state_of_a_run_without_an_end() -> None:
+def test_state_of_a_run() -> None:
     story = Story()
     assert state_of(story, now_s=0)[0] == "silent"
     story.add(RunStarted(time=BEGUN, iteration=0, world_size=1, num_steps=2, step=0))
     assert state_of(story, now_s=BEGUN + 59) == ("running", "")
-    assert state_of(story, now_s=BEGUN + 7300) == ("silent", "no word for 2 h 1 min")
+    assert state_of(story, now_s=BEGUN + 7300) == ("silent", "no event for 2 h 1 min")
     story.add(Intervention(time=BEGUN, iteration=0, who="a", reason="", changes={"command": "pause"}))
     assert state_of(story, now_s=BEGUN + 7300)[0] == "paused"
     for code, word in ((0, "done"), (3, "halted"), (75, "stopped"), (1, "crashed")):

@@ -1,4 +1,4 @@
-"""Columns: nothing finite is lost by thinning, and what is not finite is a gap."""
+"""Columns: thinning keeps all extremes, and non-finite values are gaps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.analysis.dashboard.series import ROWS_AT_ONCE, Table, number, packed, thin
+from harness.analysis.dashboard.series import ROWS_AT_ONCE, ColumnTable, number, pack_table, thin
 
 
-def table_of(values: list[object]) -> Table:
-    table = Table()
+def table_of(values: list[object]) -> ColumnTable:
+    table = ColumnTable()
     for index, value in enumerate(values):
         table.add(index + 1, float(index), ("loss",), (value,))
     return table
@@ -21,7 +21,7 @@ def table_of(values: list[object]) -> Table:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.floats(-1e6, 1e6, width=32) | st.just("nan"), min_size=1, max_size=200), st.integers(1, 50))
-def test_thinning_keeps_the_extremes_of_every_stretch(values: list[object], most: int) -> None:
+def test_thinning_keeps_the_extremes_of_every_group(values: list[object], most: int) -> None:
     thinned = thin(table_of(values), most=most)
     known = [value for value in values if isinstance(value, float)]
     assert len(thinned.iterations) <= most
@@ -36,7 +36,7 @@ def test_thinning_keeps_the_extremes_of_every_stretch(values: list[object], most
         assert (low, high) == (min(rows), max(rows)) if rows else np.isnan(low) and np.isnan(high)
 
 
-def test_a_spike_of_one_step_survives_a_hundredfold_thinning() -> None:
+def test_one_step_spike_survives_thinning() -> None:
     values: list[object] = [2.0] * 10_000
     values[6_543] = 99.0
     thinned = thin(table_of(values), most=100)
@@ -45,8 +45,8 @@ def test_a_spike_of_one_step_survives_a_hundredfold_thinning() -> None:
 
 
 @pytest.mark.parametrize("num_before", [3, ROWS_AT_ONCE, ROWS_AT_ONCE + 1])
-def test_columns_that_begin_late_or_pause_have_gaps(num_before: int) -> None:
-    table = Table()
+def test_late_and_interrupted_columns_have_gaps(num_before: int) -> None:
+    table = ColumnTable()
     for index in range(num_before):
         table.add(index, 0.0, ("a",), (1.0,))
     table.add(num_before, 0.0, ("a", "b"), (2.0, 5.0))
@@ -58,18 +58,18 @@ def test_columns_that_begin_late_or_pause_have_gaps(num_before: int) -> None:
     assert np.isnan(b[num_before + 1])
 
 
-def test_what_is_no_finite_number_is_a_gap() -> None:
+def test_non_finite_values_are_gaps() -> None:
     values: list[object] = ["nan", "inf", "-inf", None, 1e300, -1e300, float("inf"), True, 2, 0.5]
     expected = [np.nan] * 7 + [1.0, 2.0, 0.5]
     assert np.array_equal([number(value) for value in values], expected, equal_nan=True)
     assert np.array_equal(table_of(values).column("loss"), expected, equal_nan=True)
 
 
-def test_packed_columns_read_back() -> None:
-    data = packed(thin(table_of([1.5, 2.5, -3.0])))
+def test_packed_columns_can_be_decoded() -> None:
+    data = pack_table(thin(table_of([1.5, 2.5, -3.0])))
     low = np.frombuffer(base64.b64decode(data["columns"]["loss"]["low"]), "<f4")
     assert low.tolist() == [1.5, 2.5, -3.0]
     assert "high" not in data["columns"]["loss"]
     assert np.frombuffer(base64.b64decode(data["iteration"]), "<f8").tolist() == [1, 2, 3]
-    halves = packed(thin(table_of([1.0, 2.0, 5.0, 4.0]), most=2))["columns"]["loss"]
+    halves = pack_table(thin(table_of([1.0, 2.0, 5.0, 4.0]), most=2))["columns"]["loss"]
     assert np.frombuffer(base64.b64decode(halves["high"]), "<f4").tolist() == [2.0, 5.0]

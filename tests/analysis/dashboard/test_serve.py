@@ -1,4 +1,4 @@
-"""The live page over real HTTP: what is new arrives, nothing else is answered, nothing is written."""
+"""The live server over real HTTP: sends new rows, serves only allowed files, writes nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def listing(run: RunDir) -> list[tuple[str, int, int]]:
     return [(str(path), info.st_size, info.st_mtime_ns) for path, info in files]
 
 
-def test_what_is_new_and_only_that_arrives(server: Server, run: RunDir) -> None:
+def test_only_new_rows_are_sent(server: Server, run: RunDir) -> None:
     before = listing(run)
     status, headers, body = ask(server, "/")
     assert status == 200
@@ -67,28 +67,28 @@ def test_what_is_new_and_only_that_arrives(server: Server, run: RunDir) -> None:
     assert b"connect-src 'self'" in body
     first = json.loads(ask(server, "/data.json")[2])
     assert len(losses(first["steps"])) == first["steps"]["total"] == 60
-    asked = f"/data.json?steps=60&probes=6&evals=20&seen={first['facts']['revision']}"
-    assert ask(server, asked)[::2] == (204, b"")
+    query = f"/data.json?steps=60&probes=6&evals=20&seen={first['facts']['revision']}"
+    assert ask(server, query)[::2] == (204, b"")
     assert listing(run) == before
     with run.events.open("a", encoding="utf-8") as log:
         log.write(record(61, time=BEGUN + 100, loss=1.25) + "\n" + record(62, time=BEGUN + 101, loss=1.5)[:50])
-    news = json.loads(ask(server, asked)[2])
-    assert losses(news["steps"]) == [1.25]
-    assert news["steps"]["total"] == 61
-    assert news["probes"]["num_rows"] == 0
-    assert news["facts"]["run"]["loss"] == "1.2500"
-    seen = f"/data.json?steps=61&seen={news['facts']['revision']}"
+    update = json.loads(ask(server, query)[2])
+    assert losses(update["steps"]) == [1.25]
+    assert update["steps"]["total"] == 61
+    assert update["probes"]["num_rows"] == 0
+    assert update["facts"]["run"]["loss"] == "1.2500"
+    seen = f"/data.json?steps=61&seen={update['facts']['revision']}"
     assert ask(server, seen)[0] == 204
     (run.path / "incidents" / "001" / "postmortem.md").write_text("# Spike", encoding="utf-8")
     assert "<h1>Spike</h1>" in json.loads(ask(server, seen)[2])["facts"]["incidents"][0]["postmortem"]
 
 
 @pytest.mark.parametrize("query", ["steps=-1", "steps=abc", "steps=99999999999", "steps=1e9", "seen=%00", "steps="])
-def test_a_strange_question_is_answered(server: Server, query: str) -> None:
+def test_invalid_query_is_answered(server: Server, query: str) -> None:
     assert ask(server, f"/data.json?{query}")[0] == 200
 
 
-def test_evidence_is_served_and_may_run_nothing(server: Server) -> None:
+def test_evidence_is_served_without_script_rights(server: Server) -> None:
     status, headers, body = ask(server, "/incidents/001/postmortem.html")
     assert (status, body) == (200, b"<h1>what happened</h1>")
     assert headers["Content-Security-Policy"].startswith("default-src 'none'")
@@ -117,21 +117,21 @@ def test_evidence_is_served_and_may_run_nothing(server: Server) -> None:
         "/%00",
     ],
 )
-def test_nothing_else_can_be_reached(server: Server, path: str) -> None:
+def test_other_paths_are_not_found(server: Server, path: str) -> None:
     assert ask(server, path)[0] == 404
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_there_is_nothing_to_write_with(server: Server, method: str) -> None:
+def test_writing_methods_are_rejected(server: Server, method: str) -> None:
     assert ask(server, "/data.json", method)[0] == 501
 
 
 @pytest.mark.parametrize(
     ("host", "status"), [("localhost:1", 200), ("127.0.0.1", 200), ("evil.example", 403), ("", 403)]
 )
-def test_it_answers_to_this_machines_names_alone(server: Server, host: str, status: int) -> None:
+def test_only_loopback_host_names_are_answered(server: Server, host: str, status: int) -> None:
     assert ask(server, "/data.json", Host=host)[0] == status
 
 
-def test_it_listens_on_this_machine_alone(server: Server) -> None:
+def test_default_address_is_loopback(server: Server) -> None:
     assert server.server_address[0] == "127.0.0.1"

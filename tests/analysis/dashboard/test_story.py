@@ -1,4 +1,4 @@
-"""The log, folded: what is read in pieces equals what is read at once, and nothing in a file stops it."""
+"""Reading the event log: incremental reads equal one read, and invalid lines do not raise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read(run: RunDir) -> Story:
     return story
 
 
-def test_the_whole_story_of_a_run(run: RunDir) -> None:
+def test_story_of_a_run(run: RunDir) -> None:
     story = read(run)
     assert (len(story.steps), len(story.probes), len(story.evals)) == (400, 40, 20)
     assert story.num_starts == 2
@@ -62,7 +62,7 @@ def test_the_whole_story_of_a_run(run: RunDir) -> None:
     assert story.guilty[99].rarest == [[147, 1, 12], [156, 2, 105], [157, 2, 107]]
 
 
-def test_a_log_that_grows_by_pieces_of_lines_tells_the_same(run: RunDir, tmp_path: Path) -> None:
+def test_incremental_reads_equal_one_read(run: RunDir, tmp_path: Path) -> None:
     whole, text = read(run), run.events.read_bytes()
     growing, story = RunDir(tmp_path), Story()
     growing.faults.write_bytes(run.faults.read_bytes())
@@ -77,7 +77,7 @@ def test_a_log_that_grows_by_pieces_of_lines_tells_the_same(run: RunDir, tmp_pat
     assert story.guilty == whole.guilty
 
 
-def test_lines_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
+def test_invalid_lines_are_skipped(tmp_path: Path) -> None:
     lines = [
         to_json(RunStarted(time=BEGUN, iteration=0, world_size=1, num_steps=5, step=0)),
         '{"event":"step","time":1',
@@ -118,7 +118,7 @@ KEYS = (
 @given(
     st.lists(st.dictionaries(st.sampled_from([*KEYS, "param_norm", "token_loss_counts"]), JSON, max_size=3), max_size=5)
 )
-def test_no_line_whatever_it_holds_stops_the_story(tmp_path: Path, spoiled: list[dict[str, object]]) -> None:
+def test_no_invalid_value_raises(tmp_path: Path, spoiled: list[dict[str, object]]) -> None:
     good = json.loads(record(1, time=BEGUN))
     lines = [json.dumps(good | changes, separators=(",", ":")) for changes in spoiled]
     write(tmp_path / "events.jsonl", [*lines, record(7, time=BEGUN + 1, loss=1.5)])
@@ -128,13 +128,13 @@ def test_no_line_whatever_it_holds_stops_the_story(tmp_path: Path, spoiled: list
     assert frame("first", story, [], now_s=BEGUN, width=80)
 
 
-def test_a_missing_log_is_an_empty_story(tmp_path: Path) -> None:
+def test_missing_log_gives_an_empty_story(tmp_path: Path) -> None:
     story = Story()
     assert not story.read_more(RunDir(tmp_path / "nowhere"))
     assert len(story.steps) == 0
 
 
-def test_what_is_not_finite_is_marked_and_drawn_as_a_gap(tmp_path: Path) -> None:
+def test_non_finite_loss_is_marked_and_a_gap(tmp_path: Path) -> None:
     lines = [
         record(1, time=1.0),
         record(2, time=2.0, loss="nan", grad_norm="inf", refused=True),  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def test_what_is_not_finite_is_marked_and_drawn_as_a_gap(tmp_path: Path) -> None
     ]
 
 
-def test_how_numbers_fit_into_fp8_is_a_column_where_a_run_has_it(tmp_path: Path) -> None:
+def test_fp8_probes_become_columns(tmp_path: Path) -> None:
     health = {
         "activations": {"underflow": 0.2, "saturated": 0.0, "scale_log2": [-14, 12]},
         "gradients": {"underflow": 0.0, "saturated": 0.5, "scale_log2": [22, 36]},
@@ -168,13 +168,13 @@ def test_how_numbers_fit_into_fp8_is_a_column_where_a_run_has_it(tmp_path: Path)
     assert "in_bf16" not in thin(read(RunDir(tmp_path / "other")).steps).lows, "a panel without data is not drawn"
 
 
-def test_of_very_many_marks_the_newest_stay(tmp_path: Path) -> None:
+def test_only_the_newest_marks_are_kept(tmp_path: Path) -> None:
     write(tmp_path / "events.jsonl", (record(n, time=float(n), refused=True) for n in range(1, MOST_MARKS + 11)))
     marks = read(RunDir(tmp_path)).marks[MarkKind.refused]
     assert (len(marks), marks[0].iteration) == (MOST_MARKS, 11)
 
 
-def test_a_finding_that_nothing_answers_is_no_incident() -> None:
+def test_finding_without_action_is_no_incident() -> None:
     story = Story()
     story.add(
         Finding(time=1, iteration=5, kind=FindingKind.slow, step=5, onset=4, value=1, bound=2, message="rank 1 lags")

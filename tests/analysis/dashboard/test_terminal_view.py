@@ -1,4 +1,4 @@
-"""The view in the terminal, line by line."""
+"""The terminal view, line by line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def beat(rank: int, *, iteration: int, time: float, exit_code: int | None = None
     )
 
 
-def test_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_frame_of_a_live_run(tmp_path: Path) -> None:
     lines = [RunStarted(time=BEGUN, iteration=0, world_size=3, num_steps=80, step=0)]
     records = [record(n, time=BEGUN + n, loss=4.0 - n / 20, mfu=0.5) for n in range(1, 41)]
     order = Intervention(
@@ -62,30 +62,28 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_that_has_ended_shows_its_last_trouble(tmp_path: Path) -> None:
+def test_frame_of_an_ended_run_lists_its_last_events(tmp_path: Path) -> None:
     story = Story()
     story.read_more(RunDir(long_run(tmp_path / "first", 400)))
     ended = [beat(rank, iteration=400, time=BEGUN, exit_code=0) for rank in range(3)]
     texts = [line.text for line in frame("first", story, ended, now_s=BEGUN, width=200)]
     assert texts[0] == "first: done · exit code 0 · all steps done · 8 ranks"
     assert "3 incidents  1 refused  20 undone" in texts[4]
-    assert texts[5] == "checkpoints 20, the newest: step 400: saved step-00000400-gen-0 in 2.0 s"
+    assert texts[5] == "checkpoints 20, latest: step 400: saved step-00000400-gen-0 in 2.0 s"
     assert texts[6] == "ranks 0 alive, 3 ended, on 2 hosts"
     assert len(texts) == 7 + 2 + 8
 
 
-def test_a_run_that_has_said_nothing_and_one_without_a_finite_loss(tmp_path: Path) -> None:
+def test_frame_of_an_empty_log_and_of_a_nan_loss(tmp_path: Path) -> None:
     story = Story()
-    assert [line.text for line in frame("new", story, [], now_s=0.0, width=40)] == [
-        "new: silent · nothing is in its log"
-    ]
+    assert [line.text for line in frame("new", story, [], now_s=0.0, width=40)] == ["new: silent · its log is empty"]
     story.add(RunStarted(time=BEGUN, iteration=0, world_size=1, num_steps=2, step=0))
     assert "step 0/2" in frame("new", story, [], now_s=BEGUN, width=40)[1].text
     write(tmp_path / "events.jsonl", [record(1, time=BEGUN, loss="nan")])  # type: ignore[arg-type]
     story.read_more(RunDir(tmp_path))
     texts = [line.text for line in frame("new", story, [], now_s=BEGUN, width=60)]
     assert texts[2].startswith("loss nan")
-    assert texts[3] == "loss: not one finite value"
+    assert texts[3] == "loss: no finite value"
 
 
 def test_sparklines() -> None:

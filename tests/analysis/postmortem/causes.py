@@ -1,4 +1,4 @@
-"""What the post-mortem of each numeric drill must blame, surely enough to be called known."""
+"""The root cause that the post-mortem of each numeric drill must report."""
 
 from __future__ import annotations
 

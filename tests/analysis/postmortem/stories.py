@@ -1,4 +1,4 @@
-"""Small incidents made by hand: a healthy log with one thing wrong in it, written as a run would write it."""
+"""Hand-made incidents: a healthy event log with one fault, written as a run would write it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Change = Callable[[StepRecord], StepRecord]
 
 
 def healthy(at: int) -> StepRecord:
-    """One row of a run that is well; the noise is arithmetic."""
+    """One step record of a healthy run, with deterministic noise."""
     noise = ((at * 7919) % 101 - 50) / 50
     probe: dict[str, Any] = {}
     if at % 10 == 0:
@@ -119,7 +119,7 @@ def as_it_is(row: StepRecord) -> StepRecord:
 
 
 def log_of(changes: dict[int, Change], others: Iterable[Event] = ()) -> list[Event]:
-    """A healthy log in which some rows are changed and other events happened."""
+    """A healthy log with some records changed and other events added."""
     rows: list[Event] = [changes.get(at, as_it_is)(healthy(at)) for at in range(NUM_ROWS)]
     start = RunStarted(time=1.8e9, iteration=0, world_size=2, num_steps=400, step=0)
     return sorted([start, *rows, *others], key=lambda event: event.iteration)
@@ -134,7 +134,7 @@ def write(directory: Path, log: Iterable[Event], settings: str = SETTINGS) -> Ru
 
 
 def evidence_of(run: RunDir) -> Evidence:
-    """Of the only incident, or else the only remark."""
+    """Evidence of the only incident, or else of the only remark."""
     log = read_non_step_events(run.events)
     (incident,) = incidents(log) or remarks(log)
     return gather_evidence(run, incident)
@@ -169,11 +169,11 @@ def scrambled() -> list[Event]:
 
 
 def one_rank() -> list[Event]:
-    """NaN in the gradient of rank 1 alone."""
+    """NaN in the gradient of rank 1 only."""
     change = refused(grad_norm=math.nan, nonfinite_ranks=[1])
     found = finding(FindingKind.nonfinite, ONSET, "loss 2.5, gradient norm nan", ranks=[1], groups=["blocks.0"])
-    told_of = ended(kinds=["refusal", "nonfinite"], ranks=[1], groups=["blocks.0"])
-    return log_of({ONSET: change}, [found, *skipped()[:2], told_of])
+    incident = ended(kinds=["refusal", "nonfinite"], ranks=[1], groups=["blocks.0"])
+    return log_of({ONSET: change}, [found, *skipped()[:2], incident])
 
 
 def rate_jump() -> list[Event]:
@@ -212,7 +212,7 @@ def overflow() -> list[Event]:
 
 
 def unfit() -> list[Event]:
-    """One layer group that becomes zero in fp8, twice, and what was done about it."""
+    """One layer group that underflows in fp8 twice, and the actions taken."""
 
     def probed(share: float) -> Change:
         health = {
@@ -225,15 +225,15 @@ def unfit() -> list[Event]:
     changes |= {at: probed(0.49) for at in (ONSET, ONSET + 30)}
     away = [*range(ONSET + 2, ONSET + 22), *range(ONSET + 32, ONSET + 72)]
     changes |= {at: lambda row: replace(row, in_fp8=False) for at in away}
-    words = "49% of the numbers of blocks.1 became zero in fp8, above 25%"
-    told_of: list[Event] = []
+    message = "49% of the numbers of blocks.1 became zero in fp8, above 25%"
+    events: list[Event] = []
     for at, until in ((ONSET, ONSET + 21), (ONSET + 30, ONSET + 71)):
         left = action(ActionKind.precision, at, in_fp8=False, until=until)
         back = action(ActionKind.precision, until - 1, in_fp8=True)
-        told_of += [finding(FindingKind.fp8_range, at, words, onset=at - 9, groups=["blocks.1"], cursors=[])]
-        told_of += [left, outcome(ActionKind.precision, at + 1), back, outcome(ActionKind.precision, until)]
+        events += [finding(FindingKind.fp8_range, at, message, onset=at - 9, groups=["blocks.1"], cursors=[])]
+        events += [left, outcome(ActionKind.precision, at + 1), back, outcome(ActionKind.precision, until)]
     incident = ended(last=ONSET + 30, kinds=["fp8_range"], groups=["blocks.1"], actions=["precision"])
-    return log_of(changes, [*told_of, incident])
+    return log_of(changes, [*events, incident])
 
 
 def growing() -> list[Event]:
@@ -249,7 +249,7 @@ def growing() -> list[Event]:
 
 
 def torn() -> list[Event]:
-    """Weights that are not finite after an ordinary gradient."""
+    """Weights that become non-finite after an ordinary gradient."""
     change: Change = lambda row: replace(row, loss=5.5, group_param_norms={"blocks.0": math.inf}, param_norm=math.inf)  # noqa: E731
     spike = finding(FindingKind.loss_spike, ONSET, "loss 5.5, 16 spreads above its level")
     back = outcome(ActionKind.rollback, ONSET + 1, steps_lost=10, seconds=1.0, target="step-00000140-gen-0")
@@ -257,7 +257,7 @@ def torn() -> list[Event]:
 
 
 def duplicated() -> list[Event]:
-    """No incident: the policy does nothing about it."""
+    """Duplicate batches: no incident, because the policy does not act on them."""
     twice = finding(
         FindingKind.duplicate_batch, ONSET, "batch 150 holds the same tokens as batch 149", cursors=[149, 150]
     )

@@ -15,7 +15,7 @@ from tests.analysis.postmortem import stories
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "evidence.md").read_text()
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+def test_written_evidence_reads_back_equal(tmp_path: Path) -> None:
     evidence = stories.evidence_of(stories.write(tmp_path / "run", stories.one_rank()))
     path = tmp_path / "evidence.json"
     schema.write(evidence, path)
@@ -27,7 +27,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert [record.nonfinite_ranks for record in nan] == [[1]]
 
 
-def test_the_document_names_every_key_and_cause() -> None:
+def test_docs_name_every_key_and_cause() -> None:
     assert f"schema {SCHEMA}" in DOCUMENT.splitlines()[0]
     for kind in (Evidence, RunFacts, GuiltyBatch, Cost):
         missing = [each.name for each in fields(kind) if f"`{each.name}`" not in DOCUMENT]
@@ -44,7 +44,7 @@ def test_the_document_names_every_key_and_cause() -> None:
         ("no", "is not JSON"),
     ],
 )
-def test_another_file_is_refused_by_name(tmp_path: Path, text: str, complaint: str) -> None:
+def test_invalid_file_is_an_error_that_names_it(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "evidence.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -52,7 +52,7 @@ def test_another_file_is_refused_by_name(tmp_path: Path, text: str, complaint: s
     assert str(error.value) == f"{path}: {complaint}"
 
 
-def test_a_batch_that_is_not_what_lies_on_disk() -> None:
+def test_batch_that_differs_from_disk_is_changed() -> None:
     assert GuiltyBatch(index=1, fingerprint="ab", reread="cd").is_changed
     assert not GuiltyBatch(index=1, fingerprint="ab", reread="ab").is_changed
     assert not GuiltyBatch(index=1, fingerprint="ab").is_changed

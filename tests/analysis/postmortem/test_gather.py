@@ -31,7 +31,7 @@ from tests.analysis.postmortem.stories import ONSET, evidence_of, log_of, write
 from tests.sentinel.series import config, record
 
 
-def test_the_window_and_what_belongs_to_it(tmp_path: Path) -> None:
+def test_window_of_an_incident(tmp_path: Path) -> None:
     evidence = evidence_of(write(tmp_path / "run", stories.poisoned()))
     assert [record.iteration for record in evidence.records] == list(range(ONSET + 51))
     assert evidence.folder == "001"
@@ -47,15 +47,15 @@ def test_the_window_and_what_belongs_to_it(tmp_path: Path) -> None:
     ]
 
 
-def test_a_slow_stretch_beside_an_incident_blames_no_batch(tmp_path: Path) -> None:
+def test_finding_about_speed_blames_no_batch(tmp_path: Path) -> None:
     slow = stories.finding(FindingKind.slow, ONSET + 3, "half the usual throughput")
     evidence = evidence_of(write(tmp_path / "run", [*stories.poisoned(), slow]))
     assert FindingKind.slow in [finding.kind for finding in evidence.findings]
     assert [batch.index for batch in evidence.batches] == [ONSET]
 
 
-def test_passwords_stay_behind(tmp_path: Path) -> None:
-    """Evidence is sent around."""
+def test_credentials_are_removed(tmp_path: Path) -> None:
+    """Evidence is shared, so it must not contain passwords."""
     secret = "https://me:secret@tracking.example"
     run = write(tmp_path / "run", stories.poisoned(), f"{stories.SETTINGS}telemetry: {{tracking_uri: '{secret}'}}\n")
     run.mlflow.write_text(f'{{"tracking_uri": "{secret}", "run_id": "abc"}}')
@@ -73,14 +73,14 @@ def test_cost_in_steps_seconds_tokens_and_money(tmp_path: Path) -> None:
     assert cost.money == pytest.approx(10.0)
 
 
-def test_a_spike_that_was_kept_costs_its_raised_steps(tmp_path: Path) -> None:
+def test_kept_spike_costs_its_raised_steps(tmp_path: Path) -> None:
     changes = {at: (lambda row: replace(row, loss=4.0)) for at in range(ONSET, ONSET + 6)}
     cost = evidence_of(write(tmp_path / "run", log_of(changes, [stories.ended(last=ONSET + 10)]))).cost
     assert (cost.raised_steps, cost.steps) == (6, 6)
 
 
-def test_an_incident_that_nobody_told_the_end_of(tmp_path: Path) -> None:
-    """As after a kill, or while the run goes on: put together from its actions and findings."""
+def test_incident_without_an_end_event(tmp_path: Path) -> None:
+    """After a kill or in a live run, the incident is reconstructed from its actions and findings."""
     log = [event for event in stories.poisoned() if not isinstance(event, Incident)]
     run = write(tmp_path / "run", log)
     (incident,) = incidents(read_non_step_events(run.events))
@@ -91,7 +91,7 @@ def test_an_incident_that_nobody_told_the_end_of(tmp_path: Path) -> None:
         find_incident(run, 4)
 
 
-def test_a_long_window_is_thinned_but_not_where_it_matters(tmp_path: Path) -> None:
+def test_long_window_is_thinned_except_near_the_onset(tmp_path: Path) -> None:
     rows: list[Event] = [stories.healthy(at) for at in range(4000)]
     rows[2500] = replace(stories.healthy(2500), refused=True)
     run = write(tmp_path / "run", [*rows, stories.ended(last=3900)])
@@ -103,19 +103,19 @@ def test_a_long_window_is_thinned_but_not_where_it_matters(tmp_path: Path) -> No
     assert evidence.cost.refused_steps == 1
 
 
-def test_duplicate_batches_without_an_incident_are_a_remark(tmp_path: Path) -> None:
+def test_duplicate_batches_outside_incidents_are_a_remark(tmp_path: Path) -> None:
     def twice(at: int) -> Event:
         return stories.finding(FindingKind.duplicate_batch, at, "the same tokens", cursors=[at - 1, at])
 
     log = [twice(20), twice(40), twice(120), *stories.skipped(), twice(ONSET + 20)]
-    alone = remarks(log)
-    assert [(each.onset, each.last) for each in alone] == [(20, 40)]
-    assert [gather_module.folder_of(each) for each in alone] == ["remark-001"]
+    found = remarks(log)
+    assert [(remark.onset, remark.last) for remark in found] == [(20, 40)]
+    assert [gather_module.folder_of(remark) for remark in found] == ["remark-001"]
     run = write(tmp_path / "run", log_of({}, [twice(20), twice(40)]))
     assert [finding.iteration for finding in evidence_of(run).findings] == [20, 40]
 
 
-def test_steps_are_read_by_iteration_also_from_a_log_in_another_order_of_keys(tmp_path: Path) -> None:
+def test_steps_are_read_by_iteration_with_any_order_of_keys(tmp_path: Path) -> None:
     run = write(tmp_path / "run", stories.poisoned())
     with run.events.open("a") as log:
         log.write('{"iteration": 500, ' + to_json(record(500, 2.0))[1:].replace('"iteration":500,', "") + "\n")
@@ -124,7 +124,7 @@ def test_steps_are_read_by_iteration_also_from_a_log_in_another_order_of_keys(tm
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         [],
         ["model=50m", "precision=bf16", "optim.lr=3e-4", "optim.clip_norm=null", "data.phases=[]"],
@@ -132,11 +132,11 @@ def test_steps_are_read_by_iteration_also_from_a_log_in_another_order_of_keys(tm
         ["data=mixture", "+data.sources={web: {kind: files, paths: ['/data/a b.bin', /data/c]}}", "run.seed=9"],
     ],
 )
-def test_words_give_the_configuration_again(words: list[str]) -> None:
-    cfg = compose.load([*words, "run.name=first", "telemetry=plain"])
+def test_overrides_reproduce_the_configuration(overrides: list[str]) -> None:
+    cfg = compose.load([*overrides, "run.name=first", "telemetry=plain"])
     found = overrides_of(cfg)
     assert computed_settings(compose.load(found)) == computed_settings(cfg)
-    assert len(found) <= len(words) + 2
+    assert len(found) <= len(overrides) + 2
 
 
 numbers = st.floats(width=32) | st.sampled_from([math.nan, math.inf, -math.inf, 0.0, 1e30])
@@ -202,7 +202,7 @@ junk = st.sampled_from(["", "{", '{"event":"step"}', "null", '{"event":"action",
     phases=[Phase.explicit, Phase.generate],
 )
 @given(st.lists(rows | findings | actions | outcomes | ends | junk, max_size=40))
-def test_any_log_can_be_gathered_written_and_diagnosed(log: list[Event | str]) -> None:
+def test_any_log_can_be_gathered_rendered_and_diagnosed(log: list[Event | str]) -> None:
     with TemporaryDirectory() as directory:
         run = RunDir(Path(directory))
         run.events.write_text("".join(f"{each if isinstance(each, str) else to_json(each)}\n" for each in log))

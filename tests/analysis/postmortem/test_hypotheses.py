@@ -1,4 +1,4 @@
-"""Each cause is told from all others, where the log holds its signs and nothing else."""
+"""Each cause is identified from a log that holds only its signs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ranked(tmp_path: Path, log: list[Event], settings: str = SETTINGS) -> list[R
 
 
 @pytest.mark.parametrize(("story", "settings", "cause"), STORIES, ids=[str(cause) for _, _, cause in STORIES])
-def test_the_cause_is_ranked_first_and_others_are_not_called_known(
+def test_only_the_true_cause_is_known(
     tmp_path: Path, story: Callable[[], list[Event]], settings: str, cause: Cause
 ) -> None:
     first, *others = ranked(tmp_path, story(), settings)
@@ -52,25 +52,25 @@ def test_the_cause_is_ranked_first_and_others_are_not_called_known(
 
 def test_every_cause_has_a_rule_and_a_remedy(tmp_path: Path) -> None:
     assert len(RULES) == len(Cause)
-    assert {judgement.cause for judgement in ranked(tmp_path, stories.poisoned())} == set(Cause) == set(REMEDIES)
+    assert {result.cause for result in ranked(tmp_path, stories.poisoned())} == set(Cause) == set(REMEDIES)
 
 
-def test_without_a_sign_the_cause_is_not_known(tmp_path: Path) -> None:
+def test_cause_without_evidence_is_not_known(tmp_path: Path) -> None:
     change = stories.refused(loss=6.0, grad_norm=1.0)
-    judged = ranked(tmp_path, log_of({ONSET: change}, stories.skipped()))
-    assert root_cause(judged) is None
-    assert all(judgement.score < KNOWN for judgement in judged)
+    results = ranked(tmp_path, log_of({ONSET: change}, stories.skipped()))
+    assert root_cause(results) is None
+    assert all(result.score < KNOWN for result in results)
 
 
-def test_the_same_numbers_in_fp32_are_no_overflow(tmp_path: Path) -> None:
-    judged = {judgement.cause: judgement for judgement in ranked(tmp_path, stories.overflow(), SETTINGS)}
-    assert judged[Cause.fp16_overflow].score == 0
-    against = judged[Cause.fp16_overflow].against
+def test_fp32_run_has_no_fp16_overflow(tmp_path: Path) -> None:
+    results = {result.cause: result for result in ranked(tmp_path, stories.overflow(), SETTINGS)}
+    assert results[Cause.fp16_overflow].score == 0
+    against = results[Cause.fp16_overflow].against
     assert against is not None
     assert "fp32" in against.text
 
 
-def test_the_smallest_way_out_of_fp8_depends_on_where_it_does_not_do(tmp_path: Path) -> None:
+def test_fp8_remedy_depends_on_the_layers(tmp_path: Path) -> None:
     evidence = evidence_of(write(tmp_path / "run", stories.unfit(), FP8))
 
     def advised(groups: list[str], recipe: str = "current") -> list[str]:
@@ -86,29 +86,29 @@ def test_the_smallest_way_out_of_fp8_depends_on_where_it_does_not_do(tmp_path: P
     assert advised(["blocks.3"], recipe="block") == ["precision=bf16"]
 
 
-def test_one_rank_that_is_not_finite_is_no_matter_of_fp8(tmp_path: Path) -> None:
+def test_one_non_finite_rank_is_not_an_fp8_problem(tmp_path: Path) -> None:
     first, *_ = ranked(tmp_path, stories.one_rank(), FP8)
     assert (first.cause, first.score) == (Cause.corrupted_rank, 0.95)
 
 
-def test_a_rate_that_was_cooled_on_purpose_is_no_discontinuity(tmp_path: Path) -> None:
+def test_cooled_learning_rate_is_no_discontinuity(tmp_path: Path) -> None:
     log = [event for event in stories.rate_jump() if not isinstance(event, Action)]
     log = [event for event in log if getattr(event, "kind", "") != "lr_jump"]
     cool = stories.action(ActionKind.cool, ONSET, lr_scale=50.0)
-    judged = {j.cause: j for j in ranked(tmp_path, sorted([*log, cool], key=lambda event: event.iteration))}
-    assert judged[Cause.lr_discontinuity].score == 0
+    results = {j.cause: j for j in ranked(tmp_path, sorted([*log, cool], key=lambda event: event.iteration))}
+    assert results[Cause.lr_discontinuity].score == 0
 
 
-def test_a_rank_that_is_another_each_time_is_not_blamed(tmp_path: Path) -> None:
-    """Two ranks with few tokens differ by chance; only the same one again is a sign."""
+def test_changing_outlier_rank_is_not_blamed(tmp_path: Path) -> None:
+    """Two ranks with few tokens differ by chance; only a repeated outlier is evidence."""
 
     def loud(rank: int) -> stories.Change:
         spread = {"median": 6.0, "spread": 5.0, "worst": [[rank, 12.0], [1 - rank, 0.5]]}
         return lambda row: replace(row, ranks={"grad_norm": spread}, grad_norm=12.0)
 
     changes = {ONSET + at: loud(at % 2) for at in range(4)}
-    judged = {j.cause: j for j in ranked(tmp_path, log_of(changes, [stories.ended(last=ONSET + 3)]))}
-    assert judged[Cause.corrupted_rank].score < KNOWN
+    results = {j.cause: j for j in ranked(tmp_path, log_of(changes, [stories.ended(last=ONSET + 3)]))}
+    assert results[Cause.corrupted_rank].score < KNOWN
     same = {ONSET + at: loud(1) for at in range(4)}
-    judged = {j.cause: j for j in ranked(tmp_path, log_of(same, [stories.ended(last=ONSET + 3)]))}
-    assert judged[Cause.corrupted_rank].score >= KNOWN
+    results = {j.cause: j for j in ranked(tmp_path, log_of(same, [stories.ended(last=ONSET + 3)]))}
+    assert results[Cause.corrupted_rank].score >= KNOWN

@@ -1,4 +1,4 @@
-"""A real run on two ranks with a fault in it: the post-mortem is there when it ends, and its command really runs."""
+"""A real two-rank run with a fault: the post-mortem exists when it ends, and its command runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.distributed.trouble import Fault
 
 pytestmark = pytest.mark.full
 
-WORDS = (
+OVERRIDES = (
     "run.name=victim",
     "train.num_steps=60",
     "optim.warmup_steps=5",
@@ -28,10 +28,10 @@ WORDS = (
 )
 
 
-def test_a_run_writes_its_post_mortem_and_the_check_in_it_passes(ranks: Pool, tmp_path: Path) -> None:
-    """A large gradient of one rank is refused; nobody asks for a report, and the run waits for it at its end."""
+def test_run_writes_its_postmortem_and_its_check_passes(ranks: Pool, tmp_path: Path) -> None:
+    """A NaN gradient of one rank is rejected; the run starts the report by itself and waits for it at its end."""
     fault = Fault("gradient", 1, factor=float("nan"), batch=40)
-    first, _ = ranks.run(2, trouble.run, str(tmp_path), fault, *WORDS)
+    first, _ = ranks.run(2, trouble.run, str(tmp_path), fault, *OVERRIDES)
     assert first.code == 0
     folder = RunDir(tmp_path / "victim").incidents / "001"
     evidence = schema.read(folder / EVIDENCE)

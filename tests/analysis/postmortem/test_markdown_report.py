@@ -1,4 +1,4 @@
-"""The pages themselves: golden Markdown, HTML without a network, pictures that are there."""
+"""The rendered reports: golden Markdown, self-contained HTML, and all pictures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.analysis.postmortem import stories
 from tests.analysis.postmortem.stories import evidence_of, write
 
 GOLDEN = Path(__file__).parent / "golden"
-WORDS = ["optim.lr=0.001", "optim.clip_norm=1.0", "precision=fp16", "train.num_steps=400"]
+OVERRIDES = ["optim.lr=0.001", "optim.clip_norm=1.0", "precision=fp16", "train.num_steps=400"]
 SECTIONS = (
     "## Spike #1",
     "### Symptoms",
@@ -46,31 +46,31 @@ def story(tmp_path: Path, name: str) -> Evidence:
     make: Callable[[], list[Event]] = getattr(stories, name)
     settings = {"overflow": stories.FP16, "unfit": stories.FP8}.get(name, stories.SETTINGS)
     evidence = evidence_of(write(tmp_path / "run", make(), settings))
-    evidence.run.path, evidence.run.overrides = "runs/run", WORDS
+    evidence.run.path, evidence.run.overrides = "runs/run", OVERRIDES
     return evidence
 
 
 @pytest.mark.parametrize("name", ["poisoned", "one_rank", "overflow", "duplicated", "unfit"])
-def test_markdown_is_as_approved(tmp_path: Path, name: str) -> None:
+def test_markdown_equals_golden_file(tmp_path: Path, name: str) -> None:
     assert markdown_report.render(story(tmp_path, name)) == (GOLDEN / f"{name}.md").read_text()
 
 
 def test_all_sections_of_both_templates_in_order(tmp_path: Path) -> None:
-    words = markdown_report.render(story(tmp_path, "poisoned"))
-    places = [words.index(f"\n{section}") for section in SECTIONS]
+    text = markdown_report.render(story(tmp_path, "poisoned"))
+    places = [text.index(f"\n{section}") for section in SECTIONS]
     assert places == sorted(places)
 
 
-def test_what_nobody_measured_says_so(tmp_path: Path) -> None:
+def test_missing_measurements_are_reported_as_not_measured(tmp_path: Path) -> None:
     bare = Evidence(folder="001", run=RunFacts(name="run", path="run"), incident=stories.ended())
-    words = markdown_report.render(bare)
-    assert "## 4. Root cause\nnot known yet\n" in words
-    assert f"- Pre-spike loss: {NOT_MEASURED}" in words
-    assert f"## Guilty batches\n{NOT_MEASURED}" in words
+    text = markdown_report.render(bare)
+    assert "## 4. Root cause\nnot known yet\n" in text
+    assert f"- Pre-spike loss: {NOT_MEASURED}" in text
+    assert f"## Guilty batches\n{NOT_MEASURED}" in text
     assert draw(bare, tmp_path) == list(Panel)
 
 
-def test_what_fits_into_fp8_is_drawn_where_a_run_has_it(tmp_path: Path) -> None:
+def test_fp8_panel_is_drawn_for_fp8_runs(tmp_path: Path) -> None:
     figure = Figure()
     assert PAINTERS[Panel.scale](figure, story(tmp_path / "unfit", "unfit"))
     labels = [axes.get_legend_handles_labels()[1] for axes in figure.axes]
@@ -78,7 +78,7 @@ def test_what_fits_into_fp8_is_drawn_where_a_run_has_it(tmp_path: Path) -> None:
     assert not PAINTERS[Panel.scale](Figure(), story(tmp_path / "poisoned", "poisoned"))
 
 
-def test_the_page_needs_no_network_and_escapes_data(tmp_path: Path) -> None:
+def test_page_needs_no_network_and_escapes_data(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"\x89PNG")
     text = (
         "# A <b>\n\n- one `<i>`\n  - two\n\n1. three\n\n- four:\n\n      harness train 'a' <b>\n\n"
@@ -95,7 +95,7 @@ def test_the_page_needs_no_network_and_escapes_data(tmp_path: Path) -> None:
     assert not re.search(r"https?://|<script|<link", page)
 
 
-def test_the_folder_is_whole_and_can_be_written_again(tmp_path: Path) -> None:
+def test_folder_is_complete_and_can_be_written_again(tmp_path: Path) -> None:
     run = write(tmp_path / "run", stories.poisoned())
     incident = evidence_of(run).incident
     folder = write_folder(run, incident)

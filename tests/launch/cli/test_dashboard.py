@@ -42,7 +42,7 @@ def test_watch_without_a_terminal_prints_once(run: Path, capsys: pytest.CaptureF
 def test_a_run_that_has_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("{}", encoding="utf-8")
     assert main(["watch", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path.name}: silent · nothing is in its log\n"
+    assert capsys.readouterr().out == f"{tmp_path.name}: silent · its log is empty\n"
     assert main(["dashboard", str(tmp_path)]) == 0
 
 

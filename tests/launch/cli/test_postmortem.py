@@ -33,7 +33,8 @@ def test_a_run_without_incidents_and_bad_input(tmp_path: Path, capsys: pytest.Ca
     assert main(["postmortem", str(clean.path)]) == 0
     assert capsys.readouterr().out == f"{clean.path}: no incidents\n"
     assert main(["postmortem", str(clean.path), "--incident", "3"]) == 2
-    assert capsys.readouterr().err == f"harness: --incident: {clean.path} has no incident 3; incidents of this run: none\n"
+    message = f"{clean.path} has no incident 3; incidents of this run: none"
+    assert capsys.readouterr().err == f"harness: --incident: {message}\n"
     assert main(["postmortem", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"harness: {tmp_path}: is not a run directory: it has no events.jsonl\n"
 

@@ -144,9 +144,9 @@ def _report(evidence: Evidence, measures: Measures, ranked: Sequence[RuleResult]
         "## 2. Hypotheses",
         *(
             [
-                f"{place}. {result.cause} ({result.score:.2f}): {result.support.text} ({panel_name(result.support.panel)})"
+                f"{place}. {result.cause} ({result.score:.2f}): {support.text} ({panel_name(support.panel)})"
                 for place, result in enumerate(likely, start=1)
-                if result.support is not None
+                if (support := result.support) is not None
             ]
             or ["none: the log has no evidence for any known cause"]
         ),
@@ -208,9 +208,8 @@ def _outcome(evidence: Evidence, measures: Measures) -> list[str]:
         case True:
             return [f"- {state}; the loss is back at {loss} fifty steps after its peak"]
         case _:
-            return [
-                f"- {state}; the loss is {loss} fifty steps after its peak; before the incident {number(measures.level)}"
-            ]
+            before = number(measures.level)
+            return [f"- {state}; the loss is {loss} fifty steps after its peak (before the incident {before})"]
 
 
 def _activations(measures: Measures) -> str:

@@ -145,10 +145,11 @@ def _lr_discontinuity(evidence: Evidence) -> Remedy:
 def _beta2_stale(evidence: Evidence) -> Remedy:
     beta2 = _setting(evidence, "optim.beta2", 0.999)
     return Remedy(
-        sentence=f"Adam's second moment (beta2 {beta2:g}) adapted too slowly to a large gradient: updates were too large.",
+        sentence=f"Adam's second moment (beta2 {beta2:g}) adapted too slowly to a large gradient, so updates overshot.",
         change="lower beta2, so that the second moment adapts faster",
         overrides=["optim.beta2=0.95"],
-        lesson="The second moment must adapt as fast as the data changes: beta2 0.95 averages 20 steps, 0.999 a thousand.",
+        lesson="The second moment must adapt as fast as the data changes: beta2 0.95 averages 20 steps, 0.999 averages "
+        "1000.",
     )
 
 
@@ -164,7 +165,7 @@ def _long_tail_token(evidence: Evidence) -> Remedy:
         change="halve the clip threshold, which limits the effect of one batch; "
         "with a single source, data.stratify.rare_below=10 spreads rare tokens over batches",
         overrides=[f"optim.clip_norm={half:g}"],
-        lesson="Many rare tokens in one batch can dominate the gradient of a whole cluster: spread them, and clip lower.",
+        lesson="Many rare tokens in one batch can dominate the gradient of all ranks: spread them, and clip lower.",
     )
 
 
@@ -174,7 +175,7 @@ def _scrambled_data(evidence: Evidence) -> Remedy:
     rows = {} if batch is None else {name: count for name, count in batch.rows.items() if count}
     source = f" of source {next(iter(rows))}" if len(rows) == 1 else ""
     return Remedy(
-        sentence=f"{index}{source} held tokens that are not text: scrambled, wrongly tokenized or corrupted on the way.",
+        sentence=f"{index}{source} held tokens that are not text: scrambled, mis-tokenized or corrupted in transit.",
         change="copy the file of these rows again from its origin, and compare its hash",
         lesson="Hash every shard when it is written and when it is read; entropy only finds what was not hashed.",
     )
