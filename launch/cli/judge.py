@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from harness.analysis.judge.foreign_logs import NAMES, records
-from harness.analysis.judge.incident_groups import Incident, Incidents
+from harness.analysis.judge.incident_groups import IncidentGroup, IncidentGrouper
 from harness.analysis.judge.picture import Trace, draw
 from harness.config.compose import conf_dir
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
@@ -58,10 +58,10 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def find_incidents(rows: Iterable[StepRecord], detectors: Detectors, policy: Policy, trace: Trace) -> list[Incident]:
+def find_incidents(rows: Iterable[StepRecord], detectors: Detectors, policy: Policy, trace: Trace) -> list[IncidentGroup]:
     """All incidents of a log in order; the points for the plot go to `trace`."""
-    incidents = Incidents(detectors.cfg)
-    ended: list[Incident] = []
+    incidents = IncidentGrouper(detectors.cfg)
+    ended: list[IncidentGroup] = []
     for record in rows:
         findings = detectors.observe(record)
         ended += incidents.observe(record, findings)
@@ -128,7 +128,7 @@ def parse_columns(assignments: Sequence[str]) -> dict[str, str]:
     return columns
 
 
-def as_json(incident: Incident) -> dict[str, Any]:
+def as_json(incident: IncidentGroup) -> dict[str, Any]:
     """JSON data; a non-finite number is null."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -136,7 +136,7 @@ def as_json(incident: Incident) -> dict[str, Any]:
     }
 
 
-def render_table(incidents: Sequence[Incident], trace: Trace) -> str:
+def render_table(incidents: Sequence[IncidentGroup], trace: Trace) -> str:
     """The incidents as text."""
     steps = f"{trace.num_rows:,} rows, steps {trace.first_step:,} to {trace.last_step:,}"
     if not incidents:
@@ -147,7 +147,7 @@ def render_table(incidents: Sequence[Incident], trace: Trace) -> str:
     return "\n".join([f"{steps}: {len(incidents)} incident{'s' if len(incidents) > 1 else ''}", *lines])
 
 
-def table_row(incident: Incident) -> tuple[str, ...]:
+def table_row(incident: IncidentGroup) -> tuple[str, ...]:
     """One row of the table."""
     end = "never" if incident.end_step is None else str(incident.end_step)
     kind, spike_type = str(incident.kind), "-" if incident.spike_type is None else str(incident.spike_type)

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from harness.analysis.judge.incident_groups import Incidents
+from harness.analysis.judge.incident_groups import IncidentGrouper
 from harness.core.events import Action, Finding, StepRecord
 from harness.sentinel.detect.baseline import (
     FLOATS,
@@ -353,7 +353,7 @@ def lines_of_incidents() -> Golden:
     shapes["nan from the start to the end"] = [math.nan] * 500
     golden: Golden = {}
     for name, factors in shapes.items():
-        detectors, incidents = Detectors(CFG), Incidents(CFG)
+        detectors, incidents = Detectors(CFG), IncidentGrouper(CFG)
         values = losses(700)
         for place, factor in enumerate(factors):
             values[200 + place] *= factor

@@ -4,8 +4,8 @@ Why: a cluster is paid by the hour, and a run that recovers by itself still lose
 How: every interval between two events of the log is assigned to one account, so the accounts add up to the wall time.
 Time between steps is divided among kept, refused and undone steps by their step times. A step is undone if a restore,
 or a start from an older checkpoint, rewinds to before it.
-Left out: the cost of detection, the gate and in-memory snapshots. They run inside every step on the device, and no event
-separates them; benchmarks measure steps with and without them. Time before the first event is not in the log.
+Left out: the cost of detection, the gate and in-memory snapshots. They run inside every step on the device, and no
+event separates them; benchmarks measure steps with and without them. Time before the first event is not in the log.
 """
 
 from __future__ import annotations

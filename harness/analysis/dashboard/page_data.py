@@ -28,8 +28,8 @@ EVIDENCE = ("postmortem.html", "postmortem.md", "evidence.json")
 MOST_NAMED = 20
 """At most this many ranks, layers or batches of an incident are listed."""
 NOTE = (
-    "Stability tax: refused and undone steps, restores, and blocking saves. Detection, the gate and in-memory snapshots "
-    "run inside every step; the log does not measure them separately, so their cost is part of the steps."
+    "Stability tax: refused and undone steps, restores, and blocking saves. Detection, the gate and in-memory "
+    "snapshots run inside every step; the log does not measure them separately, so their cost is part of the steps."
 )
 
 
@@ -198,7 +198,8 @@ def incident_facts(run: RunDir, story: IncidentStory) -> dict[str, Any]:
         "cursors": first_names(story.cursors),
         "steps_lost": story.steps_lost,
         "seconds": story.seconds,
-        "cost": f"{count_noun(story.steps_lost, 'step')}, {story.tokens_lost:,} tokens, {story.seconds:.2f} s of recovery",
+        "cost": f"{count_noun(story.steps_lost, 'step')}, {story.tokens_lost:,} tokens, "
+        f"{story.seconds:.2f} s of recovery",
         "findings": [[f"{found.iteration:,}", f"{found.kind}: {found.message}"] for found in story.findings],
         "actions": [[f"{taken.iteration:,}", taken.kind, taken.reason, outcome_text(taken)] for taken in story.actions],
         "links": [[name, f"{folder}/{name}"] for name in names],

@@ -1,1 +1,1 @@
-"""The decision tree for a run that misbehaves."""
+"""Decision tree that diagnoses a training run from its step records."""

@@ -1,4 +1,4 @@
-"""Numbers of a log that the decision tree asks for, each in one pass over its rows."""
+"""Computes the numbers of a log that the decision tree uses, each in one pass over its rows."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ OF_A_SPIKE = (FindingKind.loss_spike, FindingKind.level_shift, FindingKind.grad_
 @final
 @dataclass(slots=True, kw_only=True)
 class Spike:
+    """A row with a high loss, and mean and standard deviation of the rows before it."""
+
     at: StepRecord
     mean: float
     sigma: float
@@ -32,7 +34,7 @@ class Spike:
 
 
 def spikes_of(records: Sequence[StepRecord]) -> list[Spike]:
-    """Rows three sigma above the mean of the hundred applied rows before them."""
+    """Rows whose loss is three sigma above the mean of the hundred applied rows before them."""
     window: deque[float] = deque()
     total = squares = 0.0
     found: list[Spike] = []
@@ -52,38 +54,40 @@ def spikes_of(records: Sequence[StepRecord]) -> list[Spike]:
     return found
 
 
-def is_found(spike: Spike, findings: Sequence[Finding]) -> bool:
+def is_confirmed(spike: Spike, findings: Sequence[Finding]) -> bool:
+    """Whether a detector also found something at this row."""
     return any(
         finding.kind in OF_A_SPIKE and finding.onset - 2 <= spike.at.iteration <= finding.iteration + 2
         for finding in findings
     )
 
 
-def crowd_of(spike: Spike, records: Sequence[StepRecord]) -> str | None:
-    """Whether rare tokens crowd the batch of a spike, in words; None: they do not, or nobody counted."""
+def describe_rare_tokens(spike: Spike, records: Sequence[StepRecord]) -> str | None:
+    """How many rare tokens the batch of a spike holds; None: not unusually many, or not recorded."""
     before = [r for r in records if r.iteration < spike.at.iteration and not r.refused][-WINDOW_ROWS:]
     usual, count = middle(rare_count(record) for record in before), rare_count(spike.at)
     if usual is None or count is None or count < RARE_FACTOR * max(usual, 1.0):
         return None
-    return f"its rarest tokens occur {count} times, usually {usual:g} times"
+    return f"its rarest tokens occur {count} times (usually {usual:g} times)"
 
 
-def found_in(records: Sequence[StepRecord], detect: DetectConfig) -> list[Finding]:
-    """What the sentinel's detectors say of the log, whatever they said when it was written."""
+def run_detectors(records: Sequence[StepRecord], detect: DetectConfig) -> list[Finding]:
+    """Findings of the sentinel's detectors over the log, independent of what was found during the run."""
     detectors = Detectors(detect)
     return [finding for record in records for finding in detectors.observe(record)]
 
 
-def drift(records: Sequence[StepRecord]) -> tuple[str, float]:
+def largest_weight_change(records: Sequence[StepRecord]) -> tuple[str, float]:
+    """The layer group whose weight norm changed most from the first to the last probe, and the factor."""
     probes = [record.group_param_norms for record in records if record.group_param_norms]
     factors = [
         (name, max(probes[-1][name] / norm, norm / probes[-1][name]))
         for name, norm in (probes[0].items() if probes else ())
         if norm > 0 and probes[-1].get(name, 0.0) > 0
     ]
-    return max(factors, key=lambda each: each[1], default=("", 1.0))
+    return max(factors, key=lambda pair: pair[1], default=("", 1.0))
 
 
-def thirds_of(records: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
+def split_in_thirds(records: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
     third = len(records) // 3
     return [records[:third], records[third : 2 * third], records[2 * third :]]

@@ -1,1 +1,1 @@
-"""The detectors over any training log."""
+"""Replays the sentinel's detectors over any training log."""

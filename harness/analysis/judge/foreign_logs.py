@@ -1,9 +1,9 @@
-"""Reading logs that other programs wrote: CSV or JSON lines, one row a step, under whatever names.
+"""Reads training logs of other programs: CSV or JSON lines, one row per step, with any column names.
 
-Why: a lab tries the detectors on its own past runs before it installs anything else.
-How: column names are reduced to their last word (`run-a - train/loss` is `loss`) and looked up in a table; exports of
-W&B, MLflow (long or wide), TensorBoard and this harness are recognised. Rows stream, except MLflow's long format, which
-lists one metric after the other. A row without a loss is passed over; NaN and Inf are numbers like any other.
+Why: users try the detectors on logs of past runs before they install anything else.
+How: a column name is reduced to its last part (`run-a - train/loss` becomes `loss`) and looked up in `NAMES`. Exports
+of W&B, MLflow (long or wide), TensorBoard and this harness are recognized. Rows are streamed, except MLflow's long
+format, which lists one metric after another. A row without a loss is skipped; NaN and Inf are valid values.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ NAMES: dict[str, tuple[str, ...]] = {
     "lr": ("lr", "learning_rate", "lr_adamw"),
     "loss_scale": ("loss_scale",),
 }
-"""What the detectors read, and what others call it, best name first."""
+"""Field that the detectors read -> column names of other programs, best match first."""
 HELD_OUT = re.compile(r"(^|[/_. -])(val|valid|validation|eval|test|dev)([/_. -]|$)")
 SPREAD = re.compile(r"__(min|max)$")
-"""W&B writes the range of a smoothed column beside it."""
+"""Suffix of the columns in which W&B exports the range of a smoothed column."""
 
 
 def records(path: Path, wanted: Mapping[str, str]) -> Iterator[StepRecord]:
-    """The rows of a log; `wanted` names columns where the table does not. The same record is filled again and again."""
+    """The rows of a log; `wanted` names columns that `NAMES` does not match. All rows reuse the same record object."""
     if not path.is_file():
         raise ConfigError(str(path), "no such file")
     with path.open(encoding="utf-8", errors="replace", newline="") as lines:
@@ -106,7 +106,7 @@ def _from_csv(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> It
 def _from_long(
     path: Path, rows: Iterator[list[str]], header: Sequence[str], wanted: Mapping[str, str]
 ) -> Iterator[StepRecord]:
-    """MLflow's table of metrics: one row for each metric and step."""
+    """MLflow's long table of metrics: one row for each metric and step."""
     key, value, step = (header.index(name) for name in ("key", "value", "step"))
     metrics: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -124,17 +124,17 @@ def _from_long(
 
 
 def find_columns(header: Sequence[str], wanted: Mapping[str, str]) -> dict[str, str]:
-    """Which column holds which number; a number that several could hold, as of several runs, must be named."""
+    """Field -> column. If several columns match the loss equally well, as with several runs, it must be named."""
     columns: dict[str, str] = {}
-    for name, words in NAMES.items():
+    for name, aliases in NAMES.items():
         if name in wanted:
             if wanted[name] in header:
                 columns[name] = wanted[name]
             continue
         ranked = sorted(
-            (words.index(word), column)
+            (aliases.index(alias), column)
             for column in header
-            if (word := plain_name(column)) in words and not HELD_OUT.search(column.lower())
+            if (alias := plain_name(column)) in aliases and not HELD_OUT.search(column.lower())
         )
         best = [column for rank, column in ranked if rank == ranked[0][0]]
         if name == "loss" and len(best) > 1:
@@ -145,7 +145,7 @@ def find_columns(header: Sequence[str], wanted: Mapping[str, str]) -> dict[str, 
 
 
 def plain_name(column: str) -> str:
-    """The last word of a column's name: after the run's name and the group, in small letters."""
+    """Last part of a column's name, after run name and group, in lower case."""
     lowered = column.lower()
     if SPREAD.search(lowered):
         return ""
@@ -155,11 +155,11 @@ def plain_name(column: str) -> str:
 
 def missing(path: Path, columns: Sequence[str]) -> ConfigError:
     shown = ", ".join(repr(column) for column in columns[:40])
-    return ConfigError(str(path), f"no column for the loss; name one with --column loss=NAME, of {shown}")
+    return ConfigError(str(path), f"no column for the loss; choose one with --column loss=NAME, from {shown}")
 
 
 def empty_record() -> StepRecord:
-    """A record that tells nothing but what will be filled in."""
+    """A record with neutral values, to be filled by `fill`."""
     return StepRecord(
         time=0.0,
         iteration=0,
@@ -178,7 +178,7 @@ def empty_record() -> StepRecord:
 
 
 def fill(record: StepRecord, number: int, values: Sequence[Any]) -> bool:
-    """Put a row, in the order of `NAMES`, into the record; whether it has a loss."""
+    """Write a row, in the order of `NAMES`, into the record; returns whether it has a loss."""
     step, loss, grad_norm, rate, scale = values
     value = number_of(loss)
     if value is None:
@@ -188,7 +188,7 @@ def fill(record: StepRecord, number: int, values: Sequence[Any]) -> bool:
     record.cursor = number
     record.loss = value
     record.grad_norm = (number_of(grad_norm) or 0.0) if grad_norm else 0.0
-    record.lr = math.nan if rate is None or rate == "" or (told := number_of(rate)) is None else told
+    record.lr = math.nan if rate is None or rate == "" or (lr := number_of(rate)) is None else lr
     record.loss_scale = number_of(scale) if scale else None
     return True
 

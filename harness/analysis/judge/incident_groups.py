@@ -1,13 +1,12 @@
-"""Incidents: findings and rows grouped into stories with an onset, a peak and an end.
+"""Groups findings of a log into incidents with an onset, a peak and an end.
 
-Why: a spike gives several findings, and what a person asks is how long it lasted, how high it went and whether the loss
-came back.
-How: one row after the other, in constant time. The first finding opens an incident, later ones join it while it is
-open; another loss spike is another incident, since its detector was armed again in between. It is over once the loss,
-smoothed over a few rows, is back at half a sigma above the mean of before and stays there for a while; or unresolved,
-when it has not come back in `lingering_rows` twice over. The type says what became of it: 1 came back within 50 steps
-of its peak, 2 lingered, 3 diverged.
-Left out: deciding what to do. The policy counts its own incidents; these are for reports and for foreign logs.
+Why: a spike causes several findings. A reader asks how long it lasted, how high it went, and if the loss recovered.
+How: rows are processed in order, each in constant time. The first finding opens an incident, and later findings join it
+while it is open. A further loss spike starts a new incident, because its detector was re-armed in between. An incident
+ends when the smoothed loss is back within half a sigma of the mean before it and stays there for `recovered_rows` rows.
+It is closed without an end if the loss has not recovered in twice `lingering_rows` rows. Spike types: 1 recovered
+within 50 steps of the peak, 2 lingering, 3 divergent.
+Left out: actions. The policy numbers its own incidents; these groups are for reports and for logs of other programs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from harness.config.sentinel import DetectConfig
 from harness.core.events import ActionKind, Finding, FindingKind, ReducedRecord
 
 UP_ROWS, DOWN_ROWS, SPREAD_ROWS, SMOOTHED_ROWS = 32, 8, 100, 4
-"""Rows that the usual loss, which falls faster than it rises, its spread, and the present loss are means of."""
+"""Rows averaged by the usual loss when it rises, by the usual loss when it falls, by its spread, and by the smoothed
+loss."""
 RECOVERED_SIGMAS, RECOVERED_STEPS = 0.5, 50
 GRAVEST = (
     FindingKind.nonfinite,
@@ -43,7 +43,7 @@ GRAVEST = (
     FindingKind.slow,
     FindingKind.speed_recovered,
 )
-"""An incident is called after the gravest of its findings."""
+"""Findings by gravity. The kind of an incident is the gravest of its findings."""
 OF_THE_LOSS = frozenset(
     {FindingKind.nonfinite, FindingKind.divergence, FindingKind.loss_spike, FindingKind.level_shift}
 )
@@ -65,49 +65,53 @@ class Severity(StrEnum):
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Incident:
+class IncidentGroup:
+    """One incident of a log; the fields are the JSON keys of `harness judge`."""
+
     kind: FindingKind
     onset_step: int
     detected_step: int
-    """When the first finding was made."""
+    """Step of the first finding."""
     end_step: int | None = None
-    """When the loss was back; None: not before the log ended, or not within reason."""
+    """Step at which the loss had recovered; None: the log ended before, or the incident was closed without recovery."""
     severity: Severity = Severity.low
     spike_type: int | None = None
-    """1 recovered, 2 lingering, 3 divergent; None where the loss was not touched."""
+    """1 recovered, 2 lingering, 3 divergent; None if the loss was not affected."""
     base_loss: float
-    """Mean of the rows before."""
+    """Mean loss before the incident."""
     peak_step: int
     peak_loss: float
-    """Highest loss; where none was finite, that of the onset."""
+    """Highest loss; if none was finite, the loss at the onset."""
     num_findings: int = 1
     kinds: list[FindingKind] = field(default_factory=list)
-    """Of all its findings, in order of appearance."""
+    """Kinds of all its findings, in order of appearance."""
     ranks: list[int] = field(default_factory=list)
     actions: list[ActionKind] = field(default_factory=list)
-    """What a policy decided on it, where one was asked."""
+    """Actions that the policy decided on, if a policy was run."""
     message: str
-    """Of the finding it is called after."""
+    """Message of the gravest finding."""
 
 
 @final
 @dataclass(slots=True)
-class Incidents:
+class IncidentGrouper:
+    """Groups the findings of a log, row by row."""
+
     cfg: DetectConfig
     mean: float = math.nan
     deviation: float = 0.0
-    """Mean absolute deviation of the rows outside of incidents."""
+    """Mean absolute deviation of the loss outside incidents."""
     smoothed: float = 0.0
     seen: bool = False
-    """Whether any row was finite."""
-    open: Incident | None = None
+    """Whether any row had a finite loss."""
+    open: IncidentGroup | None = None
     rows: int = 0
-    """Since the open incident was found."""
+    """Rows since the open incident was detected."""
     back: int = 0
-    """Rows in a row with the loss back."""
+    """Consecutive rows with a recovered loss."""
     back_step: int = 0
 
-    def observe(self, record: ReducedRecord, findings: Sequence[Finding]) -> list[Incident]:
+    def observe(self, record: ReducedRecord, findings: Sequence[Finding]) -> list[IncidentGroup]:
         """The incidents that end with this row."""
         loss, ended = record.loss, []
         finite = math.isfinite(loss) and not record.refused
@@ -117,29 +121,29 @@ class Incidents:
         for finding in findings:
             if self.open is not None and finding.kind is FindingKind.loss_spike in self.open.kinds:
                 ended.append(self._close(self.open, record.step - 1))
-            self._join(finding, record)
+            self._add_finding(finding, record)
         if self.open is not None:
-            ended += self._follow(self.open, record, finite)
+            ended += self._update_open(self.open, record, finite)
         elif finite:
-            self._learn(loss)
+            self._update_baseline(loss)
         return ended
 
-    def finish(self) -> Iterator[Incident]:
-        """The incident that was open when the log ended."""
+    def finish(self) -> Iterator[IncidentGroup]:
+        """The incident that is open at the end of the log, if any."""
         if self.open is not None:
             yield self._close(self.open, None)
 
-    def _learn(self, loss: float) -> None:
+    def _update_baseline(self, loss: float) -> None:
         if self.mean != self.mean:
             self.mean = loss
         self.deviation += (abs(loss - self.mean) - self.deviation) / SPREAD_ROWS
         self.mean += (loss - self.mean) / (UP_ROWS if loss > self.mean else DOWN_ROWS)
 
-    def _join(self, finding: Finding, record: ReducedRecord) -> None:
+    def _add_finding(self, finding: Finding, record: ReducedRecord) -> None:
         onset = max(0, finding.step - max(0, finding.iteration - finding.onset))
         if self.open is None:
             self.rows, self.back = 0, 0
-            self.open = Incident(
+            self.open = IncidentGroup(
                 kind=finding.kind,
                 onset_step=onset,
                 detected_step=record.step,
@@ -157,7 +161,7 @@ class Incidents:
         if GRAVEST.index(finding.kind) < GRAVEST.index(incident.kind):
             incident.kind, incident.message = finding.kind, finding.message
 
-    def _follow(self, incident: Incident, record: ReducedRecord, finite: bool) -> Iterator[Incident]:
+    def _update_open(self, incident: IncidentGroup, record: ReducedRecord, finite: bool) -> Iterator[IncidentGroup]:
         self.rows += 1
         if finite and not record.loss <= incident.peak_loss:
             incident.peak_step, incident.peak_loss = record.step, record.loss
@@ -177,7 +181,7 @@ class Incidents:
                 self.mean = self.smoothed
                 yield self._close(incident, None)
 
-    def _close(self, incident: Incident, end_step: int | None) -> Incident:
+    def _close(self, incident: IncidentGroup, end_step: int | None) -> IncidentGroup:
         self.open = None
         incident.end_step = end_step
         kinds = set(incident.kinds)

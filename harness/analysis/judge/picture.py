@@ -1,7 +1,7 @@
-"""The picture of a judged log: the loss, and what was found in it.
+"""Draws the loss of a log with its incidents marked.
 
-However long the log, a few thousand columns are kept of it while it streams by: each holds the lowest and the highest
-loss of its rows, so no spike is lost between them.
+The log is reduced while it is read to at most `MOST_COLUMNS` columns, each with the lowest and the highest loss of its
+rows, so that no spike is lost.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ INK, GRID, BLUE, ORANGE, RED = "#24292f", "#e6e8eb", "#2563a8", "#e07b1f", "#c83
 MARGIN = 0.08
 
 
-class Marked(Protocol):
-    """What the picture needs of an incident."""
+class MarkedIncident(Protocol):
+    """The fields of an incident that the picture uses."""
 
     @property
     def kind(self) -> str: ...
@@ -36,8 +36,10 @@ class Marked(Protocol):
 
 @dataclass(slots=True)
 class Trace:
+    """The loss curve of a log in a bounded number of columns."""
+
     columns: list[tuple[int, float, float]] = field(default_factory=list)
-    """First step, lowest and highest finite loss; NaN where none was finite."""
+    """First step, lowest and highest finite loss; NaN if none was finite."""
     rows_each: int = 1
     filled: int = 0
     """Rows in the last column."""
@@ -46,7 +48,7 @@ class Trace:
     last_step: int = 0
 
     def add(self, step: int, loss: float) -> None:
-        """One row more."""
+        """Add one row."""
         if self.num_rows == 0:
             self.first_step = step
         self.num_rows += 1
@@ -56,18 +58,18 @@ class Trace:
             self.filled += 1
             last = self.columns[-1]
             if not last[1] <= value <= last[2]:
-                self.columns[-1] = _merged(last, (step, value, value))
+                self.columns[-1] = _merge(last, (step, value, value))
             return
         self.columns.append((step, value, value))
         self.filled = 1
         if len(self.columns) >= MOST_COLUMNS:
             pairs = zip(self.columns[::2], self.columns[1::2], strict=True)
-            self.columns = [_merged(first, second) for first, second in pairs]
+            self.columns = [_merge(first, second) for first, second in pairs]
             self.rows_each *= 2
             self.filled = self.rows_each
 
 
-def draw(trace: Trace, incidents: Sequence[Marked], out: Path, *, title: str) -> None:
+def draw(trace: Trace, incidents: Sequence[MarkedIncident], out: Path, *, title: str) -> None:
     """Write the picture to `out` (PNG)."""
     from matplotlib.figure import Figure
 
@@ -103,14 +105,14 @@ def draw(trace: Trace, incidents: Sequence[Marked], out: Path, *, title: str) ->
     figure.savefig(out, format="png")
 
 
-def _merged(first: tuple[int, float, float], second: tuple[int, float, float]) -> tuple[int, float, float]:
+def _merge(first: tuple[int, float, float], second: tuple[int, float, float]) -> tuple[int, float, float]:
     lows = [low for low in (first[1], second[1]) if low == low]
     highs = [high for high in (first[2], second[2]) if high == high]
     return first[0], min(lows, default=math.nan), max(highs, default=math.nan)
 
 
 def _view(lows: Sequence[float], highs: Sequence[float]) -> tuple[float, float]:
-    """From the lowest loss to what all but the first tenth of the rows need: the steep start would hide the rest."""
+    """Range of the y axis: from the lowest loss to the highest after the first tenth, where the loss falls steeply."""
     later = sorted(high for high in highs[len(highs) // 10 :] if high == high) or [1.0]
     bottom, top = min((low for low in lows if low == low), default=0.0), later[-1]
     margin = MARGIN * max(top - bottom, 1e-3)

@@ -36,15 +36,15 @@ WANT = [(1, 3.0, 0.5), (2, 2.5, 0.4)]
         "\n\nstep,loss,gnorm\n1,3.0,0.5\n\n2,2.5,0.4\n3,,0.4\n4\n",
     ],
 )
-def test_logs_of_others_are_recognised(tmp_path: Path, text: str) -> None:
+def test_exports_of_other_programs_are_recognized(tmp_path: Path, text: str) -> None:
     assert rows(tmp_path / "log", text) == WANT
 
 
-def test_tensorboard_has_one_number_a_file(tmp_path: Path) -> None:
+def test_tensorboard_export_has_one_metric_per_file(tmp_path: Path) -> None:
     assert rows(tmp_path / "log", "Wall time,Step,Value\n1e9,1,3.0\n1e9,2,2.5\n") == [(1, 3.0, 0.0), (2, 2.5, 0.0)]
 
 
-def test_our_own_events_are_whole_records(tmp_path: Path) -> None:
+def test_own_event_log_gives_full_records(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(to_json(record(7, math.nan, 0.5, refused=True, nonfinite_ranks=[3])) + "\n")
     (row,) = records(path, {})
@@ -52,7 +52,7 @@ def test_our_own_events_are_whole_records(tmp_path: Path) -> None:
     assert (row.step, row.refused, row.nonfinite_ranks) == (7, True, [3])
 
 
-def test_what_is_not_finite_is_a_number(tmp_path: Path) -> None:
+def test_nan_and_inf_are_valid_values(tmp_path: Path) -> None:
     found = rows(tmp_path / "log", "step,loss\n1,nan\n2,Infinity\n3,-inf\n")
     assert [str(loss) for _, loss, _ in found] == ["nan", "inf", "-inf"]
 
@@ -62,7 +62,7 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
     assert rows(tmp_path / "log", text, step="when", loss="objective") == [(5, 3.0, 0.0), (6, 2.5, 0.0)]
 
 
-def test_a_training_loss_goes_before_any_other() -> None:
+def test_training_loss_is_preferred() -> None:
     header = ["step", "eval/loss", "valid_loss", "train_loss", "test loss"]
     assert find_columns(header, {}) == {"step": "step", "loss": "train_loss"}
 
@@ -77,12 +77,12 @@ def test_a_training_loss_goes_before_any_other() -> None:
         ("key,value,step\naccuracy,1,1\n", "no column for the loss.*'accuracy'"),
     ],
 )
-def test_a_log_without_a_loss_is_refused_by_its_columns(tmp_path: Path, text: str, complaint: str) -> None:
+def test_log_without_a_loss_is_an_error_that_lists_columns(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         rows(tmp_path / "log", text)
 
 
-def test_one_bad_line_costs_one_row(tmp_path: Path) -> None:
+def test_one_invalid_line_costs_one_row(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "loss": 3.0}) for step in range(5)]
     lines[2] = lines[2][:-4]
     assert [step for step, _, _ in rows(tmp_path / "log", "\n".join(lines))] == [0, 1, 3, 4]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from harness.analysis.judge.incident_groups import Incident, Incidents, Severity
+from harness.analysis.judge.incident_groups import IncidentGroup, IncidentGrouper, Severity
 from harness.core.events import Finding, FindingKind, StepRecord
 from harness.sentinel.detect.detectors import Detectors
 from tests.sentinel.series import config, losses, norms, record, records
@@ -12,8 +12,8 @@ from tests.sentinel.series import config, losses, norms, record, records
 CFG = config()
 
 
-def tell(rows: list[StepRecord]) -> list[Incident]:
-    detectors, incidents = Detectors(CFG), Incidents(CFG)
+def group_incidents(rows: list[StepRecord]) -> list[IncidentGroup]:
+    detectors, incidents = Detectors(CFG), IncidentGrouper(CFG)
     ended = [incident for row in rows for incident in incidents.observe(row, detectors.observe(row))]
     return ended + list(incidents.finish())
 
@@ -24,12 +24,12 @@ def with_hump(first: int, num: int, height: float, total: int = 2000) -> list[fl
     return values
 
 
-def test_a_quiet_run_has_no_incidents() -> None:
-    assert tell(records(losses(1500))) == []
+def test_healthy_run_has_no_incidents() -> None:
+    assert group_incidents(records(losses(1500))) == []
 
 
-def test_a_spike_that_recovers_is_of_type_1() -> None:
-    (incident,) = tell(records(with_hump(1000, 25, 1.3)))
+def test_recovering_spike_is_type_1() -> None:
+    (incident,) = group_incidents(records(with_hump(1000, 25, 1.3)))
     assert incident.kind is FindingKind.loss_spike
     assert incident.onset_step == 1000
     assert 1000 <= incident.detected_step <= 1002
@@ -40,49 +40,49 @@ def test_a_spike_that_recovers_is_of_type_1() -> None:
     assert incident.peak_loss == pytest.approx(3.9, rel=0.04)
 
 
-def test_a_spike_that_lingers_is_of_type_2() -> None:
+def test_lingering_spike_is_type_2() -> None:
     values = losses(2000)
     for place in range(300):
         values[1000 + place] *= 1 + 0.4 * math.exp(-place / 60)
-    (incident,) = tell(records(values))
+    (incident,) = group_incidents(records(values))
     assert (incident.kind, incident.spike_type, incident.severity) == (FindingKind.loss_spike, 2, Severity.medium)
     assert incident.end_step is not None
     assert 1100 < incident.end_step < 1400
 
 
-def test_a_loss_that_never_comes_back_is_of_type_3() -> None:
-    (incident,) = tell(records(with_hump(1000, 1000, 2.5)))
+def test_loss_that_never_recovers_is_type_3() -> None:
+    (incident,) = group_incidents(records(with_hump(1000, 1000, 2.5)))
     assert incident.kind is FindingKind.divergence
     assert (incident.spike_type, incident.severity, incident.end_step) == (3, Severity.high, None)
     assert incident.kinds == [FindingKind.loss_spike, FindingKind.divergence]
     assert (incident.onset_step, incident.detected_step) == (1000, 1000)
 
 
-def test_nan_to_the_end_is_of_type_3_and_one_that_was_refused_is_not() -> None:
+def test_nan_to_the_end_is_type_3_and_a_rejected_nan_is_type_1() -> None:
     values, grad_norms = losses(600), norms(600)
-    (incident,) = tell(records(values[:300] + [math.nan] * 300, grad_norms))
+    (incident,) = group_incidents(records(values[:300] + [math.nan] * 300, grad_norms))
     assert (incident.kind, incident.onset_step, incident.end_step) == (FindingKind.nonfinite, 300, None)
     assert (incident.spike_type, incident.severity) == (3, Severity.high)
     rows = records(values, grad_norms)
     rows[300] = record(300, math.nan, math.nan, refused=True, nonfinite_ranks=[2])
-    (incident,) = tell(rows)
+    (incident,) = group_incidents(rows)
     assert (incident.spike_type, incident.severity, incident.ranks) == (1, Severity.medium, [2])
 
 
-def test_two_spikes_are_two_incidents_also_when_the_first_has_not_ended() -> None:
+def test_second_spike_is_a_new_incident_before_the_first_recovers() -> None:
     values = with_hump(1000, 40, 1.4)
     values[1040:1300] = [1.05 * value for value in values[1040:1300]]
     values[1150:1180] = [1.4 * value for value in values[1150:1180]]
-    found = tell(records(values))
+    found = group_incidents(records(values))
     assert [incident.onset_step for incident in found] == [1000, 1150]
     assert found[0].end_step is not None
     assert found[0].end_step < 1155
 
 
-def test_findings_that_do_not_touch_the_loss_have_no_type() -> None:
+def test_findings_that_do_not_affect_the_loss_have_no_type() -> None:
     rows = records(losses(400))
     rows[200].mismatched_ranks = [1]
-    (incident,) = tell(rows)
+    (incident,) = group_incidents(rows)
     assert (incident.kind, incident.spike_type) == (FindingKind.replica_mismatch, None)
     assert incident.severity is Severity.high
 
@@ -100,9 +100,9 @@ def found(kind: FindingKind, row: StepRecord, *, back: int = 0) -> Finding:
     )
 
 
-def follow(values: list[float], findings: dict[int, FindingKind], *, back: int = 0) -> list[Incident]:
-    """Incidents of losses and of findings at some of their steps."""
-    incidents, ended = Incidents(CFG), []
+def follow(values: list[float], findings: dict[int, FindingKind], *, back: int = 0) -> list[IncidentGroup]:
+    """IncidentGrouper of losses and of findings at some of their steps."""
+    incidents, ended = IncidentGrouper(CFG), []
     for step, loss in enumerate(values):
         row = record(step, loss)
         ended += incidents.observe(row, [found(findings[step], row, back=back)] if step in findings else [])
@@ -117,19 +117,19 @@ def test_type_1_is_back_within_50_steps_of_the_peak(steps: int, spike_type: int)
     assert (incident.base_loss, incident.peak_loss) == (3.0, 4.0)
 
 
-def test_an_incident_ends_in_the_row_before_the_next_spike() -> None:
+def test_incident_ends_in_the_row_before_the_next_spike() -> None:
     first, second = follow([3.0] * 50 + [4.0] * 100, {50: FindingKind.loss_spike, 90: FindingKind.loss_spike})
     assert (first.onset_step, first.end_step, second.onset_step, second.detected_step) == (50, 89, 90, 90)
 
 
 @pytest.mark.parametrize(("step", "back", "onset"), [(0, 0, 0), (5, 3, 2), (5, 9, 0)])
-def test_an_onset_is_told_in_steps(step: int, back: int, onset: int) -> None:
+def test_onset_is_converted_to_steps(step: int, back: int, onset: int) -> None:
     (incident,) = follow([3.0] * 40, {step: FindingKind.grad_spike}, back=back)
     assert (incident.onset_step, incident.detected_step) == (onset, step)
 
 
 def test_the_usual_loss_falls_faster_than_it_rises() -> None:
-    incidents = Incidents(CFG)
+    incidents = IncidentGrouper(CFG)
     incidents.observe(record(0, 2.0), [])
     incidents.observe(record(1, 3.0), [])
     assert [incidents.mean, incidents.deviation] == pytest.approx([2.0 + 1 / 32, 0.01])
@@ -138,14 +138,14 @@ def test_the_usual_loss_falls_faster_than_it_rises() -> None:
     assert incidents.mean == pytest.approx(before + (1.0 - before) / 8)
 
 
-def test_an_incident_before_any_loss_ends_with_the_first_rows() -> None:
+def test_incident_before_any_finite_loss_ends_with_the_first_rows() -> None:
     (incident,) = follow([math.nan, *[3.0] * 20], {0: FindingKind.nonfinite})
     assert (incident.end_step, incident.spike_type) == (1, 1)
     assert math.isnan(incident.base_loss)
 
 
-def test_an_incident_takes_the_gravest_of_its_findings_and_their_ranks() -> None:
-    incidents, row = Incidents(CFG), record(0, 3.0)
+def test_incident_has_the_gravest_kind_and_all_ranks() -> None:
+    incidents, row = IncidentGrouper(CFG), record(0, 3.0)
     kinds = (FindingKind.grad_spike, FindingKind.divergence, FindingKind.level_shift, FindingKind.grad_spike)
     findings = [found(kind, row) for kind in kinds]
     findings[0].ranks, findings[1].ranks = [3, 1], [1, 2]
@@ -155,8 +155,8 @@ def test_an_incident_takes_the_gravest_of_its_findings_and_their_ranks() -> None
     assert (incident.kinds, incident.ranks) == ([*kinds[:3]], [1, 2, 3])
 
 
-def test_a_loss_that_does_not_come_back_is_given_up_after_twice_the_lingering_rows() -> None:
-    incidents, ended = Incidents(CFG), []
+def test_incident_is_closed_after_twice_the_lingering_rows() -> None:
+    incidents, ended = IncidentGrouper(CFG), []
     for step in range(600):
         row = record(step, 3.0 if step < 50 else 4.0)
         if incidents.observe(row, [found(FindingKind.loss_spike, row)] if step == 50 else []):

@@ -48,7 +48,7 @@ def test_run_writes_its_postmortem_and_its_check_passes(ranks: Pool, tmp_path: P
         shlex.split(next(line for line in lines if line.startswith(f"harness {word} ")))
         for word in ("train", "diagnose")
     )
-    words = [word for word in train[2:] if not word.startswith("run.dir=")]
-    ((code, records), _) = ranks.run(2, cases.run, str(tmp_path), *words)
+    overrides = [arg for arg in train[2:] if not arg.startswith("run.dir=")]
+    ((code, records), _) = ranks.run(2, cases.run, str(tmp_path), *overrides)
     assert (code, records[-1].step) == (0, 60)
     assert main(look[1:]) == 0

@@ -35,7 +35,7 @@ def test_a_csv_of_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["diagnose", csv(tmp_path / "b.csv", spiked)]) == 20
     assert "back at step 403" in capsys.readouterr().out
     assert main(["diagnose", csv(tmp_path / "c.csv", [*losses(300), math.nan]), "--precision", "bf16"]) == 10
-    assert "as fp32, or an overflow of the exponent" in capsys.readouterr().out
+    assert "as fp32, or an overflow from the exponent" in capsys.readouterr().out
 
 
 def test_a_run_without_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +51,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for args, line in (
         ([str(tmp_path / "gone")], f"harness: {tmp_path / 'gone'}: no such run directory or file\n"),
         ([str(empty)], f"harness: {empty}: is not a run directory: it has no events.jsonl\n"),
-        ([str(odd)], f"harness: {odd}: no column for the loss; name one with --column loss=NAME, of 'a', 'b'\n"),
+        ([str(odd)], f"harness: {odd}: no column for the loss; choose one with --column loss=NAME, from 'a', 'b'\n"),
         ([], "harness: diagnose: the following arguments are required: RUN; see --help\n"),
     ):
         assert main(["diagnose", *args]) == 2

@@ -66,7 +66,7 @@ def test_columns_and_options_can_be_given(tmp_path: Path, capsys: pytest.Capture
         (["absent.csv"], "absent.csv: no such file"),
         (
             ["log.csv", "--column", "loss=c"],
-            "log.csv: no column for the loss; name one with --column loss=NAME, of 'a', 'b'",
+            "log.csv: no column for the loss; choose one with --column loss=NAME, from 'a', 'b'",
         ),
         (["log.csv", "--column", "speed=a"], "--column: must be NAME=COLUMN"),
         (["log.csv", "--set", "speed=1"], "--set: must be NAME=VALUE"),
