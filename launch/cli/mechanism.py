@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.analysis.mechanism.experiment import CELLS, Cell, Effect, answers, effect, plan, table
+from harness.analysis.mechanism.experiment import CELLS, Cell, Effect, answer_questions, measure_effect, burst_plan, render_table
 from harness.config.compose import load
 from harness.config.errors import EXIT_DONE, require
 from harness.core import events
@@ -71,10 +71,10 @@ def main(argv: Sequence[str]) -> int:
     burst = {cell: [records(trial) for trial in trials] for cell, trials in burst_trials.items()}
     clean = {cell: [records(trial) for trial in trials] for cell, trials in clean_trials.items()}
     effects = {
-        cell: [effect(with_burst, without) for with_burst, without in zip(burst[cell], clean[cell], strict=True)]
+        cell: [measure_effect(with_burst, without) for with_burst, without in zip(burst[cell], clean[cell], strict=True)]
         for cell in CELLS
     }
-    report = f"{table(effects)}\n" + "".join(f"- {line}\n" for line in answers(effects))
+    report = f"{render_table(effects)}\n" + "".join(f"- {line}\n" for line in answer_questions(effects))
     write_atomically(directory / "report.md", report)
     write_atomically(directory / "effects.json", as_json(effects))
     from harness.analysis.mechanism.picture import draw
@@ -121,9 +121,9 @@ def train(trial: Trial) -> Trial:
     run = trial.run
     run.logs.mkdir(parents=True, exist_ok=True)
     if trial.has_burst:
-        write_atomically(run.drill, json.dumps({"plan": plan(trial.seed).as_dict()}))
+        write_atomically(run.drill, json.dumps({"burst_plan": burst_plan(trial.seed).as_dict()}))
     location = [f"run.dir='{run.path.parent}'", f"run.name='{run.path.name}'", f"run.seed={trial.seed}"]
-    cfg = load([EXPERIMENT, *location, *trial.overrides, *trial.cell.words])
+    cfg = load([EXPERIMENT, *location, *trial.overrides, *trial.cell.overrides])
     with (run.logs / "console.txt").open("w") as console, redirect_stdout(console):
         code = select_worker(run)(cfg)
     assert code == EXIT_DONE, f"{run.path} ended with {code}"

@@ -84,18 +84,18 @@ def replay(run: RunDir, cfg: Config, args: Namespace) -> Path:
         for checkpoint in catalog.list_checkpoints(run.checkpoints)
         if checkpoint.health in (Health.good, Health.candidate)
     ]
-    way = history.way(log, iteration, good)
+    path = history.find_path(log, iteration, good)
     report = run.incidents / (f"{args.incident:03d}" if args.incident else f"iteration-{iteration}") / "replay.json"
 
-    from harness.analysis.replay.rerun import Order, run_worker, uncompiled
+    from harness.analysis.replay.rerun import ReplayRequest, run_worker, replay_config
     from launch.local import start
 
-    order = Order(
+    order = ReplayRequest(
         run=run.path.resolve(),
         report=Path(),
-        checkpoint=way.checkpoint,
-        way=way.records,
-        older=history.older(log, iteration, good, way.checkpoint),
+        checkpoint=path.checkpoint,
+        path=path.records,
+        older=history.older_checkpoint(log, iteration, good, path.checkpoint),
         exactly=ranks == log.world_size(iteration) and not cfg.parallel.compile,
         with_samples=args.batch,
         tamper=partial(repeat_data_fault, run.path.resolve(), log.world_size(iteration))
@@ -105,7 +105,7 @@ def replay(run: RunDir, cfg: Config, args: Namespace) -> Path:
     with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         launch_cfg = replace(cfg.launch, nproc=ranks, hang_after_s=LONG_S, start_within_s=LONG_S)
         run_cfg = replace(cfg.run, dir=scratch, name="replay")
-        replay_cfg = replace(uncompiled(cfg), launch=launch_cfg, run=run_cfg)
+        replay_cfg = replace(replay_config(cfg), launch=launch_cfg, run=run_cfg)
         result = Path(scratch) / report.name
         code = start.launch(replay_cfg, partial(run_worker, replace(order, report=result)))
         require(code == EXIT_DONE, str(run.path), f"the replay ended with exit code {code}")
@@ -131,7 +131,7 @@ def update_postmortem(run: RunDir, incident: int) -> None:
 
 def find_iteration(log: History, args: Namespace) -> int:
     if args.incident is not None:
-        return history.guilty(log, args.incident).iteration
+        return history.guilty_step(log, args.incident).iteration
     known = f"the log has {min(log.records)} to {max(log.records)}" if log.records else "the log has none"
     require(args.iteration in log.records, "--iteration", f"no iteration {args.iteration}; {known}")
     return int(args.iteration)

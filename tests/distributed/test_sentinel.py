@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.replay.rerun import Order, run_worker, uncompiled
+from harness.analysis.replay.rerun import ReplayRequest, replay_config, run_worker
 from harness.core import events
 from harness.core.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunEnded, StepRecord
 from harness.core.rundir import RunDir
@@ -184,12 +184,12 @@ def test_all_ranks_fall_back_from_fp8_together_also_after_a_restart_and_in_a_rep
     told = [(each.iteration, each.in_fp8, each.until) for each in of(Action, log)]
     assert told == [(1, False, 8), (7, True, None), (9, False, 22)]
     check_replay(log, *again)
-    cfg = uncompiled(tiny("precision=fp8_emulated", "run.name=victim", *LEAVING_FP8, directory=str(tmp_path)))
-    order = Order(
+    cfg = replay_config(tiny("precision=fp8_emulated", "run.name=victim", *LEAVING_FP8, directory=str(tmp_path)))
+    order = ReplayRequest(
         run=victim.path,
         report=tmp_path / "replay.json",
         checkpoint=None,
-        way=of(StepRecord, log)[:4],
+        steps=of(StepRecord, log)[:4],
         older=None,
         exactly=True,
         with_samples=False,

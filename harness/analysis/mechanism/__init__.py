@@ -1,1 +1,1 @@
-"""An experiment: does a burst of rare tokens hurt more with a slow second moment?"""
+"""Study: does a burst of rare tokens do more damage with a slowly adapting second moment?"""

@@ -1,12 +1,12 @@
-"""The mechanism drill: does a burst of rare tokens hurt more where Adam's second moment forgets slowly?
+"""The mechanism drill: does a burst of rare tokens do more damage if Adam's second moment adapts slowly?
 
-Why: the harness advises beta2 0.95, clipping at 1 and weight decay 0.1 (PaLM's and Llama's choice), because a rare
-batch gives a large gradient, a stale second moment does not damp the step, and the next batches pay for it. Advice
-should be seen to hold, or not, where it can be looked at.
+Why: the harness recommends beta2 0.95, clipping at 1 and weight decay 0.1, as in PaLM and Llama: a batch of rare tokens
+gives a large gradient, a stale second moment does not scale the update down, and the loss of the next batches rises.
+This experiment tests the recommendation.
 How: every combination of beta2, clip and weight decay is trained twice from the same seed on the same batches, once
-with one batch of nothing but the rarest tokens. What the burst did is the difference between the two, batch by batch;
-the combinations differ in nothing else. Several seeds give the spread.
-Left out: that a large model would answer alike. This one is small enough to be trained 72 times in minutes.
+with one batch made of the rarest tokens. The effect of the burst is the difference between the two runs, batch by
+batch. Several seeds give the spread.
+Left out: large models. This one is small enough to be trained 72 times in minutes, and may not transfer.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from harness.core.events import StepRecord
 from harness.faults.plan import Fault, FaultKind, FaultPlan
 
 BURST_AT = 200
-"""Batch index, and the iteration before: nothing was skipped."""
+"""Batch index of the burst; also the number of iterations before it, because no batch is skipped."""
 NUM_AFTER = 50
-"""Steps over which what the burst did is added up."""
+"""Steps after the burst over which the damage is summed."""
 NUM_BEFORE = 20
-"""Steps that show what was usual."""
+"""Steps before the burst that give the usual values."""
 
 
 class Cell(NamedTuple):
-    """One choice of what the advice is about."""
+    """One combination of the three settings."""
 
     beta2: float
     clip_norm: float | None
     weight_decay: float
 
     @property
-    def words(self) -> list[str]:
+    def overrides(self) -> list[str]:
         clip = "null" if self.clip_norm is None else f"{self.clip_norm:g}"
         return [
             f"optim.beta2={self.beta2:g}",
@@ -46,40 +46,40 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        return ",".join(word.removeprefix("optim.") for word in self.words)
+        return ",".join(override.removeprefix("optim.") for override in self.overrides)
 
 
 CELLS = [Cell(*choice) for choice in product((0.95, 0.999), (None, 1.0, 0.5), (0.1, 0.01))]
 
 
-def plan(seed: int) -> FaultPlan:
-    """One batch of the rarest tokens there are."""
+def burst_plan(seed: int) -> FaultPlan:
+    """The fault plan: one batch made of the rarest tokens."""
     return FaultPlan(seed=seed, faults=[Fault(kind=FaultKind.poisoned_batch, at=BURST_AT)])
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """What the burst did to one run, against the same run without it."""
+    """Effect of the burst on one run, compared with the same run without it."""
 
     burst_loss: float
     grad_factor: float
-    """Gradient norm before clipping in the burst, over the usual one."""
+    """Gradient norm of the burst before clipping, over the usual one."""
     moment_factor: float
-    """Largest norm of Adam's second moment soon after, over the usual one."""
+    """Largest norm of Adam's second moment within `NUM_AFTER` steps, over the usual one."""
     update_factor: float
-    """Largest update soon after, relative to the weights, over the usual one."""
+    """Largest update norm relative to the weight norm within `NUM_AFTER` steps, over the usual one."""
     peak_gap: float
-    """Largest loss above the twin's on one of the batches that follow, in nats."""
+    """Largest difference to the clean run's loss on a batch after the burst, in nats."""
     damage: float
-    """Loss above the twin's, summed over the steps that follow, in nats."""
+    """Sum of the differences over `NUM_AFTER` steps, in nats."""
     last_gap: float
-    """Mean of the last of them: what is still there at the end."""
+    """Mean of the last `NUM_BEFORE` differences."""
 
 
-def effect(burst: Sequence[StepRecord], clean: Sequence[StepRecord]) -> Effect:
-    """Compare two runs that differ in one batch; one record an iteration each."""
-    assert all(a.cursor == b.cursor for a, b in zip(burst, clean, strict=True)), "nothing was skipped or undone"
+def measure_effect(burst: Sequence[StepRecord], clean: Sequence[StepRecord]) -> Effect:
+    """Compare two runs that differ in one batch; each has one record per iteration."""
+    assert all(a.cursor == b.cursor for a, b in zip(burst, clean, strict=True)), "no batch was skipped or undone"
     usual = clean[BURST_AT - NUM_BEFORE : BURST_AT]
     after = slice(BURST_AT + 1, BURST_AT + 1 + NUM_AFTER)
     gaps = [a.loss - b.loss for a, b in zip(burst[after], clean[after], strict=True)]
@@ -87,16 +87,16 @@ def effect(burst: Sequence[StepRecord], clean: Sequence[StepRecord]) -> Effect:
     return Effect(
         burst_loss=burst[BURST_AT].loss,
         grad_factor=burst[BURST_AT].grad_norm / mean(record.grad_norm for record in usual),
-        moment_factor=max(_known(record.v_norm) for record in soon) / mean(_known(record.v_norm) for record in usual),
-        update_factor=max(_known(record.update_ratio) for record in soon)
-        / mean(_known(record.update_ratio) for record in usual),
+        moment_factor=max(_probed(record.v_norm) for record in soon) / mean(_probed(record.v_norm) for record in usual),
+        update_factor=max(_probed(record.update_ratio) for record in soon)
+        / mean(_probed(record.update_ratio) for record in usual),
         peak_gap=max(gaps),
         damage=sum(gaps),
         last_gap=mean(gaps[-NUM_BEFORE:]),
     )
 
 
-def _known(value: float | None) -> float:
+def _probed(value: float | None) -> float:
     assert value is not None, "every iteration is probed"
     return value
 
@@ -110,13 +110,13 @@ COLUMNS = {
 }
 
 
-def table(effects: dict[Cell, list[Effect]]) -> str:
-    """One row a combination, the mean over the seeds and in brackets their range; Markdown."""
+def render_table(effects: dict[Cell, list[Effect]]) -> str:
+    """Markdown table: one row for each combination, mean over the seeds with their range in brackets."""
     head = ["beta2", "clip", "weight decay", *COLUMNS.values()]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for cell, each in effects.items():
+    for cell, of_seeds in effects.items():
         clip = "off" if cell.clip_norm is None else f"{cell.clip_norm:g}"
-        values = [_spread([getattr(one, column) for one in each], column) for column in COLUMNS]
+        values = [_spread([getattr(effect, column) for effect in of_seeds], column) for column in COLUMNS]
         lines.append(f"| {cell.beta2:g} | {clip} | {cell.weight_decay:g} | {' | '.join(values)} |")
     return "\n".join(lines) + "\n"
 
@@ -128,11 +128,11 @@ def _spread(values: list[float], column: str) -> str:
 
 
 class Question(NamedTuple):
-    """What does one change do, all else equal?"""
+    """The effect of changing one setting, all else equal."""
 
-    words: str
+    text: str
     other: Callable[[Cell], Cell | None]
-    """What a combination is compared with; None where the question is not about it."""
+    """The combination to compare with; None: the question does not apply."""
 
 
 QUESTIONS = (
@@ -153,8 +153,8 @@ QUESTIONS = (
 )
 
 
-def answers(effects: dict[Cell, list[Effect]]) -> list[str]:
-    """Mean damage before and after each change, and in how many pairs of equal seed it grew."""
+def answer_questions(effects: dict[Cell, list[Effect]]) -> list[str]:
+    """Mean damage before and after each change, and in how many pairs with equal seeds it grew."""
     lines = []
     for question in QUESTIONS:
         pairs = [
@@ -166,6 +166,6 @@ def answers(effects: dict[Cell, list[Effect]]) -> list[str]:
         num_more = sum(now > then for then, now in pairs)
         before, after = mean(then for then, _ in pairs), mean(now for _, now in pairs)
         lines.append(
-            f"{question.words}: mean damage {before:.2f} -> {after:.2f} nats, more in {num_more} of {len(pairs)} pairs"
+            f"{question.text}: mean damage {before:.2f} -> {after:.2f} nats, more in {num_more} of {len(pairs)} pairs"
         )
     return lines

@@ -1,4 +1,4 @@
-"""The picture of the mechanism drill: what a burst of rare tokens does, by beta2 and clip, around the burst."""
+"""Draws the result of the mechanism drill: loss, gradient norm, second moment and update size around the burst."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE_INCHES, DOTS_PER_INCH = (10.0, 9.0), 130
 NUM_SHOWN = 60
 """Steps after the burst."""
 WEIGHT_DECAY = 0.1
-"""The choice that is drawn; the other looks alike."""
+"""Only this weight decay is drawn; the other one looks the same."""
 ROWS = {
     "loss": "loss",
     "grad_norm": "gradient norm",
@@ -30,7 +30,7 @@ LOGARITHMIC = ("grad_norm", "v_norm")
 
 
 def draw(burst: Mapping[Cell, Sequence[Sequence[StepRecord]]], out: Path) -> None:
-    """Write the picture to `out` (PNG): a column for each beta2, a line for each clip, thin ones for single seeds."""
+    """Write the picture to `out` (PNG): one column per beta2, one line per clip, thin lines for single seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
@@ -42,7 +42,7 @@ def draw(burst: Mapping[Cell, Sequence[Sequence[StepRecord]]], out: Path) -> Non
             for cell, seeds in burst.items():
                 if cell.beta2 == beta2 and cell.weight_decay == WEIGHT_DECAY:
                     _draw_series(axes, cell, [[getattr(record, name) for record in records] for records in seeds])
-            _dress(axes, name, is_first=column == 0)
+            _style_axes(axes, name, is_first=column == 0)
         grid[0][column].set_title(f"beta2 = {beta2:g}", loc="left", fontsize=11, color=INK)
         grid[-1][column].set_xlabel("steps since the burst", color=INK)
     grid[0][0].legend(frameon=False, fontsize=9)
@@ -55,11 +55,11 @@ def _draw_series(axes: Axes, cell: Cell, seeds: Sequence[Sequence[float]]) -> No
     label = "not clipped" if cell.clip_norm is None else f"clip {cell.clip_norm:g}"
     for values in seeds:
         axes.plot(steps, values[window], color=COLOURS[cell.clip_norm], linewidth=0.5, alpha=0.35)
-    means = [mean(each) for each in zip(*(values[window] for values in seeds), strict=True)]
+    means = [mean(column) for column in zip(*(values[window] for values in seeds), strict=True)]
     axes.plot(steps, means, color=COLOURS[cell.clip_norm], linewidth=1.6, label=label)
 
 
-def _dress(axes: Axes, name: str, *, is_first: bool) -> None:
+def _style_axes(axes: Axes, name: str, *, is_first: bool) -> None:
     if name in LOGARITHMIC:
         axes.set_yscale("log")
     if is_first:

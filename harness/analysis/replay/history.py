@@ -1,9 +1,9 @@
-"""Which state each step was made on: the log read as a tree, so that any step can be reached again from a checkpoint.
+"""Reads the event log as a tree of states, to find the steps from a checkpoint to any logged step.
 
-Why: iterations never go back but states do. After a rewind, a rollback or a restart the next iteration is made on an
-older state, and a replay must take the same way there.
-How: every record has a parent, the iteration whose state it began from; usually the one before it. `way` walks back
-from a step to the newest state that still lies on disk. A refused update changed nothing, so it is left out on the way.
+Why: iterations only increase, but after a rewind, a rollback or a restart the next one starts from an older state. A
+replay must follow the same path.
+How: every record has a parent, the iteration whose state it started from; usually the previous one. `find_path` walks
+back from a step to the newest checkpoint on disk. A rejected update changes nothing, so it is not part of the path.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from harness.core.events import Action, CheckpointSaved, Event, Finding, Outcome
 from harness.sentinel.policy.state import RESTORES
 
 START = 0
-"""The iteration of the state that a run begins with."""
+"""Iteration of the initial state of a run."""
 
 
 @final
 @dataclass(slots=True)
 class History:
+    """Step records of a run with the state each started from, and the checkpoints that were saved."""
+
     records: dict[int, StepRecord] = field(default_factory=dict)
     parents: dict[int, int] = field(default_factory=dict)
-    """Iteration -> the iteration whose state it began from."""
+    """Iteration -> the iteration whose state it started from."""
     checkpoints: dict[str, int] = field(default_factory=dict)
-    """Directory -> the iteration it was taken after."""
+    """Directory -> the iteration it was saved after."""
     worlds: dict[int, int] = field(default_factory=dict)
     """First iteration of each start -> its number of ranks."""
     findings: list[Finding] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
 
     def world_size(self, iteration: int) -> int:
-        """How many ranks made an iteration."""
+        """Number of ranks at an iteration."""
         return [size for first, size in self.worlds.items() if first <= iteration][-1]
 
 
 def read(events: Iterable[Event]) -> History:
-    """Fold a log."""
+    """Read the events of a log."""
     history, current = History(), START
     for event in events:
         match event:
@@ -65,39 +67,39 @@ def read(events: Iterable[Event]) -> History:
 
 
 def _iteration_of(target: str, checkpoints: dict[str, int]) -> int:
-    """The iteration of the state that a restore went back to, as its outcome names it."""
+    """Iteration of the restored state, parsed from the target of an outcome."""
     snapshot = re.match(r"snapshot of iteration (\d+)", target)
     return int(snapshot[1]) if snapshot else checkpoints.get(target.partition(";")[0], START)
 
 
-def guilty(history: History, incident: int) -> StepRecord:
-    """The step an incident is about: the first that was refused where one was, else the one where it began."""
-    answers = [action for action in history.actions if action.incident == incident]
-    if not answers:
+def guilty_step(history: History, incident: int) -> StepRecord:
+    """The guilty step of an incident: its first rejected update, or else the step of its onset."""
+    actions = [action for action in history.actions if action.incident == incident]
+    if not actions:
         known = sorted({action.incident for action in history.actions if action.incident})
-        there = f"there are {', '.join(map(str, known))}" if known else "the run has none"
-        raise ConfigError("--incident", f"no incident {incident}; {there}")
-    last = answers[0].iteration
-    onsets = [found.onset for found in history.findings if answers[0].onset <= found.iteration <= last]
-    first = min([answers[0].onset, *onsets])
-    known_records = [history.records[each] for each in range(first, last + 1) if each in history.records]
-    refused = [record for record in known_records if record.refused]
-    if not known_records:
-        raise ConfigError("--incident", f"the log holds no step between iterations {first} and {last}")
-    return (refused or known_records)[0]
+        numbers = ", ".join(map(str, known)) or "none"
+        raise ConfigError("--incident", f"no incident {incident}; incidents of this run: {numbers}")
+    last = actions[0].iteration
+    onsets = [found.onset for found in history.findings if actions[0].onset <= found.iteration <= last]
+    first = min([actions[0].onset, *onsets])
+    records = [history.records[at] for at in range(first, last + 1) if at in history.records]
+    refused = [record for record in records if record.refused]
+    if not records:
+        raise ConfigError("--incident", f"the log has no step between iterations {first} and {last}")
+    return (refused or records)[0]
 
 
-class Way(NamedTuple):
-    """How a step is reached."""
+class ReplayPath(NamedTuple):
+    """The steps from a checkpoint to a logged step."""
 
     checkpoint: str | None
-    """The state to begin with; None: that of the beginning, which the seed gives."""
+    """The state to start from; None: the initial state, which the seed determines."""
     records: list[StepRecord]
-    """The steps from there on, the one in question last."""
+    """The steps to replay; the requested one is last."""
 
 
-def way(history: History, iteration: int, available: Collection[str]) -> Way:
-    """The shortest one from a checkpoint that is there."""
+def find_path(history: History, iteration: int, available: Collection[str]) -> ReplayPath:
+    """The shortest path from an available checkpoint to a step."""
     taken = {history.checkpoints[name]: name for name in sorted(available) if name in history.checkpoints}
     steps, current = [history.records[iteration]], history.parents[iteration]
     while current != START and current not in taken:
@@ -105,11 +107,11 @@ def way(history: History, iteration: int, available: Collection[str]) -> Way:
         if not record.refused:
             steps.append(record)
         current = history.parents[current]
-    return Way(taken.get(current), steps[::-1])
+    return ReplayPath(taken.get(current), steps[::-1])
 
 
-def older(history: History, iteration: int, available: Collection[str], than: str | None) -> str | None:
-    """The next older checkpoint on the same way; None: the beginning."""
+def older_checkpoint(history: History, iteration: int, available: Collection[str], than: str | None) -> str | None:
+    """The next older checkpoint on the same path; None: the initial state."""
     before = history.checkpoints.get(than or "", START)
     states, current = set(), history.parents[iteration]
     while current != START:

@@ -1,9 +1,8 @@
-"""Watches one step from inside: which module first made something not finite out of what was finite.
+"""Finds the first module that produces a non-finite value from finite inputs, with hooks during one step.
 
-How: hooks on every module that has no children, so that the first to report is the one that did it. What enters and
-leaves is looked at on the host; a replay has the time. Backward, the first module whose incoming gradient was finite
-and whose outgoing one was not; and the parameters whose gradients ended up not finite, in the order of the layers.
-Left out: what happens inside a compiled block, whose modules run as one; a replay is not compiled.
+How: every leaf module gets a forward and a backward hook that check inputs and outputs. Each check is a host sync; a
+replay can afford it. After the step, parameters with a non-finite gradient are listed in the order of the layers.
+Left out: modules inside a compiled block, which run as one. A replay is not compiled.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from harness.distributed.shards import local
 
 @final
 @dataclass(slots=True)
-class Seen:
-    """What a step showed, on one rank; empty where all was finite."""
+class NonFiniteModules:
+    """Modules with non-finite values in a step, on one rank; empty if everything was finite."""
 
     forward: str = ""
-    """The first module whose output was not finite although its inputs were."""
+    """The first module with a non-finite output from finite inputs."""
     broken_weights: str = ""
-    """The first module that computed with weights that are not finite."""
+    """The first module with non-finite weights."""
     backward: str = ""
-    """The first module, from the loss down, whose gradient was finite on the way in and not on the way out."""
+    """The first module, from the loss down, with a non-finite input gradient from a finite output gradient."""
     gradients: list[str] = field(default_factory=list)
-    """Parameters whose gradient is not finite after the backward pass."""
+    """Parameters with a non-finite gradient after the backward pass."""
 
     @property
     def is_clean(self) -> bool:
@@ -39,9 +38,9 @@ class Seen:
 
 
 @contextmanager
-def watching(model: nn.Module) -> Iterator[Seen]:
-    """Look at everything that happens in the model meanwhile."""
-    seen, handles = Seen(), []
+def watch_modules(model: nn.Module) -> Iterator[NonFiniteModules]:
+    """Check every leaf module of the model while the context is open."""
+    seen, handles = NonFiniteModules(), []
     for name, module in model.named_modules():
         if any(module.children()) or isinstance(module, nn.Identity):
             continue
@@ -57,7 +56,7 @@ def watching(model: nn.Module) -> Iterator[Seen]:
                 seen.backward = name
 
         handles.append(module.register_forward_hook(forward))
-        if not isinstance(module, nn.Embedding):  # what enters it has no gradient
+        if not isinstance(module, nn.Embedding):  # its input has no gradient
             handles.append(module.register_full_backward_hook(backward))
     try:
         yield seen
@@ -68,11 +67,11 @@ def watching(model: nn.Module) -> Iterator[Seen]:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether every number in a tensor, or in a nest of them, is finite; what is no number is."""
+    """Whether all values of a tensor, or of nested tensors, are finite; other objects count as finite."""
     match value:
         case Tensor():
             return not value.is_floating_point() or bool(torch.isfinite(local(value)).all())
         case tuple() | list():
-            return all(is_finite(each) for each in value)
+            return all(is_finite(item) for item in value)
         case _:
             return True

@@ -1,10 +1,11 @@
-"""The replay itself, on all ranks: restore, take the way to the guilty step, and make that step again.
+"""Runs a replay on all ranks: restore a checkpoint, repeat the steps up to the guilty one, and repeat that one.
 
-How: the parts are those of a run, built from its configuration and not compiled, so that every module can be watched.
-The steps on the way are compared with the log one by one; what the log says of the guilty step is compared with two
-replays of it from the same state, and a third is watched from inside. Then the guilty batch is set among its
-neighbours, on this state and on an older one. Nothing of the run is changed: no event, no ledger entry, no checkpoint.
-Left out: the fault of a drill that struck once; data that a drill spoiled is spoiled again, as bad data would be.
+How: model, optimizer and data are built from the run's configuration, not compiled, so that modules can be hooked. Each
+step before the guilty one is compared with the log. The guilty step is computed twice from the same state and compared
+with the log, and a third time with every module watched. Then the loss of the guilty batch is compared with that of the
+batches before it, on this state and on an older one. The run is not changed: no event, ledger entry or checkpoint is
+written.
+Left out: faults of a drill that struck once. Data that a drill corrupted is corrupted again, as bad data would be.
 """
 
 from __future__ import annotations
@@ -18,9 +19,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from harness.analysis.replay.module_watch import Seen, watching
-from harness.analysis.replay.samples import Sample, weigh
-from harness.analysis.replay.verdict import Cause, Nature, Numbers, Standing, cause, is_same, nature
+from harness.analysis.replay.module_watch import NonFiniteModules, watch_modules
+from harness.analysis.replay.samples import SampleGradient, measure_samples
+from harness.analysis.replay.verdict import (
+    BatchComparison,
+    Origin,
+    Reproducibility,
+    StepNumbers,
+    classify,
+    find_origin,
+    is_same,
+)
 from harness.build import Parts, build, closing_parts
 from harness.checkpoint import store
 from harness.checkpoint.io_retry import IoRetry
@@ -39,122 +48,124 @@ from harness.sentinel.device.step_report import HostFacts, unpack_report
 from harness.step import finish_step, forward_backward, loss_sums
 
 NUM_NEIGHBOURS = 4
-"""Batches before the guilty one that it is set among."""
+"""Batches before the guilty one that its loss is compared with."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What is to be replayed."""
+class ReplayRequest:
+    """What to replay, and where to write the result."""
 
     run: Path
     report: Path
-    """Where the result goes."""
+    """File of the result."""
     checkpoint: str | None
-    way: list[StepRecord]
-    """From the checkpoint to the guilty step, that one included."""
+    """None: the initial state."""
+    steps: list[StepRecord]
+    """Steps from the checkpoint to the guilty one, which is last."""
     older: str | None
-    """None: the weights the run began with."""
+    """An older checkpoint for comparison; None: the initial state."""
     exactly: bool
-    """Whether the same bits can be expected."""
+    """Whether results must be bit-identical to the log."""
     with_samples: bool
     tamper: Callable[[Parts], None] | None = None
-    """A drill's bad data."""
+    """Corrupts the data again, in a drill."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
-    """What came of it; `harness.analysis.replay.wording` puts it into words."""
+class ReplayResult:
+    """Result of a replay, written to `replay.json`; `harness.analysis.replay.wording` renders it as text."""
 
     iteration: int
     cursor: int
     checkpoint: str
     num_on_the_way: int
     left_the_log_at: int | None
-    """The first iteration on the way whose numbers are not the log's; None: all are."""
+    """The first iteration before the guilty step that differs from the log; None: none does."""
     exactly: bool
-    logged: Numbers
-    first: Numbers
-    second: Numbers
-    seen: dict[int, Seen]
-    """By rank, where something was not finite."""
-    here: Standing
-    before: Standing | None
-    nature: Nature
-    cause: Cause
-    samples: list[Sample] = field(default_factory=list)
+    logged: StepNumbers
+    first: StepNumbers
+    second: StepNumbers
+    seen: dict[int, NonFiniteModules]
+    """Rank -> its modules with non-finite values; only ranks that have any."""
+    here: BatchComparison
+    before: BatchComparison | None
+    nature: Reproducibility
+    cause: Origin
+    samples: list[SampleGradient] = field(default_factory=list)
 
 
-def run_worker(order: Order, cfg: Config) -> int:
+def run_worker(request: ReplayRequest, cfg: Config) -> int:
     """One rank's part of a replay; rank 0 writes the result."""
     with (
         fast_attention(),
         connected(cfg.parallel) as world,
-        closing_parts(build(cfg, world, RunDir(order.run))) as parts,
+        closing_parts(build(cfg, world, RunDir(request.run))) as parts,
         emulate_half_matmul(cfg.precision.kind, world.device),
     ):
-        if order.tamper is not None:
-            order.tamper(parts)
-        replayed = replay(order, parts, cfg, world)
+        if request.tamper is not None:
+            request.tamper(parts)
+        result = replay(request, parts, cfg, world)
         if world.is_first:
-            write_atomically(order.report, json.dumps(encode(as_dict(replayed)), indent=1) + "\n")
+            write_atomically(request.report, json.dumps(encode(as_dict(result)), indent=1) + "\n")
     return EXIT_DONE
 
 
-def as_dict(replayed: Replayed) -> dict[str, Any]:
-    """Plain data; the ranks as texts, as JSON has them."""
-    return asdict(replayed) | {"seen": {str(rank): asdict(seen) for rank, seen in replayed.seen.items()}}
+def as_dict(result: ReplayResult) -> dict[str, Any]:
+    """The result as JSON-ready data; ranks are strings."""
+    return asdict(result) | {"seen": {str(rank): asdict(seen) for rank, seen in result.seen.items()}}
 
 
-def replay(order: Order, parts: Parts, cfg: Config, world: World) -> Replayed:
-    root, tensors = order.run / "checkpoints", parts.tensors()
-    begun = clone(tensors)
-    restore(order.checkpoint, root, parts, world)
-    *way, guilty = order.way
+def replay(request: ReplayRequest, parts: Parts, cfg: Config, world: World) -> ReplayResult:
+    """Replay the steps of a request on this rank."""
+    root, tensors = request.run / "checkpoints", parts.tensors()
+    initial = clone(tensors)
+    restore(request.checkpoint, root, parts, world)
+    *earlier, guilty = request.steps
     left_at = None
-    for record in way:
-        again = Numbers.of(take(parts, cfg, record))
-        if left_at is None and not is_same(again, Numbers.of(record), exactly=order.exactly):
+    for record in earlier:
+        again = StepNumbers.of(replay_step(parts, cfg, record))
+        if left_at is None and not is_same(again, StepNumbers.of(record), exactly=request.exactly):
             left_at = record.iteration
     reached = clone(tensors)
-    first = Numbers.of(take(parts, cfg, guilty))
-    put_back(tensors, reached)
-    second = Numbers.of(take(parts, cfg, guilty))
-    put_back(tensors, reached)
-    seen = watch(parts, cfg, guilty)
-    put_back(tensors, reached)
-    samples = weigh(parts, guilty.cursor) if order.with_samples else []
-    here = standing(parts, cfg, guilty.cursor, order.checkpoint)
-    logged = Numbers.of(guilty)
-    found = nature(logged, first, second, is_faithful=left_at is None, exactly=order.exactly)
+    first = StepNumbers.of(replay_step(parts, cfg, guilty))
+    copy_back(tensors, reached)
+    second = StepNumbers.of(replay_step(parts, cfg, guilty))
+    copy_back(tensors, reached)
+    seen = watch_step(parts, cfg, guilty)
+    copy_back(tensors, reached)
+    samples = measure_samples(parts, guilty.cursor) if request.with_samples else []
+    here = compare_batch(parts, cfg, guilty.cursor, request.checkpoint)
+    logged = StepNumbers.of(guilty)
+    found = classify(logged, first, second, is_faithful=left_at is None, exactly=request.exactly)
     before = None
-    if order.checkpoint is not None:
-        put_back(tensors, begun)
-        restore(order.older, root, parts, world)
-        before = standing(parts, cfg, guilty.cursor, order.older)
+    if request.checkpoint is not None:
+        copy_back(tensors, initial)
+        restore(request.older, root, parts, world)
+        before = compare_batch(parts, cfg, guilty.cursor, request.older)
     all_seen = dict(enumerate(gather_results(lambda: seen)))
-    return Replayed(
+    return ReplayResult(
         iteration=guilty.iteration,
         cursor=guilty.cursor,
-        checkpoint=order.checkpoint or "the beginning",
-        num_on_the_way=len(way),
+        checkpoint=request.checkpoint or "the beginning",
+        num_on_the_way=len(earlier),
         left_the_log_at=left_at,
-        exactly=order.exactly,
+        exactly=request.exactly,
         logged=logged,
         first=first,
         second=second,
-        seen={rank: each for rank, each in all_seen.items() if not each.is_clean},
+        seen={rank: of_rank for rank, of_rank in all_seen.items() if not of_rank.is_clean},
         here=here,
         before=before,
         nature=found,
-        cause=cause(found, here, before),
+        cause=find_origin(found, here, before),
         samples=samples,
     )
 
 
 def restore(name: str | None, root: Path, parts: Parts, world: World) -> None:
-    """The state of a checkpoint, with the learning rate that was scaled then; nothing to do for the beginning."""
+    """Restore the state of a checkpoint, including the learning-rate scale; does nothing for the initial state."""
     if name is None:
         return
     retry = IoRetry(parts.checkpoints.retry_s)
@@ -166,8 +177,8 @@ def restore(name: str | None, root: Path, parts: Parts, world: World) -> None:
     set_rate(parts, state)
 
 
-def take(parts: Parts, cfg: Config, record: StepRecord) -> StepRecord:
-    """A logged step once more, in the precision that it had; returns what it came to now."""
+def replay_step(parts: Parts, cfg: Config, record: StepRecord) -> StepRecord:
+    """Compute a logged step again, in the precision it had; returns its new record."""
     parts.fp8_layers.use_fp8(record.in_fp8 is not False)
     forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=False)
     report = finish_step(parts, cfg=cfg, probe=False)
@@ -192,35 +203,36 @@ def take(parts: Parts, cfg: Config, record: StepRecord) -> StepRecord:
     )
 
 
-def watch(parts: Parts, cfg: Config, record: StepRecord) -> Seen:
-    """The same step with every module watched, which costs the last bits of its gradients."""
-    with watching(parts.model) as seen:
+def watch_step(parts: Parts, cfg: Config, record: StepRecord) -> NonFiniteModules:
+    """Compute a logged step with every module watched; the hooks may change the last bits of the gradients."""
+    with watch_modules(parts.model) as seen:
         forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=False)
     finish_step(parts, cfg=cfg, probe=False)
     return seen
 
 
-def standing(parts: Parts, cfg: Config, cursor: int, checkpoint: str | None) -> Standing:
-    """The loss of a batch on the present state, and of those before it."""
+def compare_batch(parts: Parts, cfg: Config, cursor: int, checkpoint: str | None) -> BatchComparison:
+    """Loss of a batch, and of the batches before it, on the current state."""
     others = [parts.batches[index] for index in range(max(0, cursor - NUM_NEIGHBOURS), cursor)]
     sums = [all_reduce_sum(loss_sums(parts, batch, cfg=cfg)).tolist() for batch in [parts.batches[cursor], *others]]
     losses = [loss_sum / tokens for loss_sum, tokens in sums]
-    return Standing(checkpoint=checkpoint or "the beginning", loss=losses[0], neighbours=losses[1:])
+    return BatchComparison(checkpoint=checkpoint or "the beginning", loss=losses[0], neighbours=losses[1:])
 
 
 def clone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of every tensor, in host memory."""
+    """This rank's shard of every tensor, copied to host memory."""
     return {name: local(tensor).detach().cpu().clone() for name, tensor in tensors.items()}
 
 
-def put_back(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+def copy_back(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    """Copy shards saved by `clone` back into the tensors."""
     with torch.no_grad():
         for name, tensor in tensors.items():
             local(tensor).copy_(saved[name])
 
 
-def uncompiled(cfg: Config) -> Config:
-    """The configuration of a replay: every module runs by itself, and no memory is taken for snapshots."""
+def replay_config(cfg: Config) -> Config:
+    """The run's configuration for a replay: not compiled, without snapshots and checkpoints."""
     ring = replace(cfg.checkpoint.ring, slots=0)
     return replace(
         cfg, parallel=replace(cfg.parallel, compile=False), checkpoint=replace(cfg.checkpoint, ring=ring, every_steps=0)

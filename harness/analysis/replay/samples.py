@@ -1,7 +1,7 @@
-"""The samples of a batch, weighed one by one: which of them the loss and the gradient came from.
+"""Measures loss and gradient norm of each sample of a batch.
 
-How: each rank passes its rows through the model one at a time, all ranks at once, and notes the loss of the row and the
-norm of its own gradient before it is summed with the others'. Nothing is updated.
+Each rank runs its rows through the model one at a time, all ranks in step, and records the loss of the row and the norm
+of its own gradient before the reduction. No parameter is updated.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LONGEST_TEXT = 160
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One row of a global batch."""
+class SampleGradient:
+    """Loss and gradient norm of one row of a global batch."""
 
     row: int
     loss: float
     """Mean over its tokens."""
     grad_norm: float
-    """Of its mean loss."""
+    """Norm of the gradient of `loss`."""
     source: str
     file: str
     first_document: int
@@ -39,13 +39,13 @@ class Sample:
     text: str
 
 
-def weigh(parts: Parts, index: int) -> list[Sample]:
-    """All rows of a batch, in their order; on every rank alike."""
-    own = _weigh_own(parts, parts.batches[index])
-    weighed = [pair for each in gather_results(lambda: own) for pair in each]
+def measure_samples(parts: Parts, index: int) -> list[SampleGradient]:
+    """All rows of a batch in order; the same list on every rank."""
+    own = _measure_own(parts, parts.batches[index])
+    measured = [pair for of_rank in gather_results(lambda: own) for pair in of_rank]
     view = view_batch(parts.batches, index, excluded=False)
     return [
-        Sample(
+        SampleGradient(
             row=number,
             loss=loss,
             grad_norm=norm,
@@ -55,12 +55,12 @@ def weigh(parts: Parts, index: int) -> list[Sample]:
             last_document=row.last_document,
             text=" ".join(row.texts)[:LONGEST_TEXT],
         )
-        for number, ((loss, norm), row) in enumerate(zip(weighed, view.rows, strict=True))
+        for number, ((loss, norm), row) in enumerate(zip(measured, view.rows, strict=True))
     ]
 
 
-def _weigh_own(parts: Parts, batch: Batch) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each row of this rank. Padding is computed with the others' rows, and not told."""
+def _measure_own(parts: Parts, batch: Batch) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each row of this rank. Padding rows are computed to keep ranks in step, but dropped."""
     pairs = []
     for row in batch.micro_batches(1):
         parts.update.adamw.zero_grad(set_to_none=True)
@@ -76,7 +76,7 @@ def _weigh_own(parts: Parts, batch: Batch) -> list[tuple[float, float]]:
 
 
 def _own_square(parts: Parts) -> torch.Tensor:
-    """Where nothing is reduced, the gradient that is there is this rank's own."""
+    """Squared norm of this rank's gradient if nothing is reduced (world_size 1)."""
     gradients = [local(p.grad) for p in parts.update.parameters.values() if p.grad is not None]
     norms = foreach_norm(gradients, 2, dtype=torch.float32)
     return torch.stack(norms).square().sum()

@@ -1,13 +1,14 @@
-"""What a replay shows: hardware or data, as a pure function of numbers.
+"""Decides from a replay whether hardware, data or model state caused a bad step; pure functions of numbers.
 
 | the log and two replays | verdict |
 |---|---|
-| the steps on the way there already differ from the log | not known: the replay is not faithful |
-| the two replays differ from each other | not reproducible here |
-| the replays agree, and the log says something else | transient: it was in the machine, not in the data |
-| the replays agree with the log | deterministic; and then |
-| the batch stands out as much on an older state | data: it is bad for any model |
-| it does not | data x state: bad for this model at this moment |
+| earlier steps already differ from the log | unknown: the replay is not faithful |
+| the two replays differ from each other | irreproducible |
+| the replays agree with each other and differ from the log | transient: a hardware fault, not the data |
+| the replays agree with the log | deterministic; then |
+| - the batch stands out as much on an older state | data: bad for any state of the model |
+| - the batch stands out only on this state | data x state: bad for the model at this step |
+| - the batch does not stand out | state: the weights are bad |
 """
 
 from __future__ import annotations
@@ -21,21 +22,25 @@ from typing import final
 from harness.core.events import StepRecord
 
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-3, 0.05
-"""Relative; where the replay cannot have the same bits: another number of ranks, another device, no compilation."""
+"""Relative tolerances if the replay cannot be bit-identical: another world size, another device, or a compiled run."""
 ALIKE = 0.5
-"""On an older state the batch must stand out at least this much of what it does on the newer one."""
+"""The batch is bad on both states if its excess on the older state is at least this fraction of its excess now."""
 STANDS_OUT = 0.1
-"""Nats above its neighbours from which a batch does."""
+"""Excess over its neighbours, in nats, from which a batch stands out."""
 
 
-class Nature(StrEnum):
+class Reproducibility(StrEnum):
+    """Whether the logged step is reproduced by a replay."""
+
     transient = "transient"
     deterministic = "deterministic"
     irreproducible = "irreproducible"
     unknown = "unknown"
 
 
-class Cause(StrEnum):
+class Origin(StrEnum):
+    """What makes a reproducible step bad."""
+
     data = "data"
     data_and_state = "data x state"
     state = "state"
@@ -44,22 +49,22 @@ class Cause(StrEnum):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
-    """What a step came to."""
+class StepNumbers:
+    """Loss and gradient norms of a step."""
 
     loss: float
     grad_norm: float
     group_grad_norms: dict[str, float]
 
     @classmethod
-    def of(cls, record: StepRecord) -> Numbers:
+    def of(cls, record: StepRecord) -> StepNumbers:
         return cls(loss=record.loss, grad_norm=record.grad_norm, group_grad_norms=dict(record.group_grad_norms))
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """A batch among its neighbours, on one state."""
+class BatchComparison:
+    """Loss of a batch and of its neighbours, on one state."""
 
     checkpoint: str
     loss: float
@@ -67,7 +72,7 @@ class Standing:
 
     @property
     def excess(self) -> float:
-        """Nats above the middle of its neighbours; infinite where it alone is not finite."""
+        """Loss above the median of the neighbours, in nats; Inf if only this batch is not finite."""
         if not self.neighbours:
             return math.nan
         usual = median(self.neighbours)
@@ -76,8 +81,8 @@ class Standing:
         return math.inf if math.isfinite(usual) else 0.0
 
 
-def is_same(one: Numbers, other: Numbers, *, exactly: bool) -> bool:
-    """Bit for bit, NaN equal to NaN; or to rounding, where bits cannot be expected to agree."""
+def is_same(one: StepNumbers, other: StepNumbers, *, exactly: bool) -> bool:
+    """Whether two steps agree: bit for bit (NaN equals NaN) if `exactly`, else within tolerance."""
     pairs = [(one.loss, other.loss, LOSS_TOLERANCE), (one.grad_norm, other.grad_norm, NORM_TOLERANCE)]
     if exactly:
         groups = one.group_grad_norms.keys() | other.group_grad_norms.keys()
@@ -94,19 +99,21 @@ def _agree(one: float, other: float, tolerance: float) -> bool:
     return abs(one - other) <= tolerance * max(abs(one), abs(other))
 
 
-def nature(logged: Numbers, first: Numbers, second: Numbers, *, is_faithful: bool, exactly: bool) -> Nature:
-    """Whether what the log says comes again."""
+def classify(
+    logged: StepNumbers, first: StepNumbers, second: StepNumbers, *, is_faithful: bool, exactly: bool
+) -> Reproducibility:
+    """Whether two replays of a step agree with each other and with the log."""
     if not is_same(first, second, exactly=exactly):
-        return Nature.irreproducible
+        return Reproducibility.irreproducible
     if is_same(first, logged, exactly=exactly):
-        return Nature.deterministic
-    return Nature.transient if is_faithful else Nature.unknown
+        return Reproducibility.deterministic
+    return Reproducibility.transient if is_faithful else Reproducibility.unknown
 
 
-def cause(found: Nature, here: Standing, before: Standing | None) -> Cause:
-    """Whether the batch is bad by itself; asked of what comes again only."""
-    if found is not Nature.deterministic or before is None or not (here.neighbours and before.neighbours):
-        return Cause.unknown
+def find_origin(found: Reproducibility, here: BatchComparison, before: BatchComparison | None) -> Origin:
+    """Whether the batch or the state is bad; unknown unless the step is reproducible."""
+    if found is not Reproducibility.deterministic or before is None or not (here.neighbours and before.neighbours):
+        return Origin.unknown
     if here.excess < STANDS_OUT:
-        return Cause.state
-    return Cause.data if before.excess >= ALIKE * here.excess else Cause.data_and_state
+        return Origin.state
+    return Origin.data if before.excess >= ALIKE * here.excess else Origin.data_and_state

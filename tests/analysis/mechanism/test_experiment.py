@@ -1,4 +1,4 @@
-"""The mechanism drill's arithmetic: what a burst did is the difference to the twin, and nothing else."""
+"""Arithmetic of the mechanism drill: the effect of the burst is the difference to the clean run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.mechanism.experiment import BURST_AT, CELLS, NUM_AFTER, Cell, Effect, answers, effect, plan, table
+from harness.analysis.mechanism.experiment import (
+    BURST_AT,
+    CELLS,
+    NUM_AFTER,
+    Cell,
+    Effect,
+    answer_questions,
+    burst_plan,
+    measure_effect,
+    render_table,
+)
 from harness.analysis.mechanism.picture import draw
 from harness.core.events import StepRecord
 from harness.faults.plan import FaultKind
@@ -19,7 +29,7 @@ NUM_STEPS = BURST_AT + 80
 
 
 def records(*, gap: float = 0.0, norm: float = 1.0, moment: float = 1.0, update: float = 1.0) -> list[StepRecord]:
-    """A run whose loss falls, struck at the burst as asked."""
+    """A run with a falling loss and the given values at the burst."""
 
     def at(index: int) -> StepRecord:
         struck = index == BURST_AT
@@ -44,22 +54,22 @@ def records(*, gap: float = 0.0, norm: float = 1.0, moment: float = 1.0, update:
     return [at(index) for index in range(NUM_STEPS)]
 
 
-def test_the_effect_is_the_difference_to_the_twin() -> None:
-    found = effect(records(gap=0.25, norm=30.0, moment=8.0, update=3.0), records())
+def test_effect_is_the_difference_to_the_clean_run() -> None:
+    found = measure_effect(records(gap=0.25, norm=30.0, moment=8.0, update=3.0), records())
     assert (found.grad_factor, found.moment_factor, found.update_factor) == (30.0, 8.0, 3.0)
     assert found.peak_gap == pytest.approx(0.25)
     assert found.damage == pytest.approx(0.25 * NUM_AFTER)
-    assert effect(records(), records()).damage == 0.0
+    assert measure_effect(records(), records()).damage == 0.0
 
 
-def test_runs_that_met_other_batches_are_not_compared() -> None:
+def test_runs_with_different_batches_are_not_compared() -> None:
     other = records()
     other[BURST_AT + 3].cursor += 1
     with pytest.raises(AssertionError):
-        effect(other, records())
+        measure_effect(other, records())
 
 
-def some(damage: float) -> Effect:
+def effect_with(damage: float) -> Effect:
     return Effect(
         burst_loss=9.0,
         grad_factor=30.0,
@@ -71,39 +81,41 @@ def some(damage: float) -> Effect:
     )
 
 
-def test_answers_compare_pairs_that_differ_in_one_thing() -> None:
+def test_answers_compare_pairs_that_differ_in_one_setting() -> None:
     """Twice the damage at beta2 0.999, half of it with any clip, nothing from weight decay."""
     effects = {
-        cell: [some(1.0 * (1 + (cell.beta2 == 0.999)) * (1.0 if cell.clip_norm is None else 0.5)) for _ in range(2)]
+        cell: [
+            effect_with(1.0 * (1 + (cell.beta2 == 0.999)) * (1.0 if cell.clip_norm is None else 0.5)) for _ in range(2)
+        ]
         for cell in CELLS
     }
-    assert answers(effects) == [
+    assert answer_questions(effects) == [
         "beta2 0.999 instead of 0.95, not clipped: mean damage 1.00 -> 2.00 nats, more in 4 of 4 pairs",
         "beta2 0.999 instead of 0.95, clipped: mean damage 0.50 -> 1.00 nats, more in 8 of 8 pairs",
         "clip at 1 instead of none: mean damage 1.50 -> 0.75 nats, more in 0 of 8 pairs",
         "clip at 0.5 instead of 1: mean damage 0.75 -> 0.75 nats, more in 0 of 8 pairs",
         "weight decay 0.01 instead of 0.1: mean damage 1.00 -> 1.00 nats, more in 0 of 12 pairs",
     ]
-    row = table(effects).splitlines()[2]
+    row = render_table(effects).splitlines()[2]
     assert row.startswith("| 0.95 | off | 0.1 | 30.0x (30.0 to 30.0) |")
 
 
-def test_a_cell_names_its_overrides_and_a_directory() -> None:
+def test_overrides_and_name_of_a_cell() -> None:
     cell = Cell(0.999, None, 0.1)
-    assert cell.words == ["optim.beta2=0.999", "optim.clip_norm=null", "optim.weight_decay=0.1"]
+    assert cell.overrides == ["optim.beta2=0.999", "optim.clip_norm=null", "optim.weight_decay=0.1"]
     assert cell.name == "beta2=0.999,clip_norm=null,weight_decay=0.1"
     assert len(set(CELLS)) == 12
-    (fault,) = plan(0).faults
+    (fault,) = burst_plan(0).faults
     assert (fault.kind, fault.at, fault.rank) == (FaultKind.poisoned_batch, BURST_AT, None)
 
 
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
+def test_picture_is_drawn(tmp_path: Path) -> None:
     draw({cell: [records(gap=0.1), records(gap=0.2)] for cell in CELLS}, tmp_path / "mechanism.png")
     assert (tmp_path / "mechanism.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_struck_run_and_its_twin_differ_by_the_burst_alone(ranks: Pool, tmp_path: Path) -> None:
-    """Two real runs: before the burst they are equal bit for bit, and after it the gradient was large and it hurt."""
+def test_burst_run_and_clean_run_differ_only_by_the_burst(ranks: Pool, tmp_path: Path) -> None:
+    """Two real runs: bit-identical before the burst; its gradient is large, and the loss rises after it."""
     cell = Cell(0.999, None, 0.1)
     small = ("model.dim=32", "model.num_layers=1", "train.batch_size=8", "train.sequence_length=32")
     struck, spared = (mechanism.Trial(tmp_path, cell, 0, is_struck, small) for is_struck in (True, False))
@@ -111,7 +123,7 @@ def test_a_struck_run_and_its_twin_differ_by_the_burst_alone(ranks: Pool, tmp_pa
         ranks.run(1, mechanism.train, trial)
     burst, clean = mechanism.records(struck), mechanism.records(spared)
     assert [record.loss for record in burst[:BURST_AT]] == [record.loss for record in clean[:BURST_AT]]
-    found = effect(burst, clean)
+    found = measure_effect(burst, clean)
     assert found.grad_factor > 5
     assert found.update_factor > 1.5
     assert found.damage > 1.0

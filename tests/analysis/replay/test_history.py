@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.analysis.replay.history import guilty, older, read, way
+from harness.analysis.replay.history import find_path, guilty_step, older_checkpoint, read
 from harness.config.errors import ConfigError
 from harness.core.events import (
     Action,
@@ -62,40 +62,42 @@ def finding(iteration: int, onset: int) -> Finding:
 
 
 def iterations(log: list[Event], iteration: int, *available: str) -> tuple[str | None, list[int]]:
-    found = way(read(log), iteration, available)
+    found = find_path(read(log), iteration, available)
     return found.checkpoint, [record.iteration for record in found.records]
 
 
 PLAIN: list[Event] = [started(0), *map(step, range(1, 5)), saved(4), *map(step, range(5, 9)), saved(8), step(9)]
 
 
-def test_the_way_begins_at_the_newest_checkpoint_that_is_there() -> None:
+def test_path_starts_at_the_newest_available_checkpoint() -> None:
     assert iterations(PLAIN, 9, "at-4", "at-8") == ("at-8", [9])
     assert iterations(PLAIN, 9, "at-4") == ("at-4", [5, 6, 7, 8, 9])
     assert iterations(PLAIN, 3, "at-4", "at-8") == (None, [1, 2, 3])
-    assert older(read(PLAIN), 9, ["at-4", "at-8"], "at-8") == "at-4"
-    assert older(read(PLAIN), 9, ["at-4", "at-8"], "at-4") is None
+    assert older_checkpoint(read(PLAIN), 9, ["at-4", "at-8"], "at-8") == "at-4"
+    assert older_checkpoint(read(PLAIN), 9, ["at-4", "at-8"], "at-4") is None
 
 
-def test_a_refused_update_is_left_out_on_the_way_and_is_never_lost_as_the_goal() -> None:
+def test_rejected_updates_are_skipped_except_the_last_step() -> None:
     log = [started(0), step(1), step(2, refused=True), step(3), step(4, refused=True)]
     assert iterations(log, 4) == (None, [1, 3, 4])
 
 
 @pytest.mark.parametrize("target", ["snapshot of iteration 4", "at-4", "at-4; at-8/manifest.json: hash differs"])
-def test_a_restore_leads_back_to_the_state_it_took(target: str) -> None:
+def test_path_follows_a_restore(target: str) -> None:
     log = [*PLAIN, outcome(target), step(10), step(11)]
     assert iterations(log, 11, "at-4", "at-8") == ("at-4", [10, 11])
-    assert iterations(log, 9, "at-4", "at-8") == ("at-8", [9]), "what was undone is still there"
-    assert older(read(log), 11, ["at-4", "at-8"], "at-4") is None, "a checkpoint of what was undone is not on the way"
+    assert iterations(log, 9, "at-4", "at-8") == ("at-8", [9]), "the undone step can still be replayed"
+    assert older_checkpoint(read(log), 11, ["at-4", "at-8"], "at-4") is None, (
+        "a checkpoint of an undone step is not on the path"
+    )
 
 
-def test_a_restore_that_failed_changes_nothing() -> None:
+def test_failed_restore_is_ignored() -> None:
     log = [*PLAIN, outcome("", succeeded=False), step(10)]
     assert iterations(log, 10, "at-8") == ("at-8", [9, 10])
 
 
-def test_a_restart_goes_on_from_the_checkpoint_it_names() -> None:
+def test_path_follows_a_restart() -> None:
     log = [*PLAIN, started(9, "at-8", size=4), step(10), step(11)]
     assert iterations(log, 11, "at-8") == ("at-8", [10, 11])
     assert read(log).world_size(9) == 2
@@ -104,15 +106,15 @@ def test_a_restart_goes_on_from_the_checkpoint_it_names() -> None:
     assert iterations(again, 10, "at-8") == (None, [10])
 
 
-def test_the_guilty_step_is_the_one_that_was_refused_else_the_onset() -> None:
+def test_guilty_step_is_the_rejected_one_or_the_onset() -> None:
     log = [*PLAIN, step(10, refused=True), step(11), finding(10, 10), action(11, 10)]
-    assert guilty(read(log), 1).iteration == 10
+    assert guilty_step(read(log), 1).iteration == 10
     log = [*PLAIN, step(10), step(11), finding(11, 9), action(11, 10)]
-    assert guilty(read(log), 1).iteration == 9
+    assert guilty_step(read(log), 1).iteration == 9
 
 
-def test_an_unknown_incident_is_named_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="no incident 7; there are 1, 2"):
-        guilty(read([*PLAIN, action(9, 9), action(9, 9, incident=2)]), 7)
-    with pytest.raises(ConfigError, match="the run has none"):
-        guilty(read(PLAIN), 1)
+def test_unknown_incident_is_an_error_that_lists_incidents() -> None:
+    with pytest.raises(ConfigError, match="no incident 7; incidents of this run: 1, 2"):
+        guilty_step(read([*PLAIN, action(9, 9), action(9, 9, incident=2)]), 7)
+    with pytest.raises(ConfigError, match="no incident 1; incidents of this run: none"):
+        guilty_step(read(PLAIN), 1)

@@ -1,4 +1,4 @@
-"""Who made something not finite out of what was finite, in a real model."""
+"""The first module that produces a non-finite value, in a real model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from harness.analysis.replay.module_watch import Seen, watching
+from harness.analysis.replay.module_watch import NonFiniteModules, watch_modules
 from harness.config.compose import load
 from harness.model.init import initialize
 from harness.model.transformer import Transformer
@@ -14,9 +14,9 @@ from harness.precision.mixed_precision import linear
 from tests.distributed.cases import TINY
 
 
-def watched(model: Transformer) -> Seen:
+def watch_backward(model: Transformer) -> NonFiniteModules:
     tokens = torch.arange(64).view(2, 32)
-    with watching(model) as seen:
+    with watch_modules(model) as seen:
         model(tokens, tokens).objective.backward()
     return seen
 
@@ -28,30 +28,30 @@ def small_model() -> Transformer:
     return model
 
 
-def test_a_clean_step_shows_nothing() -> None:
-    assert watched(small_model()).is_clean
+def test_clean_step_has_no_findings() -> None:
+    assert watch_backward(small_model()).is_clean
 
 
-def test_weights_that_are_not_finite_are_named() -> None:
+def test_non_finite_weights_are_named() -> None:
     model = small_model()
     with torch.no_grad():
         dict(model.named_parameters())["blocks.1.mlp.up.weight"][3, 5] = math.nan
-    seen = watched(model)
+    seen = watch_backward(model)
     assert seen.broken_weights == "blocks.1.mlp.up"
     assert seen.forward == "blocks.1.mlp.up"
     assert "head.weight" in seen.gradients
 
 
-def test_the_first_module_to_overflow_is_named_and_not_those_after_it() -> None:
+def test_first_module_to_overflow_is_named() -> None:
     model = small_model()
     module = model.get_submodule("blocks.0.attention.value")
     module.register_forward_hook(lambda _module, _inputs, output: output * math.inf)
-    seen = watched(model)
+    seen = watch_backward(model)
     assert seen.forward == "blocks.0.attention.value"
     assert not seen.broken_weights
 
 
-def test_a_gradient_that_breaks_on_its_way_down_is_named() -> None:
+def test_module_with_a_non_finite_gradient_is_named() -> None:
     model = small_model()
     module = model.get_submodule("blocks.1.mlp.down")
 
@@ -59,7 +59,7 @@ def test_a_gradient_that_breaks_on_its_way_down_is_named() -> None:
         return (torch.full((2, 32, 48), math.nan),)
 
     module.register_full_backward_hook(spoil)
-    seen = watched(model)
+    seen = watch_backward(model)
     assert not seen.forward
     assert seen.backward == "blocks.1.mlp.down"
     assert "blocks.0.mlp.up.weight" in seen.gradients

@@ -1,4 +1,4 @@
-"""Replays of real incidents on real ranks: what struck once does not come again, what is in the data does."""
+"""Replays of real incidents on real ranks: a transient fault is not reproduced, bad data is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.analysis.replay import history
-from harness.analysis.replay.rerun import Order, run_worker, uncompiled
+from harness.analysis.replay.rerun import ReplayRequest, replay_config, run_worker
 from harness.analysis.replay.wording import render
 from harness.build import Parts
 from harness.checkpoint import catalog
@@ -37,7 +37,7 @@ RUN = (
 )
 
 
-def replayed(
+def replay_on(
     ranks: Pool,
     run: RunDir,
     *,
@@ -45,24 +45,24 @@ def replayed(
     samples: bool = False,
     tamper: Callable[[Parts], None] | None = None,
 ) -> dict[str, Any]:
-    """Replay a step, that of the first incident unless told, on as many ranks as made it."""
-    cfg = uncompiled(load([*TINY, *RUN, f"run.dir={run.path.parent}", f"run.name={run.path.name}"]))
+    """Replay a step, by default the guilty one of the first incident, on two ranks."""
+    cfg = replay_config(load([*TINY, *RUN, f"run.dir={run.path.parent}", f"run.name={run.path.name}"]))
     log = history.read(events.read(run.events))
-    guilty = iteration or history.guilty(log, 1).iteration
-    names = [each.name for each in catalog.list_checkpoints(run.checkpoints)]
-    way = history.way(log, guilty, names)
-    order = Order(
+    guilty = iteration or history.guilty_step(log, 1).iteration
+    names = [saved.name for saved in catalog.list_checkpoints(run.checkpoints)]
+    path = history.find_path(log, guilty, names)
+    request = ReplayRequest(
         run=run.path,
         report=run.path / "replay.json",
-        checkpoint=way.checkpoint,
-        way=way.records,
-        older=history.older(log, guilty, names, way.checkpoint),
+        checkpoint=path.checkpoint,
+        steps=path.records,
+        older=history.older_checkpoint(log, guilty, names, path.checkpoint),
         exactly=True,
         with_samples=samples,
         tamper=tamper,
     )
-    assert ranks.run(2, run_worker, order, cfg) == [0, 0]
-    result: dict[str, Any] = json.loads(order.report.read_text())
+    assert ranks.run(2, run_worker, request, cfg) == [0, 0]
+    result: dict[str, Any] = json.loads(request.report.read_text())
     return result
 
 
@@ -76,9 +76,9 @@ def victim(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 @pytest.mark.full
-def test_what_struck_once_is_transient_and_the_way_there_is_the_logs_bit_for_bit(ranks: Pool, victim: RunDir) -> None:
+def test_transient_fault_is_not_reproduced(ranks: Pool, victim: RunDir) -> None:
     before = victim.events.read_bytes(), victim.ledger.read_bytes(), sorted(victim.checkpoints.iterdir())
-    found = replayed(ranks, victim, samples=True)
+    found = replay_on(ranks, victim, samples=True)
     assert (found["iteration"], found["cursor"]) == (36, 35)
     assert (found["checkpoint"], found["num_on_the_way"]) == ("step-00000030-gen-0", 5)
     assert found["left_the_log_at"] is None
@@ -86,12 +86,12 @@ def test_what_struck_once_is_transient_and_the_way_there_is_the_logs_bit_for_bit
     assert found["first"] == found["second"]
     assert math.isfinite(found["first"]["grad_norm"])
     assert (found["nature"], found["cause"], found["seen"]) == ("transient", "unknown", {})
-    assert "so it was in the machine" in render(found)
+    assert "suspect a hardware fault" in render(found)
     assert before == (victim.events.read_bytes(), victim.ledger.read_bytes(), sorted(victim.checkpoints.iterdir()))
 
 
-def test_the_samples_of_the_batch_are_weighed_and_named(ranks: Pool, victim: RunDir) -> None:
-    found = replayed(ranks, victim, samples=True)
+def test_samples_have_loss_gradient_norm_and_source(ranks: Pool, victim: RunDir) -> None:
+    found = replay_on(ranks, victim, samples=True)
     losses = [sample["loss"] for sample in found["samples"]]
     assert len(losses) == 8
     assert sum(losses) / 8 == pytest.approx(found["first"]["loss"], rel=1e-5)
@@ -99,40 +99,40 @@ def test_the_samples_of_the_batch_are_weighed_and_named(ranks: Pool, victim: Run
     assert "x the median)" in render(found)
 
 
-def drilled(directory: str) -> int:
-    """A run with the drill that lies in its directory."""
+def run_drill(directory: str) -> int:
+    """Train with the drill plan in the run directory."""
     return worker.run_worker(load([*TINY, *RUN, f"run.dir={directory}", "run.name=poisoned"]))
 
 
 @pytest.mark.full
-def test_bad_data_is_bad_again_and_on_an_older_state_too(ranks: Pool, tmp_path: Path) -> None:
+def test_bad_data_is_reproduced_on_both_states(ranks: Pool, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "poisoned")
     run.path.mkdir()
     plan = FaultPlan(seed=0, faults=[Fault(kind=FaultKind.poisoned_batch, at=34)])
     run.drill.write_text(json.dumps({"plan": plan.as_dict()}))
-    assert ranks.run(2, drilled, str(tmp_path)) == [0, 0]
-    found = replayed(ranks, run, iteration=35, tamper=partial(repeat_data_fault, run.path, 2))
+    assert ranks.run(2, run_drill, str(tmp_path)) == [0, 0]
+    found = replay_on(ranks, run, iteration=35, tamper=partial(repeat_data_fault, run.path, 2))
     assert (found["cursor"], found["left_the_log_at"]) == (34, None)
     assert found["first"] == found["second"] == found["logged"]
     assert (found["nature"], found["cause"]) == ("deterministic", "data")
-    assert "stands out on an older state as well" in render(found)
-    assert replayed(ranks, run, iteration=35)["nature"] == "transient", "with other data it is another step"
+    assert "also stands out on an older state" in render(found)
+    assert replay_on(ranks, run, iteration=35)["nature"] == "transient", "with other data it is another step"
 
 
-def test_a_step_that_was_clean_comes_again_bit_for_bit(ranks: Pool, victim: RunDir) -> None:
-    """The log's own numbers, through JSON and back, are those of the replay."""
+def test_clean_step_is_reproduced_bit_for_bit(ranks: Pool, victim: RunDir) -> None:
+    """The replay equals the log bit for bit, also after the log's round trip through JSON."""
     log = [event for event in events.read(victim.events) if isinstance(event, StepRecord)]
-    cfg = uncompiled(load([*TINY, *RUN, f"run.dir={victim.path.parent}", f"run.name={victim.path.name}"]))
-    order = Order(
+    cfg = replay_config(load([*TINY, *RUN, f"run.dir={victim.path.parent}", f"run.name={victim.path.name}"]))
+    request = ReplayRequest(
         run=victim.path,
         report=victim.path / "clean.json",
         checkpoint=None,
-        way=log[:3],
+        steps=log[:3],
         older=None,
         exactly=True,
         with_samples=False,
     )
-    assert ranks.run(2, run_worker, order, cfg) == [0, 0]
-    found = json.loads(order.report.read_text())
+    assert ranks.run(2, run_worker, request, cfg) == [0, 0]
+    found = json.loads(request.report.read_text())
     assert found["nature"] == "deterministic"
     assert found["first"]["loss"] == log[2].loss

@@ -1,4 +1,4 @@
-"""Hardware or data: the table of a replay."""
+"""The table of verdicts of a replay: hardware, data or state."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import math
 
 import pytest
 
-from harness.analysis.replay.verdict import Cause, Nature, Numbers, Standing, cause, is_same, nature
+from harness.analysis.replay.verdict import (
+    BatchComparison,
+    Origin,
+    Reproducibility,
+    StepNumbers,
+    classify,
+    find_origin,
+    is_same,
+)
 
 
-def numbers(loss: float, norm: float = 1.0, **groups: float) -> Numbers:
-    return Numbers(loss=loss, grad_norm=norm, group_grad_norms=groups)
+def numbers(loss: float, norm: float = 1.0, **groups: float) -> StepNumbers:
+    return StepNumbers(loss=loss, grad_norm=norm, group_grad_norms=groups)
 
 
 LOGGED = numbers(9.0, 30.0, blocks=30.0)
@@ -20,18 +28,18 @@ CLEAN = numbers(3.0, 1.0, blocks=1.0)
 @pytest.mark.parametrize(
     ("first", "second", "is_faithful", "expected"),
     [
-        (CLEAN, CLEAN, True, Nature.transient),
-        (LOGGED, LOGGED, True, Nature.deterministic),
-        (LOGGED, CLEAN, True, Nature.irreproducible),
-        (CLEAN, CLEAN, False, Nature.unknown),
-        (LOGGED, LOGGED, False, Nature.deterministic),
+        (CLEAN, CLEAN, True, Reproducibility.transient),
+        (LOGGED, LOGGED, True, Reproducibility.deterministic),
+        (LOGGED, CLEAN, True, Reproducibility.irreproducible),
+        (CLEAN, CLEAN, False, Reproducibility.unknown),
+        (LOGGED, LOGGED, False, Reproducibility.deterministic),
     ],
 )
-def test_nature(first: Numbers, second: Numbers, is_faithful: bool, expected: Nature) -> None:
-    assert nature(LOGGED, first, second, is_faithful=is_faithful, exactly=True) is expected
+def test_reproducibility(first: StepNumbers, second: StepNumbers, is_faithful: bool, expected: Reproducibility) -> None:
+    assert classify(LOGGED, first, second, is_faithful=is_faithful, exactly=True) is expected
 
 
-def test_one_bit_counts_where_bits_are_expected_and_only_there() -> None:
+def test_one_bit_matters_only_in_exact_mode() -> None:
     other = numbers(math.nextafter(9.0, 10.0), 30.0, blocks=30.0)
     assert not is_same(LOGGED, other, exactly=True)
     assert is_same(LOGGED, other, exactly=False)
@@ -39,7 +47,7 @@ def test_one_bit_counts_where_bits_are_expected_and_only_there() -> None:
     assert not is_same(LOGGED, numbers(9.1, 30.0), exactly=False)
 
 
-def test_nan_equals_nan_and_is_no_number() -> None:
+def test_nan_equals_nan_but_no_number() -> None:
     broken = numbers(math.nan, math.nan)
     assert is_same(broken, broken, exactly=True)
     assert not is_same(broken, CLEAN, exactly=True)
@@ -48,23 +56,23 @@ def test_nan_equals_nan_and_is_no_number() -> None:
     assert is_same(broken, numbers(math.inf, math.inf), exactly=False)
 
 
-def standing(loss: float, *neighbours: float) -> Standing:
-    return Standing(checkpoint="", loss=loss, neighbours=list(neighbours))
+def comparison(loss: float, *neighbours: float) -> BatchComparison:
+    return BatchComparison(checkpoint="", loss=loss, neighbours=list(neighbours))
 
 
 @pytest.mark.parametrize(
     ("here", "before", "expected"),
     [
-        (standing(9.0, 3.0, 3.1), standing(8.0, 4.0, 4.1), Cause.data),
-        (standing(9.0, 3.0, 3.1), standing(4.2, 4.0, 4.1), Cause.data_and_state),
-        (standing(9.0, 9.1, 9.0), standing(4.2, 4.0, 4.1), Cause.state),
-        (standing(math.nan, 3.0, 3.1), standing(4.2, 4.0, 4.1), Cause.data_and_state),
-        (standing(math.nan, 3.0, 3.1), standing(math.nan, 4.0, 4.1), Cause.data),
-        (standing(math.nan, math.nan), standing(4.2, 4.0, 4.1), Cause.state),
-        (standing(9.0), standing(4.2), Cause.unknown),
-        (standing(9.0, 3.0), None, Cause.unknown),
+        (comparison(9.0, 3.0, 3.1), comparison(8.0, 4.0, 4.1), Origin.data),
+        (comparison(9.0, 3.0, 3.1), comparison(4.2, 4.0, 4.1), Origin.data_and_state),
+        (comparison(9.0, 9.1, 9.0), comparison(4.2, 4.0, 4.1), Origin.state),
+        (comparison(math.nan, 3.0, 3.1), comparison(4.2, 4.0, 4.1), Origin.data_and_state),
+        (comparison(math.nan, 3.0, 3.1), comparison(math.nan, 4.0, 4.1), Origin.data),
+        (comparison(math.nan, math.nan), comparison(4.2, 4.0, 4.1), Origin.state),
+        (comparison(9.0), comparison(4.2), Origin.unknown),
+        (comparison(9.0, 3.0), None, Origin.unknown),
     ],
 )
-def test_cause(here: Standing, before: Standing | None, expected: Cause) -> None:
-    assert cause(Nature.deterministic, here, before) is expected
-    assert cause(Nature.transient, here, before) is Cause.unknown
+def test_origin(here: BatchComparison, before: BatchComparison | None, expected: Origin) -> None:
+    assert find_origin(Reproducibility.deterministic, here, before) is expected
+    assert find_origin(Reproducibility.transient, here, before) is Origin.unknown

@@ -1,4 +1,4 @@
-"""A replay in words, exactly."""
+"""The exact text of a replay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def numbers(loss: float, norm: float | str) -> dict[str, Any]:
     return {"loss": loss, "grad_norm": norm, "group_grad_norms": {}}
 
 
-def test_all_that_a_replay_can_say() -> None:
+def test_text_of_a_full_replay() -> None:
     seen = {"forward": "blocks.1.mlp.up", "broken_weights": "", "backward": "blocks.1.mlp.up", "gradients": ["a", "b"]}
     sample = {"row": 3, "loss": 9.0, "source": "web", "file": "web.bin", "first_document": 4, "last_document": 5}
     text = render(
@@ -38,16 +38,16 @@ def test_all_that_a_replay_can_say() -> None:
     )
     assert text == (
         "step       iteration 36, batch 35\n"
-        "way        5 steps from step-00000030-gen-0, as logged bit for bit\n"
+        "replayed   5 steps from step-00000030-gen-0, equal to the log bit for bit\n"
         "logged     loss 9, gradient norm nan\n"
         "first      loss 9, gradient norm nan\n"
         "second     loss 9, gradient norm nan\n"
-        "verdict    deterministic: it comes again, with the same numbers\n"
-        "cause      data x state: on an older state the same batch does not stand out\n"
-        "batch      on the state of this step: loss 9, its neighbours 3.25\n"
-        "batch      on an older state, step-00000020-gen-0: loss 4, its neighbours 4\n"
-        "rank 1     forward, blocks.1.mlp.up is the first to give what is not finite; "
-        "backward, blocks.1.mlp.up is the first; 2 gradients are not finite\n"
+        "verdict    deterministic: the replay reproduces the logged step\n"
+        "cause      data x state: the batch does not stand out on an older state\n"
+        "batch      on the state of this step: loss 9, median of its neighbours 3.25\n"
+        "batch      on an older state, step-00000020-gen-0: loss 4, median of its neighbours 4\n"
+        "rank 1     first non-finite output in forward: blocks.1.mlp.up; first non-finite gradient in backward: "
+        "blocks.1.mlp.up; 2 parameters with a non-finite gradient\n"
         "\n"
         "row 3    loss 9, gradient norm 8 (1.6x the median), web: web.bin, documents 4 to 5: 'a\\nb'\n"
         "row 0    loss 9, gradient norm 2 (0.4x the median), web: web.bin, documents 4 to 5: 'c'\n"
