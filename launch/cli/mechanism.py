@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.analysis.mechanism.experiment import CELLS, Cell, Effect, answer_questions, measure_effect, burst_plan, render_table
+from harness.analysis.mechanism.experiment import CELLS, Cell, Effect, answer_questions, measure_effect, burst_plan, effects_table
 from harness.config.compose import load
 from harness.config.errors import EXIT_DONE, require
 from harness.core import events
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         cell: [measure_effect(with_burst, without) for with_burst, without in zip(burst[cell], clean[cell], strict=True)]
         for cell in CELLS
     }
-    report = f"{render_table(effects)}\n" + "".join(f"- {line}\n" for line in answer_questions(effects))
+    report = f"{effects_table(effects)}\n" + "".join(f"- {line}\n" for line in answer_questions(effects))
     write_atomically(directory / "report.md", report)
     write_atomically(directory / "effects.json", as_json(effects))
     from harness.analysis.mechanism.picture import draw

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.analysis.sweeps import sweep_record
-from harness.analysis.sweeps.job_result import result_of
+from harness.analysis.sweeps.job_result import read_job_result
 from harness.analysis.sweeps.picture import draw_all
 from harness.analysis.sweeps.ranking import rank
-from harness.analysis.sweeps.render import as_json, markdown, text
+from harness.analysis.sweeps.render import as_json, render_markdown, render_text
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.core.rundir import write_atomically
 from launch.cli.parser import CommandParser
@@ -53,14 +53,14 @@ def report(arguments: Sequence[str]) -> int:
     args = build_parser().parse_args(arguments)
     directory = Path(args.directory)
     sweep = sweep_record.read(directory)
-    ranking = rank([result_of(directory, job) for job in sweep.jobs])
+    ranking = rank([read_job_result(directory, job) for job in sweep.jobs])
     page = Path(args.output) if args.output else directory / "report.md"
     try:
         pictures = draw_all(sweep, ranking, page.parent, page.stem)
-        write_atomically(page, markdown(sweep, ranking, pictures))
+        write_atomically(page, render_markdown(sweep, ranking, pictures))
     except OSError as error:
         raise ConfigError(str(page), f"cannot be written: {error.strerror}") from None
-    print(text(sweep, ranking))
+    print(render_text(sweep, ranking))
     print(f"report  {page}")
     if args.json:
         print(json.dumps(as_json(sweep, ranking), allow_nan=False))

@@ -44,7 +44,7 @@ def run_sweep(directory: Path, composed: Sequence[ComposedJob], arguments: Seque
     jobs = name_jobs(directory, composed)
     for number, (job, _) in enumerate(jobs):
         if job.problem:
-            print(f"harness: job {number} ({', '.join(job.words)}): {job.problem}", file=sys.stderr)
+            print(f"harness: job {number} ({', '.join(job.override_list)}): {job.problem}", file=sys.stderr)
     accepted = {job.name: cfg for job, cfg in jobs if cfg is not None}
     try:
         if not accepted:
@@ -84,7 +84,7 @@ def run_missing_jobs(directory: Path, sweep: Sweep, cfgs: dict[str, Config]) -> 
         states = find_job_states(directory, cfgs)  # read under the lock: another launcher may have submitted jobs
         pending = select_pending(cfgs, states)
         before = [EXIT_HALTED] if JobState.halted in states.values() else []
-        record = sweep_record.extended(sweep_record.read_if_there(directory), sweep)
+        record = sweep_record.extend_sweep(sweep_record.read_if_exists(directory), sweep)
         if pending and first.kind is LaunchKind.slurm:
             job = submit_slurm_array(pending, directory)
             sweep_record.write(record, directory)
@@ -100,7 +100,7 @@ def run_missing_jobs(directory: Path, sweep: Sweep, cfgs: dict[str, Config]) -> 
     finish_in_mlflow(directory, pending)
     rejected = [EXIT_BAD_CONFIG for job in sweep.jobs if job.problem]
     outcomes = Counter(describe_outcome(code) for code in [*codes.values(), *rejected])
-    print(render_summary(directory, outcomes, len(runs) - len(codes), sweep.words))
+    print(render_summary(directory, outcomes, len(runs) - len(codes), sweep.override_list))
     return EXIT_INTERRUPTED if stopped else worst_exit_code([*before, *codes.values()])
 
 

@@ -110,7 +110,7 @@ COLUMNS = {
 }
 
 
-def render_table(effects: dict[Cell, list[Effect]]) -> str:
+def effects_table(effects: dict[Cell, list[Effect]]) -> str:
     """Markdown table: one row for each combination, mean over the seeds with their range in brackets."""
     head = ["beta2", "clip", "weight decay", *COLUMNS.values()]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]

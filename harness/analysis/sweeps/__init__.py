@@ -1,1 +1,1 @@
-"""What many runs of one sweep come to: read from their directories, ranked, drawn and written down."""
+"""Report of a sweep: reads the results of its jobs, ranks them, and renders tables and pictures."""

@@ -1,4 +1,4 @@
-"""What one job of a sweep came to, read from its event log."""
+"""Reads the result of one job of a sweep from its event log."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from harness.core.events import (
 from harness.core.rundir import RunDir
 from harness.telemetry.log_index import PLAIN, TOKENS_PER_S, whole_lines
 
-ANSWERS = (ActionKind.skip, ActionKind.rewind, ActionKind.rollback)
+RECOVERIES = (ActionKind.skip, ActionKind.rewind, ActionKind.rollback)
 STEPS_OF_A_RATE = 10_000
 
 
 @dataclass(slots=True, kw_only=True)
-class Result:
+class JobResult:
     job: Job
     exit_code: int | None = None
-    """None: it was not started, or it has not said its last word."""
+    """None: the job was not started, or has not ended."""
     step: int = 0
     """Updates applied."""
     num_steps: int = 0
-    """Updates asked for; 0: not started."""
+    """Updates configured; 0: not started."""
     iterations: array[int] = field(default_factory=lambda: array("q"))
     losses: array[float] = field(default_factory=lambda: array("d"))
     """Training loss of each iteration."""
     evaluated_at: list[int] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
-    """Held-out loss, and at which iteration."""
+    """Held-out losses, at the iterations `evaluated_at`."""
     spikes: SpikeScore = field(default_factory=lambda: SpikeScore(num_spikes=0, num_judged=0))
     incidents: set[int] = field(default_factory=set)
     num_refused: int = 0
@@ -57,13 +57,13 @@ class Result:
 
     @property
     def incidents_per_10k(self) -> float | None:
-        """Incidents in 10,000 steps of a run as this one; None: it made no step."""
+        """Incidents per 10,000 steps; None: the job made no step."""
         return len(self.incidents) * STEPS_OF_A_RATE / len(self.losses) if self.losses else None
 
 
-def result_of(sweep: Path, job: Job) -> Result:
-    """Read a job's log; one that was refused, or has not begun, has an empty result."""
-    result = Result(job=job, exit_code=EXIT_BAD_CONFIG if job.problem else None)
+def read_job_result(sweep: Path, job: Job) -> JobResult:
+    """Read a job's event log; a job that was rejected or not started has an empty result."""
+    result = JobResult(job=job, exit_code=EXIT_BAD_CONFIG if job.problem else None)
     events = RunDir(sweep / job.name).events
     rates = array("d")
     if events.is_file():
@@ -75,9 +75,9 @@ def result_of(sweep: Path, job: Job) -> Result:
     return result
 
 
-def _add_line(result: Result, rates: array[float], line: bytes) -> None:
+def _add_line(result: JobResult, rates: array[float], line: bytes) -> None:
     plain, rate = PLAIN.match(line), TOKENS_PER_S.search(line)
-    if plain and rate:  # ten times quicker than to parse all of it
+    if plain and rate:  # ten times faster than parsing the whole line
         result.iterations.append(int(plain[1]))
         result.step = int(plain[2])
         result.losses.append(float(plain[3]))
@@ -94,8 +94,8 @@ def _add_line(result: Result, rates: array[float], line: bytes) -> None:
             _add(result, event)
 
 
-def _add(result: Result, event: Event) -> None:
-    """Anything but a step."""
+def _add(result: JobResult, event: Event) -> None:
+    """Add any event except a step record."""
     match event:
         case EvalRecord():
             result.evaluated_at.append(event.iteration)
@@ -106,7 +106,7 @@ def _add(result: Result, event: Event) -> None:
             result.exit_code, result.step = event.exit_code, event.step
         case Action(incident=number) if number > 0:
             result.incidents.add(number)
-        case Outcome(succeeded=True, kind=kind) if kind in ANSWERS:
+        case Outcome(succeeded=True, kind=kind) if kind in RECOVERIES:
             result.done[kind] += 1
         case _:
             pass

@@ -1,6 +1,6 @@
-"""The pictures of a sweep: the loss curves of all jobs, and the final loss over one or two of the swept keys.
+"""Draws the pictures of a sweep: loss curves of all jobs, and the final loss over one or two swept keys.
 
-What cannot be drawn is left out rather than refused: NaN and Inf are gaps, an empty cell of a heat map stays grey.
+NaN and Inf are gaps; an empty cell of a heat map stays grey.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.analysis.sweeps.ranking import SIGMAS, Basis, Grid, Ranking, Standing, grid, numeric_keys
+from harness.analysis.sweeps.ranking import SIGMAS, Basis, Grid, JobScore, Ranking, make_grid, numeric_keys
 from harness.analysis.sweeps.render import short_names
 from harness.analysis.sweeps.sweep_record import Sweep, as_number
 from harness.telemetry.run_picture import smooth
@@ -23,37 +23,37 @@ if TYPE_CHECKING:
 
 INK, GRID_GREY, GREY, EMPTY = "#24292f", "#e6e8eb", "#b8bec6", "#f1f2f4"
 COLORS = ("#2563a8", "#e07b1f", "#2e8b57", "#c8322b", "#7b52ab", "#0f9bb0", "#a0522d", "#d1479c")
-"""Of the best jobs, in their order; all others are grey."""
+"""Colours of the best jobs, in order; all others are grey."""
 SIZE_INCHES, DOTS_PER_INCH = (8.0, 4.7), 150
 LONGEST_SERIES = 2000
 WIDE_RANGE = 20
 """Values of a key that differ by more than this factor are drawn on a logarithmic axis."""
 DARK = 0.55
-"""From this part of the colour scale on, white text is easier to read."""
+"""Above this fraction of the colour scale, text is white."""
 
 LONGEST_OF_TWO = 58
-"""Letters of a name in the legend of which two fit side by side."""
+"""Longest legend entry, in characters, for a legend with two columns."""
 LEAST_SPAN = 1e-6
 LOWEST = " \N{BULLET}"
 
 Picture = tuple[str, str]
-"""Title, and the file beside the report."""
+"""Title, and file name in the directory of the report."""
 
 
 def draw_all(sweep: Sweep, ranking: Ranking, directory: Path, stem: str) -> list[Picture]:
-    """Write every picture there is something to draw for; returns what was drawn."""
+    """Write every picture that has data; returns what was drawn."""
     pictures = []
     names = short_names(sweep.keys)
-    if any(each.result.losses for each in ranking.standings):
+    if any(score.result.losses for score in ranking.scores):
         title = "loss curves of all jobs"
         save(curves(ranking, sweep.name), directory / f"{stem}-curves.png")
         pictures.append((title, f"{stem}-curves.png"))
     if not ranking.ranked:
         return pictures
-    keys = numeric_keys(ranking.standings)
+    keys = numeric_keys(ranking.scores)
     for row_key, column_key in combinations(keys, 2):
         file = f"{stem}-{row_key}-{column_key}.png"
-        save(heat_map(grid(ranking.standings, row_key, column_key), ranking), directory / file)
+        save(heat_map(make_grid(ranking.scores, row_key, column_key), ranking), directory / file)
         pictures.append((f"{ranking.basis} loss by {names[row_key]} and {names[column_key]}", file))
     if len(keys) == 1:
         file = f"{stem}-{keys[0]}.png"
@@ -75,13 +75,13 @@ def blank(size_inches: tuple[float, float]) -> Figure:
 
 
 def curves(ranking: Ranking, title: str) -> Figure:
-    """Smoothed training loss of every job, held-out loss as points; the best ones in colour, in their order."""
+    """Smoothed training loss of every job, held-out losses as points; the best jobs in colour."""
     figure = blank(SIZE_INCHES)
     axes = figure.subplots()
-    drawn = [each for each in ranking.standings if each.result.losses]
-    for place, each in reversed(list(enumerate(drawn))):
+    drawn = [score for score in ranking.scores if score.result.losses]
+    for place, score in reversed(list(enumerate(drawn))):
         color = COLORS[place] if place < len(COLORS) else GREY
-        draw_curve(axes, each, color, front=len(drawn) - place)
+        draw_curve(axes, score, color, front=len(drawn) - place)
     axes.set_ylim(*view(drawn))
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
     axes.set_xlabel("iteration", color=INK)
@@ -93,19 +93,19 @@ def curves(ranking: Ranking, title: str) -> Figure:
         names = [*names, f"{len(drawn) - len(COLORS)} others"]
     columns = 2 if max(map(len, names), default=0) <= LONGEST_OF_TWO else 1
     figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8, labelcolor=INK)
-    dress(axes)
+    style_axes(axes)
     return figure
 
 
-def short_label(each: Standing) -> str:
-    """What was swept, in few words."""
-    names = short_names(list(each.result.job.overrides))
-    words = [f"{names[key]}={value}" for key, value in each.result.job.overrides.items()]
-    return f"{' '.join(words) or each.result.job.name}{'' if each.is_ranked else ' (not finished)'}"
+def short_label(score: JobScore) -> str:
+    """The swept values of a job, with short key names."""
+    names = short_names(list(score.result.job.overrides))
+    overrides = [f"{names[key]}={value}" for key, value in score.result.job.overrides.items()]
+    return f"{' '.join(overrides) or score.result.job.name}{'' if score.is_ranked else ' (not finished)'}"
 
 
-def draw_curve(axes: Axes, each: Standing, color: str, *, front: int) -> None:
-    result = each.result
+def draw_curve(axes: Axes, score: JobScore, color: str, *, front: int) -> None:
+    result = score.result
     thin = max(1, len(result.losses) // LONGEST_SERIES)
     losses = smooth([loss if math.isfinite(loss) else math.nan for loss in result.losses])
     axes.plot(
@@ -113,8 +113,8 @@ def draw_curve(axes: Axes, each: Standing, color: str, *, front: int) -> None:
         losses[::thin],
         color=color,
         linewidth=1.2,
-        linestyle="-" if each.is_ranked else ":",
-        label="_" if color == GREY else short_label(each),
+        linestyle="-" if score.is_ranked else ":",
+        label="_" if color == GREY else short_label(score),
         zorder=2 + front / 1000,
         marker="o" if len(losses) == 1 else None,
     )
@@ -131,11 +131,11 @@ def draw_curve(axes: Axes, each: Standing, color: str, *, front: int) -> None:
         )
 
 
-def view(drawn: Sequence[Standing]) -> tuple[float, float]:
-    """From the lowest loss to what nine tenths of the later rows need: a steep start, or one job that diverged, would
-    hide the rest."""
+def view(drawn: Sequence[JobScore]) -> tuple[float, float]:
+    """Range of the y axis: from the lowest loss to the 90th percentile after the first tenth of each job, so that a
+    steep start or a diverged job does not hide the rest."""
     later = sorted(
-        loss for each in drawn for loss in each.result.losses[len(each.result.losses) // 10 :] if math.isfinite(loss)
+        loss for score in drawn for loss in score.result.losses[len(score.result.losses) // 10 :] if math.isfinite(loss)
     ) or [0.0, 1.0]
     bottom, top = later[0], later[max(0, int(len(later) * 0.9) - 1)]
     space = max(top - bottom, 1e-3)
@@ -143,14 +143,14 @@ def view(drawn: Sequence[Standing]) -> tuple[float, float]:
 
 
 def heat_map(cells: Grid, ranking: Ranking) -> Figure:
-    """Mean final loss for each pair of values: a dot marks the lowest of each row, a frame the lowest of all."""
+    """Mean final loss for each pair of values; a dot marks the lowest of each row, a frame the lowest of all."""
     from matplotlib.patches import Rectangle
 
     figure = blank((max(4.2, 1.6 + 1.15 * len(cells.columns)), max(3.0, 1.5 + 0.62 * len(cells.rows))))
     axes = figure.subplots()
     axes.set_facecolor(EMPTY)
     values = [value for line in cells.values for value in line if not math.isnan(value)]
-    low, high = min(values), max(max(values), min(values) + chance(ranking.ranked))
+    low, high = min(values), max(max(values), min(values) + typical_noise(ranking.ranked))
     image = axes.imshow(cells.values, cmap="viridis_r", aspect="auto", vmin=low, vmax=high)
     for row, line in enumerate(cells.values):
         lowest = min((value for value in line if not math.isnan(value)), default=math.nan)
@@ -168,8 +168,8 @@ def heat_map(cells: Grid, ranking: Ranking) -> Figure:
     axes.set_ylabel(cells.row_key, color=INK)
     axes.tick_params(length=0, labelsize=8.5, colors=INK)
     axes.spines[:].set_visible(False)
-    rest = len(ranking.standings) > len(cells.rows) * len(cells.columns)
-    title = f"{ranking.basis} loss{', mean over the rest' if rest else ''}"
+    rest = len(ranking.scores) > len(cells.rows) * len(cells.columns)
+    title = f"{ranking.basis} loss{', mean over the other keys' if rest else ''}"
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
     bar = figure.colorbar(image, ax=axes, shrink=0.9)
     bar.outline.set_visible(False)
@@ -177,14 +177,14 @@ def heat_map(cells: Grid, ranking: Ranking) -> Figure:
     return figure
 
 
-def chance(ranked: Sequence[Standing]) -> float:
-    """How far two losses of this sweep may differ by chance: the least that the colours of a heat map span."""
-    noises = [each.noise for each in ranked if each.noise is not None]
+def typical_noise(ranked: Sequence[JobScore]) -> float:
+    """Difference of two losses that noise explains; the colours of a heat map span at least this."""
+    noises = [score.noise for score in ranked if score.noise is not None]
     return max(SIGMAS * math.sqrt(2) * statistics.median(noises) if noises else 0.0, LEAST_SPAN)
 
 
 def cell_text(value: float, num_missing: int, *, is_lowest: bool) -> str:
-    """A cell's loss, the mark of the lowest in its row, and how many of its jobs are not in it."""
+    """A cell's loss, the mark of the lowest in its row, and the number of its jobs that are missing."""
     missing = f"\n{num_missing} missing" if num_missing else ""
     if math.isnan(value):
         return missing.lstrip()
@@ -192,28 +192,28 @@ def cell_text(value: float, num_missing: int, *, is_lowest: bool) -> str:
 
 
 def one_key(ranking: Ranking, key: str) -> Figure:
-    """Final loss over the only number that was swept: a point a job, with how much it wavers."""
+    """Final loss over the only numeric key that was swept: one point for each job, with its noise."""
     figure = blank((6.4, 4.0))
     axes = figure.subplots()
     points = sorted(
-        (as_number(each.result.job.overrides[key]) or 0.0, each.final or 0.0, each.noise or 0.0)
-        for each in ranking.ranked
+        (as_number(score.result.job.overrides[key]) or 0.0, score.final or 0.0, score.noise or 0.0)
+        for score in ranking.ranked
     )
     places, losses, noises = zip(*points, strict=True)
     line = "-" if len(set(places)) == len(places) else ""
     axes.errorbar(
         places, losses, yerr=noises, color=COLORS[0], marker="o", markersize=5, linewidth=1.2, capsize=3, linestyle=line
     )
-    axes.set_title("bars: how much the last evaluations waver", loc="left", fontsize=9, color=INK)
+    axes.set_title("bars: standard deviation of the last evaluations", loc="left", fontsize=9, color=INK)
     if min(places) > 0 and max(places) > WIDE_RANGE * min(places):
         axes.set_xscale("log")
     axes.set_xlabel(key, color=INK)
     axes.set_ylabel(f"{ranking.basis} loss", color=INK)
-    dress(axes)
+    style_axes(axes)
     return figure
 
 
-def dress(axes: Axes) -> None:
+def style_axes(axes: Axes) -> None:
     axes.grid(color=GRID_GREY, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

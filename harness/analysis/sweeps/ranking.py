@@ -1,10 +1,10 @@
-"""Which job of a sweep is the best, and whether that can be told at all.
+"""Ranks the jobs of a sweep by loss, and decides whether the best is better by more than noise.
 
-Why: the lowest of twelve losses is always somebody's; whether it means anything depends on how much a loss wavers.
-How: jobs are compared by their held-out loss at the end, or, where nothing was held out, by the mean training loss of
-the last twentieth of their rows. How much it wavers is what the last evaluations leave over a straight line through
-them. A job whose distance to the best is within `SIGMAS` of that, for both together, is its equal.
-Left out: what another seed would change. It is often more than a run wavers by itself; sweep over run.seed to see it.
+Why: one of twelve losses is always the lowest; whether the difference is significant depends on the noise.
+How: jobs are compared by their final held-out loss, or without evaluations by the mean training loss of the last
+twentieth of their rows. Noise is the standard deviation of the last evaluations around a straight line through them. A
+job is equal to the best if their difference is within `SIGMAS` times the joint noise.
+Left out: variation between seeds, which is often larger than the noise of one run. Sweep over run.seed to measure it.
 """
 
 from __future__ import annotations
@@ -16,118 +16,118 @@ from enum import StrEnum
 
 import numpy as np
 
-from harness.analysis.sweeps.job_result import Result
+from harness.analysis.sweeps.job_result import JobResult
 from harness.analysis.sweeps.sweep_record import as_number, sort_key
 
-NUM_MARKS, FEWEST_MARKS = 5, 4
-"""Evaluations that say how much a loss wavers: the last so many, and how few will do."""
+NUM_EVALUATIONS, FEWEST_EVALUATIONS = 5, 4
+"""Evaluations used to estimate the noise, and the fewest that suffice."""
 NUM_BLOCKS = 20
 SIGMAS = 2.0
 
 
 class Basis(StrEnum):
-    """What jobs are compared by."""
+    """The loss that jobs are compared by."""
 
     held_out = "held-out"
     training = "training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """A job and what it is compared by."""
+class JobScore:
+    """The losses by which a job is compared with others."""
 
-    result: Result
+    result: JobResult
     final: float | None
-    """The loss at its end; None: it has none."""
+    """The last loss; None: there is none."""
     best: float | None
-    """The lowest it ever had."""
+    """The lowest loss."""
     noise: float | None
-    """Standard deviation of `final`; None: too few evaluations to tell."""
+    """Standard deviation of `final`; None: too few evaluations."""
 
     @property
     def is_ranked(self) -> bool:
-        """Only a job that is finished, with a finite loss, can be compared with others."""
+        """Whether the job is finished and has a finite loss."""
         return self.result.is_finished and self.final is not None and math.isfinite(self.final)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
     basis: Basis
-    standings: list[Standing]
-    """The best first, then what cannot be compared."""
+    scores: list[JobScore]
+    """The best first; jobs that cannot be compared are last."""
 
     @property
-    def ranked(self) -> list[Standing]:
-        return [each for each in self.standings if each.is_ranked]
+    def ranked(self) -> list[JobScore]:
+        return [score for score in self.scores if score.is_ranked]
 
     @property
-    def equals(self) -> list[Standing]:
-        """The best, and those that cannot be told from it."""
+    def equals(self) -> list[JobScore]:
+        """The best job, and those that are not significantly worse."""
         best = self.ranked[:1]
-        return best + [each for each in self.ranked[1:] if not is_worse(each, best[0])]
+        return best + [score for score in self.ranked[1:] if not is_worse(score, best[0])]
 
 
-def rank(results: Sequence[Result]) -> Ranking:
-    """All jobs of a sweep in order."""
+def rank(results: Sequence[JobResult]) -> Ranking:
+    """All jobs of a sweep, the best first."""
     basis = Basis.held_out if any(result.evaluations for result in results) else Basis.training
-    standings = [standing(result, basis) for result in results]
-    return Ranking(basis=basis, standings=sorted(standings, key=order))
+    scores = [score_job(result, basis) for result in results]
+    return Ranking(basis=basis, scores=sorted(scores, key=rank_key))
 
 
-def order(each: Standing) -> tuple[bool, float]:
-    loss = math.inf if each.final is None or math.isnan(each.final) else each.final
-    return not each.is_ranked, loss
+def rank_key(score: JobScore) -> tuple[bool, float]:
+    loss = math.inf if score.final is None or math.isnan(score.final) else score.final
+    return not score.is_ranked, loss
 
 
-def standing(result: Result, basis: Basis) -> Standing:
-    marks = result.evaluations if basis is Basis.held_out else block_means(result.losses)
-    return Standing(
+def score_job(result: JobResult, basis: Basis) -> JobScore:
+    losses = result.evaluations if basis is Basis.held_out else block_means(result.losses)
+    return JobScore(
         result=result,
-        final=marks[-1] if marks else None,
-        best=min((mark for mark in marks if math.isfinite(mark)), default=None),
-        noise=wavering(marks),
+        final=losses[-1] if losses else None,
+        best=min((loss for loss in losses if math.isfinite(loss)), default=None),
+        noise=loss_noise(losses),
     )
 
 
 def block_means(losses: Sequence[float]) -> list[float]:
-    """The mean of each twentieth of a run, so that single batches do not decide; the oldest rows may be left over."""
+    """Mean loss of each twentieth of a run, to average over batches; the oldest rows may be left over."""
     length = max(1, len(losses) // NUM_BLOCKS)
     firsts = range(len(losses) % length, len(losses), length)
     return [sum(losses[first : first + length]) / length for first in firsts]
 
 
-def wavering(marks: Sequence[float]) -> float | None:
-    """The standard deviation of the last evaluations around a straight line through them."""
-    last = np.asarray(marks[-NUM_MARKS:], dtype=np.float64)
-    if len(last) < FEWEST_MARKS or not np.isfinite(last).all():
+def loss_noise(losses: Sequence[float]) -> float | None:
+    """Standard deviation of the last evaluations around a straight line through them."""
+    last = np.asarray(losses[-NUM_EVALUATIONS:], dtype=np.float64)
+    if len(last) < FEWEST_EVALUATIONS or not np.isfinite(last).all():
         return None
     places = np.arange(len(last)) - (len(last) - 1) / 2
     slope = float(places @ last) / float(places @ places)
-    left_over = last - last.mean() - slope * places
-    return float(np.sqrt(left_over @ left_over / (len(last) - 2)))
+    residual = last - last.mean() - slope * places
+    return float(np.sqrt(residual @ residual / (len(last) - 2)))
 
 
-def margin(worse: Standing, better: Standing) -> float:
+def margin(worse: JobScore, better: JobScore) -> float:
     assert worse.final is not None
     assert better.final is not None
     return worse.final - better.final
 
 
-def joint_noise(one: Standing, other: Standing) -> float | None:
-    """What the difference of two losses may be by chance; None: not known."""
+def joint_noise(one: JobScore, other: JobScore) -> float | None:
+    """Difference of two losses that noise explains; None: not known."""
     if one.noise is None or other.noise is None:
         return None
     return SIGMAS * math.hypot(one.noise, other.noise)
 
 
-def is_worse(one: Standing, best: Standing) -> bool:
-    """Whether a loss is above the best by more than chance; where chance is not known, whether it is above at all."""
+def is_worse(one: JobScore, best: JobScore) -> bool:
+    """Whether a loss is above the best by more than noise explains, or above it at all if the noise is not known."""
     return margin(one, best) > (joint_noise(one, best) or 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Mean final loss over two keys; NaN where no job has one."""
+    """Mean final loss over two keys; NaN if no job has one."""
 
     row_key: str
     column_key: str
@@ -135,22 +135,22 @@ class Grid:
     columns: list[str]
     values: list[list[float]]
     num_missing: list[list[int]]
-    """Jobs of a cell that are not in its mean: unfinished, failed, or diverged."""
+    """Jobs of a cell that are not in its mean: unfinished, failed or diverged."""
 
 
-def numeric_keys(standings: Sequence[Standing]) -> list[str]:
+def numeric_keys(scores: Sequence[JobScore]) -> list[str]:
     """Swept keys that have more than one value, all of them numbers."""
-    keys = dict.fromkeys(key for each in standings for key in each.result.job.overrides)
-    values = {key: {each.result.job.overrides.get(key, "") for each in standings} for key in keys}
+    keys = dict.fromkeys(key for score in scores for key in score.result.job.overrides)
+    values = {key: {score.result.job.overrides.get(key, "") for score in scores} for key in keys}
     return [key for key in keys if len(values[key]) > 1 and all(as_number(value) is not None for value in values[key])]
 
 
-def grid(standings: Sequence[Standing], row_key: str, column_key: str) -> Grid:
-    """The mean over all other keys, for each pair of values."""
-    cells: dict[tuple[str, str], list[Standing]] = {}
-    for each in standings:
-        overrides = each.result.job.overrides
-        cells.setdefault((overrides[row_key], overrides[column_key]), []).append(each)
+def make_grid(scores: Sequence[JobScore], row_key: str, column_key: str) -> Grid:
+    """Mean final loss over all other keys, for each pair of values."""
+    cells: dict[tuple[str, str], list[JobScore]] = {}
+    for score in scores:
+        overrides = score.result.job.overrides
+        cells.setdefault((overrides[row_key], overrides[column_key]), []).append(score)
     rows = sorted({row for row, _ in cells}, key=sort_key)
     columns = sorted({column for _, column in cells}, key=sort_key)
     table = [[cells.get((row, column), []) for column in columns] for row in rows]
@@ -160,10 +160,10 @@ def grid(standings: Sequence[Standing], row_key: str, column_key: str) -> Grid:
         rows=rows,
         columns=columns,
         values=[[mean_loss(cell) for cell in line] for line in table],
-        num_missing=[[sum(not each.is_ranked for each in cell) for cell in line] for line in table],
+        num_missing=[[sum(not score.is_ranked for score in cell) for cell in line] for line in table],
     )
 
 
-def mean_loss(cell: Sequence[Standing]) -> float:
-    losses = [each.final for each in cell if each.is_ranked and each.final is not None]
+def mean_loss(cell: Sequence[JobScore]) -> float:
+    losses = [score.final for score in cell if score.is_ranked and score.final is not None]
     return sum(losses) / len(losses) if losses else math.nan

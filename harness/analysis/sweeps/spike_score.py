@@ -1,11 +1,11 @@
-"""The spike score: how often the loss of a run leaps, as one number that compares runs.
+"""Computes the spike score of a run: the share of steps with a loss spike.
 
-Why: two settings may end at the same loss, and one of them have come there by luck.
-How: the published measure (OLMo 2): the share of steps whose loss lies more than seven standard deviations above the
-mean of the 1,000 steps before. All finite losses are part of the window, those of refused updates and of spikes too, so
-a level that stays up soon counts as usual. A loss that is not finite counts as a spike and never enters a window.
-The first steps are compared with as many as there are, once there are `FEWEST_ROWS`; those before are not judged.
-Left out: spikes that come slowly. For those there are the incidents of the run's own sentinel.
+Why: two settings may end at the same loss although one of them was unstable on the way.
+How: as published for OLMo 2: the share of steps whose loss is more than seven standard deviations above the mean of the
+1,000 steps before. The window holds all finite losses, also those of rejected updates and of spikes, so a lasting
+higher level soon counts as usual. A non-finite loss counts as a spike and never enters a window. Early steps have
+shorter windows; steps with fewer than `FEWEST_ROWS` before them are not scored.
+Left out: slow spikes. The incidents of the sentinel cover them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ WINDOW_ROWS = 1000
 FEWEST_ROWS = 100
 SIGMAS = 7.0
 ROWS_AT_ONCE = 4096
-"""Windows are copied; so many of them take 33 MB."""
+"""Windows copied at once; they take 33 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpikeScore:
     num_spikes: int
     num_judged: int
-    """Steps that had enough others before them."""
+    """Steps with at least `FEWEST_ROWS` finite losses before them."""
 
     @property
     def share(self) -> float | None:
-        """None: the run was too short to be judged."""
+        """Spikes over scored steps; None: the run was too short."""
         return self.num_spikes / self.num_judged if self.num_judged else None
 
 
 def spike_score(losses: Sequence[float]) -> SpikeScore:
-    """The score of a run's training losses, one a step, in their order."""
+    """The spike score of a run's training losses, one for each step, in order."""
     values = np.asarray(losses, dtype=np.float64)
     is_finite = np.isfinite(values)
     usual = values[is_finite]
@@ -49,7 +49,7 @@ def spike_score(losses: Sequence[float]) -> SpikeScore:
 
 
 def bounds(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What each value must exceed to be a spike; infinite where too few came before it."""
+    """Bound that each value must exceed to be a spike; Inf if too few values come before it."""
     out = np.full(len(values), np.inf)
     with np.errstate(over="ignore", invalid="ignore"):
         for place in range(FEWEST_ROWS, min(WINDOW_ROWS, len(values))):

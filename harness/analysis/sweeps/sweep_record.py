@@ -1,8 +1,8 @@
-"""`sweep.yaml`: what a sweep is made of, as it lies in its directory beside the directories of its jobs.
+"""Reads and writes `sweep.yaml`, the record of a sweep in its directory.
 
-Why: a directory of runs must say by itself what was varied, so that the sweep can be resumed, extended and reported.
-How: the launcher writes it before the first job begins; words that are swept again under the same name extend it. Where
-there is none, any directory of runs is a sweep over those keys in which their configurations differ.
+Why: the directory must describe what was varied, so that the sweep can be resumed, extended and reported.
+How: the launcher writes the file before the first job starts. A second sweep with the same name extends it. Without the
+file, any directory of runs counts as a sweep over the keys in which their configurations differ.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from harness.core.rundir import RunDir, write_atomically
 from harness.telemetry.tracking.parent_run import SWEEP_FILE
 
 NOT_SWEPT = ("run.name", "run.dir", "run.resume", "telemetry.", "launch.")
-"""Keys that may differ between runs without being what they are compared by."""
+"""Keys that may differ between runs without counting as swept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     name: str
-    """Of its directory."""
+    """Name of its directory."""
     overrides: dict[str, str] = field(default_factory=dict)
     """Swept key -> value, as on the command line."""
     problem: str = ""
-    """Why it was never started: one line; empty: it may run."""
+    """Error message of an invalid config; empty: the job can run."""
 
     @property
-    def words(self) -> list[str]:
+    def override_list(self) -> list[str]:
         return [f"{key}={value}" for key, value in self.overrides.items()]
 
 
@@ -43,18 +43,18 @@ class Sweep:
     created: float
     """Seconds since 1970."""
     words: list[str]
-    """The command line that was last swept, without `harness train`."""
+    """Arguments of the last sweep command, without `harness train`."""
     fixed: list[str]
-    """Those of its words that every job shares."""
+    """Overrides that all jobs share."""
     jobs: list[Job]
 
     @property
     def keys(self) -> list[str]:
-        """What is swept, in the order of the command line."""
+        """Swept keys, in the order of the command line."""
         return list(dict.fromkeys(key for job in self.jobs for key in job.overrides))
 
     def values(self, key: str) -> list[str]:
-        """The values a key takes, each once, in the order of the jobs."""
+        """Distinct values of a key, in the order of the jobs."""
         return list(dict.fromkeys(job.overrides[key] for job in self.jobs if key in job.overrides))
 
 
@@ -62,19 +62,19 @@ def write(sweep: Sweep, directory: Path) -> None:
     write_atomically(directory / SWEEP_FILE, yaml.safe_dump(asdict(sweep), sort_keys=False))
 
 
-def extended(earlier: Sweep | None, now: Sweep) -> Sweep:
-    """The sweep of now with the jobs that were laid out before it: what ran is not forgotten."""
+def extend_sweep(earlier: Sweep | None, now: Sweep) -> Sweep:
+    """The new sweep together with the jobs of an earlier one."""
     if earlier is None:
         return now
     names = {job.name for job in now.jobs}
     kept = [job for job in earlier.jobs if job.name not in names and not job.problem]
     return Sweep(
-        name=now.name, created=earlier.created, words=now.words, fixed=now.fixed, jobs=sorted_jobs([*kept, *now.jobs])
+        name=now.name, created=earlier.created, words=now.words, fixed=now.fixed, jobs=sort_jobs([*kept, *now.jobs])
     )
 
 
-def sorted_jobs(jobs: Sequence[Job]) -> list[Job]:
-    """By their values: numbers by size, before words."""
+def sort_jobs(jobs: Sequence[Job]) -> list[Job]:
+    """Sorted by their values: numbers by size, then strings."""
     return sorted(jobs, key=lambda job: [sort_key(value) for value in job.overrides.values()])
 
 
@@ -91,38 +91,39 @@ def as_number(value: str) -> float | None:
 
 
 def read(directory: Path) -> Sweep:
-    """The sweep of a directory: written down there, or what its runs differ in."""
+    """The sweep of a directory, from its record or from the differences between its runs."""
     require(directory.is_dir(), str(directory), "is not a directory")
     path = directory / SWEEP_FILE
     if not path.exists():
-        return discovered(directory)
+        return discover_sweep(directory)
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
         return Sweep(**tree | {"jobs": [Job(**job) for job in tree["jobs"]]})
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError):
         raise ConfigError(
-            str(path), "is not the record of a sweep; remove it to report on the runs beside it"
+            str(path), "is not a valid sweep record; remove it to report on the runs in its directory"
         ) from None
 
 
-def read_if_there(directory: Path) -> Sweep | None:
+def read_if_exists(directory: Path) -> Sweep | None:
     return read(directory) if (directory / SWEEP_FILE).exists() else None
 
 
-def discovered(directory: Path) -> Sweep:
-    """Any runs that lie side by side, and the keys whose values differ between them."""
+def discover_sweep(directory: Path) -> Sweep:
+    """A sweep over the runs in a directory and the keys in which they differ."""
     runs = [RunDir(path) for path in sorted(directory.iterdir()) if (path / "config.yaml").is_file()]
-    require(bool(runs), str(directory), f"holds neither a {SWEEP_FILE} nor directories of runs")
-    configs = {run.path.name: flat(configuration(run)) for run in runs}
-    keys = differing(list(configs.values()))
+    require(bool(runs), str(directory), f"has neither a {SWEEP_FILE} nor run directories")
+    configs = {run.path.name: flat(read_config(run)) for run in runs}
+    keys = differing_keys(list(configs.values()))
     jobs = [
-        Job(name=name, overrides={key: as_word(config.get(key)) for key in keys}) for name, config in configs.items()
+        Job(name=name, overrides={key: override_value(config.get(key)) for key in keys})
+        for name, config in configs.items()
     ]
     created = min(run.config.stat().st_mtime for run in runs)
-    return Sweep(name=directory.resolve().name, created=created, words=[], fixed=[], jobs=sorted_jobs(jobs))
+    return Sweep(name=directory.resolve().name, created=created, words=[], fixed=[], jobs=sort_jobs(jobs))
 
 
-def configuration(run: RunDir) -> dict[str, Any]:
+def read_config(run: RunDir) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
@@ -132,14 +133,14 @@ def configuration(run: RunDir) -> dict[str, Any]:
     return tree
 
 
-def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys in which configurations differ, but for those that only name a run."""
+def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys in which configurations differ, except those of `NOT_SWEPT`."""
     keys = dict.fromkeys(key for config in configs for key in config if not key.startswith(NOT_SWEPT))
-    return [key for key in keys if len({as_word(config.get(key)) for config in configs}) > 1]
+    return [key for key in keys if len({override_value(config.get(key)) for config in configs}) > 1]
 
 
-def as_word(value: Any) -> str:
-    """A value as one would write it on the command line."""
+def override_value(value: Any) -> str:
+    """A value as in a command-line override."""
     match value:
         case None:
             return "null"

@@ -14,8 +14,8 @@ from harness.analysis.mechanism.experiment import (
     Effect,
     answer_questions,
     burst_plan,
+    effects_table,
     measure_effect,
-    render_table,
 )
 from harness.analysis.mechanism.picture import draw
 from harness.core.events import StepRecord
@@ -96,7 +96,7 @@ def test_answers_compare_pairs_that_differ_in_one_setting() -> None:
         "clip at 0.5 instead of 1: mean damage 0.75 -> 0.75 nats, more in 0 of 8 pairs",
         "weight decay 0.01 instead of 0.1: mean damage 1.00 -> 1.00 nats, more in 0 of 12 pairs",
     ]
-    row = render_table(effects).splitlines()[2]
+    row = effects_table(effects).splitlines()[2]
     assert row.startswith("| 0.95 | off | 0.1 | 30.0x (30.0 to 30.0) |")
 
 

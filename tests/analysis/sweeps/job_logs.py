@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from harness.analysis.sweeps.job_result import Result
+from harness.analysis.sweeps.job_result import JobResult
 from harness.analysis.sweeps.sweep_record import Job
 from harness.core.events import (
     Action,
@@ -27,9 +27,9 @@ def job(**overrides: str) -> Job:
     return Job(name=",".join(f"{key}={value}" for key, value in swept.items()), overrides=swept)
 
 
-def finished(each: Job, evaluations: Sequence[float], *, losses: Sequence[float] = (3.0, 2.0)) -> Result:
+def finished(each: Job, evaluations: Sequence[float], *, losses: Sequence[float] = (3.0, 2.0)) -> JobResult:
     """A job that did all its steps."""
-    return Result(
+    return JobResult(
         job=each,
         exit_code=0,
         step=len(losses),

@@ -1,4 +1,4 @@
-"""From logs on disk to the report: to the letter."""
+"""From event logs on disk to the exact text of the report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from harness.analysis.sweeps import sweep_record
-from harness.analysis.sweeps.job_result import result_of
+from harness.analysis.sweeps.job_result import read_job_result
 from harness.analysis.sweeps.picture import cell_text, draw_all
 from harness.analysis.sweeps.ranking import rank
-from harness.analysis.sweeps.render import markdown, short_names, table, verdict
+from harness.analysis.sweeps.render import render_markdown, results_table, short_names, verdict
 from harness.analysis.sweeps.sweep_record import Job, Sweep
 from harness.config.errors import ConfigError
 from harness.core.events import ActionKind
@@ -28,7 +28,7 @@ TABLE = """\
 lr     beta2    loss    best  spikes  incidents  refused  skip/rew/roll  tokens/s  step  end
 0.001  0.9    1.5000  1.5000       -   6.67e+03        1          1/1/0       200     3  done (0)
 0.002  0.9    2.5000  2.5000       -          0        0          0/0/0       100     1  interrupted (75)
-0.004  0.9         -       -       -          -        0          0/0/0         -     0  not begun
+0.004  0.9         -       -       -          -        0          0/0/0         -     0  not started
 -1     0.9         -       -       -          -        0          0/0/0         -     0  bad config (2)"""
 
 VERDICT = "Only one job is finished: optim.lr=0.001 optim.beta2=0.9, held-out loss 1.5000."
@@ -44,20 +44,20 @@ PAGE = f"""\
 | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
 | 0.001 | 0.9 | 1.5000 | 1.5000 | - | 6.67e+03 | 1 | 1/1/0 | 200 | 3 | done (0) |
 | 0.002 | 0.9 | 2.5000 | 2.5000 | - | 0 | 0 | 0/0/0 | 100 | 1 | interrupted (75) |
-| 0.004 | 0.9 | - | - | - | - | 0 | 0/0/0 | - | 0 | not begun |
+| 0.004 | 0.9 | - | - | - | - | 0 | 0/0/0 | - | 0 | not started |
 | -1 | 0.9 | - | - | - | - | 0 | 0/0/0 | - | 0 | bad config (2) |
 
-Spikes: share of steps whose loss is more than 7 sigma above the mean of the 1,000 steps before, once
-there are 100; incidents: cases that the sentinel opened, in 10,000 steps; refused: updates that the gate did
-not apply; skip/rew/roll: batches skipped, rewinds, rollbacks.
+Spikes: share of steps whose loss is more than 7 sigma above the mean of the 1,000 steps before (at
+least 100); incidents: incidents of the sentinel per 10,000 steps; refused: updates rejected by the gate;
+skip/rew/roll: skipped batches, rewinds, rollbacks.
 
-Never started:
+Not started, invalid config:
 
 - optim.lr=-1 optim.beta2=0.9: optim.lr: must be positive, got -1.0
 
 ![loss curves](curves.png)
 
-Swept with:
+Command of the sweep:
 
     harness train --multirun model=tiny optim.lr=0.001,0.002,0.004,-1 optim.beta2=0.9
 """
@@ -65,11 +65,11 @@ Swept with:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A sweep with a job of every kind."""
+    """A sweep with finished, interrupted, waiting and invalid jobs."""
     done, stopped, waiting = (job(lr=lr, beta2="0.9") for lr in ("0.001", "0.002", "0.004"))
     events = [started(3), step(0, 3.0), step(1, math.inf, refused=True), *acted(ActionKind.skip, 1)]
     events += [*acted(ActionKind.rewind, 2), *acted(ActionKind.rollback, 2, succeeded=False)]
-    events += acted(ActionKind.cool, 0)  # by a person
+    events += acted(ActionKind.cool, 0)  # by an operator
     write_log(tmp_path / done.name, [*events, step(2, 2.0), evaluated(2, 1.5), ended(3)])
     write_log(tmp_path / stopped.name, [started(3), step(0, 3.0), evaluated(0, 2.5), ended(1, 75)])
     sweep = Sweep(
@@ -85,10 +85,10 @@ def directory(tmp_path: Path) -> Path:
 
 def test_text_and_page(directory: Path) -> None:
     sweep = sweep_record.read(directory)
-    ranking = rank([result_of(directory, each) for each in sweep.jobs])
-    assert table(sweep, ranking) == TABLE
+    ranking = rank([read_job_result(directory, each) for each in sweep.jobs])
+    assert results_table(sweep, ranking) == TABLE
     assert verdict(ranking) == VERDICT
-    assert markdown(sweep, ranking, [("loss curves", "curves.png")]) == PAGE
+    assert render_markdown(sweep, ranking, [("loss curves", "curves.png")]) == PAGE
 
 
 def test_command(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,10 +110,10 @@ def test_command(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (directory / "report.md").exists()
 
 
-def test_a_resumed_job_counts_as_it_stands_now(tmp_path: Path) -> None:
+def test_result_of_a_resumed_job(tmp_path: Path) -> None:
     each = job(lr="1")
     write_log(tmp_path / each.name, [started(2), step(0, 3.0), ended(1, 75), started(2, at=1), step(1, 2.0)])
-    result = result_of(tmp_path, each)
+    result = read_job_result(tmp_path, each)
     assert (result.exit_code, result.is_finished, result.step) == (None, False, 2)
     assert result.tokens_per_s == 150.0
 
@@ -122,21 +122,21 @@ def test_verdicts() -> None:
     def of(*evaluations: list[float]) -> str:
         return verdict(rank([finished(job(lr=str(place)), each) for place, each in enumerate(evaluations, start=1)]))
 
-    assert of() == "No job is finished with a finite loss: there is nothing to choose from."
+    assert of() == "No winner: no job is finished with a finite loss."
     assert of([1.0], [1.5]) == (
-        "optim.lr=1 is best with a held-out loss of 1.0000, 0.5000 below optim.lr=2. Whether that is more than chance "
-        "cannot be said: it takes 4 evaluations of each."
+        "optim.lr=1 is best with a held-out loss of 1.0000, 0.5000 below optim.lr=2. Not known whether this exceeds "
+        "the noise: that takes 4 evaluations of each job."
     )
     assert of([4.0, 3.0, 2.0, 1.0], [4.5, 3.5, 2.5, 1.5]) == (
-        "optim.lr=1 is best with a held-out loss of 1.0000, 0.5000 below optim.lr=2; chance alone explains 0.0000."
+        "optim.lr=1 is best with a held-out loss of 1.0000, 0.5000 below optim.lr=2; noise explains 0.0000."
     )
     assert of([2.0, 1.0, 2.0, 1.0], [2.0, 1.0, 2.0, 1.1], [9.0, 9.0, 9.0, 9.0]) == (
-        "No winner. optim.lr=1 has the lowest held-out loss, 1.0000, but the losses waver: within chance of it lies "
-        "optim.lr=2 (next 0.1000 above, chance explains 1.7680)."
+        "No winner. optim.lr=1 has the lowest held-out loss, 1.0000, but within the noise of it is optim.lr=2 (the "
+        "next is 0.1000 above; noise explains 1.7680)."
     )
 
 
-def test_keys_that_end_alike_are_told_in_full() -> None:
+def test_ambiguous_keys_are_shown_in_full() -> None:
     names = short_names(["optim.eps", "model.norm.eps", "optim.lr"])
     assert list(names.values()) == ["optim.eps", "model.norm.eps", "lr"]
 
@@ -148,7 +148,7 @@ def test_cells_of_a_heat_map() -> None:
     assert cell_text(math.nan, 0, is_lowest=False) == ""
 
 
-def test_a_picture_for_each_pair_of_numbers(tmp_path: Path) -> None:
+def test_one_picture_for_each_pair_of_numeric_keys(tmp_path: Path) -> None:
     results = [
         finished(job(lr=lr, beta2=beta2, eps=eps), [1.0], losses=[math.nan])
         for lr, beta2, eps in [("1", "0.9", "1"), ("2", "0.9", "1"), ("1", "0.95", "2"), ("2", "0.95", "2")]
@@ -165,20 +165,20 @@ def test_a_picture_for_each_pair_of_numbers(tmp_path: Path) -> None:
     assert draw_all(sweep, rank([]), tmp_path, "report") == []
 
 
-def test_words_swept_again_extend_a_sweep() -> None:
+def test_second_sweep_extends_the_first() -> None:
     def sweep(*jobs: Job, words: list[str], created: float) -> Sweep:
         return Sweep(name="s", created=created, words=words, fixed=[], jobs=list(jobs))
 
     first = sweep(job(lr="10"), job(lr="9"), BAD, words=["old"], created=1.0)
     now = sweep(job(lr="9"), job(lr="2"), words=["new"], created=2.0)
-    both = sweep_record.extended(first, now)
+    both = sweep_record.extend_sweep(first, now)
     assert [each.overrides["optim.lr"] for each in both.jobs] == ["2", "9", "10"]
     assert (both.created, both.words) == (1.0, ["new"])
-    assert sweep_record.extended(None, now) is now
+    assert sweep_record.extend_sweep(None, now) is now
     assert both.values("optim.lr") == ["2", "9", "10"]
 
 
-def test_any_directory_of_runs_is_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directory_of_runs_is_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, lr, seed in (("b", 1e-3, 0), ("a", 2e-3, 0)):
         config = {"run": {"name": name, "seed": seed}, "optim": {"lr": lr, "clip_norm": None}}
         (tmp_path / name).mkdir()
@@ -189,29 +189,29 @@ def test_any_directory_of_runs_is_a_sweep(tmp_path: Path, capsys: pytest.Capture
         ("a", {"optim.lr": "0.002"}),
     ]
     assert command.main(["report", str(tmp_path)]) == 0
-    assert "nothing to choose from" in capsys.readouterr().out
+    assert "no job is finished with a finite loss" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("args", "line"),
     [
         ([], "harness: sweep: missing command; choose report, or --help\n"),
         (["fly"], "harness: sweep: unknown command 'fly'; choose report, or --help\n"),
         (["report"], "harness: sweep report: the following arguments are required: DIR; see --help\n"),
         (["report", "nowhere"], "harness: nowhere: is not a directory\n"),
-        (["report", "."], "harness: .: holds neither a sweep.yaml nor directories of runs\n"),
+        (["report", "."], "harness: .: has neither a sweep.yaml nor run directories\n"),
     ],
 )
-def test_bad_words(
-    words: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_invalid_arguments(
+    args: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert command.main(words) == 2
+    assert command.main(args) == 2
     assert capsys.readouterr() == ("", line)
 
 
-def test_a_record_that_is_none(tmp_path: Path) -> None:
+def test_invalid_record_is_an_error(tmp_path: Path) -> None:
     for text in ("jobs: 3\n", "[]\n", "{name: [\n"):
         (tmp_path / "sweep.yaml").write_text(text)
-        with pytest.raises(ConfigError, match=r"sweep\.yaml: is not the record of a sweep"):
+        with pytest.raises(ConfigError, match=r"sweep\.yaml: is not a valid sweep record"):
             sweep_record.read(tmp_path)

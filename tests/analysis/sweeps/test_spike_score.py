@@ -29,23 +29,23 @@ def by_definition(losses: list[float]) -> SpikeScore:
 
 
 @pytest.mark.parametrize(("loss", "num_spikes"), [(9.0, 0), (9.001, 1), (-100.0, 0), (math.nan, 1), (math.inf, 1)])
-def test_a_spike_is_beyond_seven_sigma_of_the_thousand_before(loss: float, num_spikes: int) -> None:
+def test_spike_is_seven_sigma_above_the_window(loss: float, num_spikes: int) -> None:
     assert spike_score([*CALM, loss]) == SpikeScore(num_spikes=num_spikes, num_judged=WINDOW_ROWS + 1 - FEWEST_ROWS)
 
 
-def test_what_is_older_than_the_window_is_forgotten() -> None:
+def test_losses_before_the_window_are_ignored() -> None:
     assert spike_score([1e6, *CALM, 9.001]).num_spikes == 1
     assert spike_score([1e6, *CALM[1:], 9.001]).num_spikes == 0
 
 
-def test_too_few_rows_are_no_score() -> None:
+def test_short_run_has_no_score() -> None:
     assert spike_score([]).share is None
     assert spike_score([2.0] * FEWEST_ROWS).share is None
     assert spike_score([2.0] * FEWEST_ROWS + [3.0]).share == 1.0
     assert spike_score([2.0] * FEWEST_ROWS + [math.nan, 2.0, 2.0, 2.0]).share == 0.25
 
 
-def test_a_run_with_everything_in_it() -> None:
+def test_score_equals_its_definition() -> None:
     source = random.Random(0)
     losses = [3.0 - index / 4000 + source.gauss(0.0, 0.05) for index in range(2600)]
     for index in (50, 150, 400, 999, 1000, 1001, 1800, 2300, 2599):
@@ -57,5 +57,5 @@ def test_a_run_with_everything_in_it() -> None:
     assert spike_score(losses) == expected
 
 
-def test_losses_beyond_all_measure_do_not_break_it() -> None:
+def test_huge_losses_do_not_raise() -> None:
     assert spike_score([*CALM, 1e300, 1e300, *CALM]).num_spikes == 1
