@@ -1,1 +1,1 @@
-"""What a run will take, and whether it fits, before anything is started."""
+"""Plans a run before it starts: parameters, FLOPs, memory, traffic, step time, price, and whether it fits."""

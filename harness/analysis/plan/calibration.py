@@ -1,6 +1,6 @@
-"""Which configurations the measured step times say something about.
+"""Decides whether measured step times cover a configuration.
 
-Why: a planned time that no measurement supports must say so.
+Why: a planned time without measurement must say so.
 How: the rates of `harness.analysis.plan.work` were fitted to steps of one H200. A configuration is covered if its
 device, precision, checkpointing and compilation were measured, and its sizes lie within those that were.
 `tests/analysis/plan/test_measured.py` compares the ranges with the measured rows.
@@ -24,7 +24,7 @@ TOLERANCE = 0.1
 
 
 class Range(NamedTuple):
-    """What was measured, both ends included."""
+    """Measured range of a size, both ends included."""
 
     what: str
     least: int
@@ -69,7 +69,7 @@ def unmeasured(cfg: Config, *, world_size: int, is_mfu_given: bool = False) -> l
 
 
 def _settings(cfg: Config) -> list[str]:
-    """Settings that no measured step had, alone or together."""
+    """Settings, alone or in combination, that no measured step had."""
     kind, fp8 = cfg.precision.kind, cfg.precision.fp8
     checkpointing = cfg.parallel.activation_checkpointing
     is_plain = cfg.parallel.compile and checkpointing is ActivationCheckpointing.none

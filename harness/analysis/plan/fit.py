@@ -1,10 +1,10 @@
-"""Whether a job fits into its devices, and the smallest change that would make it fit.
+"""Checks whether a job fits into device memory, and finds the cheapest change that makes it fit.
 
-Why: a job that cannot fit must not queue for a night to find that out, and whoever is refused wants to know what to do.
-How: the memory of a rank is held against `cluster.memory_gb`; where that is not known, nothing is refused. What could
-be changed is tried in the order of what it costs: gather blocks twice, keep less, take smaller micro-batches, keep the
-inputs of blocks alone; then two of these, then all; then the same with more ranks. The first that fits is told.
-Left out: host memory, which the ring checks on the machine itself.
+Why: a job that cannot fit must not queue for a night first, and the user needs to know what to change.
+How: the memory of a rank is compared with `cluster.memory_gb`; if that is not set, every job is accepted. Changes are
+tried in order of their cost: reshard after forward, selective checkpointing, smaller micro-batches, full checkpointing;
+then combinations of two, then of all; then the same with more ranks. The first one that fits is suggested.
+Left out: host memory, which the snapshot ring checks on the machine itself.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from functools import reduce
 from itertools import combinations, product
 
 from harness.analysis.plan.memory import Memory, memory
-from harness.analysis.plan.resharding import BYTES_PER_GB, resharded
+from harness.analysis.plan.resharding import BYTES_PER_GB, will_reshard
 from harness.config.errors import ConfigError
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.schema import Config, check_world, sharing
 
 MOST_RANKS = 16384
 NAMES = {"in_flight": "buffers in flight", "gathered": "gathered weights", "other": "batch and workspaces"}
-"""Parts whose names say too little."""
+"""Longer names of some parts."""
 
 Change = tuple[str, Config]
-"""The words that make it, and what comes of them."""
+"""Overrides, and the configuration with them."""
 
 
 def refusal(cfg: Config, *, world_size: int) -> str:
-    """One line that says what is too large and what to change; empty where the job fits, or where nobody said what
-    there is."""
+    """One line that says what is too large and what to change; empty if the job fits or `cluster.memory_gb` is not
+    set."""
     if cfg.cluster.memory_gb is None:
         return ""
     held = memory(cfg, world_size=world_size)
@@ -38,52 +38,53 @@ def refusal(cfg: Config, *, world_size: int) -> str:
     if held.needed_bytes <= allowed:
         return ""
     part = max(fields(held.parts), key=lambda field: getattr(held.parts, field.name)).name
-    ranks = "the one rank" if world_size == 1 else f"each of {world_size:,} ranks"
+    ranks = "the only rank" if world_size == 1 else f"each of {world_size:,} ranks"
     return (
-        f"cluster.memory_gb: {ranks} needs {_gb(held.needed_bytes)} of device memory and has {_gb(allowed)}; most of "
-        f"it is {NAMES.get(part, part)}, {_gb(getattr(held.parts, part))}; {_advice(cfg, held, world_size)}"
+        f"cluster.memory_gb: {ranks} needs {_gb(held.needed_bytes)} of device memory and has {_gb(allowed)}; the "
+        f"largest part is {NAMES.get(part, part)}, {_gb(getattr(held.parts, part))}; "
+        f"{_suggest_change(cfg, held, world_size)}"
     )
 
 
-def _advice(cfg: Config, held: Memory, world_size: int) -> str:
-    """The first change that fits, or what would still be needed."""
+def _suggest_change(cfg: Config, held: Memory, world_size: int) -> str:
+    """The first change that fits, or the least memory that any change needs."""
     assert cfg.cluster.memory_gb is not None
     allowed = cfg.cluster.memory_gb * BYTES_PER_GB
     least = held
-    for words, changed in _changes(cfg, world_size):
+    for overrides, changed in _changes(cfg, world_size):
         then = memory(changed, world_size=world_size)
         if then.needed_bytes <= allowed:
-            return f"{words} saves {_gb(held.needed_bytes - then.needed_bytes)} and fits"
+            return f"{overrides} saves {_gb(held.needed_bytes - then.needed_bytes)} and fits"
         least = min(least, then, key=_needed)
     for ranks in _more_ranks(cfg, world_size):
-        for words, changed in [("", cfg), *_changes(cfg, ranks)]:
+        for overrides, changed in [("", cfg), *_changes(cfg, ranks)]:
             if memory(changed, world_size=ranks).needed_bytes <= allowed:
-                return f"{ranks:,} ranks{' and ' + words if words else ''} would do"
-    return f"no setting of parallel and train.micro_batch_size takes less than {_gb(least.needed_bytes)}"
+                return f"{ranks:,} ranks{' and ' + overrides if overrides else ''} would fit"
+    return f"no setting of parallel and train.micro_batch_size needs less than {_gb(least.needed_bytes)}"
 
 
 def _changes(cfg: Config, world_size: int) -> Iterator[Change]:
-    """What could be set otherwise on as many ranks: alone before together, and what costs least first."""
+    """Changes for the same number of ranks: single ones before combinations, cheap ones first."""
     kinds = list(ActivationCheckpointing)
     stronger = kinds[kinds.index(cfg.parallel.activation_checkpointing) + 1 :]
     choices = [
-        [] if resharded(cfg) else ["parallel.reshard_after_forward=true"],
+        [] if will_reshard(cfg) else ["parallel.reshard_after_forward=true"],
         [f"parallel.activation_checkpointing={kind}" for kind in stronger],
         [f"train.micro_batch_size={size}" for size in _smaller(cfg, world_size)],
     ]
     for count in range(1, len(choices) + 1):
-        ways = [words for taken in combinations(choices, count) for words in product(*taken)]
-        for words in sorted(ways, key=_is_costly):
-            yield " ".join(words), reduce(_with, words, cfg)
+        changes = [overrides for chosen in combinations(choices, count) for overrides in product(*chosen)]
+        for overrides in sorted(changes, key=_is_costly):
+            yield " ".join(overrides), reduce(_apply, overrides, cfg)
 
 
-def _is_costly(words: tuple[str, ...]) -> bool:
-    """Whether a third of the work is done again."""
-    return f"parallel.activation_checkpointing={ActivationCheckpointing.full}" in words
+def _is_costly(overrides: tuple[str, ...]) -> bool:
+    """Whether the forward pass is computed twice."""
+    return f"parallel.activation_checkpointing={ActivationCheckpointing.full}" in overrides
 
 
-def _with(cfg: Config, word: str) -> Config:
-    key, _, value = word.partition("=")
+def _apply(cfg: Config, override: str) -> Config:
+    key, _, value = override.partition("=")
     match key:
         case "parallel.reshard_after_forward":
             return replace(cfg, parallel=replace(cfg.parallel, reshard_after_forward=True))
@@ -95,13 +96,13 @@ def _with(cfg: Config, word: str) -> Config:
 
 
 def _smaller(cfg: Config, world_size: int) -> list[int]:
-    """Sizes of a micro-batch below the present one, the largest first."""
+    """Micro-batch sizes below the current one, the largest first."""
     share, now = sharing(cfg, world_size).largest_share, sharing(cfg, world_size).micro_batch_slots
     return [size for size in range(now - 1, 0, -1) if share % size == 0]
 
 
 def _more_ranks(cfg: Config, world_size: int) -> Iterator[int]:
-    """Twice as many, and so on, as far as the batch can be shared out."""
+    """Doubled numbers of ranks, as long as the batch can be divided among them."""
     ranks = 2 * world_size
     while ranks <= MOST_RANKS:
         try:

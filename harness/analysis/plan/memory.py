@@ -1,22 +1,23 @@
-"""Memory of one device at every moment of a step that could be the fullest, by part, in bytes.
+"""Computes the peak memory of one device in a step, by part, in bytes.
 
-Why: a job that runs out of memory does so after it has queued, and says nothing of what to change.
-How: a rank holds its shard of fp32 weights and of both moments; FSDP2 gathers the rest when it is needed. Five points
-of a step can be the fullest, and the plan takes the worst of them:
+Why: a job that runs out of memory fails after it has queued, and the error does not say what to change.
+How: a rank holds its shard of fp32 weights and of both moments; FSDP2 gathers other weights when they are needed. The
+peak can be at five points of a step, and the plan takes the largest:
 
-    loss       everything kept, and the logits of a chunk
-    turn       everything kept, and the gradients that the loss has left behind, once more
-    backward   within a block: kept tensors go, gradients come; the ends of each run of like blocks bound all others
-    reduction  the end of backward: the gradients of embedding and head, whole, on their way to their shards
-    update     every gradient
+    loss       all saved activations, and the logits of one chunk
+    turn       all saved activations, and the gradients from the loss, twice
+    backward   within a block: saved tensors are freed, gradients appear; the first and last block of each run of equal
+               blocks bound all others
+    reduction  the end of backward: the unsharded gradients of embedding and head, and their reduction
+    update     all sharded gradients
 
-What FSDP2 has in flight is read from its code. A gather needs a flat buffer beside the weights it becomes; in backward
-the next block's is under way while this one computes, and the last block's gradients, in fp32, wait until this one's
-are done. Replicas add up micro-batches before they sum among each other; those that shard nothing divide gradients in
-a copy. One rank gathers nothing, but casts. Shards are padded to equal rows. In fp8, a step that is probed counts
-numbers where they are rounded, which takes more than other steps do: that is told by itself.
-Left out: host memory (ring and saves: `harness.analysis.plan.plan`). What torch's allocator does not know (context,
-NCCL) and what it cannot use again is `OUTSIDE_BYTES` and `FRAGMENTED`.
+The buffers of FSDP2 follow its code. An all-gather needs a flat buffer beside the gathered weights. In backward the
+next block is gathered while this one computes, and the fp32 gradients of the previous block live until this block's are
+reduced. Replicas accumulate micro-batches before their all-reduce; replicas that shard nothing divide gradients in a
+copy. With world_size 1 nothing is gathered, only cast. Shards are padded to equal rows.
+Left out: a probed step in fp8, which needs more memory than other steps because it counts underflows while it
+quantizes; host memory (snapshot ring and saves: `harness.analysis.plan.plan`). Memory outside torch's allocator (CUDA
+context, NCCL) and fragmentation are `OUTSIDE_BYTES` and `FRAGMENTED`.
 """
 
 from __future__ import annotations
@@ -30,45 +31,45 @@ from harness.analysis.plan.activations import (
     FP32_BYTES,
     element_bytes,
     kept_bytes,
-    passing_bytes,
-    passing_weight_bytes,
+    temporary_bytes,
+    temporary_weight_bytes,
 )
-from harness.analysis.plan.fp8 import blocks_in_fp8, maps_of, workspace_bytes
-from harness.analysis.plan.resharding import resharded
+from harness.analysis.plan.fp8 import blocks_in_fp8, fp8_projections, workspace_bytes
+from harness.analysis.plan.resharding import will_reshard
 from harness.config.schema import Config, check_world, sharing
 from harness.model.size import Shape, block_shapes, num_parameters, root_shapes
 
 TOKEN_BYTES = 8
 NUM_MOMENTS = 2
 WORKSPACE_BYTES = 70_000_000
-"""cuBLAS's workspaces and small things; measured."""
+"""cuBLAS workspaces and small tensors; measured."""
 OUTSIDE_BYTES = 1_000_000_000
-"""CUDA's context and what NCCL allocates for itself."""
+"""CUDA context and NCCL's own memory."""
 FRAGMENTED = 0.02
-"""Share of what torch handed out that its allocator holds besides."""
+"""Memory that torch's allocator reserves beyond what is allocated, as a fraction of it."""
 EAGER_LOGIT_BYTES = 17
-"""Of one logit within the loss where that is not compiled: four tensors in fp32 and a mask."""
+"""Bytes for one logit within a loss that is not compiled: four tensors in fp32 and a mask."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """Bytes of one device at one moment."""
+class MemoryParts:
+    """Bytes on one device at one point of a step."""
 
     weights: int
     """This rank's shard, fp32."""
     moments: int
     gradients: int
-    """Shards that are finished."""
+    """Reduced shards, fp32."""
     gathered: int
-    """Whole weights in the precision of the products."""
+    """Unsharded weights in the compute type."""
     in_flight: int
-    """Buffers of collectives, and whole gradients on their way."""
+    """Collective buffers, and unsharded gradients."""
     activations: int
     logits: int
-    """The loss: logits of a chunk and the head's gradient."""
+    """Loss: logits of a chunk and the head's gradient."""
     other: int
-    """The batch, workspaces."""
+    """Batch and workspaces."""
 
     @property
     def total(self) -> int:
@@ -78,10 +79,10 @@ class Parts:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What the device must hold; the parts are those of the fullest moment."""
+    """Memory of a device in a step; the parts are those at the peak."""
 
     moment: str
-    parts: Parts
+    parts: MemoryParts
     state_bytes: int
     """Between steps."""
     kept_bytes: int
@@ -90,56 +91,57 @@ class Memory:
     backward_peak_bytes: int
     update_peak_bytes: int
     outside_bytes: int
-    """What torch does not count: context, NCCL, fragments."""
+    """Memory that torch does not count: CUDA context, NCCL, fragmentation."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that torch's allocator hands out in a step."""
+        """Peak of torch's allocated memory in a step."""
         return self.parts.total
 
     @property
     def needed_bytes(self) -> int:
-        """What must be free on the device."""
+        """Memory that must be free on the device."""
         return self.parts.total + self.outside_bytes
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """What the moments are made of, each of one rank."""
+class StepSizes:
+    """Sizes from which the memory of a step is computed, for one rank."""
 
     num_blocks: int
     num_shards: int
     num_micro_batches: int
     tokens: int
-    """Of one micro-batch."""
+    """Tokens of one micro-batch."""
     element: int
+    """Bytes of an element in the compute type."""
     kept: tuple[int, ...]
-    """Bytes of one token that none of the blocks keep, the first, the first two, and so on."""
+    """kept[n]: bytes that the first n blocks save for one token."""
     block: int
-    """Whole parameters of a block, padded; a number, not bytes."""
+    """Parameters of a block, padded; a count, not bytes."""
     root: int
     head: int
-    state: Parts
+    state: MemoryParts
 
     def shard(self, number: int) -> int:
-        """Bytes of a rank's fp32 share."""
+        """Bytes of one rank's fp32 shard of this many parameters."""
         return FP32_BYTES * number // self.num_shards
 
 
-def padded(shapes: list[Shape], num_shards: int) -> int:
-    """Numbers in all shards together, each padded to as many rows as the largest."""
+def padded_size(shapes: list[Shape], num_shards: int) -> int:
+    """Elements of all shards together, each padded to as many rows as the largest."""
     return sum(-(-shape[0] // num_shards) * num_shards * prod(shape[1:]) for shape in shapes)
 
 
 def memory(cfg: Config, *, world_size: int) -> Memory:
-    """What one of `world_size` ranks holds when it holds the most."""
+    """Peak memory of one of `world_size` ranks."""
     check_world(cfg, world_size)
     sizes = _sizes(cfg, world_size)
     kept = _kept(cfg, sizes)
     turn = _plus(kept, logits=_stream(cfg, sizes) + sizes.element * sizes.head)
     loss = _loss(cfg, sizes)
-    blocks = _of_interest(cfg)
+    blocks = _peak_candidates(cfg)
     in_blocks = [_in_block(cfg, sizes, block, is_done=is_done) for block in blocks for is_done in (False, True)]
     backward = max(in_blocks, key=_total)
     reduction, update = _reduction(cfg, sizes), _update(sizes)
@@ -157,24 +159,24 @@ def memory(cfg: Config, *, world_size: int) -> Memory:
     )
 
 
-def _total(parts: Parts) -> int:
+def _total(parts: MemoryParts) -> int:
     return parts.total
 
 
-def _of_interest(cfg: Config) -> set[int]:
-    """Blocks of which one is the fullest in backward: from one to the next of its kind everything changes evenly, but
-    for the last, behind which no gradients wait."""
+def _peak_candidates(cfg: Config) -> set[int]:
+    """Blocks that can be the peak of backward. Within a run of equal blocks memory changes linearly, so only its ends
+    matter; the last block differs because no gradients of a later block are in flight."""
     last, low = cfg.model.num_layers - 1, blocks_in_fp8(cfg)
     ends = {0, last - 1, last} | ({low.start - 1, low.start, low.stop - 1, low.stop} if low else set())
     return {block for block in ends if 0 <= block <= last}
 
 
-def _sizes(cfg: Config, world_size: int) -> Sizes:
+def _sizes(cfg: Config, world_size: int) -> StepSizes:
     model, num_shards = cfg.model, world_size // cfg.parallel.replicate
     shared = sharing(cfg, world_size)
-    block, root = padded(block_shapes(model), num_shards), padded(root_shapes(model), num_shards)
+    block, root = padded_size(block_shapes(model), num_shards), padded_size(root_shapes(model), num_shards)
     shard = FP32_BYTES * (model.num_layers * block + root) // num_shards
-    state = Parts(
+    state = MemoryParts(
         weights=shard,
         moments=NUM_MOMENTS * shard,
         gradients=0,
@@ -184,13 +186,15 @@ def _sizes(cfg: Config, world_size: int) -> Sizes:
         logits=0,
         other=WORKSPACE_BYTES + workspace_bytes(cfg) + 2 * TOKEN_BYTES * shared.num_slots * cfg.train.sequence_length,
     )
-    return Sizes(
+    return StepSizes(
         num_blocks=model.num_layers,
         num_shards=num_shards,
         num_micro_batches=shared.num_micro_batches,
         tokens=shared.micro_batch_slots * cfg.train.sequence_length,
         element=element_bytes(cfg),
-        kept=tuple(accumulate((kept_bytes(cfg, maps_of(cfg, block)) for block in range(model.num_layers)), initial=0)),
+        kept=tuple(
+            accumulate((kept_bytes(cfg, fp8_projections(cfg, block)) for block in range(model.num_layers)), initial=0)
+        ),
         block=block,
         root=root,
         head=model.vocab_size * model.dim,
@@ -198,24 +202,24 @@ def _sizes(cfg: Config, world_size: int) -> Sizes:
     )
 
 
-def _plus(parts: Parts, **more: int) -> Parts:
-    values = {field.name: getattr(parts, field.name) + more.get(field.name, 0) for field in fields(Parts)}
-    return Parts(**values)
+def _plus(parts: MemoryParts, **more: int) -> MemoryParts:
+    values = {field.name: getattr(parts, field.name) + more.get(field.name, 0) for field in fields(MemoryParts)}
+    return MemoryParts(**values)
 
 
-def _accumulated(sizes: Sizes) -> int:
+def _accumulated(sizes: StepSizes) -> int:
     """Gradients of earlier micro-batches."""
     return sizes.shard(sizes.num_blocks * sizes.block + sizes.root) if sizes.num_micro_batches > 1 else 0
 
 
-def _stream(cfg: Config, sizes: Sizes) -> int:
-    """The residual stream of a micro-batch at one place."""
+def _stream(cfg: Config, sizes: StepSizes) -> int:
+    """Bytes of the residual stream of a micro-batch."""
     return sizes.tokens * cfg.model.dim * sizes.element
 
 
-def _forward(cfg: Config, sizes: Sizes) -> Parts:
-    """What the blocks leave behind: weights that stay gathered, tensors kept, and the output of the last."""
-    blocks = 0 if resharded(cfg) else sizes.num_blocks * sizes.block
+def _forward(cfg: Config, sizes: StepSizes) -> MemoryParts:
+    """After the blocks' forward pass: weights that stay gathered, saved tensors, and the output of the last block."""
+    blocks = 0 if will_reshard(cfg) else sizes.num_blocks * sizes.block
     return _plus(
         sizes.state,
         gradients=_accumulated(sizes),
@@ -224,14 +228,14 @@ def _forward(cfg: Config, sizes: Sizes) -> Parts:
     )
 
 
-def _kept(cfg: Config, sizes: Sizes) -> Parts:
-    """After the forward pass; the loss leaves its gradients."""
+def _kept(cfg: Config, sizes: StepSizes) -> MemoryParts:
+    """After the forward pass, with the gradients from the loss."""
     return _plus(_forward(cfg, sizes), logits=_stream(cfg, sizes) + sizes.element * sizes.head)
 
 
-def _loss(cfg: Config, sizes: Sizes) -> Parts:
-    """Two chunks overlap, as the gradient of one lives until the next is there; or all is done and the head's gradient
-    rounded. Compiled, logits become their gradient where they are."""
+def _loss(cfg: Config, sizes: StepSizes) -> MemoryParts:
+    """In the loss: either two chunks of logits, because the gradient of one lives until the next exists; or the end,
+    where the head's gradient is cast. Compiled, logits are overwritten by their gradient."""
     size, stream = sizes.element, _stream(cfg, sizes)
     num_logits = min(sizes.tokens, cfg.model.loss_chunk_tokens) * cfg.model.vocab_size
     earlier = size if sizes.tokens > cfg.model.loss_chunk_tokens else 0
@@ -242,17 +246,17 @@ def _loss(cfg: Config, sizes: Sizes) -> Parts:
     return _plus(_forward(cfg, sizes), in_flight=gather, activations=stream, logits=logits)
 
 
-def _in_block(cfg: Config, sizes: Sizes, block: int, *, is_done: bool) -> Parts:
-    """The backward pass of a block, counted from the first: at its fullest, with the gradient of one matrix; or done,
-    with those of all."""
+def _in_block(cfg: Config, sizes: StepSizes, block: int, *, is_done: bool) -> MemoryParts:
+    """The backward pass of a block, counted from the first: at its peak, with the gradient of one matrix; or at its
+    end, with all its gradients."""
     size, is_sharded, num_done = sizes.element, sizes.num_shards > 1, sizes.num_blocks - 1 - block
     gathered, prefetched = (block + 1) * sizes.block, 0
-    if resharded(cfg):
+    if will_reshard(cfg):
         gathered, prefetched = sizes.block, (sizes.block if is_sharded and block > 0 else 0)
     waiting = FP32_BYTES * sizes.block if num_done else 0
-    maps = maps_of(cfg, block)
-    passing = cfg.model.dim * size if is_done else passing_bytes(cfg, maps)
-    own = size * sizes.block if is_done else passing_weight_bytes(cfg, maps)
+    projections = fp8_projections(cfg, block)
+    passing = cfg.model.dim * size if is_done else temporary_bytes(cfg, projections)
+    own = size * sizes.block if is_done else temporary_weight_bytes(cfg, projections)
     num_kept = block if is_done else block + 1
     return _plus(
         sizes.state,
@@ -263,9 +267,9 @@ def _in_block(cfg: Config, sizes: Sizes, block: int, *, is_done: bool) -> Parts:
     )
 
 
-def _reduction(cfg: Config, sizes: Sizes) -> Parts:
-    """Embedding and head: whole gradients and their copy in fp32 that is reduced, then that copy and what comes of it;
-    where copies shard nothing, another one to divide."""
+def _reduction(cfg: Config, sizes: StepSizes) -> MemoryParts:
+    """Embedding and head: unsharded gradients and their fp32 copy, then that copy and the reduced result; replicas that
+    shard nothing need another copy for the division."""
     gradients = sizes.shard(sizes.num_blocks * sizes.block + sizes.root)
     reduced = sizes.shard(sizes.root) if sizes.num_micro_batches > 1 else 0
     divided = FP32_BYTES * sizes.root if sizes.num_shards == 1 and cfg.parallel.replicate > 1 else 0
@@ -273,11 +277,11 @@ def _reduction(cfg: Config, sizes: Sizes) -> Parts:
     return _plus(sizes.state, gradients=gradients, in_flight=FP32_BYTES * sizes.root + beside)
 
 
-def _update(sizes: Sizes) -> Parts:
-    """Every gradient; what is watched is computed a piece at a time."""
+def _update(sizes: StepSizes) -> MemoryParts:
+    """All sharded gradients; probes are computed in pieces and need no extra memory."""
     return _plus(sizes.state, gradients=sizes.shard(sizes.num_blocks * sizes.block + sizes.root))
 
 
 def checkpoint_bytes(cfg: Config) -> int:
-    """One checkpoint on disk; copies are saved once."""
+    """One checkpoint on disk; replicas are saved once."""
     return FP32_BYTES * num_parameters(cfg.model) * (1 + NUM_MOMENTS)

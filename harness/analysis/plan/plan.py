@@ -1,9 +1,8 @@
-"""All numbers of a run, from its configuration alone.
+"""Computes the plan of a run from its configuration: memory, traffic, step time, cost of a restore, price.
 
-Why: a job that does not fit, that waits for its links, or that saves too rarely, should be found out at a desk, not
-after a night in a queue.
-How: memory, traffic and pace have a file each; here they are put together with the cost of going back and the price.
-Seconds are stated only where `cluster.peak_tflops` says how fast a device is, money only where it has a price.
+Why: a job that does not fit, waits for its links or saves too rarely should be noticed before it is submitted.
+How: memory, traffic and step time have a file each; this one combines them with the cost of a restore and the price.
+Times need `cluster.peak_tflops`, prices need `cluster.price_per_gpu_hour`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import final
 from harness.analysis.plan.calibration import unmeasured
 from harness.analysis.plan.fp8 import blocks_in_fp8, flops_share
 from harness.analysis.plan.memory import Memory, checkpoint_bytes, memory
-from harness.analysis.plan.step_time import Pace, pace
+from harness.analysis.plan.step_time import StepTime, step_time
 from harness.analysis.plan.traffic import Collective, collectives, num_per_node
 from harness.analysis.plan.work import FP8_SPEEDUP
 from harness.checkpoint.ring_cost import RollbackCost, num_buffers, rewind_cost, rollback_cost
@@ -28,12 +27,12 @@ HOUR_S = 3600
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What one rank sends in a step."""
+    """Data that one rank sends in a step."""
 
     sent_bytes: int
-    """To anybody."""
+    """To all other ranks."""
     sent_far_bytes: int
-    """Of it, through its port to other machines."""
+    """Part of it that goes through its port to other machines."""
     calls: list[Collective]
 
 
@@ -46,13 +45,13 @@ class Price:
     thousand_steps: float
     rewind_at_most: float | None
     rollback_at_most: float | None
-    """None: how many steps it loses is not known."""
+    """None: the number of lost steps is not known."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8:
-    """What is taken in fp8."""
+    """The part of the model that runs in fp8."""
 
     recipe: str
     engine: str
@@ -60,7 +59,7 @@ class Fp8:
     flops_share: float
     """Of the model's FLOPs."""
     peak_tflops: float | None
-    """The rate of a device in fp8; None where that in bf16 is not known."""
+    """fp8 rate of a device; None if the bf16 rate is not known."""
 
 
 @final
@@ -75,26 +74,26 @@ class Plan:
     num_ranks: int
     num_per_node: int
     num_sequences: int
-    """That all ranks compute in a step, padding included."""
+    """Sequences that all ranks compute in a step, including padding."""
     num_padding: int
-    """Of them repeated to give every rank as many, and not counted."""
+    """Sequences repeated so that all ranks have equally many; they do not count."""
     replicate: int
-    """Copies of the model that the ranks hold together."""
+    """Replicas of the model over all ranks."""
     weights_bytes: int
-    """Of one rank, as gradients and moments."""
+    """Of one rank, like gradients and moments."""
     gradients_bytes: int
     moments_bytes: int
     fp8: Fp8 | None
-    """None: nothing is."""
+    """None: no projection runs in fp8."""
     memory: Memory
     memory_allowed_bytes: int | None
-    """None: nobody said what a device has."""
+    """None: `cluster.memory_gb` is not set."""
     traffic: Traffic
     mfu: float | None
-    """Share of its bf16 rate that a device reaches while it does not wait; None if that rate is not known."""
+    """Share of its bf16 rate that a device reaches while it computes; None if that rate is not known."""
     is_mfu_given: bool
-    """Whether the user gave it."""
-    pace: Pace | None
+    """Whether `mfu` comes from the user."""
+    pace: StepTime | None
     """None if the rate of a device is not known."""
     unmeasured: list[str]
     """Why the time of a step is an estimate without measurement; empty if it is not."""
@@ -103,9 +102,9 @@ class Plan:
     """One checkpoint on disk."""
     ring_slots: int
     ring_bytes: int
-    """Host memory of one machine: snapshots, and the one that is being saved."""
+    """Host memory of one machine: snapshots, and the one being saved."""
     ring_allowed_bytes: int | None
-    """None: half of what is free when the run starts."""
+    """None: half of the free memory when the run starts."""
     rewind: RollbackCost | None
     rollback: RollbackCost
 
@@ -115,7 +114,7 @@ class Plan:
 
 
 def num_ranks(cfg: Config) -> int:
-    """Ranks of the job that the configuration asks for; one where it leaves that to the machine."""
+    """Number of ranks in the configuration; 1 if it leaves that to the machine."""
     nproc = cfg.launch.nproc
     if nproc is None and (cfg.launch.kind is LaunchKind.slurm or cfg.launch.nodes > 1):
         nproc = cfg.launch.slurm.gpus_per_node or cfg.cluster.gpus_per_node
@@ -123,11 +122,11 @@ def num_ranks(cfg: Config) -> int:
 
 
 def plan(cfg: Config, *, world_size: int, mfu: float | None = None) -> Plan:
-    """The numbers of a run on `world_size` ranks; `mfu` replaces the planned kernel time of a device."""
+    """The plan of a run on `world_size` ranks; `mfu` replaces the planned kernel time of a device."""
     check_world(cfg, world_size)
     token_flops = flops_per_token(cfg.model, cfg.train.sequence_length)
     tokens = cfg.train.batch_size * cfg.train.sequence_length
-    held, moving = memory(cfg, world_size=world_size), pace(cfg, world_size=world_size, mfu=mfu)
+    held, moving = memory(cfg, world_size=world_size), step_time(cfg, world_size=world_size, mfu=mfu)
     calls = collectives(cfg, world_size=world_size)
     here, ring = num_per_node(cfg, world_size), cfg.checkpoint.ring
     rewind = rewind_cost(cfg)
@@ -185,7 +184,7 @@ def _fp8(cfg: Config) -> Fp8 | None:
 
 
 def _price(
-    cfg: Config, moving: Pace, rewind: RollbackCost | None, rollback: RollbackCost, world_size: int
+    cfg: Config, moving: StepTime, rewind: RollbackCost | None, rollback: RollbackCost, world_size: int
 ) -> Price | None:
     if cfg.cluster.price_per_gpu_hour is None:
         return None

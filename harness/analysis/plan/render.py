@@ -1,4 +1,4 @@
-"""Renders a plan as text: one run in sections, or several numbers of ranks in a table."""
+"""Renders a plan as text: one run in sections, or a table over several numbers of ranks."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ COLUMNS = ("ranks", "memory", "fits", "sent", "inter-node", "compute", "waiting"
 
 
 def render(plan: Plan) -> str:
-    """One run."""
-    ranks, copies = _counted(plan.num_ranks, "rank", "ranks"), _counted(plan.replicate, "copy", "copies")
+    """The plan of one run."""
+    ranks, replicas = _count(plan.num_ranks, "rank", "ranks"), _count(plan.replicate, "replica", "replicas")
     sections = {
         f"model {plan.model}": {
             "parameters": f"{plan.num_parameters:,}",
@@ -54,38 +54,38 @@ def render(plan: Plan) -> str:
             "per step": f"{plan.tokens_per_step:,} tokens, {_si(plan.flops_per_step, 'FLOP')}",
             **_padding(plan),
         },
-        f"memory of a device ({ranks}, {copies} of the model), peak {MOMENTS[plan.memory.moment]}": _memory(plan),
-        "data sent by a rank in a step": _traffic(plan),
-        "compute of a device in a step": _compute(plan),
+        f"memory per device ({ranks}, {replicas} of the model), peak {MOMENTS[plan.memory.moment]}": _memory(plan),
+        "data sent per rank and step": _traffic(plan),
+        "compute per device and step": _compute(plan),
         "time": _pace(plan),
         "price": _price(plan),
         "checkpoints": {"on disk": f"{_si(plan.checkpoint_bytes, 'B')} each", **_ring(plan)},
         "a restore loses at most": {
-            "rewind": "no snapshots are kept" if plan.rewind is None else _loss(plan.rewind, plan.step_time_s),
-            "rollback": _loss(plan.rollback, plan.step_time_s),
+            "rewind": "no snapshots are kept" if plan.rewind is None else _lost(plan.rewind, plan.step_time_s),
+            "rollback": _lost(plan.rollback, plan.step_time_s),
         },
-        "assumptions": _assumed(plan),
+        "assumptions": _assumptions(plan),
     }
     return _text({title: rows for title, rows in sections.items() if rows})
 
 
 def render_table(plans: Sequence[Plan]) -> str:
-    """The same run on several numbers of ranks."""
+    """The same run on several numbers of ranks, one row each."""
     rows = [COLUMNS, *(_row(plan) for plan in plans)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    notes = "memory: GB of a device; sent: GB that a rank sends in a step; inter-node: GB of it to other machines"
+    notes = "memory: GB per device; sent: GB per rank and step; inter-node: part of sent that goes to other machines"
     times = [f"time: {_basis(*plans)}"] if plans[0].pace is not None else []
-    assumed = [f"{name}: {value}" for name, value in _assumed(plans[0]).items()]
-    return "\n".join([*lines, "", notes, *times, *assumed]) + "\n"
+    assumptions = [f"{name}: {value}" for name, value in _assumptions(plans[0]).items()]
+    return "\n".join([*lines, "", notes, *times, *assumptions]) + "\n"
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """Every number, for JSON."""
+    """All numbers of the plan as JSON-ready data."""
     numbers = asdict(plan)
     numbers["memory"] |= {"peak_bytes": plan.memory.peak_bytes, "needed_bytes": plan.memory.needed_bytes}
-    for told, call in zip(numbers["traffic"]["calls"], plan.traffic.calls, strict=True):
-        told |= {"sent_bytes": call.sent_bytes, "sent_far_bytes": call.sent_far_bytes}
+    for entry, call in zip(numbers["traffic"]["calls"], plan.traffic.calls, strict=True):
+        entry |= {"sent_bytes": call.sent_bytes, "sent_far_bytes": call.sent_far_bytes}
     return numbers | {"step_time_s": plan.step_time_s}
 
 
@@ -105,8 +105,8 @@ def _padding(plan: Plan) -> dict[str, str]:
     if not plan.num_padding:
         return {}
     share = _percent(plan.num_padding / plan.num_sequences)
-    what = f"{plan.num_padding:,} of {plan.num_sequences:,} sequences ({share}): ranks have uneven shares of the batch"
-    return {"padding": what}
+    count = f"{plan.num_padding:,} of {plan.num_sequences:,} sequences ({share})"
+    return {"padding": f"{count}: the batch does not divide evenly among the ranks"}
 
 
 def _memory(plan: Plan) -> dict[str, str]:
@@ -114,8 +114,8 @@ def _memory(plan: Plan) -> dict[str, str]:
     rows = {name.replace("_", " "): f"{_gb(parts[name]):>7} GB  {what}" for name, what in PARTS.items()}
     rows["outside"] = f"{_gb(plan.memory.outside_bytes):>7} GB  CUDA context, NCCL, fragmentation"
     allowed = plan.memory_allowed_bytes
-    there = "" if allowed is None else f"  of {_gb(allowed)} GB (cluster.memory_gb)"
-    rows["total"] = f"{_gb(plan.memory.needed_bytes):>7} GB{there}"
+    available = "" if allowed is None else f"  of {_gb(allowed)} GB (cluster.memory_gb)"
+    rows["total"] = f"{_gb(plan.memory.needed_bytes):>7} GB{available}"
     if allowed is not None and plan.memory.needed_bytes > allowed:
         rows["total"] += "; DOES NOT FIT"
     return rows
@@ -130,9 +130,9 @@ def _traffic(plan: Plan) -> dict[str, str]:
         if calls:
             sent = sum(call.num_calls * call.sent_bytes for call in calls)
             group, num_calls = calls[0].group, sum(call.num_calls for call in calls)
-            where = f"{group.num_ranks:,} ranks on {_counted(group.num_nodes, 'machine', 'machines')}"
+            where = f"{group.num_ranks:,} ranks on {_count(group.num_nodes, 'machine', 'machines')}"
             rows[kind.replace("_", "-")] = f"{_gb(sent):>7} GB  {num_calls:,} calls among {where}"
-    rows["inter-node"] = f"{_gb(plan.traffic.sent_far_bytes):>7} GB  of it, through the port of one device"
+    rows["inter-node"] = f"{_gb(plan.traffic.sent_far_bytes):>7} GB  part of it, through the network port of one device"
     return rows
 
 
@@ -140,7 +140,7 @@ def _pace(plan: Plan) -> dict[str, str]:
     pace = plan.pace
     if pace is None:
         return {}
-    links = "rates of the links are not known (cluster.intra_node_gb_s, cluster.inter_node_gb_s): no waiting is planned"
+    links = "link rates are not set (cluster.intra_node_gb_s, cluster.inter_node_gb_s): no waiting is planned"
     if pace.traffic_s is not None:
         links = f"{_duration(pace.traffic_s)}, of which {_duration(pace.waiting_s)} do not overlap with compute"
     rows = {"compute": f"{_duration(pace.work_s)}, {_percent(pace.device_mfu)} of the device's bf16 rate"}
@@ -153,7 +153,7 @@ def _pace(plan: Plan) -> dict[str, str]:
 
 
 def _compute(plan: Plan) -> dict[str, str]:
-    """Every part that takes time; nothing if the user gave the MFU, which says nothing of parts."""
+    """Time of each part; empty if the user gave an MFU, which has no parts."""
     if plan.pace is None or plan.is_mfu_given:
         return {}
     parts, total_s = asdict(plan.pace.parts), plan.pace.work_s
@@ -165,7 +165,7 @@ def _compute(plan: Plan) -> dict[str, str]:
 
 
 def _basis(*plans: Plan) -> str:
-    """What the time of a step rests on; of several plans, whatever one of them lacks."""
+    """What the step time is based on; for several plans, all reasons why it is not measured."""
     reasons = dict.fromkeys(reason for plan in plans for reason in plan.unmeasured)
     if reasons:
         return f"estimate without measurement: {'; '.join(reasons)}"
@@ -186,16 +186,16 @@ def _price(plan: Plan) -> dict[str, str]:
 
 
 def _ring(plan: Plan) -> dict[str, str]:
-    snapshots = _counted(plan.ring_slots, "snapshot", "snapshots")
+    snapshots = _count(plan.ring_slots, "snapshot", "snapshots")
     rows = {"in host memory": f"{_si(plan.ring_bytes, 'B')} per machine: {snapshots} and the one being saved"}
     if plan.ring_allowed_bytes is not None:
         fits = plan.ring_bytes <= plan.ring_allowed_bytes
-        refused = "" if fits else "; TOO LITTLE, the run will not start"
-        rows["allowed"] = f"{_si(plan.ring_allowed_bytes, 'B')} (checkpoint.ring.memory_gb){refused}"
+        refusal = "" if fits else "; TOO LITTLE, the run will not start"
+        rows["allowed"] = f"{_si(plan.ring_allowed_bytes, 'B')} (checkpoint.ring.memory_gb){refusal}"
     return rows
 
 
-def _loss(cost: RollbackCost, step_time_s: float | None) -> str:
+def _lost(cost: RollbackCost, step_time_s: float | None) -> str:
     by_clock = ""
     if cost.minutes_at_most is not None and step_time_s is None:
         by_clock = f"{cost.minutes_at_most:g} minutes and {cost.steps_besides:,} steps"
@@ -207,8 +207,8 @@ def _loss(cost: RollbackCost, step_time_s: float | None) -> str:
     return f"{text}; or {by_clock}, whichever is less" if by_clock else text
 
 
-def _assumed(plan: Plan) -> dict[str, str]:
-    """Constants behind the numbers."""
+def _assumptions(plan: Plan) -> dict[str, str]:
+    """Constants that the numbers are computed with."""
     rows = {"memory": f"{_gb(OUTSIDE_BYTES)} GB outside torch, and {100 * FRAGMENTED:g} % fragmentation"}
     if plan.pace is not None:
         if not plan.is_mfu_given:
@@ -226,8 +226,8 @@ def _assumed(plan: Plan) -> dict[str, str]:
 
 def _fp8(fp8: Fp8) -> str:
     if fp8.engine == Fp8Engine.emulated:
-        return "the emulated engine is slower than bf16; how much is not known, and compute is that of bf16"
-    assert fp8.peak_tflops is not None, "time without a rate"
+        return "the emulated engine is slower than bf16 (not measured); compute is planned as in bf16"
+    assert fp8.peak_tflops is not None, "a step time needs the rate of the device"
     return (
         f"{_percent(fp8.flops_share)} of the FLOPs, at most at {_percent(RATES.fp8_gemm)} of {fp8.peak_tflops:,.0f} "
         "TFLOP/s; MFU is a share of the bf16 rate"
@@ -242,7 +242,7 @@ def _text(sections: Mapping[str, Mapping[str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _counted(number: int, one: str, several: str) -> str:
+def _count(number: int, one: str, several: str) -> str:
     return f"{number:,} {one if number == 1 else several}"
 
 
@@ -256,7 +256,7 @@ def _percent(share: float) -> str:
 
 
 def _si(value: float, unit: str) -> str:
-    """A quantity with the prefix that keeps it readable."""
+    """A quantity with an SI prefix."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.4g} {prefix}{unit}"

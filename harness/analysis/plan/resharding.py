@@ -1,4 +1,4 @@
-"""Whether a run frees its gathered weights between forward and backward."""
+"""Decides whether a planned run reshards gathered weights after forward."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from harness.model.size import needs_resharding
 BYTES_PER_GB = 1e9
 
 
-def resharded(cfg: Config) -> bool:
-    """As was asked for, or as the memory of the cluster's devices decides; where that is not known, they are."""
+def will_reshard(cfg: Config) -> bool:
+    """`parallel.reshard_after_forward` if set, else what `harness.model.size.reshards` decides for `cluster.memory_gb`.
+
+    Training decides with the same rule from the memory of its devices.
+    """
     if cfg.parallel.reshard_after_forward is not None:
         return cfg.parallel.reshard_after_forward
     memory_gb = cfg.cluster.memory_gb

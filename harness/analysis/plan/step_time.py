@@ -1,14 +1,14 @@
-"""How long a step takes: the kernels of the devices, and what of the communication they wait for.
+"""Computes the time of a step: kernel time, and communication that does not overlap with it.
 
-Why: whether a cluster of this size is worth its price shows before it is booked.
-How: kernel time comes from `harness.analysis.plan.work`, or from an MFU that was measured on one device.
-Communication overlaps with it, block by block: while a block computes, FSDP2 gathers the next one and, in backward,
-reduce-scatters the gradients of the last one. What takes longer of the two is waited for. Exposed in each micro-batch
-are the first gathers, those of the last block if blocks are gathered again, and the reductions of the first block and
-of embedding and head. Gathers and reduce-scatters share the links; the all-reduce between replicas, in the last
-micro-batch alone, has its own if shards stay on one machine. If ranks have uneven shares, all take as long as the
-largest: the others compute padding.
-Left out: slower or failing machines, evaluation, saves.
+Why: it shows before a cluster is booked whether its size is worth the price.
+How: kernel time comes from `harness.analysis.plan.work`, or from an MFU that was measured on one device. Communication
+overlaps with it, block by block: while a block computes, FSDP2 gathers the next one and, in backward, reduce-scatters
+the gradients of the previous one. The longer of the two determines the time. Exposed in each micro-batch are the first
+gathers, those of the last block if blocks are gathered again, and the reductions of the first block and of embedding
+and head. Gathers and reduce-scatters share the links; the all-reduce between replicas, only in the last micro-batch,
+has its own links if shards stay on one machine. If the batch does not divide evenly, all ranks take as long as the
+largest share: the others compute padding.
+Left out: slow or failing machines, evaluation, saves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from harness.analysis.plan.resharding import resharded
+from harness.analysis.plan.resharding import will_reshard
 from harness.analysis.plan.traffic import Collective, CollectiveKind, collectives, seconds
 from harness.analysis.plan.work import Work, work
 from harness.config.parallel import ClusterConfig
@@ -26,17 +26,17 @@ from harness.model.size import flops_per_token
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """A step of all ranks."""
+class StepTime:
+    """Time and throughput of a step."""
 
     work_s: float
-    """Kernels of one device."""
+    """Kernel time of one device."""
     parts: Work
-    """The same by part."""
+    """Kernel time by part."""
     device_mfu: float
-    """What a device would reach if it never waited; padding counts as work."""
+    """MFU without waiting; padding counts as work."""
     traffic_s: float | None
-    """All collectives one after the other; None if the links' rates are not known: then nothing is waited for."""
+    """All collectives in sequence; None if link rates are not known, then no waiting is planned."""
     waiting_s: float
     """Communication that does not overlap with kernels."""
     step_time_s: float
@@ -44,7 +44,7 @@ class Pace:
     mfu: float
 
 
-def pace(cfg: Config, *, world_size: int, mfu: float | None = None) -> Pace | None:
+def step_time(cfg: Config, *, world_size: int, mfu: float | None = None) -> StepTime | None:
     """The time of a step, with `mfu` for the kernels of one device if given; None if the device's rate is not known."""
     kernels = work(cfg, world_size=world_size)
     if kernels is None:
@@ -62,7 +62,7 @@ def pace(cfg: Config, *, world_size: int, mfu: float | None = None) -> Pace | No
     traffic_s = sum(call.num_calls * cost for call, cost in known) if len(known) == len(costs) else None
     waiting_s = 0.0 if traffic_s is None else _waiting_s(cfg, calls, kernels=kernels, world_size=world_size)
     step_time_s = kernels.total_s + waiting_s
-    return Pace(
+    return StepTime(
         work_s=kernels.total_s,
         parts=kernels,
         device_mfu=computed_flops / (peak * kernels.total_s),
@@ -82,7 +82,7 @@ def _waiting_s(cfg: Config, calls: list[Collective], *, kernels: Work, world_siz
     gather = _cost(calls, CollectiveKind.all_gather, "block", cfg.cluster)
     scatter = _cost(calls, CollectiveKind.reduce_scatter, "block", cfg.cluster)
     replicas = _cost(calls, CollectiveKind.all_reduce, "block", cfg.cluster)
-    regather = gather if resharded(cfg) else 0.0
+    regather = gather if will_reshard(cfg) else 0.0
     far = [call for call in calls if call.group.num_nodes > 1]
     share_links = len({call.kind is CollectiveKind.all_reduce for call in far}) == 2
     with_replicas = regather + scatter + replicas if share_links else max(regather + scatter, replicas)
@@ -90,7 +90,7 @@ def _waiting_s(cfg: Config, calls: list[Collective], *, kernels: Work, world_siz
     root = {kind: _cost(calls, kind, "root", cfg.cluster) for kind in CollectiveKind}
 
     def pass_s(behind: float, reduced: float) -> float:
-        """What is waited for in one micro-batch: `behind` of a block hides in its backward pass, `reduced` does not."""
+        """Waiting in one micro-batch: `behind` of a block overlaps with its backward pass, `reduced` does not."""
         late = hidden * (max(0.0, gather - forward_s) + max(0.0, behind - backward_s))
         return late + gather + regather + scatter + reduced
 
@@ -100,5 +100,5 @@ def _waiting_s(cfg: Config, calls: list[Collective], *, kernels: Work, world_siz
 
 
 def _cost(calls: list[Collective], kind: CollectiveKind, of: str, cluster: ClusterConfig) -> float:
-    """Seconds of one such call; 0 where there is none."""
+    """Seconds of one such call; 0 if there is none."""
     return sum(seconds(call, cluster) or 0.0 for call in calls if call.kind is kind and call.of == of)

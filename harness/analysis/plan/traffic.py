@@ -1,13 +1,13 @@
-"""What one rank sends in a step, and over which links, from the way FSDP2 spreads the model.
+"""Lists the collectives of a step under FSDP2, with bytes sent by one rank and their time.
 
-Why: on many machines the links decide how fast a step can be, and a wrong mesh is cheaper to see here than to train on.
-How: every collective of a step is listed with how often it comes, how large it is and who takes part. Blocks are
-gathered once a micro-batch, twice where they are resharded after forward; gradients are scattered in fp32 at every
-micro-batch; copies of the model sum their shards once a step. Neighbouring ranks share a machine, and shards are
-neighbours: replicas are what lies on different machines first. Volumes and times are those of a ring, as NCCL's own
-cost model has it: each rank sends (n - 1) / n of a gather, twice that of an all-reduce; where a ring leaves its
-machine, every device of it there lends its port. Latency grows with the number of ranks.
-Left out: the one small all-reduce of signals; other jobs on the same network; trees and in-network reduction.
+Why: on many machines the links limit the step time, and a wrong mesh is cheaper to notice here than in training.
+How: each collective is listed with its number of calls, size and group. Blocks are all-gathered once per micro-batch,
+twice if they are resharded after forward. Gradients are reduce-scattered in fp32 at every micro-batch. Replicas
+all-reduce their shards once per step. Neighbouring ranks share a machine, and the shards of one replica are neighbours,
+so replicas are spread over machines first. Volumes and times are those of a ring, as in NCCL's cost model: each rank
+sends (n - 1) / n of an all-gather, and twice that of an all-reduce. A ring over several machines uses the ports of all
+its devices. Latency grows with the number of ranks.
+Left out: the small all-reduce of signals; other jobs on the same network; trees and in-network reduction.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from enum import StrEnum
 from typing import final
 
 from harness.analysis.plan.activations import FP32_BYTES, element_bytes
-from harness.analysis.plan.memory import padded
-from harness.analysis.plan.resharding import BYTES_PER_GB, resharded
+from harness.analysis.plan.memory import padded_size
+from harness.analysis.plan.resharding import BYTES_PER_GB, will_reshard
 from harness.config.parallel import ClusterConfig
 from harness.config.schema import Config, sharing
 from harness.model.size import block_shapes, root_shapes
@@ -26,8 +26,8 @@ from harness.model.size import block_shapes, root_shapes
 LINK_EFFICIENCY = 0.8
 """Share of a link's rate that a large collective reaches."""
 START_S, NEAR_HOP_S, FAR_HOP_S = 8.4e-6, 3.4e-6, 14.0e-6
-"""NCCL's own figures for a ring (src/graph/tuning.cc, protocol Simple): to begin, and for each hop within a machine and
-between two."""
+"""NCCL's figures for a ring (src/graph/tuning.cc, protocol Simple): base latency, and latency of each hop within a
+machine and between machines."""
 
 
 class CollectiveKind(StrEnum):
@@ -38,28 +38,28 @@ class CollectiveKind(StrEnum):
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Ranks that talk to each other."""
+class RankGroup:
+    """The ranks of a process group."""
 
     num_ranks: int
     num_nodes: int
     per_node: int
-    """Of them, on one machine."""
+    """Ranks of the group on one machine."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One kind of call that a step makes."""
+    """A collective of a step, for the blocks or for the root module."""
 
     kind: CollectiveKind
     of: str
     """block or root."""
     num_calls: int
-    """In a step."""
+    """Calls in a step."""
     num_bytes: int
     """The whole tensor: what a gather gives, a scatter takes, an all-reduce sums."""
-    group: Group
+    group: RankGroup
 
     @property
     def sent_bytes(self) -> int:
@@ -74,30 +74,30 @@ class Collective:
 
 
 def num_per_node(cfg: Config, world_size: int) -> int:
-    """Ranks on one machine."""
+    """Number of ranks on one machine."""
     here = cfg.launch.nproc or cfg.launch.slurm.gpus_per_node or cfg.cluster.gpus_per_node
     return min(here or world_size, world_size)
 
 
-def groups(cfg: Config, world_size: int) -> tuple[Group, Group]:
-    """Who shares one copy of the model, and who holds the same shard of different copies."""
+def groups(cfg: Config, world_size: int) -> tuple[RankGroup, RankGroup]:
+    """The group that shards one replica, and the group that holds the same shard of all replicas."""
     here, replicate = num_per_node(cfg, world_size), cfg.parallel.replicate
     num_shards = world_size // replicate
     near = min(num_shards, here)
     same = max(1, min(replicate, here // num_shards))
     return (
-        Group(num_ranks=num_shards, num_nodes=-(-num_shards // near), per_node=near),
-        Group(num_ranks=replicate, num_nodes=-(-replicate // same), per_node=same),
+        RankGroup(num_ranks=num_shards, num_nodes=-(-num_shards // near), per_node=near),
+        RankGroup(num_ranks=replicate, num_nodes=-(-replicate // same), per_node=same),
     )
 
 
 def collectives(cfg: Config, *, world_size: int) -> list[Collective]:
-    """Every collective of a step that moves weights or gradients."""
+    """All collectives of a step that move weights or gradients."""
     shards, replicas = groups(cfg, world_size)
     num_micro_batches = sharing(cfg, world_size).num_micro_batches
-    num_gathers = 2 if resharded(cfg) else 1
-    sizes = {"block": padded(block_shapes(cfg.model), shards.num_ranks)}
-    sizes["root"] = padded(root_shapes(cfg.model), shards.num_ranks)
+    num_gathers = 2 if will_reshard(cfg) else 1
+    sizes = {"block": padded_size(block_shapes(cfg.model), shards.num_ranks)}
+    sizes["root"] = padded_size(root_shapes(cfg.model), shards.num_ranks)
     modules = {"block": cfg.model.num_layers, "root": 1}
     calls = {of: count * num_micro_batches for of, count in modules.items()}
     listed = []
@@ -115,11 +115,11 @@ def collectives(cfg: Config, *, world_size: int) -> list[Collective]:
                 group=replicas,
             ),
         ]
-    return [each for each in listed if each.group.num_ranks > 1]
+    return [collective for collective in listed if collective.group.num_ranks > 1]
 
 
 def seconds(collective: Collective, cluster: ClusterConfig) -> float | None:
-    """How long one call takes with the links to itself; None where the cluster does not say how fast they are."""
+    """Time of one call without other traffic; None if the cluster's link rates are not set."""
     group, near, far = collective.group, cluster.intra_node_gb_s, cluster.inter_node_gb_s
     rates = [near] if group.per_node > 1 else []
     rates += [None if far is None else far * group.per_node] if group.num_nodes > 1 else []

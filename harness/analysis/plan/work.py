@@ -1,11 +1,12 @@
-"""Seconds that the kernels of one device take in a step, by part.
+"""Computes the kernel time of one device in a step, by part.
 
-Why: one MFU for all shapes is wrong by a quarter where attention, the optimizer or recomputation takes another share of
-the step than it did where that MFU was measured.
+Why: one MFU for all shapes is off by a quarter if attention, the optimizer or recomputation takes another share of the
+step than in the measured configuration.
 How: FLOPs over the rate of the kernel that computes them, bytes over the bandwidth of the device's memory.
 
     GEMM          6 FLOPs for each weight and token, with recomputation 8. Starting and finishing a tile takes as long
-                  as `Rates.gemm_overhead` of its inner dimension: narrow layers and small micro-batches are slower.
+                  as `KernelRates.gemm_overhead` of its inner dimension, so narrow layers and small micro-batches are
+                  slower.
     attention     causal FLOPs, as the kernel computes them: 2 matmuls forward, 5 backward, half of the scores. A
                   document mask computes all scores, in a slower kernel.
     elementwise   the tensors that norms, RoPE and SwiGLU read and write (D: residual stream, K: keys or values, F:
@@ -13,12 +14,12 @@ How: FLOPs over the rate of the kernel that computes them, bytes over the bandwi
                   forward 8 D + 2 (D + 2 K) + 3 F, backward 11 D + 2 (D + 2 K) + 6 F,
                   recomputed with selective checkpointing 4 D + 3 F, with full checkpointing all of forward
     head          GEMM of the logits, and the loss: logits are read twice and written once
-    weights       fp32 weights cast to the compute type in each micro-batch, twice if resharded after forward;
+    weights       fp32 weights cast to the compute type in each micro-batch, twice if will_reshard after forward;
                   gradients cast to fp32, and added to those of earlier micro-batches
     optimizer     gradient norm and AdamW: once a step, however small the batch is
 
 Four of the rates are fitted to measured steps (`tests/analysis/plan/measured.py`, `python -m
-tests.analysis.plan.calibrate`); the others come from kernels that were measured alone, from publications, or from a
+tests.analysis.plan.calibrate`); the others come from kernels measured in isolation, from publications or from a
 datasheet.
 Left out: QK norm, embedding lookup, launch latency of the host, clocks that depend on temperature and power.
 """
@@ -30,8 +31,8 @@ from dataclasses import dataclass, fields, replace
 from typing import final
 
 from harness.analysis.plan.activations import FP32_BYTES, element_bytes
-from harness.analysis.plan.fp8 import NO_MAPS, Maps, maps_of, quantized_bytes
-from harness.analysis.plan.resharding import BYTES_PER_GB, resharded
+from harness.analysis.plan.fp8 import NO_FP8, Fp8Projections, fp8_projections, quantized_bytes
+from harness.analysis.plan.resharding import BYTES_PER_GB, will_reshard
 from harness.config.model import AttentionKind
 from harness.config.parallel import ActivationCheckpointing, ClusterConfig
 from harness.config.precision import Fp8Engine, PrecisionKind
@@ -39,7 +40,7 @@ from harness.config.schema import Config, sharing
 from harness.model.size import num_parameters
 
 H200_TFLOPS, H200_GB_S = 989.0, 4800.0
-"""Dense bf16 rate and memory bandwidth; datasheet. Rates below are shares of them."""
+"""Dense bf16 rate and memory bandwidth; datasheet. `KernelRates` are shares of them."""
 FP8_SPEEDUP = 1979 / 989
 """Dense fp8 rate over dense bf16 rate; datasheet of H100 and H200."""
 FP32_SPEEDUP = 67 / 989
@@ -51,8 +52,8 @@ all fp32."""
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """What kernels reach, as shares of the device's peak rates unless a unit is given."""
+class KernelRates:
+    """Rates that kernels reach, as shares of the device's peak rates unless a unit is given."""
 
     gemm: float = 0.704
     """bf16, inner dimension large. Fitted. Includes the gaps between kernels, and clocks under the power limit."""
@@ -63,8 +64,8 @@ class Rates:
     eager_passes: float = 3.94
     """Bytes of elementwise operators that are not compiled, over those that are. Fitted."""
     attention: float = 0.539
-    """Causal, heads of 128, long sequences. Measured alone on an H200 with cuDNN: 1.08 ms forward and 2.79 ms backward
-    for 8 x 4096 tokens and 16 heads."""
+    """Causal, heads of 128, long sequences. Measured in isolation on an H200 with cuDNN: 1.08 ms forward and 2.79 ms
+    backward for 8 x 4096 tokens and 16 heads."""
     attention_overhead_tokens: float = 300.0
     """Sequence length that takes as long as starting and finishing a row of tiles. cuDNN on an H100 as published with
     FlashAttention-3 (arXiv 2407.08608, figures 5 and 6): 315 TFLOP/s at 512 tokens, 518 at 4k, 539 at 16k."""
@@ -72,7 +73,7 @@ class Rates:
     """Head dimension whose matmuls take as long as the softmax. Same source: heads of 64 reach 67 % of the forward rate
     of heads of 128, and 85 % of the backward rate."""
     masked_attention: float = 0.306
-    """With a dense mask, of FLOPs that count every score. Measured alone on an H200: 3.41 ms forward and 9.29 ms
+    """With a dense mask, of FLOPs that count every score. Measured in isolation on an H200: 3.41 ms forward and 9.29 ms
     backward for 8 x 4096 tokens and 16 heads."""
     bandwidth: float = 0.867
     """Measured on an H200: AdamW moves 28 bytes for each of 1.26B parameters in 8.5 ms."""
@@ -80,20 +81,20 @@ class Rates:
     """Measured on an H200: the kernel that quantizes and transposes moves 3.3 TB/s."""
 
 
-RATES = Rates()
+RATES = KernelRates()
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Seconds of one device in a step."""
+    """Kernel time of one device in a step, by part."""
 
     gemm_s: float
-    """Of the blocks."""
+    """GEMMs of the blocks."""
     attention_s: float
     elementwise_s: float
     quantize_s: float
-    """fp8 alone."""
+    """fp8 only."""
     head_s: float
     weights_s: float
     optimizer_s: float
@@ -104,7 +105,7 @@ class Work:
 
     @property
     def blocks_s(self) -> float:
-        """What FSDP2's collectives of a block can overlap with."""
+        """Time that FSDP2's collectives of the blocks can overlap with."""
         return self.gemm_s + self.attention_s + self.elementwise_s + self.quantize_s
 
     def scaled(self, total_s: float) -> Work:
@@ -113,8 +114,8 @@ class Work:
         return replace(self, **{field.name: factor * getattr(self, field.name) for field in fields(self)})
 
 
-def work(cfg: Config, *, world_size: int, rates: Rates = RATES) -> Work | None:
-    """The kernels of one rank; None if the rate of the device is not known."""
+def work(cfg: Config, *, world_size: int, rates: KernelRates = RATES) -> Work | None:
+    """Kernel time of one rank; None if the rate of the device is not known."""
     if cfg.cluster.peak_tflops is None:
         return None
     shares = sharing(cfg, world_size)
@@ -123,12 +124,15 @@ def work(cfg: Config, *, world_size: int, rates: Rates = RATES) -> Work | None:
     slow = FP32_SPEEDUP if cfg.precision.kind is PrecisionKind.fp32 else 1.0
     fp8_rate = rates.fp8_gemm * FP8_SPEEDUP * peak
     quantize_rate = rates.quantize_bandwidth * memory_bytes_per_s(cfg.cluster)
-    blocks = Counter(_maps(cfg, block) for block in range(cfg.model.num_layers))
+    blocks = Counter(_fp8_gemms(cfg, block) for block in range(cfg.model.num_layers))
     bf16_flops, fp8_flops = (
-        sum(num * _block_gemm_flops(cfg, maps, tokens, rates, in_fp8=in_fp8) for maps, num in blocks.items())
+        sum(
+            num * _block_gemm_flops(cfg, projections, tokens, rates, in_fp8=in_fp8)
+            for projections, num in blocks.items()
+        )
         for in_fp8 in (False, True)
     )
-    quantized = sum(num * quantized_bytes(cfg, maps, tokens) for maps, num in blocks.items())
+    quantized = sum(num * quantized_bytes(cfg, projections, tokens) for projections, num in blocks.items())
     shard = num_parameters(cfg.model) * cfg.parallel.replicate / world_size
     head_bytes = 3 * element_bytes(cfg) * cfg.model.vocab_size * tokens
     head_flops = _gemm_flops(cfg.model.dim, cfg.model.vocab_size, tokens, rates)
@@ -151,13 +155,13 @@ def memory_bytes_per_s(cluster: ClusterConfig) -> float:
     return cluster.peak_tflops / H200_TFLOPS * H200_GB_S * BYTES_PER_GB
 
 
-def _maps(cfg: Config, block: int) -> Maps:
+def _fp8_gemms(cfg: Config, block: int) -> Fp8Projections:
     """Which GEMMs of a block run in fp8. The emulated engine computes in higher precision."""
     is_emulated = cfg.precision.fp8.engine is Fp8Engine.emulated
-    return NO_MAPS if is_emulated else maps_of(cfg, block)
+    return NO_FP8 if is_emulated else fp8_projections(cfg, block)
 
 
-def _gemm_flops(width_in: int, width_out: int, tokens: int, rates: Rates, *, num_forward: int = 1) -> float:
+def _gemm_flops(width_in: int, width_out: int, tokens: int, rates: KernelRates, *, num_forward: int = 1) -> float:
     """Of one projection: forward, gradient of the input, gradient of the weight; each with the tiles' overhead."""
     extra = rates.gemm_overhead
     forward = tokens * width_out * (width_in + extra)
@@ -165,7 +169,9 @@ def _gemm_flops(width_in: int, width_out: int, tokens: int, rates: Rates, *, num
     return 2 * (num_forward * forward + backward)
 
 
-def _block_gemm_flops(cfg: Config, maps: Maps, tokens: int, rates: Rates, *, in_fp8: bool) -> float:
+def _block_gemm_flops(
+    cfg: Config, projections: Fp8Projections, tokens: int, rates: KernelRates, *, in_fp8: bool
+) -> float:
     """Of the GEMMs of one block that run in fp8, or of those that do not.
 
     Full checkpointing computes forward twice. The output of the last GEMM is not needed for that, but the operator that
@@ -175,17 +181,17 @@ def _block_gemm_flops(cfg: Config, maps: Maps, tokens: int, rates: Rates, *, in_
     is_full = cfg.parallel.activation_checkpointing is ActivationCheckpointing.full
     again = 2 if is_full else 1
     flops = 0.0
-    if maps.attention == in_fp8:
+    if projections.attention == in_fp8:
         qkv = model.dim + 2 * model.num_kv_heads * model.head_dim
         flops += _gemm_flops(model.dim, qkv, tokens, rates, num_forward=again)
         flops += _gemm_flops(model.dim, model.dim, tokens, rates, num_forward=again)
-    if maps.mlp == in_fp8:
+    if projections.mlp == in_fp8:
         flops += 2 * _gemm_flops(model.dim, model.ffn_dim, tokens, rates, num_forward=again)
         flops += _gemm_flops(model.ffn_dim, model.dim, tokens, rates, num_forward=again if in_fp8 else 1)
     return flops
 
 
-def _attention_s(cfg: Config, tokens: int, peak: float, rates: Rates) -> float:
+def _attention_s(cfg: Config, tokens: int, peak: float, rates: KernelRates) -> float:
     """Of one block and micro-batch."""
     model, length = cfg.model, cfg.train.sequence_length
     in_fp32 = PrecisionKind.fp32 is cfg.precision.kind or model.attention is AttentionKind.fp32
@@ -198,7 +204,7 @@ def _attention_s(cfg: Config, tokens: int, peak: float, rates: Rates) -> float:
     return flops * softmax / (rates.attention * peak)
 
 
-def _elementwise_bytes(cfg: Config, tokens: int, rates: Rates) -> float:
+def _elementwise_bytes(cfg: Config, tokens: int, rates: KernelRates) -> float:
     """Of one block and micro-batch."""
     dim, wide, kv_dim = cfg.model.dim, cfg.model.ffn_dim, cfg.model.num_kv_heads * cfg.model.head_dim
     rope = 2 * (dim + 2 * kv_dim)
@@ -217,6 +223,6 @@ def _weights_bytes(cfg: Config, num_micro_batches: int, *, is_sharded: bool) -> 
     copy what they gathered."""
     size = element_bytes(cfg)
     gather = 2 * size if is_sharded else FP32_BYTES + size
-    gathers, reduce = (2 if resharded(cfg) else 1) * gather, size + FP32_BYTES
+    gathers, reduce = (2 if will_reshard(cfg) else 1) * gather, size + FP32_BYTES
     added = 3 * FP32_BYTES * (num_micro_batches - 1)
     return num_parameters(cfg.model) * (num_micro_batches * (gathers + reduce) + added)

@@ -101,7 +101,7 @@ def found(kind: FindingKind, row: StepRecord, *, back: int = 0) -> Finding:
 
 
 def follow(values: list[float], findings: dict[int, FindingKind], *, back: int = 0) -> list[IncidentGroup]:
-    """IncidentGrouper of losses and of findings at some of their steps."""
+    """Incidents of losses and of findings at some of their steps."""
     incidents, ended = IncidentGrouper(CFG), []
     for step, loss in enumerate(values):
         row = record(step, loss)

@@ -2,9 +2,9 @@
 
     python -m tests.analysis.plan.calibrate      the fitted rates, then one line for each measured step
 
-Least squares on the logarithm of planned over measured time. Only `FITTED` is free; every other rate has a source of
-its own (`harness.analysis.plan.work.Rates`). A configuration that was measured in several runs is left out with all of
-them.
+Least squares on the logarithm of planned over measured time. Only the rates in `FITTED` are free; the others have their
+own sources (`harness.analysis.plan.work.KernelRates`). If a configuration was measured in several runs, all of them are
+left out together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harness.analysis.plan.work import RATES, Rates, work
+from harness.analysis.plan.work import RATES, KernelRates, work
 from harness.config.schema import Config
 from tests.analysis.plan.measured import ROWS, Measured
 
@@ -31,7 +31,7 @@ class Step(NamedTuple):
     cfg: Config
     step_s: float
 
-    def error(self, rates: Rates) -> float:
+    def error(self, rates: KernelRates) -> float:
         """Planned over measured, less 1."""
         return planned_s(self.cfg, rates) / self.step_s - 1
 
@@ -40,13 +40,13 @@ def measured_steps() -> list[Step]:
     return [Step(row, row.config(), row.step_s) for row in ROWS if row.step_s is not None]
 
 
-def planned_s(cfg: Config, rates: Rates) -> float:
+def planned_s(cfg: Config, rates: KernelRates) -> float:
     kernels = work(cfg, world_size=1, rates=rates)
     assert kernels is not None
     return kernels.total_s
 
 
-def fit(steps: Sequence[Step]) -> Rates:
+def fit(steps: Sequence[Step]) -> KernelRates:
     """The rates that suit these steps best, by Gauss-Newton on their logarithms."""
     rates = RATES
     for _ in range(NUM_ITERATIONS):
@@ -66,11 +66,11 @@ def left_out_errors(steps: Sequence[Step]) -> list[float]:
     return [step.error(rates[step.row.overrides]) for step in steps]
 
 
-def _residuals(steps: Sequence[Step], rates: Rates) -> np.ndarray:
+def _residuals(steps: Sequence[Step], rates: KernelRates) -> np.ndarray:
     return np.array([log(1 + step.error(rates)) for step in steps])
 
 
-def _scaled(rates: Rates, name: str, factor: float) -> Rates:
+def _scaled(rates: KernelRates, name: str, factor: float) -> KernelRates:
     return replace(rates, **{name: getattr(rates, name) * factor})
 
 

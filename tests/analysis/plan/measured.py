@@ -95,7 +95,7 @@ ROWS = (
     Measured("1b not compiled (2)", PLAN, (EAGER,), None, 79.20 * GB),
     Measured("1b not compiled, selective", PLAN, (EAGER, SELECTIVE), 0.704, 58.26 * GB),
     Measured("1b not compiled, full", PLAN, (EAGER, FULL), 0.814, 24.44 * GB),
-    Measured("1b resharded", PLAN, (RESHARDED,), None, 66.13 * GB),
+    Measured("1b will_reshard", PLAN, (RESHARDED,), None, 66.13 * GB),
     Measured("1b, micro-batches of 2", PLAN, ("train.micro_batch_size=2",), 0.592, 36.25 * GB),
     Measured(
         "1b document mask, 4 sequences",

@@ -1,4 +1,4 @@
-"""A step without numbers: the real model, sharded by the real FSDP2 over as many ranks as one likes, on one CPU.
+"""A step on fake tensors: the real model, sharded by the real FSDP2 over any number of ranks, on one CPU.
 
 Tensors are torch's fake ones, which have shapes and no data, and the other ranks are torch's fake process group, which
 answers at once. Every storage that comes and goes is counted, and every collective that is called: what is left to
@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.analysis.plan.resharding import resharded
+from harness.analysis.plan.resharding import will_reshard
 from harness.config.compose import load
 from harness.config.schema import Config
 from harness.distributed.fsdp import set_replica_all_reduce, shard
@@ -47,7 +47,7 @@ COLLECTIVES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shadow:
-    """Bytes of one rank; the peaks are those of the second micro-batch, as gradients of the first are there."""
+    """Bytes of one rank; the peaks are those of the second micro-batch, because gradients of the first exist then."""
 
     weights: int
     kept: int
@@ -55,11 +55,11 @@ class Shadow:
     backward_peak: int
     gradients: int
     calls: dict[str, int]
-    """'kind bytes' -> how often in the last micro-batch; of a gather the whole, of a reduction what goes in."""
+    """'kind bytes' -> calls in the last micro-batch; bytes are the output of a gather, the input of a reduction."""
 
 
 class FusedNorm(torch.autograd.Function):
-    """RMSNorm that keeps its input and one number a row."""
+    """RMSNorm that saves its input and one value per row."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -79,7 +79,7 @@ class FusedNorm(torch.autograd.Function):
 
 @contextmanager
 def fused_norms() -> Iterator[None]:
-    """Norms keep what they keep on a GPU."""
+    """Makes norms save the same tensors as on a GPU."""
     plain = nn.RMSNorm.forward
 
     def forward(self: nn.RMSNorm, hidden: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def fused_norms() -> Iterator[None]:
 
 
 class Counting(TorchDispatchMode):
-    """Bytes of all storages alive, the most there ever were, and every collective."""
+    """Counts bytes of all live storages, their peak, and every collective."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -147,7 +147,7 @@ class Counting(TorchDispatchMode):
 
 @contextmanager
 def alone_among(world_size: int, *, replicate: int) -> Iterator[World]:
-    """Rank 0 of ranks that are not there."""
+    """Rank 0 of a fake process group."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     shape: tuple[int, ...] = (world_size,) if replicate == 1 else (replicate, world_size // replicate)
     names = ("replicate", "shard")[-len(shape) :]
@@ -180,7 +180,7 @@ def shadow(cfg: Config, *, world_size: int) -> Shadow:
         alone_among(world_size, replicate=cfg.parallel.replicate) as world,
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
-        parallel = replace(cfg.parallel, reshard_after_forward=resharded(cfg))
+        parallel = replace(cfg.parallel, reshard_after_forward=will_reshard(cfg))
         watched = shard(model, model.blocks, world=world, cfg=parallel, precision=fsdp_policy(cfg.precision.kind))
         model.to_empty(device="cpu")
         with counting, counting.resizes():

@@ -1,4 +1,4 @@
-"""What a block keeps, tensor by tensor: autograd's own list against the formula, and that of a compiled block."""
+"""Bytes that a block saves for backward: autograd's saved tensors against the formula, also for a compiled block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from harness.analysis.plan.activations import kept_bytes
-from harness.analysis.plan.fp8 import maps_of
+from harness.analysis.plan.fp8 import fp8_projections
 from harness.config.compose import load
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import PrecisionKind
@@ -27,12 +27,12 @@ from tests.analysis.plan.shadow import fused_norms
 NUM_ROWS = 2
 IN_FP8 = ["model=tiny", "precision=fp8_emulated", "train.sequence_length=64"]
 LIKE_INDUCTOR = "aot_eager_decomp_partition"
-"""Its graphs, not its kernels: what is kept is decided before there are any."""
+"""Compiles graphs, not kernels: saved tensors are decided before kernels are generated."""
 
 
 @contextmanager
 def like_inductor() -> Iterator[None]:
-    """Whatever is compiled meanwhile."""
+    """Use this backend for everything compiled inside the context."""
     compiler = partial(torch.compile, backend=LIKE_INDUCTOR)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", compiler)
@@ -40,7 +40,7 @@ def like_inductor() -> Iterator[None]:
 
 
 def kept_by(block: Block, cfg: Config) -> int:
-    """Bytes, but for parameters, tables and lone numbers."""
+    """Saved bytes without parameters, tables and scalars."""
     length, dtype = cfg.train.sequence_length, DTYPES[PrecisionKind(cfg.precision.kind)]
     cos, sin = (table.float() for table in rotary_tables(cfg.model, length))
     hidden, change = (torch.randn(NUM_ROWS, length, cfg.model.dim, dtype=dtype, requires_grad=True) for _ in range(2))
@@ -85,38 +85,38 @@ def block_of(cfg: Config) -> Block:
     ],
     ids=" ".join,
 )
-def test_every_byte_that_autograd_keeps(words: list[str]) -> None:
+def test_saved_bytes_equal_autograd(words: list[str]) -> None:
     cfg = load(words)
     with fused_norms():
         kept = kept_by(block_of(cfg), cfg)
-    assert kept == kept_bytes(cfg, maps_of(cfg, 0)) * NUM_ROWS * cfg.train.sequence_length
+    assert kept == kept_bytes(cfg, fp8_projections(cfg, 0)) * NUM_ROWS * cfg.train.sequence_length
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compiler gives two
-def test_a_compiled_block_in_fp8_keeps_as_much_with_selective_checkpointing() -> None:
+def test_selective_checkpointing_saves_nothing_in_fp8() -> None:
     cfg = load([*IN_FP8, "parallel.compile=true", "parallel.activation_checkpointing=selective"])
     block = block_of(cfg)
     with like_inductor():
         wrap(block, cfg.parallel)
-    num_tokens, maps = NUM_ROWS * cfg.train.sequence_length, maps_of(cfg, 0)
-    assert kept_by(block, cfg) == num_tokens * kept_bytes(cfg, maps)
+    num_tokens, projections = NUM_ROWS * cfg.train.sequence_length, fp8_projections(cfg, 0)
+    assert kept_by(block, cfg) == num_tokens * kept_bytes(cfg, projections)
     without = replace(cfg, parallel=replace(cfg.parallel, activation_checkpointing=ActivationCheckpointing.none))
-    assert kept_bytes(without, maps) - kept_bytes(cfg, maps) == 2 * 4, "but for two statistics of norms"
+    assert kept_bytes(without, projections) - kept_bytes(cfg, projections) == 2 * 4, "but for two statistics of norms"
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which the compiler looks at, of any tensor
 @pytest.mark.parametrize("precision", ["bf16", "fp8_emulated"])
-def test_a_compiled_block_that_is_computed_again_keeps_its_input_alone(precision: str) -> None:
+def test_full_checkpointing_saves_only_the_input(precision: str) -> None:
     words = [f"precision={precision}", "parallel.compile=true", "parallel.activation_checkpointing=full"]
     cfg = load(["model=tiny", "train.sequence_length=64", *words])
     block = block_of(cfg)
     with like_inductor():
         wrap(block, cfg.parallel)
     kept, wide = kept_by(block, cfg), DTYPES[PrecisionKind(cfg.precision.kind)].itemsize * cfg.model.dim
-    assert wide == kept_bytes(cfg, maps_of(cfg, 0))
+    assert wide == kept_bytes(cfg, fp8_projections(cfg, 0))
     assert 1 <= kept / (NUM_ROWS * cfg.train.sequence_length * wide) < 1.2, "and a table or two"
 
 
@@ -124,7 +124,7 @@ def test_a_compiled_block_that_is_computed_again_keeps_its_input_alone(precision
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("kind", list(ActivationCheckpointing))
-def test_heads_of_one_product_are_kept_like_those_of_three(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_fused_qkv_saves_as_much_as_three_projections(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     words = ["precision=bf16", "parallel.compile=true", f"parallel.activation_checkpointing={kind}"]
     cfg = load(["model=tiny", "train.sequence_length=64", *words])
     kept = []

@@ -1,4 +1,4 @@
-"""What is refused, and that what is advised instead does fit and is the least that does."""
+"""Jobs that do not fit are rejected, and the suggested change is the cheapest that fits."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def on(memory_gb: float, cfg: Config) -> Config:
     return replace(cfg, cluster=replace(cfg.cluster, memory_gb=memory_gb))
 
 
-def advised(line: str) -> list[str]:
+def suggested(line: str) -> list[str]:
     return re.findall(r"(?:parallel|train)\.\w+=\w+", line)
 
 
-def test_what_fits_or_cannot_be_known_is_not_refused() -> None:
+def test_fitting_and_unknown_jobs_are_accepted() -> None:
     assert refusal(config(), world_size=1) == ""
     assert refusal(config("cluster=auto", "train.batch_size=512"), world_size=1) == ""
 
 
-def test_the_limit_is_what_the_device_has() -> None:
+def test_limit_is_the_device_memory() -> None:
     needed = memory(config(), world_size=1).needed_bytes
     assert refusal(on((needed + 1) / 1e9, config()), world_size=1) == ""
     assert refusal(on((needed - 1) / 1e9, config()), world_size=1) != ""
 
 
-def test_the_line_names_the_part_and_the_cure() -> None:
+def test_message_names_largest_part_and_change() -> None:
     assert refusal(on(60, config()), world_size=1) == (
-        "cluster.memory_gb: the one rank needs 70.5 GB of device memory and has 60 GB; most of it is activations, "
-        "49.4 GB; parallel.activation_checkpointing=selective saves 15 GB and fits"
+        "cluster.memory_gb: the only rank needs 70.5 GB of device memory and has 60 GB; the largest part is "
+        "activations, 49.4 GB; parallel.activation_checkpointing=selective saves 15 GB and fits"
     )
 
 
@@ -62,23 +62,23 @@ def test_the_line_names_the_part_and_the_cure() -> None:
         ),
     ],
 )
-def test_the_least_change_that_fits(memory_gb: float, cure: list[str]) -> None:
+def test_cheapest_change_that_fits(memory_gb: float, cure: list[str]) -> None:
     line = refusal(on(memory_gb, config()), world_size=1)
-    assert advised(line) == cure, line
+    assert suggested(line) == cure, line
     assert refusal(on(memory_gb, config(*cure)), world_size=1) == ""
 
 
-def test_more_ranks_where_nothing_else_helps() -> None:
+def test_more_ranks_if_no_change_helps() -> None:
     words = ["model=70b", "train.batch_size=512", "parallel.reshard_after_forward=true"]
     line = refusal(config(*words), world_size=8)
     ranks = re.search(r"; ([\d,]+) ranks and ", line)
     assert ranks is not None, line
     number = int(ranks[1].replace(",", ""))
-    assert refusal(config(*words, *advised(line)), world_size=number) == ""
-    assert refusal(config(*words, *advised(line)), world_size=number // 2) != ""
+    assert refusal(config(*words, *suggested(line)), world_size=number) == ""
+    assert refusal(config(*words, *suggested(line)), world_size=number // 2) != ""
 
 
-def test_a_job_that_nothing_can_help() -> None:
+def test_job_that_no_change_makes_fit() -> None:
     line = refusal(config("model=70b"), world_size=8)
     assert line.endswith(" GB"), line
-    assert "no setting of parallel and train.micro_batch_size takes less than" in line
+    assert "no setting of parallel and train.micro_batch_size needs less than" in line

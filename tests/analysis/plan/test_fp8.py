@@ -1,4 +1,4 @@
-"""fp8 in the plan: what it saves of memory and time, term by term, which blocks it is about, and how it is told."""
+"""fp8 in the plan: savings of memory and time, term by term, the blocks in fp8, and the text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.plan.fp8 import BLOCK, WORKSPACE_BYTES, blocks_in_fp8, flops_share, maps_of
+from harness.analysis.plan.fp8 import BLOCK, WORKSPACE_BYTES, blocks_in_fp8, flops_share, fp8_projections
 from harness.analysis.plan.memory import memory
 from harness.analysis.plan.plan import Plan, plan
 from harness.analysis.plan.render import as_dict, render
@@ -27,7 +27,7 @@ DEVICE = """\
   other                0.10 GB  batch and workspaces
   outside              2.25 GB  CUDA context, NCCL, fragmentation
   total                64.6 GB  of 150.1 GB (cluster.memory_gb)
-compute of a device in a step
+compute per device and step
   GEMM in blocks     0.208 s  53.0 %
   attention            93 ms  23.7 %
   elementwise        40.1 ms  10.2 %
@@ -51,7 +51,7 @@ def base() -> Config:
 
 
 def config(**values: Any) -> Config:
-    """The job in fp8, but for some values, each in the section that knows its name."""
+    """The fp8 job with some values replaced, each in the config section that has its name."""
     cfg = base()
     changed: dict[str, Any] = {}
     for name in ("parallel", "train"):
@@ -79,7 +79,7 @@ def step_s(**values: Any) -> float:
     return seconds
 
 
-def test_inputs_of_products_are_kept_in_one_byte() -> None:
+def test_inputs_of_fp8_gemms_are_saved_in_one_byte() -> None:
     in_bf16 = planned(**BF16).memory.kept_bytes
     saved = NUM_BLOCKS * TOKENS * (DIM + WIDE)
     assert kept() == kept(recipe=Fp8Recipe.delayed) == in_bf16 - saved
@@ -89,26 +89,26 @@ def test_inputs_of_products_are_kept_in_one_byte() -> None:
     assert kept(mlp=False) == in_bf16
 
 
-def test_selective_checkpointing_is_for_bf16() -> None:
+def test_selective_checkpointing_helps_only_bf16() -> None:
     statistics = NUM_BLOCKS * TOKENS * 2 * 4
     assert kept(**SELECTIVE) == kept() - statistics
     assert planned(**SELECTIVE, **BF16).memory.peak_bytes < 0.8 * planned(**BF16).memory.peak_bytes
     assert planned(**FULL).memory.peak_bytes < planned(**FULL, **BF16).memory.peak_bytes
 
 
-def test_blocks_that_stay_in_bf16() -> None:
+def test_blocks_kept_in_bf16() -> None:
     some = {"keep_first_blocks": 2, "keep_last_blocks": 3}
     cfg = config(**some)
     assert blocks_in_fp8(cfg) == range(2, 21)
-    assert [maps_of(cfg, block).mlp for block in (0, 1, 2, 20, 21)] == [False, False, True, True, False]
+    assert [fp8_projections(cfg, block).mlp for block in (0, 1, 2, 20, 21)] == [False, False, True, True, False]
     assert kept(**some) == planned(**BF16).memory.kept_bytes - 19 * TOKENS * (DIM + WIDE)
     assert flops_share(cfg) == pytest.approx(19 / 24 * flops_share(config()))
     assert step_s() < step_s(**some) < step_s(**BF16)
     assert not blocks_in_fp8(config(**BF16))
 
 
-def test_the_fullest_block_is_among_those_that_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block, against the few whose peaks bound the others."""
+def test_peak_block_is_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak over all blocks equals the peak over the candidates."""
     for some in ({"keep_first_blocks": 5}, {"keep_last_blocks": 7, "batch_size": 1}):
         for more in (FULL, {"reshard_after_forward": True}, {"micro_batch_size": 1}):
             cfg = config(**some, **more)
@@ -118,7 +118,7 @@ def test_the_fullest_block_is_among_those_that_are_looked_at(monkeypatch: pytest
                 assert memory(cfg, world_size=1) == few
 
 
-def test_what_a_step_gains() -> None:
+def test_fp8_step_is_faster() -> None:
     assert step_s(recipe=Fp8Recipe.delayed) < step_s() < step_s(**BF16), "a look less, at weights"
     assert step_s(recipe=Fp8Recipe.block) > step_s(), "what SwiGLU makes is written in bf16 first"
     assert step_s(compile=False) > step_s(), "a look costs more"
@@ -129,7 +129,7 @@ def test_what_a_step_gains() -> None:
     assert "the emulated engine is slower than bf16" in render(slow)
 
 
-def test_the_text_names_the_rate_that_was_assumed() -> None:
+def test_text_names_the_assumed_rate() -> None:
     text = render(planned())
     assert DEVICE in text
     assert ASSUMED in text

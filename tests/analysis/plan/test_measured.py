@@ -1,4 +1,4 @@
-"""The plan against every step that was measured on a GPU: time, memory, and which configurations it speaks for."""
+"""The plan against every step measured on a GPU: time, memory, and the configurations that are covered."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_each_configuration_is_predicted_by_the_others() -> None:
     assert max(map(abs, errors.values())) < TOLERANCE, errors
 
 
-def test_the_rates_in_use_are_the_fitted_ones() -> None:
+def test_rates_in_use_are_the_fitted_ones() -> None:
     fitted = fit(steps())
     for name in FITTED:
         assert getattr(RATES, name) == pytest.approx(getattr(fitted, name), rel=FIT_TOLERANCE), name
@@ -56,7 +56,7 @@ def test_far_fewer_rates_are_fitted_than_configurations_measured() -> None:
     assert len({step.row.overrides for step in steps()}) > 5 * len(FITTED)
 
 
-def test_the_ranges_are_those_of_the_measured_steps() -> None:
+def test_ranges_are_those_of_the_measured_steps() -> None:
     measured = [sizes(step.cfg, world_size=1) for step in steps()]
     for each in measured[0]:
         values = [row[each] for row in measured]
@@ -86,7 +86,7 @@ def test_the_ranges_are_those_of_the_measured_steps() -> None:
         (["model.num_heads=8", "model.num_kv_heads=8"], "256 numbers per head (measured up to 128)"),
     ],
 )
-def test_a_time_without_measurement_says_so_in_one_line(overrides: list[str], reason: str) -> None:
+def test_unmeasured_time_is_reported_as_an_estimate(overrides: list[str], reason: str) -> None:
     planned = plan(config(*overrides), world_size=1)
     assert any(each.startswith(reason) for each in planned.unmeasured), planned.unmeasured
     (line,) = (line for line in render(planned).splitlines() if "  basis " in line)
@@ -94,14 +94,14 @@ def test_a_time_without_measurement_says_so_in_one_line(overrides: list[str], re
     assert reason in line
 
 
-def test_several_ranks_are_an_estimate_alone_and_in_a_table() -> None:
+def test_several_ranks_are_an_estimate() -> None:
     plans = [plan(config(), world_size=ranks) for ranks in (1, 2)]
     assert [each.unmeasured for each in plans] == [[], ["several ranks"]]
     assert f"time: {ESTIMATE}several ranks\n" in render_table(plans)
     assert ESTIMATE not in render_table(plans[:1])
 
 
-def test_a_given_mfu_leaves_communication_to_be_estimated() -> None:
+def test_given_mfu_leaves_communication_estimated() -> None:
     slow = config("precision=fp32", "cluster=h100")
     assert unmeasured(slow, world_size=1, is_mfu_given=True) == []
     assert unmeasured(slow, world_size=4, is_mfu_given=True) == ["several ranks"]

@@ -1,4 +1,4 @@
-"""The plan against FSDP2 itself: shards, collectives and memory of a step that was made without numbers."""
+"""The plan against FSDP2 itself: shards, collectives and memory of a step on fake tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def words_of(case: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def shadows() -> dict[str, dict[str, Any]]:
-    """All steps, in one process of their own: a fake process group is nothing to leave behind."""
+    """All steps, in a separate process, because a fake process group must not remain in this one."""
     lines = "".join(f"{CASES[case][0]} {' '.join(words_of(case))}\n" for case in CASES)
     command = [sys.executable, "-m", "tests.analysis.plan.shadow"]
     done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
@@ -60,12 +60,12 @@ def case(request: pytest.FixtureRequest, shadows: dict[str, dict[str, Any]]) -> 
     return load(words_of(request.param)), CASES[request.param][0], shadows[request.param]
 
 
-def test_shards_are_as_large_as_planned(case: tuple[Config, int, dict[str, Any]]) -> None:
+def test_shard_sizes_match_the_plan(case: tuple[Config, int, dict[str, Any]]) -> None:
     cfg, ranks, seen = case
     assert memory(cfg, world_size=ranks).parts.weights == seen["weights"] == seen["gradients"]
 
 
-def test_collectives_are_those_of_the_plan(case: tuple[Config, int, dict[str, Any]]) -> None:
+def test_collectives_match_the_plan(case: tuple[Config, int, dict[str, Any]]) -> None:
     cfg, ranks, seen = case
     planned = collectives(cfg, world_size=ranks)
     calls = {f"{call.kind} {call.num_bytes}": call.num_calls for call in planned}
@@ -75,8 +75,8 @@ def test_collectives_are_those_of_the_plan(case: tuple[Config, int, dict[str, An
     }, "replicas are summed in the last micro-batch only"
 
 
-def test_memory_is_what_the_plan_says(case: tuple[Config, int, dict[str, Any]]) -> None:
-    """Moments are not there in the shadow, nor are workspaces; what passes through a block was read off a GPU."""
+def test_memory_matches_the_plan(case: tuple[Config, int, dict[str, Any]]) -> None:
+    """The fake step has no moments and no workspaces; temporary bytes of a block were measured on a GPU."""
     cfg, ranks, seen = case
     planned = memory(cfg, world_size=ranks)
     besides = planned.parts.moments + WORKSPACE_BYTES

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from harness.analysis.plan.work import RATES, Rates, Work, memory_bytes_per_s, work
+from harness.analysis.plan.work import RATES, KernelRates, Work, memory_bytes_per_s, work
 from harness.config.schema import Config
 from tests.analysis.plan.measured import config
 
@@ -15,7 +15,7 @@ TOKENS, LENGTH, DIM, WIDE, KV_DIM, NUM_BLOCKS, VOCABULARY = 8 * 4096, 4096, 2048
 """Of the experiment 1b_bf16."""
 BLOCK_WEIGHTS = DIM * (DIM + 2 * KV_DIM) + DIM * DIM + 3 * DIM * WIDE
 NUM_PARAMETERS = 1_263_634_432
-IDEAL = Rates(
+IDEAL = KernelRates(
     gemm=1.0,
     gemm_overhead=0.0,
     fp8_gemm=1.0,
@@ -25,14 +25,14 @@ IDEAL = Rates(
     bandwidth=1.0,
     quantize_bandwidth=1.0,
 )
-"""Peak rates, so that a part is its FLOPs or bytes alone."""
+"""Peak rates, so that the time of a part is only its FLOPs or bytes."""
 
 
-def kernels(*overrides: str, world_size: int = 1, rates: Rates = IDEAL) -> Work:
+def kernels(*overrides: str, world_size: int = 1, rates: KernelRates = IDEAL) -> Work:
     return of(config(*overrides), world_size=world_size, rates=rates)
 
 
-def of(cfg: Config, *, world_size: int = 1, rates: Rates = IDEAL) -> Work:
+def of(cfg: Config, *, world_size: int = 1, rates: KernelRates = IDEAL) -> Work:
     made = work(cfg, world_size=world_size, rates=rates)
     assert made is not None
     return made
@@ -52,7 +52,7 @@ def test_each_part_is_its_flops_or_bytes() -> None:
     assert made.total_s == pytest.approx(sum(getattr(made, field.name) for field in fields(made)))
 
 
-def test_time_of_the_weights_does_not_shrink_with_the_batch() -> None:
+def test_weight_time_is_independent_of_the_batch() -> None:
     whole, small = kernels(), kernels("train.batch_size=1")
     assert (small.optimizer_s, small.weights_s) == (whole.optimizer_s, whole.weights_s)
     assert small.gemm_s == pytest.approx(whole.gemm_s / 8)
@@ -67,7 +67,7 @@ def test_attention_grows_with_the_sequence_and_gemm_does_not() -> None:
     assert measured[1].attention_s < 7.6 * measured[0].attention_s, "long rows of tiles run at a higher rate"
 
 
-def test_full_checkpointing_repeats_forward_but_for_the_last_gemm() -> None:
+def test_full_checkpointing_repeats_forward_except_the_last_gemm() -> None:
     none, full = kernels(), kernels("parallel.activation_checkpointing=full")
     again = 2 * NUM_BLOCKS * (BLOCK_WEIGHTS - DIM * WIDE) * TOKENS / PEAK
     assert full.gemm_s - none.gemm_s == pytest.approx(again)
@@ -76,7 +76,7 @@ def test_full_checkpointing_repeats_forward_but_for_the_last_gemm() -> None:
     assert in_fp8[1] == pytest.approx(in_fp8[0] * 8 / 6)
 
 
-def test_selective_checkpointing_repeats_norms_and_swiglu_alone() -> None:
+def test_selective_checkpointing_repeats_only_norms_and_swiglu() -> None:
     none, selective = kernels(), kernels("parallel.activation_checkpointing=selective")
     again = 2 * (4 * DIM + 3 * WIDE) * NUM_BLOCKS * TOKENS / BANDWIDTH
     assert selective.total_s - none.total_s == pytest.approx(again)
@@ -91,7 +91,7 @@ def test_resharding_and_micro_batches_cast_weights_again() -> None:
     assert four == pytest.approx(4 * once + 3 * 12 * NUM_PARAMETERS / BANDWIDTH), "gradients are added up"
 
 
-def test_shards_divide_the_optimizer_and_nothing_else_of_the_weights() -> None:
+def test_sharding_divides_only_the_optimizer() -> None:
     one, eight = kernels("train.batch_size=64"), kernels("train.batch_size=64", world_size=8)
     assert eight.optimizer_s == pytest.approx(one.optimizer_s / 8)
     assert eight.weights_s == pytest.approx(one.weights_s * 10 / 12), "copies what was gathered, casts gradients"
@@ -122,7 +122,7 @@ def test_eager_operators_move_more_bytes() -> None:
     assert eager.gemm_s == kernels().gemm_s
 
 
-def test_slower_memory_slows_what_moves_bytes() -> None:
+def test_slower_memory_slows_memory_bound_parts() -> None:
     h200, h100 = kernels(), kernels("cluster=h100")
     assert (h100.gemm_s, h100.attention_s) == (h200.gemm_s, h200.attention_s)
     assert h100.optimizer_s == pytest.approx(h200.optimizer_s * 4800 / 3350)
@@ -130,7 +130,7 @@ def test_slower_memory_slows_what_moves_bytes() -> None:
     assert memory_bytes_per_s(unknown) == pytest.approx(2 * BANDWIDTH)
 
 
-def test_fp32_is_slower_and_needs_no_rate_of_its_own() -> None:
+def test_fp32_is_slower() -> None:
     bf16, fp32 = kernels(), kernels("precision=fp32")
     assert fp32.gemm_s == pytest.approx(bf16.gemm_s * 989 / 67)
     assert fp32.attention_s == pytest.approx(bf16.attention_s * 989 / 67)
@@ -138,7 +138,7 @@ def test_fp32_is_slower_and_needs_no_rate_of_its_own() -> None:
     assert kernels("model.attention=fp32").attention_s == pytest.approx(fp32.attention_s)
 
 
-def test_no_rate_no_time() -> None:
+def test_no_time_without_a_device_rate() -> None:
     assert work(config("cluster=auto"), world_size=1) is None
 
 

@@ -1,4 +1,4 @@
-"""`harness plan`: numbers by hand, exact text, errors in one line."""
+"""`harness plan`: numbers by hand, exact text, errors in only line."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ memory of a device (16 ranks, 1 copy of the model), peak in the loss
   gathered             2.53 GB  unsharded weights of the blocks in use, of embedding and head
   in flight            0.09 GB  collective buffers and unsharded gradients
   activations          6.18 GB  kept for backward, and temporary
-  logits               0.67 GB  one chunk of the loss, and the head's gradient
+  logits               0.67 GB  only chunk of the loss, and the head's gradient
   other                0.07 GB  batch and workspaces
   outside              1.21 GB  CUDA context, NCCL, fragmentation
   total                11.7 GB  of 85.0 GB (cluster.memory_gb)
 data sent by a rank in a step
   all-gather           2.37 GB  25 calls among 16 ranks on 2 machines
   reduce-scatter       4.74 GB  25 calls among 16 ranks on 2 machines
-  inter-node           0.89 GB  of it, through the port of one device
+  inter-node           0.89 GB  of it, through the port of only device
 compute of a device in a step
   GEMM in blocks     46.4 ms  63.3 %
   attention          11.6 ms  15.8 %
@@ -52,7 +52,7 @@ price
   rollback          at most 0.87
 checkpoints
   on disk           15.16 GB each
-  in host memory    30.33 GB per machine: 3 snapshots and the one being saved
+  in host memory    30.33 GB per machine: 3 snapshots and the only being saved
   allowed           20 GB (checkpoint.ring.memory_gb); TOO LITTLE, the run will not start
 a restore loses at most
   rewind            12 steps (on average 7.5), 786,432 tokens, 0.921 s
@@ -115,7 +115,7 @@ def test_a_job_that_does_not_fit_exits_2_after_its_numbers(capsys: pytest.Captur
     output = capsys.readouterr()
     assert "GB  of 85.0 GB (cluster.memory_gb); DOES NOT FIT\n" in output.out
     (line,) = output.err.splitlines()
-    assert line.startswith("harness: cluster.memory_gb: the one rank needs ")
+    assert line.startswith("harness: cluster.memory_gb: the only rank needs ")
     assert line.endswith("; train.micro_batch_size=8 saves 45.4 GB and fits")
 
 

@@ -234,7 +234,7 @@ def test_errors_are_one_line_and_leave_nothing_on_disk(
         ("launch.nproc=2", "launch.nodes=4", "launch.min_nodes=2", "parallel.replicate=4"): (
             r"^launch\.min_nodes: allows 3 of 4 nodes, .* parallel\.replicate: must divide the number of ranks \(6\)"
         ),
-        ("launch.nproc=1", "cluster.memory_gb=0.001"): r"cluster\.memory_gb: the one rank needs",
+        ("launch.nproc=1", "cluster.memory_gb=0.001"): r"cluster\.memory_gb: the only rank needs",
         ("run.name=a:b",): r"run\.dir: the path is part of PYTHONPATH and must have no colon",
     }
     for overrides, line in cases.items():

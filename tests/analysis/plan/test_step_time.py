@@ -1,4 +1,4 @@
-"""Communication and step time by hand: which ranks talk, how much they send, and what is waited for."""
+"""Communication and step time against hand calculations: groups, bytes sent, and waiting."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from harness.analysis.plan.memory import padded
+from harness.analysis.plan.memory import padded_size
 from harness.analysis.plan.plan import num_ranks, plan
-from harness.analysis.plan.step_time import pace
+from harness.analysis.plan.step_time import step_time
 from harness.analysis.plan.traffic import (
     FAR_HOP_S,
     LINK_EFFICIENCY,
@@ -17,7 +17,7 @@ from harness.analysis.plan.traffic import (
     START_S,
     Collective,
     CollectiveKind,
-    Group,
+    RankGroup,
     collectives,
     groups,
     seconds,
@@ -35,7 +35,7 @@ def config(*words: str) -> Config:
 
 
 def sent(words: list[str], world_size: int) -> dict[str, tuple[int, int]]:
-    """(all, of it far) that a rank sends in a step, by kind."""
+    """Kind -> (bytes sent, bytes sent to other machines) by a rank in a step."""
     totals: dict[str, tuple[int, int]] = {}
     for call in collectives(config(*words), world_size=world_size):
         near, far = totals.get(call.kind, (0, 0))
@@ -46,8 +46,10 @@ def sent(words: list[str], world_size: int) -> dict[str, tuple[int, int]]:
 def test_one_machine_sends_each_parameter_once() -> None:
     model = config().model
     count = num_parameters(model)
-    assert count == model.num_layers * padded(block_shapes(model), 8) + padded(root_shapes(model), 8), "no padding"
-    in_root = padded(root_shapes(model), 8)
+    assert count == model.num_layers * padded_size(block_shapes(model), 8) + padded_size(root_shapes(model), 8), (
+        "no padding"
+    )
+    in_root = padded_size(root_shapes(model), 8)
     once = sent([], 8)
     assert once["all_gather"] == (2 * count * 7 // 8, 0)
     assert once["reduce_scatter"] == (4 * count * 7 // 8, 0)
@@ -58,13 +60,13 @@ def test_one_machine_sends_each_parameter_once() -> None:
     assert by_two == {kind: (2 * near, 0) for kind, (near, _) in twice.items()}
 
 
-def test_every_device_lends_its_port() -> None:
+def test_ring_uses_the_ports_of_all_devices() -> None:
     near, far = sent([], 32)["reduce_scatter"]
     assert near == pytest.approx(4 * num_parameters(config().model) * 31 / 32, rel=1e-3)
     assert far == pytest.approx(near / 8, rel=1e-3)
 
 
-def test_replicas_lie_on_different_machines() -> None:
+def test_replicas_are_on_different_machines() -> None:
     cfg = config("parallel.replicate=4")
     shards, replicas = groups(cfg, 32)
     assert (shards.num_ranks, shards.num_nodes, shards.per_node) == (8, 1, 8)
@@ -77,15 +79,15 @@ def test_replicas_lie_on_different_machines() -> None:
     assert [group.per_node for group in crowded] == [2, 4], "four copies on each machine"
 
 
-def test_replicas_sum_once_a_step_whatever_the_number_of_micro_batches() -> None:
+def test_replicas_all_reduce_once_per_step() -> None:
     once, thrice = ["parallel.replicate=4"], ["parallel.replicate=4", "train.batch_size=96", "train.micro_batch_size=1"]
     assert sent(thrice, 32)["all_reduce"] == sent(once, 32)["all_reduce"]
     assert sent(thrice, 32)["reduce_scatter"] == (3 * sent(once, 32)["reduce_scatter"][0], 0)
 
 
-def test_padding_takes_as_long_as_what_counts() -> None:
+def test_padding_takes_compute_time() -> None:
     cfg = config("train.batch_size=64")
-    even, uneven = (pace(cfg, world_size=ranks, mfu=0.5) for ranks in (32, 33))
+    even, uneven = (step_time(cfg, world_size=ranks, mfu=0.5) for ranks in (32, 33))
     assert even is not None
     assert uneven is not None
     assert uneven.work_s == pytest.approx(even.work_s), "the largest share is two sequences on both"
@@ -94,7 +96,7 @@ def test_padding_takes_as_long_as_what_counts() -> None:
 
 def test_seconds_of_a_ring() -> None:
     cluster = config().cluster
-    group = Group(num_ranks=16, num_nodes=2, per_node=8)
+    group = RankGroup(num_ranks=16, num_nodes=2, per_node=8)
     call = Collective(kind=CollectiveKind.all_gather, of="block", num_calls=1, num_bytes=16 * 10**9, group=group)
     wire_s = 15 / (8 * 50 * LINK_EFFICIENCY)
     assert seconds(call, cluster) == pytest.approx(START_S + 14 * NEAR_HOP_S + FAR_HOP_S + wire_s)
@@ -103,25 +105,25 @@ def test_seconds_of_a_ring() -> None:
 
 def test_one_rank_does_not_communicate() -> None:
     cfg = load(["+experiment=1b_bf16"])
-    alone = pace(cfg, world_size=1)
+    alone = step_time(cfg, world_size=1)
     assert alone is not None
     assert (alone.traffic_s, alone.waiting_s) == (0.0, 0.0)
     assert alone.step_time_s == alone.work_s == alone.parts.total_s
     assert alone.mfu == alone.device_mfu
 
 
-def test_a_given_mfu_replaces_the_kernel_time() -> None:
+def test_given_mfu_replaces_the_kernel_time() -> None:
     cfg = load(["+experiment=1b_bf16"])
-    given = pace(cfg, world_size=1, mfu=0.4)
+    given = step_time(cfg, world_size=1, mfu=0.4)
     assert given is not None
     assert given.mfu == pytest.approx(0.4)
     assert given.tokens_per_s == pytest.approx(0.4 * 989e12 / 9.604e9, rel=1e-3)
 
 
-def test_slow_links_are_waited_for_and_fast_ones_hide() -> None:
+def test_only_slow_links_cause_waiting() -> None:
     cfg = load(["+experiment=1b_bf16", "train.batch_size=64", "launch.nproc=8"])
     fast, slow, unknown = (
-        pace(replace(cfg, cluster=replace(cfg.cluster, inter_node_gb_s=rate)), world_size=32, mfu=0.5)
+        step_time(replace(cfg, cluster=replace(cfg.cluster, inter_node_gb_s=rate)), world_size=32, mfu=0.5)
         for rate in (50.0, 0.5, None)
     )
     assert fast is not None
@@ -136,7 +138,7 @@ def test_slow_links_are_waited_for_and_fast_ones_hide() -> None:
     assert unknown.traffic_s is None
 
 
-def test_the_plan_of_a_price() -> None:
+def test_price_of_a_run() -> None:
     read = plan(config("cluster.price_per_gpu_hour=3.6", "train.num_steps=500"), world_size=8)
     assert read.step_time_s is not None
     assert read.price is not None
@@ -159,5 +161,5 @@ def test_the_plan_of_a_price() -> None:
         (["launch=slurm", "launch.slurm.gpus_per_node=4", "cluster=h100", "launch.nodes=3"], 12),
     ],
 )
-def test_ranks_that_a_configuration_asks_for(words: list[str], ranks: int) -> None:
+def test_number_of_ranks_of_a_configuration(words: list[str], ranks: int) -> None:
     assert num_ranks(load(words)) == ranks
