@@ -111,7 +111,7 @@ def _change_fp8(evidence: Evidence) -> tuple[str, str]:
         name, num = ("keep_first_blocks", first) if first < last else ("keep_last_blocks", last)
         if num <= max(1, num_layers // KEPT_SHARE) < num_layers:
             kept = _setting(evidence, f"precision.fp8.{name}", 0)
-            return "keep these blocks in bf16", f"precision.fp8.{name}={max(num, int(kept))}"
+            return "keep the affected blocks in bf16", f"precision.fp8.{name}={max(num, int(kept))}"
     if evidence.run.settings.get("precision.fp8.recipe") != "block":
         return "use one fp8 scale for every 128 values", "precision.fp8.recipe=block"
     return "compute in bf16", "precision=bf16"

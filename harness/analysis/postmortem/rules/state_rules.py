@@ -115,7 +115,7 @@ def fp16_overflow(evidence: Evidence, measures: Measures) -> RuleResult:
             cause,
             0.0,
             None,
-            Reason(f"the run uses {precision}, which does not have fp16's small range", Panel.scale),
+            Reason(f"the run uses {precision}, which does not overflow like fp16", Panel.scale),
         )
     broken = [record for record in measures.during if not math.isfinite(record.grad_norm)]
     around = range(evidence.onset - 1, evidence.incident.last + SCALE_ROWS)
