@@ -22,7 +22,7 @@ from harness.core.rundir import RunDir, write_atomically
 from harness.drills import campaign as campaigns
 from harness.drills import directories
 from harness.drills.campaign import Campaign, DrawnFault, Round
-from harness.drills.drill_record import DrillRecord, DrillEvidence, gather
+from harness.drills.drill_record import DrillEvidence, DrillRecord, gather
 from launch.cli.parser import CommandParser
 from launch.drills.fault_environment import PlainEnvironment
 from launch.drills.runner import train_twin, train_victim
@@ -57,7 +57,9 @@ def main(argv: Sequence[str]) -> int:
     started_s, done = time.monotonic(), list[Round]()
     number = args.round or 0
     while True:
-        drawn = campaigns.draw_faults(known, seed=args.seed, number=number, num_steps=cfg.train.num_steps, num_ranks=num_ranks)
+        drawn = campaigns.draw_faults(
+            known, seed=args.seed, number=number, num_steps=cfg.train.num_steps, num_ranks=num_ranks
+        )
         done.append(run_round(cfg, root, drawn, twin, seed=args.seed, number=number))
         report(campaigns.round_line(done[-1]))
         minutes = (time.monotonic() - started_s) / 60
@@ -87,7 +89,9 @@ def clear_rounds(root: Path, *, keep_rounds: bool) -> None:
         write_atomically(root / REPORT, "{}\n")
 
 
-def run_round(cfg: Config, root: Path, drawn: Sequence[DrawnFault], twin: DrillEvidence, *, seed: int, number: int) -> Round:
+def run_round(
+    cfg: Config, root: Path, drawn: Sequence[DrawnFault], twin: DrillEvidence, *, seed: int, number: int
+) -> Round:
     """One run with its faults, restarted as often as they require."""
     victim = RunDir(root / f"round-{number:03d}")
     directories.create_directory(cfg, victim)
@@ -95,7 +99,11 @@ def run_round(cfg: Config, root: Path, drawn: Sequence[DrawnFault], twin: DrillE
     plan = campaigns.make_plan(drawn, seed=seed, number=number)
     DrillRecord(name=victim.path.name, scenario=scenario, plan=plan, twin="twin").write(victim)
     train_victim(
-        PlainEnvironment(cfg=cfg), victim, max_starts=scenario.expected.starts + 1, limit_s=scenario.limit_s, report=lambda _: None
+        PlainEnvironment(cfg=cfg),
+        victim,
+        max_starts=scenario.expected.starts + 1,
+        limit_s=scenario.limit_s,
+        report=lambda _: None,
     )
     return campaigns.score_round(drawn, gather(victim), twin, number=number)
 

@@ -127,7 +127,9 @@ def verify_command(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     run = open_run_dir(args.run)
     paths = (
-        find_named(run, args.name) if args.name else [checkpoint.path for checkpoint in catalog.list_checkpoints(run.checkpoints)]
+        find_named(run, args.name)
+        if args.name
+        else [checkpoint.path for checkpoint in catalog.list_checkpoints(run.checkpoints)]
     )
     if not paths:
         print(f"{run.path} has no checkpoints")
@@ -152,7 +154,9 @@ def prune_command(arguments: Sequence[str]) -> int:
             catalog.read_health(checkpoint.path)  # raises with the reason; nothing is deleted
 
     def list_expendable() -> list[Checkpoint]:
-        return catalog.select_for_deletion(catalog.list_checkpoints(run.checkpoints), keep=keep, keep_every_steps=keep_every_steps)
+        return catalog.select_for_deletion(
+            catalog.list_checkpoints(run.checkpoints), keep=keep, keep_every_steps=keep_every_steps
+        )
 
     deleted_bytes: list[int] = []
     for checkpoint in list_expendable():
@@ -196,7 +200,9 @@ def open_run_dir(path: str) -> RunDir:
 
 def find_named(run: RunDir, names: Sequence[str]) -> list[Path]:
     """Checkpoints by name, also damaged ones."""
-    listed = [checkpoint.path for checkpoint in catalog.list_checkpoints(run.checkpoints)] + catalog.list_damaged(run.checkpoints)
+    listed = [checkpoint.path for checkpoint in catalog.list_checkpoints(run.checkpoints)] + catalog.list_damaged(
+        run.checkpoints
+    )
     paths = {path.name: path for path in listed}
     for name in names:
         require(name in paths, name, f"no such checkpoint; {run.path} has {', '.join(paths) or 'none'}")

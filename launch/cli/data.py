@@ -116,13 +116,15 @@ def inspect_batch(arguments: Sequence[str]) -> int:
     cfg = compose.load(args.overrides)
     import torch
 
-    from harness.data.batch_view import view_batch, render
+    from harness.data.batch_view import render, view_batch
     from harness.data.order.ledger import Ledger
-    from harness.data.sources import read_recorded_data, open_data
+    from harness.data.sources import open_data, read_recorded_data
 
     ledger = Ledger() if cfg.run.name is None else Ledger.load(locate(cfg).ledger, writer=False)
     recorded = None if cfg.run.name is None else read_recorded_data(locate(cfg))
-    batches, held_out = open_data(cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=ledger, recorded=recorded)
+    batches, held_out = open_data(
+        cfg, rank=0, world_size=1, device=torch.device("cpu"), ledger=ledger, recorded=recorded
+    )
     try:
         chosen = held_out if args.held_out else batches
         excluded = not args.held_out and ledger.is_excluded(args.batch)

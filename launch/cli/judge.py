@@ -58,7 +58,9 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def find_incidents(rows: Iterable[StepRecord], detectors: Detectors, policy: Policy, trace: Trace) -> list[IncidentGroup]:
+def find_incidents(
+    rows: Iterable[StepRecord], detectors: Detectors, policy: Policy, trace: Trace
+) -> list[IncidentGroup]:
     """All incidents of a log in order; the points for the plot go to `trace`."""
     incidents = IncidentGrouper(detectors.cfg)
     ended: list[IncidentGroup] = []

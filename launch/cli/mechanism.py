@@ -19,7 +19,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.analysis.mechanism.experiment import CELLS, Cell, Effect, answer_questions, measure_effect, burst_plan, effects_table
+from harness.analysis.mechanism.experiment import (
+    CELLS,
+    Cell,
+    Effect,
+    answer_questions,
+    burst_plan,
+    effects_table,
+    measure_effect,
+)
 from harness.config.compose import load
 from harness.config.errors import EXIT_DONE, require
 from harness.core import events
@@ -71,7 +79,9 @@ def main(argv: Sequence[str]) -> int:
     burst = {cell: [records(trial) for trial in trials] for cell, trials in burst_trials.items()}
     clean = {cell: [records(trial) for trial in trials] for cell, trials in clean_trials.items()}
     effects = {
-        cell: [measure_effect(with_burst, without) for with_burst, without in zip(burst[cell], clean[cell], strict=True)]
+        cell: [
+            measure_effect(with_burst, without) for with_burst, without in zip(burst[cell], clean[cell], strict=True)
+        ]
         for cell in CELLS
     }
     report = f"{effects_table(effects)}\n" + "".join(f"- {line}\n" for line in answer_questions(effects))

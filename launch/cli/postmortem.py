@@ -11,7 +11,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.analysis.postmortem.gather import find_incident, folder_of, incidents, remarks, read_non_step_events
+from harness.analysis.postmortem.gather import find_incident, folder_of, incidents, read_non_step_events, remarks
 from harness.analysis.postmortem.write import MARKDOWN, write_folder
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.core.events import Incident

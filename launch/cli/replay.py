@@ -87,14 +87,14 @@ def replay(run: RunDir, cfg: Config, args: Namespace) -> Path:
     path = history.find_path(log, iteration, good)
     report = run.incidents / (f"{args.incident:03d}" if args.incident else f"iteration-{iteration}") / "replay.json"
 
-    from harness.analysis.replay.rerun import ReplayRequest, run_worker, replay_config
+    from harness.analysis.replay.rerun import ReplayRequest, replay_config, run_worker
     from launch.local import start
 
     order = ReplayRequest(
         run=run.path.resolve(),
         report=Path(),
         checkpoint=path.checkpoint,
-        path=path.records,
+        steps=path.records,
         older=history.older_checkpoint(log, iteration, good, path.checkpoint),
         exactly=ranks == log.world_size(iteration) and not cfg.parallel.compile,
         with_samples=args.batch,

@@ -77,7 +77,7 @@ class JobEnd:
 
     @property
     def reached(self) -> CheckpointAge | None:
-        return max((age for age in (self.good, self.list_checkpoints) if age is not None), default=None)
+        return max((age for age in (self.good, self.saved) if age is not None), default=None)
 
 
 class JobExit(NamedTuple):
@@ -170,7 +170,7 @@ def read_ends(run: RunDir) -> list[JobEnd]:
 def parse_end(fields: Mapping[str, Any]) -> JobEnd:
     """Parse a line of requeues.jsonl; raises TypeError or ValueError if it is invalid."""
     end = JobEnd(**fields)
-    good, saved = ((age[0], age[1]) if age else None for age in (end.good, end.list_checkpoints))
+    good, saved = ((age[0], age[1]) if age else None for age in (end.good, end.saved))
     return replace(end, good=good, saved=saved, excluded=exclusions_from_json(fields.get("excluded", ())))
 
 

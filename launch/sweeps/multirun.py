@@ -100,7 +100,7 @@ def run_missing_jobs(directory: Path, sweep: Sweep, cfgs: dict[str, Config]) -> 
     finish_in_mlflow(directory, pending)
     rejected = [EXIT_BAD_CONFIG for job in sweep.jobs if job.problem]
     outcomes = Counter(describe_outcome(code) for code in [*codes.values(), *rejected])
-    print(render_summary(directory, outcomes, len(runs) - len(codes), sweep.override_list))
+    print(render_summary(directory, outcomes, len(runs) - len(codes), sweep.words))
     return EXIT_INTERRUPTED if stopped else worst_exit_code([*before, *codes.values()])
 
 

@@ -114,7 +114,9 @@ def test_peak_block_is_among_the_candidates(monkeypatch: pytest.MonkeyPatch) -> 
             cfg = config(**some, **more)
             few = memory(cfg, world_size=1)
             with monkeypatch.context() as patch:
-                patch.setattr("harness.analysis.plan.memory._of_interest", lambda cfg: set(range(cfg.model.num_layers)))
+                patch.setattr(
+                    "harness.analysis.plan.memory._peak_candidates", lambda cfg: set(range(cfg.model.num_layers))
+                )
                 assert memory(cfg, world_size=1) == few
 
 

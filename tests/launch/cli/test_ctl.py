@@ -367,4 +367,4 @@ def test_a_user_without_a_name_is_recorded_by_uid(
     asked = stop_requests.read(run)
     assert asked is not None
     assert asked.who == "user 12345"
-    assert rundir.intervention_event({}, iteration=1).who == "user 12345"
+    assert rundir.make_config_change_event({}, iteration=1).who == "user 12345"

@@ -21,7 +21,7 @@ def test_a_run_directory_with_its_numbers_and_as_json(tmp_path: Path, capsys: py
     assert main(["diagnose", run]) == 10
     shown = capsys.readouterr().out
     assert "Q1.2  What was the dtype regime?\n      fp32 " in shown
-    assert shown.splitlines()[-1] == "=> not finite from step 150 on ranks 1; layer groups not named"
+    assert shown.splitlines()[-1] == "=> non-finite from step 150: ranks 1; layer groups not known"
     assert main(["diagnose", run, "--json"]) == 10
     result = json.loads(capsys.readouterr().out)
     assert (result["finds"], result["exit_code"]) == ("not_finite", 10)
@@ -35,13 +35,13 @@ def test_a_csv_of_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["diagnose", csv(tmp_path / "b.csv", spiked)]) == 20
     assert "back at step 403" in capsys.readouterr().out
     assert main(["diagnose", csv(tmp_path / "c.csv", [*losses(300), math.nan]), "--precision", "bf16"]) == 10
-    assert "as fp32, or an overflow from the exponent" in capsys.readouterr().out
+    assert "as for fp32, or an overflow of the exponent" in capsys.readouterr().out
 
 
 def test_a_run_without_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = stories.write(tmp_path / "run", [])
     assert main(["diagnose", str(run.path)]) == 0
-    assert capsys.readouterr().out == "=> no step is in the log yet\n"
+    assert capsys.readouterr().out == "=> the log has no steps yet\n"
 
 
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`harness plan`: numbers by hand, exact text, errors in only line."""
+"""`harness plan`: numbers by hand, exact text, errors in one line."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ model 1b
   parameters        1,263,634,432
   per token         9.604 GFLOP
   per step          65,536 tokens, 629.4 TFLOP
-memory of a device (16 ranks, 1 copy of the model), peak in the loss
+memory per device (16 ranks, 1 replica of the model), peak in the loss
   weights              0.32 GB  fp32, this rank's shard
   moments              0.63 GB  fp32, both of AdamW's, this rank's shard
   gradients            0.00 GB  fp32, this rank's shard
   gathered             2.53 GB  unsharded weights of the blocks in use, of embedding and head
   in flight            0.09 GB  collective buffers and unsharded gradients
   activations          6.18 GB  kept for backward, and temporary
-  logits               0.67 GB  only chunk of the loss, and the head's gradient
+  logits               0.67 GB  one chunk of the loss, and the head's gradient
   other                0.07 GB  batch and workspaces
   outside              1.21 GB  CUDA context, NCCL, fragmentation
   total                11.7 GB  of 85.0 GB (cluster.memory_gb)
-data sent by a rank in a step
+data sent per rank and step
   all-gather           2.37 GB  25 calls among 16 ranks on 2 machines
   reduce-scatter       4.74 GB  25 calls among 16 ranks on 2 machines
-  inter-node           0.89 GB  of it, through the port of only device
-compute of a device in a step
+  inter-node           0.89 GB  part of it, through the network port of one device
+compute per device and step
   GEMM in blocks     46.4 ms  63.3 %
   attention          11.6 ms  15.8 %
   elementwise        7.17 ms   9.8 %
@@ -52,7 +52,7 @@ price
   rollback          at most 0.87
 checkpoints
   on disk           15.16 GB each
-  in host memory    30.33 GB per machine: 3 snapshots and the only being saved
+  in host memory    30.33 GB per machine: 3 snapshots and the one being saved
   allowed           20 GB (checkpoint.ring.memory_gb); TOO LITTLE, the run will not start
 a restore loses at most
   rewind            12 steps (on average 7.5), 786,432 tokens, 0.921 s
@@ -69,7 +69,7 @@ ranks  memory  fits  sent  inter-node  compute  waiting     step     MFU    toke
    64    55.4   yes  7.46        0.93  0.537 s  4.48 ms  0.542 s  58.8 %   3,872,135
   512    10.8   yes  7.57        0.95  72.5 ms  81.8 ms  0.154 s  25.8 %  13,589,083
 
-memory: GB of a device; sent: GB that a rank sends in a step; inter-node: GB of it to other machines
+memory: GB per device; sent: GB per rank and step; inter-node: part of sent that goes to other machines
 time: estimate without measurement: several ranks; not an H200; 262,144 tokens per micro-batch (measured up to 131,072)
 memory: 1.00 GB outside torch, and 2 % fragmentation
 compute: GEMM at 70.4 % and attention at 53.9 % of the bf16 rate at most, 86.7 % of the memory's bandwidth
@@ -165,7 +165,7 @@ def test_times_need_a_peak_rate(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_padding_of_uneven_shards_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "  padding           1 of 9 sequences (11.1 %): ranks have uneven shares" in run_plan(
+    assert "  padding           1 of 9 sequences (11.1 %): the batch does not divide evenly" in run_plan(
         "launch.nproc=3", capsys=capsys
     )
     assert "  padding" not in run_plan("launch.nproc=4", capsys=capsys)

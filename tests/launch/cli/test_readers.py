@@ -133,7 +133,8 @@ def run_replay(run: RunDir, output: Path) -> tuple[int, str]:
 @pytest.mark.full
 def test_a_replay_writes_its_result_and_nothing_else(complete_run: RunDir, tmp_path: Path) -> None:
     shutil.copytree(
-        catalog.list_checkpoints(complete_run.checkpoints)[0].path, complete_run.checkpoints / ".step-00000050-gen-0.part"
+        catalog.list_checkpoints(complete_run.checkpoints)[0].path,
+        complete_run.checkpoints / ".step-00000050-gen-0.part",
     )
     before = tree(complete_run.path)
     code, stderr = run_replay(complete_run, tmp_path / "output")
