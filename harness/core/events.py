@@ -140,7 +140,7 @@ class ReducedRecord(Event):
 
 @dataclass(slots=True, kw_only=True)
 class StepRecord(ReducedRecord):
-    """One iteration as it is logged: the reduced record, and measurements of rank 0 alone.
+    """One iteration as it is logged: the reduced record, and measurements of rank 0.
 
     The fields of this class differ between ranks. They are for readers and decide nothing.
     """

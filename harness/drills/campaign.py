@@ -2,7 +2,7 @@
 
 Why: a scenario tests one known fault. Real failures are often unforeseen combinations.
 How: a round is a pure function of (seed, number): one to three scenarios, with their faults moved to other iterations
-and ranks, far enough apart to be told from each other. All rounds share one twin, so only scenarios with the common
+and ranks, far enough apart to be distinguished. All rounds share one twin, so only scenarios with the common
 training config take part. A round is lost if its run does not end as expected or breaks one of the promised bounds
 (`PROMISED`). A fault that was survived but not detected is counted, and is not a loss.
 """
@@ -75,10 +75,10 @@ def draw_faults(
     """Draw the faults of one round; a pure function of seed and number."""
     check_length(num_steps)
     rng = random.Random(f"{seed}/{number}")
-    room = num_steps - EARLIEST - MARGIN
+    span = num_steps - EARLIEST - MARGIN
     num_faults = rng.randint(1, MOST_FAULTS)
     names = rng.sample(sorted(known), min(num_faults, len(known)))
-    places = sorted(rng.sample(range(room - (len(names) - 1) * (MARGIN - 1)), len(names)))
+    places = sorted(rng.sample(range(span - (len(names) - 1) * (MARGIN - 1)), len(names)))
     drawn = []
     for place, (offset, name) in enumerate(zip(places, names, strict=True)):
         fault = known[name].fault

@@ -167,7 +167,7 @@ class DrillEvidence:
         return total_s
 
     @property
-    def said(self) -> list[str]:
+    def output_lines(self) -> list[str]:
         """Every line that an operator would have seen: of the run, the launcher and the runner."""
         own = [line for event in self.events if (line := event_line(event)) is not None]
         return [*own, *(line for start in self.starts for line in start.said), *self.notes]

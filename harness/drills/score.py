@@ -162,7 +162,7 @@ def detect(expected: Expected, fault: Fault, number: int, victim: DrillEvidence)
     if not expected.findings and not expected.notices:
         return Detection(since=since)
     found = [item for item in victim.of(Finding) if item.kind in expected.findings and item.iteration >= since]
-    lines = victim.said
+    lines = victim.output_lines
     noticed = [any(text.format(rank=rank) in line for line in lines) for text in expected.notices]
     named_by_finding = [set(item.ranks) == {rank} for item in found if item.ranks][:1]
     named_by_notice = [seen for seen, text in zip(noticed, expected.notices, strict=True) if "{rank}" in text]

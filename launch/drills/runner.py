@@ -132,11 +132,11 @@ def start_here(run: RunDir, *, limit_s: float, wrap: Sequence[str] = ()) -> Star
             stderr=err,
             start_new_session=True,
         )
-        said = []
+        output = []
         try:
             process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            said.append(f"harness: did not end within {limit_s:g} s and was killed")
+            output.append(f"harness: did not end within {limit_s:g} s and was killed")
         except KeyboardInterrupt:
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, signal.SIGTERM)
@@ -145,8 +145,8 @@ def start_here(run: RunDir, *, limit_s: float, wrap: Sequence[str] = ()) -> Star
         finally:
             end_session(process)
     lines = paths[1].read_text(encoding="utf-8", errors="replace").splitlines()
-    said += [line for line in lines if line.startswith("harness: ")]
-    return Start(exit_code=process.returncode, said=said, seconds=round(time.monotonic() - begun_s, 3))
+    output += [line for line in lines if line.startswith("harness: ")]
+    return Start(exit_code=process.returncode, said=output, seconds=round(time.monotonic() - begun_s, 3))
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
@@ -171,8 +171,8 @@ def start_job(run: RunDir) -> Start:
     code = submit.wait_for_job(job).exit_code
     log = run.logs / f"slurm-{job}.log"
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    said = [line for line in lines if line.startswith("harness: ")]
-    return Start(exit_code=code, said=said, seconds=round(time.monotonic() - begun_s, 3))
+    output = [line for line in lines if line.startswith("harness: ")]
+    return Start(exit_code=code, said=output, seconds=round(time.monotonic() - begun_s, 3))
 
 
 def finish_drill(victim: RunDir, *, to_mlflow: bool) -> Card:

@@ -76,9 +76,9 @@ class Cluster:
         assert callable(ready)
         until(ready, lambda: f"{self.lab.command('squeue')}\n{self.logs()}", within_s=within_s)
 
-    def show(self, job: str, word: str) -> str:
+    def show(self, job: str, name: str) -> str:
         lines = self.lab.command("scontrol", "show", "job", "-o", job)
-        return next(each for each in lines.split() if each.startswith(f"{word}=")).partition("=")[2]
+        return next(field for field in lines.split() if field.startswith(f"{name}=")).partition("=")[2]
 
     def wait(self, job: str) -> submit.FinishedJob:
         self.until(lambda: not controller.queue_state(job))
@@ -114,15 +114,15 @@ def paused(cfg: Config) -> RunDir:
 
 
 def is_paused(run: RunDir) -> bool:
-    return any("pause" in str(each.changes) for each in inbox.interventions(run))
+    return any("pause" in str(event.changes) for event in inbox.interventions(run))
 
 
 def losses(run: RunDir) -> dict[int, float]:
-    return {event.step: event.loss for event in events.read(run.events) if isinstance(event, StepRecord)}
+    return {event.step: event.loss for event in events.read_ends(run.events) if isinstance(event, StepRecord)}
 
 
 def run_ended(run: RunDir) -> RunEnded:
-    *_, ended = (event for event in events.read(run.events) if isinstance(event, RunEnded))
+    *_, ended = (event for event in events.read_ends(run.events) if isinstance(event, RunEnded))
     return ended
 
 
@@ -146,11 +146,11 @@ def jobs(cluster: Cluster) -> Jobs:
     first, array, cancelled = submit_by_command(cluster), submit_array(cluster), submit_one(cluster)
     job, run = first
     cluster.until(lambda: is_paused(run))
-    began_s = next(event.time for event in events.read(run.events) if isinstance(event, RunStarted))
+    began_s = next(event.time for event in events.read_ends(run.events) if isinstance(event, RunStarted))
     minutes = int(time.time() - began_s) // 60 + 2
     cluster.lab.command("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
     plain = submit_plain(cluster)
-    cluster.until(lambda: "near its time limit" in (run.logs / f"slurm-{job}.log").read_text())
+    cluster.until(lambda: "nearly up" in (run.logs / f"slurm-{job}.log").read_text())
     cluster.lab.command("scontrol", "update", f"JobId={job}", f"TimeLimit={LONG_MINUTES}")
     return Jobs(first, array, cancelled, plain)
 
@@ -213,11 +213,11 @@ def test_scancel_saves_and_does_not_requeue(jobs: Jobs, cluster: Cluster) -> Non
     job, run = jobs.cancelled
     cluster.until(lambda: is_paused(run))
     cluster.lab.command("scancel", job)
-    assert cluster.wait(job).state == "CANCELLED"
-    assert ends(run) == [(75, False, "ended by scancel or by another requeue")]
+    assert cluster.wait_for_job(job).state == "CANCELLED"
+    assert ends(run) == [(75, False, "ended from outside, by scancel or by a requeue that is not this one's")]
     assert cluster.show(job, "Restarts") == "0"
     assert run_ended(run).exit_code == 75
-    assert [each.step for each in catalog.list_checkpoints(run.checkpoints)] == [run_ended(run).step]
+    assert [checkpoint.step for checkpoint in catalog.list_checkpoints(run.checkpoints)] == [run_ended(run).step]
 
 
 def test_a_killed_task_is_requeued_and_a_halted_run_is_not(jobs: Jobs, cluster: Cluster) -> None:
@@ -225,7 +225,7 @@ def test_a_killed_task_is_requeued_and_a_halted_run_is_not(jobs: Jobs, cluster: 
     killed = runs["killed"]
     cluster.until(lambda: is_paused(killed))
     os.kill(agent_of(cluster, killed), signal.SIGKILL)
-    assert cluster.wait(job) == ("FAILED", 3), "the worst exit code of an array"
+    assert cluster.wait_for_job(job) == ("FAILED", 3), "the worst exit code of an array"
     assert ends(runs["halted"]) == [(3, False, "halted by the sentinel")]
     assert ends(killed) == [(137, True, "crashed with exit code 137"), (0, False, "all steps done")]
     assert run_ended(runs["halted"]).exit_code == 3
@@ -245,14 +245,14 @@ def test_a_job_stops_before_its_time_limit_and_continues_bit_identically(
     jobs: Jobs, cluster: Cluster, ranks: Pool, tmp_path: Path
 ) -> None:
     job, run = jobs.preempted
-    assert cluster.wait(job) == ("COMPLETED", 0)
-    assert ends(run) == [(75, True, "interrupted, resumable"), (0, False, "all steps done")]
+    assert cluster.wait_for_job(job) == ("COMPLETED", 0)
+    assert ends(run) == [(75, True, "asked to leave"), (0, False, "all steps done")]
     assert cluster.show(job, "Restarts") == "1", "the same job"
-    starts = [event for event in events.read(run.events) if isinstance(event, RunStarted)]
+    starts = [event for event in events.read_ends(run.events) if isinstance(event, RunStarted)]
     assert [start.world_size for start in starts] == [2, 2]
     assert starts[1].resumed_from is not None
-    stops = [each for each in inbox.interventions(run) if "stop" in each.changes]
-    assert [(stop.who, stop.reason) for stop in stops] == [("slurm", f"job {job} is near its time limit")]
+    stops = [event for event in inbox.interventions(run) if "stop" in event.changes]
+    assert [(stop.who, stop.reason) for stop in stops] == [("slurm", f"the time of job {job} is nearly up")]
     text = (run.logs / f"slurm-{job}.log").read_text()
     assert text.count("health: 2 nodes, clocks within") == 2, text
     assert text.count(f"harness: job {job}, start") == 2, "both starts write one log"
@@ -263,8 +263,8 @@ def test_a_job_stops_before_its_time_limit_and_continues_bit_identically(
 
 def test_plain_sbatch_on_four_nodes(jobs: Jobs, cluster: Cluster) -> None:
     job, run = jobs.plain
-    assert cluster.wait(job) == ("COMPLETED", 0), cluster.logs()
-    (start,) = (event for event in events.read(run.events) if isinstance(event, RunStarted))
+    assert cluster.wait_for_job(job) == ("COMPLETED", 0), cluster.logs()
+    (start,) = (event for event in events.read_ends(run.events) if isinstance(event, RunStarted))
     assert start.world_size == 4
     assert sorted(losses(run)) == [1, 2, 3, 4]
     known = job_directory.read_job(run)
@@ -277,11 +277,11 @@ def test_plain_sbatch_on_four_nodes(jobs: Jobs, cluster: Cluster) -> None:
 def test_an_unhealthy_node_is_reported_before_the_run_starts(cluster: Cluster) -> None:
     cfg = cluster.config("sick", "parallel.device=cuda", "launch.slurm.max_requeues=0")
     job = submit.submit_run(cfg)
-    assert cluster.wait(job) == ("FAILED", 69)
+    assert cluster.wait_for_job(job) == ("FAILED", 69)
     run = locate(cfg)
     assert ends(run) == [(69, False, "launch.slurm.max_requeues=0 allows no requeue")]
     log = (run.logs / f"slurm-{job}.log").read_text()
-    assert re.search(r"^harness: health: node n\d: has 0 GPUs, expected 1$", log, re.MULTILINE), log
+    assert re.search(r"^harness: health: node n\d: has 0 GPUs, 1 are wanted$", log, re.MULTILINE), log
     assert not run.events.exists()
 
 

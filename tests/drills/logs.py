@@ -59,7 +59,7 @@ def held_out(loss: float, iteration: int = NUM_STEPS) -> EvalRecord:
 
 def ended(iteration: int = NUM_STEPS, number: int = NUM_STEPS, exit_code: int = 0) -> RunEnded:
     time = SECONDS_PER_STEP * iteration
-    return RunEnded(time=time, iteration=iteration, step=number, exit_code=exit_code, reason="told to")
+    return RunEnded(time=time, iteration=iteration, step=number, exit_code=exit_code, reason="done")
 
 
 def finding(iteration: int, kind: FindingKind = FindingKind.nonfinite, **changes: Any) -> Finding:
