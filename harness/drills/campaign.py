@@ -21,7 +21,7 @@ from harness.drills import scenario as scenarios
 from harness.drills.drill_record import DrillEvidence
 from harness.drills.scenario import Bounds, Expected, Scenario
 from harness.drills.score import BoundStatus, check_bounds, detect, format_value, score
-from harness.drills.score_card import aligned, markdown_table
+from harness.drills.score_card import align_columns, markdown_table
 from harness.faults.plan import Fault, FaultKind, FaultPlan
 
 MOST_FAULTS = 3
@@ -233,7 +233,7 @@ HEAD = ("scenario", "injected", "detected", "recovered", "lost")
 def as_text(campaign: Campaign) -> str:
     """The report, for a terminal."""
     rows = [HEAD, *_rows(campaign)]
-    return "\n".join([*aligned(rows), *_closing(campaign)]) + "\n"
+    return "\n".join([*align_columns(rows), *_closing(campaign)]) + "\n"
 
 
 def as_markdown(campaign: Campaign) -> str:

@@ -36,7 +36,7 @@ LABELS = {
 def as_text(card: Card) -> str:
     """One drill, for a terminal."""
     rows = [_row(bound) for bound in card.bounds]
-    lines = [f"drill {card.scenario}: {card.summary}", *(f"  {line}" for line in aligned(rows))]
+    lines = [f"drill {card.scenario}: {card.summary}", *(f"  {line}" for line in align_columns(rows))]
     lines += [f"  remark: {remark}" for remark in card.score.remarks]
     lines.append(f"  {'passed' if card.passed else 'FAILED'}")
     return "\n".join(lines) + "\n"
@@ -71,14 +71,14 @@ def summary(cards: Sequence[Card], skipped: Sequence[tuple[str, str]] = ()) -> s
         numbers = (score.detected, score.latency_steps, score.steps_lost, score.seconds)
         result = "passed" if card.passed else "FAILED"
         rows.append((card.scenario, result, *(format_value(number) for number in numbers), ", ".join(broken)))
-    lines = aligned(rows)
+    lines = align_columns(rows)
     lines += [f"{name} was skipped: {reason}" for name, reason in skipped]
     num_passed = sum(card.passed for card in cards)
     lines.append(f"{num_passed} of {len(cards)} passed")
     return "\n".join(lines) + "\n"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

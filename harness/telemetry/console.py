@@ -186,7 +186,7 @@ def clock(seconds: float) -> str:
 
 
 @final
-class PatientStream(io.TextIOBase):
+class SafeStream(io.TextIOBase):
     """A stream whose reader may go away: a failed write ends the output, not the run."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -234,7 +234,7 @@ class Console:
     def __init__(self, num_steps: int, stream: TextIO | None = None) -> None:
         self.totals = RunTotals()
         self._num_steps = num_steps
-        self._stream = PatientStream(stream or sys.stdout)
+        self._stream = SafeStream(stream or sys.stdout)
         self._last: StepRecord | None = None
         self._shown: StepRecord | None = None
         self._progress: Progress | None = None
@@ -290,7 +290,7 @@ class Console:
             self._progress.refresh()
 
 
-def _make_progress(stream: PatientStream) -> Progress:
+def _make_progress(stream: SafeStream) -> Progress:
     console = RichConsole(file=cast(TextIO, stream), force_terminal=True)
     bar = BarColumn(bar_width=None, complete_style="cyan", finished_style="green")
     return Progress(

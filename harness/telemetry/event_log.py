@@ -32,7 +32,7 @@ from typing import final
 
 from harness.core.events import Event, StepRecord, parse, to_json
 from harness.core.locking import run_lease
-from harness.telemetry.log_index import IndexWriter, covered_until, read_blocks, sampled, whole_lines
+from harness.telemetry.log_index import IndexWriter, covered_until, read_blocks, sample_lines, whole_lines
 
 TAIL_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
@@ -104,7 +104,7 @@ def events_since(path: Path, iteration: int) -> list[Event]:
         num_bytes = min(4 * num_bytes, RECALL_BYTES)
     blocks = read_blocks(path)
     start = max((block.start for block in blocks if block.first is not None and block.first <= iteration), default=0)
-    events = _parse_all(sampled(path, start=start, budget_bytes=RECALL_BYTES, with_extremes=False).lines)
+    events = _parse_all(sample_lines(path, start=start, budget_bytes=RECALL_BYTES, with_extremes=False).lines)
     seen = [place for place, event in enumerate(events) if _is_record_until(event, iteration)]
     return events[seen[-1] + 1 :] if seen else events
 

@@ -7,8 +7,8 @@ range of iterations, the position of every line that is not an ordinary step (fi
 and the step before each of them), and the positions of the extreme values of loss and gradient norm. The run appends
 one line per block to `events.index` beside the log. The index is optional: parts that it does not cover, or covers
 wrongly, are scanned, which costs one pass over the raw lines and no parsing. Readers write nothing.
-`between` and `rare_lines` are exact. `sampled` is exact for a log up to its budget in bytes. From a longer log it takes
-all lines that are not ordinary steps, the extremes of each block, and evenly spaced stretches of ordinary steps.
+`between` and `rare_lines` are exact. `sample_lines` is exact for a log up to its budget in bytes. From a longer log it
+takes all lines that are not ordinary steps, the extremes of each block, and evenly spaced stretches of ordinary steps.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LARGEST_BLOCK_BYTES = 8 << 20
 """A block ends before an ordinary step, or at this size if there is none."""
 SCAN_BYTES = 4 << 20
 BUDGET_BYTES = 64 << 20
-"""Approximate limit of the ordinary steps that `sampled` reads."""
+"""Approximate limit of the ordinary steps that `sample_lines` reads."""
 MOST_BLOCKS = 4096
-"""`sampled` merges blocks beyond this number, so that the number of extremes does not grow with the log."""
+"""`sample_lines` merges blocks beyond this number, so that the number of extremes does not grow with the log."""
 
 NUMBER = rb"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?"
 PLAIN = re.compile(
@@ -150,7 +150,7 @@ def read_blocks(log: Path) -> list[LogBlock]:
     found: list[LogBlock] = []
     with log.open("rb") as file:
         end = 0
-        for block in _indexed(log, file):
+        for block in _read_index(log, file):
             if block.start < end:
                 continue
             found += blocks_of(whole_lines(file, end, block.start), end)
@@ -165,10 +165,10 @@ def covered_until(log: Path) -> int:
     if not log.is_file():
         return 0
     with log.open("rb") as file:
-        return max((block.end for block in _indexed(log, file)), default=0)
+        return max((block.end for block in _read_index(log, file)), default=0)
 
 
-def _indexed(log: Path, file: BinaryIO) -> list[LogBlock]:
+def _read_index(log: Path, file: BinaryIO) -> list[LogBlock]:
     """The blocks in `events.index`; none if it does not match the log. Skips a line that a crash cut short."""
     blocks = []
     try:
@@ -240,7 +240,9 @@ class LogSample(NamedTuple):
     """Whether the sample holds every line."""
 
 
-def sampled(log: Path, *, start: int = 0, budget_bytes: int = BUDGET_BYTES, with_extremes: bool = True) -> LogSample:
+def sample_lines(
+    log: Path, *, start: int = 0, budget_bytes: int = BUDGET_BYTES, with_extremes: bool = True
+) -> LogSample:
     """The whole lines from byte `start` on, or an even sample if they exceed the budget."""
     size_bytes = log.stat().st_size if log.is_file() else 0
     if size_bytes - start <= budget_bytes:

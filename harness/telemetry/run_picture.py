@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.core.events import EvalRecord, Event, RunStarted, StepRecord, parse
-from harness.telemetry.log_index import PLAIN, sampled
+from harness.telemetry.log_index import PLAIN, sample_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,7 @@ def draw(events: Path, out: Path) -> None:
 def collect(events: Path) -> Curves:
     """Read the series of a log."""
     curves = Curves()
-    for line in sampled(events, budget_bytes=BUDGET_BYTES).lines:
+    for line in sample_lines(events, budget_bytes=BUDGET_BYTES).lines:
         if plain := PLAIN.match(line):  # ten times faster than parsing the JSON
             curves.iterations.append(int(plain[1]))
             curves.losses.append(_drawable(float(plain[3])))

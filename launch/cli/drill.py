@@ -55,7 +55,9 @@ def main(argv: Sequence[str]) -> int:
                 print(HELP, end="")
                 return EXIT_DONE if argv else EXIT_BAD_CONFIG
             case ["list"]:
-                print("\n".join(cards.aligned([(name, scenarios.load(name).summary) for name in scenarios.names()])))
+                print(
+                    "\n".join(cards.align_columns([(name, scenarios.load(name).summary) for name in scenarios.names()]))
+                )
                 return EXIT_DONE
             case ["score", *arguments]:
                 return score(arguments)

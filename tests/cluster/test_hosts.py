@@ -96,7 +96,7 @@ def steps(run: RunDir) -> list[StepRecord]:
     return [event for event in events.read(run.events) if isinstance(event, StepRecord)]
 
 
-def ended(agent: Launched, within_s: float) -> tuple[int, str]:
+def wait_for_end(agent: Launched, within_s: float) -> tuple[int, str]:
     return agent.wait(within_s), agent.stderr
 
 
@@ -106,7 +106,7 @@ def test_a_run_survives_a_lost_host_and_a_cut_cable_bit_identically(hosts: Hosts
     agents = start(hosts, run)
     wait_until_trained(run, 15, agents)
     hosts.crash(2)
-    code, err = ended(agents[0], NOTICED_WITHIN_S)
+    code, err = wait_for_end(agents[0], NOTICED_WITHIN_S)
     assert (code, err.splitlines()[-1]) == (1, "harness: node 0 (host1) stops: node 1 (host2) is gone")
     agents[1].wait(NOTICED_WITHIN_S)
     hosts.boot(2)
@@ -116,7 +116,7 @@ def test_a_run_survives_a_lost_host_and_a_cut_cable_bit_identically(hosts: Hosts
     hosts.cut(2)
     lines = []
     for agent in agents:
-        code, err = ended(agent, NOTICED_WITHIN_S)
+        code, err = wait_for_end(agent, NOTICED_WITHIN_S)
         assert code == 1
         lines.append(err.splitlines()[-1])
     assert lines[0].startswith("harness: node 0 (host1) stops: node 1 (host2) has been silent for ")
@@ -125,7 +125,7 @@ def test_a_run_survives_a_lost_host_and_a_cut_cable_bit_identically(hosts: Hosts
 
     single = RunDir(tmp_path / "single" / "run")
     shutil.copytree(run.path, single.path)
-    assert [ended(agent, STARTED_WITHIN_S)[0] for agent in start(hosts, run)] == [0, 0]
+    assert [wait_for_end(agent, STARTED_WITHIN_S)[0] for agent in start(hosts, run)] == [0, 0]
     expected = reference(ranks, tmp_path)
     assert {record.step for record in steps(run)} == set(expected)
     assert [record.loss for record in steps(run)] == [expected[record.step] for record in steps(run)]
@@ -136,7 +136,7 @@ def test_a_run_survives_a_lost_host_and_a_cut_cable_bit_identically(hosts: Hosts
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
     (agent,) = start(hosts, single, num_nodes=1)
-    assert ended(agent, STARTED_WITHIN_S)[0] == 0
+    assert wait_for_end(agent, STARTED_WITHIN_S)[0] == 0
     *_, last = [event for event in events.read(single.events) if isinstance(event, RunStarted)]
     assert (last.world_size, bool(last.resumed_from)) == (1, True)
     assert steps(single)[-1].loss == pytest.approx(expected[80], rel=1e-3)

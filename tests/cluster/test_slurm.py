@@ -106,8 +106,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         assert not lab.processes()
 
 
-def paused(cfg: Config) -> RunDir:
-    """A run that pauses at its first step."""
+def create_paused_run(cfg: Config) -> RunDir:
+    """Create a run that pauses at its first step."""
     run = job_directory.prepare_run(cfg)
     inbox.send(run, Pause(), who="the test", reason="wait for the test")
     return run
@@ -118,11 +118,11 @@ def is_paused(run: RunDir) -> bool:
 
 
 def losses(run: RunDir) -> dict[int, float]:
-    return {event.step: event.loss for event in events.read_ends(run.events) if isinstance(event, StepRecord)}
+    return {event.step: event.loss for event in events.read(run.events) if isinstance(event, StepRecord)}
 
 
 def run_ended(run: RunDir) -> RunEnded:
-    *_, ended = (event for event in events.read_ends(run.events) if isinstance(event, RunEnded))
+    *_, ended = (event for event in events.read(run.events) if isinstance(event, RunEnded))
     return ended
 
 
@@ -146,11 +146,11 @@ def jobs(cluster: Cluster) -> Jobs:
     first, array, cancelled = submit_by_command(cluster), submit_array(cluster), submit_one(cluster)
     job, run = first
     cluster.until(lambda: is_paused(run))
-    began_s = next(event.time for event in events.read_ends(run.events) if isinstance(event, RunStarted))
+    began_s = next(event.time for event in events.read(run.events) if isinstance(event, RunStarted))
     minutes = int(time.time() - began_s) // 60 + 2
     cluster.lab.command("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
     plain = submit_plain(cluster)
-    cluster.until(lambda: "nearly up" in (run.logs / f"slurm-{job}.log").read_text())
+    cluster.until(lambda: "near its time limit" in (run.logs / f"slurm-{job}.log").read_text())
     cluster.lab.command("scontrol", "update", f"JobId={job}", f"TimeLimit={LONG_MINUTES}")
     return Jobs(first, array, cancelled, plain)
 
@@ -165,7 +165,7 @@ def submit_by_command(cluster: Cluster) -> tuple[str, RunDir]:
         f"launch.slurm.time_minutes={LONG_MINUTES}",
         "launch.slurm.warn_s=120",
     ]
-    run = paused(cluster.config(f"'{escaped}'", *overrides))
+    run = create_paused_run(cluster.config(f"'{escaped}'", *overrides))
     assert run.path.name == name
     code = "import sys; from launch.cli.main import main; sys.exit(main())"
     chosen = [*OVERRIDES, "launch=slurm", f"run.dir={cluster.runs}", f"run.name='{escaped}'", *overrides]
@@ -186,13 +186,13 @@ def submit_array(cluster: Cluster) -> tuple[str, dict[str, RunDir]]:
         cluster.config("halted", UNCHECKED, *halting, "sentinel.policy.refused_in_row=9"),
         cluster.config("killed", UNCHECKED),
     ]
-    paused(cfgs[-1])
+    create_paused_run(cfgs[-1])
     return submit.submit_array(cfgs, cluster.runs), {str(cfg.run.name): locate(cfg) for cfg in cfgs}
 
 
 def submit_one(cluster: Cluster) -> tuple[str, RunDir]:
     cfg = cluster.config("cancelled", UNCHECKED)
-    run = paused(cfg)
+    run = create_paused_run(cfg)
     job = submit.submit_run(cfg)
     with pytest.raises(ConfigError, match=f"run.name: job {job} of this run is [a-z]+; scancel {job} first"):
         submit.submit_run(cfg)
@@ -213,8 +213,8 @@ def test_scancel_saves_and_does_not_requeue(jobs: Jobs, cluster: Cluster) -> Non
     job, run = jobs.cancelled
     cluster.until(lambda: is_paused(run))
     cluster.lab.command("scancel", job)
-    assert cluster.wait_for_job(job).state == "CANCELLED"
-    assert ends(run) == [(75, False, "ended from outside, by scancel or by a requeue that is not this one's")]
+    assert cluster.wait(job).state == "CANCELLED"
+    assert ends(run) == [(75, False, "ended by scancel or by another requeue")]
     assert cluster.show(job, "Restarts") == "0"
     assert run_ended(run).exit_code == 75
     assert [checkpoint.step for checkpoint in catalog.list_checkpoints(run.checkpoints)] == [run_ended(run).step]
@@ -225,7 +225,7 @@ def test_a_killed_task_is_requeued_and_a_halted_run_is_not(jobs: Jobs, cluster: 
     killed = runs["killed"]
     cluster.until(lambda: is_paused(killed))
     os.kill(agent_of(cluster, killed), signal.SIGKILL)
-    assert cluster.wait_for_job(job) == ("FAILED", 3), "the worst exit code of an array"
+    assert cluster.wait(job) == ("FAILED", 3), "the worst exit code of an array"
     assert ends(runs["halted"]) == [(3, False, "halted by the sentinel")]
     assert ends(killed) == [(137, True, "crashed with exit code 137"), (0, False, "all steps done")]
     assert run_ended(runs["halted"]).exit_code == 3
@@ -245,14 +245,14 @@ def test_a_job_stops_before_its_time_limit_and_continues_bit_identically(
     jobs: Jobs, cluster: Cluster, ranks: Pool, tmp_path: Path
 ) -> None:
     job, run = jobs.preempted
-    assert cluster.wait_for_job(job) == ("COMPLETED", 0)
-    assert ends(run) == [(75, True, "asked to leave"), (0, False, "all steps done")]
+    assert cluster.wait(job) == ("COMPLETED", 0)
+    assert ends(run) == [(75, True, "interrupted, resumable"), (0, False, "all steps done")]
     assert cluster.show(job, "Restarts") == "1", "the same job"
-    starts = [event for event in events.read_ends(run.events) if isinstance(event, RunStarted)]
+    starts = [event for event in events.read(run.events) if isinstance(event, RunStarted)]
     assert [start.world_size for start in starts] == [2, 2]
     assert starts[1].resumed_from is not None
     stops = [event for event in inbox.interventions(run) if "stop" in event.changes]
-    assert [(stop.who, stop.reason) for stop in stops] == [("slurm", f"the time of job {job} is nearly up")]
+    assert [(stop.who, stop.reason) for stop in stops] == [("slurm", f"job {job} is near its time limit")]
     text = (run.logs / f"slurm-{job}.log").read_text()
     assert text.count("health: 2 nodes, clocks within") == 2, text
     assert text.count(f"harness: job {job}, start") == 2, "both starts write one log"
@@ -263,8 +263,8 @@ def test_a_job_stops_before_its_time_limit_and_continues_bit_identically(
 
 def test_plain_sbatch_on_four_nodes(jobs: Jobs, cluster: Cluster) -> None:
     job, run = jobs.plain
-    assert cluster.wait_for_job(job) == ("COMPLETED", 0), cluster.logs()
-    (start,) = (event for event in events.read_ends(run.events) if isinstance(event, RunStarted))
+    assert cluster.wait(job) == ("COMPLETED", 0), cluster.logs()
+    (start,) = (event for event in events.read(run.events) if isinstance(event, RunStarted))
     assert start.world_size == 4
     assert sorted(losses(run)) == [1, 2, 3, 4]
     known = job_directory.read_job(run)
@@ -277,11 +277,11 @@ def test_plain_sbatch_on_four_nodes(jobs: Jobs, cluster: Cluster) -> None:
 def test_an_unhealthy_node_is_reported_before_the_run_starts(cluster: Cluster) -> None:
     cfg = cluster.config("sick", "parallel.device=cuda", "launch.slurm.max_requeues=0")
     job = submit.submit_run(cfg)
-    assert cluster.wait_for_job(job) == ("FAILED", 69)
+    assert cluster.wait(job) == ("FAILED", 69)
     run = locate(cfg)
     assert ends(run) == [(69, False, "launch.slurm.max_requeues=0 allows no requeue")]
     log = (run.logs / f"slurm-{job}.log").read_text()
-    assert re.search(r"^harness: health: node n\d: has 0 GPUs, 1 are wanted$", log, re.MULTILINE), log
+    assert re.search(r"^harness: health: node n\d: has 0 GPUs, expected 1$", log, re.MULTILINE), log
     assert not run.events.exists()
 
 

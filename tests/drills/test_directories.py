@@ -20,7 +20,7 @@ def config(runs: Path, *overrides: str) -> Config:
     return directories.configure(["telemetry=plain"], [f"run.dir={runs}", *overrides])
 
 
-def trained(cfg: Config, run: RunDir, exit_code: int = 0) -> RunDir:
+def train_twin(cfg: Config, run: RunDir, exit_code: int = 0) -> RunDir:
     """A twin with a log and a checkpoint, as a trainer leaves it."""
     assert not directories.prepare_twin(cfg, run)
     for event in (logs.started(), logs.step(1), logs.ended(exit_code=exit_code)):
@@ -31,7 +31,7 @@ def trained(cfg: Config, run: RunDir, exit_code: int = 0) -> RunDir:
 
 
 def test_an_equal_twin_is_copied_and_the_original_kept(tmp_path: Path) -> None:
-    first = trained(config(tmp_path), RunDir(tmp_path / "drill-a-twin"))
+    first = train_twin(config(tmp_path), RunDir(tmp_path / "drill-a-twin"))
     second = RunDir(tmp_path / "drill-b-twin")
     assert directories.prepare_twin(config(tmp_path, "launch.hang_after_s=5"), second)
     assert second.events.read_text() == first.events.read_text()
@@ -46,19 +46,19 @@ def test_an_equal_twin_is_copied_and_the_original_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("overrides", [["optim.lr=1e-4"], ["launch.nproc=1"], ["checkpoint.every_steps=7"]])
 def test_another_configuration_is_another_twin(tmp_path: Path, overrides: list[str]) -> None:
-    trained(config(tmp_path), RunDir(tmp_path / "drill-a-twin"))
+    train_twin(config(tmp_path), RunDir(tmp_path / "drill-a-twin"))
     assert not directories.prepare_twin(config(tmp_path, *overrides), RunDir(tmp_path / "drill-b-twin"))
 
 
 def test_a_twin_that_did_not_finish_is_trained_again(tmp_path: Path) -> None:
-    run = trained(config(tmp_path), RunDir(tmp_path / "drill-a-twin"), exit_code=75)
+    run = train_twin(config(tmp_path), RunDir(tmp_path / "drill-a-twin"), exit_code=75)
     assert not directories.prepare_twin(config(tmp_path), RunDir(tmp_path / "drill-b-twin"))
     assert not directories.prepare_twin(config(tmp_path), run)
     assert not run.events.exists()
 
 
 def test_other_code_is_another_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained(config(tmp_path), RunDir(tmp_path / "drill-a-twin"))
+    train_twin(config(tmp_path), RunDir(tmp_path / "drill-a-twin"))
     monkeypatch.setattr(directories, "code_digest", lambda: "other")
     assert not directories.prepare_twin(config(tmp_path), RunDir(tmp_path / "drill-b-twin"))
 

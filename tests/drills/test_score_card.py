@@ -17,7 +17,7 @@ from tests.drills import logs
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def scored(**bounds: float) -> Card:
+def score_example(**bounds: float) -> Card:
     expected = Expected(notices=["rank {rank} was killed by SIGKILL"], names_rank=True, starts=2)
     scenario = logs.scenario(expected, Bounds(steps_lost=3, identical=True, **bounds))  # type: ignore[arg-type]
     twin = logs.clean()
@@ -58,9 +58,11 @@ def example_campaign() -> Campaign:
 
 
 TEXTS: dict[str, Callable[[], str]] = {
-    "card.txt": lambda: score_card.as_text(scored(seconds=1.0)),
-    "card.md": lambda: score_card.as_markdown(scored(seconds=1.0)),
-    "summary.txt": lambda: score_card.summary([scored(), scored(seconds=1.0)], [("full_disk", "needs a small disk")]),
+    "card.txt": lambda: score_card.as_text(score_example(seconds=1.0)),
+    "card.md": lambda: score_card.as_markdown(score_example(seconds=1.0)),
+    "summary.txt": lambda: score_card.summary(
+        [score_example(), score_example(seconds=1.0)], [("full_disk", "needs a small disk")]
+    ),
     "campaign.txt": lambda: campaign.as_text(example_campaign()),
     "campaign.md": lambda: campaign.as_markdown(example_campaign()),
 }
@@ -72,7 +74,7 @@ def test_text_equals_the_golden_file(name: str) -> None:
 
 
 def test_json_holds_all_bounds() -> None:
-    tree = json.loads(score_card.as_json(scored()))
+    tree = json.loads(score_card.as_json(score_example()))
     assert tree["passed"] is False  # the twin raised an alarm
     assert tree["score"]["steps_lost"] == 3
     assert {bound["name"] for bound in tree["bounds"]} == set(score_card.LABELS) - {"excluded"}, (

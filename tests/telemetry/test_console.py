@@ -19,8 +19,8 @@ from harness.core.events import CheckpointSaved, EvalRecord, Event, Intervention
 from harness.core.rundir import RunDir
 from harness.telemetry.console import (
     Console,
-    PatientStream,
     RunTotals,
+    SafeStream,
     clock,
     closing_lines,
     mlflow_command,
@@ -183,6 +183,6 @@ def test_durations_are_formatted() -> None:
 def test_a_stream_may_be_closed_before_the_console_is_freed() -> None:
     """Python 3.13 reports exceptions of a finalizer; older versions ignore them."""
     stream = io.StringIO()
-    patient = PatientStream(stream)
+    patient = SafeStream(stream)
     stream.close()
     patient.close()

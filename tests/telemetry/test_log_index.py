@@ -24,7 +24,7 @@ from harness.core.rundir import RunDir, append_line
 from harness.telemetry import event_log, log_index
 from harness.telemetry.event_log import EventLog, events_since
 from harness.telemetry.event_reporter import EventReporter
-from harness.telemetry.log_index import PLAIN, TOKENS_PER_S, blocks_of, index_path, read_blocks, sampled
+from harness.telemetry.log_index import PLAIN, TOKENS_PER_S, blocks_of, index_path, read_blocks, sample_lines
 from harness.telemetry.run_picture import collect
 from tests.analysis.dashboard.logs import long_run
 from tests.telemetry.conftest import MakeRun
@@ -130,7 +130,7 @@ def test_the_index_continues_after_a_torn_line_and_a_line_of_another_process(run
 
 def test_a_sample_keeps_all_rare_lines_and_the_extremes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     size_bytes = run.events.stat().st_size
-    sample = sampled(run.events, budget_bytes=size_bytes // 20)
+    sample = sample_lines(run.events, budget_bytes=size_bytes // 20)
     lines = list(sample.lines)
     assert not sample.is_whole
     assert sample.end == size_bytes
@@ -144,7 +144,7 @@ def test_a_sample_keeps_all_rare_lines_and_the_extremes(run: RunDir, monkeypatch
     for value in (lambda event: event.loss, lambda event: -event.loss, lambda event: event.grad_norm):
         assert max(map(value, records)) == max(map(value, whole))
     monkeypatch.setattr(log_index, "MOST_BLOCKS", 8)
-    fewer = list(sampled(run.events, budget_bytes=size_bytes // 20).lines)
+    fewer = list(sample_lines(run.events, budget_bytes=size_bytes // 20).lines)
     assert len(fewer) < len(lines)
     assert [event for event in parse_lines(iter(fewer)) if not isinstance(event, StepRecord)] == rare_events(run)
 
@@ -152,7 +152,9 @@ def test_a_sample_keeps_all_rare_lines_and_the_extremes(run: RunDir, monkeypatch
 def test_a_dashboard_of_a_sample_has_the_totals_of_the_whole_log(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Story()
     whole.read_more(run)
-    monkeypatch.setattr("harness.analysis.dashboard.story.sampled", lambda path: sampled(path, budget_bytes=100_000))
+    monkeypatch.setattr(
+        "harness.analysis.dashboard.story.sample_lines", lambda path: sample_lines(path, budget_bytes=100_000)
+    )
     story = Story()
     assert story.read_more(run)
     assert not story.read_more(run)

@@ -40,7 +40,7 @@ from harness.core.events import (
 )
 from harness.core.rundir import RunDir
 from harness.telemetry.console import event_line
-from harness.telemetry.log_index import sampled
+from harness.telemetry.log_index import sample_lines
 
 STEP_MARK = b'{"event":"step",'
 CHUNK_BYTES = 1 << 22
@@ -146,7 +146,7 @@ class Story:
 
     def _read_first(self, path: Path) -> None:
         """Read the whole log, or a sample of a long one."""
-        lines, end, is_whole = sampled(path)
+        lines, end, is_whole = sample_lines(path)
         self._is_sample = not is_whole
         for line in lines:
             self.num_lines += 1

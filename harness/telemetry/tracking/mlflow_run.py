@@ -92,7 +92,7 @@ def find_experiment(client: Any, uri: str, name: str) -> str:
     return str(known.experiment_id)
 
 
-def describe(client: Any, run: RunDir, run_id: str | None, settings: dict[str, Any]) -> None:
+def log_params(client: Any, run: RunDir, run_id: str | None, settings: dict[str, Any]) -> None:
     """Log the configuration as params, changed values as tags, and the commit."""
     from mlflow.entities import Param, RunTag
 

@@ -36,11 +36,11 @@ from harness.telemetry.tracking.metrics import metrics_of
 from harness.telemetry.tracking.mlflow_run import (
     BadStoreError,
     create_run,
-    describe,
     end_sweep_after_last_job,
     find_sweep_run,
     first_line,
     is_active,
+    log_params,
     milliseconds,
     nest_under_sweep,
     open_client,
@@ -97,15 +97,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def follow(run: RunDir, trainer: Trainer | None) -> int:
     """Send until the run has ended and everything is sent; returns the exit code."""
     progress = load_progress(run, None if trainer is None else configured_uri(run))
-    delivery = Delivery(run, progress)
+    sender = RunSender(run, progress)
     num_failures = 0
     while True:
         is_last_try = trainer is None or not trainer.is_alive()
         try:
-            delivery.send()
+            sender.send()
             if is_last_try:
-                delivery.end_if_unfinished()
-            if is_last_try or (trainer is not None and delivery.has_ended(trainer)):
+                sender.end_if_unfinished()
+            if is_last_try or (trainer is not None and sender.has_ended(trainer)):
                 return EXIT_DONE
             num_failures = 0
         except BadStoreError as error:
@@ -148,7 +148,7 @@ def pause_s(num_failures: int) -> float:
 
 
 @final
-class Delivery:
+class RunSender:
     """Sends one run to one MLflow store."""
 
     def __init__(self, run: RunDir, progress: SinkProgress) -> None:
@@ -185,7 +185,7 @@ class Delivery:
             if not is_active(client, self._progress.run_id):
                 create_run(client, self._run, self._progress, settings["telemetry"]["experiment"])
                 self._progress.save(self._run)
-        describe(client, self._run, self._progress.run_id, settings)
+        log_params(client, self._run, self._progress.run_id, settings)
         nest_under_sweep(client, self._run, self._progress, settings["telemetry"]["experiment"])
         return client
 

@@ -22,7 +22,7 @@ from harness.core.events import DrillScored, EvalRecord, Event, Incident, RunEnd
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import EventLog
 from harness.telemetry.tracking.mlflow_run import create_run, open_client
-from harness.telemetry.tracking.mlflow_sink import Delivery, follow, main, pause_s
+from harness.telemetry.tracking.mlflow_sink import RunSender, follow, main, pause_s
 from harness.telemetry.tracking.progress import SinkProgress, Trainer, load_progress, sole_sender
 from harness.telemetry.tracking.store_uri import tracking_uri
 
@@ -40,7 +40,7 @@ def append(run: RunDir, *events: Event) -> None:
     log.close()
 
 
-def stored(cfg: Config, run: RunDir) -> tuple[Any, Any]:
+def read_stored(cfg: Config, run: RunDir) -> tuple[Any, Any]:
     """MLflow's client and its view of the run."""
     from mlflow.tracking import MlflowClient
 
@@ -65,7 +65,7 @@ def test_a_whole_run_is_sent(make_run: MakeRun, make_step: MakeStep, started: Ru
     append(run, started, *steps, evaluated, ended)
     assert follow(run, None) == 0
 
-    client, seen = stored(cfg, run)
+    client, seen = read_stored(cfg, run)
     assert (seen.info.run_name, seen.info.status, seen.info.end_time) == ("whole", "FINISHED", 1_700_001_000_000)
     assert seen.info.start_time == 1_700_000_000_000
     assert client.get_experiment(seen.info.experiment_id).name == "tests"
@@ -90,7 +90,7 @@ def test_a_drill_score_is_sent_after_the_run_ended(make_run: MakeRun, started: R
     scored = DrillScored(time=ended.time + 9, iteration=100, scenario="nan_grad", passed=True, scores={"seconds": 2.5})
     append(run, scored)
     assert follow(run, None) == 0
-    client, seen = stored(cfg, run)
+    client, seen = read_stored(cfg, run)
     assert (seen.info.status, seen.info.end_time) == ("FINISHED", 1_700_001_000_000)
     assert (seen.data.metrics["drill/passed"], seen.data.metrics["drill/seconds"]) == (1.0, 2.5)
     assert seen.data.tags["drill.nan_grad"] == "passed"
@@ -118,7 +118,7 @@ def test_an_incident_is_a_tag_and_its_post_mortem_an_artifact(
     )
     append(run, started, incident, ended)
     assert follow(run, None) == 0
-    client, seen = stored(cfg, run)
+    client, seen = read_stored(cfg, run)
     assert seen.data.tags["incident.001"] == "grad_spike, loss_spike from iteration 70: cured"
     sent = [artifact.path for artifact in client.list_artifacts(seen.info.run_id, "incidents/001")]
     assert sent == ["incidents/001/1-loss.png", "incidents/001/postmortem.md"]
@@ -130,7 +130,7 @@ def test_a_resumed_run_keeps_its_id(
     run, cfg = make_run()
     append(run, started, make_step(0), replace(ended, exit_code=EXIT_INTERRUPTED))
     assert follow(run, None) == 0
-    client, first = stored(cfg, run)
+    client, first = read_stored(cfg, run)
     assert first.info.status == "KILLED"
 
     settings = yaml.safe_load(run.config.read_text())
@@ -138,9 +138,9 @@ def test_a_resumed_run_keeps_its_id(
     settings["new"] = {"key": "x" * 9000}
     run.config.write_text(yaml.safe_dump(settings))
     append(run, replace(started, resumed_from="step-1"), make_step(1))
-    delivery = Delivery(run, load_progress(run, None))
-    delivery.send()
-    client, second = stored(cfg, run)
+    sender = RunSender(run, load_progress(run, None))
+    sender.send()
+    client, second = read_stored(cfg, run)
     assert (second.info.run_id, second.info.status) == (first.info.run_id, "RUNNING")
     assert second.data.params["optim.lr"] == "0.003"
     assert second.data.tags["changed.optim.lr"] == "0.001"
@@ -148,8 +148,8 @@ def test_a_resumed_run_keeps_its_id(
     assert {name for name in second.data.tags if name.startswith("changed.")} == {"changed.optim.lr"}
 
     append(run, replace(ended, exit_code=3))
-    delivery.send()
-    client, third = stored(cfg, run)
+    sender.send()
+    client, third = read_stored(cfg, run)
     assert third.info.status == "FAILED"
     assert [row[0] for row in history(client, third, "loss")] == [0, 1]
 
@@ -165,7 +165,7 @@ def test_a_batch_sent_twice_is_stored_once(make_run: MakeRun, make_step: MakeSte
     progress.save(run)
     append(run, make_step(100), ended)
     assert follow(run, None) == 0
-    client, seen = stored(cfg, run)
+    client, seen = read_stored(cfg, run)
     assert [row[0] for row in history(client, seen, "loss")] == list(range(101))
     assert len(client.search_runs([seen.info.experiment_id])) == 1
 
@@ -176,11 +176,11 @@ def test_a_torn_line_is_skipped(make_run: MakeRun, make_step: MakeStep, ended: R
     with run.events.open("a") as file:
         file.write('{"event":"step","iteration":1,"lo')
     assert follow(run, None) == 0
-    client, seen = stored(cfg, run)
+    client, seen = read_stored(cfg, run)
     assert seen.info.status == "FAILED"
     append(run, make_step(2), ended)
     assert follow(run, None) == 0
-    client, seen = stored(cfg, run)
+    client, seen = read_stored(cfg, run)
     assert [row[0] for row in history(client, seen, "loss")] == [0, 2]
     assert seen.info.status == "FINISHED"
 
@@ -203,10 +203,10 @@ def test_a_run_is_sent_from_the_start_after_deletion_or_to_another_store(
     run, cfg = make_run()
     append(run, make_step(0), make_step(1), ended)
     assert follow(run, None) == 0
-    client, seen = stored(cfg, run)
+    client, seen = read_stored(cfg, run)
     client.delete_run(seen.info.run_id)
     assert follow(run, None) == 0
-    client, again = stored(cfg, run)
+    client, again = read_stored(cfg, run)
     assert again.info.run_id != seen.info.run_id
     assert [row[0] for row in history(client, again, "loss")] == [0, 1]
 
@@ -233,7 +233,7 @@ def test_a_store_that_accepts_half_a_batch_loses_nothing(
     assert follow(run, None) == 1
     assert load_progress(run, None).offset == 0
     assert follow(run, None) == 0
-    client, seen = stored(cfg, run)
+    client, seen = read_stored(cfg, run)
     assert [row[0] for row in history(client, seen, "loss")] == list(range(150))
     assert max(calls) == 1000
 
@@ -250,7 +250,7 @@ def test_runs_that_start_together_share_one_new_database(
     senders = [subprocess.Popen([*command, str(run.path)], stderr=subprocess.PIPE, text=True) for run, _ in runs]
     complaints = [sender.communicate(timeout=60)[1] for sender in senders]
     assert [sender.returncode for sender in senders] == [0, 0], complaints
-    seen = [stored(cfg, run)[1] for run, cfg in runs]
+    seen = [read_stored(cfg, run)[1] for run, cfg in runs]
     assert len({view.info.run_id for view in seen}) == 2
     assert len({view.info.experiment_id for view in seen}) == 1
     assert {view.info.status for view in seen} == {"FINISHED"}
