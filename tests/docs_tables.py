@@ -1,0 +1,268 @@
+"""Tables of the docs that are computed from the code: every config key and every drill scenario.
+
+    python -m tests.docs_tables            print the pages with current tables
+    python -m tests.docs_tables --write    write docs/configuration.md and docs/drills.md
+
+A page marks the place of a table, and everything between the two comments is replaced:
+
+    <!-- table: sentinel.detect -->
+
+    <!-- end of table -->
+
+Names of tables: a section of the config (`train`, `sentinel.policy`), `groups` (all config groups and their options),
+`options GROUP` (the options of one group), `scenarios` (all drills). The text of a key is the docstring under its field
+in `harness/config/`; its default comes from `conf/`. `tests/test_docs.py` fails if a page is not current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from harness.config import compose
+from harness.config.schema import Config
+from harness.drills import scenario
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "docs/configuration.md", ROOT / "docs/drills.md")
+TABLE = re.compile(r"^<!-- table: (.+?) -->\n.*?^<!-- end of table -->$", re.DOTALL | re.MULTILINE)
+MOST_VALUES = 9
+"""Values that the row of an option lists; more are left to its file."""
+GROUP_ORDER = ("model", "data", "optim", "precision", "parallel", "sentinel", "checkpoint", "telemetry", "launch")
+
+
+def field_texts(section: type) -> dict[str, str]:
+    """Field name -> the docstring under it, in one line; empty where there is none."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(node, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                texts[name] = ""
+                match following:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        texts[name] = " ".join(text.split())
+    return texts
+
+
+def members(hint: Any) -> Iterator[Any]:
+    """The types of a union, or the type itself."""
+    if get_origin(hint) is UnionType:
+        yield from (member for member in get_args(hint) if member is not NoneType)
+    else:
+        yield hint
+
+
+def choices(hint: Any, *, known: str) -> str:
+    """The values of an enum, with the docstrings of its members; empty where the text `known` names all of them."""
+    for member in members(hint):
+        if isinstance(member, type) and issubclass(member, StrEnum):
+            texts = field_texts(member)
+            if not any(texts.values()) and all(re.search(rf"\b{value}\b", known) for value in texts):
+                return ""
+            return "; ".join(f"`{value}`: {texts[value].rstrip('.')}" if texts[value] else f"`{value}`" for value in texts)
+    return ""
+
+
+def nested(hint: Any) -> type | None:
+    """The section that a field holds: itself, or as the values of a dict or list."""
+    inner = get_args(hint)[-1] if get_origin(hint) in (dict, list) else hint
+    return inner if isinstance(inner, type) and is_dataclass(inner) else None
+
+
+def section_of(path: str) -> type:
+    """The dataclass of a dotted section, such as `sentinel.policy`."""
+    section: type = Config
+    for name in path.split("."):
+        found = nested(get_type_hints(section)[name])
+        assert found is not None, f"{path} is not a section of the config"
+        section = found
+    return section
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """The resolved default config, as plain data."""
+    return compose.plain(compose.load())
+
+
+def value_at(path: str) -> Any:
+    value: Any = defaults()
+    for name in path.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return None
+        value = value[name]
+    return value
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def shown(value: Any) -> str:
+    """A default as YAML writes it."""
+    match value:
+        case None:
+            return "`null`"
+        case bool():
+            return f"`{str(value).lower()}`"
+        case dict() | list():
+            return "`{}`" if value == {} else "`[]`" if value == [] else "see `conf/`"
+        case _:
+            return f"`{value}`"
+
+
+def section_table(path: str) -> Iterator[str]:
+    """Key, default and meaning of every key of a section; sections below it have tables of their own."""
+    section = section_of(path)
+    hints, texts, values = get_type_hints(section), field_texts(section), value_at(path)
+    match container_of(path):
+        case "dict":
+            prefix, values = f"{path}.NAME", class_defaults(section)
+        case "list":
+            prefix, values = f"{path}[N]", class_defaults(section)
+        case _:
+            prefix = path
+    yield "| key | default | meaning |"
+    yield "|---|---|---|"
+    for name, text in texts.items():
+        below = nested(hints[name])
+        if below is not None and get_origin(hints[name]) is None:
+            if set(field_texts(below)) == {"per_window", "per_run"}:
+                yield f"| `{prefix}.{name}` | {shown_budget(values[name])} | {cell(text)} |"
+            continue
+        default = shown(values[name]) if name in values else "none"
+        allowed = choices(hints[name], known=text)
+        meaning = ". ".join(part.rstrip(".") for part in (text, allowed) if part)
+        yield f"| `{prefix}.{name}` | {default} | {cell(meaning)} |"
+
+
+def container_of(path: str) -> str:
+    """`dict` or `list` where a section is the value of one, which users fill; else empty."""
+    above, _, name = path.rpartition(".")
+    origin = get_origin(get_type_hints(section_of(above) if above else Config)[name])
+    return "" if origin is None else str(origin.__name__)
+
+
+def class_defaults(section: type) -> dict[str, Any]:
+    """Defaults of fields that users may leave out."""
+    given = {field.name: field.default for field in fields(section) if field.default is not MISSING}
+    made = {field.name: field.default_factory() for field in fields(section) if field.default_factory is not MISSING}
+    return given | made
+
+
+def shown_budget(value: dict[str, int]) -> str:
+    return f"`{value['per_window']}` a window, `{value['per_run']}` a run"
+
+
+def comment_of(file: Path) -> str:
+    """The comment at the top of a YAML file, in one line."""
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @package"):
+            lines.append(line.lstrip("# "))
+    return " ".join(lines)
+
+
+def values_of(tree: Any, prefix: str = "") -> Iterator[str]:
+    """`key=value` of a tree, leaves only."""
+    if isinstance(tree, dict) and tree:
+        for name, child in tree.items():
+            yield from values_of(child, f"{prefix}.{name}" if prefix else name)
+    else:
+        yield f"{prefix}={shown(tree).strip('`')}" if not isinstance(tree, list) else prefix
+
+
+def options_table(group: str) -> Iterator[str]:
+    """The options of a group: comment of the file, and the values that it sets."""
+    yield "| option | sets | note |"
+    yield "|---|---|---|"
+    for option in compose.options_of(group):
+        file = compose.conf_dir() / group / f"{option}.yaml"
+        tree = compose.read_tree(file)
+        tree.pop("defaults", None)
+        values = list(values_of(tree))
+        sets = (
+            ", ".join(f"`{value}`" for value in values)
+            if len(values) <= MOST_VALUES
+            else f"`conf/{group}/{option}.yaml`"
+        )
+        yield f"| `{group}={option}` | {cell(sets)} | {cell(comment_of(file))} |"
+
+
+def groups_table() -> Iterator[str]:
+    chosen = compose.read_tree(compose.conf_dir() / "config.yaml")["defaults"]
+    by_default = {group: option for entry in chosen if isinstance(entry, dict) for group, option in entry.items()}
+    names = compose.groups()
+    ordered = [*(name for name in GROUP_ORDER if name in names), *(name for name in names if name not in GROUP_ORDER)]
+    yield "| group | options | default |"
+    yield "|---|---|---|"
+    for group in ordered:
+        options = " ".join(f"`{option}`" for option in compose.options_of(group))
+        default = f"`{by_default[group]}`" if group in by_default else f"none; add it with `+{group}=NAME`"
+        yield f"| `{group}` | {options} | {default} |"
+
+
+def scenarios_table() -> Iterator[str]:
+    """What each drill breaks, and the findings and actions that it expects."""
+    yield "| scenario | fault | finding (any of) | action (any of) | starts |"
+    yield "|---|---|---|---|---|"
+    for name in scenario.names():
+        drill = scenario.load(name)
+        findings, actions = (", ".join(kinds) or "-" for kinds in (drill.expected.findings, drill.expected.actions))
+        yield f"| `{name}` | {cell(drill.summary)} | {findings} | {actions} | {drill.expected.starts} |"
+
+
+def table(name: str) -> Iterable[str]:
+    match name.split():
+        case ["groups"]:
+            return groups_table()
+        case ["scenarios"]:
+            return scenarios_table()
+        case ["options", group]:
+            return options_table(group)
+        case [section]:
+            return section_table(section)
+    raise ValueError(f"no table {name!r}")
+
+
+def with_current_tables(text: str) -> str:
+    def current(found: re.Match[str]) -> str:
+        name = found.group(1)
+        return "\n".join([f"<!-- table: {name} -->", "", *table(name), "", "<!-- end of table -->"])
+
+    return TABLE.sub(current, text)
+
+
+def tables_of(text: str) -> list[str]:
+    """Names of the tables of a page."""
+    return [found.group(1) for found in TABLE.finditer(text)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.docs_tables", description="Print pages with current tables.")
+    parser.add_argument("--write", action="store_true", help="write the pages instead")
+    options = parser.parse_args()
+    for page in PAGES:
+        text = with_current_tables(page.read_text(encoding="utf-8"))
+        if options.write:
+            page.write_text(text, encoding="utf-8")
+        else:
+            print(text, end="")
+
+
+if __name__ == "__main__":
+    main()
