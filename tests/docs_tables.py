@@ -71,7 +71,9 @@ def choices(hint: Any, *, known: str) -> str:
             texts = field_texts(member)
             if not any(texts.values()) and all(re.search(rf"\b{value}\b", known) for value in texts):
                 return ""
-            return "; ".join(f"`{value}`: {text.rstrip('.')}" if text else f"`{value}`" for value, text in texts.items())
+            return "; ".join(
+                f"`{value}`: {text.rstrip('.')}" if text else f"`{value}`" for value, text in texts.items()
+            )
     return ""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
-import importlib.util
 import io
 import re
 import shlex
@@ -33,7 +32,6 @@ from tests.bench.claims import (
 RUNS, BLOCKS = load_runs(), all_blocks()
 COMMANDS = sorted({command for run in RUNS.values() for command in run.commands})
 OPTION = re.compile(r"^--[a-z]")
-QUOTED = re.compile(r"python -m (tests\.[\w.]+\w)")
 
 
 def run_named(name: str, **quantities: str) -> Run:
@@ -127,16 +125,6 @@ def complaint_of_node(node: str) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_exists(command: str) -> None:
     assert complaint(command) == ""
-
-
-def test_modules_named_on_pages_exist() -> None:
-    named = {
-        found
-        for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))
-        for found in QUOTED.findall(path.read_text(encoding="utf-8"))
-    }
-    assert "tests.bench.gpu" in named
-    assert [found for found in sorted(named) if importlib.util.find_spec(found) is None] == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,267 @@
+"""Links, commands, modules and generated tables of the README, CONTRIBUTING and docs.
+
+`tests/bench/test_claims.py` checks measured figures and the commands that measured them; this file checks everything
+else that a page can get wrong when the code moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from harness.config import compose
+from harness.drills import scenario
+from launch.cli import main
+from tests import docs_tables
+from tests.bench.claims import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
+FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+INLINE_CODE = re.compile(r"`([^`]+)`")
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
+SOURCE_PATH = re.compile(r"^(?:harness|launch|conf|slurm|tests|docs)/[\w./-]*\w(?:/|\.\w+)$")
+OPTION = re.compile(r"^--[a-z]")
+OVERRIDE = re.compile(r"^\+?([a-z_][\w.]*)=(.*)$")
+OF_THE_USER = {("data", "mine")}
+"""Options that a page tells the user to write."""
+WRITTEN_BY_THE_USER = {"conf/data/mine.yaml"}
+PLACEHOLDERS = {"NAME", "GROUP", "SECTION"}
+HYDRA_OPTIONS = {"--multirun", "--cfg", "--help"}
+
+
+class Command(NamedTuple):
+    page: str
+    text: str
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def without_code(text: str) -> str:
+    lines = [line for line in FENCE.sub("", text).splitlines() if not line.startswith("    ")]
+    return INLINE_CODE.sub("", "\n".join(lines))
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    kept = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+    return kept.replace(" ", "-")
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    return frozenset(slug(heading) for heading in HEADING.findall(FENCE.sub("", page.read_text(encoding="utf-8"))))
+
+
+def broken_links(page: Path, text: str) -> Iterator[str]:
+    for target in LINK.findall(without_code(text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists():
+            yield f"{name_of(page)}: no file {target}"
+        elif anchor and anchor not in anchors(file):
+            yield f"{name_of(page)}: no heading {target}"
+
+
+def code_lines(text: str) -> Iterator[str]:
+    """Lines of code blocks, continued lines joined, and inline code that may span two lines."""
+    blocks = [fence.split("\n", 1)[1] for fence in FENCE.findall(text)]
+    rest = FENCE.sub("", text)
+    indented = "\n".join(line for line in rest.splitlines() if line.startswith("    "))
+    for block in [*blocks, indented]:
+        yield from (line.strip() for line in block.replace("\\\n", " ").splitlines())
+    prose = "\n".join(line for line in rest.splitlines() if not line.startswith("    "))
+    yield from (" ".join(code.split()) for code in INLINE_CODE.findall(prose))
+
+
+def commands_of(page: Path) -> Iterator[Command]:
+    """All `harness`, `python -m` and `torchrun` commands of a page; several on one line are three spaces apart."""
+    for line in code_lines(page.read_text(encoding="utf-8")):
+        for part in re.split(r"\s{3,}|\s+#\s| \| ", line.removeprefix("$ ")):
+            if re.match(r"(harness|python -m|torchrun) \S", part):
+                yield Command(name_of(page), part)
+
+
+COMMANDS = sorted({command for page in PAGES for command in commands_of(page)})
+
+
+@cache
+def help_of(*arguments: str) -> str:
+    """What a command prints with `--help`; empty where there is none."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+        try:
+            main.main([*arguments, "--help"])
+        except SystemExit as error:
+            return out.getvalue() if error.code in (0, None) else ""
+    return out.getvalue()
+
+
+def problem_of(command: str) -> str:
+    """Why a command of a page could not be run; empty where it could."""
+    words = [word for word in shlex.split(command) if word != "..."]
+    match words:
+        case ["harness", "COMMAND", *_]:
+            return ""
+        case ["harness", option] if OPTION.match(option):
+            return "" if option == "--help" else f"harness has no option {option}"
+        case ["harness", name, *arguments]:
+            return problem_of_harness(name, arguments)
+        case ["python", "-m", module, *arguments]:
+            return problem_of_module(module, arguments)
+        case ["torchrun", *options]:
+            at = options.index("-m")
+            return problem_of_module(options[at + 1], options[at + 2 :])
+    return "neither harness, python -m nor torchrun"
+
+
+def problem_of_harness(name: str, arguments: Sequence[str]) -> str:
+    if name not in main.SUMMARIES:
+        return f"harness has no command {name}"
+    below = [word for word in arguments if not OPTION.match(word) and "=" not in word]
+    match name, below:
+        case "ctl", [run, command, *_]:
+            helps = help_of("ctl", run, command) if command in help_of("ctl") else ""
+        case (("checkpoint" | "data" | "sweep"), [command, *_]):
+            helps = help_of(name, command) if command in help_of(name) else ""
+        case "drill", [("campaign" | "mechanism") as command, *_]:
+            helps = help_of("drill", command)
+        case "drill", names:
+            known = {*scenario.names(), *PLACEHOLDERS, "all", "list", "score"}
+            unknown = [] if "score" in names else [word for word in names if word not in known]
+            helps = "" if unknown else help_of("drill")
+        case _:
+            helps = help_of(name)
+    if not helps:
+        return f"harness {name} has no {' '.join(below)}"
+    missing = [word for word in arguments if OPTION.match(word) and word not in helps and word not in HYDRA_OPTIONS]
+    if missing:
+        return f"harness {name} has no option {', '.join(missing)}"
+    return "; ".join(filter(None, map(problem_of_override, arguments)))
+
+
+def problem_of_module(name: str, arguments: Sequence[str]) -> str:
+    """The module exists, and its source names each option."""
+    if any(placeholder in name for placeholder in PLACEHOLDERS):
+        return ""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or spec.origin is None:
+        return f"no module {name}"
+    source = Path(spec.origin)
+    source = source.with_name("__main__.py") if spec.submodule_search_locations is not None else source
+    if not source.exists():
+        return f"{name} cannot be run"
+    text = source.read_text(encoding="utf-8")
+    missing = [word for word in arguments if OPTION.match(word) and f'"{word}"' not in text]
+    if missing:
+        return f"{name} has no option {', '.join(missing)}"
+    return "; ".join(filter(None, map(problem_of_override, arguments)))
+
+
+def problem_of_override(word: str) -> str:
+    """An override names a key of the config, or an option of a group; values are checked by `tests/config`."""
+    found = OVERRIDE.match(word)
+    if found is None:
+        return ""
+    key, value = found.groups()
+    section, _, name = key.rpartition(".")
+    if key.startswith("drill."):
+        return (
+            "" if name in compose.keys_of(section.removeprefix("drill").lstrip("."), scenario.Scenario) else f"no {key}"
+        )
+    if compose.options_of(key):
+        is_known = value in compose.options_of(key) or value in PLACEHOLDERS or (key, value) in OF_THE_USER
+        return "" if is_known else f"{key} has no option {value}"
+    return "" if name in compose.keys_of(section) or name in PLACEHOLDERS else f"no key {key}"
+
+
+def missing_files(page: Path, text: str) -> Iterator[str]:
+    """Paths of the tree in inline code that are not there; a page that tells of renames names old ones."""
+    for code in INLINE_CODE.findall(FENCE.sub("", text)):
+        is_path = SOURCE_PATH.match(code) is not None and not PLACEHOLDERS & set(re.findall(r"[A-Z]+", code))
+        if is_path and not (ROOT / code).exists() and code not in WRITTEN_BY_THE_USER:
+            yield f"{name_of(page)}: no {code}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    assert list(broken_links(page, page.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
+def test_named_files_exist(page: Path) -> None:
+    assert list(missing_files(page, page.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.text}")
+def test_commands_exist(command: Command) -> None:
+    assert problem_of(command.text) == ""
+
+
+def test_commands_are_found_on_pages() -> None:
+    texts = {command.text.split(" ")[2] for command in COMMANDS if command.text.startswith("python -m")}
+    assert {"tests.bench.gpu", "tests.docs_tables", "harness.telemetry.tracking.mlflow_sink"} <= texts
+    assert any(command.text.startswith("harness train launch=slurm") for command in COMMANDS)
+
+
+@pytest.mark.parametrize("page", docs_tables.PAGES, ids=name_of)
+def test_tables_are_current(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert docs_tables.tables_of(text), "no table is marked"
+    assert docs_tables.with_current_tables(text) == text, "python -m tests.docs_tables --write"
+
+
+def test_every_section_of_the_config_has_a_table() -> None:
+    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    keys = set(compose.flat(docs_tables.defaults()))
+    listed = set(re.findall(r"^\| `([\w.]+)`", text, re.MULTILINE))
+    filled_by_users = ("data.sources.", "sentinel.policy.budgets.")
+    assert {key for key in keys - listed if not key.startswith(filled_by_users)} == set()
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("harness drills all", "no command drills"),
+        ("harness drill nan_gradient", "has no nan_gradient"),
+        ("harness drill nan_grad drill.fault.when=3", "no drill.fault.when"),
+        ("harness plan --planets 8", "no option --planets"),
+        ("harness data cook texts/", "has no cook"),
+        ("harness ctl RUN dance", "has no RUN dance"),
+        ("harness train optim.rate=3", "no key optim.rate"),
+        ("harness train model=9t", "model has no option 9t"),
+        ("python -m tests.bench.nothing", "no module tests.bench.nothing"),
+        ("python -m tests.docs_tables --draw", "no option --draw"),
+    ],
+)
+def test_a_wrong_command_is_found(command: str, expected: str) -> None:
+    assert expected in problem_of(command)
+
+
+def test_a_wrong_link_is_found() -> None:
+    page = ROOT / "README.md"
+    text = "[a](docs/nothing.md) [b](README.md#no-such) [c](#train) `[d](x.md)` ![e](docs/first-run.png) [f](https://x.org)"
+    assert list(broken_links(page, text)) == [
+        "README.md: no file docs/nothing.md",
+        "README.md: no heading README.md#no-such",
+    ]
+
+
+def test_a_wrong_file_is_found() -> None:
+    text = "`harness/nothing.py` `harness/train.py` `conf/drill/NAME.yaml` `conf/`"
+    assert list(missing_files(ROOT / "README.md", text)) == ["README.md: no harness/nothing.py"]
