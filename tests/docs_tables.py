@@ -157,7 +157,7 @@ def container_of(path: str) -> str:
     return "" if origin is None else str(origin.__name__)
 
 
-def class_defaults(section: type) -> dict[str, Any]:
+def class_defaults(section: Any) -> dict[str, Any]:
     """Defaults of fields that users may leave out."""
     given = {field.name: field.default for field in fields(section) if field.default is not MISSING}
     made = {field.name: field.default_factory() for field in fields(section) if field.default_factory is not MISSING}
