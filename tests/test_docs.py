@@ -82,7 +82,7 @@ def code_lines(text: str) -> Iterator[str]:
     rest = FENCE.sub("", text)
     indented = "\n".join(line for line in rest.splitlines() if line.startswith("    "))
     for block in [*blocks, indented]:
-        yield from (line.strip() for line in block.replace("\\\n", " ").splitlines())
+        yield from (line.strip() for line in re.sub(r"\\\n\s*", " ", block).splitlines())
     prose = "\n".join(line for line in rest.splitlines() if not line.startswith("    "))
     yield from (" ".join(code.split()) for code in INLINE_CODE.findall(prose))
 
