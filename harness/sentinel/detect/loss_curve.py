@@ -153,10 +153,10 @@ class CurveWatch:
             if self.quiet >= max(LEAST_QUIET_ROWS, cfg.recovered_rows / self.interval):
                 self.spiking, self.sum = False, 0.0
             return None
-        alone = rise > spread * math.sqrt(wide) * cfg.lone_sigmas and (steps > 1 or rise > DOUBLED)
-        summed = self.sum > cfg.spike_sigmas and distance > cfg.slack_sigmas
-        witnessed = not self.grad[0] or self.gradient > cfg.slack_sigmas or rise > LARGE_RISE
-        if not ((alone or summed) and witnessed and self.loss[0] >= LEAST_ROWS):
+        is_extreme = rise > spread * math.sqrt(wide) * cfg.lone_sigmas and (steps > 1 or rise > DOUBLED)
+        is_sustained = self.sum > cfg.spike_sigmas and distance > cfg.slack_sigmas
+        is_confirmed = not self.grad[0] or self.gradient > cfg.slack_sigmas or rise > LARGE_RISE
+        if not ((is_extreme or is_sustained) and is_confirmed and self.loss[0] >= LEAST_ROWS):
             return None
         self.spiking, self.quiet = True, 0
         limit = math.exp(level + cfg.slack_sigmas * spread * wide)

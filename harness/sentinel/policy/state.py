@@ -1,6 +1,6 @@
 """The state of the policy, folded from the events of a run: open incidents, budgets, lineage, held-out levels.
 
-Why: decisions must follow from the log alone. After a restart the state is rebuilt from the actions that were really
+Why: decisions must follow from the log only. After a restart the state is rebuilt from the actions that were really
 taken, not from those that today's config would choose.
 How: only `on_record`, `on_action`, `on_outcome`, `on_held_out_measured` and `resume` change it. `on_record` also
 derives the response to the record: from the table in `harness.sentinel.policy.responses`, and from what was found and
