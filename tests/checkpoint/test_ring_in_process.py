@@ -233,7 +233,7 @@ def test_all_ranks_of_a_machine_and_all_slots_must_fit(
 
 def test_machine_with_least_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two machines: one has 4 ranks, the other little memory."""
-    monkeypatch.setattr(ring, "together", lambda _: [(400, 4, 10**9), (100, 1, 799)])
+    monkeypatch.setattr(ring, "gather_results", lambda _: [(400, 4, 10**9), (100, 1, 799)])
     with pytest.raises(ConfigError, match="on a machine with 4 ranks"):
         ring.check_budget(100, cfg=config(0))
 
