@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.analysis.diagnose.decision_tree import Diagnosis, Finds, render, walk
-from harness.analysis.judge.foreign_logs import NAMES, records
+from harness.analysis.judge.foreign_logs import NAMES, read_records
 from harness.analysis.postmortem.gather import RECENT_BYTES, recent_steps, settings_of
 from harness.config.errors import EXIT_BAD_CONFIG, ConfigError, require
 from harness.config.precision import PrecisionKind
@@ -58,7 +58,7 @@ def diagnose(path: Path, columns: dict[str, str], *, precision: str | None) -> D
             since = f"the newest {len(rows):,} steps, from iteration {rows[0].iteration}"
             print(f"harness: the log of {path} is long; using only {since}", file=sys.stderr)
     else:
-        rows = [_copy_record(record) for record in records(path, columns)]
+        rows = [_copy_record(record) for record in read_records(path, columns)]
         require(bool(rows), str(path), "has no row with a loss")
     if precision is not None:
         settings = settings | {"precision.kind": precision}

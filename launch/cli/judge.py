@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from harness.analysis.judge.foreign_logs import NAMES, records
+from harness.analysis.judge.foreign_logs import NAMES, read_records
 from harness.analysis.judge.incident_groups import IncidentGroup, IncidentGrouper
 from harness.analysis.judge.picture import Trace, draw
 from harness.config.compose import conf_dir
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = build_parser().parse_args(argv)
         trace, policy = Trace(), Policy.start(policy_config(), lag=0)
-        rows = records(Path(args.file), parse_columns(args.column))
+        rows = read_records(Path(args.file), parse_columns(args.column))
         incidents = find_incidents(rows, Detectors(detect_config(args.set)), policy, trace)
         require(trace.num_rows > 0, args.file, "has no row with a loss")
         if args.plot:

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.analysis.dashboard.index import RunRow, find_runs, render, row_of
+from harness.analysis.dashboard.index import RunRow, find_runs, render, run_row
 from harness.analysis.dashboard.page import render as render_page
 from harness.analysis.dashboard.page_data import page_data
 from harness.analysis.dashboard.story import Story
@@ -51,7 +51,7 @@ def read_row(run: RunDir, *, root: Path, build: bool) -> RunRow:
     story.read_more(run)
     if build:
         write_atomically(run.dashboard, render_page(page_data(run, story, now_s=now_s)))
-    return row_of(run, story, root=root, now_s=now_s)
+    return run_row(run, story, root=root, now_s=now_s)
 
 
 def build_parser() -> ArgumentParser:

@@ -2,8 +2,8 @@
 
     python -m tests.bench.sentinel_on_off --picture docs/sentinel-on-off.png
 
-Three runs of the same small model on the same batches, with two gloo ranks each: without faults, with all faults and the
-default sentinel, and with all faults and `sentinel=observe`, which reports findings and takes no action. Prints the
+Three runs of the same small model on the same batches, with two gloo ranks each: without faults; with all faults and
+the default sentinel; with all faults and `sentinel=observe`, which reports findings and takes no action. Prints the
 final loss of each run. About a minute on two CPU cores.
 """
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import final
 from urllib.parse import quote
 
-from harness.analysis.dashboard.page import fill, policy, resource
+from harness.analysis.dashboard.page import fill_template, policy, resource
 from harness.analysis.dashboard.page_data import short, state_of, step_of
 from harness.analysis.dashboard.series import thin
 from harness.analysis.dashboard.story import Story
@@ -62,7 +62,7 @@ def find_runs(root: Path) -> Iterator[RunDir]:
             yield RunDir(Path(path))
 
 
-def row_of(run: RunDir, story: Story, *, root: Path, now_s: float) -> RunRow:
+def run_row(run: RunDir, story: Story, *, root: Path, now_s: float) -> RunRow:
     """The index row of a run."""
     total, last = story.accounts.total(), story.last
     parent = run.path.parent
@@ -95,7 +95,7 @@ def render(rows: Sequence[RunRow], *, title: str) -> str:
     script = resource("index.js")
     body = "\n".join(table_of(*group, rows=members) for group, members in groups.items())
     count = f"{len(rows)} {'run' if len(rows) == 1 else 'runs'}"
-    return fill(
+    return fill_template(
         resource("index.html"),
         title=escape(title),
         count=count,

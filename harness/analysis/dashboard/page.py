@@ -24,7 +24,7 @@ SCRIPTS = ("tables.js", "panels.js", "page.js")
 def render(data: dict[str, Any]) -> str:
     """The HTML document for the output of `harness.analysis.dashboard.page_data.page_data`."""
     plotly, script = library(), "\n".join(resource(name) for name in SCRIPTS)
-    return fill(
+    return fill_template(
         resource("page.html"),
         title=escape(data["facts"]["run"]["name"]),
         policy=policy(plotly, script, live=data["live"]),
@@ -35,7 +35,7 @@ def render(data: dict[str, Any]) -> str:
     )
 
 
-def fill(template: str, **texts: str) -> str:
+def fill_template(template: str, **texts: str) -> str:
     """The template with each {{name}} replaced; inserted texts are not expanded again."""
     parts = template.split("{{")
     out = [parts[0]]
@@ -57,18 +57,18 @@ def policy(*scripts: str, live: bool) -> str:
 
 def to_json(data: Any) -> str:
     """JSON that is safe inside a script element; NaN and Inf become null."""
-    text = json.dumps(finite(data), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(replace_non_finite(data), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def finite(value: Any) -> Any:
+def replace_non_finite(value: Any) -> Any:
     match value:
         case float() if not math.isfinite(value):
             return None
         case dict():
-            return {key: finite(child) for key, child in value.items()}
+            return {key: replace_non_finite(child) for key, child in value.items()}
         case list() | tuple():
-            return [finite(child) for child in value]
+            return [replace_non_finite(child) for child in value]
         case _:
             return value
 

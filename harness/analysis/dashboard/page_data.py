@@ -75,11 +75,13 @@ def facts_of(run: RunDir, story: Story, *, now_s: float) -> dict[str, Any]:
 
 def revision_of(run: RunDir, story: Story, *, now_s: float) -> str:
     """A string that changes whenever the facts change; cheap to compute."""
-    written = sum((run.path / folder_of(number) / "postmortem.md").exists() for number in story.incidents.by_number)
+    written = sum(
+        (run.path / incident_folder(number) / "postmortem.md").exists() for number in story.incidents.by_number
+    )
     return f"{story.num_lines}-{written}-{state_of(story, now_s=now_s)[0]}"
 
 
-def folder_of(number: int) -> str:
+def incident_folder(number: int) -> str:
     """Folder of an incident, relative to its run."""
     return f"incidents/{number:03d}"
 
@@ -181,7 +183,7 @@ def goodput_facts(goodput: Goodput) -> dict[str, Any]:
 
 
 def incident_facts(run: RunDir, story: IncidentStory) -> dict[str, Any]:
-    folder = folder_of(story.number)
+    folder = incident_folder(story.number)
     text = read_text(run.path / folder / "postmortem.md")
     names = [name for name in EVIDENCE if (run.path / folder / name).exists()]
     return {

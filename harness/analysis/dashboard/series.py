@@ -76,8 +76,8 @@ def _to_floats(values: Sequence[Any]) -> array[float]:
     try:
         column = array("f", values)
     except (TypeError, OverflowError):
-        return array("f", map(number, values))
-    return column if math.isfinite(sum(column)) else array("f", map(number, values))
+        return array("f", map(drawable_number, values))
+    return column if math.isfinite(sum(column)) else array("f", map(drawable_number, values))
 
 
 @final
@@ -139,7 +139,7 @@ def pack(values: NDArray[Any]) -> str:
     return base64.b64encode(values.astype(values.dtype.newbyteorder("<")).tobytes()).decode()
 
 
-def number(value: Any) -> float:
+def drawable_number(value: Any) -> float:
     """A value of the log for drawing; NaN if it is missing or not finite (the log has NaN and Inf as strings)."""
     return float(value) if isinstance(value, float | int) and -LARGEST <= value <= LARGEST else NAN
 

@@ -20,7 +20,7 @@ from threading import Lock
 from typing import Any, final
 from urllib.parse import parse_qs, urlsplit
 
-from harness.analysis.dashboard.page import finite, render
+from harness.analysis.dashboard.page import render, replace_non_finite
 from harness.analysis.dashboard.page_data import facts_of, page_data, revision_of, tables
 from harness.analysis.dashboard.story import Story
 from harness.core.rundir import RunDir
@@ -61,7 +61,7 @@ class LiveRun:
             if revision_of(self.run, self._story, now_s=now_s) == seen:
                 return None
             data = {"facts": facts_of(self.run, self._story, now_s=now_s)} | tables(self._story, first=first)
-        return json.dumps(finite(data), separators=(",", ":"), allow_nan=False)
+        return json.dumps(replace_non_finite(data), separators=(",", ":"), allow_nan=False)
 
     def file(self, number: str, name: str) -> Path | None:
         """A file of an incident's folder; None if it is missing or a link leads outside."""

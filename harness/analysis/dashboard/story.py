@@ -22,7 +22,7 @@ from typing import Any, final
 
 from harness.analysis.dashboard.goodput import Accounts
 from harness.analysis.dashboard.incidents import IncidentStories
-from harness.analysis.dashboard.series import NAN, ColumnTable, number, outlier
+from harness.analysis.dashboard.series import NAN, ColumnTable, drawable_number, outlier
 from harness.core.events import (
     Action,
     CheckpointFailed,
@@ -289,7 +289,7 @@ class Story:
         self.guilty[cursor] = BlamedBatch(
             cursor=cursor,
             iteration=known.iteration if known else (record or {})["iteration"],
-            loss=known.loss if known else number((record or {}).get("loss")),
+            loss=known.loss if known else drawable_number((record or {}).get("loss")),
             why=f"{known.why}, {why}" if known else why,
             rarest=known.rarest if known else batch.get("rarest", []),
             rows=known.rows if known else batch.get("rows", {}),
@@ -301,8 +301,8 @@ def _fp8_values(health: Mapping[str, Any], underflow: Mapping[str, Any]) -> list
     roles = list(health.values())
     least, most = zip(*(role["scale_log2"] for role in roles), strict=True)
     return [
-        max(map(number, underflow.values()), default=NAN),
-        max(number(role["saturated"]) for role in roles),
-        min(map(number, least)),
-        max(map(number, most)),
+        max(map(drawable_number, underflow.values()), default=NAN),
+        max(drawable_number(role["saturated"]) for role in roles),
+        min(map(drawable_number, least)),
+        max(map(drawable_number, most)),
     ]

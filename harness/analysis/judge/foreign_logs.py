@@ -43,7 +43,7 @@ SPREAD = re.compile(r"__(min|max)$")
 """Suffix of the columns in which W&B exports the range of a smoothed column."""
 
 
-def records(path: Path, wanted: Mapping[str, str]) -> Iterator[StepRecord]:
+def read_records(path: Path, wanted: Mapping[str, str]) -> Iterator[StepRecord]:
     """The rows of a log; `wanted` names columns that `NAMES` does not match. All rows reuse the same record object."""
     if not path.is_file():
         raise ConfigError(str(path), "no such file")
@@ -76,7 +76,7 @@ def _from_json(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> I
         if not known.issuperset(row):
             keys = list(dict.fromkeys([*keys, *row]))
             known, columns = set(keys), find_columns(keys, wanted)
-        if "loss" in columns and fill(record, number, [row.get(columns.get(name)) for name in NAMES]):
+        if "loss" in columns and fill_record(record, number, [row.get(columns.get(name)) for name in NAMES]):
             yield record
     if record.cursor == -1 and keys and "loss" not in columns:
         raise missing(path, keys)
@@ -99,7 +99,7 @@ def _from_csv(path: Path, lines: Iterator[str], wanted: Mapping[str, str]) -> It
     for number, row in enumerate(rows):
         if len(row) > width:
             row.append("")
-            if fill(record, number, pick(row)):
+            if fill_record(record, number, pick(row)):
                 yield record
 
 
@@ -117,7 +117,7 @@ def _from_long(
         raise missing(path, list(metrics))
     record, others = empty_record(), [name for name in NAMES if name != "step"]
     for number, at in enumerate(sorted(metrics[columns["loss"]], key=float)):
-        if fill(
+        if fill_record(
             record, number, [at, *(metrics[columns[name]].get(at) if name in columns else None for name in others)]
         ):
             yield record
@@ -159,7 +159,7 @@ def missing(path: Path, columns: Sequence[str]) -> ConfigError:
 
 
 def empty_record() -> StepRecord:
-    """A record with neutral values, to be filled by `fill`."""
+    """A record with neutral values, to be filled by `fill_record`."""
     return StepRecord(
         time=0.0,
         iteration=0,
@@ -177,7 +177,7 @@ def empty_record() -> StepRecord:
     )
 
 
-def fill(record: StepRecord, number: int, values: Sequence[Any]) -> bool:
+def fill_record(record: StepRecord, number: int, values: Sequence[Any]) -> bool:
     """Write a row, in the order of `NAMES`, into the record; returns whether it has a loss."""
     step, loss, grad_norm, rate, scale = values
     value = number_of(loss)

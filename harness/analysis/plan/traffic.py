@@ -79,7 +79,7 @@ def num_per_node(cfg: Config, world_size: int) -> int:
     return min(here or world_size, world_size)
 
 
-def groups(cfg: Config, world_size: int) -> tuple[RankGroup, RankGroup]:
+def rank_groups(cfg: Config, world_size: int) -> tuple[RankGroup, RankGroup]:
     """The group that shards one replica, and the group that holds the same shard of all replicas."""
     here, replicate = num_per_node(cfg, world_size), cfg.parallel.replicate
     num_shards = world_size // replicate
@@ -93,7 +93,7 @@ def groups(cfg: Config, world_size: int) -> tuple[RankGroup, RankGroup]:
 
 def collectives(cfg: Config, *, world_size: int) -> list[Collective]:
     """All collectives of a step that move weights or gradients."""
-    shards, replicas = groups(cfg, world_size)
+    shards, replicas = rank_groups(cfg, world_size)
     num_micro_batches = sharing(cfg, world_size).num_micro_batches
     num_gathers = 2 if will_reshard(cfg) else 1
     sizes = {"block": padded_size(block_shapes(cfg.model), shards.num_ranks)}

@@ -1,1 +1,1 @@
-"""Replay: a guilty step once more, from the state it was made on, to tell hardware from data."""
+"""Replays a guilty step from the state it started from, to distinguish hardware faults from bad data."""

@@ -106,7 +106,7 @@ def run_worker(request: ReplayRequest, cfg: Config) -> int:
     ):
         if request.tamper is not None:
             request.tamper(parts)
-        result = replay(request, parts, cfg, world)
+        result = replay_steps(request, parts, cfg, world)
         if world.is_first:
             write_atomically(request.report, json.dumps(encode(as_dict(result)), indent=1) + "\n")
     return EXIT_DONE
@@ -117,7 +117,7 @@ def as_dict(result: ReplayResult) -> dict[str, Any]:
     return asdict(result) | {"seen": {str(rank): asdict(seen) for rank, seen in result.seen.items()}}
 
 
-def replay(request: ReplayRequest, parts: Parts, cfg: Config, world: World) -> ReplayResult:
+def replay_steps(request: ReplayRequest, parts: Parts, cfg: Config, world: World) -> ReplayResult:
     """Replay the steps of a request on this rank."""
     root, tensors = request.run / "checkpoints", parts.tensors()
     initial = clone(tensors)

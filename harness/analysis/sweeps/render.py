@@ -47,8 +47,8 @@ def swept_values(sweep: Sweep, score: JobScore) -> list[str]:
 def result_cells(score: JobScore) -> list[str]:
     result = score.result
     return [
-        number(score.final),
-        number(score.best),
+        loss_text(score.final),
+        loss_text(score.best),
         share(result.spikes.share),
         "-" if result.incidents_per_10k is None else f"{result.incidents_per_10k:.3g}",
         str(result.num_refused),
@@ -59,7 +59,7 @@ def result_cells(score: JobScore) -> list[str]:
     ]
 
 
-def number(value: float | None) -> str:
+def loss_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
@@ -95,14 +95,13 @@ def verdict(ranking: Ranking) -> str:
     """The best job and its lead over the next, or why there is no winner."""
     ranked = ranking.ranked
     if not ranked:
-        return "No winner: no job is finished with a finite loss."
+        return "No winner: no job is finished with a finite_or_none loss."
     best = ranked[0]
     if len(ranked) == 1:
-        return f"Only one job is finished: {label(best)}, {ranking.basis} loss {number(best.final)}."
+        return f"Only one job is finished: {label(best)}, {ranking.basis} loss {loss_text(best.final)}."
     second = ranked[1]
-    lead = (
-        f"{label(best)} is best with a {ranking.basis} loss of {number(best.final)}, {margin(second, best):.4f} below"
-    )
+    lead = f"{label(best)} is best with a {ranking.basis} loss of {loss_text(best.final)}, "
+    lead += f"{margin(second, best):.4f} below"
     noise = joint_noise(second, best)
     if noise is None:
         return (
@@ -114,8 +113,8 @@ def verdict(ranking: Ranking) -> str:
         return f"{lead} {label(second)}; noise explains {noise:.4f}."
     others = "; ".join(label(score) for score in equals[1:])
     return (
-        f"No winner. {label(best)} has the lowest {ranking.basis} loss, {number(best.final)}, but within the noise of "
-        f"it {'is' if len(equals) == 2 else 'are'} {others} (the next is {margin(second, best):.4f} above; noise "
+        f"No winner. {label(best)} has the lowest {ranking.basis} loss, {loss_text(best.final)}, but within the "
+        f"noise of it {'is' if len(equals) == 2 else 'are'} {others} (the next is {margin(second, best):.4f} above; noise "
         f"explains {noise:.4f})."
     )
 
@@ -168,7 +167,7 @@ def render_markdown(sweep: Sweep, ranking: Ranking, pictures: Sequence[tuple[str
 
 
 def as_json(sweep: Sweep, ranking: Ranking) -> dict[str, Any]:
-    """The report as JSON-ready data; non-finite numbers are null."""
+    """The report as JSON-ready data; non-finite_or_none numbers are null."""
     equals = {score.result.job.name for score in ranking.equals}
     return {
         "name": sweep.name,
@@ -189,17 +188,17 @@ def job_as_json(score: JobScore) -> dict[str, Any]:
         "exit_code": result.exit_code,
         "is_finished": result.is_finished,
         "step": result.step,
-        "final_loss": finite(score.final),
-        "best_loss": finite(score.best),
-        "noise": finite(score.noise),
+        "final_loss": finite_or_none(score.final),
+        "best_loss": finite_or_none(score.best),
+        "noise": finite_or_none(score.noise),
         "spike_score": result.spikes.share,
         "num_spikes": result.spikes.num_spikes,
         "incidents_per_10k": result.incidents_per_10k,
         "num_refused": result.num_refused,
         **{f"num_{kind}s": result.done[ActionKind(kind)] for kind in RECOVERIES},
-        "tokens_per_s": finite(result.tokens_per_s),
+        "tokens_per_s": finite_or_none(result.tokens_per_s),
     }
 
 
-def finite(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None

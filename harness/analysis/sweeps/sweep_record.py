@@ -113,7 +113,7 @@ def discover_sweep(directory: Path) -> Sweep:
     """A sweep over the runs in a directory and the keys in which they differ."""
     runs = [RunDir(path) for path in sorted(directory.iterdir()) if (path / "config.yaml").is_file()]
     require(bool(runs), str(directory), f"has neither a {SWEEP_FILE} nor run directories")
-    configs = {run.path.name: flat(read_config(run)) for run in runs}
+    configs = {run.path.name: flat(read_run_config(run)) for run in runs}
     keys = differing_keys(list(configs.values()))
     jobs = [
         Job(name=name, overrides={key: override_value(config.get(key)) for key in keys})
@@ -123,7 +123,7 @@ def discover_sweep(directory: Path) -> Sweep:
     return Sweep(name=directory.resolve().name, created=created, words=[], fixed=[], jobs=sort_jobs(jobs))
 
 
-def read_config(run: RunDir) -> dict[str, Any]:
+def read_run_config(run: RunDir) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):

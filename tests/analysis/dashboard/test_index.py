@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from harness.analysis.dashboard.index import RunRow, find_runs, line_of, render, row_of, sparkline
+from harness.analysis.dashboard.index import RunRow, find_runs, line_of, render, run_row, sparkline
 from harness.analysis.dashboard.story import Story
 from tests.analysis.dashboard.logs import BEGUN, long_run, record, write
 
@@ -51,7 +51,7 @@ def test_runs_are_found_and_grouped(tmp_path: Path) -> None:
     for run in find_runs(tmp_path):
         story = Story()
         story.read_more(run)
-        rows.append(row_of(run, story, root=tmp_path, now_s=BEGUN))
+        rows.append(run_row(run, story, root=tmp_path, now_s=BEGUN))
     assert [(row.name, row.group, row.is_sweep) for row in rows] == [
         ("alone", ".", False),
         ("sweep/lr=1", "sweep", True),
@@ -68,7 +68,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     long_run(tmp_path / '<img src=x onerror="alert(1)">', 20)
     (run,) = find_runs(tmp_path)
     run.dashboard.touch()
-    text = render([row_of(run, Story(), root=tmp_path, now_s=BEGUN)], title="<b>runs</b>")
+    text = render([run_row(run, Story(), root=tmp_path, now_s=BEGUN)], title="<b>runs</b>")
     assert "<img" not in text
     assert "<b>" not in text
     assert 'href="%3Cimg%20src%3Dx%20onerror%3D%22alert%281%29%22%3E/dashboard.html"' in text
@@ -77,7 +77,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
 def test_directory_may_be_empty_or_a_run_itself(tmp_path: Path) -> None:
     assert "No runs yet." in render([], title="runs")
     (run,) = find_runs(long_run(tmp_path / "first", 20))
-    row = row_of(run, Story(), root=run.path, now_s=BEGUN)
+    row = run_row(run, Story(), root=run.path, now_s=BEGUN)
     assert "this run" in line_of(row)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.dashboard.page import fill, library, render
+from harness.analysis.dashboard.page import fill_template, library, render
 from harness.analysis.dashboard.page_data import facts_of, page_data, spell_seconds, state_of
 from harness.analysis.dashboard.story import Story
 from harness.analysis.markdown_html import to_html
@@ -183,4 +183,4 @@ def test_small_renderers() -> None:
         "5 h 1 min",
         "3 d 1 h",
     ]
-    assert fill("a{{x}}b{{y}}", x="{{y}}", y="2") == "a{{y}}b2"
+    assert fill_template("a{{x}}b{{y}}", x="{{y}}", y="2") == "a{{y}}b2"

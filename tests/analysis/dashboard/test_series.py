@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.analysis.dashboard.series import ROWS_AT_ONCE, ColumnTable, number, pack_table, thin
+from harness.analysis.dashboard.series import ROWS_AT_ONCE, ColumnTable, drawable_number, pack_table, thin
 
 
 def table_of(values: list[object]) -> ColumnTable:
@@ -61,7 +61,7 @@ def test_late_and_interrupted_columns_have_gaps(num_before: int) -> None:
 def test_non_finite_values_are_gaps() -> None:
     values: list[object] = ["nan", "inf", "-inf", None, 1e300, -1e300, float("inf"), True, 2, 0.5]
     expected = [np.nan] * 7 + [1.0, 2.0, 0.5]
-    assert np.array_equal([number(value) for value in values], expected, equal_nan=True)
+    assert np.array_equal([drawable_number(value) for value in values], expected, equal_nan=True)
     assert np.array_equal(table_of(values).column("loss"), expected, equal_nan=True)
 
 

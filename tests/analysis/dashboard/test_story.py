@@ -161,8 +161,8 @@ def test_fp8_probes_become_columns(tmp_path: Path) -> None:
     write(tmp_path / "events.jsonl", rows)
     story = read(RunDir(tmp_path))
     assert story.steps.column("in_bf16").tolist() == [0.0, 1.0]
-    told = [story.probes.column(name)[0] for name in FP8_COLUMNS]
-    assert told == pytest.approx([0.4, 0.5, -14, 36])
+    values = [story.probes.column(name)[0] for name in FP8_COLUMNS]
+    assert values == pytest.approx([0.4, 0.5, -14, 36])
     assert np.isnan([story.probes.column(name)[1] for name in FP8_COLUMNS]).all()
     write(tmp_path / "other" / "events.jsonl", [record(1, time=1.0, in_fp8=None)])
     assert "in_bf16" not in thin(read(RunDir(tmp_path / "other")).steps).lows, "a panel without data is not drawn"

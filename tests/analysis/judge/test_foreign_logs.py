@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.judge.foreign_logs import find_columns, records
+from harness.analysis.judge.foreign_logs import find_columns, read_records
 from harness.config.errors import ConfigError
 from harness.core.events import to_json
 from tests.sentinel.series import record
@@ -16,7 +16,7 @@ Row = tuple[int, float, float]
 
 def rows(path: Path, text: str, **wanted: str) -> list[Row]:
     path.write_text(text)
-    return [(each.step, each.loss, each.grad_norm) for each in records(path, wanted)]
+    return [(each.step, each.loss, each.grad_norm) for each in read_records(path, wanted)]
 
 
 WANT = [(1, 3.0, 0.5), (2, 2.5, 0.4)]
@@ -47,7 +47,7 @@ def test_tensorboard_export_has_one_metric_per_file(tmp_path: Path) -> None:
 def test_own_event_log_gives_full_records(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(to_json(record(7, math.nan, 0.5, refused=True, nonfinite_ranks=[3])) + "\n")
-    (row,) = records(path, {})
+    (row,) = read_records(path, {})
     assert math.isnan(row.loss)
     assert (row.step, row.refused, row.nonfinite_ranks) == (7, True, [3])
 

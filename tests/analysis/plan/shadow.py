@@ -216,8 +216,8 @@ def shadow(cfg: Config, *, world_size: int) -> Shadow:
 def main() -> None:
     """One line of JSON for each `RANKS override ...` on a line of stdin."""
     for line in sys.stdin:
-        ranks, *words = line.split()
-        print(json.dumps(asdict(shadow(load(words), world_size=int(ranks)))), flush=True)
+        ranks, *overrides = line.split()
+        print(json.dumps(asdict(shadow(load(overrides), world_size=int(ranks)))), flush=True)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def block_of(cfg: Config) -> Block:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ["model=tiny"],
         ["model=tiny", "precision=bf16"],
@@ -85,8 +85,8 @@ def block_of(cfg: Config) -> Block:
     ],
     ids=" ".join,
 )
-def test_saved_bytes_equal_autograd(words: list[str]) -> None:
-    cfg = load(words)
+def test_saved_bytes_equal_autograd(overrides: list[str]) -> None:
+    cfg = load(overrides)
     with fused_norms():
         kept = kept_by(block_of(cfg), cfg)
     assert kept == kept_bytes(cfg, fp8_projections(cfg, 0)) * NUM_ROWS * cfg.train.sequence_length
@@ -110,8 +110,8 @@ def test_selective_checkpointing_saves_nothing_in_fp8() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which the compiler looks at, of any tensor
 @pytest.mark.parametrize("precision", ["bf16", "fp8_emulated"])
 def test_full_checkpointing_saves_only_the_input(precision: str) -> None:
-    words = [f"precision={precision}", "parallel.compile=true", "parallel.activation_checkpointing=full"]
-    cfg = load(["model=tiny", "train.sequence_length=64", *words])
+    overrides = [f"precision={precision}", "parallel.compile=true", "parallel.activation_checkpointing=full"]
+    cfg = load(["model=tiny", "train.sequence_length=64", *overrides])
     block = block_of(cfg)
     with like_inductor():
         wrap(block, cfg.parallel)
@@ -125,8 +125,8 @@ def test_full_checkpointing_saves_only_the_input(precision: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("kind", list(ActivationCheckpointing))
 def test_fused_qkv_saves_as_much_as_three_projections(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    words = ["precision=bf16", "parallel.compile=true", f"parallel.activation_checkpointing={kind}"]
-    cfg = load(["model=tiny", "train.sequence_length=64", *words])
+    overrides = ["precision=bf16", "parallel.compile=true", f"parallel.activation_checkpointing={kind}"]
+    cfg = load(["model=tiny", "train.sequence_length=64", *overrides])
     kept = []
     for is_joined in (False, True):
         monkeypatch.setattr(fused_qkv, "is_compiled_for_cuda", lambda _hidden, is_joined=is_joined: is_joined)

@@ -15,8 +15,8 @@ from harness.config.schema import Config
 
 
 @cache
-def config(*words: str) -> Config:
-    return load(["+experiment=1b_bf16", "parallel.reshard_after_forward=false", *words])
+def config(*overrides: str) -> Config:
+    return load(["+experiment=1b_bf16", "parallel.reshard_after_forward=false", *overrides])
 
 
 def on(memory_gb: float, cfg: Config) -> Config:
@@ -69,13 +69,13 @@ def test_cheapest_change_that_fits(memory_gb: float, cure: list[str]) -> None:
 
 
 def test_more_ranks_if_no_change_helps() -> None:
-    words = ["model=70b", "train.batch_size=512", "parallel.reshard_after_forward=true"]
-    line = refusal(config(*words), world_size=8)
+    overrides = ["model=70b", "train.batch_size=512", "parallel.reshard_after_forward=true"]
+    line = refusal(config(*overrides), world_size=8)
     ranks = re.search(r"; ([\d,]+) ranks and ", line)
     assert ranks is not None, line
     number = int(ranks[1].replace(",", ""))
-    assert refusal(config(*words, *suggested(line)), world_size=number) == ""
-    assert refusal(config(*words, *suggested(line)), world_size=number // 2) != ""
+    assert refusal(config(*overrides, *suggested(line)), world_size=number) == ""
+    assert refusal(config(*overrides, *suggested(line)), world_size=number // 2) != ""
 
 
 def test_job_that_no_change_makes_fit() -> None:

@@ -39,16 +39,18 @@ CASES: dict[str, tuple[int, list[str]]] = {
 NUM_MICRO_BATCHES = 2
 
 
-def words_of(case: str) -> list[str]:
-    ranks, words = CASES[case]
-    rows = next(int(word.partition("=")[2]) for word in words if word.startswith("train.micro_batch_size="))
-    return [*words, f"train.batch_size={NUM_MICRO_BATCHES * rows * ranks}"]
+def overrides_of_case(case: str) -> list[str]:
+    ranks, overrides = CASES[case]
+    rows = next(
+        int(override.partition("=")[2]) for override in overrides if override.startswith("train.micro_batch_size=")
+    )
+    return [*overrides, f"train.batch_size={NUM_MICRO_BATCHES * rows * ranks}"]
 
 
 @pytest.fixture(scope="module")
 def shadows() -> dict[str, dict[str, Any]]:
     """All steps, in a separate process, because a fake process group must not remain in this one."""
-    lines = "".join(f"{CASES[case][0]} {' '.join(words_of(case))}\n" for case in CASES)
+    lines = "".join(f"{CASES[case][0]} {' '.join(overrides_of_case(case))}\n" for case in CASES)
     command = [sys.executable, "-m", "tests.analysis.plan.shadow"]
     done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -57,7 +59,7 @@ def shadows() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, shadows: dict[str, dict[str, Any]]) -> tuple[Config, int, dict[str, Any]]:
-    return load(words_of(request.param)), CASES[request.param][0], shadows[request.param]
+    return load(overrides_of_case(request.param)), CASES[request.param][0], shadows[request.param]
 
 
 def test_shard_sizes_match_the_plan(case: tuple[Config, int, dict[str, Any]]) -> None:

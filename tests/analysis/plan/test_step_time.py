@@ -19,7 +19,7 @@ from harness.analysis.plan.traffic import (
     CollectiveKind,
     RankGroup,
     collectives,
-    groups,
+    rank_groups,
     seconds,
 )
 from harness.config.compose import load
@@ -30,14 +30,14 @@ BASE = ["model=tiny", "precision=bf16", "cluster=h100", "launch.nproc=8", "train
 
 
 @cache
-def config(*words: str) -> Config:
-    return load([*BASE, *words])
+def config(*overrides: str) -> Config:
+    return load([*BASE, *overrides])
 
 
-def sent(words: list[str], world_size: int) -> dict[str, tuple[int, int]]:
+def sent(overrides: list[str], world_size: int) -> dict[str, tuple[int, int]]:
     """Kind -> (bytes sent, bytes sent to other machines) by a rank in a step."""
     totals: dict[str, tuple[int, int]] = {}
-    for call in collectives(config(*words), world_size=world_size):
+    for call in collectives(config(*overrides), world_size=world_size):
         near, far = totals.get(call.kind, (0, 0))
         totals[call.kind] = near + call.num_calls * call.sent_bytes, far + call.num_calls * call.sent_far_bytes
     return totals
@@ -68,14 +68,14 @@ def test_ring_uses_the_ports_of_all_devices() -> None:
 
 def test_replicas_are_on_different_machines() -> None:
     cfg = config("parallel.replicate=4")
-    shards, replicas = groups(cfg, 32)
+    shards, replicas = rank_groups(cfg, 32)
     assert (shards.num_ranks, shards.num_nodes, shards.per_node) == (8, 1, 8)
     assert (replicas.num_ranks, replicas.num_nodes, replicas.per_node) == (4, 4, 1)
     totals = sent(["parallel.replicate=4"], 32)
     assert totals["all_gather"][1] == totals["reduce_scatter"][1] == 0
     near, far = totals["all_reduce"]
     assert near == far == pytest.approx(2 * 3 / 4 * 4 * num_parameters(cfg.model) / 8, rel=1e-3)
-    crowded = groups(config("parallel.replicate=16"), 32)
+    crowded = rank_groups(config("parallel.replicate=16"), 32)
     assert [group.per_node for group in crowded] == [2, 4], "four copies on each machine"
 
 
@@ -105,11 +105,11 @@ def test_seconds_of_a_ring() -> None:
 
 def test_one_rank_does_not_communicate() -> None:
     cfg = load(["+experiment=1b_bf16"])
-    alone = step_time(cfg, world_size=1)
-    assert alone is not None
-    assert (alone.traffic_s, alone.waiting_s) == (0.0, 0.0)
-    assert alone.step_time_s == alone.work_s == alone.parts.total_s
-    assert alone.mfu == alone.device_mfu
+    single = step_time(cfg, world_size=1)
+    assert single is not None
+    assert (single.traffic_s, single.waiting_s) == (0.0, 0.0)
+    assert single.step_time_s == single.work_s == single.parts.total_s
+    assert single.mfu == single.device_mfu
 
 
 def test_given_mfu_replaces_the_kernel_time() -> None:
@@ -151,7 +151,7 @@ def test_price_of_a_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "ranks"),
+    ("overrides", "ranks"),
     [
         ([], 1),
         (["launch.nproc=4"], 4),
@@ -161,5 +161,5 @@ def test_price_of_a_run() -> None:
         (["launch=slurm", "launch.slurm.gpus_per_node=4", "cluster=h100", "launch.nodes=3"], 12),
     ],
 )
-def test_number_of_ranks_of_a_configuration(words: list[str], ranks: int) -> None:
-    assert num_ranks(load(words)) == ranks
+def test_number_of_ranks_of_a_configuration(overrides: list[str], ranks: int) -> None:
+    assert num_ranks(load(overrides)) == ranks

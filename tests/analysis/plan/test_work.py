@@ -33,23 +33,23 @@ def kernels(*overrides: str, world_size: int = 1, rates: KernelRates = IDEAL) ->
 
 
 def of(cfg: Config, *, world_size: int = 1, rates: KernelRates = IDEAL) -> Work:
-    made = work(cfg, world_size=world_size, rates=rates)
-    assert made is not None
-    return made
+    parts = work(cfg, world_size=world_size, rates=rates)
+    assert parts is not None
+    return parts
 
 
 def test_each_part_is_its_flops_or_bytes() -> None:
-    made = kernels()
-    assert made.gemm_s == pytest.approx(6 * NUM_BLOCKS * BLOCK_WEIGHTS * TOKENS / PEAK)
-    assert made.attention_s == pytest.approx(7 * NUM_BLOCKS * DIM * LENGTH * TOKENS / PEAK), "causal"
+    parts = kernels()
+    assert parts.gemm_s == pytest.approx(6 * NUM_BLOCKS * BLOCK_WEIGHTS * TOKENS / PEAK)
+    assert parts.attention_s == pytest.approx(7 * NUM_BLOCKS * DIM * LENGTH * TOKENS / PEAK), "causal"
     per_token = 19 * DIM + 4 * (DIM + 2 * KV_DIM) + 9 * WIDE
-    assert made.elementwise_s == pytest.approx(2 * per_token * NUM_BLOCKS * TOKENS / BANDWIDTH)
+    assert parts.elementwise_s == pytest.approx(2 * per_token * NUM_BLOCKS * TOKENS / BANDWIDTH)
     head_s = 6 * VOCABULARY * DIM * TOKENS / PEAK + 6 * VOCABULARY * TOKENS / BANDWIDTH
-    assert made.head_s == pytest.approx(head_s)
-    assert made.weights_s == pytest.approx(12 * NUM_PARAMETERS / BANDWIDTH)
-    assert made.optimizer_s == pytest.approx(32 * NUM_PARAMETERS / BANDWIDTH)
-    assert made.quantize_s == 0
-    assert made.total_s == pytest.approx(sum(getattr(made, field.name) for field in fields(made)))
+    assert parts.head_s == pytest.approx(head_s)
+    assert parts.weights_s == pytest.approx(12 * NUM_PARAMETERS / BANDWIDTH)
+    assert parts.optimizer_s == pytest.approx(32 * NUM_PARAMETERS / BANDWIDTH)
+    assert parts.quantize_s == 0
+    assert parts.total_s == pytest.approx(sum(getattr(parts, field.name) for field in fields(parts)))
 
 
 def test_weight_time_is_independent_of_the_batch() -> None:
@@ -63,7 +63,9 @@ def test_attention_grows_with_the_sequence_and_gemm_does_not() -> None:
     short, long = kernels(), kernels("train.batch_size=1", "train.sequence_length=32768")
     assert long.attention_s == pytest.approx(8 * short.attention_s)
     assert long.gemm_s == pytest.approx(short.gemm_s)
-    measured = [kernels(*words, rates=RATES) for words in ((), ("train.batch_size=1", "train.sequence_length=32768"))]
+    measured = [
+        kernels(*overrides, rates=RATES) for overrides in ((), ("train.batch_size=1", "train.sequence_length=32768"))
+    ]
     assert measured[1].attention_s < 7.6 * measured[0].attention_s, "long rows of tiles run at a higher rate"
 
 
@@ -72,7 +74,9 @@ def test_full_checkpointing_repeats_forward_except_the_last_gemm() -> None:
     again = 2 * NUM_BLOCKS * (BLOCK_WEIGHTS - DIM * WIDE) * TOKENS / PEAK
     assert full.gemm_s - none.gemm_s == pytest.approx(again)
     assert full.attention_s == pytest.approx(none.attention_s * 9 / 7)
-    in_fp8 = [kernels("precision=fp8", *words).gemm_s for words in ((), ("parallel.activation_checkpointing=full",))]
+    in_fp8 = [
+        kernels("precision=fp8", *overrides).gemm_s for overrides in ((), ("parallel.activation_checkpointing=full",))
+    ]
     assert in_fp8[1] == pytest.approx(in_fp8[0] * 8 / 6)
 
 

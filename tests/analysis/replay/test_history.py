@@ -1,4 +1,4 @@
-"""The log as a tree: which state a step was made on, and the way back to it."""
+"""The log as a tree of states: the state each step started from, and the path to it."""
 
 from __future__ import annotations
 

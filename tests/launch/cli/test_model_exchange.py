@@ -66,7 +66,10 @@ def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
         (["first", "--output", "first"], "--output: first exists; choose another name"),
         (["first", "--output", "x", "--dtype", "fp8"], "checkpoint export: argument --dtype: invalid choice: 'fp8'"),
         (["first", "--output", "x", "--step", "7"], "--step: no checkpoint of step 7; there are step-00000005-gen-0, "),
-        (["first", "--output", "x", "--checkpoint", "y"], "--checkpoint: no checkpoint 'y'; there are step-00000005-gen-0, "),
+        (
+            ["first", "--output", "x", "--checkpoint", "y"],
+            "--checkpoint: no checkpoint 'y'; there are step-00000005-gen-0, ",
+        ),
         (["first", "--output", "x", "--checkpoint", "y", "--step", "7"], "checkpoint export: argument --step: not all"),
         ([".", "--output", "x"], ".: has no checkpoint"),
         (["first", "--output", "first/config.yaml/x"], "--output: cannot create first/config.yaml/.x.part: Not a dir"),

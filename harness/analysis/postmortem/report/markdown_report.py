@@ -20,9 +20,9 @@ from harness.analysis.postmortem.report.wording import (
     action_counts,
     action_lines,
     cost_text,
+    format_number,
     format_time,
     join_names,
-    number,
     panel_name,
     printable,
     token_texts,
@@ -86,14 +86,15 @@ def _spike(evidence: Evidence, measures: Measures, cause: RuleResult | None, rem
     cursors = [record.cursor for record in measures.during]
     blamed = ", ".join(str(batch.index) for batch in evidence.batches) or "none"
     seen = f"{min(cursors)} to {max(cursors)}" if cursors else NOT_MEASURED
+    usual_grad = format_number(measures.usual_grad)
     return [
         f"## Spike #{incident.number}",
         "",
         "### Symptoms",
-        f"- Pre-spike loss: {number(measures.level)}",
-        f"- Peak loss: {number(None if measures.peak is None else measures.peak.loss)}",
-        f"- Recovery loss (50 steps later): {number(measures.recovery_loss)}",
-        f"- Grad norm peak: {number(measures.peak_grad)} (pre-clip; usually {number(measures.usual_grad)})",
+        f"- Pre-spike loss: {format_number(measures.level)}",
+        f"- Peak loss: {format_number(None if measures.peak is None else measures.peak.loss)}",
+        f"- Recovery loss (50 steps later): {format_number(measures.recovery_loss)}",
+        f"- Grad norm peak: {format_number(measures.peak_grad)} (pre-clip; usually {usual_grad})",
         "",
         "### Evidence",
         f"- mlflow run: {run.tracking or NOT_MEASURED}",
@@ -122,21 +123,22 @@ def _spike(evidence: Evidence, measures: Measures, cause: RuleResult | None, rem
 def _report(evidence: Evidence, measures: Measures, ranked: Sequence[RuleResult]) -> list[str]:
     """Post-mortem, template of seed 002, sections 1 to 3."""
     incident, run, peak = evidence.incident, evidence.run, measures.peak
-    recovery = number(measures.recovery_loss) if measures.has_recovered is not False else "did not recover"
+    recovery = format_number(measures.recovery_loss) if measures.has_recovered is not False else "did not recover"
     if measures.has_recovered is False:
-        recovery += f": {number(measures.recovery_loss)}"
+        recovery += f": {format_number(measures.recovery_loss)}"
+    usual_grad = format_number(measures.usual_grad)
     likely = [result for result in ranked if result.support is not None][:5]
     return [
         f"# Loss spike post-mortem: {format_time(_onset_time(evidence))}, {run.name}",
         "",
         "## 1. Symptoms",
         f"- step where spike began: {incident.onset_step} (iteration {incident.onset})",
-        f"- pre-spike loss (50-step EMA): {number(measures.ema)}",
-        f"- peak loss: {number(None if peak is None else peak.loss)}"
+        f"- pre-spike loss (50-step EMA): {format_number(measures.ema)}",
+        f"- peak loss: {format_number(None if peak is None else peak.loss)}"
         + ("" if peak is None else f" (iteration {peak.iteration}{', refused' if peak.refused else ''})"),
         f"- recovery loss (50 steps after peak): {recovery}",
-        f"- grad-norm pre-clip at spike: {number(measures.peak_grad)} (usually {number(measures.usual_grad)})",
-        f"- LR at spike: {number(measures.onset_lr)} (before: {number(measures.usual_lr)})",
+        f"- grad-norm pre-clip at spike: {format_number(measures.peak_grad)} (usually {usual_grad})",
+        f"- LR at spike: {format_number(measures.onset_lr)} (before: {format_number(measures.usual_lr)})",
         f"- dtype regime: {run.precision}",
         f"- batch index in the spike step: {measures.during[0].cursor if measures.during else NOT_MEASURED}",
         f"- corpus tokens in that batch that look unusual: {_unusual(evidence)}",
@@ -201,14 +203,14 @@ def _outcome(evidence: Evidence, measures: Measures) -> list[str]:
     halted = next((action for action in evidence.actions if action.kind is ActionKind.halt), None)
     if halted is not None:
         return [f"- The run halted: {halted.reason}"]
-    state, loss = "still open" if incident.is_open else incident.verdict, number(measures.recovery_loss)
+    state, loss = "still open" if incident.is_open else incident.verdict, format_number(measures.recovery_loss)
     match measures.has_recovered:
         case None:
             return [f"- {state}; the loss fifty steps later was {NOT_MEASURED}"]
         case True:
             return [f"- {state}; the loss is back at {loss} fifty steps after its peak"]
         case _:
-            before = number(measures.level)
+            before = format_number(measures.level)
             return [f"- {state}; the loss is {loss} fifty steps after its peak (before the incident {before})"]
 
 
@@ -216,7 +218,7 @@ def _activations(measures: Measures) -> str:
     probed = next((record for record in measures.during if record.activation_rms), None)
     if probed is None:
         return NOT_MEASURED
-    layers = ", ".join(f"{name} {number(value, 3)}" for name, value in probed.activation_rms.items())
+    layers = ", ".join(f"{name} {format_number(value, 3)}" for name, value in probed.activation_rms.items())
     return f"RMS at iteration {probed.iteration}: {layers} ({panel_name(Panel.activations)})"
 
 

@@ -37,7 +37,7 @@ TITLES = {
 }
 
 
-def number(value: float | None, digits: int = 4) -> str:
+def format_number(value: float | None, digits: int = 4) -> str:
     """A number with `digits` significant digits; NaN and Inf by name."""
     if value is None:
         return NOT_MEASURED
@@ -96,7 +96,7 @@ def _action_line(action: Action, outcome: Outcome | None) -> str:
         ranges = [f"{first}" if first == last else f"{first} to {last}" for first, last in action.give_back]
         text += f", batches {', '.join(ranges)} no longer excluded"
     if outcome is not None and outcome.held_out_loss is not None:
-        text += f", held-out loss {number(outcome.held_out_loss)} (expected {number(action.level)})"
+        text += f", held-out loss {format_number(outcome.held_out_loss)} (expected {format_number(action.level)})"
     if outcome is not None and not outcome.succeeded:
         text += ", failed"
     elif outcome is not None and outcome.target:
