@@ -27,6 +27,8 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
+    """Options of `chunked_cross_entropy`."""
+
     z_loss: float
     """Coefficient of the squared log-partition."""
     output_multiplier: float
@@ -37,6 +39,8 @@ class LossOptions:
 
 
 class LossSums(NamedTuple):
+    """What `chunked_cross_entropy` returns. Only `objective` has a gradient."""
+
     objective: Tensor
     """seed * (sum of the losses + z_sum); differentiate this one."""
     losses: Tensor

@@ -19,6 +19,8 @@ from harness.config.model import InitKind, ModelConfig
 
 
 class Role(StrEnum):
+    """What a parameter does in the model."""
+
     embedding = "embedding"
     norm = "norm"
     hidden = "hidden"

@@ -76,6 +76,8 @@ def document_mask(documents: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
+    """Causal grouped-query attention with RoPE."""
+
     def __init__(self, cfg: ModelConfig, *, linear: LinearFactory) -> None:
         super().__init__()
         self.head_dim = cfg.head_dim
@@ -132,6 +134,8 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
     def __init__(self, cfg: ModelConfig, *, linear: LinearFactory) -> None:
         super().__init__()
         self.gate = linear(cfg.dim, cfg.ffn_dim)
@@ -143,6 +147,8 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
+    """A pre-LN transformer block."""
+
     def __init__(self, cfg: ModelConfig, *, linear: LinearFactory) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
@@ -179,6 +185,8 @@ class _DifferentiableZeros(torch.autograd.Function):
 
 
 class Transformer(nn.Module):
+    """The language model with its loss."""
+
     cos: Tensor
     sin: Tensor
 

@@ -15,6 +15,8 @@ from harness.precision.fp8.meters import compute_amax, compute_scale
 
 @final
 class EmulatedEngine:
+    """The fp8 engine in plain torch; methods as in `harness.precision.fp8.engine.Engine`."""
+
     def quantize(
         self, values: Tensor, scale: Tensor, *, dtype: torch.dtype, transpose: bool, amax: Tensor | None
     ) -> QuantizedMatrix:

@@ -29,6 +29,8 @@ INSTEAD = "or emulate it with precision=fp8_emulated"
 
 
 class Engine(Protocol):
+    """Quantizes matrices to fp8 and multiplies them."""
+
     def quantize(
         self, values: Tensor, scale: Tensor, *, dtype: torch.dtype, transpose: bool, amax: Tensor | None
     ) -> QuantizedMatrix:

@@ -27,6 +27,8 @@ NAMES = {FORWARD: extension.DType.kFloat8E4M3, GRADIENT: extension.DType.kFloat8
 
 @final
 class TransformerEngine:
+    """The fp8 engine on Transformer Engine; methods as in `harness.precision.fp8.engine.Engine`."""
+
     def quantize(
         self, values: Tensor, scale: Tensor, *, dtype: torch.dtype, transpose: bool, amax: Tensor | None
     ) -> QuantizedMatrix:
