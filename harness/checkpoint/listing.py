@@ -38,15 +38,15 @@ class CheckpointRow:
     """Why its manifest cannot be used; None: it can."""
 
 
-def rows_of(root: Path) -> list[CheckpointRow]:
+def checkpoint_rows(root: Path) -> list[CheckpointRow]:
     """Checkpoints, oldest first, then the quarantined ones."""
     saved = [(checkpoint.path, checkpoint.health.value) for checkpoint in catalog.list_checkpoints(root)]
     damaged = [(path, QUARANTINED) for path in catalog.list_damaged(root)]
-    rows = [row_of(path, health) for path, health in [*saved, *damaged]]
+    rows = [checkpoint_row(path, health) for path, health in [*saved, *damaged]]
     return [row for row in rows if row is not None]
 
 
-def row_of(path: Path, health: str) -> CheckpointRow | None:
+def checkpoint_row(path: Path, health: str) -> CheckpointRow | None:
     """The row of a checkpoint; reads no shard. None if the checkpoint was deleted meanwhile."""
     step, generation = catalog.parse_name(path.name)
     manifest, problem = None, None

@@ -24,7 +24,7 @@ from harness.data.corpus.corpus_record import DataRecord, SourceRecord, later_st
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.ledger import Ledger
 from harness.data.order.mixture import Change, MixtureRecipe
-from harness.data.order.stratify import StratifiedOrder, make_index, rare_tokens
+from harness.data.order.stratify import StratifiedOrder, rare_tokens, write_rare_index
 
 HELD_OUT_SEED = 2**63
 """Seed of the held-out order: above every `run.seed`, and the same for all runs, so that their losses compare."""
@@ -160,7 +160,7 @@ def make_rare_index(cfg: Config, recorded: RecordedData) -> None:
     """Scan the data for rare tokens and write the index, if `data.stratify` needs it and it is not up to date."""
     if cfg.data.stratify.rare_below and recorded.rare_index is not None and recorded.rare_index.parent.is_dir():
         (source,), _ = open_sources(cfg, recorded.record)
-        make_index(recorded.rare_index, source.corpus, source.samples, below=cfg.data.stratify.rare_below)
+        write_rare_index(recorded.rare_index, source.corpus, source.samples, below=cfg.data.stratify.rare_below)
 
 
 def build_stratified_order(

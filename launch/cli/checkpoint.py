@@ -24,7 +24,7 @@ import yaml
 from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, OtherVersion
-from harness.checkpoint.listing import QUARANTINED, bytes_of, render, rows_of, size_text
+from harness.checkpoint.listing import QUARANTINED, bytes_of, render, checkpoint_rows, size_text
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.core.rundir import RunDir
 from launch.cli.parser import CommandParser
@@ -110,7 +110,7 @@ def list_command(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     args = parser.parse_args(arguments)
     run = open_run_dir(args.run)
-    now_s, rows = time.time(), rows_of(run.checkpoints)
+    now_s, rows = time.time(), checkpoint_rows(run.checkpoints)
     if args.json:
         print(json.dumps({"run": str(run.path), "checkpoints": [asdict(row) for row in rows]}))
     else:

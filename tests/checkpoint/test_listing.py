@@ -11,7 +11,15 @@ import pytest
 from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import Health, name_of
 from harness.checkpoint.integrity import MANIFEST, Manifest
-from harness.checkpoint.listing import CheckpointRow, age_text, bytes_of, render, row_of, rows_of, size_text
+from harness.checkpoint.listing import (
+    CheckpointRow,
+    age_text,
+    bytes_of,
+    checkpoint_row,
+    checkpoint_rows,
+    render,
+    size_text,
+)
 from harness.config.errors import StorageError
 
 SHARD = "__0_0.distcp"
@@ -41,7 +49,7 @@ def test_row_combines_name_manifest_and_file_sizes(tmp_path: Path) -> None:
     catalog.mark(good, Health.good, "a test")
     (newest / MANIFEST).unlink()
     os.utime(newest, (7.0, 7.0))
-    assert rows_of(tmp_path) == [
+    assert checkpoint_rows(tmp_path) == [
         CheckpointRow(
             name=good.name,
             step=20,
@@ -79,7 +87,7 @@ def test_unreadable_checkpoint_has_a_row_and_deleted_one_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert bytes_of(tmp_path / "gone") == 0
-    assert row_of(tmp_path / name_of(10, 0), "good") is None
+    assert checkpoint_row(tmp_path / name_of(10, 0), "good") is None
     path = save(tmp_path, 20)
 
     def broken(*_: object, **__: object) -> None:
@@ -87,7 +95,7 @@ def test_unreadable_checkpoint_has_a_row_and_deleted_one_has_none(
 
     monkeypatch.setattr(integrity, "read_manifest", broken)
     monkeypatch.setattr(Path, "stat", broken)
-    row = row_of(path, "unread")
+    row = checkpoint_row(path, "unread")
     assert row is not None
     assert (row.time, row.tokens, row.problem) == (0.0, None, f"{path}: cannot be read")
 

@@ -60,16 +60,16 @@ def find_rare(corpus: Corpus, samples: range, *, below: int) -> RareTokens:
 
 def rare_tokens(corpus: Corpus, samples: range, *, below: int, index: Path | None = None) -> RareTokens:
     """The result of `find_rare`, read from the index file if that was made for the same data."""
-    found = None if index is None else read_index(index, index_key(corpus, samples, below=below))
+    found = None if index is None else read_rare_index(index, rare_index_key(corpus, samples, below=below))
     return find_rare(corpus, samples, below=below) if found is None else found
 
 
-def index_key(corpus: Corpus, samples: range, *, below: int) -> str:
+def rare_index_key(corpus: Corpus, samples: range, *, below: int) -> str:
     """Identifies the data and the threshold that the rare tokens depend on."""
     return f"{corpus.fingerprint()} {corpus.vocab_size} {samples.start}..{samples.stop} below {below}"
 
 
-def read_index(path: Path, key: str) -> RareTokens | None:
+def read_rare_index(path: Path, key: str) -> RareTokens | None:
     """Read an index file; None if it does not exist, is broken, or was made for other data."""
     try:
         with path.open("rb") as content, np.load(content, allow_pickle=False) as file:
@@ -80,10 +80,10 @@ def read_index(path: Path, key: str) -> RareTokens | None:
         return None
 
 
-def make_index(path: Path, corpus: Corpus, samples: range, *, below: int) -> None:
+def write_rare_index(path: Path, corpus: Corpus, samples: range, *, below: int) -> None:
     """Scan the data and write the index file, unless it is up to date."""
-    key = index_key(corpus, samples, below=below)
-    if read_index(path, key) is not None:
+    key = rare_index_key(corpus, samples, below=below)
+    if read_rare_index(path, key) is not None:
         return
     rare = find_rare(corpus, samples, below=below)
     scratch = path.with_name(f".{path.name}.tmp")

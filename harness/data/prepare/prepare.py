@@ -107,7 +107,7 @@ def prepare(
         if meta is None:
             files.require_own_files()
             try:
-                job = start_job(files, inputs, options, progress)
+                job = start_tokenizing(files, inputs, options, progress)
                 result = tokenize(job, num_workers=num_workers, shard_bytes=shard_bytes, progress=progress)
             except ConfigError:
                 clean_up_after_error(files)
@@ -136,7 +136,7 @@ def check_tokenizer(options: Options, files: CorpusFiles) -> None:
         train_bpe([], vocab_size=options.bpe_size, eod_token=options.eod_token)
 
 
-def start_job(files: CorpusFiles, inputs: Sequence[Path], options: Options, progress: Progress) -> TokenizeJob:
+def start_tokenizing(files: CorpusFiles, inputs: Sequence[Path], options: Options, progress: Progress) -> TokenizeJob:
     """Copy or train the tokenizer, and record options and inputs, so that a killed job can be resumed."""
     begun = {"options": options.identity(), "inputs": [stat_input(path) for path in inputs]}
     before = files.read_begun()
