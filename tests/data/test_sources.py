@@ -135,7 +135,10 @@ def test_rare_tokens_are_limited_in_every_batch() -> None:
             ["data=mixture", "data.stratify.rare_below=3"],
             r"data\.stratify\.rare_below: must be 0 \(off\) for a mixture",
         ),
-        (["data.stratify.rare_below=9999"], r"data\.stratify\.max_per_batch: must be at least \d+: sequence \d+ alone"),
+        (
+            ["data.stratify.rare_below=9999"],
+            r"data\.stratify\.max_per_batch: must be at least \d+: sequence \d+ alone contains token \d+",
+        ),
     ],
 )
 def test_invalid_data_config_names_the_key(overrides: list[str], line: str) -> None:
