@@ -95,13 +95,13 @@ def verdict(ranking: Ranking) -> str:
     """The best job and its lead over the next, or why there is no winner."""
     ranked = ranking.ranked
     if not ranked:
-        return "No winner: no job is finished with a finite_or_none loss."
+        return "No winner: no job is finished with a finite loss."
     best = ranked[0]
     if len(ranked) == 1:
         return f"Only one job is finished: {label(best)}, {ranking.basis} loss {loss_text(best.final)}."
     second = ranked[1]
-    lead = f"{label(best)} is best with a {ranking.basis} loss of {loss_text(best.final)}, "
-    lead += f"{margin(second, best):.4f} below"
+    best_loss = f"{ranking.basis} loss of {loss_text(best.final)}"
+    lead = f"{label(best)} is best with a {best_loss}, {margin(second, best):.4f} below"
     noise = joint_noise(second, best)
     if noise is None:
         return (
@@ -113,8 +113,8 @@ def verdict(ranking: Ranking) -> str:
         return f"{lead} {label(second)}; noise explains {noise:.4f}."
     others = "; ".join(label(score) for score in equals[1:])
     return (
-        f"No winner. {label(best)} has the lowest {ranking.basis} loss, {loss_text(best.final)}, but within the "
-        f"noise of it {'is' if len(equals) == 2 else 'are'} {others} (the next is {margin(second, best):.4f} above; noise "
+        f"No winner. {label(best)} has the lowest {ranking.basis} loss, {loss_text(best.final)}, but within the noise "
+        f"of it {'is' if len(equals) == 2 else 'are'} {others} (the next is {margin(second, best):.4f} above; noise "
         f"explains {noise:.4f})."
     )
 
@@ -167,7 +167,7 @@ def render_markdown(sweep: Sweep, ranking: Ranking, pictures: Sequence[tuple[str
 
 
 def as_json(sweep: Sweep, ranking: Ranking) -> dict[str, Any]:
-    """The report as JSON-ready data; non-finite_or_none numbers are null."""
+    """The report as JSON-ready data; non-finite numbers are null."""
     equals = {score.result.job.name for score in ranking.equals}
     return {
         "name": sweep.name,
