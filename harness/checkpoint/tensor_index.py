@@ -41,7 +41,7 @@ _MAY_BE_UNPICKLED = frozenset(
         ("pathlib", "PosixPath"),
         ("pathlib._local", "PosixPath"),
         ("torch", "Size"),
-        ("torch.distributed.checkpoint.filesystem", "StorageInfo"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),
         *((_DESCRIPTION, name) for name in ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")),
         *((_DESCRIPTION, name) for name in ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
