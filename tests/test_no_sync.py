@@ -45,7 +45,7 @@ LOOP = (
 ALLOWED_READS = {
     "harness/data/batches.py:_fill",
     "harness/held_out.py:receive",
-    "harness/sentinel/device/step_report.py:unpack",
+    "harness/sentinel/device/step_report.py:unpack_report",
     "harness/step.py:evaluate",
 }
 """Where the loop may read a tensor on the host; on CUDA all but the evaluation read host memory."""
@@ -155,7 +155,7 @@ def in_reduce_scatter(run: Run) -> None:
 
 
 def in_gate(run: Run) -> None:
-    run.parts.gate = intercept(run.parts.gate, "judge", lambda: plant_all(torch.ones(4)), first=True)
+    run.parts.gate = intercept(run.parts.gate, "decide", lambda: plant_all(torch.ones(4)), first=True)
 
 
 def in_update(run: Run) -> None:

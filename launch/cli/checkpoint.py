@@ -24,7 +24,7 @@ import yaml
 from harness.checkpoint import catalog, integrity
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, OtherVersion
-from harness.checkpoint.listing import QUARANTINED, bytes_of, render, checkpoint_rows, size_text
+from harness.checkpoint.listing import QUARANTINED, bytes_of, checkpoint_rows, render, size_text
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.core.rundir import RunDir
 from launch.cli.parser import CommandParser
@@ -162,7 +162,7 @@ def prune_command(arguments: Sequence[str]) -> int:
     for checkpoint in list_expendable():
         if checkpoint in list_expendable():  # the run may have changed a health since
             deleted_bytes += delete(checkpoint.path, checkpoint.health, dry_run=args.dry_run)
-    for path in catalog.list_damaged(run.checkpoints) if args.list_damaged else ():
+    for path in catalog.list_damaged(run.checkpoints) if args.damaged else ():
         deleted_bytes += delete(path, QUARANTINED, dry_run=args.dry_run)
     print(f"{'would delete' if args.dry_run else 'deleted'} {len(deleted_bytes)}, {size_text(sum(deleted_bytes))}")
     return EXIT_DONE

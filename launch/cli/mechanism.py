@@ -131,7 +131,7 @@ def train(trial: Trial) -> Trial:
     run = trial.run
     run.logs.mkdir(parents=True, exist_ok=True)
     if trial.has_burst:
-        write_atomically(run.drill, json.dumps({"burst_plan": burst_plan(trial.seed).as_dict()}))
+        write_atomically(run.drill, json.dumps({"plan": burst_plan(trial.seed).as_dict()}))
     location = [f"run.dir='{run.path.parent}'", f"run.name='{run.path.name}'", f"run.seed={trial.seed}"]
     cfg = load([EXPERIMENT, *location, *trial.overrides, *trial.cell.overrides])
     with (run.logs / "console.txt").open("w") as console, redirect_stdout(console):

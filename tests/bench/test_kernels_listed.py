@@ -16,12 +16,12 @@ from tests.bench.gpu.kernels import REST, Kernel, Listed, gathered, kind_of, mai
         ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "matrix products"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
         ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*)", "attention"),
-        ("_count_slopes", "rounding and transposing, SwiGLU with it"),
-        ("_round_slopes", "rounding and transposing, SwiGLU with it"),
+        ("_count_swiglu_grad_underflow", "rounding and transposing, SwiGLU with it"),
+        ("_quantize_swiglu_grads", "rounding and transposing, SwiGLU with it"),
         ("void transformer_engine::cast_transpose_fused_kernel<false>", "rounding and transposing, SwiGLU with it"),
         ("_step_adamw", "optimizer and clipping"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::", "optimizer and clipping"),
-        ("_join", "FSDP's casts and copies"),
+        ("_chunk_cat", "FSDP's casts and copies"),
         (
             "void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(at",
             "FSDP's casts and copies",
@@ -41,13 +41,13 @@ def event(name: str, start: float, end: float) -> SimpleNamespace:
 
 def test_means_of_steps_and_the_span_of_all() -> None:
     events = [
-        event("_join", 0, 500),
+        event("_chunk_cat", 0, 500),
         event("nvjet", 1000, 5000),
-        event("_join", 5500, 6000),
+        event("_chunk_cat", 5500, 6000),
         event("nvjet", 6000, 9000),
     ]
     found = gathered(events, 2)
-    assert found.kernels == {"_join": Kernel("_join", 0.5, 1.0), "nvjet": Kernel("nvjet", 3.5, 1.0)}
+    assert found.kernels == {"_join": Kernel("_chunk_cat", 0.5, 1.0), "nvjet": Kernel("nvjet", 3.5, 1.0)}
     assert (found.span_ms, found.ms, found.num_kernels) == (4.5, 4.0, 2.0)
 
 

@@ -127,13 +127,16 @@ def test_rare_tokens_are_limited_in_every_batch() -> None:
         (["data.eval_fraction=0.002"], r"data\.eval_fraction: holds out \d sequences, fewer than one batch of 8"),
         (["data=mixture", "data.eval_fraction=0.001"], r"data\.eval_fraction: holds out \d sequences of text, fewer"),
         (["data=synthetic", "data.synthetic.rare_probability=0.1"], r"data\.synthetic\.rare_tokens: must"),
-        (["data=synthetic", "data.synthetic.rare_tokens=255"], r"data\.synthetic\.rare_tokens: must leave"),
+        (
+            ["data=synthetic", "data.synthetic.rare_tokens=255"],
+            r"data\.synthetic\.rare_tokens: must be at most model\.vocab_size - 2",
+        ),
         (["data=synthetic", "data.synthetic.num_samples=2"], r"data\.synthetic\.num_samples: must"),
         (["data.eval_fraction=0.99999"], r"data\.eval_fraction: must leave 2 of the \d+ sequences of main"),
         (["data=files", "data.sources.main.paths=[/no/such]"], r"data\.sources\.main\.paths: /no/such: no such file"),
         (
             ["data=mixture", "data.stratify.rare_below=3"],
-            r"data\.stratify\.rare_below: must be 0 \(off\) for a mixture",
+            r"data\.stratify\.rare_below: must be 0 \(off\) with 2 sources",
         ),
         (
             ["data.stratify.rare_below=9999"],

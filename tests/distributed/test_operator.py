@@ -17,8 +17,8 @@ from harness import train
 from harness.build import Parts
 from harness.checkpoint import catalog, store
 from harness.checkpoint.catalog import Health
+from harness.control import apply, watcher
 from harness.control import inbox as commands
-from harness.control import watcher
 from harness.control.commands import (
     ExcludeSource,
     Order,
@@ -162,7 +162,8 @@ def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: s
         return genuine_leave(left, ending)
 
     with (
-        patch.multiple(train, forward_backward=forward_backward, leave=leave, PAUSED_LOOK_S=0.05),
+        patch.multiple(train, forward_backward=forward_backward, leave=leave),
+        patch.object(apply, "PAUSE_POLL_S", 0.05),
         patch.multiple(Watcher, look=look, waits=waits, wait=wait),
         patch.multiple(watcher, LOOK_EVERY_S=0.05, WORD_EVERY_S=0.0),
     ):
@@ -367,7 +368,7 @@ def test_checkpoint_pause_and_rejected_commands_change_nothing(ranks: Pool, cont
 def test_a_rollback_to_a_damaged_checkpoint_changes_nothing_else(ranks: Pool, control: Told, tmp_path: Path) -> None:
     told = tell(ranks, tmp_path, "victim", {20: [Pause()]}, in_pause=damage_and_go_back)
     _, refused, _ = answers(told, Pause(), Rollback(to_step=8), Resume())
-    assert refused.changes[REFUSED] == "there is nothing to go back to"
+    assert refused.changes[REFUSED] == "there is no state to restore"
     kept = {each.name for each in catalog.list_checkpoints(told.run.checkpoints)}
     assert kept == {f"step-{step:08d}-gen-0" for step in (16, 24, 32, NUM_STEPS)}
     assert told.ended.state == control.ended.state
@@ -378,7 +379,7 @@ def test_a_failed_restore_keeps_the_pending_save_and_later_ones(ranks: Pool, con
     told = tell(ranks, tmp_path, "victim", {15: [Pause()]}, in_pause=damage_and_go_back)
     _, refused, _ = answers(told, Pause(), Rollback(to_step=8), Resume())
     assert refused.iteration == 16
-    assert refused.changes[REFUSED] == "there is nothing to go back to"
+    assert refused.changes[REFUSED] == "there is no state to restore"
     kept = {each.name for each in catalog.list_checkpoints(told.run.checkpoints)}
     assert kept == {f"step-{step:08d}-gen-0" for step in (16, 24, 32, NUM_STEPS)}
     assert (told.ended.code, told.ended.state) == (0, control.ended.state)

@@ -108,7 +108,7 @@ def test_a_run_that_only_refuses_halts_with_exit_code_3(ranks: Pool, tmp_path: P
     *_, ended = events.read(tmp_path / "broken" / "events.jsonl")
     assert isinstance(ended, RunEnded)
     assert (ended.exit_code, ended.step) == (3, records[-1].step)
-    assert "refused in a row" in ended.reason
+    assert "rejected in a row" in ended.reason
     assert not (tmp_path / "broken" / "checkpoints").exists(), "a possibly damaged state is not saved"
 
 

@@ -51,7 +51,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
-@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("transpose", [True, False])
 def test_both_engines_quantize_to_the_same_bits(
     engines: tuple[Engine, Engine], dtype: torch.dtype, transpose: bool
 ) -> None:

@@ -122,7 +122,7 @@ def test_list_shows_all_checkpoints(run: RunDir, capsys: pytest.CaptureFixture[s
         ["step-00000020-gen-0", "20", "0", "candidate"],
         ["step-00000015-gen-1", "15", "1", "tainted"],
         ["step-00000020-gen-1", "20", "1", "candidate"],
-        ["step-00000030-gen-0.list_damaged", "30", "0", "damaged"],
+        ["step-00000030-gen-0.damaged", "30", "0", "damaged"],
     ]
     assert lines[2].endswith(f"10 min  {size}  20,000")
     assert lines[4].endswith("-  manifest.json: is missing")
@@ -146,7 +146,7 @@ def test_list_as_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
         "tokens": 10_000,
         "problem": None,
     }
-    assert (aside["name"], aside["health"]) == ("step-00000020-gen-0.list_damaged", "damaged")
+    assert (aside["name"], aside["health"]) == ("step-00000020-gen-0.damaged", "damaged")
 
 
 def test_list_omits_a_checkpoint_that_is_deleted_meanwhile(
@@ -194,13 +194,13 @@ def test_verify_by_name(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None
     flip_bit(save(run, 10) / SHARD)
     save(run, 20)
     catalog.quarantine(save(run, 30))
-    names = ["step-00000030-gen-0.list_damaged", "step-00000020-gen-0"]
+    names = ["step-00000030-gen-0.damaged", "step-00000020-gen-0"]
     assert run_command(capsys, "verify", "runs/first", *names) == [f"{name}  ok" for name in names]
     run_command(capsys, "verify", "runs/first", "step-00000010-gen-0", code=1)
     message = run_failing(capsys, "verify", "runs/first", "step-00000099-gen-0")
     assert message == (
         "step-00000099-gen-0: no such checkpoint; runs/first has "
-        "step-00000010-gen-0, step-00000020-gen-0, step-00000030-gen-0.list_damaged"
+        "step-00000010-gen-0, step-00000020-gen-0, step-00000030-gen-0.damaged"
     )
 
 
@@ -209,12 +209,12 @@ def test_verify_ignores_what_the_run_deletes_meanwhile(
 ) -> None:
     save(run, 10)
     save(run, 20)
-    hash_file = integrity.hash_file
+    measure = integrity.hash_file
 
     def measure_as_it_goes(path: Path, progress: Callable[[int], object] | None = None) -> integrity.Entry:
         if path.parent.name == name_of(10, 0):
             catalog.delete(path.parent)
-        return hash_file(path, progress)
+        return measure(path, progress)
 
     monkeypatch.setattr(integrity, "hash_file", measure_as_it_goes)
     assert run_command(capsys, "verify", "runs/first") == [
@@ -294,8 +294,8 @@ def test_damaged_checkpoints_are_deleted_only_on_request(run: RunDir, capsys: py
     assert len(catalog.list_damaged(run.checkpoints)) == 2
     lines = run_command(capsys, "prune", "runs/first", "--damaged")
     assert [line.split("  ")[:2] for line in lines[:-1]] == [
-        ["step-00000020-gen-0.list_damaged", "damaged"],
-        ["step-00000020-gen-0.list_damaged-2", "damaged"],
+        ["step-00000020-gen-0.damaged", "damaged"],
+        ["step-00000020-gen-0.damaged-2", "damaged"],
     ]
     assert [path.name for path in run.checkpoints.iterdir()] == [name_of(10, 0)]
 
@@ -325,16 +325,16 @@ def test_prune_beside_the_runs_own_retention(
 def test_prune_checks_again_before_every_deletion(
     run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest good checkpoint becomes tainted during the first deletion: an older good program must stay."""
+    """The newest good checkpoint becomes tainted during the first deletion: an older good one must stay."""
     for step in (10, 20, 30):
         save(run, step, health=Health.good)
     for step in (40, 50, 60):
         save(run, step)
-    delete = catalog.delete
+    drop = catalog.delete
 
     def drop_as_health_changes(path: Path) -> bool:
         catalog.mark(run.checkpoints / name_of(30, 0), Health.tainted, "a test")
-        return delete(path)
+        return drop(path)
 
     monkeypatch.setattr(catalog, "delete", drop_as_health_changes)
     run_command(capsys, "prune", "runs/first")

@@ -141,7 +141,7 @@ def test_invalid_commands_are_not_sent(
 def test_only_an_fp8_run_can_change_precision(run: RunDir, config: str, capsys: pytest.CaptureFixture[str]) -> None:
     run.config.write_text(config)
     assert ctl.main([str(run.path), "precision", "bf16", *REASON]) == 2
-    complaint = f"harness: precision: {run.path} was not started in fp8, and has nothing to choose between\n"
+    complaint = f"harness: precision: {run.path} was not started in fp8, so it has no precision to change\n"
     assert capsys.readouterr().err == complaint
 
 

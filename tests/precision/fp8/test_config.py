@@ -11,7 +11,7 @@ from harness.config.errors import ConfigError
 from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionKind
 from tests.forks import Launched
 
-SIZE_ERROR = "must give matrices of a multiple of 16 for precision=fp8, gives"
+SIZE_ERROR = "must give GEMM dimensions that are multiples of 16 for precision=fp8, gives"
 
 
 def test_the_default_recipe_is_current_and_emulation_is_explicit() -> None:
@@ -34,10 +34,10 @@ def test_the_default_recipe_is_current_and_emulation_is_explicit() -> None:
             ["train.sequence_length=40"],
             "train.sequence_length: must give micro-batches of a multiple of 16 tokens for precision=fp8, gives 40",
         ),
-        (["precision.fp8.recipe=best"], "precision.fp8.recipe: must is one of current, delayed, block, gives 'best'"),
-        (["precision.fp8.engine=x"], "precision.fp8.engine: must is one of transformer_engine, emulated, gives 'x'"),
-        (["precision.fp8.keep_first_blocks=-1"], "precision.fp8.keep_first_blocks: must is 0 or more, gives -1"),
-        (["precision.fp8.history_steps=0"], "precision.fp8.history_steps: must is at least 1, gives 0"),
+        (["precision.fp8.recipe=best"], "precision.fp8.recipe: must be one of current, delayed, block, got 'best'"),
+        (["precision.fp8.engine=x"], "precision.fp8.engine: must be one of transformer_engine, emulated, got 'x'"),
+        (["precision.fp8.keep_first_blocks=-1"], "precision.fp8.keep_first_blocks: must be 0 or more, got -1"),
+        (["precision.fp8.history_steps=0"], "precision.fp8.history_steps: must be at least 1, got 0"),
         (
             ["precision.fp8.keep_first_blocks=3", "precision.fp8.keep_last_blocks=1"],
             "precision.fp8.keep_last_blocks: must leave a block of model.num_layers=4 to fp8; the first 3 and the last "
@@ -50,7 +50,7 @@ def test_the_default_recipe_is_current_and_emulation_is_explicit() -> None:
         ),
         (
             ["precision.fp8.attention=false", "precision.fp8.mlp=false"],
-            "precision.fp8.mlp: must is true if precision.fp8.attention is false: or nothing is fp8",
+            "precision.fp8.mlp: must be true if precision.fp8.attention is false, or nothing is fp8",
         ),
     ],
 )
