@@ -90,7 +90,8 @@ def draw(curves: dict[str, Curve], out: Path) -> None:
         axes.plot(
             curve.steps, smoothed(curve.losses), color=COLORS[label], linewidth=width, linestyle=style, label=label
         )
-    top = axes.get_ylim()[1]
+    top = axes.get_ylim()[1] * 1.12
+    axes.set_ylim(top=top)
     for text, fault in FAULTS.items():
         axes.axvline(fault.at, color=GRID, linewidth=1.2, zorder=0)
         axes.text(fault.at + 2, top, text, va="top", fontsize=8, color=INK)
