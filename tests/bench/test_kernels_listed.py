@@ -47,7 +47,7 @@ def test_means_of_steps_and_the_span_of_all() -> None:
         event("nvjet", 6000, 9000),
     ]
     found = gathered(events, 2)
-    assert found.kernels == {"_join": Kernel("_chunk_cat", 0.5, 1.0), "nvjet": Kernel("nvjet", 3.5, 1.0)}
+    assert found.kernels == {"_chunk_cat": Kernel("_chunk_cat", 0.5, 1.0), "nvjet": Kernel("nvjet", 3.5, 1.0)}
     assert (found.span_ms, found.ms, found.num_kernels) == (4.5, 4.0, 2.0)
 
 

@@ -78,7 +78,7 @@ def test_a_bound_that_does_not_hold_is_exit_code_1(killed: subprocess.CompletedP
     args = ("clock_jump", "drill.fault.at=27", "drill.expected.notices=[all is well]", "--no-mlflow", *SMALL)
     done = harness(*args, cwd=directory)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "drill-clock_jump-twin: taken over from an equal one, not trained again\n" in done.stderr
+    assert "drill-clock_jump-twin: reused an equal twin, not trained again\n" in done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines() if line.endswith("BROKEN")] == ["detected"]
     assert not json.loads((directory / "runs/drill-clock_jump/score.json").read_text())["passed"]
     assert not (directory / "runs/drill-clock_jump/mlflow.json").exists()
@@ -92,14 +92,14 @@ def test_all_scenarios_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["kil_rank"], "drill: no 'kil_rank'; choose among "),
+        (["kil_rank"], "drill: no scenario 'kil_rank'; choose one of "),
         (["optim.lr=1"], "drill: missing scenario; choose among "),
         (["kill_rank", "drill.bounds.second=1"], "drill.bounds.second: no such key; "),
         (["kill_rank", "optim.lrr=1"], "optim.lrr: no such key; "),
-        (["kill_rank", "run.name=mine"], "run.name: is not yours to choose"),
+        (["kill_rank", "run.name=mine"], "run.name: must not be set"),
         (["kill_rank", "--fast"], "drill: unrecognized arguments: --fast; see --help"),
         (["score"], "drill score: give one run directory"),
-        (["score", "nowhere"], "nowhere: is no drill: it has no drill.json"),
+        (["score", "nowhere"], "nowhere: is not a drill: it has no drill.json"),
         (["full_disk", "launch=slurm"], "launch: full_disk needs launch=local, got slurm"),
         (["campaign", "--minutes", "0"], "--minutes: must be positive, got 0"),
         (["campaign", "--seed", "x"], "drill campaign: argument --seed: invalid int value: 'x'"),
@@ -123,7 +123,7 @@ def test_a_directory_that_is_not_a_drill_is_not_overwritten(tmp_path: Path, caps
     kept.parent.mkdir()
     kept.write_text("mine")
     assert drill.main(["kill_rank", f"run.dir={tmp_path}"]) == 2
-    assert "is there and is no drill" in capsys.readouterr().err
+    assert "exists and is not a drill" in capsys.readouterr().err
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
     (tmp_path / "campaign-3").mkdir()
     (tmp_path / "campaign-3" / "kept").write_text("mine")
