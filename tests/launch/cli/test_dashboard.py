@@ -121,7 +121,14 @@ def test_ctrl_c_ends_the_server_and_the_terminal_view(run: Path) -> None:
 def start(*args: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "TERM": "xterm", "COLUMNS": "100"}
     command = [sys.executable, "-m", "launch.cli.main", *args]
-    return subprocess.Popen(command, stdout=stdout, text=True, env=environment, start_new_session=True)
+    return subprocess.Popen(
+        command, stdout=stdout, text=True, env=environment, start_new_session=True, preexec_fn=default_sigint
+    )
+
+
+def default_sigint() -> None:
+    """A shell starts background jobs with SIGINT ignored; children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read_until(terminal: int, text: str) -> str:
