@@ -136,7 +136,7 @@ def problem_of_harness(name: str, arguments: Sequence[str]) -> str:
             helps = help_of("ctl", run, command) if command in help_of("ctl") else ""
         case (("checkpoint" | "data" | "sweep"), [command, *_]):
             helps = help_of(name, command) if command in help_of(name) else ""
-        case "drill", [("campaign" | "mechanism") as command, *_]:
+        case "drill", ["campaign" as command, *_]:
             helps = help_of("drill", command)
         case "drill", names:
             known = {*scenario.names(), *PLACEHOLDERS, "all", "list", "score"}

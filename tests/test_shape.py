@@ -34,7 +34,6 @@ DOORS = {
     "matplotlib": {
         "harness/telemetry/run_picture.py",
         "harness/analysis/judge/picture.py",
-        "harness/analysis/mechanism/picture.py",
         "harness/analysis/sweeps/picture.py",
         "harness/analysis/postmortem/report/axes.py",
         "harness/analysis/postmortem/report/panels.py",

@@ -31,7 +31,6 @@ usage: harness drill NAME... [OVERRIDE...]
        harness drill list
        harness drill score RUN
        harness drill campaign --minutes M --seed S [OVERRIDE...]
-       harness drill mechanism [--seeds N] [OVERRIDE...]
 
 Train a run with an injected fault and its clean twin, and score the run against the expectations of the scenario.
 Writes runs/drill-NAME and runs/drill-NAME-twin. The score card is printed, stored in runs/drill-NAME as score.md and
@@ -66,10 +65,6 @@ def main(argv: Sequence[str]) -> int:
 
                 with SigtermAsInterrupt():
                     return campaign.main(arguments)
-            case ["mechanism", *arguments]:
-                from launch.cli import mechanism
-
-                return mechanism.main(arguments)
             case arguments:
                 with SigtermAsInterrupt():
                     return drill(arguments)

@@ -48,7 +48,7 @@ def test_overrides_are_applied() -> None:
     ("override", "line"),
     [
         ("model=9b", "model: no '9b'; choose one of 125m, 13b, 1b, 3b, 50m, 70b, 7b, tiny"),
-        ("+experiment=nope", "experiment: no 'nope'; choose one of 1b_bf16, mechanism, rare_tail"),
+        ("+experiment=nope", "experiment: no 'nope'; choose one of 1b_bf16, rare_tail"),
         ("experiment=rare_tail", "experiment: not chosen by default; add it with +experiment=rare_tail"),
         ("optim=null", "optim: no 'null'; choose one of adamw, adamw_wsd"),
         ("optim=3", "optim: no '3'; choose one of adamw, adamw_wsd"),

@@ -1,4 +1,4 @@
-"""The mechanism drill: does a burst of rare tokens do more damage if Adam's second moment adapts slowly?
+"""The study: does a burst of rare tokens do more damage if Adam's second moment adapts slowly?
 
 Why: the harness recommends beta2 0.95, clipping at 1 and weight decay 0.1, as in PaLM and Llama: a batch of rare tokens
 gives a large gradient, a stale second moment does not scale the update down, and the loss of the next batches rises.

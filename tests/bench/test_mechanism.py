@@ -1,4 +1,4 @@
-"""Arithmetic of the mechanism drill: the effect of the burst is the difference to the clean run."""
+"""Arithmetic of the mechanism study: the effect of the burst is the difference to the clean run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.analysis.mechanism.experiment import (
+from harness.core.events import StepRecord
+from harness.faults.plan import FaultKind
+from tests.bench.mechanism import grid
+from tests.bench.mechanism.experiment import (
     BURST_AT,
     CELLS,
     NUM_AFTER,
@@ -17,10 +20,7 @@ from harness.analysis.mechanism.experiment import (
     effects_table,
     measure_effect,
 )
-from harness.analysis.mechanism.picture import draw
-from harness.core.events import StepRecord
-from harness.faults.plan import FaultKind
-from launch.cli import mechanism
+from tests.bench.mechanism.picture import draw
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.full
@@ -118,14 +118,14 @@ def test_burst_run_and_clean_run_differ_only_by_the_burst(ranks: Pool, tmp_path:
     """Two real runs: bit-identical before the burst; its gradient is large, and the loss rises after it."""
     cell = Cell(0.999, None, 0.1)
     small = ("model.dim=32", "model.num_layers=1", "train.batch_size=8", "train.sequence_length=32")
-    struck, spared = (mechanism.Trial(tmp_path, cell, 0, is_struck, small) for is_struck in (True, False))
+    struck, spared = (grid.Trial(tmp_path, cell, 0, is_struck, small) for is_struck in (True, False))
     for trial in (struck, spared):
-        ranks.run(1, mechanism.train, trial)
-    burst, clean = mechanism.records(struck), mechanism.records(spared)
+        ranks.run(1, grid.train, trial)
+    burst, clean = grid.records(struck), grid.records(spared)
     assert [record.loss for record in burst[:BURST_AT]] == [record.loss for record in clean[:BURST_AT]]
     found = measure_effect(burst, clean)
     assert found.grad_factor > 5
     assert found.update_factor > 1.5
     assert found.damage > 1.0
-    mechanism.run_all([struck, spared])  # both are there: nothing is trained again
-    assert mechanism.records(struck) == burst
+    grid.run_all([struck, spared])  # both are there: nothing is trained again
+    assert grid.records(struck) == burst

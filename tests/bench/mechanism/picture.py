@@ -1,4 +1,4 @@
-"""Draws the result of the mechanism drill: loss, gradient norm, second moment and update size around the burst."""
+"""Draws the result of the mechanism study: loss, gradient norm, second moment and update size around the burst."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from harness.analysis.mechanism.experiment import BURST_AT, NUM_BEFORE, Cell
 from harness.core.events import StepRecord
+from tests.bench.mechanism.experiment import BURST_AT, NUM_BEFORE, Cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,7 @@
-"""`harness drill mechanism`: trains the grid of `harness.analysis.mechanism.experiment` and writes the comparison.
+"""Trains the grid of `tests.bench.mechanism.experiment` and writes the comparison.
+
+    python -m tests.bench.mechanism                                   72 small runs, some minutes on 2 cores
+    python -m tests.bench.mechanism --seeds 1 model.dim=128           one seed, a wider model
 
 How: each run is one rank in a process of this machine, as many at a time as there are cores. Finished runs are not
 trained again, so that an interrupted experiment can be continued. The runs, `mechanism.png`, `effects.json` and
@@ -19,7 +22,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.analysis.mechanism.experiment import (
+from harness.config.compose import load
+from harness.config.errors import EXIT_DONE, require
+from harness.core import events
+from harness.core.events import RunEnded, StepRecord
+from harness.core.rundir import RunDir, write_atomically
+from launch.cli.parser import CommandParser
+from tests.bench.mechanism.experiment import (
     CELLS,
     Cell,
     Effect,
@@ -28,12 +37,6 @@ from harness.analysis.mechanism.experiment import (
     effects_table,
     measure_effect,
 )
-from harness.config.compose import load
-from harness.config.errors import EXIT_DONE, require
-from harness.core import events
-from harness.core.events import RunEnded, StepRecord
-from harness.core.rundir import RunDir, write_atomically
-from launch.cli.parser import CommandParser
 
 DESCRIPTION = """\
 Train every combination of beta2 (0.95, 0.999), clip (off, 1, 0.5) and weight decay (0.1, 0.01) twice, with and without
@@ -41,7 +44,43 @@ one batch of rare tokens, and compare: what does such a burst do, and which sett
 """
 
 
-EXPERIMENT = "+experiment=mechanism"
+SETTINGS = (
+    "data=synthetic",
+    "data.synthetic.rare_tokens=32",
+    "data.synthetic.rare_probability=0.0005",
+    "telemetry=plain",
+    "telemetry.picture=false",
+    "model.dim=64",
+    "model.num_layers=2",
+    "model.ffn_dim=176",
+    "model.vocab_size=512",
+    "train.num_steps=280",
+    "train.batch_size=16",
+    "train.sequence_length=64",
+    "optim.schedule=constant",
+    "parallel.device=cpu",
+    "eval.every_steps=0",
+    "checkpoint.every_steps=0",
+    "checkpoint.ring.slots=0",
+    "sentinel.probe_every=1",
+)
+"""A small model on common tokens with a thin tail of rare ones; every step is probed."""
+UNREACHABLE = tuple(
+    f"sentinel.detect.{bound}=1e9"
+    for bound in (
+        "gate_sigmas",
+        "gate_loss_factor",
+        "gate_grad_factor",
+        "gate_loss_cap",
+        "gate_grad_cap",
+        "joint_sigmas",
+        "joint_grad_factor",
+        "spike_sigmas",
+        "row_sigmas",
+        "lone_sigmas",
+    )
+)
+"""Bounds that no value reaches, so that no update is rejected or undone."""
 
 
 class Trial(NamedTuple):
@@ -61,14 +100,14 @@ class Trial(NamedTuple):
         return RunDir(self.directory / f"{self.cell.name},seed={self.seed},{kind}")
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the experiment; returns the exit code."""
     args = build_parser().parse_intermixed_args(argv)
     require(args.seeds >= 1, "--seeds", f"must be at least 1, got {args.seeds}")
     directory: Path = args.output
     directory.mkdir(parents=True, exist_ok=True)
     seeds, overrides = range(args.seeds), tuple(args.overrides)
-    load([EXPERIMENT, *overrides])
+    load([*SETTINGS, *UNREACHABLE, *overrides])
     burst_trials, clean_trials = (
         {cell: [Trial(directory, cell, seed, has_burst, overrides) for seed in seeds] for cell in CELLS}
         for has_burst in (True, False)
@@ -87,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
     report = f"{effects_table(effects)}\n" + "".join(f"- {line}\n" for line in answer_questions(effects))
     write_atomically(directory / "report.md", report)
     write_atomically(directory / "effects.json", as_json(effects))
-    from harness.analysis.mechanism.picture import draw
+    from tests.bench.mechanism.picture import draw
 
     draw(burst, directory / "mechanism.png")
     print(f"{report}\n{directory / 'mechanism.png'}  {directory / 'report.md'}  {directory / 'effects.json'}")
@@ -95,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> ArgumentParser:
-    parser = CommandParser(prog="harness drill mechanism", description=DESCRIPTION)
+    parser = CommandParser(prog="python -m tests.bench.mechanism", description=DESCRIPTION)
     parser.add_argument(
         "overrides", nargs="*", metavar="OVERRIDE", help="override of the training, such as model.dim=128"
     )
@@ -133,7 +172,7 @@ def train(trial: Trial) -> Trial:
     if trial.has_burst:
         write_atomically(run.drill, json.dumps({"plan": burst_plan(trial.seed).as_dict()}))
     location = [f"run.dir='{run.path.parent}'", f"run.name='{run.path.name}'", f"run.seed={trial.seed}"]
-    cfg = load([EXPERIMENT, *location, *trial.overrides, *trial.cell.overrides])
+    cfg = load([*SETTINGS, *UNREACHABLE, *location, *trial.overrides, *trial.cell.overrides])
     with (run.logs / "console.txt").open("w") as console, redirect_stdout(console):
         code = select_worker(run)(cfg)
     assert code == EXIT_DONE, f"{run.path} ended with {code}"
