@@ -131,6 +131,6 @@ def test_a_silent_server_causes_one_warning(
     lay_out(directory, job, **silent)
     multirun.finish_in_mlflow(directory, [configuration(directory, job, **silent)])
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("warning: how the sweep ended did not reach MLflow: ")
+    assert line.startswith("warning: the end of the sweep was not recorded in MLflow: ")
     multirun.finish_in_mlflow(directory, [configuration(directory, job, mlflow="false")])
     assert capfd.readouterr().err == ""
