@@ -163,17 +163,17 @@ def rewind(action: Action, parts: Parts) -> Restored | None:
     slot = parts.ring.agree_on_target(before=action.onset)
     if slot is None:
         return None
-    prepare(action, parts, iteration=slot.state.iteration)
+    persist_before_restore(action, parts, iteration=slot.state.iteration)
     return Restored(parts.ring.restore(slot), f"snapshot of iteration {slot.state.iteration}")
 
 
 def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
     """Restore the newest good checkpoint from before the onset that passes verification."""
-    taken = dict(run_on_rank_zero(lambda: rollback_targets(action, parts)))
+    taken = dict(run_on_rank_zero(lambda: rollback_candidates(action, parts)))
     begun: list[str] = []
 
     def begin(name: str) -> None:
-        prepare(action, parts, iteration=taken[name])
+        persist_before_restore(action, parts, iteration=taken[name])
         begun.append(name)
 
     try:
@@ -198,7 +198,7 @@ def roll_back(action: Action, parts: Parts, *, root: Path) -> Restored | None:
     return Restored(found.loaded.state, "; ".join([found.loaded.name, *map(str, [*found.damage, *found.unread])]))
 
 
-def rollback_targets(action: Action, parts: Parts) -> list[tuple[str, int]]:
+def rollback_candidates(action: Action, parts: Parts) -> list[tuple[str, int]]:
     """List the checkpoints that a rollback may restore, newest first; on rank 0.
 
     An operator's rollback may also use a checkpoint that is not proven good yet.
@@ -212,7 +212,7 @@ def rollback_targets(action: Action, parts: Parts) -> list[tuple[str, int]]:
     ]
 
 
-def prepare(action: Action, parts: Parts, *, iteration: int) -> None:
+def persist_before_restore(action: Action, parts: Parts, *, iteration: int) -> None:
     """Write what must be on disk before the run continues from the state after `iteration`."""
     parts.checkpoints.taint_since(iteration, reason_with_author(action))
     exclude(action, parts)

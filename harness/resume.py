@@ -45,8 +45,8 @@ def open_run(cfg: Config, data: RunData) -> Opened:
         run_lease.hold(run.path, cfg.run.lease_s)
         seen = max(last_iteration(run.events), 0)
         corpus = render_record(data.record)
-        changes = rundir.prepare(cfg, run, iteration=seen, corpus=corpus, data_changes=data.changes)
-        stop_requests.clear(run)
+        changes = rundir.prepare_run_dir(cfg, run, iteration=seen, corpus=corpus, data_changes=data.changes)
+        stop_requests.clear_stop_file(run)
         return Opened(run, seen, changes)
     except ConfigError as error:
         return Opened(run, seen, {}, problem=str(error))

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.config.compose import check, conf_dir, explain, register
+from harness.config.compose import conf_dir, explain, register, validate
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.config.launch import LaunchKind
 from harness.config.schema import Config, check_world
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_job(tree: Any, settings: Any, arguments: Sequence[str]) -> int:
     """Run one composed config; returns the exit code."""
     try:
-        cfg = check(tree)
+        cfg = validate(tree)
         unset = ", ".join(swept_keys(settings, arguments))
         require(not unset, "sweep", f"needs --multirun, or one value for {unset}")
         return launch_run(cfg)
@@ -92,7 +92,7 @@ def compose_sweep_job(tree: Any, settings: Any, arguments: Sequence[str]) -> Com
     overrides = {key: value for key, _, value in parsed if key in keys}
     directory = Path(settings.sweep.dir)
     try:
-        return ComposedJob(sweep=directory, overrides=overrides, cfg=check(tree))
+        return ComposedJob(sweep=directory, overrides=overrides, cfg=validate(tree))
     except Exception as error:
         return ComposedJob(sweep=directory, overrides=overrides, cfg=None, problem=config_error_text(error, settings))
 
@@ -124,7 +124,7 @@ def launch_run(cfg: Config) -> int:
         from launch.local import start as local
 
         worker = select_worker(locate(cfg))
-    check_world(cfg, local.num_ranks(cfg))
+    check_world(cfg, local.ranks_to_start(cfg))
     return local.launch(cfg, worker)
 
 

@@ -223,7 +223,7 @@ def scenarios_table() -> Iterator[str]:
     yield "| scenario | fault | finding (any of) | action (any of) | starts |"
     yield "|---|---|---|---|---|"
     for name in scenario.names():
-        drill = scenario.load(name)
+        drill = scenario.load_scenario(name)
         findings, actions = (", ".join(kinds) or "-" for kinds in (drill.expected.findings, drill.expected.actions))
         yield f"| `{name}` | {cell(drill.summary)} | {findings} | {actions} | {drill.expected.starts} |"
 

@@ -46,7 +46,7 @@ def config(shards: Path, *overrides: str) -> Config:
 def begin(cfg: Config, *, cursor: int | None = None) -> rundir.RunDir:
     """A run as it is after its first start, with a checkpoint at a batch."""
     run = rundir.locate(cfg)
-    rundir.prepare(cfg, run, corpus=render_record(plan_data(cfg).record))
+    rundir.prepare_run_dir(cfg, run, corpus=render_record(plan_data(cfg).record))
     run.events.touch()
     if cursor is not None:
         save(run, cursor)
@@ -62,7 +62,7 @@ def save(run: rundir.RunDir, cursor: int) -> None:
 def admit(cfg: Config) -> RunData:
     """A later start, up to the point where training begins."""
     data = plan_data(cfg)
-    rundir.prepare(cfg, rundir.locate(cfg), corpus=render_record(data.record), data_changes=data.changes)
+    rundir.prepare_run_dir(cfg, rundir.locate(cfg), corpus=render_record(data.record), data_changes=data.changes)
     return data
 
 

@@ -131,7 +131,7 @@ def hash_files(directory: Path, names: Iterable[str]) -> dict[str, Entry]:
         return dict(zip(listed, pool.map(lambda name: hash_file(directory / name), listed), strict=True))
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
+def write_checkpoint_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the last file of a checkpoint; raises ValueError, and writes nothing, if it could not be read back."""
     content = {"version": VERSION} | asdict(manifest)
     text = json.dumps(content | {"sha256": _digest(content)}, indent=1)

@@ -216,7 +216,7 @@ def _publish(
         files=files,
         rollback=dict(rollback),
     )
-    integrity.write_manifest(scratch, manifest)
+    integrity.write_checkpoint_manifest(scratch, manifest)
     if catalog.health_of(target) is Health.tainted:
         catalog.delete(target)
     catalog.publish(scratch, target)

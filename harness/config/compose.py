@@ -39,7 +39,7 @@ def conf_dir() -> Path:
     return installed if installed.is_dir() else here.parent / "conf"
 
 
-def check(tree: Any) -> Config:
+def validate(tree: Any) -> Config:
     """Convert a tree composed by Hydra, or an untyped tree from a file, to checked dataclasses."""
     from omegaconf import MissingMandatoryValue, OmegaConf
 
@@ -73,7 +73,7 @@ def load(overrides: Sequence[str] = ()) -> Config:
     register()
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return check(compose("config", overrides=list(overrides)))
+            return validate(compose("config", overrides=list(overrides)))
     except Exception as error:
         raise explain(error, overrides) from None
 
@@ -83,7 +83,7 @@ def read(path: Path) -> Config:
     from omegaconf import OmegaConf
 
     try:
-        return check(OmegaConf.create(read_tree(path)))
+        return validate(OmegaConf.create(read_tree(path)))
     except Exception as error:
         raise explain(error) from None
 

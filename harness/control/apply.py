@@ -24,7 +24,7 @@ from harness.control.commands import (
     SaveCheckpoint,
     Skip,
 )
-from harness.control.inbox import REFUSED, check, intervention_event, interventions
+from harness.control.inbox import REFUSED, check_order, intervention_event, interventions
 from harness.core.events import Action, ActionKind, Outcome
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
@@ -124,7 +124,7 @@ def refusal_of(run: RunDir, order: Order) -> str:
     An I/O error is a reason too, because the other ranks wait for the answer.
     """
     try:
-        check(run, order)
+        check_order(run, order)
     except ConfigError as error:
         return str(error)
     except OSError as error:

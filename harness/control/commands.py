@@ -169,7 +169,7 @@ def in_words(order: Order) -> str:
             assert_never(order)
 
 
-def from_json(text: bytes, *, id: str) -> Command:
+def parse_command(text: bytes, *, id: str) -> Command:
     """Parse a command file. Raises `ConfigError` with one line if it is not a valid command."""
     try:
         content = json.loads(text)

@@ -41,9 +41,9 @@ from harness.control.commands import (
     Rollback,
     SaveCheckpoint,
     Skip,
-    from_json,
     in_words,
     one_line,
+    parse_command,
 )
 from harness.core import events
 from harness.core.events import Intervention, StepRecord, to_json
@@ -124,13 +124,13 @@ def intervention_event(command: Command, iteration: int, changes: Mapping[str, A
     )
 
 
-def rollback_targets(run: RunDir, to_step: int) -> list[Checkpoint]:
+def untainted_checkpoints(run: RunDir, to_step: int) -> list[Checkpoint]:
     """List the untainted checkpoints at or before a step, newest generation and step first."""
     sound = [each for each in catalog.list_checkpoints(run.checkpoints) if each.health is not Health.tainted]
     return [each for each in reversed(sound) if each.step <= to_step]
 
 
-def check(run: RunDir, order: Order, *, before: Sequence[Order] = ()) -> None:
+def check_order(run: RunDir, order: Order, *, before: Sequence[Order] = ()) -> None:
     """Raise `ConfigError` if this run cannot carry out an order after the orders `before`, judging by its directory.
 
     The command line calls it before it sends a command, and the run before it applies one: things change in between.
@@ -156,7 +156,7 @@ def _check_step(run: RunDir, to_step: int) -> None:
             to_step <= record.step, "rollback", f"must be to step {record.step}, the last, or before, got {to_step}"
         )
     message = f"{run.path} has no checkpoint at or before step {to_step} that is not tainted"
-    require(bool(rollback_targets(run, to_step)), "rollback", message)
+    require(bool(untainted_checkpoints(run, to_step)), "rollback", message)
 
 
 def _check_source(run: RunDir, name: str, earlier: set[str]) -> None:
@@ -267,7 +267,7 @@ def _read(path: Path) -> Command:
     with path.open("rb") as file:
         text = file.read(LONGEST_BYTES + 1)
     require(len(text) <= LONGEST_BYTES, "", f"has more than {LONGEST_BYTES} bytes")
-    return from_json(text, id=path.stem)
+    return parse_command(text, id=path.stem)
 
 
 def _warn(message: str) -> None:

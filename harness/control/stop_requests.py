@@ -119,7 +119,7 @@ def stop_event(run: RunDir, iteration: int) -> Intervention | None:
     )
 
 
-def clear(run: RunDir) -> None:
+def clear_stop_file(run: RunDir) -> None:
     """Remove the file STOP of the last start; on rank 0, before the run accepts new requests."""
     try:
         run.stop.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ def command(module: str, *args: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *args]
 
 
-def environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """The environment of this process, with the directory of this code first in PYTHONPATH."""
     here = str(Path(__file__).absolute().parents[2])
     if here in (*site.getsitepackages(), site.getusersitepackages()):

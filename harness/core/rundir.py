@@ -181,7 +181,7 @@ def check_resume(cfg: Config, run: RunDir) -> None:
         raise ConfigError("run.name", message)
 
 
-def prepare(
+def prepare_run_dir(
     cfg: Config, run: RunDir, *, iteration: int = 0, corpus: str = "", data_changes: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Create the directory, or accept a changed config at `iteration`; returns the changes, key -> [old, new].

@@ -56,7 +56,7 @@ def mixable_scenarios() -> dict[str, Scenario]:
     shared = compose.read_tree(compose.conf_dir() / scenarios.GROUP / f"{compose.BASE}.yaml")["train"]
     found = {}
     for name in scenarios.names():
-        loaded = scenarios.load(name)
+        loaded = scenarios.load_scenario(name)
         trains_alike = all(override.startswith(MAY_DIFFER) for override in loaded.train[len(shared) :])
         if trains_alike and loaded.fault.kind not in NOT_MIXABLE and loaded.expected.exit_code == 0:
             found[name] = loaded

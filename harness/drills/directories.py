@@ -65,7 +65,7 @@ def create_directory(cfg: Config, run: RunDir) -> None:
 
 def write_config(cfg: Config, run: RunDir) -> None:
     named = replace(cfg, run=replace(cfg.run, name=run.path.name, dir=str(run.path.parent)))
-    rundir.prepare(named, run)
+    rundir.prepare_run_dir(named, run)
 
 
 def prepare_twin(cfg: Config, run: RunDir) -> bool:

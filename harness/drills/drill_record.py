@@ -20,7 +20,7 @@ from harness.core import events
 from harness.core.events import EvalRecord, Event, FaultInjected, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir, write_atomically
 from harness.data.order.ledger import Ledger
-from harness.drills.scenario import Scenario, from_tree
+from harness.drills.scenario import Scenario, scenario_from_tree
 from harness.faults.plan import FaultPlan, read_plan
 from harness.telemetry.console import event_line
 
@@ -73,7 +73,7 @@ def read_drill_record(run: RunDir) -> DrillRecord:
         tree = json.loads(run.drill.read_text(encoding="utf-8"))
         return DrillRecord(
             name=tree["name"],
-            scenario=from_tree(tree["scenario"]),
+            scenario=scenario_from_tree(tree["scenario"]),
             plan=plan,
             twin=tree["twin"],
             starts=_starts(tree),

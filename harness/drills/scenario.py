@@ -109,7 +109,7 @@ def names() -> tuple[str, ...]:
     return compose.options_of(GROUP)
 
 
-def load(name: str, overrides: Sequence[str] = ()) -> Scenario:
+def load_scenario(name: str, overrides: Sequence[str] = ()) -> Scenario:
     """Load a scenario by name, with the overrides that start with `drill.`; others are ignored."""
     if name not in names():
         close = difflib.get_close_matches(name, names(), n=1)
@@ -126,6 +126,6 @@ def changes_scenario(override: str) -> bool:
     return override.lstrip("+~").startswith(f"{GROUP}.")
 
 
-def from_tree(tree: Mapping[str, Any]) -> Scenario:
+def scenario_from_tree(tree: Mapping[str, Any]) -> Scenario:
     """A scenario from its form in `drill.json`."""
     return compose.load_typed(Scenario, GROUP, [tree], [])

@@ -60,7 +60,7 @@ def as_json(card: Card) -> str:
     return json.dumps(card.as_dict(), indent=2) + "\n"
 
 
-def summary(cards: Sequence[Card], skipped: Sequence[tuple[str, str]] = ()) -> str:
+def summary_of_drills(cards: Sequence[Card], skipped: Sequence[tuple[str, str]] = ()) -> str:
     """Several drills, one line each, for a terminal."""
     rows: list[tuple[str, ...]] = [("drill", "", "detected", "latency", "steps lost", "seconds", "broken")]
     for card in cards:

@@ -10,7 +10,7 @@ from harness.faults.site import Site, earlier_strikes, intercept
 from harness.run import Run
 
 
-def run_worker(cfg: Config) -> int:
+def run_drill_worker(cfg: Config) -> int:
     """Run one rank of a drill; returns its exit code."""
     return train.run_worker(cfg, install_faults)
 

@@ -101,7 +101,7 @@ def export_model(
 def read_config(run: RunDir) -> Config:
     """Read the configuration of a run."""
     try:
-        return compose.check(yaml.safe_load(run.config.read_text(encoding="utf-8")))
+        return compose.validate(yaml.safe_load(run.config.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(str(run.config), "is missing; is this a run directory that has trained?") from None
     except Exception as error:

@@ -18,7 +18,7 @@ from enum import StrEnum
 from harness.config.model import InitKind, ModelConfig
 
 
-class Role(StrEnum):
+class ParameterRole(StrEnum):
     """What a parameter does in the model."""
 
     embedding = "embedding"
@@ -43,25 +43,25 @@ class Treatment:
     """Times optim.weight_decay."""
 
 
-def role_of(parameter_name: str) -> Role:
+def role_of(parameter_name: str) -> ParameterRole:
     """The role of a parameter of `Transformer`, by its full name."""
     module = parameter_name.split(".")[-2]
     match module:
         case "embedding":
-            return Role.embedding
+            return ParameterRole.embedding
         case "query" | "key" | "value" | "gate" | "up":
-            return Role.hidden
+            return ParameterRole.hidden
         case "output" | "down":
-            return Role.residual
+            return ParameterRole.residual
         case "head":
-            return Role.head
+            return ParameterRole.head
         case "norm" | "embedding_norm" | "attention_norm" | "mlp_norm" | "query_norm" | "key_norm":
-            return Role.norm
+            return ParameterRole.norm
         case _:
             raise ValueError(f"{parameter_name}: a parameter of module {module!r} has no role")
 
 
-def parameter_table(cfg: ModelConfig, *, decay_embeddings: bool) -> dict[Role, Treatment]:
+def parameter_table(cfg: ModelConfig, *, decay_embeddings: bool) -> dict[ParameterRole, Treatment]:
     """The treatment of each role. A tied head has the embedding's parameter and treatment."""
     width = width_multiplier(cfg)
     base_std = _base_std(cfg)
@@ -75,11 +75,11 @@ def parameter_table(cfg: ModelConfig, *, decay_embeddings: bool) -> dict[Role, T
         return Treatment(init_std=init_std, lr_multiplier=1.0, decay=decay, decay_multiplier=1.0)
 
     return {
-        Role.embedding: outside(base_std, decay=decay_embeddings),
-        Role.norm: outside(None, decay=False),
-        Role.hidden: inside(matrix_std),
-        Role.residual: inside(matrix_std / depth),
-        Role.head: outside(base_std, decay=decay_embeddings if cfg.tied_head else True),
+        ParameterRole.embedding: outside(base_std, decay=decay_embeddings),
+        ParameterRole.norm: outside(None, decay=False),
+        ParameterRole.hidden: inside(matrix_std),
+        ParameterRole.residual: inside(matrix_std / depth),
+        ParameterRole.head: outside(base_std, decay=decay_embeddings if cfg.tied_head else True),
     }
 
 

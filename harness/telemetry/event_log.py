@@ -30,6 +30,8 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import final
 
+from harness.config.schema import Config
+from harness.core import rundir
 from harness.core.events import Event, StepRecord, parse, to_json
 from harness.core.locking import run_lease
 from harness.telemetry.log_index import IndexWriter, covered_until, read_blocks, sample_lines, whole_lines
@@ -86,6 +88,15 @@ def tail(path: Path, num_bytes: int = TAIL_BYTES) -> list[Event]:
 def last_iteration(path: Path) -> int:
     """The highest iteration near the end of a log, whose lines are not in order of iteration; -1 if there is none."""
     return max((event.iteration for event in tail(path)), default=-1)
+
+
+def prepare_run(cfg: Config) -> rundir.RunDir:
+    """Create the run directory, or accept a changed config and log the change as an intervention."""
+    run = rundir.locate(cfg)
+    seen = max(last_iteration(run.events), 0)
+    if changes := rundir.prepare_run_dir(cfg, run, iteration=seen):
+        rundir.append_line(run.events, to_json(rundir.make_config_change_event(changes, iteration=seen)))
+    return run
 
 
 def events_since(path: Path, iteration: int) -> list[Event]:

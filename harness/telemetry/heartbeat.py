@@ -89,7 +89,7 @@ class Beat:
     """None while the rank runs."""
 
 
-def file_of(run: RunDir, rank: int) -> Path:
+def heartbeat_file(run: RunDir, rank: int) -> Path:
     return run.heartbeat / f"rank-{rank:05d}.json"
 
 
@@ -157,7 +157,7 @@ class Heartbeat:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is not None and self._exit_code is None:
-            self.end(1, one_line(f"{kind.__name__}: {error}"))
+            self.end(1, shorten(f"{kind.__name__}: {error}"))
         self._ended.set()
         self._thread.join(timeout=LAST_WRITE_WITHIN_S)
 
@@ -200,7 +200,7 @@ class Heartbeat:
             time=now,
             exit_code=self._exit_code,
         )
-        replace_file(file_of(self._run, self._rank), asdict(beat))
+        replace_file(heartbeat_file(self._run, self._rank), asdict(beat))
         if self._rank == 0:
             replace_file(self._run.status, self._status(now))
 
@@ -228,13 +228,13 @@ def mark_ended(run: RunDir, exit_code: int, reason: str) -> None:
     """Set `status.json` to ended, from the launcher, if rank 0 could not: it was killed, or another rank failed."""
     try:
         status = json.loads(run.status.read_bytes())
-        ended = {"state": RunStatus.ended, "eta_s": None, "exit_code": exit_code, "reason": one_line(reason)}
+        ended = {"state": RunStatus.ended, "eta_s": None, "exit_code": exit_code, "reason": shorten(reason)}
         replace_file(run.status, status | ended | {"time": time.time()})
     except (OSError, ValueError, TypeError):
         return
 
 
-def one_line(text: str) -> str:
+def shorten(text: str) -> str:
     return " ".join(text.split())[:LONGEST_REASON]
 
 

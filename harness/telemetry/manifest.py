@@ -61,7 +61,7 @@ def build_manifest(
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "num_parameters": num_parameters,
         "corpus_fingerprint": corpus_fingerprint,
-        "environment": environment(),
+        "environment": recorded_environment(),
     }
 
 
@@ -132,7 +132,7 @@ def _after_colon(path: Path, label: str) -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(label)), None)
 
 
-def environment() -> dict[str, str]:
+def recorded_environment() -> dict[str, str]:
     """Environment variables that affect a run, without any that may hold a secret."""
     return {
         name: value

@@ -102,7 +102,7 @@ class PostmortemProcess:
             with self._log.open("ab") as output:
                 self._process = subprocess.Popen(
                     command,
-                    env=processes.environment(),
+                    env=processes.child_environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

@@ -161,9 +161,9 @@ def prune_command(arguments: Sequence[str]) -> int:
     deleted_bytes: list[int] = []
     for checkpoint in list_expendable():
         if checkpoint in list_expendable():  # the run may have changed a health since
-            deleted_bytes += delete(checkpoint.path, checkpoint.health, dry_run=args.dry_run)
+            deleted_bytes += delete_and_print(checkpoint.path, checkpoint.health, dry_run=args.dry_run)
     for path in catalog.list_damaged(run.checkpoints) if args.damaged else ():
-        deleted_bytes += delete(path, QUARANTINED, dry_run=args.dry_run)
+        deleted_bytes += delete_and_print(path, QUARANTINED, dry_run=args.dry_run)
     print(f"{'would delete' if args.dry_run else 'deleted'} {len(deleted_bytes)}, {size_text(sum(deleted_bytes))}")
     return EXIT_DONE
 
@@ -259,7 +259,7 @@ def make_counter(bar: ProgressBar, stage: str, total: int) -> Callable[[int], No
     return count
 
 
-def delete(path: Path, health: str, *, dry_run: bool) -> list[int]:
+def delete_and_print(path: Path, health: str, *, dry_run: bool) -> list[int]:
     """Delete one checkpoint and print it; returns its bytes, or nothing if it was already gone."""
     num_bytes = bytes_of(path)
     if not dry_run and not catalog.delete(path):

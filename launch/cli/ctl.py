@@ -86,12 +86,12 @@ def main(argv: Sequence[str]) -> int:
                 print(HELP, end="")
                 return EXIT_DONE
             case [run, "list", *arguments]:
-                make_parser("list").parse_args(arguments)
-                return list_command(RunDir(Path(run)))
+                parser_of_command("list").parse_args(arguments)
+                return list_orders(RunDir(Path(run)))
             case [run, "stop", *arguments]:
-                return send_stop(RunDir(Path(run)), make_parser("stop").parse_args(arguments))
+                return send_stop(RunDir(Path(run)), parser_of_command("stop").parse_args(arguments))
             case [run, name, *arguments] if name in ORDERS:
-                return send_command(RunDir(Path(run)), name, make_parser(name).parse_args(arguments))
+                return send_command(RunDir(Path(run)), name, parser_of_command(name).parse_args(arguments))
             case [_, unknown, *_]:
                 raise ConfigError("ctl", f"unknown command {unknown!r}; choose {COMMANDS}, or --help")
             case [_]:
@@ -112,7 +112,7 @@ def send_command(run: RunDir, name: str, args: Namespace) -> int:
     order = parse_order(name, {key: value for key, value in vars(args).items() if key not in ("reason", "wait")})
     log_bytes = log_size(run)
     check_running(run)
-    inbox.check(run, order, before=[command.order for command in inbox.waiting(run)])
+    inbox.check_order(run, order, before=[command.order for command in inbox.waiting(run)])
     try:
         command = inbox.send(run, order, who=user_name(), reason=reason)
     except OSError as error:
@@ -138,7 +138,7 @@ def send_stop(run: RunDir, args: Namespace) -> int:
     return wait_or_interrupt(run, "stop", lambda: wait_for_end(run, log_bytes)) if args.wait else EXIT_DONE
 
 
-def list_command(run: RunDir) -> int:
+def list_orders(run: RunDir) -> int:
     """`harness ctl RUN list`."""
     check_run_dir(run)
     waiting = [(command.time, command.who, in_words(command.order), command.reason) for command in inbox.waiting(run)]
@@ -151,7 +151,7 @@ def list_command(run: RunDir) -> int:
 def render(waiting: Sequence[tuple[float, str, str, str]], interventions: Sequence[Intervention]) -> str:
     """Pending commands (when, who, what, why), then recent interventions, as text."""
     lines = [f"pending: {len(waiting) or 'none'}"]
-    lines += [f"  {format_time(when)}  {who}: {what} ({reason})" for when, who, what, reason in waiting]
+    lines += [f"  {local_time(when)}  {who}: {what} ({reason})" for when, who, what, reason in waiting]
     last = interventions[-NUM_LISTED:]
     total = f"the last {len(last)} of {len(interventions)}" if len(last) < len(interventions) else len(last) or "none"
     lines += [f"interventions: {total}"]
@@ -160,11 +160,11 @@ def render(waiting: Sequence[tuple[float, str, str, str]], interventions: Sequen
 
 
 def describe_intervention(event: Intervention) -> str:
-    when = f"{format_time(event.time)}  iteration {event.iteration}"
+    when = f"{local_time(event.time)}  iteration {event.iteration}"
     return f"{when}  {event.who}: {describe_changes(event)} ({event.reason})"
 
 
-def format_time(time_s: float) -> str:
+def local_time(time_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
 
 
@@ -190,7 +190,7 @@ def describe_target(run: RunDir, order: Order) -> str:
     """The checkpoint that a rollback would restore now."""
     if not isinstance(order, Rollback):
         return ""
-    best = next(iter(inbox.rollback_targets(run, order.to_step)), None)
+    best = next(iter(inbox.untainted_checkpoints(run, order.to_step)), None)
     return f": {best.name} ({best.health})" if best is not None else ""
 
 
@@ -269,7 +269,7 @@ def describe_end(run: RunDir, ended: RunEnded) -> str:
     return f"{run.path} ended at step {ended.step}: {ended.reason} (exit code {ended.exit_code})"
 
 
-def make_parser(name: str) -> ArgumentParser:
+def parser_of_command(name: str) -> ArgumentParser:
     description = DESCRIPTIONS[name]
     parser = CommandParser(
         prog=f"harness ctl RUN {name}", description=description, formatter_class=RawDescriptionHelpFormatter

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Write or serve the page; returns the exit code."""
     try:
         args = build_parser().parse_args(argv)
-        run = open_run(args.run)
+        run = require_run_dir(args.run)
         if args.serve:
             serve(run, host=args.host, port=args.port)
         else:
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def open_run(path: str) -> RunDir:
+def require_run_dir(path: str) -> RunDir:
     """A run directory, with or without an event log."""
     run = RunDir(Path(path))
     message = "is not a run directory: it has neither events.jsonl nor config.yaml"

@@ -76,7 +76,7 @@ def prepare_command(arguments: Sequence[str]) -> int:
     from harness.data.prepare import corpus_report
     from harness.data.prepare.documents import find_inputs
     from harness.data.prepare.prepare import SHARD_BYTES
-    from harness.data.prepare.prepare import prepare as prepare_corpus
+    from harness.data.prepare.prepare import prepare_corpus as prepare_corpus
     from launch.cli.progress_bar import ProgressBar
 
     for name in ("workers", "shard_bytes"):

@@ -55,11 +55,15 @@ def main(argv: Sequence[str]) -> int:
                 return EXIT_DONE if argv else EXIT_BAD_CONFIG
             case ["list"]:
                 print(
-                    "\n".join(cards.align_columns([(name, scenarios.load(name).summary) for name in scenarios.names()]))
+                    "\n".join(
+                        cards.align_columns(
+                            [(name, scenarios.load_scenario(name).summary) for name in scenarios.names()]
+                        )
+                    )
                 )
                 return EXIT_DONE
             case ["score", *arguments]:
-                return score(arguments)
+                return score_command(arguments)
             case ["campaign", *arguments]:
                 from launch.cli import campaign
 
@@ -97,7 +101,7 @@ def drill(arguments: Sequence[str]) -> int:
     overrides = [argument for argument in args.arguments if "=" in argument]
     scenario_names = list(scenarios.names()) if names == [ALL] else names
     require(bool(scenario_names), "drill", f"missing scenario; choose among {', '.join(scenarios.names())}, or {ALL}")
-    loaded = {name: scenarios.load(name, overrides) for name in scenario_names}
+    loaded = {name: scenarios.load_scenario(name, overrides) for name in scenario_names}
     training = [argument for argument in overrides if not scenarios.changes_scenario(argument)]
 
     from launch.drills.fault_environment import UnavailableError
@@ -118,7 +122,7 @@ def drill(arguments: Sequence[str]) -> int:
             continue
         print(cards.as_text(scored_cards[-1]), flush=True)
     if len(loaded) > 1:
-        print(cards.summary(scored_cards, skipped), end="")
+        print(cards.summary_of_drills(scored_cards, skipped), end="")
     return EXIT_DONE if all(card.passed for card in scored_cards) else EXIT_FAILED
 
 
@@ -126,7 +130,7 @@ def print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def score(arguments: Sequence[str]) -> int:
+def score_command(arguments: Sequence[str]) -> int:
     """`harness drill score RUN`: the score card of an existing drill."""
     require(len(arguments) == 1, "drill score", "give one run directory, such as runs/drill-nan_grad")
     from launch.drills.runner import write_card

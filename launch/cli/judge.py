@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    print(render_table(incidents, trace))
+    print(render_incidents(incidents, trace))
     if args.json:
         print(json.dumps({"incidents": [as_json(incident) for incident in incidents]}, allow_nan=False))
     return EXIT_DONE
@@ -138,7 +138,7 @@ def as_json(incident: IncidentGroup) -> dict[str, Any]:
     }
 
 
-def render_table(incidents: Sequence[IncidentGroup], trace: Trace) -> str:
+def render_incidents(incidents: Sequence[IncidentGroup], trace: Trace) -> str:
     """The incidents as text."""
     steps = f"{trace.num_rows:,} rows, steps {trace.first_step:,} to {trace.last_step:,}"
     if not incidents:

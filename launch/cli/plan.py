@@ -13,8 +13,8 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from harness.analysis.plan.fit import refusal
-from harness.analysis.plan.plan import num_ranks, plan
-from harness.analysis.plan.render import as_dict, render, render_table
+from harness.analysis.plan.plan import plan, planned_ranks
+from harness.analysis.plan.render import plan_as_dict, render, render_table
 from harness.config import compose
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.config.schema import Config
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         args = build_parser().parse_intermixed_args(argv)
         require(args.mfu is None or 0 < args.mfu <= 1, "--mfu", f"must be above 0 and at most 1, got {args.mfu}")
         cfg = compose.load(args.overrides)
-        sizes = [num_ranks(cfg)] if args.ranks is None else world_sizes(args.ranks)
+        sizes = [planned_ranks(cfg)] if args.ranks is None else world_sizes(args.ranks)
         text = render_plans(cfg, sizes, mfu=args.mfu, as_json=args.json, in_table=args.ranks is not None)
         refusals = [refusal(cfg, world_size=size) for size in sizes]
     except ConfigError as error:
@@ -58,7 +58,7 @@ def render_plans(cfg: Config, sizes: list[int], *, mfu: float | None, as_json: b
     """The plans for some numbers of ranks, as text or as one line of JSON."""
     plans = [plan(cfg, world_size=size, mfu=mfu) for size in sizes]
     if as_json:
-        numbers = [as_dict(item) | {"refusal": refusal(cfg, world_size=item.num_ranks)} for item in plans]
+        numbers = [plan_as_dict(item) | {"refusal": refusal(cfg, world_size=item.num_ranks)} for item in plans]
         return json.dumps(numbers if in_table else numbers[0]) + "\n"
     return render_table(plans) if in_table else render(plans[0])
 

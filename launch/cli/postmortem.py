@@ -46,11 +46,11 @@ def main(argv: Sequence[str]) -> int:
         print((folders[0] / MARKDOWN).read_text(encoding="utf-8"), end="")
     else:
         for incident, folder in zip(chosen, folders, strict=True):
-            print(summary(incident, folder))
+            print(incident_line(incident, folder))
     return EXIT_DONE
 
 
-def summary(incident: Incident, folder: Path) -> str:
+def incident_line(incident: Incident, folder: Path) -> str:
     """One line of the list, with the cause that the report names."""
     lines = (folder / MARKDOWN).read_text(encoding="utf-8").splitlines()
     why = next((line.removeprefix("- Why: ") for line in lines if line.startswith("- Why: ")), "")

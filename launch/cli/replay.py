@@ -87,7 +87,7 @@ def replay(run: RunDir, cfg: Config, args: Namespace) -> Path:
     path = history.find_path(log, iteration, good)
     report = run.incidents / (f"{args.incident:03d}" if args.incident else f"iteration-{iteration}") / "replay.json"
 
-    from harness.analysis.replay.rerun import ReplayRequest, replay_config, run_worker
+    from harness.analysis.replay.rerun import ReplayRequest, replay_config, run_replay_worker
     from launch.local import start
 
     order = ReplayRequest(
@@ -107,7 +107,7 @@ def replay(run: RunDir, cfg: Config, args: Namespace) -> Path:
         run_cfg = replace(cfg.run, dir=scratch, name="replay")
         replay_cfg = replace(replay_config(cfg), launch=launch_cfg, run=run_cfg)
         result = Path(scratch) / report.name
-        code = start.launch(replay_cfg, partial(run_worker, replace(order, report=result)))
+        code = start.launch(replay_cfg, partial(run_replay_worker, replace(order, report=result)))
         require(code == EXIT_DONE, str(run.path), f"the replay ended with exit code {code}")
         report.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(report, result.read_text(encoding="utf-8"))

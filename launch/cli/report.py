@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     """Write the index; returns the exit code."""
     try:
         args = build_parser().parse_args(argv)
-        print(write_index(Path(args.dir), Path(args.output) if args.output else None, build=args.build))
+        print(write_run_index(Path(args.dir), Path(args.output) if args.output else None, build=args.build))
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def write_index(root: Path, out: Path | None, *, build: bool) -> Path:
+def write_run_index(root: Path, out: Path | None, *, build: bool) -> Path:
     """Write the index, completely or not at all; returns its path."""
     require(root.is_dir(), str(root), "is not a directory")
     rows = [row for run in find_runs(root) for row in [read_row(run, root=root, build=build)]]

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
                 print(HELP, end="")
                 return EXIT_DONE
             case ["report", *arguments]:
-                return report(arguments)
+                return report_command(arguments)
             case [unknown, *_]:
                 raise ConfigError("sweep", f"unknown command {unknown!r}; choose report, or --help")
             case _:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_BAD_CONFIG
 
 
-def report(arguments: Sequence[str]) -> int:
+def report_command(arguments: Sequence[str]) -> int:
     """Print and write the report of a sweep; returns the exit code."""
     args = build_parser().parse_args(arguments)
     directory = Path(args.directory)

@@ -17,7 +17,7 @@ from harness.analysis.dashboard.terminal_view import Line, frame
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.core.rundir import RunDir
 from harness.telemetry.heartbeat import read_all
-from launch.cli.dashboard import open_run
+from launch.cli.dashboard import require_run_dir
 from launch.cli.parser import CommandParser
 
 DESCRIPTION = "Follow a run: progress, loss, ranks, recent events. Ctrl-C quits the view; the run continues."
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     """Show the run; returns the exit code."""
     try:
         args = build_parser().parse_args(argv)
-        run, story = open_run(args.run), Story()
+        run, story = require_run_dir(args.run), Story()
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         if args.once or not sys.stdout.isatty():
             print("\n".join(line.text for line in render_view(run, story, width=PLAIN_WIDTH)))
         else:
-            follow(run, story)
+            redraw_until_end(run, story)
     except KeyboardInterrupt:
         pass
     return EXIT_DONE
@@ -49,7 +49,7 @@ def render_view(run: RunDir, story: Story, *, width: int) -> list[Line]:
     return frame(run.path.resolve().name, story, read_all(run), now_s=time.time(), width=width)
 
 
-def follow(run: RunDir, story: Story) -> None:
+def redraw_until_end(run: RunDir, story: Story) -> None:
     """Redraw every second until the run has ended."""
     from rich.live import Live
     from rich.text import Text

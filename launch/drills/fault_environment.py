@@ -187,7 +187,9 @@ class TrackingEnvironment:
         self.stop()
         self.start()
         command = processes.command(SINK_MODULE, str(self.victim.path))
-        subprocess.run(command, env=processes.environment(), stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        subprocess.run(
+            command, env=processes.child_environment(), stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
         wanted = {record.iteration for record in gather(self.victim).records}
         held = wanted & stored_iterations(self.address, self.victim)
         notes = [] if was_killed else ["the tracking server was not killed"]

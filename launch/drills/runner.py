@@ -82,7 +82,7 @@ def train_twin(cfg: Config, twin: RunDir, *, report: Report, limit_s: float) -> 
     if directories.prepare_twin(cfg, twin):
         report(f"{twin.path.name}: reused an equal twin, not trained again")
         return
-    start = start_run(cfg, twin, limit_s=limit_s)
+    start = run_once(cfg, twin, limit_s=limit_s)
     report(start_line(twin, start))
     if start.exit_code == EXIT_BAD_CONFIG:
         raise RejectedStartError("\n".join(start.said))
@@ -94,7 +94,7 @@ def train_victim(
     """Start the run until it is done, as a scheduler would; every start is added to the drill record."""
     record = read_drill_record(victim)
     for _ in range(max_starts):
-        start = start_run(environment.cfg, victim, limit_s=limit_s, wrap=environment.wrap)
+        start = run_once(environment.cfg, victim, limit_s=limit_s, wrap=environment.wrap)
         record.starts.append(start)
         record.write(victim)
         report(start_line(victim, start))
@@ -110,7 +110,7 @@ def start_line(run: RunDir, start: Start) -> str:
     return f"{run.path.name}: exit code {start.exit_code} after {start.seconds:.1f} s{why}"
 
 
-def start_run(cfg: Config, run: RunDir, *, limit_s: float, wrap: Sequence[str] = ()) -> Start:
+def run_once(cfg: Config, run: RunDir, *, limit_s: float, wrap: Sequence[str] = ()) -> Start:
     """Run one start to its end, here or as a Slurm job."""
     if cfg.launch.kind is LaunchKind.slurm:
         return start_job(run)
@@ -126,7 +126,7 @@ def start_here(run: RunDir, *, limit_s: float, wrap: Sequence[str] = ()) -> Star
         command = [*wrap, *processes.command("launch.local.node", str(run.path.resolve()))]
         process = subprocess.Popen(
             command,
-            env=processes.environment(),
+            env=processes.child_environment(),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -198,7 +198,7 @@ def send_to_mlflow(run: RunDir) -> None:
     with (run.logs / "mlflow.log").open("ab") as log:
         command = processes.command(SINK_MODULE, str(run.path))
         sent = subprocess.run(
-            command, env=processes.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
+            command, env=processes.child_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
         )
     if sent.returncode != EXIT_DONE:
         print(f"warning: {run.path.name} was not sent to MLflow; see {log.name}", file=sys.stderr)

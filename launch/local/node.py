@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from launch.local import start
 
             worker = select_worker(run)
-        check_world(cfg, spec.num_nodes * start.num_ranks(cfg))
+        check_world(cfg, spec.num_nodes * start.ranks_to_start(cfg))
         return start.launch(cfg, worker, spec)
     except (ConfigError, StorageError) as error:
         print(f"harness: {error}", file=sys.stderr)

@@ -64,7 +64,7 @@ STACKS_TIMEOUT_S = 0.5
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def num_ranks(cfg: Config) -> int:
+def ranks_to_start(cfg: Config) -> int:
     """Ranks to start here: `launch.nproc`, or one for each GPU, or 2 on CPU."""
     gpus = 0 if cfg.parallel.device is DeviceKind.cpu else num_gpus()
     if cfg.parallel.device is DeviceKind.cuda:
@@ -91,7 +91,7 @@ def num_gpus() -> int:
 
 def launch(cfg: Config, worker: Worker, spec: RendezvousSpec = SINGLE_NODE) -> int:
     """Run `worker(cfg)` on every rank of this node; returns the exit code of the run, 1 for a crash."""
-    nproc = num_ranks(cfg)
+    nproc = ranks_to_start(cfg)
     silence_agent()
     with (
         clearing_dead_lease(locate(cfg).path),

@@ -89,7 +89,7 @@ class Supervisor:
         self._writing: Thread | None = None
         for rank in ranks:  # left by an earlier start
             with suppress(OSError):
-                heartbeat.file_of(run, rank).unlink(missing_ok=True)
+                heartbeat.heartbeat_file(run, rank).unlink(missing_ok=True)
 
     def check(self, now_s: float) -> str | None:
         """At most once a second by the time given: one line about a hung rank, or None."""
@@ -119,7 +119,7 @@ class Supervisor:
 
     def _update_all(self, elapsed_s: float) -> Iterator[RankProgress]:
         for rank in self._ranks:
-            beat = heartbeat.read(heartbeat.file_of(self._run, rank))
+            beat = heartbeat.read(heartbeat.heartbeat_file(self._run, rank))
             if beat is not None:
                 progress = self._progress.setdefault(rank, RankProgress(beat))
                 progress.update(beat, elapsed_s)

@@ -19,10 +19,8 @@ from harness.config import compose
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.config.schema import Config
 from harness.control import stop_requests
-from harness.core import rundir
-from harness.core.events import to_json
-from harness.core.rundir import RunDir, append_line, locate, write_atomically
-from harness.telemetry.event_log import last_iteration
+from harness.core.rundir import RunDir, locate, write_atomically
+from harness.telemetry.event_log import prepare_run
 from launch.slurm import code_snapshot
 from launch.slurm.controller import queue_state
 
@@ -46,13 +44,10 @@ def code_root(run: RunDir) -> Path:
     return run.path / "code"
 
 
-def prepare_run(cfg: Config) -> RunDir:
+def prepare_job_run(cfg: Config) -> RunDir:
     """Create a run directory, or accept a changed config; clears an earlier stop request."""
-    run = locate(cfg)
-    seen = max(last_iteration(run.events), 0)
-    if changes := rundir.prepare(cfg, run, iteration=seen):
-        append_line(run.events, to_json(rundir.make_config_change_event(changes, iteration=seen)))
-    stop_requests.clear(run)
+    run = prepare_run(cfg)
+    stop_requests.clear_stop_file(run)
     slurm_folder(run).mkdir(exist_ok=True)
     return run
 
@@ -92,7 +87,7 @@ def prepare_in_job(cfg: Config, job: str, num_nodes: int) -> tuple[Path, Path]:
     known = read_job(locate(cfg))
     if known is None or known.job != job:
         check_unclaimed(locate(cfg), known, job)
-        run = prepare_run(cfg)
+        run = prepare_job_run(cfg)
         known = SlurmJob(job=job, code=str(code_snapshot.save_snapshot(code_root(run).resolve())))
         write_job(run, known)
     return locate(cfg).path.resolve(), Path(known.code)

@@ -25,7 +25,7 @@ from harness.config.schema import Config, check_world
 from harness.core.rundir import RunDir, locate, write_atomically
 from launch.slurm import code_snapshot, requeue
 from launch.slurm.controller import ACTIVE_STATES, queue_state, run_sbatch, run_slurm
-from launch.slurm.job_directory import SlurmJob, code_root, prepare_run, read_job, slurm_folder, write_job
+from launch.slurm.job_directory import SlurmJob, code_root, prepare_job_run, read_job, slurm_folder, write_job
 from launch.slurm.node_exclusion import NodeExclusion, choose_exclusions, limit_exclusions
 from launch.slurm.render import build_directives, exclude_option, render
 
@@ -59,7 +59,7 @@ def submit_run(cfg: Config) -> str:
     check_submission(cfg)
     check_no_active_job(locate(cfg))
     script = choose_script([cfg], lambda without: render_script(cfg, without))
-    run = prepare_run(cfg)
+    run = prepare_job_run(cfg)
     code = code_snapshot.save_snapshot(code_root(run).resolve())
     write_atomically(slurm_folder(run) / SCRIPT, script)
     job = run_sbatch(script, "--parsable")
@@ -77,7 +77,7 @@ def submit_array(cfgs: Sequence[Config], directory: Path) -> str:
         check_submission(cfg)
         check_no_active_job(locate(cfg))
     script = choose_script(cfgs, lambda without: render_array_script(cfgs, directory, without))
-    runs = [prepare_run(cfg) for cfg in cfgs]
+    runs = [prepare_job_run(cfg) for cfg in cfgs]
     shared = slurm_folder(RunDir(directory.resolve()))
     shared.mkdir(exist_ok=True)
     code = code_snapshot.save_snapshot(code_root(RunDir(directory.resolve())))

@@ -75,7 +75,7 @@ def check_launch(cfg: Config, gpus: Sequence[str]) -> None:
 
         submit.check_submission(cfg)
     else:
-        check_world(cfg, scheduler.num_ranks(cfg, gpus))
+        check_world(cfg, scheduler.ranks_of_job(cfg, gpus))
 
 
 def directory_name(overrides: Sequence[str], number: int, taken: set[str]) -> str:

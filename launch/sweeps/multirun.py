@@ -25,9 +25,9 @@ from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_
 from harness.config.launch import LaunchKind
 from harness.config.schema import Config
 from harness.core import processes
-from harness.core.events import EvalRecord, to_json
-from harness.core.rundir import RunDir, append_line, locate, make_config_change_event, prepare
-from harness.telemetry.event_log import last_iteration, tail
+from harness.core.events import EvalRecord
+from harness.core.rundir import RunDir
+from harness.telemetry.event_log import prepare_run, tail
 from harness.telemetry.tracking.sink_process import SINK_MODULE, last_line
 from launch.local.thread_count import num_cores
 from launch.sweeps import scheduler
@@ -112,15 +112,6 @@ def select_pending(cfgs: dict[str, Config], states: dict[str, JobState]) -> list
     return [cfg for name, cfg in cfgs.items() if states[name] is JobState.pending]
 
 
-def prepare_run(cfg: Config) -> RunDir:
-    """Create the run directory of a job; a changed config is logged as an intervention."""
-    run = locate(cfg)
-    seen = max(last_iteration(run.events), 0)
-    if changes := prepare(cfg, run, iteration=seen):
-        append_line(run.events, to_json(make_config_change_event(changes, iteration=seen)))
-    return run
-
-
 def submit_slurm_array(cfgs: Sequence[Config], directory: Path) -> str:
     """Submit jobs to Slurm as one array; returns the job id."""
     from launch.slurm import submit
@@ -168,7 +159,7 @@ def finish_in_mlflow(directory: Path, cfgs: Sequence[Config]) -> None:
         with log.open("ab") as output:
             done = subprocess.run(
                 command,
-                env=processes.environment(),
+                env=processes.child_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

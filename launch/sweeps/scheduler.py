@@ -50,7 +50,7 @@ class ResourceSlot:
         return shared | ({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {})
 
 
-def num_ranks(cfg: Config, gpus: Sequence[str]) -> int:
+def ranks_of_job(cfg: Config, gpus: Sequence[str]) -> int:
     """Ranks that a run will have on this machine, determined without torch."""
     usable = 0 if cfg.parallel.device is DeviceKind.cpu else len(gpus)
     return cfg.launch.nproc or usable or DEFAULT_CPU_RANKS
@@ -60,7 +60,7 @@ def split_machine(cfgs: Sequence[Config], *, num_cores: int, gpus: Sequence[str]
     """Divide the machine into equal slots, one for each concurrent run; at most one for each run."""
     if not cfgs:
         return []
-    ranks = max(num_ranks(cfg, gpus) for cfg in cfgs)
+    ranks = max(ranks_of_job(cfg, gpus) for cfg in cfgs)
     on_gpus = bool(gpus) and any(cfg.parallel.device is not DeviceKind.cpu for cfg in cfgs)
     threads = max(cfg.launch.threads or 1 for cfg in cfgs)
     fitting = len(gpus) // ranks if on_gpus else num_cores // (ranks * threads)
@@ -108,11 +108,11 @@ def run_jobs(
     waiting, free_slots = list(runs), list(slots)
     running: list[SweepProcess] = []
     codes: dict[str, int] = {}
-    with collect_stop_signals() as stop_signals:
+    with signals_to_forward() as stop_signals:
         num_forwarded = 0
         while running or (waiting and not stop_signals):
             while waiting and free_slots and not stop_signals:
-                running.append(start_run(waiting.pop(0), free_slots.pop(0), lock))
+                running.append(start_sweep_process(waiting.pop(0), free_slots.pop(0), lock))
                 on_change(running[-1].run, None, 0.0)
             for number in stop_signals[num_forwarded:]:
                 num_forwarded += 1
@@ -128,7 +128,7 @@ def run_jobs(
     return codes, bool(stop_signals)
 
 
-def start_run(run: RunDir, slot: ResourceSlot, lock: IO[str]) -> SweepProcess:
+def start_sweep_process(run: RunDir, slot: ResourceSlot, lock: IO[str]) -> SweepProcess:
     run.logs.mkdir(parents=True, exist_ok=True)
     with (run.logs / "console.txt").open("ab") as console:
         process = subprocess.Popen(
@@ -136,7 +136,7 @@ def start_run(run: RunDir, slot: ResourceSlot, lock: IO[str]) -> SweepProcess:
             stdin=subprocess.DEVNULL,
             stdout=console,
             stderr=subprocess.STDOUT,
-            env=processes.environment() | slot.environment(),
+            env=processes.child_environment() | slot.environment(),
             pass_fds=(lock.fileno(),),
             start_new_session=True,
         )
@@ -151,7 +151,7 @@ def job_exit_code(returncode: int, *, is_stopping: bool) -> int:
 
 
 @contextmanager
-def collect_stop_signals() -> Iterator[list[int]]:
+def signals_to_forward() -> Iterator[list[int]]:
     """The stop signals received so far, to be forwarded; the handler only records them."""
     stop_signals: list[int] = []
     before = {

@@ -54,7 +54,7 @@ class Curve(NamedTuple):
 
 def train(label: str, directory: Path) -> Curve:
     """Train one of the three runs and read its event log."""
-    base = scenario.load("lr_spike")
+    base = scenario.load_scenario("lr_spike")
     overrides = [f"train.num_steps={NUM_STEPS}", f"run.dir={directory}", OVERRIDES[label]]
     cfg = directories.configure(base.train, overrides)
     run = RunDir(directory / label.replace(", ", "-").replace(" ", "-"))

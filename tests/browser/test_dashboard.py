@@ -10,7 +10,7 @@ import pytest
 
 from harness.analysis.dashboard.serve import open_server
 from harness.core.rundir import RunDir
-from launch.cli.report import write_index
+from launch.cli.report import write_run_index
 from tests.analysis.dashboard.logs import BEGUN, long_run, record
 from tests.browser.chromium import Browser, Page, find, started
 
@@ -39,7 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir(parents=True)
     text = f"# Spike #1\n\nPre-spike loss: 3.4 {EVIL}\n\n| step | loss |\n|---|---|\n| 100 | 7.0 |\n"
     (folder / "postmortem.md").write_text(text, encoding="utf-8")
-    write_index(root, None, build=True)
+    write_run_index(root, None, build=True)
     return root
 
 

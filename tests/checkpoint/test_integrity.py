@@ -36,7 +36,7 @@ from harness.checkpoint.integrity import (
     hash_files,
     read_manifest,
     verify,
-    write_manifest,
+    write_checkpoint_manifest,
 )
 from harness.config.errors import ConfigError, StorageError
 
@@ -65,7 +65,7 @@ def make(directory: Path) -> Path:
     directory.mkdir()
     for name, content in CONTENTS.items():
         (directory / name).write_bytes(content)
-    write_manifest(directory, manifest_of(hash_files(directory, CONTENTS)))
+    write_checkpoint_manifest(directory, manifest_of(hash_files(directory, CONTENTS)))
     return directory
 
 
@@ -318,7 +318,7 @@ def test_missing_or_empty_directory_is_a_storage_error(intact: Path) -> None:
 
 def test_every_flipped_byte_of_a_manifest_is_found_or_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"content")
-    write_manifest(tmp_path, manifest_of(hash_files(tmp_path, ["a"])))
+    write_checkpoint_manifest(tmp_path, manifest_of(hash_files(tmp_path, ["a"])))
     path, original = tmp_path / MANIFEST, read_manifest(tmp_path)
     content = path.read_bytes()
     num_damaged, num_tried = 0, 0
@@ -537,21 +537,21 @@ def test_interrupted_manifest_write_keeps_the_old_one(intact: Path, monkeypatch:
     original = read_manifest(intact)
     monkeypatch.setattr(os, "fsync", broken_read)
     with pytest.raises(OSError, match="Input/output"):
-        write_manifest(intact, replace(original, step=8))
+        write_checkpoint_manifest(intact, replace(original, step=8))
     assert verify(intact) == original
 
 
 def test_manifest_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
     for files in ({"../x": Entry(3, "0" * 64)}, {"a": Entry(3, "short")}, {"a": Entry(-1, "0" * 64)}):
         with pytest.raises(ValueError, match=r"files|plain file name"):
-            write_manifest(tmp_path, manifest_of(files))
+            write_checkpoint_manifest(tmp_path, manifest_of(files))
         assert not list(tmp_path.iterdir())
 
 
 def test_format_of_version_1_is_unchanged(tmp_path: Path) -> None:
     assert VERSION == 1
     (tmp_path / "a").write_bytes(b"abc")
-    write_manifest(tmp_path, replace(manifest_of(hash_files(tmp_path, ["a"])), rollback={}))
+    write_checkpoint_manifest(tmp_path, replace(manifest_of(hash_files(tmp_path, ["a"])), rollback={}))
     text = (tmp_path / MANIFEST).read_text()
     assert text.startswith('{\n "version": 1,\n "step": 7,\n'), "one key a line"
     content = json.loads(text)

@@ -40,7 +40,7 @@ def save(root: Path, step: int, generation: int = 0) -> Path:
         world_size=1,
         files=integrity.hash_files(path, [SHARD]),
     )
-    integrity.write_manifest(path, manifest)
+    integrity.write_checkpoint_manifest(path, manifest)
     return path
 
 

@@ -277,7 +277,7 @@ def _forge(directory: Path) -> None:
     """Write a manifest that matches the files in the directory."""
     manifest = integrity.read_manifest(directory)
     files = integrity.hash_files(directory, manifest.files)
-    integrity.write_manifest(directory, integrity.Manifest(**(_shallow(manifest) | {"files": files})))
+    integrity.write_checkpoint_manifest(directory, integrity.Manifest(**(_shallow(manifest) | {"files": files})))
 
 
 def _shallow(manifest: integrity.Manifest) -> dict[str, Any]:

@@ -323,7 +323,7 @@ def test_other_version_is_skipped_only_if_allowed(tmp_path: Path, world: World) 
     (path / store.STATE_FILE).write_text(json.dumps({"new_field": 1}))
     manifest = integrity.read_manifest(path)
     manifest.files.update(integrity.hash_files(path, manifest.files))
-    integrity.write_manifest(path, manifest)
+    integrity.write_checkpoint_manifest(path, manifest)
     with pytest.raises(OtherVersion, match="new_field"):
         first(tmp_path, world, 5)
     found, weight = first(tmp_path, world, 5, skip_unreadable=True)

@@ -108,7 +108,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def create_paused_run(cfg: Config) -> RunDir:
     """Create a run that pauses at its first step."""
-    run = job_directory.prepare_run(cfg)
+    run = job_directory.prepare_job_run(cfg)
     inbox.send(run, Pause(), who="the test", reason="wait for the test")
     return run
 

@@ -30,8 +30,8 @@ from harness.control.commands import (
     Rollback,
     SaveCheckpoint,
     Skip,
-    from_json,
     in_words,
+    parse_command,
     parse_order,
 )
 from harness.control.inbox import Inbox
@@ -128,7 +128,7 @@ def test_every_order_has_a_word() -> None:
 def test_what_can_never_be_is_refused_in_one_line(word: str, given: dict[str, Any], complaint: str) -> None:
     for attempt in (
         lambda: parse_order(word, given),
-        lambda: from_json(json.dumps({"command": word} | given | GIVEN).encode(), id="a"),
+        lambda: parse_command(json.dumps({"command": word} | given | GIVEN).encode(), id="a"),
     ):
         with pytest.raises(ConfigError) as error:
             attempt()
@@ -321,18 +321,18 @@ def test_a_rollback_goes_to_what_is_sound(run: RunDir) -> None:
     catalog.mark(run.checkpoints / catalog.name_of(50, 1), Health.tainted, "spike")
 
     def targets(step: int) -> list[tuple[int, int]]:
-        return [(each.step, each.generation) for each in commands.rollback_targets(run, step)]
+        return [(each.step, each.generation) for each in commands.untainted_checkpoints(run, step)]
 
     assert targets(95) == [(40, 1), (90, 0), (30, 0)], "what a rewind left behind comes last"
     assert targets(40) == [(40, 1), (30, 0)]
     assert targets(39) == [(30, 0)]
-    commands.check(run, Rollback(to_step=30))
+    commands.check_order(run, Rollback(to_step=30))
     with pytest.raises(ConfigError, match="has no checkpoint at or before step 29 that is not tainted"):
-        commands.check(run, Rollback(to_step=29))
+        commands.check_order(run, Rollback(to_step=29))
     append_line(run.events, to_json(at(45, 50)))
-    commands.check(run, Rollback(to_step=45))
+    commands.check_order(run, Rollback(to_step=45))
     with pytest.raises(ConfigError, match="rollback: must be to step 45, the last, or before, got 46"):
-        commands.check(run, Rollback(to_step=46))
+        commands.check_order(run, Rollback(to_step=46))
 
 
 def test_a_source_is_excluded_unless_nothing_is_left(run: RunDir) -> None:
@@ -341,29 +341,29 @@ def test_a_source_is_excluded_unless_nothing_is_left(run: RunDir) -> None:
         " phases: [{from_batch: 100, weights: {code: 0.0}}]}"
     )
     for name in ("web", "books", "code"):
-        commands.check(run, ExcludeSource(source=name))
+        commands.check_order(run, ExcludeSource(source=name))
     with pytest.raises(ConfigError, match=r"exclude: no source 'wine'; .* has web, books, code"):
-        commands.check(run, ExcludeSource(source="wine"))
+        commands.check_order(run, ExcludeSource(source="wine"))
     last = "exclude: without 'web' no source would have a weight above 0"
     with pytest.raises(ConfigError, match=last):
-        commands.check(run, ExcludeSource(source="web"), before=[Pause(), ExcludeSource(source="books")])
+        commands.check_order(run, ExcludeSource(source="web"), before=[Pause(), ExcludeSource(source="books")])
     Ledger.load(run.ledger).reweight(50, {"books": 0.0}, "incident 1")
     with pytest.raises(ConfigError, match=last):
-        commands.check(run, ExcludeSource(source="web"))
-    commands.check(run, ExcludeSource(source="code"))
+        commands.check_order(run, ExcludeSource(source="web"))
+    commands.check_order(run, ExcludeSource(source="code"))
     Ledger.load(run.ledger).reweight(50, {"books": 1.0}, "a mistake")
-    commands.check(run, ExcludeSource(source="web"))
+    commands.check_order(run, ExcludeSource(source="web"))
 
 
 @pytest.mark.parametrize("content", ["", "[", "data: 3", "data: {sources: [web], phases: []}"])
 def test_a_configuration_without_sources_is_named(run: RunDir, content: str) -> None:
     run.config.write_text(content)
     with pytest.raises(ConfigError, match=r"config.yaml: has no data.sources and data.phases"):
-        commands.check(run, ExcludeSource(source="web"))
+        commands.check_order(run, ExcludeSource(source="web"))
 
 
 @pytest.mark.parametrize(
     "order", [order for order in EVERY if not isinstance(order, Rollback | ExcludeSource | Precision)]
 )
 def test_the_rest_can_always_be_done(run: RunDir, order: Order) -> None:
-    commands.check(run, order)
+    commands.check_order(run, order)

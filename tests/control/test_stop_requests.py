@@ -128,14 +128,14 @@ def test_a_signal_elsewhere_has_a_name_too() -> None:
 
 
 def test_a_stop_of_last_time_is_cleared(run: RunDir) -> None:
-    stop_requests.clear(run)
+    stop_requests.clear_stop_file(run)
     stop_requests.ask(run, who="ada", reason="")
     assert stop_requests.read(run) is not None
-    stop_requests.clear(run)
+    stop_requests.clear_stop_file(run)
     assert not run.stop.exists()
     run.stop.mkdir()
     with pytest.raises(ConfigError, match=r"STOP cannot be removed: "):
-        stop_requests.clear(run)
+        stop_requests.clear_stop_file(run)
 
 
 def test_what_is_asked_is_read_back(run: RunDir, clock: Clock) -> None:

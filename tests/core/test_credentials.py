@@ -82,7 +82,7 @@ def test_a_run_of_an_earlier_version_can_be_read_but_not_written_again(tmp_path:
     read = compose.read(run.config)
     assert read == cfg
     with pytest.raises(ConfigError, match=r"^telemetry\.tracking_uri: must not hold a password"):
-        rundir.prepare(read, run)
+        rundir.prepare_run_dir(read, run)
 
 
 def test_progress_of_an_earlier_version_keeps_its_run_and_loses_its_password(

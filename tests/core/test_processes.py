@@ -13,7 +13,7 @@ import pytest
 
 from harness.analysis.postmortem.write import MARKDOWN
 from harness.config import compose
-from harness.core.rundir import locate, prepare
+from harness.core.rundir import locate, prepare_run_dir
 from harness.telemetry.postmortem_process import PostmortemProcess
 from launch.sweeps import scheduler
 from launch.sweeps.scheduler import ResourceSlot
@@ -70,7 +70,7 @@ def test_a_run_and_its_sink_process_ignore_stray_modules(trapped: Path, tmp_path
     overrides.append("telemetry.exit_wait_s=200")
     cfg = compose.load(overrides)
     run = locate(cfg)
-    prepare(cfg, run)
+    prepare_run_dir(cfg, run)
     with scheduler.lock_sweep(tmp_path) as lock:
         codes, _ = scheduler.run_jobs([run], [ResourceSlot(threads=1)], lock, lambda *_: None)
     assert read_log(trapped) == ""

@@ -22,7 +22,7 @@ def config(root: Path, *overrides: str) -> Config:
 def start(cfg: Config) -> rundir.RunDir:
     """A run that has started."""
     run = rundir.locate(cfg)
-    rundir.prepare(cfg, run)
+    rundir.prepare_run_dir(cfg, run)
     run.events.touch()
     return run
 
@@ -30,7 +30,7 @@ def start(cfg: Config) -> rundir.RunDir:
 def test_the_resolved_configuration_is_written(tmp_path: Path) -> None:
     cfg = config(tmp_path, "optim.beta2=0.99")
     run = rundir.locate(cfg)
-    assert rundir.prepare(cfg, run) == {}
+    assert rundir.prepare_run_dir(cfg, run) == {}
     assert yaml.safe_load(run.config.read_text()) == plain(cfg)
 
 
@@ -40,7 +40,7 @@ def test_a_different_configuration_is_rejected_with_its_keys_and_changes_nothing
     with pytest.raises(
         ConfigError, match=r"^run\.name: .*optim\.lr was 0\.003, is 0\.1.*run\.resume=changed"
     ) as rejection:
-        rundir.prepare(config(tmp_path, "optim.lr=0.1", "optim.beta1=0.8"), run)
+        rundir.prepare_run_dir(config(tmp_path, "optim.lr=0.1", "optim.beta1=0.8"), run)
     assert "optim.beta1" in str(rejection.value)
     assert "\n" not in str(rejection.value)
     assert run.config.read_bytes() == before
@@ -48,14 +48,14 @@ def test_a_different_configuration_is_rejected_with_its_keys_and_changes_nothing
 
 def test_launch_telemetry_and_cluster_keys_may_differ(tmp_path: Path) -> None:
     run = start(config(tmp_path))
-    assert rundir.prepare(config(tmp_path, "launch.nproc=4", "telemetry=plain", "cluster=h100"), run) == {}
+    assert rundir.prepare_run_dir(config(tmp_path, "launch.nproc=4", "telemetry=plain", "cluster=h100"), run) == {}
 
 
 def test_the_configuration_of_a_run_that_never_started_may_change(tmp_path: Path) -> None:
     wrong, right = config(tmp_path, "optim.lr=0.1"), config(tmp_path)
     run = rundir.locate(wrong)
-    rundir.prepare(wrong, run)
-    assert rundir.prepare(right, run) == {}
+    rundir.prepare_run_dir(wrong, run)
+    assert rundir.prepare_run_dir(right, run) == {}
     assert yaml.safe_load(run.config.read_text()) == plain(right)
     assert not run.interventions.exists()
 
@@ -63,7 +63,7 @@ def test_the_configuration_of_a_run_that_never_started_may_change(tmp_path: Path
 def test_a_requested_change_is_recorded_as_an_intervention(tmp_path: Path) -> None:
     run = start(config(tmp_path))
     changed = config(tmp_path, "optim.lr=0.1", "run.resume=changed")
-    assert rundir.prepare(changed, run) == {"optim.lr": [0.003, 0.1]}
+    assert rundir.prepare_run_dir(changed, run) == {"optim.lr": [0.003, 0.1]}
     [entry] = [json.loads(line) for line in run.interventions.read_text().splitlines()]
     assert entry["changes"] == {"optim.lr": [0.003, 0.1]}
     assert entry["who"]
@@ -82,7 +82,7 @@ def test_an_impossible_run_directory_is_a_config_error(tmp_path: Path, place: st
     (tmp_path / "file").write_text("")
     cfg = config(tmp_path / place)
     with pytest.raises(ConfigError, match=r"^run\.dir: cannot create"):
-        rundir.prepare(cfg, rundir.locate(cfg))
+        rundir.prepare_run_dir(cfg, rundir.locate(cfg))
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def twin_of(ranks: Pool, runs: Path, words: Sequence[str]) -> str:
 
 def drilled(ranks: Pool, runs: Path, name: str) -> Card:
     """The score card of a scenario, from the two run directories."""
-    drill = scenario.load(name)
+    drill = scenario.load_scenario(name)
     victim = RunDir(runs / f"drill-{name}")
     words = [*drill.train, *ON_RANKS]
     twin = twin_of(ranks, runs, words)

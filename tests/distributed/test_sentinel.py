@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.replay.rerun import ReplayRequest, replay_config, run_worker
+from harness.analysis.replay.rerun import ReplayRequest, replay_config, run_replay_worker
 from harness.core import events
 from harness.core.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunEnded, StepRecord
 from harness.core.rundir import RunDir
@@ -194,7 +194,7 @@ def test_all_ranks_fall_back_from_fp8_together_also_after_a_restart_and_in_a_rep
         exactly=True,
         with_samples=False,
     )
-    assert ranks.run(2, run_worker, order, cfg) == [0, 0]
+    assert ranks.run(2, run_replay_worker, order, cfg) == [0, 0]
     found = json.loads(order.report.read_text())
     assert (found["left_the_log_at"], found["nature"]) == (None, "deterministic"), (
         "each step is replayed in its own precision"

@@ -48,14 +48,14 @@ def runs(mortals: Mortals, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the common twin."""
     root = tmp_path_factory.mktemp("runs")
     twin = RunDir(root / "twin")
-    directories.create_directory(directories.configure(scenario.load("kill_rank").train, TRAIN), twin)
+    directories.create_directory(directories.configure(scenario.load_scenario("kill_rank").train, TRAIN), twin)
     assert mortals.run(SIZE, drilling.run, str(twin.path)).results == [0] * SIZE
     return root
 
 
 def run_scenario(mortals: Mortals, runs: Path, name: str, *overrides: str) -> tuple[RunDir, Card]:
     """Run a scenario until it is done; returns the run and its score card."""
-    drill = scenario.load(name, [*STRUCK, *overrides])
+    drill = scenario.load_scenario(name, [*STRUCK, *overrides])
     victim = RunDir(runs / name)
     directories.create_directory(directories.configure(drill.train, TRAIN), victim)
     DrillRecord(name=name, scenario=drill, plan=drill.plan, twin="twin").write(victim)

@@ -15,29 +15,29 @@ SHARED = "drill.bounds has latency_steps, steps_lost, seconds, loss_gap, identic
 
 @pytest.mark.parametrize("name", scenario.names())
 def test_every_scenario_loads(name: str) -> None:
-    loaded = scenario.load(name)
+    loaded = scenario.load_scenario(name)
     assert loaded.summary
     assert "\n" not in loaded.summary
-    assert scenario.from_tree(loaded.as_dict()) == loaded
+    assert scenario.scenario_from_tree(loaded.as_dict()) == loaded
     cfg = directories.configure(loaded.train, ())
     assert loaded.fault.at + loaded.fault.duration <= cfg.train.num_steps + 20
     assert not cfg.telemetry.mlflow
 
 
 def test_every_kind_of_fault_has_a_scenario() -> None:
-    assert {scenario.load(name).fault.kind for name in scenario.names()} == set(FaultKind)
+    assert {scenario.load_scenario(name).fault.kind for name in scenario.names()} == set(FaultKind)
 
 
 def test_overrides_of_a_scenario_follow_those_of_the_base() -> None:
     base = yaml.safe_load((compose.conf_dir() / "drill/base.yaml").read_text())["train"]
-    hung = scenario.load("hung_rank").train
+    hung = scenario.load_scenario("hung_rank").train
     assert hung[: len(base)] == base
     assert hung[len(base) :] == ["launch.hang_after_s=30", "parallel.timeout_s=60"]
 
 
 def test_overrides_of_the_scenario_are_separated_from_those_of_the_training() -> None:
     overrides = ["drill.fault.at=40", "optim.lr=1e-3", "drill.bounds.seconds=null", "drill.train=[a=b]"]
-    loaded = scenario.load("kill_rank", overrides)
+    loaded = scenario.load_scenario("kill_rank", overrides)
     assert (loaded.fault.at, loaded.bounds.seconds, loaded.train) == (40, None, ["a=b"])
     assert [scenario.changes_scenario(override) for override in overrides] == [True, False, True, True]
 
@@ -67,7 +67,7 @@ def test_overrides_of_the_scenario_are_separated_from_those_of_the_training() ->
 )
 def test_a_bad_override_is_one_line(override: str, line: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        scenario.load("kill_rank", [override])
+        scenario.load_scenario("kill_rank", [override])
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
 
@@ -76,4 +76,4 @@ def test_an_unknown_scenario_is_one_line() -> None:
     with pytest.raises(
         ConfigError, match=r"^drill: no scenario 'kil_rank'; choose one of .*, or all; did you mean kill_rank\?$"
     ):
-        scenario.load("kil_rank")
+        scenario.load_scenario("kil_rank")

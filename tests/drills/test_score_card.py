@@ -60,7 +60,7 @@ def example_campaign() -> Campaign:
 TEXTS: dict[str, Callable[[], str]] = {
     "card.txt": lambda: score_card.as_text(score_example(seconds=1.0)),
     "card.md": lambda: score_card.as_markdown(score_example(seconds=1.0)),
-    "summary.txt": lambda: score_card.summary(
+    "summary.txt": lambda: score_card.summary_of_drills(
         [score_example(), score_example(seconds=1.0)], [("full_disk", "needs a small disk")]
     ),
     "campaign.txt": lambda: campaign.as_text(example_campaign()),

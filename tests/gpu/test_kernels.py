@@ -11,7 +11,7 @@ from harness.precision.fp8 import meters
 from harness.precision.fp8.custom_ops import quantize_and_record
 from harness.precision.fp8.emulation import EmulatedEngine
 from harness.precision.fp8.formats import FORWARD, GRADIENT, SCALE_STEPS, UNDERFLOW
-from harness.precision.fp8.meters import METER, Column, Role, probing
+from harness.precision.fp8.meters import METER, Column, TensorRole, probing
 from harness.precision.fp8.swiglu import (
     compute_grads,
     compute_product,
@@ -94,7 +94,7 @@ def test_swiglu_is_quantized_as_in_torch(recipe: str, shape: tuple[int, int], is
     own, plain = ([torch.zeros(METER, device=DEVICE) for _ in range(2)] for _ in range(2))
     scales, engine = [scalar(2.0), scalar(5.0)], EmulatedEngine()
     results = compute_product(gate, up), *compute_grads(grad, gate, up)
-    roles = Role.activations, Role.gradients, Role.gradients
+    roles = TensorRole.activations, TensorRole.gradients, TensorRole.gradients
     arguments = zip(results, [scales[0], *scales], [plain[0], *plain], roles, strict=True)
     with probing(count_underflow=True, prime_scales=is_primed):
         first = quantize_product_by_kernels(gate, up, scales[0], own[0], recipe)
@@ -120,8 +120,8 @@ def test_swiglu_is_quantized_as_in_torch(recipe: str, shape: tuple[int, int], is
     compared = [column for column in Column if column is not Column.last_scale]
     for one_meter, other_meter in zip(own, plain, strict=True):
         torch.testing.assert_close(one_meter[:, compared], other_meter[:, compared], rtol=1e-2, atol=0.0)
-    assert own[0][Role.activations, Column.underflows] > 0
-    assert (own[1][Role.gradients, Column.amax] > 1) == (recipe == "delayed")
+    assert own[0][TensorRole.activations, Column.underflows] > 0
+    assert (own[1][TensorRole.gradients, Column.amax] > 1) == (recipe == "delayed")
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns in the interpreter

@@ -20,7 +20,7 @@ ON_ONE_GPU = ("parallel.device=cuda", "parallel.compile=false")
 
 def drill(tmp_path: Path, name: str, *overrides: str, num_ranks: int = 2) -> RunDir:
     """Run this drill's faulted run; asserts that every rank exits with 0."""
-    planned = scenario.load(name, overrides)
+    planned = scenario.load_scenario(name, overrides)
     train_overrides = [override for override in overrides if not override.startswith("drill.")]
     cfg = directories.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", *train_overrides])
     run = RunDir(tmp_path / "victim")
@@ -62,7 +62,7 @@ def test_a_bad_gradient_is_attributed_under_hsdp_with_accumulation(tmp_path: Pat
 
 def test_uneven_shares_give_the_same_loss(tmp_path: Path) -> None:
     """16 rows on 2 and on 3 ranks, in fp32: the same batches, and losses equal up to rounding."""
-    planned = scenario.load("nan_grad")
+    planned = scenario.load_scenario("nan_grad")
     losses = []
     for num_ranks in (2, 3):
         cfg = directories.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", "train.num_steps=30"])

@@ -22,7 +22,7 @@ from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
-from harness.data.prepare.prepare import prepare
+from harness.data.prepare.prepare import prepare_corpus
 from harness.data.prepare.prepared_files import Options
 from harness.data.prepare.tokenizer import EOD_TOKEN, open_tokenizer
 from harness.distributed.world import connect, disconnect
@@ -299,7 +299,7 @@ def test_tokenizer_is_exported(tmp_path: Path) -> None:
     text = "the quick brown fox jumps over the lazy dog. " * 20
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(8)))
     options = Options(bpe_size=280, eod_token=EOD_TOKEN, append_eod=True)
-    prepare(
+    prepare_corpus(
         [tmp_path / "in.jsonl"],
         tmp_path / "corpus",
         options,

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from harness.config.model import ModelConfig
 from harness.distributed.shards import local
 from harness.model.init import initialize
-from harness.model.mup import Role, parameter_table, role_of
+from harness.model.mup import ParameterRole, parameter_table, role_of
 from harness.model.transformer import Transformer
 from harness.precision.mixed_precision import linear
 
@@ -55,7 +55,7 @@ def test_init_std_is_that_of_the_table(make_config: MakeConfig) -> None:
     for name, parameter in build(cfg).named_parameters():
         std = table[role_of(name)].init_std
         if std is None:
-            assert role_of(name) is Role.norm
+            assert role_of(name) is ParameterRole.norm
             assert torch.equal(parameter, torch.ones_like(parameter)), name
         else:
             assert parameter.std().item() == pytest.approx(std, rel=0.05), name

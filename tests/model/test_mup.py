@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.config.model import InitKind, ModelConfig
-from harness.model.mup import Role, Treatment, attention_scale, output_multiplier, parameter_table, role_of
+from harness.model.mup import ParameterRole, Treatment, attention_scale, output_multiplier, parameter_table, role_of
 from harness.model.transformer import Transformer
 from harness.precision.mixed_precision import linear
 
@@ -20,12 +20,12 @@ def test_every_parameter_has_a_role(make_config: MakeConfig) -> None:
     cfg = make_config(num_layers=1, qk_norm=True, embedding_norm=True)
     with torch.device("meta"):
         model = Transformer(cfg, sequence_length=4, linear=linear)
-    roles: dict[Role, set[str]] = {role: set() for role in Role}
+    roles: dict[ParameterRole, set[str]] = {role: set() for role in ParameterRole}
     for name, _ in model.named_parameters():
         roles[role_of(name)].add(name.removeprefix("blocks.0.").removesuffix(".weight"))
     assert roles == {
-        Role.embedding: {"embedding"},
-        Role.norm: {
+        ParameterRole.embedding: {"embedding"},
+        ParameterRole.norm: {
             "embedding_norm",
             "attention_norm",
             "mlp_norm",
@@ -33,9 +33,9 @@ def test_every_parameter_has_a_role(make_config: MakeConfig) -> None:
             "attention.query_norm",
             "attention.key_norm",
         },
-        Role.hidden: {"attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up"},
-        Role.residual: {"attention.output", "mlp.down"},
-        Role.head: {"head"},
+        ParameterRole.hidden: {"attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up"},
+        ParameterRole.residual: {"attention.output", "mlp.down"},
+        ParameterRole.head: {"head"},
     }
 
 
@@ -52,11 +52,11 @@ def test_standard_parametrization(make_config: MakeConfig) -> None:
         return Treatment(init_std=init_std, lr_multiplier=1.0, decay=decay, decay_multiplier=1.0)
 
     assert table == {
-        Role.embedding: plain(0.02, decay=False),
-        Role.norm: plain(None, decay=False),
-        Role.hidden: plain(0.02, decay=True),
-        Role.residual: plain(0.005, decay=True),
-        Role.head: plain(0.02, decay=True),
+        ParameterRole.embedding: plain(0.02, decay=False),
+        ParameterRole.norm: plain(None, decay=False),
+        ParameterRole.hidden: plain(0.02, decay=True),
+        ParameterRole.residual: plain(0.005, decay=True),
+        ParameterRole.head: plain(0.02, decay=True),
     }
     assert output_multiplier(cfg) == 1
     assert attention_scale(cfg) == 1 / math.sqrt(cfg.head_dim)
@@ -67,9 +67,9 @@ def test_mup_at_four_times_the_base_width(make_config: MakeConfig) -> None:
     table = parameter_table(cfg, decay_embeddings=True)
     matrix = Treatment(init_std=0.01, lr_multiplier=0.25, decay=True, decay_multiplier=4.0)
     vector = Treatment(init_std=0.02, lr_multiplier=1.0, decay=True, decay_multiplier=1.0)
-    assert table[Role.hidden] == table[Role.residual] == matrix
-    assert table[Role.embedding] == table[Role.head] == vector
-    assert table[Role.norm] == Treatment(init_std=None, lr_multiplier=1.0, decay=False, decay_multiplier=1.0)
+    assert table[ParameterRole.hidden] == table[ParameterRole.residual] == matrix
+    assert table[ParameterRole.embedding] == table[ParameterRole.head] == vector
+    assert table[ParameterRole.norm] == Treatment(init_std=None, lr_multiplier=1.0, decay=False, decay_multiplier=1.0)
     assert output_multiplier(cfg) == 0.25
     assert attention_scale(cfg) == 1 / cfg.head_dim
 
@@ -77,10 +77,14 @@ def test_mup_at_four_times_the_base_width(make_config: MakeConfig) -> None:
 def test_hidden_init_depends_on_the_base_width_under_mup(make_config: MakeConfig) -> None:
     changes = {"init": InitKind.hidden, "depth_scaled_init": False, "dim": 256}
     standard = parameter_table(make_config(**changes), decay_embeddings=False)
-    assert standard[Role.embedding].init_std == standard[Role.hidden].init_std == math.sqrt(1 / (3 * 256))
+    assert (
+        standard[ParameterRole.embedding].init_std
+        == standard[ParameterRole.hidden].init_std
+        == math.sqrt(1 / (3 * 256))
+    )
     mup = parameter_table(make_config(**changes, mup_base_width=64), decay_embeddings=False)
-    assert mup[Role.hidden].init_std == pytest.approx(math.sqrt(1 / (3 * 256)))
-    assert mup[Role.embedding].init_std == mup[Role.head].init_std == math.sqrt(1 / (3 * 64))
+    assert mup[ParameterRole.hidden].init_std == pytest.approx(math.sqrt(1 / (3 * 256)))
+    assert mup[ParameterRole.embedding].init_std == mup[ParameterRole.head].init_std == math.sqrt(1 / (3 * 64))
 
 
 @pytest.mark.parametrize(
@@ -91,5 +95,5 @@ def test_the_head_is_decayed_unless_it_is_an_undecayed_embedding(
     make_config: MakeConfig, tied: bool, decay_embeddings: bool, expected: bool
 ) -> None:
     table = parameter_table(make_config(tied_head=tied), decay_embeddings=decay_embeddings)
-    assert table[Role.head].decay is expected
-    assert table[Role.embedding].decay is decay_embeddings
+    assert table[ParameterRole.head].decay is expected
+    assert table[ParameterRole.embedding].decay is decay_embeddings

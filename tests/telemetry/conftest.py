@@ -32,7 +32,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         overrides = [f"telemetry.{key}={value}" for key, value in telemetry.items()]
         cfg = compose.load([f"run.dir={tmp_path / 'runs'}", f"run.name={name}", *overrides])
         run = rundir.locate(cfg)
-        rundir.prepare(cfg, run)
+        rundir.prepare_run_dir(cfg, run)
         return run, cfg
 
     return make

@@ -28,7 +28,7 @@ def make_heartbeat(run: RunDir, rank: int = 0, world_size: int = 1) -> Heartbeat
 def wait_for_beat(run: RunDir, fits: Callable[[Beat], bool], rank: int = 0) -> Beat:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        beat = heartbeat.read(heartbeat.file_of(run, rank))
+        beat = heartbeat.read(heartbeat.heartbeat_file(run, rank))
         if beat is not None and fits(beat):
             return beat
         time.sleep(0.005)
@@ -55,7 +55,7 @@ def test_phases_and_beats_of_a_run_reach_the_files(run: RunDir) -> None:
     status = json.loads(run.status.read_text())
     assert (status["state"], status["exit_code"], status["reason"]) == ("ended", 75, "stopped: SIGTERM")
     assert (status["step"], status["num_steps"], status["iteration"], status["eta_s"]) == (5, 100, 7, None)
-    last = heartbeat.read(heartbeat.file_of(run, 0))
+    last = heartbeat.read(heartbeat.heartbeat_file(run, 0))
     assert last is not None
     assert (last.phase, last.exit_code) == (Phase.end, 75)
 
@@ -109,7 +109,7 @@ def test_many_ranks_write_less_often(tmp_path: Path) -> None:
 def test_torn_and_unknown_files_are_skipped(run: RunDir) -> None:
     run.heartbeat.mkdir()
     for rank, text in enumerate(("", "{", "[]", '{"phase": "train"}', '{"phase": "dance"}', "null")):
-        heartbeat.file_of(run, rank).write_text(text)
+        heartbeat.heartbeat_file(run, rank).write_text(text)
     assert heartbeat.read_all(run) == []
 
 

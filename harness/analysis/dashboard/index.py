@@ -129,7 +129,7 @@ def line_of(row: RunRow) -> str:
         (f'<span class="state-{escape(row.state)}">{escape(row.state)}</span>', row.state),
         (f"{row.step:,} of {row.num_steps:,}", row.step),
         (format_loss(row.loss), row.loss),
-        (sparkline(row.losses), ""),
+        (sparkline_svg(row.losses), ""),
         (format_loss(row.eval_loss), row.eval_loss),
         (f"{row.num_incidents}", row.num_incidents),
         (f"{row.goodput:.1%}", row.goodput),
@@ -150,7 +150,7 @@ def format_loss(loss: float) -> str:
     return "" if math.isnan(loss) else short(loss)
 
 
-def sparkline(values: Sequence[float]) -> str:
+def sparkline_svg(values: Sequence[float]) -> str:
     """The loss curve as a small SVG. The top is cut at the highest loss after the first tenth, where the loss falls
     steeply."""
     known = [value for value in values if math.isfinite(value)]

@@ -29,7 +29,7 @@ def render(data: dict[str, Any]) -> str:
         title=escape(data["facts"]["run"]["name"]),
         policy=policy(plotly, script, live=data["live"]),
         style=resource("page.css"),
-        data=to_json(data),
+        data=script_json(data),
         plotly=plotly,
         script=script,
     )
@@ -55,7 +55,7 @@ def policy(*scripts: str, live: bool) -> str:
     return f"default-src 'none'; script-src {hashes}; {connect}{inline}; base-uri 'none'; form-action 'none'"
 
 
-def to_json(data: Any) -> str:
+def script_json(data: Any) -> str:
     """JSON that is safe inside a script element; NaN and Inf become null."""
     text = json.dumps(replace_non_finite(data), separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -113,7 +113,7 @@ class Plan:
         return None if self.pace is None else self.pace.step_time_s
 
 
-def num_ranks(cfg: Config) -> int:
+def planned_ranks(cfg: Config) -> int:
     """Number of ranks in the configuration; 1 if it leaves that to the machine."""
     nproc = cfg.launch.nproc
     if nproc is None and (cfg.launch.kind is LaunchKind.slurm or cfg.launch.nodes > 1):

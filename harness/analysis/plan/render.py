@@ -80,7 +80,7 @@ def render_table(plans: Sequence[Plan]) -> str:
     return "\n".join([*lines, "", notes, *times, *assumptions]) + "\n"
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def plan_as_dict(plan: Plan) -> dict[str, Any]:
     """All numbers of the plan as JSON-ready data."""
     numbers = asdict(plan)
     numbers["memory"] |= {"peak_bytes": plan.memory.peak_bytes, "needed_bytes": plan.memory.needed_bytes}

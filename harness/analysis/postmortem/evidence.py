@@ -182,7 +182,7 @@ def to_tree(evidence: Evidence) -> dict[str, Any]:
     return encoded
 
 
-def from_tree(tree: dict[str, Any], *, path: str = "evidence.json") -> Evidence:
+def evidence_from_tree(tree: dict[str, Any], *, path: str = "evidence.json") -> Evidence:
     """Parse written evidence; `ConfigError` if it is malformed or has another schema."""
     if tree.get("schema") != SCHEMA:
         raise ConfigError(path, f"has schema {tree.get('schema')!r}, this version reads {SCHEMA}")
@@ -214,7 +214,7 @@ def read(path: Path) -> Evidence:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except ValueError:
         raise ConfigError(str(path), "is not JSON") from None
-    return from_tree(tree, path=str(path))
+    return evidence_from_tree(tree, path=str(path))
 
 
 def _events_to_json(listed: Sequence[Event]) -> list[Any]:

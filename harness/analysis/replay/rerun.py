@@ -96,7 +96,7 @@ class ReplayResult:
     samples: list[SampleGradient] = field(default_factory=list)
 
 
-def run_worker(request: ReplayRequest, cfg: Config) -> int:
+def run_replay_worker(request: ReplayRequest, cfg: Config) -> int:
     """One rank's part of a replay; rank 0 writes the result."""
     with (
         fast_attention(),
@@ -108,11 +108,11 @@ def run_worker(request: ReplayRequest, cfg: Config) -> int:
             request.tamper(parts)
         result = replay_steps(request, parts, cfg, world)
         if world.is_first:
-            write_atomically(request.report, json.dumps(encode(as_dict(result)), indent=1) + "\n")
+            write_atomically(request.report, json.dumps(encode(result_as_dict(result)), indent=1) + "\n")
     return EXIT_DONE
 
 
-def as_dict(result: ReplayResult) -> dict[str, Any]:
+def result_as_dict(result: ReplayResult) -> dict[str, Any]:
     """The result as JSON-ready data; ranks are strings."""
     return asdict(result) | {"seen": {str(rank): asdict(seen) for rank, seen in result.seen.items()}}
 

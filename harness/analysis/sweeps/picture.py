@@ -93,7 +93,7 @@ def curves(ranking: Ranking, title: str) -> Figure:
         names = [*names, f"{len(drawn) - len(COLORS)} others"]
     columns = 2 if max(map(len, names), default=0) <= LONGEST_OF_TWO else 1
     figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=8, labelcolor=INK)
-    style_axes(axes)
+    style_sweep_axes(axes)
     return figure
 
 
@@ -209,11 +209,11 @@ def one_key(ranking: Ranking, key: str) -> Figure:
         axes.set_xscale("log")
     axes.set_xlabel(key, color=INK)
     axes.set_ylabel(f"{ranking.basis} loss", color=INK)
-    style_axes(axes)
+    style_sweep_axes(axes)
     return figure
 
 
-def style_axes(axes: Axes) -> None:
+def style_sweep_axes(axes: Axes) -> None:
     axes.grid(color=GRID_GREY, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -95,7 +95,7 @@ class InUseError(Exception):
         super().__init__(seen.describe())
 
 
-def file_of(directory: Path, number: int) -> Path:
+def lease_file(directory: Path, number: int) -> Path:
     return directory / f"{number:06d}.json"
 
 
@@ -119,7 +119,7 @@ def _numbers(directory: Path) -> list[int]:
 
 
 def _read(directory: Path, number: int) -> SeenLease:
-    text = file_of(directory, number).read_text(encoding="utf-8", errors="replace")
+    text = lease_file(directory, number).read_text(encoding="utf-8", errors="replace")
     first, _, second = text.partition("\n")
     try:
         known = {key: value for key, value in json.loads(first).items() if key in Holder.__dataclass_fields__}
@@ -186,7 +186,7 @@ def acquire(
 
 def create(directory: Path, number: int, me: Holder, *, released: bool = False) -> int | None:
     """Create the lease of this number. Returns its open file, or None if another process was first."""
-    scratch, path = directory / f"new-{me.owner}", file_of(directory, number)
+    scratch, path = directory / f"new-{me.owner}", lease_file(directory, number)
     try:
         descriptor = _write_new(scratch, me, released=released)
         try:

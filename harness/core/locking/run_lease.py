@@ -81,7 +81,7 @@ def clearing_dead_lease(run: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):
             if (dead := _dead_lease(run)) is not None:
-                clear(run / FOLDER, dead)
+                release_stale_lease(run / FOLDER, dead)
 
 
 def guard() -> None:
@@ -116,7 +116,7 @@ def require_free(run: Path, *, wait: bool) -> None:
         on_wait = report_waiting if wait else None
         free = directory_lease.wait_until_free(directory, me, at_most_s=at_most_s, on_wait=on_wait)
         if wait and free is not None and not free.released and free.is_alive(me) is None:
-            clear(directory, free)
+            release_stale_lease(directory, free)
     except InUseError as error:
         raise in_use_error(run, error) from None
     except OSError as error:
@@ -138,7 +138,7 @@ def _dead_lease(run: Path) -> SeenLease | None:
     return seen if is_dead else None
 
 
-def clear(directory: Path, stale: SeenLease) -> None:
+def release_stale_lease(directory: Path, stale: SeenLease) -> None:
     """Create a released lease above that of a dead holder, so that no process waits for it."""
     descriptor = directory_lease.create(directory, stale.number + 1, this_process(), released=True)
     if descriptor is not None:

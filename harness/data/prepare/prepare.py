@@ -94,7 +94,7 @@ class TokenizeResult:
     """Tokens of the parts that were not on disk before."""
 
 
-def prepare(
+def prepare_corpus(
     inputs: Sequence[Path], output: Path, options: Options, *, num_workers: int, shard_bytes: int, progress: Progress
 ) -> dict[str, Any]:
     """Make the corpus, or resume making it; returns its metadata. A finished corpus is returned as it is."""

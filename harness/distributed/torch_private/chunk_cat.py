@@ -17,7 +17,7 @@ import torch.distributed.fsdp
 from torch import Tensor
 
 
-def chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
+def fsdp_chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
     """Split each tensor along dim 0 into `num_chunks`, padded with zeros, and concatenate the i-th chunks in row i of
     `out`."""
     from harness.kernels import chunk_cat as kernels
@@ -33,5 +33,5 @@ def install(key: str) -> torch.library.Library:
     library = torch.library.Library("fsdp", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators", category=UserWarning)
-        library.impl("chunk_cat", chunk_cat, key, allow_override=True)  # type: ignore[no-untyped-call]
+        library.impl("chunk_cat", fsdp_chunk_cat, key, allow_override=True)  # type: ignore[no-untyped-call]
     return library

@@ -26,7 +26,7 @@ from harness.precision.fp8.formats import FORWARD, LIMITS, BlockScaling, Operand
 from harness.precision.fp8.meters import (
     PROBE,
     Column,
-    Role,
+    TensorRole,
     compute_amax,
     compute_scale,
     fp8_dtype,
@@ -46,11 +46,11 @@ def forward(
     by (recipe `delayed` only, else empty).
     """
     engine, (weights, scales, meters) = get_engine(engine_name), split_thirds(layers)
-    inputs = quantize_and_record(engine, hidden, scale, meters[0] if record else None, Role.activations, recipe)
+    inputs = quantize_and_record(engine, hidden, scale, meters[0] if record else None, TensorRole.activations, recipe)
     outputs, used_scales = [], []
     for weight, weight_scale, meter in zip(weights, scales, meters, strict=True):
         right = quantize_and_record(
-            engine, weight, weight_scale, meter if record else None, Role.weights, recipe, transpose=False
+            engine, weight, weight_scale, meter if record else None, TensorRole.weights, recipe, transpose=False
         )
         outputs.append(
             engine.gemm(
@@ -95,9 +95,9 @@ def backward(
     for gradient, scale, weight, weight_scale, meter in zip(
         gradients, gradient_scales, *split_thirds(layers), strict=True
     ):
-        left = quantize_and_record(engine, gradient, scale, meter, Role.gradients, recipe)
+        left = quantize_and_record(engine, gradient, scale, meter, TensorRole.gradients, recipe)
         grad_weights.append(engine.gemm(left.as_columns, inputs, out=None, scaling=scaling, split_accumulator=True))
-        right = quantize_and_record(engine, weight, weight_scale, None, Role.weights, recipe)
+        right = quantize_and_record(engine, weight, weight_scale, None, TensorRole.weights, recipe)
         grad_input = engine.gemm(
             left.as_rows, right.as_columns, out=grad_input, scaling=_weight_scaling(recipe), split_accumulator=True
         )
@@ -173,7 +173,7 @@ def quantize_and_record(
     values: Tensor,
     scale: Tensor,
     meter: Tensor | None,
-    role: Role,
+    role: TensorRole,
     recipe: str,
     *,
     transpose: bool = True,
@@ -182,8 +182,8 @@ def quantize_and_record(
     dtype = fp8_dtype(role, recipe)
     row = None if meter is None else meter.data[role]
     if recipe == Fp8Recipe.block:
-        quantized = engine.quantize_blocks(values, dtype=dtype, transpose=transpose, square=role is Role.weights)
-    elif recipe == Fp8Recipe.current and role is not Role.weights:
+        quantized = engine.quantize_blocks(values, dtype=dtype, transpose=transpose, square=role is TensorRole.weights)
+    elif recipe == Fp8Recipe.current and role is not TensorRole.weights:
         scale = last_scale_slot(meter, role, values)
         quantized = engine.quantize_to_amax(values, scale, dtype=dtype)
     else:

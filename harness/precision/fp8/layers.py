@@ -21,7 +21,7 @@ from torch.nn.functional import one_hot
 from harness.config.precision import Fp8Config, Fp8Recipe, PrecisionConfig, PrecisionKind
 from harness.precision.fp8.formats import LIMITS
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch
-from harness.precision.fp8.meters import METER, SCALE_EXPONENTS, Column, Role, compute_scale, fp8_dtype, probing
+from harness.precision.fp8.meters import METER, SCALE_EXPONENTS, Column, TensorRole, compute_scale, fp8_dtype, probing
 
 ATTENTION, MLP = ("query", "key", "value", "output"), ("gate", "up", "down")
 
@@ -82,11 +82,11 @@ class Fp8Layers:
         is_member = [[float(own == group) for own in self.groups] for group in groups]
         self.members = torch.tensor(is_member, dtype=torch.float32, device=device)
         self.input_owner_index = torch.tensor(self.input_owners, dtype=torch.int64, device=device)
-        limits = [LIMITS[fp8_dtype(role, self.recipe)] for role in Role]
+        limits = [LIMITS[fp8_dtype(role, self.recipe)] for role in TensorRole]
         self.limits = torch.tensor(limits, dtype=torch.float32, device=device)
         self.table = torch.zeros(count, *METER, device=device)
-        self.delayed_scales = torch.ones(count, len(Role) + 1, device=device)[:, :-1]  # aligned like meters
-        self.history = torch.zeros(self.history_steps, count, len(Role), device=device)
+        self.delayed_scales = torch.ones(count, len(TensorRole) + 1, device=device)[:, :-1]  # aligned like meters
+        self.history = torch.zeros(self.history_steps, count, len(TensorRole), device=device)
         for number, layer in enumerate(self.layers):
             layer.meter, layer.delayed_scales = self.table[number], self.delayed_scales[number]
         self.reset_scale_history()
@@ -112,7 +112,7 @@ class Fp8Layers:
         if not (self.is_delayed and self.in_fp8):
             return
         amax = self.table[..., Column.amax]
-        amax[:, Role.activations] = amax[self.input_owner_index, Role.activations]
+        amax[:, TensorRole.activations] = amax[self.input_owner_index, TensorRole.activations]
         newest = torch.where(amax.isfinite(), amax, 0.0)[None]
         self.history.copy_(torch.where(refused > 0, self.history, torch.cat([newest, self.history[:-1]])))
         self.delayed_scales.copy_(compute_scale(self.history.amax(dim=0), self.limits))

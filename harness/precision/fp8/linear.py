@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from harness.config.precision import Fp8Recipe
 from harness.precision.fp8.custom_ops import fp8_backward, fp8_forward, split_thirds
 from harness.precision.fp8.formats import LIMITS
-from harness.precision.fp8.meters import METER, Role, compute_amax, compute_scale, fp8_dtype
+from harness.precision.fp8.meters import METER, TensorRole, compute_amax, compute_scale, fp8_dtype
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Fp8Linear(nn.Linear):
         self.recipe = recipe
         self.switch = switch
         self.register_buffer("meter", torch.zeros(METER), persistent=False)
-        self.register_buffer("delayed_scales", torch.ones(len(Role)), persistent=False)
+        self.register_buffer("delayed_scales", torch.ones(len(TensorRole)), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return _project_in_fp8(hidden, (self,))[0] if self.switch.is_on else F.linear(hidden, self.weight)
@@ -77,7 +77,7 @@ class _Fp8Gemms(torch.autograd.Function):
         count = len(weights)
         scales = [weight_scale(*pair, kind) for pair in zip(weights, delayed_scales, strict=True)]
         results = fp8_forward(
-            hidden, delayed_scales[0][Role.activations], [*weights, *scales, *meters], record, kind, engine_name
+            hidden, delayed_scales[0][TensorRole.activations], [*weights, *scales, *meters], record, kind, engine_name
         )
         outputs, (columns, scale_inv), used_scales = results[:count], results[count : count + 2], results[count + 2 :]
         ctx.recipe = (kind, engine_name, count)
@@ -91,7 +91,7 @@ class _Fp8Gemms(torch.autograd.Function):
         columns, scale_inv, *rest = ctx.saved_tensors
         scales, weights, meters, delayed_scales = (rest[first : first + count] for first in range(0, 4 * count, count))
         contiguous = [gradient.contiguous() for gradient in gradients]
-        gradient_scales = [scales_by_role[Role.gradients] for scales_by_role in delayed_scales]
+        gradient_scales = [scales_by_role[TensorRole.gradients] for scales_by_role in delayed_scales]
         layers = [*weights, *scales, *meters]
         grad_input, *grad_weights = fp8_backward(
             contiguous, gradient_scales, columns, scale_inv, layers, kind, engine_name
@@ -102,5 +102,5 @@ class _Fp8Gemms(torch.autograd.Function):
 def weight_scale(weight: Tensor, delayed_scales: Tensor, kind: str) -> Tensor:
     """The weight's scale in forward and backward; unused in the recipe `block`."""
     if kind == Fp8Recipe.current:
-        return compute_scale(compute_amax(weight), LIMITS[fp8_dtype(Role.weights, kind)])
-    return delayed_scales[Role.weights]
+        return compute_scale(compute_amax(weight), LIMITS[fp8_dtype(TensorRole.weights, kind)])
+    return delayed_scales[TensorRole.weights]

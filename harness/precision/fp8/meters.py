@@ -25,7 +25,7 @@ SAMPLE_SIZE = 2**20
 """Values of a matrix that are sampled, up to twice that: an underflow share of 1e-3 is measured to about 5%."""
 
 
-class Role(IntEnum):
+class TensorRole(IntEnum):
     """The rows of a meter."""
 
     activations = 0
@@ -48,7 +48,7 @@ class Column(IntEnum):
     """The scale of the last step. A kernel quantizes by it before it knows the amax; most often it still fits."""
 
 
-METER = (len(Role), 8)
+METER = (len(TensorRole), 8)
 """Padded, so that each row begins at a multiple of 16 bytes: a compiled graph clones inputs that are not aligned."""
 
 SCALE_EXPONENTS = range(-32, 96, 2)
@@ -80,7 +80,7 @@ def probing(*, count_underflow: bool, prime_scales: bool) -> Iterator[None]:
 
 def fp8_dtype(role: int, recipe: str) -> torch.dtype:
     """E5M2 for gradients, which need range more than precision, unless they have block scales; else E4M3."""
-    return GRADIENT if role == Role.gradients and recipe != Fp8Recipe.block else FORWARD
+    return GRADIENT if role == TensorRole.gradients and recipe != Fp8Recipe.block else FORWARD
 
 
 def compute_amax(values: Tensor) -> Tensor:
@@ -123,6 +123,6 @@ def record_underflow(row: Tensor, before: Tensor, after: Tensor, scale: Tensor, 
     row[Column.nonzeros] += num_before * every
 
 
-def last_scale_slot(meter: Tensor | None, role: Role, like: Tensor) -> Tensor:
+def last_scale_slot(meter: Tensor | None, role: TensorRole, like: Tensor) -> Tensor:
     """The place of the last scale, which receives the next one; without a meter, 0, which forces requantization."""
     return like.new_zeros((), dtype=torch.float32) if meter is None else meter.data[role, Column.last_scale]

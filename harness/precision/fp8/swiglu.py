@@ -32,7 +32,7 @@ from harness.precision.fp8.formats import (
     QuantizedMatrix,
 )
 from harness.precision.fp8.linear import Fp8Linear, project, weight_scale
-from harness.precision.fp8.meters import PROBE, Column, Role, last_scale_slot, sample_rows, sample_stride
+from harness.precision.fp8.meters import PROBE, Column, TensorRole, last_scale_slot, sample_rows, sample_stride
 
 if TYPE_CHECKING:
     from harness.kernels.fp8_quantize import QuantizedTiles
@@ -60,7 +60,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, kind: str, engine_name: str, record: bool, *tensors: Tensor) -> Tensor:
         weights, meters, delayed_scales = split_thirds(tensors)
         weight_scales = [weight_scale(*pair, kind) for pair in zip(weights, delayed_scales, strict=True)]
-        scales = [delayed_scales[0][Role.activations], delayed_scales[2][Role.activations], *weight_scales]
+        scales = [delayed_scales[0][TensorRole.activations], delayed_scales[2][TensorRole.activations], *weight_scales]
         output, *kept = swiglu_forward(hidden, [*weights, *meters], scales, record, kind, engine_name)
         kept, used_scales = kept[:-NUM_LAYERS], kept[-NUM_LAYERS:]
         ctx.recipe = (kind, engine_name)
@@ -73,7 +73,7 @@ class _SwiGLU(torch.autograd.Function):
         (kind, engine_name), saved = ctx.recipe, ctx.saved_tensors
         kept, tensors = saved[: -3 * NUM_LAYERS], saved[-3 * NUM_LAYERS :]
         weights, meters, delayed_scales = split_thirds(tensors)
-        scales = [scales_by_role[Role.gradients] for scales_by_role in delayed_scales]
+        scales = [scales_by_role[TensorRole.gradients] for scales_by_role in delayed_scales]
         grad_input, *grad_weights = swiglu_backward(
             gradient.contiguous(), list(kept), [*weights, *meters], scales, kind, engine_name
         )
@@ -92,9 +92,9 @@ def forward(
     """
     engine = get_engine(engine_name)
     weights, meters = layers[:NUM_LAYERS], [meter if record else None for meter in layers[NUM_LAYERS:]]
-    inputs = quantize_and_record(engine, hidden, scales[0], meters[0], Role.activations, recipe)
+    inputs = quantize_and_record(engine, hidden, scales[0], meters[0], TensorRole.activations, recipe)
     rights = [
-        quantize_and_record(engine, weight, scale, meter, Role.weights, recipe, transpose=False)
+        quantize_and_record(engine, weight, scale, meter, TensorRole.weights, recipe, transpose=False)
         for weight, scale, meter in zip(weights, scales[2:], meters, strict=True)
     ]
     gate, up = (_gemm(engine, inputs.as_rows, right.as_rows, split_accumulator=False) for right in rights[:2])
@@ -116,9 +116,9 @@ def backward(
     engine = get_engine(engine_name)
     gate, up, columns, scale_inv, product_columns, product_scale_inv, *weight_scales = kept
     weights, meters = layers[:NUM_LAYERS], layers[NUM_LAYERS:]
-    left = quantize_and_record(engine, gradient, scales[2], meters[2], Role.gradients, recipe)
+    left = quantize_and_record(engine, gradient, scales[2], meters[2], TensorRole.gradients, recipe)
     grad_down = _gemm(engine, left.as_columns, Operand(product_columns, product_scale_inv))
-    right = quantize_and_record(engine, weights[2], weight_scales[2], None, Role.weights, recipe)
+    right = quantize_and_record(engine, weights[2], weight_scales[2], None, TensorRole.weights, recipe)
     grad_product = _gemm(engine, left.as_rows, right.as_columns)
     del left, right
     grad_input: Tensor | None = None
@@ -127,7 +127,7 @@ def backward(
     del grad_product
     for grad, weight, scale in zip(grads, weights[:2], weight_scales[:2], strict=True):
         grad_weights.append(_gemm(engine, grad.as_columns, Operand(columns, scale_inv)))
-        right = quantize_and_record(engine, weight, scale, None, Role.weights, recipe)
+        right = quantize_and_record(engine, weight, scale, None, TensorRole.weights, recipe)
         grad_input = _gemm(engine, grad.as_rows, right.as_columns, out=grad_input)
     assert grad_input is not None
     return [grad_input, *grad_weights, grad_down]
@@ -138,7 +138,7 @@ def _quantize_product(
 ) -> QuantizedMatrix:
     if gate.is_cuda:
         return quantize_product_by_kernels(gate, up, scale, meter, recipe)
-    return quantize_and_record(engine, compute_product(gate, up), scale, meter, Role.activations, recipe)
+    return quantize_and_record(engine, compute_product(gate, up), scale, meter, TensorRole.activations, recipe)
 
 
 def _quantize_grads(
@@ -154,7 +154,10 @@ def _quantize_grads(
     if gate.is_cuda:
         return quantize_grads_by_kernels(grad_product, gate, up, scales, meters, recipe)
     grads = zip(compute_grads(grad_product, gate, up), scales, meters, strict=False)
-    return [quantize_and_record(engine, values, scale, meter, Role.gradients, recipe) for values, scale, meter in grads]
+    return [
+        quantize_and_record(engine, values, scale, meter, TensorRole.gradients, recipe)
+        for values, scale, meter in grads
+    ]
 
 
 def quantize_product_by_kernels(
@@ -164,11 +167,11 @@ def quantize_product_by_kernels(
     from harness.kernels import swiglu as kernels
 
     step = _scale_step(FORWARD, recipe)
-    scale = scale if step is None else last_scale_slot(meter, Role.activations, gate)
+    scale = scale if step is None else last_scale_slot(meter, TensorRole.activations, gate)
     tiles = kernels.quantize_swiglu(gate, up, scale, dtype=FORWARD, step=step)
-    quantized = _to_matrix(tiles, meter, Role.activations, recipe)
+    quantized = _to_matrix(tiles, meter, TensorRole.activations, recipe)
     if meter is not None and PROBE.count_underflow:
-        row, every = meter.data[Role.activations], sample_stride(gate)
+        row, every = meter.data[TensorRole.activations], sample_stride(gate)
         sample = sample_rows(gate), sample_rows(up)
         kernels.count_swiglu_underflow(*sample, scale, row, underflow=UNDERFLOW[FORWARD], every=every)
     return quantized
@@ -181,11 +184,15 @@ def quantize_grads_by_kernels(
     from harness.kernels import swiglu as kernels
 
     step, meters = _scale_step(GRADIENT, recipe), meters[:2]
-    used_scales = scales[:2] if step is None else [last_scale_slot(meter, Role.gradients, gate) for meter in meters]
+    used_scales = (
+        scales[:2] if step is None else [last_scale_slot(meter, TensorRole.gradients, gate) for meter in meters]
+    )
     both = kernels.quantize_swiglu_grads(grad_product, gate, up, used_scales, dtype=GRADIENT, step=step)
-    quantized = [_to_matrix(tiles, meter, Role.gradients, recipe) for tiles, meter in zip(both, meters, strict=True)]
+    quantized = [
+        _to_matrix(tiles, meter, TensorRole.gradients, recipe) for tiles, meter in zip(both, meters, strict=True)
+    ]
     if PROBE.count_underflow:
-        rows, every = [meter.data[Role.gradients] for meter in meters], sample_stride(gate)
+        rows, every = [meter.data[TensorRole.gradients] for meter in meters], sample_stride(gate)
         sample = sample_rows(grad_product), sample_rows(gate), sample_rows(up)
         kernels.count_swiglu_grad_underflow(*sample, used_scales, rows, underflow=UNDERFLOW[GRADIENT], every=every)
     return quantized
@@ -211,7 +218,7 @@ def _scale_step(dtype: torch.dtype, recipe: str) -> int | None:
     return 1 if PROBE.prime_scales else None
 
 
-def _to_matrix(tiles: QuantizedTiles, meter: Tensor | None, role: Role, recipe: str) -> QuantizedMatrix:
+def _to_matrix(tiles: QuantizedTiles, meter: Tensor | None, role: TensorRole, recipe: str) -> QuantizedMatrix:
     """The kernel's output as a matrix; in the recipe `delayed` its amax goes into the meter."""
     if meter is not None and recipe == Fp8Recipe.delayed:
         from harness.kernels.fp8_quantize import update_amax

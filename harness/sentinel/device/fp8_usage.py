@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from harness.core.events import Fp8Health
-from harness.precision.fp8.meters import SCALE_EXPONENTS, Role
+from harness.precision.fp8.meters import SCALE_EXPONENTS, TensorRole
 
 
 class Fp8Usage(NamedTuple):
@@ -18,12 +18,12 @@ class Fp8Usage(NamedTuple):
 
 def summarize_fp8_usage(groups: Sequence[str], sums: dict[str, list[float]]) -> Fp8Usage:
     """`sums`: part name of the report -> values, role index fastest. Empty if nothing was computed in fp8."""
-    roles = len(Role)
+    roles = len(TensorRole)
     zeros, nonzeros = (_rows(sums[name], roles) for name in ("fp8_zeros", "fp8_nonzeros"))
     shares = [[_share(*pair) for pair in zip(*rows, strict=True)] for rows in zip(zeros, nonzeros, strict=True)]
     worst = [max((share for share in row if share is not None), default=None) for row in shares]
     health = {}
-    for role, scales in zip(Role, _rows(sums["fp8_scales"], len(SCALE_EXPONENTS)), strict=True):
+    for role, scales in zip(TensorRole, _rows(sums["fp8_scales"], len(SCALE_EXPONENTS)), strict=True):
         underflow = _share(sum(row[role] for row in zeros), sum(row[role] for row in nonzeros))
         saturated = _share(sums["fp8_saturated"][role], sums["fp8_tensors"][role])
         exponents = [exponent for exponent, count in zip(SCALE_EXPONENTS, scales, strict=True) if count > 0]

@@ -25,7 +25,7 @@ from harness.core.events import TOKEN_LOSS_EDGES
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World
-from harness.precision.fp8.meters import SCALE_EXPONENTS, Role
+from harness.precision.fp8.meters import SCALE_EXPONENTS, TensorRole
 from harness.sentinel.device.local_sums import (
     square_sums,
     square_sums_in_one_launch,
@@ -72,7 +72,7 @@ class SignalLayout:
     @property
     def parts(self) -> dict[str, slice]:
         """Part name -> its slice of the vector."""
-        groups, sources, roles = len(self.groups), len(self.sources), len(Role) if self.has_fp8 else 0
+        groups, sources, roles = len(self.groups), len(self.sources), len(TensorRole) if self.has_fp8 else 0
         lengths = (
             *(len(SCALARS), groups, groups, groups, len(self.layers), sources, sources, len(TOKEN_LOSS_EDGES) + 1),
             *(roles * groups, roles * groups, roles, roles, roles * len(SCALE_EXPONENTS)),

@@ -91,10 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not is_sole:
             log(f"{run.path} is being sent by another process")
             return EXIT_NOT_SENT
-        return follow(run, trainer)
+        return send_until_end(run, trainer)
 
 
-def follow(run: RunDir, trainer: Trainer | None) -> int:
+def send_until_end(run: RunDir, trainer: Trainer | None) -> int:
     """Send until the run has ended and everything is sent; returns the exit code."""
     progress = load_progress(run, None if trainer is None else configured_uri(run))
     sender = RunSender(run, progress)

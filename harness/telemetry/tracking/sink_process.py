@@ -40,7 +40,7 @@ class SinkProcess:
             with log.open("ab") as output:
                 process = subprocess.Popen(
                     processes.command(SINK_MODULE, *args),
-                    env=processes.environment(),
+                    env=processes.child_environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

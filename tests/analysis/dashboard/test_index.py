@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from harness.analysis.dashboard.index import RunRow, find_runs, line_of, render, run_row, sparkline
+from harness.analysis.dashboard.index import RunRow, find_runs, line_of, render, run_row, sparkline_svg
 from harness.analysis.dashboard.story import Story
 from tests.analysis.dashboard.logs import BEGUN, long_run, record, write
 
@@ -82,6 +82,6 @@ def test_directory_may_be_empty_or_a_run_itself(tmp_path: Path) -> None:
 
 
 def test_sparklines_need_two_values() -> None:
-    assert sparkline([1.0]) == ""
-    assert sparkline([math.nan, 1.0, math.inf]) == ""
-    assert "0.0,1.0 120.0,27.0" in sparkline([2.0, 1.0])
+    assert sparkline_svg([1.0]) == ""
+    assert sparkline_svg([math.nan, 1.0, math.inf]) == ""
+    assert "0.0,1.0 120.0,27.0" in sparkline_svg([2.0, 1.0])

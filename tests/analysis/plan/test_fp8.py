@@ -11,7 +11,7 @@ import pytest
 from harness.analysis.plan.fp8 import BLOCK, WORKSPACE_BYTES, blocks_in_fp8, flops_share, fp8_projections
 from harness.analysis.plan.memory import memory
 from harness.analysis.plan.plan import Plan, plan
-from harness.analysis.plan.render import as_dict, render
+from harness.analysis.plan.render import plan_as_dict, render
 from harness.config.compose import load
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionKind
@@ -136,6 +136,6 @@ def test_text_names_the_assumed_rate() -> None:
     assert DEVICE in text
     assert ASSUMED in text
     assert "fp8" not in render(planned(**BF16))
-    assert as_dict(planned(**BF16))["fp8"] is None
-    numbers = as_dict(planned())["fp8"]
+    assert plan_as_dict(planned(**BF16))["fp8"] is None
+    numbers = plan_as_dict(planned())["fp8"]
     assert (numbers["recipe"], numbers["num_blocks"]) == ("current", NUM_BLOCKS)

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from harness.analysis.plan.memory import padded_size
-from harness.analysis.plan.plan import num_ranks, plan
+from harness.analysis.plan.plan import plan, planned_ranks
 from harness.analysis.plan.step_time import step_time
 from harness.analysis.plan.traffic import (
     FAR_HOP_S,
@@ -162,4 +162,4 @@ def test_price_of_a_run() -> None:
     ],
 )
 def test_number_of_ranks_of_a_configuration(overrides: list[str], ranks: int) -> None:
-    assert num_ranks(load(overrides)) == ranks
+    assert planned_ranks(load(overrides)) == ranks

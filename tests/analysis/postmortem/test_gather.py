@@ -211,6 +211,6 @@ def test_any_log_can_be_gathered_rendered_and_diagnosed(log: list[Event | str]) 
             evidence = gather_evidence(run, incident)
             assert markdown_report.render(evidence).startswith("# Incident")
             tree = schema.to_tree(evidence)
-            assert schema.to_tree(schema.from_tree(tree)) == tree
+            assert schema.to_tree(schema.evidence_from_tree(tree)) == tree
         step_records = [event for event in read_steps(run.events, 0, 1000) if isinstance(event, StepRecord)]
         assert "=>" in render(walk(step_records, {}, detect=config()))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from harness.analysis.replay import history
-from harness.analysis.replay.rerun import ReplayRequest, replay_config, run_worker
+from harness.analysis.replay.rerun import ReplayRequest, replay_config, run_replay_worker
 from harness.analysis.replay.wording import render
 from harness.build import Parts
 from harness.checkpoint import catalog
@@ -61,7 +61,7 @@ def replay_on(
         with_samples=samples,
         tamper=tamper,
     )
-    assert ranks.run(2, run_worker, request, cfg) == [0, 0]
+    assert ranks.run(2, run_replay_worker, request, cfg) == [0, 0]
     result: dict[str, Any] = json.loads(request.report.read_text())
     return result
 
@@ -101,7 +101,7 @@ def test_samples_have_loss_gradient_norm_and_source(ranks: Pool, victim: RunDir)
 
 def run_drill(directory: str) -> int:
     """Train with the drill plan in the run directory."""
-    return worker.run_worker(load([*TINY, *RUN, f"run.dir={directory}", "run.name=poisoned"]))
+    return worker.run_drill_worker(load([*TINY, *RUN, f"run.dir={directory}", "run.name=poisoned"]))
 
 
 @pytest.mark.full
@@ -132,7 +132,7 @@ def test_clean_step_is_reproduced_bit_for_bit(ranks: Pool, victim: RunDir) -> No
         exactly=True,
         with_samples=False,
     )
-    assert ranks.run(2, run_worker, request, cfg) == [0, 0]
+    assert ranks.run(2, run_replay_worker, request, cfg) == [0, 0]
     found = json.loads(request.report.read_text())
     assert found["nature"] == "deterministic"
     assert found["first"]["loss"] == log[2].loss

@@ -28,7 +28,7 @@ from harness.data.corpus.token_files import open_tokens
 from harness.data.prepare.corpus_report import parse_report, render
 from harness.data.prepare.documents import Reader, find_inputs, is_unicode, kind_of, text_of
 from harness.data.prepare.parts import part_path, part_paths
-from harness.data.prepare.prepare import prepare
+from harness.data.prepare.prepare import prepare_corpus
 from harness.data.prepare.prepared_files import CorpusFiles, Options
 from harness.data.prepare.tokenizer import EOD_TOKEN, open_tokenizer, train_bpe
 
@@ -39,7 +39,7 @@ TEXTS = ["Hello, world.\n", "", "naïve façade — 東京 🚀", "x" * 300, "He
 def make(
     inputs: Sequence[Path], output: Path, *, workers: int = 1, shard: int = 1000, **options: Any
 ) -> dict[str, Any]:
-    return prepare(
+    return prepare_corpus(
         inputs,
         output,
         Options(**{"eod_token": EOD_TOKEN, **options}),

@@ -52,7 +52,7 @@ def save(run: RunDir, step: int, generation: int = 0, health: Health | None = No
         world_size=1,
         files=integrity.hash_files(path, [SHARD]),
     )
-    integrity.write_manifest(path, manifest)
+    integrity.write_checkpoint_manifest(path, manifest)
     if health is not None:
         catalog.mark(path, health, "a test")
     return path

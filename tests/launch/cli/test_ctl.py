@@ -231,7 +231,7 @@ def test_list_shows_pending_commands_and_interventions(run: RunDir, capsys: pyte
     assert ctl.main([str(run.path), "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "pending: 2"
-    assert lines[1] == f"  {ctl.format_time(pending_command.time)}  bob: pause (lunch)"
+    assert lines[1] == f"  {ctl.local_time(pending_command.time)}  bob: pause (lunch)"
     assert lines[2].endswith("  eve: stop (new nodes)")
     assert lines[3] == "interventions: the last 10 of 12"
     assert lines[4].endswith("  iteration 3  ada: skip 3 batches, excluded: [10, 12] (boilerplate)")

@@ -129,5 +129,7 @@ def test_the_wheel_contains_conf_scripts_and_data(tmp_path: Path) -> None:
     )
     assert result.stdout.strip() == str(tmp_path / "site" / "harness" / "conf")
     assert (tmp_path / "site" / "harness" / "slurm" / "train.sbatch").exists(), "job scripts"
-    assert (tmp_path / "site" / "harness" / "analysis" / "dashboard" / "page.js").exists(), "files of the dashboard page"
+    assert (tmp_path / "site" / "harness" / "analysis" / "dashboard" / "page.js").exists(), (
+        "files of the dashboard page"
+    )
     assert (tmp_path / "site" / "harness" / "data" / "corpus" / "embedded.json.gz").exists(), "embedded text"

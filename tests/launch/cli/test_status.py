@@ -60,7 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 def write_files(run: RunDir, *beats: Beat, **status_fields: object) -> None:
     for beat in beats:
-        heartbeat.replace_file(heartbeat.file_of(run, beat.rank), asdict(beat))
+        heartbeat.replace_file(heartbeat.heartbeat_file(run, beat.rank), asdict(beat))
     heartbeat.replace_file(run.status, RUNNING | status_fields)
 
 
@@ -152,7 +152,7 @@ def test_a_run_that_has_not_started(run: RunDir, capsys: pytest.CaptureFixture[s
 def test_json_output_and_truncated_files(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     now = time.time()
     write_files(run, *(replace(beat, time=now, beat_time=now) for beat in make_beats()), loss="nan")
-    heartbeat.file_of(run, 1).write_text("{")
+    heartbeat.heartbeat_file(run, 1).write_text("{")
     assert status.main([str(run.path), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert [rank["life"] for rank in found["ranks"]] == ["fresh", "silent", "fresh"]

@@ -25,7 +25,7 @@ from harness.core import events
 from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.locking import directory_lease, lease_holder
 from harness.core.locking.lease_holder import this_process
-from harness.core.rundir import RunDir, prepare
+from harness.core.rundir import RunDir, prepare_run_dir
 from launch import train
 from tests.distributed import cases
 from tests.forks import ROOT, Launched
@@ -155,7 +155,7 @@ def test_every_launcher_rejects_a_run_that_is_live_on_another_machine(tmp_path: 
     run = RunDir(tmp_path / "far")
     far = replace(this_process(6.0), machine="another machine", host="node7", job="99")
     held = directory_lease.acquire(run.lease, far, on_lost=lambda _: None)
-    for start_run in (lambda: train.launch_run(cfg), lambda: prepare(cfg, run)):
+    for start_run in (lambda: train.launch_run(cfg), lambda: prepare_run_dir(cfg, run)):
         with pytest.raises(ConfigError, match=r"^run\.name: .* is in use by pid \d+ on node7, job 99, held for "):
             start_run()
     assert sorted(path.name for path in run.path.iterdir()) == ["lease"]

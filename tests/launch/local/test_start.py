@@ -275,16 +275,16 @@ def test_number_of_ranks_depends_on_the_device(tmp_path: Path, monkeypatch: pyte
     cfg = workers.config(tmp_path, "ranks")
     cfg.launch.nproc = None
     monkeypatch.setattr(start, "num_gpus", lambda: 4)
-    assert start.num_ranks(cfg) == 2
+    assert start.ranks_to_start(cfg) == 2
     cfg.parallel.device = DeviceKind.auto
-    assert start.num_ranks(cfg) == 4
+    assert start.ranks_to_start(cfg) == 4
     cfg.launch.nproc = 8
     with pytest.raises(ConfigError, match=r"^launch\.nproc: must not exceed the 4 GPUs"):
-        start.num_ranks(cfg)
+        start.ranks_to_start(cfg)
     monkeypatch.setattr(start, "num_gpus", lambda: 0)
     cfg.parallel.device = DeviceKind.cuda
     with pytest.raises(ConfigError, match=r"^parallel\.device: no CUDA device"):
-        start.num_ranks(cfg)
+        start.ranks_to_start(cfg)
 
 
 def test_expected_ranks_follow_the_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

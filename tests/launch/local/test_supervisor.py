@@ -33,9 +33,9 @@ class FakeRanks:
         self.now_s = 1000.0
         self.run = RunDir(path)
         self.run.heartbeat.mkdir()
-        heartbeat.file_of(self.run, 0).write_text("left by an earlier start")
+        heartbeat.heartbeat_file(self.run, 0).write_text("left by an earlier start")
         self.supervisor = Supervisor(self.run, range(2), config())
-        assert not heartbeat.file_of(self.run, 0).exists()
+        assert not heartbeat.heartbeat_file(self.run, 0).exists()
         self.beats = [
             Beat(
                 rank=rank,
@@ -64,7 +64,7 @@ class FakeRanks:
                 self.beats[rank] = replace(
                     beat, beats=beat.beats + (rank in moving), writes=beat.writes + (rank in (*moving, *writing))
                 )
-                heartbeat.replace_file(heartbeat.file_of(self.run, rank), asdict(self.beats[rank]))
+                heartbeat.replace_file(heartbeat.heartbeat_file(self.run, rank), asdict(self.beats[rank]))
             line = self.supervisor.check(self.now_s)
         return line
 

@@ -180,7 +180,7 @@ def test_newest_checkpoint_of_an_end() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    return job_directory.prepare_run(config(tmp_path))
+    return job_directory.prepare_job_run(config(tmp_path))
 
 
 def make_checkpoint(run: RunDir, step: int, health: Health) -> None:
@@ -372,7 +372,7 @@ def test_a_stop_by_a_person_counts_and_one_by_the_job_script_does_not(run: RunDi
     assert requeue.find_stop_request(run) == ""
     run.stop.write_text("")
     assert requeue.find_stop_request(run) == "by the file STOP"
-    job_directory.prepare_run(config(run.path.parent))
+    job_directory.prepare_job_run(config(run.path.parent))
     assert requeue.find_stop_request(run) == "", "a new start clears the stop request"
 
 

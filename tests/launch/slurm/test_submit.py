@@ -208,7 +208,7 @@ def test_a_job_is_submitted_without_the_nodes_that_failed(
 ) -> None:
     (cfg,) = sweep(tmp_path, "a")
     cfg.launch.slurm.options = ["--exclude=n[7-8]", "--exclusive"]
-    run = job_directory.prepare_run(cfg)
+    run = job_directory.prepare_job_run(cfg)
     faulty = requeue.JobExit(69, "RUNNING", "None", "")
     for start in (1, 2):
         assert "--exclude=n[7-8]\n" in (queue / submit.submit_run(cfg)).read_text()

@@ -20,6 +20,7 @@ from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core.events import RunEnded, RunStarted, StepRecord, read, to_json
 from harness.core.rundir import RunDir
+from harness.telemetry.event_log import prepare_run
 from launch.cli import sweep as sweep_command
 from launch.sweeps import jobs, multirun, scheduler
 from launch.sweeps.jobs import ComposedJob, JobState
@@ -210,7 +211,7 @@ def test_jobs_get_distinct_names(tmp_path: Path) -> None:
 def test_another_config_under_the_same_name_is_rejected(tmp_path: Path) -> None:
     ((_, cfg),) = jobs.name_jobs(tmp_path, [compose_job(config("optim.lr=1"), optim__lr="1")])
     assert cfg is not None
-    write_log(multirun.prepare_run(cfg), 75)
+    write_log(prepare_run(cfg), 75)
     ((job, _),) = jobs.name_jobs(tmp_path, [compose_job(config("optim.lr=1", "run.seed=7"), optim__lr="1")])
     assert "has another configuration: run.seed was 0, is 7" in job.problem
     ((job, cfg),) = jobs.name_jobs(
@@ -218,7 +219,7 @@ def test_another_config_under_the_same_name_is_rejected(tmp_path: Path) -> None:
     )
     assert (job.problem, cfg is None) == ("", False)
     assert cfg is not None
-    run = multirun.prepare_run(cfg)
+    run = prepare_run(cfg)
     assert '"run.seed":[0,7]' in run.interventions.read_text()
     assert '"run.seed":[0,7]' in run.events.read_text()
     assert compose.read(run.config).run.seed == 7

@@ -11,13 +11,13 @@ from harness.config.precision import Fp8Recipe
 from harness.model.transformer import Transformer
 from harness.precision.fp8.layers import PRIMED_STEPS, Fp8Layers, convert_to_fp8
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch
-from harness.precision.fp8.meters import METER, SCALE_EXPONENTS, Column, Role
+from harness.precision.fp8.meters import METER, SCALE_EXPONENTS, Column, TensorRole
 from harness.precision.mixed_precision import linear
 
 SIDE = 16
 E4M3, E5M2 = 448.0, 57344.0
 """The largest finite values of both formats."""
-ROLES = [role.name for role in Role]
+ROLES = [role.name for role in TensorRole]
 APPLIED, REFUSED = torch.tensor(0.0), torch.tensor(1.0)
 
 
@@ -65,9 +65,9 @@ def sums_of(fp8_layers: Fp8Layers) -> dict[str, list[float]]:
 
 def in_bins(**exponents: int) -> list[float]:
     """The scale histogram with one scale per role, at this power of two."""
-    counts = torch.zeros(len(Role), len(SCALE_EXPONENTS))
+    counts = torch.zeros(len(TensorRole), len(SCALE_EXPONENTS))
     for role, exponent in exponents.items():
-        counts[Role[role], (exponent - SCALE_EXPONENTS.start) // SCALE_EXPONENTS.step] = 1.0
+        counts[TensorRole[role], (exponent - SCALE_EXPONENTS.start) // SCALE_EXPONENTS.step] = 1.0
     found: list[float] = counts.flatten().tolist()
     return found
 
@@ -180,7 +180,7 @@ def test_scales_follow_the_amax_of_the_last_steps() -> None:
     for amax in (4.0, 8.0, 1.0, 1.0, 1.0, 2.0):
         forward_backward(fp8_layers, matrix(-amax), matrix(), probe=False)
         fp8_layers.update_scale_history(APPLIED)
-        scales.append(fp8_layers.delayed_scales[0, Role.activations].item())
+        scales.append(fp8_layers.delayed_scales[0, TensorRole.activations].item())
     assert scales == [64.0, 32.0, 32.0, 32.0, 256.0, 128.0], "powers of two, at most 448 / amax"
 
 
@@ -205,7 +205,7 @@ def test_after_a_reset_scales_come_from_the_tensors_themselves() -> None:
     for _ in range(PRIMED_STEPS):
         assert forward_backward(fp8_layers, matrix(104.0), matrix(1.0))[0, 0] == 208.0
         fp8_layers.update_scale_history(APPLIED)
-    assert fp8_layers.delayed_scales[0, Role.activations] == 4.0
+    assert fp8_layers.delayed_scales[0, TensorRole.activations] == 4.0
     fp8_layers.use_fp8(False)
     assert fp8_layers.in_fp8 is False
     assert forward_backward(fp8_layers, matrix(288.0), matrix(1.0))[0, 0] == 576.0
@@ -215,7 +215,7 @@ def test_after_a_reset_scales_come_from_the_tensors_themselves() -> None:
         assert forward_backward(fp8_layers, matrix(288.0), matrix(1.0))[0, 0] == 576.0
         fp8_layers.use_fp8(True)
         fp8_layers.update_scale_history(APPLIED)
-    assert fp8_layers.delayed_scales[0, Role.activations] == 1.0, "the amax of 104 was dropped"
+    assert fp8_layers.delayed_scales[0, TensorRole.activations] == 1.0, "the amax of 104 was dropped"
     assert forward_backward(fp8_layers, matrix(3000.0), matrix(1.0))[0, 0] == 2 * E4M3, (
         "delayed scales are in use again"
     )
@@ -233,7 +233,7 @@ def test_a_refused_step_does_not_change_the_history() -> None:
     forward_backward(fp8_layers, matrix(1000.0), matrix(2.0))
     fp8_layers.update_scale_history(REFUSED)
     assert torch.equal(fp8_layers.history, before)
-    assert fp8_layers.delayed_scales[0, Role.activations] == 64.0
+    assert fp8_layers.delayed_scales[0, TensorRole.activations] == 64.0
     assert not fp8_layers.table[..., : Column.last_scale].any()
 
 
@@ -244,11 +244,11 @@ def test_layers_with_the_same_input_have_the_same_activation_scale() -> None:
         fp8_layers = convert_to_fp8(model.blocks, cfg.precision)
     assert fp8_layers.input_owners == [0, 0, 0, 3, 4, 4, 6, 7, 7, 7, 10, 11, 11, 13]
     fp8_layers.materialize(torch.device("cpu"), ["blocks.0", "blocks.1"])
-    fp8_layers.table[:, Role.activations, Column.amax] = torch.arange(1.0, 15.0)
+    fp8_layers.table[:, TensorRole.activations, Column.amax] = torch.arange(1.0, 15.0)
     fp8_layers.update_scale_history(APPLIED)
     input_owners = torch.tensor(fp8_layers.input_owners)
     assert torch.equal(
-        fp8_layers.delayed_scales[:, Role.activations], torch.exp2((E4M3 / (input_owners + 1)).log2().floor())
+        fp8_layers.delayed_scales[:, TensorRole.activations], torch.exp2((E4M3 / (input_owners + 1)).log2().floor())
     )
 
 
@@ -258,10 +258,10 @@ def test_other_recipes_have_no_history(kind: str) -> None:
     forward_backward(fp8_layers, matrix(1.0), matrix(1.0))
     fp8_layers.update_scale_history(APPLIED)
     assert forward_backward(fp8_layers, matrix(96.0), matrix(1.0))[0, 0] == 192.0
-    assert torch.equal(fp8_layers.delayed_scales, torch.ones(1, len(Role)))
+    assert torch.equal(fp8_layers.delayed_scales, torch.ones(1, len(TensorRole)))
     assert fp8_layers.table.shape == (1, *METER)
     assert not fp8_layers.table[..., Column.amax].any()
-    assert fp8_layers.table[0, Role.activations, Column.scale] == 4.0
+    assert fp8_layers.table[0, TensorRole.activations, Column.scale] == 4.0
 
 
 def test_meters_and_scales_are_16_byte_aligned() -> None:

@@ -16,7 +16,7 @@ from harness.model.transformer import Transformer
 from harness.precision.fp8.formats import FORWARD, GRADIENT, LIMITS
 from harness.precision.fp8.layers import Fp8Layers, convert_to_fp8
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch, project
-from harness.precision.fp8.meters import Column, Role, fp8_dtype, probing
+from harness.precision.fp8.meters import Column, TensorRole, fp8_dtype, probing
 from harness.precision.mixed_precision import linear
 
 RECIPES = pytest.mark.parametrize("kind", list(Fp8Recipe))
@@ -53,7 +53,7 @@ def gradients(outputs: Sequence[Tensor], hidden: Tensor, layers: Sequence[nn.Lin
     return list(torch.autograd.grad(outputs, [hidden, *(each.weight for each in layers)], make_seeds(outputs)))
 
 
-def error_of(values: Tensor, role: Role, kind: str) -> Tensor:
+def error_of(values: Tensor, role: TensorRole, kind: str) -> Tensor:
     """Bound on the rounding error of each value: half of its last bit, or of the smallest subnormal."""
     dtype = fp8_dtype(role, kind)
     info = torch.finfo(dtype)
@@ -87,7 +87,7 @@ def test_outputs_and_gradients_are_within_fp8_rounding_error(kind: str) -> None:
     (seed,) = (each.flatten(0, 1).double() for each in make_seeds([output]))
     errors = [
         error_of(each, role, kind)
-        for each, role in ((inputs, Role.activations), (weight, Role.weights), (seed, Role.gradients))
+        for each, role in ((inputs, TensorRole.activations), (weight, TensorRole.weights), (seed, TensorRole.gradients))
     ]
     cases = (
         (output.flatten(0, 1), inputs, weight, errors[0], errors[1]),
@@ -220,7 +220,7 @@ def test_a_compiled_block_is_bit_equal_with_one_graph_per_precision() -> None:
         assert all(torch.equal(*pair) for pair in pairs)
         assert stats["unique_graphs"] == graphs, "for any number of blocks"
         assert torch.equal(fp8_layers.table, others.table)
-        assert fp8_layers.table[:, Role.gradients, Column.nonzeros].bool().all() or not wanted
+        assert fp8_layers.table[:, TensorRole.gradients, Column.nonzeros].bool().all() or not wanted
         for each in (fp8_layers, others):
             each.update_scale_history(torch.tensor(0.0))
     torch._dynamo.reset()
@@ -242,5 +242,5 @@ def test_fake_implementations_are_correct(kind: str) -> None:
 
 
 def test_gradients_are_e5m2_except_with_block_scales() -> None:
-    assert fp8_dtype(Role.gradients, "current") is fp8_dtype(Role.gradients, "delayed") is GRADIENT
-    assert fp8_dtype(Role.gradients, "block") is fp8_dtype(Role.activations, "current") is FORWARD
+    assert fp8_dtype(TensorRole.gradients, "current") is fp8_dtype(TensorRole.gradients, "delayed") is GRADIENT
+    assert fp8_dtype(TensorRole.gradients, "block") is fp8_dtype(TensorRole.activations, "current") is FORWARD

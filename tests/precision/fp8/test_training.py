@@ -21,7 +21,7 @@ from harness.core.state import RunState
 from harness.distributed.shards import local
 from harness.distributed.world import connect, disconnect
 from harness.precision.fp8.layers import PRIMED_STEPS
-from harness.precision.fp8.meters import Column, Role
+from harness.precision.fp8.meters import Column, TensorRole
 from harness.recovery import recover
 from harness.step import finish_step, forward_backward
 from tests.distributed import cases
@@ -70,7 +70,7 @@ def test_a_checkpoint_moves_between_precisions_and_numbers_of_ranks(ranks: Pool,
     probed = [record for record in records if record.fp8]
     assert [record.iteration for record in probed] == [1, 5]
     for record in probed:
-        assert list(record.fp8) == [role.name for role in Role]
+        assert list(record.fp8) == [role.name for role in TensorRole]
         assert list(record.fp8_underflow) == ["blocks.0", "blocks.1"]
         assert all(health["saturated"] == 0.0 for health in record.fp8.values())
         assert all(0 <= share < 0.2 for share in record.fp8_underflow.values())
@@ -111,7 +111,7 @@ def test_recomputed_activations_give_the_same_gradients(recipe: str, tmp_path: P
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
         nonzeros = parts.fp8_layers.table[..., Column.nonzeros]
         sizes = [each.weight.numel() for each in parts.fp8_layers.layers]
-        assert nonzeros[:, Role.weights].tolist() == [times * size for size in sizes]
+        assert nonzeros[:, TensorRole.weights].tolist() == [times * size for size in sizes]
         finish_step(parts, cfg=cfg, probe=True)
         assert not parts.fp8_layers.table[..., : Column.last_scale].any(), "each probed step starts from zero"
         parts.close()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.precision.fp8.meters import SCALE_EXPONENTS, Role
+from harness.precision.fp8.meters import SCALE_EXPONENTS, TensorRole
 from harness.sentinel.device.fp8_usage import summarize_fp8_usage
 from harness.sentinel.device.signals import PARTS, SignalLayout
 
@@ -19,9 +19,9 @@ FP8_PARTS = [name for name in PARTS if name.startswith("fp8_")]
 
 def sums(**changes: Any) -> dict[str, list[float]]:
     """Of two ranks: activations and weights were seen in blocks.0, activations and gradients in blocks.1."""
-    scales = torch.zeros(len(Role), len(SCALE_EXPONENTS))
-    scales[Role.activations, 16] = scales[Role.activations, 20] = scales[Role.weights, 0] = 2.0
-    scales[Role.gradients, -1] = 1.0
+    scales = torch.zeros(len(TensorRole), len(SCALE_EXPONENTS))
+    scales[TensorRole.activations, 16] = scales[TensorRole.activations, 20] = scales[TensorRole.weights, 0] = 2.0
+    scales[TensorRole.gradients, -1] = 1.0
     found: dict[str, list[float]] = {
         "fp8_zeros": [0, 0, 0, 10, 0, 0, 30, 0, 5],
         "fp8_nonzeros": [0, 0, 0, 100, 50, 0, 300, 0, 10],

@@ -22,7 +22,7 @@ from harness.core.events import DrillScored, EvalRecord, Event, Incident, RunEnd
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import EventLog
 from harness.telemetry.tracking.mlflow_run import create_run, open_client
-from harness.telemetry.tracking.mlflow_sink import RunSender, follow, main, pause_s
+from harness.telemetry.tracking.mlflow_sink import RunSender, main, pause_s, send_until_end
 from harness.telemetry.tracking.progress import SinkProgress, Trainer, load_progress, sole_sender
 from harness.telemetry.tracking.store_uri import tracking_uri
 
@@ -63,7 +63,7 @@ def test_a_whole_run_is_sent(make_run: MakeRun, make_step: MakeStep, started: Ru
     steps[7] = make_step(7, loss=math.nan, grad_norm=math.inf, refused=True)
     evaluated = EvalRecord(time=1_700_000_149.5, iteration=149, step=150, loss=2.5, tokens=8)
     append(run, started, *steps, evaluated, ended)
-    assert follow(run, None) == 0
+    assert send_until_end(run, None) == 0
 
     client, seen = read_stored(cfg, run)
     assert (seen.info.run_name, seen.info.status, seen.info.end_time) == ("whole", "FINISHED", 1_700_001_000_000)
@@ -89,7 +89,7 @@ def test_a_drill_score_is_sent_after_the_run_ended(make_run: MakeRun, started: R
     run.score_card.write_text("# passed")
     scored = DrillScored(time=ended.time + 9, iteration=100, scenario="nan_grad", passed=True, scores={"seconds": 2.5})
     append(run, scored)
-    assert follow(run, None) == 0
+    assert send_until_end(run, None) == 0
     client, seen = read_stored(cfg, run)
     assert (seen.info.status, seen.info.end_time) == ("FINISHED", 1_700_001_000_000)
     assert (seen.data.metrics["drill/passed"], seen.data.metrics["drill/seconds"]) == (1.0, 2.5)
@@ -117,7 +117,7 @@ def test_an_incident_is_a_tag_and_its_post_mortem_an_artifact(
         verdict="cured",
     )
     append(run, started, incident, ended)
-    assert follow(run, None) == 0
+    assert send_until_end(run, None) == 0
     client, seen = read_stored(cfg, run)
     assert seen.data.tags["incident.001"] == "grad_spike, loss_spike from iteration 70: cured"
     sent = [artifact.path for artifact in client.list_artifacts(seen.info.run_id, "incidents/001")]
@@ -129,7 +129,7 @@ def test_a_resumed_run_keeps_its_id(
 ) -> None:
     run, cfg = make_run()
     append(run, started, make_step(0), replace(ended, exit_code=EXIT_INTERRUPTED))
-    assert follow(run, None) == 0
+    assert send_until_end(run, None) == 0
     client, first = read_stored(cfg, run)
     assert first.info.status == "KILLED"
 
@@ -158,13 +158,13 @@ def test_a_batch_sent_twice_is_stored_once(make_run: MakeRun, make_step: MakeSte
     run, cfg = make_run()
     steps = [make_step(iteration) for iteration in range(100)]
     append(run, *steps)
-    assert follow(run, None) == 0
+    assert send_until_end(run, None) == 0
     progress = load_progress(run, None)
     assert progress.offset == run.events.stat().st_size
     progress.offset = 0
     progress.save(run)
     append(run, make_step(100), ended)
-    assert follow(run, None) == 0
+    assert send_until_end(run, None) == 0
     client, seen = read_stored(cfg, run)
     assert [row[0] for row in history(client, seen, "loss")] == list(range(101))
     assert len(client.search_runs([seen.info.experiment_id])) == 1
@@ -175,11 +175,11 @@ def test_a_torn_line_is_skipped(make_run: MakeRun, make_step: MakeStep, ended: R
     append(run, make_step(0))
     with run.events.open("a") as file:
         file.write('{"event":"step","iteration":1,"lo')
-    assert follow(run, None) == 0
+    assert send_until_end(run, None) == 0
     client, seen = read_stored(cfg, run)
     assert seen.info.status == "FAILED"
     append(run, make_step(2), ended)
-    assert follow(run, None) == 0
+    assert send_until_end(run, None) == 0
     client, seen = read_stored(cfg, run)
     assert [row[0] for row in history(client, seen, "loss")] == [0, 2]
     assert seen.info.status == "FINISHED"
@@ -202,10 +202,10 @@ def test_a_run_is_sent_from_the_start_after_deletion_or_to_another_store(
 ) -> None:
     run, cfg = make_run()
     append(run, make_step(0), make_step(1), ended)
-    assert follow(run, None) == 0
+    assert send_until_end(run, None) == 0
     client, seen = read_stored(cfg, run)
     client.delete_run(seen.info.run_id)
-    assert follow(run, None) == 0
+    assert send_until_end(run, None) == 0
     client, again = read_stored(cfg, run)
     assert again.info.run_id != seen.info.run_id
     assert [row[0] for row in history(client, again, "loss")] == [0, 1]
@@ -230,9 +230,9 @@ def test_a_store_that_accepts_half_a_batch_loses_nothing(
         real(client, run_id, metrics=metrics, params=params, tags=tags)
 
     monkeypatch.setattr(MlflowClient, "log_batch", fails_once)
-    assert follow(run, None) == 1
+    assert send_until_end(run, None) == 1
     assert load_progress(run, None).offset == 0
-    assert follow(run, None) == 0
+    assert send_until_end(run, None) == 0
     client, seen = read_stored(cfg, run)
     assert [row[0] for row in history(client, seen, "loss")] == list(range(150))
     assert max(calls) == 1000
@@ -284,10 +284,10 @@ def test_the_sink_process_of_a_living_trainer_waits_for_the_previous_one(make_ru
 
 def test_an_invalid_uri_differs_from_a_silent_server(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     hopeless, _ = make_run("hopeless", tracking_uri="bogus://nowhere")
-    assert follow(hopeless, None) == 2
+    assert send_until_end(hopeless, None) == 2
     assert "telemetry.tracking_uri" in capsys.readouterr().err
     silent, _ = make_run("silent", tracking_uri="http://127.0.0.1:9")
-    assert follow(silent, None) == 1
+    assert send_until_end(silent, None) == 1
     assert "gave up; sent 0 bytes of events.jsonl" in capsys.readouterr().err
 
 

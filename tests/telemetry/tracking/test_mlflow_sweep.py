@@ -19,7 +19,7 @@ from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import EventLog
 from harness.telemetry.tracking.mlflow_run import PARENT_TAG
-from harness.telemetry.tracking.mlflow_sink import follow, main
+from harness.telemetry.tracking.mlflow_sink import main, send_until_end
 from launch.sweeps import multirun
 
 MakeStep = Callable[..., StepRecord]
@@ -41,7 +41,7 @@ def sweep(tmp_path: Path) -> tuple[Path, dict[str, RunDir]]:
 
 def lay_out(directory: Path, job: Job, **telemetry: str) -> RunDir:
     run = rundir.locate(configuration(directory, job, **telemetry))
-    rundir.prepare(configuration(directory, job, **telemetry), run)
+    rundir.prepare_run_dir(configuration(directory, job, **telemetry), run)
     return run
 
 
@@ -84,7 +84,7 @@ def test_jobs_are_nested_under_their_sweep(
     directory, runs = sweep
     first, second = runs.values()
     append_events(first, started, make_step(0), ended)
-    assert follow(first, None) == 0
+    assert send_until_end(first, None) == 0
     found = seen(directory)
     assert set(found) == {"many", "optim.lr=1"}
     parent = found["many"]
@@ -94,13 +94,13 @@ def test_jobs_are_nested_under_their_sweep(
 
     write(directory, [Job(name=name, overrides={"optim.lr": name[-1]}) for name in runs])
     append_events(second, started, make_step(0), replace(ended, exit_code=EXIT_INTERRUPTED))
-    assert follow(second, None) == 0
+    assert send_until_end(second, None) == 0
     found = seen(directory)
     assert {found[name].data.tags[PARENT_TAG] for name in runs} == {parent.info.run_id}
     assert (found["many"].info.run_id, found["many"].info.status) == (parent.info.run_id, "KILLED")
 
     append_events(second, started, make_step(1), ended)
-    assert follow(second, None) == 0
+    assert send_until_end(second, None) == 0
     assert seen(directory)["many"].info.status == "FINISHED"
 
 
@@ -117,7 +117,7 @@ def test_a_run_beside_a_sweep_is_not_one_of_its_jobs(
     directory, _ = sweep
     stranger = lay_out(directory, Job(name="stranger"))
     append_events(stranger, started, ended)
-    assert follow(stranger, None) == 0
+    assert send_until_end(stranger, None) == 0
     assert {name: PARENT_TAG in run.data.tags for name, run in seen(directory).items()} == {"stranger": False}
 
 

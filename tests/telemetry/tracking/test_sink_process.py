@@ -19,7 +19,7 @@ from harness.config.schema import Config
 from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import EventLog
-from harness.telemetry.tracking.mlflow_sink import follow
+from harness.telemetry.tracking.mlflow_sink import send_until_end
 from harness.telemetry.tracking.progress import load_progress
 from harness.telemetry.tracking.sink_process import SinkProcess, last_line
 from harness.telemetry.tracking.store_uri import tracking_uri
@@ -137,7 +137,7 @@ def test_events_that_a_dead_server_missed_are_sent_later(
     assert "warning: some events were not sent to MLflow" in capfd.readouterr().err
     assert load_progress(run, None).offset == 0
     server.start()
-    assert follow(run, None) == 0
+    assert send_until_end(run, None) == 0
     assert iterations(cfg, run) == [0]
     assert status(cfg, run) == "FINISHED"
 
