@@ -29,7 +29,7 @@ from harness.core.events import Action, ActionKind, Outcome
 from harness.core.state import RunState
 from harness.distributed.collectives import gather_results, run_on_rank_zero
 from harness.run import Ending, Run
-from harness.sentinel.policy.state import RESTORES
+from harness.sentinel.policy.policy_state import RESTORES
 from harness.step import held_out_sums
 from harness.telemetry.heartbeat import Phase
 

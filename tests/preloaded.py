@@ -17,7 +17,7 @@ with loading():
         "launch.train",
         "launch.local.node",
         "launch.local.start",
-        "harness.faults.worker",
+        "harness.faults.drill_worker",
         "harness.train",
         "torch._dynamo",
         "tests.distributed.cases",

@@ -33,8 +33,8 @@ DOORS = {
     "mlflow": {"harness/telemetry/tracking/mlflow_run.py", "harness/telemetry/tracking/mlflow_sink.py"},
     "matplotlib": {
         "harness/telemetry/run_picture.py",
-        "harness/analysis/judge/picture.py",
-        "harness/analysis/sweeps/picture.py",
+        "harness/analysis/judge/judge_picture.py",
+        "harness/analysis/sweeps/sweep_picture.py",
         "harness/analysis/postmortem/report/axes.py",
         "harness/analysis/postmortem/report/panels.py",
     },
@@ -104,11 +104,11 @@ LIGHT = (
     "harness.control.watcher",
     "harness.analysis.plan.fit",
     "harness.analysis.plan.plan",
-    "harness.analysis.plan.render",
-    "harness.faults.plan",
+    "harness.analysis.plan.plan_text",
+    "harness.faults.fault_plan",
     "harness.analysis.replay.history",
     "harness.analysis.replay.verdict",
-    "harness.analysis.replay.wording",
+    "harness.analysis.replay.replay_text",
     "launch.cli.replay",
     "harness.drills.scenario",
     "harness.drills.score",
@@ -120,8 +120,8 @@ LIGHT = (
     "harness.analysis.sweeps.sweep_record",
     "harness.analysis.sweeps.job_result",
     "harness.analysis.sweeps.ranking",
-    "harness.analysis.sweeps.render",
-    "harness.analysis.sweeps.picture",
+    "harness.analysis.sweeps.sweep_text",
+    "harness.analysis.sweeps.sweep_picture",
     "launch.cli.main",
     "launch.train",
     "launch.sweeps.jobs",
@@ -164,6 +164,13 @@ STEP_PATH = (
 
 DECIDING = ("build.py", "control/", "recovery.py", "resume.py", "step.py", "train.py")
 """Modules in which a rank takes a branch, beside the sentinel and the checkpoints."""
+
+SHARED_NAMES = {"main", "build_parser", "render", "read", "write", "draw", "load", "as_json", "as_text", "as_markdown"}
+"""Public functions that mean the same in every module."""
+OPERATORS = {"forward", "backward"}
+"""Parts of a custom operator."""
+NAMED_BY_SUBJECT = ("harness/config/", "launch/cli/", "harness/kernels/", "harness/distributed/torch_private/")
+"""Packages with one file a subject: its config section, command, kernel or torch API."""
 
 FUNCTION_LINES, NUM_ARGUMENTS = 80, 8
 TRAIN_LOOP_LINES = 60
@@ -395,3 +402,35 @@ def test_leaves_agree_on_the_target_that_is_ignored() -> None:
     from harness.model import loss
 
     assert batch.IGNORED == loss.IGNORED
+
+
+def places_by_name(places: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Names with more than one place, as lines."""
+    found: dict[str, list[str]] = {}
+    for name, place in places:
+        found.setdefault(name, []).append(place)
+    yield from (f"{name}: {', '.join(where)}" for name, where in found.items() if len(where) > 1)
+
+
+def test_public_names_have_one_meaning() -> None:
+    """Two public functions or classes with one name make a reader guess which one is meant."""
+    assert_none(
+        places_by_name(
+            (node.name, name_of(path))
+            for path in sources()
+            for node in tree(path).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+            if node.name not in SHARED_NAMES | OPERATORS
+        )
+    )
+
+
+def test_file_names_have_one_meaning() -> None:
+    exceptions = {"__init__.py", "__main__.py", "train.py"}
+    assert_none(
+        places_by_name(
+            (path.name, name_of(path))
+            for path in sources()
+            if path.name not in exceptions and not name_of(path).startswith(NAMED_BY_SUBJECT)
+        )
+    )

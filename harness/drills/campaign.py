@@ -22,7 +22,7 @@ from harness.drills.drill_record import DrillEvidence
 from harness.drills.scenario import Bounds, Expected, Scenario
 from harness.drills.score import BoundStatus, check_bounds, detect, format_value, score
 from harness.drills.score_card import align_columns, markdown_table
-from harness.faults.plan import Fault, FaultKind, FaultPlan
+from harness.faults.fault_plan import Fault, FaultKind, FaultPlan
 
 MOST_FAULTS = 3
 EARLIEST = 60

@@ -21,7 +21,7 @@ from harness.core.events import EvalRecord, Event, FaultInjected, RunEnded, RunS
 from harness.core.rundir import RunDir, write_atomically
 from harness.data.order.ledger import Ledger
 from harness.drills.scenario import Scenario, scenario_from_tree
-from harness.faults.plan import FaultPlan, read_plan
+from harness.faults.fault_plan import FaultPlan, read_plan
 from harness.telemetry.console import event_line
 
 

@@ -15,7 +15,7 @@ from typing import Any, final
 from harness.config import compose
 from harness.config.errors import ConfigError, require
 from harness.core.events import ActionKind, FindingKind
-from harness.faults.plan import Fault, FaultPlan
+from harness.faults.fault_plan import Fault, FaultPlan
 
 GROUP = "drill"
 """The folder in `conf/`, and the prefix of scenario overrides."""

@@ -20,7 +20,7 @@ from harness.core.events import ABOUT_SPEED, Action, ActionKind, DrillScored, Fi
 from harness.core.rundir import RunDir
 from harness.drills.drill_record import DrillEvidence, gather, read_drill_record
 from harness.drills.scenario import Expected, Scenario
-from harness.faults.plan import Fault
+from harness.faults.fault_plan import Fault
 
 
 class BoundStatus(StrEnum):

@@ -17,7 +17,7 @@ from typing import final
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Checkpoint
 from harness.config.errors import require
-from harness.faults.plan import FaultKind
+from harness.faults.fault_plan import FaultKind
 from harness.faults.site import Site
 
 FILLER = ".filler"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from harness.distributed.reduce_scatter import CommStats, MeasuredReduceScatter
 from harness.distributed.shards import local
-from harness.faults.plan import FaultKind
+from harness.faults.fault_plan import FaultKind
 from harness.faults.site import Site, intercept
 from harness.sentinel.device.signals import group_of
 

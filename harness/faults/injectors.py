@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from harness.faults.bad_batches import TamperedCorpus
 from harness.faults.clock import ClockJump
-from harness.faults.data import TamperedCorpus
 from harness.faults.device import BusyDevice
+from harness.faults.fault_plan import FaultKind
 from harness.faults.files import DamagedCheckpoint, FullDisk
 from harness.faults.forward import LogitGrowth, NanLoss, Outlier, Overflow
 from harness.faults.gradient import CorruptGradient
 from harness.faults.optimizer import CutWarmup, FlippedWeight, RateSpike, ResetMoments
-from harness.faults.plan import FaultKind
 from harness.faults.process import ProcessSignal, RankSleep, TrackingDown
 from harness.faults.site import FaultInjector, Site
 

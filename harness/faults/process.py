@@ -15,7 +15,7 @@ from typing import final
 
 from harness.config.errors import ConfigError
 from harness.core.rundir import RunDir
-from harness.faults.plan import FaultKind
+from harness.faults.fault_plan import FaultKind
 from harness.faults.site import Site
 
 

@@ -21,7 +21,7 @@ from harness.core import events
 from harness.core.events import FaultInjected, to_json
 from harness.core.rundir import append_line
 from harness.distributed.shards import local
-from harness.faults.plan import DATA_FAULTS, Fault
+from harness.faults.fault_plan import DATA_FAULTS, Fault
 from harness.run import Run
 
 T = TypeVar("T")

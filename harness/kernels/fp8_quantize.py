@@ -27,7 +27,7 @@ MAX_REQUANTIZE_PROGRAMS = 1024
 AMAX_BLOCK, AMAX_WARPS = 4096, 16
 """Tiles whose amax is reduced per iteration, and the warps that do it."""
 MAX_SCALE = 2.0**100
-"""The same as in `harness.precision.fp8.meters`."""
+"""The same as in `harness.precision.fp8.quantize_meters`."""
 
 
 class QuantizedTiles(NamedTuple):
@@ -102,7 +102,8 @@ def requantize_grid(tiles: QuantizedTiles) -> tuple[int]:
 def count_underflow(before: Tensor, after: Tensor, scale: Tensor, row: Tensor, *, every: int) -> None:
     """Add the underflow and nonzero counts of sampled rows to a meter's row; `after`: fp8 as bytes.
 
-    Both matrices have contiguous columns. The meter's row has the columns of `harness.precision.fp8.meters.Column`.
+    Both matrices have contiguous columns. The meter's row has the columns of
+    `harness.precision.fp8.quantize_meters.Column`.
     """
     height, width = before.shape
     grid = (height, triton.cdiv(width, BLOCK))
@@ -202,7 +203,7 @@ def _fit_scale(
     step: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The same rule as `harness.precision.fp8.meters.compute_scale`."""
+    """The same rule as `harness.precision.fp8.quantize_meters.compute_scale`."""
     amax = _amax_of_tiles(tiles, count, block)
     fitting = tl.where(amax > 0, tl.minimum(tl.div_rn(tl.full((), limit, tl.float32), amax), most), 1.0)
     exponent = (fitting.to(tl.int32, bitcast=True) >> 23) + 1

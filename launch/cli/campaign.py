@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     root = Path(cfg.run.dir) / f"campaign-{args.seed}"
     clear_rounds(root, keep_rounds=args.round is not None)
     twin_run = RunDir(root / "twin")
-    train_twin(cfg, twin_run, report=print_progress, limit_s=TWIN_LIMIT_S)
+    train_twin(cfg, twin_run, report=print_to_stderr, limit_s=TWIN_LIMIT_S)
     twin = gather(twin_run)
     num_ranks = next((event.world_size for event in twin.of(RunStarted)), 0)
     require(twin.exit_code == EXIT_DONE and num_ranks > 0, str(twin_run.path), "the twin did not finish")
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
             known, seed=args.seed, number=number, num_steps=cfg.train.num_steps, num_ranks=num_ranks
         )
         done.append(run_round(cfg, root, drawn, twin, seed=args.seed, number=number))
-        print_progress(campaigns.round_line(done[-1]))
+        print_to_stderr(campaigns.round_line(done[-1]))
         minutes = (time.monotonic() - started_s) / 60
         campaign = Campaign(seed=args.seed, minutes=minutes, words=list(args.overrides), rounds=done)
         if args.round is None:
@@ -108,7 +108,7 @@ def run_round(
     return campaigns.score_round(drawn, gather(victim), twin, number=number)
 
 
-def print_progress(line: str) -> None:
+def print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

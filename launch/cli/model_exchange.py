@@ -34,12 +34,12 @@ Loss scaling starts at 1, so choose bf16 or fp32 rather than fp16.
 
 def export_command(arguments: Sequence[str]) -> int:
     """`harness checkpoint export`."""
-    return run_and_report_errors(lambda: export_command(arguments))
+    return run_and_report_errors(lambda: export_and_print(arguments))
 
 
 def import_command(arguments: Sequence[str]) -> int:
     """`harness checkpoint import`."""
-    return run_and_report_errors(lambda: import_command(arguments))
+    return run_and_report_errors(lambda: import_and_print(arguments))
 
 
 def run_and_report_errors(command: Callable[[], None]) -> int:
@@ -59,7 +59,7 @@ def run_and_report_errors(command: Callable[[], None]) -> int:
     return EXIT_DONE
 
 
-def export_command(arguments: Sequence[str]) -> None:
+def export_and_print(arguments: Sequence[str]) -> None:
     args = export_parser().parse_args(arguments)
     run, output = RunDir(Path(args.run)), Path(args.output)
     require(run.path.is_dir(), args.run, "is not a run directory")
@@ -75,7 +75,7 @@ def export_command(arguments: Sequence[str]) -> None:
     print(f"output      {output}")
 
 
-def import_command(arguments: Sequence[str]) -> None:
+def import_and_print(arguments: Sequence[str]) -> None:
     args = import_parser().parse_args(arguments)
     run, source = RunDir(Path(args.run).absolute()), Path(args.source)
     require(source.is_dir(), args.source, "is not a directory")

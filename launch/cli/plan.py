@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from harness.analysis.plan.fit import refusal
 from harness.analysis.plan.plan import plan, planned_ranks
-from harness.analysis.plan.render import plan_as_dict, render, render_table
+from harness.analysis.plan.plan_text import plan_as_dict, render, render_table
 from harness.config import compose
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.config.schema import Config

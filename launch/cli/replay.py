@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from harness.analysis.replay import history
 from harness.analysis.replay.history import History
-from harness.analysis.replay.wording import render
+from harness.analysis.replay.replay_text import render
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
 from harness.config import compose
@@ -116,7 +116,7 @@ def replay(run: RunDir, cfg: Config, args: Namespace) -> Path:
 
 def repeat_data_fault(run: Path, world_size: int, parts: Parts) -> None:
     """In a drill, inject the same bad data again."""
-    from harness.faults.data import corrupt_planned_batches
+    from harness.faults.bad_batches import corrupt_planned_batches
 
     corrupt_planned_batches(RunDir(run), parts.batches, world_size)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from harness.analysis.sweeps import sweep_record
 from harness.analysis.sweeps.job_result import read_job_result
-from harness.analysis.sweeps.picture import draw_all
 from harness.analysis.sweeps.ranking import rank
-from harness.analysis.sweeps.render import as_json, render_markdown, render_text
+from harness.analysis.sweeps.sweep_picture import draw_all
+from harness.analysis.sweeps.sweep_text import as_json, render_markdown, render_text
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.core.rundir import write_atomically
 from launch.cli.parser import CommandParser

@@ -28,7 +28,7 @@ from harness.core import processes
 from harness.core.events import CheckpointSaved
 from harness.core.rundir import RunDir
 from harness.drills.drill_record import DrillEvidence, gather
-from harness.faults.plan import FaultKind
+from harness.faults.fault_plan import FaultKind
 from harness.telemetry.tracking.sink_process import SINK_MODULE
 from harness.telemetry.tracking.store_uri import tracking_uri
 from launch.local.ports import reserved_port

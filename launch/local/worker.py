@@ -16,7 +16,7 @@ Worker = Callable[[Config], int]
 def select_worker(run: RunDir) -> Worker:
     """The function that every rank of this run calls."""
     if run.drill.exists():
-        from harness.faults.worker import run_drill_worker as run_drill_worker
+        from harness.faults.drill_worker import run_drill_worker as run_drill_worker
 
         return run_drill_worker
     from harness.train import run_worker

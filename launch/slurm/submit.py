@@ -26,8 +26,8 @@ from harness.core.rundir import RunDir, locate, write_atomically
 from launch.slurm import code_snapshot, requeue
 from launch.slurm.controller import ACTIVE_STATES, queue_state, run_sbatch, run_slurm
 from launch.slurm.job_directory import SlurmJob, code_root, prepare_job_run, read_job, slurm_folder, write_job
+from launch.slurm.job_script import build_directives, exclude_option, render
 from launch.slurm.node_exclusion import NodeExclusion, choose_exclusions, limit_exclusions
-from launch.slurm.render import build_directives, exclude_option, render
 
 SCRIPT = "train.sbatch"
 DIGEST_LENGTH = 12

@@ -21,7 +21,7 @@ from harness.core.events import Action, ActionKind, StepRecord, read
 from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
 from harness.drills.drill_record import DrillRecord, gather
-from harness.faults.plan import Fault, FaultKind, FaultPlan
+from harness.faults.fault_plan import Fault, FaultKind, FaultPlan
 from launch.drills.fault_environment import PlainEnvironment
 from launch.drills.runner import train_victim
 

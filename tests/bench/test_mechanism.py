@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.core.events import StepRecord
-from harness.faults.plan import FaultKind
+from harness.faults.fault_plan import FaultKind
 from tests.bench.mechanism import grid
 from tests.bench.mechanism.experiment import (
     BURST_AT,

@@ -16,8 +16,8 @@ from harness.core import events
 from harness.core.events import FaultInjected
 from harness.core.rundir import RunDir
 from harness.distributed.shards import local
+from harness.faults.fault_plan import Fault, FaultKind
 from harness.faults.injectors import make_injector
-from harness.faults.plan import Fault, FaultKind
 from harness.faults.site import FaultInjector, Site, earlier_strikes
 from harness.run import Run
 from harness.sentinel.device.slots import SLOTS

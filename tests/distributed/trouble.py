@@ -17,9 +17,9 @@ from harness.core import events
 from harness.core.events import Event
 from harness.core.rundir import RunDir, locate
 from harness.distributed.shards import local
-from harness.faults.data import corrupt_batches
-from harness.faults.plan import Fault as Shift
-from harness.faults.plan import FaultKind
+from harness.faults.bad_batches import corrupt_batches
+from harness.faults.fault_plan import Fault as Shift
+from harness.faults.fault_plan import FaultKind
 from tests.distributed.cases import digest, tiny
 
 GUILTY_LAYER = "blocks.1.mlp.up"

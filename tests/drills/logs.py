@@ -18,7 +18,7 @@ from harness.core.events import (
 )
 from harness.drills.drill_record import DrillEvidence, Start
 from harness.drills.scenario import Bounds, Expected, Scenario
-from harness.faults.plan import Fault, FaultKind
+from harness.faults.fault_plan import Fault, FaultKind
 
 NUM_STEPS = 20
 SECONDS_PER_STEP = 2.0

@@ -15,7 +15,7 @@ from harness.drills import campaign
 from harness.drills.campaign import EARLIEST, MARGIN, MOST_FAULTS, DrawnFault
 from harness.drills.drill_record import DrillEvidence
 from harness.drills.scenario import Bounds, Expected
-from harness.faults.plan import FaultKind
+from harness.faults.fault_plan import FaultKind
 from tests.drills import logs
 
 KNOWN = campaign.mixable_scenarios()

@@ -38,7 +38,7 @@ BY_ITSELF = AtTime(after_s=50, rank=1, grace_s=0.3)
 
 @pytest.fixture(scope="module")
 def mortals() -> Iterator[Mortals]:
-    mother = Mortals("torch._dynamo", "harness.faults.worker", drilling.__name__)
+    mother = Mortals("torch._dynamo", "harness.faults.drill_worker", drilling.__name__)
     yield mother
     mother.close()
 

@@ -8,7 +8,7 @@ import yaml
 from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.drills import directories, scenario
-from harness.faults.plan import FaultKind
+from harness.faults.fault_plan import FaultKind
 
 SHARED = "drill.bounds has latency_steps, steps_lost, seconds, loss_gap, identical, false_alarms, excluded"
 

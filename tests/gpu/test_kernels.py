@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from harness.model.loss import IGNORED, LossOptions, _chunk_gradient, _chunk_gradient_in_place
-from harness.precision.fp8 import meters
+from harness.precision.fp8 import quantize_meters
 from harness.precision.fp8.custom_ops import quantize_and_record
 from harness.precision.fp8.emulation import EmulatedEngine
 from harness.precision.fp8.formats import FORWARD, GRADIENT, SCALE_STEPS, UNDERFLOW
-from harness.precision.fp8.meters import METER, Column, TensorRole, probing
+from harness.precision.fp8.quantize_meters import METER, Column, TensorRole, probing
 from harness.precision.fp8.swiglu import (
     compute_grads,
     compute_product,
@@ -45,17 +45,17 @@ def scalar(value: float) -> Tensor:
 def test_underflow_counts_match_torch(monkeypatch: pytest.MonkeyPatch, sample: int) -> None:
     from harness.kernels.fp8_quantize import count_underflow
 
-    monkeypatch.setattr(meters, "SAMPLE_SIZE", sample)
+    monkeypatch.setattr(quantize_meters, "SAMPLE_SIZE", sample)
     values = torch.randn(10, 1500, generator=torch.Generator().manual_seed(0)).mul(1e-3).to(torch.bfloat16)
     values[1, :7], values[1, 7] = 0.0, torch.nan
     plain, own = torch.zeros(len(Column)), torch.zeros(len(Column), device=DEVICE)
     for scale in (torch.tensor(2.0), torch.tensor(1.5), torch.tensor(3.0)):
         quantized = EmulatedEngine().quantize(values, scale, dtype=FORWARD, transpose=False, amax=None)
-        before, after = meters.sample_rows(values), meters.sample_rows(quantized.rows)
-        every = meters.sample_stride(values)
-        meters.record_underflow(plain, before, after, scale, every=every)
+        before, after = quantize_meters.sample_rows(values), quantize_meters.sample_rows(quantized.rows)
+        every = quantize_meters.sample_stride(values)
+        quantize_meters.record_underflow(plain, before, after, scale, every=every)
         values_there, bytes_there = values.to(DEVICE), quantized.rows.view(torch.uint8).to(DEVICE)
-        sampled = meters.sample_rows(values_there), meters.sample_rows(bytes_there)
+        sampled = quantize_meters.sample_rows(values_there), quantize_meters.sample_rows(bytes_there)
         count_underflow(*sampled, scale.to(DEVICE), own, every=every)
     torch.testing.assert_close(own.cpu(), plain, rtol=1e-5, atol=0.0)
     assert plain[Column.underflows] > 0
@@ -150,7 +150,7 @@ def test_swiglu_underflow_counts_match_torch(spoiled: tuple[float, ...]) -> None
         expected, sampled = torch.zeros(len(Column), device=DEVICE), values[1::2]
         quantized = EmulatedEngine().quantize(sampled, scale, dtype=dtype, transpose=False, amax=None).rows
         for _ in range(2):
-            meters.record_underflow(expected, sampled, quantized, scale, every=2)
+            quantize_meters.record_underflow(expected, sampled, quantized, scale, every=2)
         assert torch.equal(row, expected)
         assert 0 < row[Column.underflows] < row[Column.nonzeros] < 2 * up.numel()
 

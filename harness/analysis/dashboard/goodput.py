@@ -25,7 +25,7 @@ from harness.core.events import (
     RunEnded,
     RunStarted,
 )
-from harness.sentinel.policy.state import RESTORES
+from harness.sentinel.policy.policy_state import RESTORES
 
 
 class Account(StrEnum):

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from harness.analysis.postmortem.batch_facts import rare_count
 from harness.analysis.postmortem.measures import middle
+from harness.analysis.postmortem.recorded_batch import rare_count
 from harness.analysis.postmortem.rules.data_rules import RARE_FACTOR
 from harness.config.sentinel import DetectConfig
 from harness.core.events import Finding, FindingKind, StepRecord

@@ -13,7 +13,7 @@ from typing import final
 from harness.analysis.plan.calibration import unmeasured
 from harness.analysis.plan.fp8 import blocks_in_fp8, flops_share
 from harness.analysis.plan.memory import Memory, checkpoint_bytes, memory
-from harness.analysis.plan.step_time import StepTime, step_time
+from harness.analysis.plan.predicted_time import StepTime, step_time
 from harness.analysis.plan.traffic import Collective, collectives, num_per_node
 from harness.analysis.plan.work import FP8_SPEEDUP
 from harness.checkpoint.ring_cost import RollbackCost, num_buffers, rewind_cost, rollback_cost

@@ -13,7 +13,7 @@ from statistics import median
 
 from harness.analysis.postmortem.evidence import Cost, Evidence
 from harness.core.events import StepRecord
-from harness.sentinel.policy.state import RESTORES
+from harness.sentinel.policy.policy_state import RESTORES
 
 RAISED_SIGMAS = 2.0
 LEVEL_RECORDS, SPREAD_RECORDS = 25, 100

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.analysis.postmortem.batch_facts import entropy, rarest
 from harness.analysis.postmortem.costs import cost_of
 from harness.analysis.postmortem.evidence import OTHERS, Evidence, GuiltyBatch, RunFacts, Token
+from harness.analysis.postmortem.recorded_batch import entropy, rarest
 from harness.config import compose
 from harness.config.errors import ConfigError, require
 from harness.core import events

@@ -13,9 +13,9 @@ from itertools import pairwise
 from statistics import median
 from typing import final
 
-from harness.analysis.postmortem.batch_facts import entropy, rare_count
 from harness.analysis.postmortem.costs import level_of
 from harness.analysis.postmortem.evidence import Evidence
+from harness.analysis.postmortem.recorded_batch import entropy, rare_count
 from harness.config.errors import ConfigError
 from harness.config.optim import OptimConfig, ScheduleKind
 from harness.core.events import ActionKind, Intervention, StepRecord

@@ -15,7 +15,7 @@ from harness.analysis.postmortem.gather import gather_evidence
 from harness.analysis.postmortem.overrides import overrides_in
 from harness.analysis.postmortem.report import html_report, markdown_report
 from harness.analysis.postmortem.report.panels import draw
-from harness.analysis.replay.wording import render as render_replay
+from harness.analysis.replay.replay_text import render as render_replay
 from harness.core.events import Incident
 from harness.core.rundir import RunDir, write_atomically
 

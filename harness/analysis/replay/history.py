@@ -15,7 +15,7 @@ from typing import NamedTuple, final
 
 from harness.config.errors import ConfigError
 from harness.core.events import Action, CheckpointSaved, Event, Finding, Outcome, RunStarted, StepRecord
-from harness.sentinel.policy.state import RESTORES
+from harness.sentinel.policy.policy_state import RESTORES
 
 START = 0
 """Iteration of the initial state of a run."""

@@ -75,7 +75,7 @@ class ReplayRequest:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """Result of a replay, written to `replay.json`; `harness.analysis.replay.wording` renders it as text."""
+    """Result of a replay, written to `replay.json`; `harness.analysis.replay.replay_text` renders it as text."""
 
     iteration: int
     cursor: int

@@ -23,7 +23,7 @@ from torch import Tensor
 from harness.config.precision import Fp8Recipe
 from harness.precision.fp8.engine import Engine, get_engine
 from harness.precision.fp8.formats import FORWARD, LIMITS, BlockScaling, Operand, QuantizedMatrix
-from harness.precision.fp8.meters import (
+from harness.precision.fp8.quantize_meters import (
     PROBE,
     Column,
     TensorRole,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from harness.precision.fp8.formats import BLOCK, LIMITS, SCALE_STEPS, BlockScaling, Operand, QuantizedMatrix
-from harness.precision.fp8.meters import compute_amax, compute_scale
+from harness.precision.fp8.quantize_meters import compute_amax, compute_scale
 
 
 @final

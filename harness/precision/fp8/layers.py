@@ -21,7 +21,15 @@ from torch.nn.functional import one_hot
 from harness.config.precision import Fp8Config, Fp8Recipe, PrecisionConfig, PrecisionKind
 from harness.precision.fp8.formats import LIMITS
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch
-from harness.precision.fp8.meters import METER, SCALE_EXPONENTS, Column, TensorRole, compute_scale, fp8_dtype, probing
+from harness.precision.fp8.quantize_meters import (
+    METER,
+    SCALE_EXPONENTS,
+    Column,
+    TensorRole,
+    compute_scale,
+    fp8_dtype,
+    probing,
+)
 
 ATTENTION, MLP = ("query", "key", "value", "output"), ("gate", "up", "down")
 

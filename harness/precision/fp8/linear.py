@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from harness.config.precision import Fp8Recipe
 from harness.precision.fp8.custom_ops import fp8_backward, fp8_forward, split_thirds
 from harness.precision.fp8.formats import LIMITS
-from harness.precision.fp8.meters import METER, TensorRole, compute_amax, compute_scale, fp8_dtype
+from harness.precision.fp8.quantize_meters import METER, TensorRole, compute_amax, compute_scale, fp8_dtype
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from harness.precision.fp8.formats import (
     QuantizedMatrix,
 )
 from harness.precision.fp8.linear import Fp8Linear, project, weight_scale
-from harness.precision.fp8.meters import PROBE, Column, TensorRole, last_scale_slot, sample_rows, sample_stride
+from harness.precision.fp8.quantize_meters import PROBE, Column, TensorRole, last_scale_slot, sample_rows, sample_stride
 
 if TYPE_CHECKING:
     from harness.kernels.fp8_quantize import QuantizedTiles

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from harness.core.events import Fp8Health
-from harness.precision.fp8.meters import SCALE_EXPONENTS, TensorRole
+from harness.precision.fp8.quantize_meters import SCALE_EXPONENTS, TensorRole
 
 
 class Fp8Usage(NamedTuple):

@@ -25,7 +25,7 @@ from harness.core.events import TOKEN_LOSS_EDGES
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World
-from harness.precision.fp8.meters import SCALE_EXPONENTS, TensorRole
+from harness.precision.fp8.quantize_meters import SCALE_EXPONENTS, TensorRole
 from harness.sentinel.device.local_sums import (
     square_sums,
     square_sums_in_one_launch,

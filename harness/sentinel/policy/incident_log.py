@@ -16,7 +16,7 @@ from typing import Any, final
 
 from harness.core.events import ABOUT_SPEED, Action, Finding, FindingKind, Incident, ReducedRecord
 from harness.sentinel.policy.open_incident import OpenIncident
-from harness.sentinel.policy.state import PolicyState
+from harness.sentinel.policy.policy_state import PolicyState
 
 OPEN = "open"
 INFORMATIVE = ABOUT_SPEED | {FindingKind.duplicate_batch}

@@ -49,10 +49,10 @@ from harness.core.events import (
 from harness.sentinel.policy.held_out_level import NUM_LEVEL
 from harness.sentinel.policy.log_events import JudgedRecord, pair_findings
 from harness.sentinel.policy.open_incident import ClosedIncident, OpenIncident, Rung
+from harness.sentinel.policy.policy_state import RESTORES, PolicyState
 from harness.sentinel.policy.precision_fallback import fallback_iterations
 from harness.sentinel.policy.responses import Response
 from harness.sentinel.policy.restore_scope import excluded_batches, restore_bound
-from harness.sentinel.policy.state import RESTORES, PolicyState
 
 CURES = (ActionKind.precision, ActionKind.swap, ActionKind.cool)
 """Tried in this order."""

@@ -11,7 +11,7 @@ import pytest
 from harness.analysis.plan.fp8 import BLOCK, WORKSPACE_BYTES, blocks_in_fp8, flops_share, fp8_projections
 from harness.analysis.plan.memory import memory
 from harness.analysis.plan.plan import Plan, plan
-from harness.analysis.plan.render import plan_as_dict, render
+from harness.analysis.plan.plan_text import plan_as_dict, render
 from harness.config.compose import load
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionKind

@@ -9,7 +9,7 @@ import pytest
 from harness.analysis.plan.calibration import NUM_STEPS, TOLERANCE, sizes, unmeasured
 from harness.analysis.plan.memory import memory
 from harness.analysis.plan.plan import plan
-from harness.analysis.plan.render import render, render_table
+from harness.analysis.plan.plan_text import render, render_table
 from harness.analysis.plan.work import RATES
 from tests.analysis.plan.calibrate import FITTED, Step, fit, left_out_errors, measured_steps
 from tests.analysis.plan.measured import ROWS, Measured, config

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from harness.analysis.postmortem import evidence as schema
 from harness.analysis.postmortem.evidence import Evidence, RunFacts
 from harness.analysis.postmortem.report import html_report, markdown_report
+from harness.analysis.postmortem.report.incident_text import FILES, NOT_MEASURED
 from harness.analysis.postmortem.report.panels import PAINTERS, draw
-from harness.analysis.postmortem.report.wording import FILES, NOT_MEASURED
 from harness.analysis.postmortem.rules.causes import Panel
 from harness.analysis.postmortem.write import EVIDENCE, MARKDOWN, PAGE, write_folder
 from harness.core.events import Event

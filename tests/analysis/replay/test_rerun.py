@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from harness.analysis.replay import history
+from harness.analysis.replay.replay_text import render
 from harness.analysis.replay.rerun import ReplayRequest, replay_config, run_replay_worker
-from harness.analysis.replay.wording import render
 from harness.build import Parts
 from harness.checkpoint import catalog
 from harness.config.compose import load
 from harness.core import events
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
-from harness.faults import worker
-from harness.faults.plan import Fault, FaultKind, FaultPlan
+from harness.faults import drill_worker
+from harness.faults.fault_plan import Fault, FaultKind, FaultPlan
 from launch.cli.replay import repeat_data_fault
 from tests.distributed import trouble
 from tests.distributed.cases import TINY
@@ -101,7 +101,7 @@ def test_samples_have_loss_gradient_norm_and_source(ranks: Pool, victim: RunDir)
 
 def run_drill(directory: str) -> int:
     """Train with the drill plan in the run directory."""
-    return worker.run_drill_worker(load([*TINY, *RUN, f"run.dir={directory}", "run.name=poisoned"]))
+    return drill_worker.run_drill_worker(load([*TINY, *RUN, f"run.dir={directory}", "run.name=poisoned"]))
 
 
 @pytest.mark.full

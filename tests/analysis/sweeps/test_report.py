@@ -11,10 +11,10 @@ import yaml
 
 from harness.analysis.sweeps import sweep_record
 from harness.analysis.sweeps.job_result import read_job_result
-from harness.analysis.sweeps.picture import cell_text, draw_all
 from harness.analysis.sweeps.ranking import rank
-from harness.analysis.sweeps.render import render_markdown, results_table, short_names, verdict
+from harness.analysis.sweeps.sweep_picture import cell_text, draw_all
 from harness.analysis.sweeps.sweep_record import Job, Sweep
+from harness.analysis.sweeps.sweep_text import render_markdown, results_table, short_names, verdict
 from harness.config.errors import ConfigError
 from harness.core.events import ActionKind
 from launch.cli import sweep as command

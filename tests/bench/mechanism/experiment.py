@@ -18,7 +18,7 @@ from statistics import mean
 from typing import NamedTuple, final
 
 from harness.core.events import StepRecord
-from harness.faults.plan import Fault, FaultKind, FaultPlan
+from harness.faults.fault_plan import Fault, FaultKind, FaultPlan
 
 BURST_AT = 200
 """Batch index of the burst; also the number of iterations before it, because no batch is skipped."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.judge.picture import MOST_COLUMNS, Trace
+from harness.analysis.judge.judge_picture import MOST_COLUMNS, Trace
 from launch.cli.main import main
 from tests.sentinel.series import losses
 

@@ -113,7 +113,7 @@ def test_the_launcher_has_one_thread_and_no_cuda_when_it_forks() -> None:
     (A thread that NumPy's BLAS starts is ended by the fork itself.)
     """
     program = (
-        "import os, torch, launch.local.start, harness.train, harness.faults.worker\n"
+        "import os, torch, launch.local.start, harness.train, harness.faults.drill_worker\n"
         "from launch.local.worker_pool import WorkerTask, can_fork, open_worker_pool\n"
         "with open_worker_pool(1, forked=can_fork()) as (process,):\n"
         "    process.assign(WorkerTask(call=os.getppid))\n"

@@ -16,7 +16,7 @@ from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from launch.slurm import code_snapshot, job_directory, node_health, requeue, submit
-from launch.slurm.render import DIRECTIVE, SETTING, build_directives, quote_value, render
+from launch.slurm.job_script import DIRECTIVE, SETTING, build_directives, quote_value, render
 from tests.distributed.cases import TINY
 
 GOLDEN = Path(__file__).parent / "golden"

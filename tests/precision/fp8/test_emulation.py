@@ -15,7 +15,7 @@ from harness.precision.fp8 import engine as module
 from harness.precision.fp8.emulation import EmulatedEngine, block_scale
 from harness.precision.fp8.engine import require_engine
 from harness.precision.fp8.formats import BLOCK, FORWARD, GRADIENT, LIMITS, BlockScaling, Operand
-from harness.precision.fp8.meters import MAX_SCALE, compute_amax, compute_scale
+from harness.precision.fp8.quantize_meters import MAX_SCALE, compute_amax, compute_scale
 
 BOTH = pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
 BF16_ERROR = 2.0**-8

@@ -11,7 +11,7 @@ from harness.config.precision import Fp8Recipe
 from harness.model.transformer import Transformer
 from harness.precision.fp8.layers import PRIMED_STEPS, Fp8Layers, convert_to_fp8
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch
-from harness.precision.fp8.meters import METER, SCALE_EXPONENTS, Column, TensorRole
+from harness.precision.fp8.quantize_meters import METER, SCALE_EXPONENTS, Column, TensorRole
 from harness.precision.mixed_precision import linear
 
 SIDE = 16

@@ -16,7 +16,7 @@ from harness.model.transformer import Transformer
 from harness.precision.fp8.formats import FORWARD, GRADIENT, LIMITS
 from harness.precision.fp8.layers import Fp8Layers, convert_to_fp8
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch, project
-from harness.precision.fp8.meters import Column, TensorRole, fp8_dtype, probing
+from harness.precision.fp8.quantize_meters import Column, TensorRole, fp8_dtype, probing
 from harness.precision.mixed_precision import linear
 
 RECIPES = pytest.mark.parametrize("kind", list(Fp8Recipe))

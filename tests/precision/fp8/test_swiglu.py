@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch, project
-from harness.precision.fp8.meters import METER, Column, probing
+from harness.precision.fp8.quantize_meters import METER, Column, probing
 from harness.precision.fp8.swiglu import swiglu
 
 WIDTH, INNER = 32, 48

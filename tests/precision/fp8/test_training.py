@@ -21,7 +21,7 @@ from harness.core.state import RunState
 from harness.distributed.shards import local
 from harness.distributed.world import connect, disconnect
 from harness.precision.fp8.layers import PRIMED_STEPS
-from harness.precision.fp8.meters import Column, TensorRole
+from harness.precision.fp8.quantize_meters import Column, TensorRole
 from harness.recovery import recover
 from harness.step import finish_step, forward_backward
 from tests.distributed import cases

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.precision.fp8.meters import SCALE_EXPONENTS, TensorRole
+from harness.precision.fp8.quantize_meters import SCALE_EXPONENTS, TensorRole
 from harness.sentinel.device.fp8_usage import summarize_fp8_usage
 from harness.sentinel.device.signals import PARTS, SignalLayout
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.analysis.postmortem.evidence import Evidence
-from harness.analysis.postmortem.report.wording import NOT_MEASURED
+from harness.analysis.postmortem.report.incident_text import NOT_MEASURED
 from harness.core.events import ActionKind, StepRecord
 from harness.telemetry.run_picture import BLUE, GREY, GRID, INK, ORANGE, RED
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from harness.analysis.postmortem.evidence import Evidence
 from harness.analysis.postmortem.measures import Measures, measure
-from harness.analysis.postmortem.report.wording import (
+from harness.analysis.postmortem.report.incident_text import (
     FILES,
     MOST_LINES,
     NOT_KNOWN,

@@ -24,7 +24,7 @@ from harness.analysis.postmortem.report.axes import (
     style_axes,
     with_bf16_gaps,
 )
-from harness.analysis.postmortem.report.wording import FILES, NOT_MEASURED, TITLES, printable
+from harness.analysis.postmortem.report.incident_text import FILES, NOT_MEASURED, TITLES, printable
 from harness.analysis.postmortem.rules.causes import Panel
 from harness.core.events import TOKEN_LOSS_EDGES
 from harness.telemetry.run_picture import BLUE, GREY, GRID, INK, LIGHT_BLUE, ORANGE, RED

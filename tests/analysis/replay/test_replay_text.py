@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.analysis.replay.wording import render
+from harness.analysis.replay.replay_text import render
 
 
 def numbers(loss: float, norm: float | str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from harness.config.errors import ConfigError
 from harness.data.batches import Batches
 from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data
-from harness.faults.data import NUM_RAREST, TamperedCorpus
-from harness.faults.plan import Fault, FaultKind
+from harness.faults.bad_batches import NUM_RAREST, TamperedCorpus
+from harness.faults.fault_plan import Fault, FaultKind
 from harness.faults.site import Site
 
 TINY = ("train.sequence_length=32", "train.batch_size=8")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.analysis.sweeps.ranking import SIGMAS, Basis, Grid, JobScore, Ranking, make_grid, numeric_keys
-from harness.analysis.sweeps.render import short_names
 from harness.analysis.sweeps.sweep_record import Sweep, as_number
+from harness.analysis.sweeps.sweep_text import short_names
 from harness.telemetry.run_picture import smooth
 
 if TYPE_CHECKING:

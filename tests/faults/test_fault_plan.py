@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from harness.config.errors import ConfigError
 from harness.core.events import FaultInjected, to_json
 from harness.core.rundir import RunDir, append_line
+from harness.faults.fault_plan import Fault, FaultKind, FaultPlan, read_plan
 from harness.faults.gradient import flip
-from harness.faults.plan import Fault, FaultKind, FaultPlan, read_plan
 from harness.faults.site import Site, earlier_strikes, intercept
 
 FAULT = Fault(kind=FaultKind.nan_grad, at=7, duration=2, rank=-1, layer="blocks.1")

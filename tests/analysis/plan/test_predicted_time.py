@@ -9,7 +9,7 @@ import pytest
 
 from harness.analysis.plan.memory import padded_size
 from harness.analysis.plan.plan import plan, planned_ranks
-from harness.analysis.plan.step_time import step_time
+from harness.analysis.plan.predicted_time import step_time
 from harness.analysis.plan.traffic import (
     FAR_HOP_S,
     LINK_EFFICIENCY,

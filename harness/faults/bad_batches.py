@@ -24,7 +24,7 @@ from harness.core.batch_shares import Sharing
 from harness.core.rundir import RunDir
 from harness.data.batches import Batches, Source
 from harness.data.corpus.corpus import Corpus, SampleOrigin, Tokens
-from harness.faults.plan import DATA_FAULTS, Fault, FaultKind, read_plan
+from harness.faults.fault_plan import DATA_FAULTS, Fault, FaultKind, read_plan
 from harness.faults.site import Site
 
 NUM_EXCHANGED = 64

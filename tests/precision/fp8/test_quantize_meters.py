@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.precision.fp8 import meters
+from harness.precision.fp8 import quantize_meters
 from harness.precision.fp8.emulation import EmulatedEngine
 from harness.precision.fp8.formats import FORWARD, GRADIENT, LIMITS, UNDERFLOW
-from harness.precision.fp8.meters import Column
+from harness.precision.fp8.quantize_meters import Column
 
 
 def test_sampled_rows_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meters, "SAMPLE_SIZE", 16)
+    monkeypatch.setattr(quantize_meters, "SAMPLE_SIZE", 16)
     values = torch.ones(8, 8, dtype=torch.bfloat16)
     values[2::4, :3], values[2::4, 3] = 1e-9, 0.0  # the sampled rows
     values[::4] = values[1::4] = 1e-9
     row, scale = torch.zeros(len(Column)), torch.ones(())
     matrix = EmulatedEngine().quantize(values, scale, dtype=FORWARD, transpose=False, amax=None)
-    sampled = meters.sample_rows(values), meters.sample_rows(matrix.rows)
-    meters.record_underflow(row, *sampled, scale, every=meters.sample_stride(values))
+    sampled = quantize_meters.sample_rows(values), quantize_meters.sample_rows(matrix.rows)
+    quantize_meters.record_underflow(row, *sampled, scale, every=quantize_meters.sample_stride(values))
     assert row.tolist() == [0.0, 1.0, 4 * 2 * 3.0, 4 * 2 * 7.0, 0.0]
 
 

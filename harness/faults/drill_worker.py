@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from harness import train
 from harness.config.schema import Config
+from harness.faults.fault_plan import read_plan
 from harness.faults.injectors import make_injector
-from harness.faults.plan import read_plan
 from harness.faults.site import Site, earlier_strikes, intercept
 from harness.run import Run
 
