@@ -13,7 +13,7 @@ from tests.distributed.pool import Pool
 
 LONGEST_FIRST = (
     "test_drills",
-    "test_waiting",
+    "test_slurm_scheduling",
     "test_submit",
     "test_kill",
     "test_hosts",
@@ -24,11 +24,11 @@ LONGEST_FIRST = (
     "test_sink_process",
     "test_signals",
     "test_no_sync",
-    "test_operator",
+    "test_operator_commands",
     "test_one_writer",
     "test_experiment",
     "test_infrastructure",
-    "test_leaving",
+    "test_stop_and_resume",
     "test_manager",
     "test_store",
     "test_start",

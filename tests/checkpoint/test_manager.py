@@ -27,9 +27,9 @@ from harness.distributed.world import connect, disconnect
 from harness.faults.site import intercept
 from harness.run import Run
 from tests.checkpoint.storage import failing
-from tests.distributed import cases, trouble
+from tests.distributed import cases, faulty_runs
+from tests.distributed.faulty_runs import Fault
 from tests.distributed.pool import Pool
-from tests.distributed.trouble import Fault
 
 
 def log_of(directory: Path) -> list[Event]:
@@ -109,7 +109,7 @@ def test_run_with_nan_keeps_its_last_good_checkpoint(ranks: Pool, tmp_path: Path
         "sentinel.probe_every=1000",
     )
     fault = Fault("weights", 1, factor=math.nan, iteration=20)
-    results = ranks.run(2, trouble.run, str(tmp_path), fault, *overrides)
+    results = ranks.run(2, faulty_runs.run, str(tmp_path), fault, *overrides)
     assert [result.code for result in results] == [3, 3]
     log = log_of(tmp_path)
     assert sum(event.refused for event in log if isinstance(event, StepRecord)) >= 30

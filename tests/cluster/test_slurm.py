@@ -34,12 +34,12 @@ from harness.core import events
 from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir, locate
 from launch.slurm import controller, job_directory, requeue, submit
-from tests.cluster import lab as labs
-from tests.cluster.lab import Lab, until
+from tests.cluster import local_slurm
+from tests.cluster.local_slurm import Lab, until
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
-pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(labs.why_not()), reason=labs.why_not())]
+pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(local_slurm.why_not()), reason=local_slurm.why_not())]
 
 ROOT = Path(__file__).parents[2]
 OVERRIDES = (

@@ -13,7 +13,7 @@ from harness.core import events
 from harness.core.events import Finding, FindingKind, RunEnded
 from harness.core.rundir import RunDir
 from harness.distributed.world import connected, disconnect
-from tests.distributed import agreement, cases, parting
+from tests.distributed import agreement, cases, diverging_ranks
 from tests.distributed.agreement import GUILTY, LOCAL, OF_ALL_RANKS, SPOILS, Trace
 from tests.distributed.pool import Pool
 
@@ -58,12 +58,12 @@ def log_of(directory: Path) -> list[events.Event]:
     return list(events.read(RunDir(directory / "victim").events))
 
 
-@pytest.mark.parametrize("change", [parting.another_evaluation, parting.another_digest])
+@pytest.mark.parametrize("change", [diverging_ranks.another_evaluation, diverging_ranks.another_digest])
 def test_ranks_that_diverge_in_a_run_halt_together_despite_other_requests(
-    ranks: Pool, tmp_path: Path, change: parting.Change
+    ranks: Pool, tmp_path: Path, change: diverging_ranks.Change
 ) -> None:
     """A collective that only one rank would enter is not entered; a later stop request does not give exit code 75."""
-    left = ranks.run(2, parting.start, str(tmp_path), change, "train.num_steps=20")
+    left = ranks.run(2, diverging_ranks.start, str(tmp_path), change, "train.num_steps=20")
     assert [(each.code, each.error) for each in left] == [(3, "")] * 2
     assert left[0].iteration == left[1].iteration <= 9
     ended = log_of(tmp_path)[-1]
@@ -75,7 +75,7 @@ def test_ranks_that_diverge_in_a_run_halt_together_despite_other_requests(
 
 
 def test_a_rank_that_reads_other_bytes_is_named(ranks: Pool, tmp_path: Path) -> None:
-    left = ranks.run(4, parting.start, str(tmp_path), parting.other_tokens, "train.num_steps=20")
+    left = ranks.run(4, diverging_ranks.start, str(tmp_path), diverging_ranks.other_tokens, "train.num_steps=20")
     assert [(each.code, each.error) for each in left] == [(3, "")] * 4
     (finding,) = [event for event in log_of(tmp_path) if isinstance(event, Finding)]
     assert (finding.kind, finding.ranks) == (FindingKind.data_mismatch, [2])
@@ -88,7 +88,7 @@ def test_a_rank_that_reads_other_bytes_is_named(ranks: Pool, tmp_path: Path) -> 
     [("data", 1), ("ledger", 0), ("log", 0), ("manifest", 0), ("directory", 0), ("engine", 1)],
 )
 def test_a_failure_on_one_rank_at_start_fails_on_all(ranks: Pool, tmp_path: Path, what: str, rank: int) -> None:
-    left = ranks.run(2, parting.open_with_failure, str(tmp_path), what, rank)
+    left = ranks.run(2, diverging_ranks.open_with_failure, str(tmp_path), what, rank)
     assert [each.error for each in left] == ["OSError: [Errno 5] Input/output error"] * 2
 
 

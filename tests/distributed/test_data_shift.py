@@ -14,10 +14,10 @@ from harness.core.rundir import RunDir
 from harness.data.order.ledger import Ledger, Revocation
 from harness.data.sources import open_data
 from harness.sentinel.policy.policy import replay_actions
-from tests.distributed import trouble
+from tests.distributed import faulty_runs
 from tests.distributed.cases import tiny
+from tests.distributed.faulty_runs import Ended, Fault
 from tests.distributed.pool import Pool
-from tests.distributed.trouble import Ended, Fault
 
 pytestmark = pytest.mark.full
 
@@ -32,7 +32,7 @@ SHIFT = 70
 
 
 def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str) -> Ended:
-    results = ranks.run(2, trouble.run, str(directory), fault, f"run.name={name}", *STEPS, *overrides)
+    results = ranks.run(2, faulty_runs.run, str(directory), fault, f"run.name={name}", *STEPS, *overrides)
     assert len({(result.code, result.state) for result in results}) == 1
     first: Ended = results[0]
     return first
@@ -73,7 +73,7 @@ def test_new_data_is_accepted_and_a_control_with_the_final_ledger_has_the_same_w
     assert ledger.num_excluded == 0
     assert isinstance(ledger.entries[-1], Revocation)
     check_replay(victim.log)
-    trouble.with_ledger_of(tmp_path / "victim", tmp_path / "control")
+    faulty_runs.with_ledger_of(tmp_path / "victim", tmp_path / "control")
     control = run(ranks, tmp_path, "control", shift)
     assert consumed(control.log) == consumed(victim.log)
     assert control.weights == victim.weights

@@ -14,7 +14,7 @@ from harness.drills import directories, scenario
 from harness.drills.drill_record import DrillRecord
 from harness.drills.score import BoundStatus, Card, score_run
 from tests.analysis.postmortem.causes import INJECTED, blamed
-from tests.distributed import drilling
+from tests.distributed import drill_cases
 from tests.distributed.pool import Pool
 
 SELDOM_SAVED = "checkpoint.every_steps=50"
@@ -69,7 +69,7 @@ def twin_of(ranks: Pool, runs: Path, words: Sequence[str]) -> str:
     alike = RunDir(runs / f"twin-{abs(hash(tuple(words)))}")
     if not alike.path.exists():
         directories.create_directory(configured(tuple(words)), alike)
-        assert ranks.run(2, drilling.run, str(alike.path)) == [0, 0]
+        assert ranks.run(2, drill_cases.run, str(alike.path)) == [0, 0]
     return alike.path.name
 
 
@@ -81,7 +81,7 @@ def drilled(ranks: Pool, runs: Path, name: str) -> Card:
     twin = twin_of(ranks, runs, words)
     directories.create_directory(configured((*words, *OFTEN_SAVED.get(name, ()))), victim)
     DrillRecord(name=name, scenario=drill, plan=drill.plan, twin=twin).write(victim)
-    codes = ranks.run(2, drilling.run, str(victim.path))
+    codes = ranks.run(2, drill_cases.run, str(victim.path))
     assert codes == 2 * [drill.expected.exit_code]
     return score_run(victim)
 

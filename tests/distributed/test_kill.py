@@ -31,7 +31,7 @@ from harness.core import events, rundir
 from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.distributed.shards import local
 from tests.distributed import cases
-from tests.distributed.mortal import KILLED, AtPlace, AtTime, Death, Mortals, Place, When, die_in
+from tests.distributed.killable_ranks import KILLED, AtPlace, AtTime, Death, Mortals, Place, When, die_in
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a process that imported torch")
 

@@ -15,10 +15,10 @@ from harness.core import events
 from harness.core.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunEnded, StepRecord
 from harness.core.rundir import RunDir
 from harness.sentinel.policy.policy import replay_actions
-from tests.distributed import cases, trouble
+from tests.distributed import cases, faulty_runs
 from tests.distributed.cases import tiny
+from tests.distributed.faulty_runs import GUILTY_LAYER, Ended, Fault
 from tests.distributed.pool import Pool
-from tests.distributed.trouble import GUILTY_LAYER, Ended, Fault
 
 STEPS = (
     "train.num_steps=50",
@@ -37,7 +37,7 @@ SELDOM_SAVED = "checkpoint.every_steps=20"
 
 def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str, size: int = 2) -> Ended:
     """A run on all ranks; all must end equally."""
-    results = ranks.run(size, trouble.run, str(directory), fault, f"run.name={name}", *STEPS, *overrides)
+    results = ranks.run(size, faulty_runs.run, str(directory), fault, f"run.name={name}", *STEPS, *overrides)
     assert len({(result.code, result.state) for result in results}) == 1
     first: Ended = results[0]
     return first
@@ -76,7 +76,7 @@ def check_twin(ranks: Pool, directory: Path, victim: Ended, *overrides: str, siz
     entries = [json.loads(line) for line in (directory / "victim" / "ledger.jsonl").read_text().splitlines()]
     alike = (size, overrides, *((entry["first"], entry["last"]) for entry in entries))
     if alike not in TWINS:
-        trouble.with_ledger_of(directory / "victim", directory / "twin")
+        faulty_runs.with_ledger_of(directory / "victim", directory / "twin")
         TWINS[alike] = run(ranks, directory, "twin", None, *overrides, SELDOM_SAVED, size=size)
     twin = TWINS[alike]
     assert twin.code == victim.code == 0
@@ -211,6 +211,6 @@ def test_ranks_that_decide_differently_halt_with_an_error(ranks: Pool, tmp_path:
 
 def run_apart(ranks: Pool, directory: Path) -> Ended:
     fault = Fault("digest", 1, iteration=12)
-    first, second = ranks.run(2, trouble.run, str(directory), fault, "run.name=victim", *STEPS)
+    first, second = ranks.run(2, faulty_runs.run, str(directory), fault, "run.name=victim", *STEPS)
     assert (first.code, second.code) == (3, 3)
     return Ended(first.code, first.state, first.log)

@@ -20,8 +20,8 @@ from harness.drills.drill_record import DrillRecord, gather
 from harness.drills.score import BoundStatus, Card, score_run
 from harness.faults.files import fill, flip_bit
 from harness.faults.process import children_of
-from tests.distributed import drilling
-from tests.distributed.mortal import AtTime, Mortals
+from tests.distributed import drill_cases
+from tests.distributed.killable_ranks import AtTime, Mortals
 
 pytestmark = [
     pytest.mark.full,
@@ -38,7 +38,7 @@ BY_ITSELF = AtTime(after_s=50, rank=1, grace_s=0.3)
 
 @pytest.fixture(scope="module")
 def mortals() -> Iterator[Mortals]:
-    mother = Mortals("torch._dynamo", "harness.faults.drill_worker", drilling.__name__)
+    mother = Mortals("torch._dynamo", "harness.faults.drill_worker", drill_cases.__name__)
     yield mother
     mother.close()
 
@@ -49,7 +49,7 @@ def runs(mortals: Mortals, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     twin = RunDir(root / "twin")
     directories.create_directory(directories.configure(scenario.load_scenario("kill_rank").train, TRAIN), twin)
-    assert mortals.run(SIZE, drilling.run, str(twin.path)).results == [0] * SIZE
+    assert mortals.run(SIZE, drill_cases.run, str(twin.path)).results == [0] * SIZE
     return root
 
 
@@ -61,7 +61,7 @@ def run_scenario(mortals: Mortals, runs: Path, name: str, *overrides: str) -> tu
     DrillRecord(name=name, scenario=drill, plan=drill.plan, twin="twin").write(victim)
     dies = name in ("kill_rank", "corrupted_checkpoint", "truncated_checkpoint")
     for start in range(drill.expected.starts):
-        outcome = mortals.run(SIZE, drilling.run, str(victim.path), death=BY_ITSELF if dies and start == 0 else None)
+        outcome = mortals.run(SIZE, drill_cases.run, str(victim.path), death=BY_ITSELF if dies and start == 0 else None)
         assert outcome.killed is (dies and start == 0)
     return victim, score_run(victim)
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import drilling
-from tests.distributed.drilling import LAYER
+from tests.distributed import drill_cases
+from tests.distributed.drill_cases import LAYER
 from tests.distributed.pool import Pool
 
 
 def test_one_bit_of_one_weight_of_one_rank_is_flipped_once(ranks: Pool, tmp_path: Path) -> None:
-    first, second = ranks.run(2, drilling.ready, str(tmp_path), drilling.flipped_weights)
+    first, second = ranks.run(2, drill_cases.ready, str(tmp_path), drill_cases.flipped_weights)
     assert first["counts"] == [{}, {}, {}]
     assert second["counts"] == [{}, {f"{LAYER}.weight": 1}, {}]
     assert (first["told"], second["told"]) == ([], [(2, 0)]), "logged for the iteration whose update it follows"
-    _, again = ranks.run(2, drilling.ready, str(tmp_path), drilling.flipped_weights)
+    _, again = ranks.run(2, drill_cases.ready, str(tmp_path), drill_cases.flipped_weights)
     assert again["counts"] == [{}, {}, {}], "a resumed run is not struck again"
     assert again["told"] == [(2, 0)]
 
@@ -28,29 +28,31 @@ def test_one_bit_of_one_weight_of_one_rank_is_flipped_once(ranks: Pool, tmp_path
 def test_a_gradient_is_corrupted_before_it_is_measured(ranks: Pool, tmp_path: Path, kind: str, replicate: int) -> None:
     """The last slot belongs to the affected rank; after the reduction all ranks read the same value."""
     overrides = [f"parallel.replicate={replicate}"]
-    before, struck, after = ranks.run(2, drilling.ready_with, str(tmp_path), overrides, drilling.own_squares, [kind])[0]
+    before, struck, after = ranks.run(
+        2, drill_cases.ready_with, str(tmp_path), overrides, drill_cases.own_squares, [kind]
+    )[0]
     assert before == after > 0
     assert not struck < math.inf
 
 
 @pytest.mark.parametrize("kind", ["nan_grad", "big_grad"])
 def test_gradient_faults_strike_with_world_size_1(ranks: Pool, tmp_path: Path, kind: str) -> None:
-    ((before, struck, after),) = ranks.run(1, drilling.ready, str(tmp_path), drilling.own_squares, [kind])
+    ((before, struck, after),) = ranks.run(1, drill_cases.ready, str(tmp_path), drill_cases.own_squares, [kind])
     assert before == after > 0
     assert not struck <= 100 * before
 
 
 def test_several_faults_of_one_layer_all_strike(ranks: Pool, tmp_path: Path) -> None:
-    before, once, _ = ranks.run(2, drilling.ready, str(tmp_path / "once"), drilling.own_squares, ["big_grad"])[0]
+    before, once, _ = ranks.run(2, drill_cases.ready, str(tmp_path / "once"), drill_cases.own_squares, ["big_grad"])[0]
     _, twice, after = ranks.run(
-        2, drilling.ready, str(tmp_path / "twice"), drilling.own_squares, ["big_grad", "big_grad"]
+        2, drill_cases.ready, str(tmp_path / "twice"), drill_cases.own_squares, ["big_grad", "big_grad"]
     )[0]
     assert before == after
     assert before < once < twice / 1000
 
 
 def test_update_faults_change_rates_moments_and_weights(ranks: Pool, tmp_path: Path) -> None:
-    for rank, seen in enumerate(ranks.run(2, drilling.ready, str(tmp_path), drilling.optimizer_faults)):
+    for rank, seen in enumerate(ranks.run(2, drill_cases.ready, str(tmp_path), drill_cases.optimizer_faults)):
         assert seen["untouched"]
         assert seen["spiked"] == pytest.approx([8.0] * len(seen["spiked"]))
         assert seen["restored"]
@@ -65,7 +67,7 @@ def test_update_faults_change_rates_moments_and_weights(ranks: Pool, tmp_path: P
 def test_an_outlier_changes_bits_only_in_fp8(ranks: Pool, tmp_path: Path) -> None:
     """Loss and gradient of a step before, during and after the fault."""
     in_bf16, in_fp8 = (
-        ranks.run(2, drilling.ready_with, str(tmp_path / name), [f"precision={name}"], drilling.outlier)[0]
+        ranks.run(2, drill_cases.ready_with, str(tmp_path / name), [f"precision={name}"], drill_cases.outlier)[0]
         for name in ("bf16", "fp8_emulated")
     )
     assert in_bf16["steps"][0] == in_bf16["steps"][1] == in_bf16["steps"][2]
@@ -74,7 +76,7 @@ def test_an_outlier_changes_bits_only_in_fp8(ranks: Pool, tmp_path: Path) -> Non
 
 
 def test_forward_faults_change_only_their_step(ranks: Pool, tmp_path: Path) -> None:
-    first, second = ranks.run(2, drilling.ready, str(tmp_path), drilling.forward_faults)
+    first, second = ranks.run(2, drill_cases.ready, str(tmp_path), drill_cases.forward_faults)
     for seen in (first, second):
         assert seen["in_place"], "an installed fault changes no bit before it strikes"
         assert seen["evaluated"], "evaluations are not affected"

@@ -13,7 +13,7 @@ from typing import Any
 from launch.local.ports import reserved_port
 
 LIMIT_S = 400.0
-RUN = "import sys; from tests.distributed.drilling import run; sys.exit(run(sys.argv[1]))"
+RUN = "import sys; from tests.distributed.drill_cases import run; sys.exit(run(sys.argv[1]))"
 CASE = """
 import json, os, pathlib, sys
 from tests.distributed import cases

@@ -13,9 +13,9 @@ from harness.analysis.postmortem.rules.hypotheses import rank_causes
 from harness.analysis.postmortem.write import EVIDENCE, MARKDOWN, PAGE
 from harness.core.rundir import RunDir
 from launch.cli.main import main
-from tests.distributed import cases, trouble
+from tests.distributed import cases, faulty_runs
+from tests.distributed.faulty_runs import Fault
 from tests.distributed.pool import Pool
-from tests.distributed.trouble import Fault
 
 pytestmark = pytest.mark.full
 
@@ -31,7 +31,7 @@ OVERRIDES = (
 def test_run_writes_its_postmortem_and_its_check_passes(ranks: Pool, tmp_path: Path) -> None:
     """A NaN gradient of one rank is rejected; the run starts the report by itself and waits for it at its end."""
     fault = Fault("gradient", 1, factor=float("nan"), batch=40)
-    first, _ = ranks.run(2, trouble.run, str(tmp_path), fault, *OVERRIDES)
+    first, _ = ranks.run(2, faulty_runs.run, str(tmp_path), fault, *OVERRIDES)
     assert first.code == 0
     folder = RunDir(tmp_path / "victim").incidents / "001"
     evidence = schema.read(folder / EVIDENCE)

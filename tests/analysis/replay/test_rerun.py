@@ -23,7 +23,7 @@ from harness.core.rundir import RunDir
 from harness.faults import drill_worker
 from harness.faults.fault_plan import Fault, FaultKind, FaultPlan
 from launch.cli.replay import repeat_data_fault
-from tests.distributed import trouble
+from tests.distributed import faulty_runs
 from tests.distributed.cases import TINY
 from tests.distributed.pool import Pool
 
@@ -70,8 +70,8 @@ def replay_on(
 def victim(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """Rank 1's gradient is NaN once, at iteration 36."""
     directory = tmp_path_factory.mktemp("replay")
-    fault = trouble.Fault("gradient", 1, factor=math.nan, iteration=36)
-    ranks.run(2, trouble.run, str(directory), fault, "run.name=victim", *RUN)
+    fault = faulty_runs.Fault("gradient", 1, factor=math.nan, iteration=36)
+    ranks.run(2, faulty_runs.run, str(directory), fault, "run.name=victim", *RUN)
     return RunDir(directory / "victim")
 
 

@@ -15,7 +15,7 @@ from harness.checkpoint import catalog
 from harness.core.rundir import RunDir
 from launch.cli import main
 from tests.checkpoint.storage import tree
-from tests.distributed import trouble
+from tests.distributed import faulty_runs
 from tests.distributed.pool import Pool
 from tests.forks import Launched
 
@@ -34,8 +34,8 @@ FAULT_AT = 36
 def trained(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with an incident; rank 1's gradient is NaN once."""
     directory = tmp_path_factory.mktemp("readers")
-    fault = trouble.Fault("gradient", 1, factor=float("nan"), iteration=FAULT_AT)
-    ranks.run(2, trouble.run, str(directory), fault, "run.name=victim", *RUN)
+    fault = faulty_runs.Fault("gradient", 1, factor=float("nan"), iteration=FAULT_AT)
+    ranks.run(2, faulty_runs.run, str(directory), fault, "run.name=victim", *RUN)
     return directory
 
 

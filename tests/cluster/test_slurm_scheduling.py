@@ -19,11 +19,11 @@ from harness.core.events import RunStarted
 from harness.core.rundir import RunDir, locate
 from launch.cli import status
 from launch.slurm import controller, requeue, submit
-from tests.cluster import lab as labs
-from tests.cluster.lab import Lab, until
+from tests.cluster import local_slurm
+from tests.cluster.local_slurm import Lab, until
 from tests.distributed import cases
 
-pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(labs.why_not()), reason=labs.why_not())]
+pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(local_slurm.why_not()), reason=local_slurm.why_not())]
 
 PATIENCE_S = 150.0
 PYTHON = """\

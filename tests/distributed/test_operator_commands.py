@@ -50,7 +50,7 @@ from harness.core.events import (
 from harness.core.rundir import RunDir, locate
 from harness.data.order.ledger import Exclusion, Ledger
 from harness.optim.update import LR_RECOVERY_RATE
-from tests.distributed import trouble
+from tests.distributed import faulty_runs
 from tests.distributed.cases import digest, state_on_disk, tiny
 from tests.distributed.pool import Pool
 from tests.distributed.test_sentinel import STEPS, check_replay, of
@@ -249,7 +249,7 @@ def test_a_run_with_skipped_batches_equals_one_that_excluded_them(ranks: Pool, t
     assert WHY in entry.reason
     assert [record.cursor for record in told.records] == [*range(13), *range(18, NUM_STEPS + 5)]
 
-    trouble.with_ledger_of(run.path, tmp_path / "twin")
+    faulty_runs.with_ledger_of(run.path, tmp_path / "twin")
     twin = tell(ranks, tmp_path, "twin", {})
     assert twin.ended.code == told.ended.code == 0
     assert twin.ended.state == told.ended.state
