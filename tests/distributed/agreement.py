@@ -1,7 +1,7 @@
 """Findings and actions of every rank when only one rank has a bad signal; run on real ranks by name.
 
 Signals, all-reduce, record, detectors, policy and the branches of the loop are the real code. Only the results of the
-forward and backward pass are made up, so that every finding takes about a second.
+forward and backward pass are simulated, so that every finding takes about a second.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from harness.sentinel.device.gate import GateDecision
 from harness.sentinel.device.step_report import HostFacts, pack_report, totals, unpack_report
 from tests.distributed import cases
 
-GUILTY = 2
-NUM_WARM, MOST_STEPS = 130, 130
+FAULTY_RANK = 2
+NUM_WARMUP_STEPS, MAX_STEPS = 130, 130
 OVERRIDES = ("precision=fp8_emulated", "sentinel.detect.divergence_rows=40")
 
 
 @dataclass
-class Said:
-    """A rank's signals of a step, and the facts that only its host has."""
+class RankSignals:
+    """The signals of one rank in one step, and the facts that only its host has."""
 
     loss: float = 3.0
     grad: float = 1.0
@@ -54,57 +54,57 @@ class Said:
     """Rank-local fields of the record."""
 
 
-Spoil = Callable[[Said, int], None]
-"""Changes the faulty rank's signals, this many steps after the warm-up."""
+SignalFault = Callable[[RankSignals, int], None]
+"""Changes the signals of the faulty rank; the integer counts the steps since the warm-up."""
 
 
-def healthy(_said: Said, _at: int) -> None:
-    """Healthy signals."""
+def healthy(_rank_signals: RankSignals, _at: int) -> None:
+    """No fault."""
 
 
-def _set(said: Said, _at: int, **values: Any) -> None:
+def _set(rank_signals: RankSignals, _at: int, **values: Any) -> None:
     for name, value in values.items():
-        setattr(said, name, value)
+        setattr(rank_signals, name, value)
 
 
-def _rise(said: Said, at: int, *, factor: float, of: tuple[str, ...]) -> None:
+def _ramp(rank_signals: RankSignals, at: int, *, factor: float, of: tuple[str, ...]) -> None:
     for name in of:
-        setattr(said, name, getattr(said, name) * (1 + factor * at))
+        setattr(rank_signals, name, getattr(rank_signals, name) * (1 + factor * at))
 
 
-def _once(said: Said, at: int, **values: Any) -> None:
+def _once(rank_signals: RankSignals, at: int, **values: Any) -> None:
     if at == 0:
-        _set(said, at, **values)
+        _set(rank_signals, at, **values)
 
 
-def _fall(said: Said, at: int) -> None:
-    said.v = 1e-9 if at >= 5 else said.v
+def _drop_v(rank_signals: RankSignals, at: int) -> None:
+    rank_signals.v = 1e-9 if at >= 5 else rank_signals.v
 
 
-SPOILS: dict[FindingKind, Spoil] = {
+ONE_RANK_FAULTS: dict[FindingKind, SignalFault] = {
     FindingKind.nonfinite: partial(_once, loss=math.nan),
     FindingKind.loss_spike: partial(_set, loss=12.0, grad=30.0),
     FindingKind.grad_spike: partial(_once, grad=1e4),
-    FindingKind.divergence: partial(_rise, factor=0.05, of=("loss", "grad")),
+    FindingKind.divergence: partial(_ramp, factor=0.05, of=("loss", "grad")),
     FindingKind.level_shift: partial(_set, loss=3.6),
     FindingKind.weight_drift: partial(_set, weights=1e3),
     FindingKind.v_stale: partial(_set, v=1.0),
     FindingKind.duplicate_batch: partial(_set, fingerprint=1),
-    FindingKind.optimizer_reset: _fall,
+    FindingKind.optimizer_reset: _drop_v,
     FindingKind.fp8_range: partial(_set, zeros=0.99),
     FindingKind.rank_outlier: partial(_set, own_grad=1e4),
     FindingKind.replica_mismatch: partial(_set, weight_digest=6),
     FindingKind.data_mismatch: partial(_set, plan=8),
 }
 """A bad signal of one rank -> the finding of all ranks."""
-OF_ALL_RANKS: dict[FindingKind, Spoil] = {
+ALL_RANK_FAULTS: dict[FindingKind, SignalFault] = {
     FindingKind.slow: partial(_set, step_s=1.0),
-    FindingKind.speed_recovered: lambda said, at: _set(said, at, step_s=1.0 if at < 30 else 0.1),
+    FindingKind.speed_recovered: lambda rank_signals, at: _set(rank_signals, at, step_s=1.0 if at < 30 else 0.1),
     FindingKind.lr_jump: partial(_set, lr=1.0),
     FindingKind.scale_collapse: partial(_set, scale=0.5),
 }
-"""Findings that no single rank can cause: a median, and state that each rank holds for itself."""
-LOCAL: dict[str, Spoil] = {
+"""Findings that no single rank can cause: they depend on a median, or on state that each rank holds for itself."""
+LOCAL_FACTS: dict[str, SignalFault] = {
     "own clock": partial(_set, step_s=1e3, busy_s=1e3),
     "tokens_per_s": partial(_set, local={"tokens_per_s": 1e-3, "flops_per_s": 1e-3, "mfu": 1e-9}),
     "step_time_s": partial(_set, local={"step_time_s": 1e3}),
@@ -123,12 +123,12 @@ class Trace:
     actions: list[tuple[str, int]] = field(default_factory=list)
     branches: list[tuple[Any, ...]] = field(default_factory=list)
     digests: list[int] = field(default_factory=list)
-    parted: list[dict[str, list[int]]] = field(default_factory=list)
+    diverged: list[dict[str, list[int]]] = field(default_factory=list)
     """Ranks whose digests differed, from the records."""
 
 
-class Driven:
-    """One rank: its parts, and a sentinel after a healthy warm-up."""
+class SimulatedRank:
+    """One rank with simulated signals: its parts, and a sentinel after a warm-up without faults."""
 
     def __init__(self) -> None:
         self.cfg: Config = cases.tiny(*OVERRIDES)
@@ -137,32 +137,34 @@ class Driven:
         self.state = RunState()
         self.run = cast(Any, SimpleNamespace(cfg=self.cfg, parts=self.parts, state=self.state))
         self.trace = Trace()
-        for _ in range(NUM_WARM):
+        for _ in range(NUM_WARMUP_STEPS):
             self.step(healthy, 0)
         assert self.trace.found == [], self.trace.found
         self.warm = (deepcopy(self.parts.sentinel), deepcopy(self.state))
 
-    def drive(self, spoil: Spoil, *, by_all: bool = False, until: str = "", steps: int = MOST_STEPS) -> Trace:
+    def run_case(
+        self, fault: SignalFault, *, on_all_ranks: bool = False, until: str = "", steps: int = MAX_STEPS
+    ) -> Trace:
         """Run some steps after the warm-up, or until some steps after a finding of this kind."""
         sentinel, state = deepcopy(self.warm)
         self.parts.sentinel, self.state, self.trace = sentinel, state, Trace()
         self.run.state = state
-        spoils = spoil if by_all or self.world.rank == GUILTY else healthy
+        rank_fault = fault if on_all_ranks or self.world.rank == FAULTY_RANK else healthy
         for at in range(steps):
-            self.step(spoils, at)
+            self.step(rank_fault, at)
             if until and any(kind == until and now < state.iteration - 12 for kind, now in self.trace.found):
                 break
-            if self.trace.parted or any(kind == ActionKind.halt for kind, _ in self.trace.actions):
+            if self.trace.diverged or any(kind == ActionKind.halt for kind, _ in self.trace.actions):
                 break
         return self.trace
 
-    def step(self, spoil: Spoil, at: int) -> None:
-        """One iteration of the loop, with made-up numbers in place of the model's."""
+    def step(self, fault: SignalFault, at: int) -> None:
+        """One iteration of the loop, with simulated numbers in place of the model's."""
         parts, state, cursor = self.parts, self.state, self.state.cursor
-        said = self._healthy(cursor)
-        spoil(said, at)
+        rank_signals = self._healthy(cursor)
+        fault(rank_signals, at)
         branches = train.choose_branches(self.run, cursor, planned=False)
-        report = self._report(said, branches)
+        report = self._report(rank_signals, branches)
         state.advance(next_cursor=cursor + 1, tokens=1)
         facts = HostFacts(
             iteration=state.iteration,
@@ -177,11 +179,11 @@ class Driven:
         record: StepRecord = unpack_report(
             parts.signals.layout, facts, report, dim=32, dynamic_scale=True, clip_norm=None, replicate=2
         )
-        record = replace(record, beta2=0.95 if branches.probe else None, **said.local)
+        record = replace(record, beta2=0.95 if branches.probe else None, **rank_signals.local)
         state.correct_step(refused=record.refused)
         self.trace.branches.append(branches)
         if record.digests:
-            self.trace.parted.append(record.digests)
+            self.trace.diverged.append(record.digests)
             return
         findings, action = parts.sentinel.process_record(record)
         self.trace.found += [(finding.kind, finding.iteration) for finding in findings]
@@ -189,41 +191,41 @@ class Driven:
             self.trace.actions.append((action.kind, action.iteration))
             if action.kind is ActionKind.halt:
                 break
-            action = parts.sentinel.on_outcome(self._done(action))
+            action = parts.sentinel.on_outcome(self._outcome_of(action))
         self.trace.digests.append(parts.sentinel.digest)
 
-    def _healthy(self, cursor: int) -> Said:
+    def _healthy(self, cursor: int) -> RankSignals:
         """This rank's signals, with noise shared by all ranks and its own batch."""
         noise = random.Random(cursor)
         loss, grad = 3.0 * math.exp(noise.gauss(0, 0.01)), math.exp(noise.gauss(0, 0.05))
-        said = Said(loss=loss, grad=grad, own_grad=grad)
-        if self.world.rank == GUILTY:
-            said.fingerprint = 1 + cursor
+        rank_signals = RankSignals(loss=loss, grad=grad, own_grad=grad)
+        if self.world.rank == FAULTY_RANK:
+            rank_signals.fingerprint = 1 + cursor
         else:
-            said.v = 0.0
-        return said
+            rank_signals.v = 0.0
+        return rank_signals
 
-    def _report(self, said: Said, branches: train.Branches) -> torch.Tensor:
+    def _report(self, rank_signals: RankSignals, branches: train.Branches) -> torch.Tensor:
         signals, layout, size = self.parts.signals, self.parts.signals.layout, self.world.size
         vector, tokens = signals.vector, 100.0
         layout.scalar(vector, "tokens").fill_(tokens)
-        layout.scalar(vector, "loss").fill_(said.loss * tokens)
-        layout.part(vector, "group_squares").fill_(said.grad**2 / size)
-        layout.slots(vector)[1, self.world.rank] = said.own_grad**2
+        layout.scalar(vector, "loss").fill_(rank_signals.loss * tokens)
+        layout.part(vector, "group_squares").fill_(rank_signals.grad**2 / size)
+        layout.slots(vector)[1, self.world.rank] = rank_signals.own_grad**2
         if branches.probe:
-            layout.part(vector, "group_params").fill_(said.weights**2 / size)
-            layout.part(vector, "group_moments").fill_(said.moments)
-            layout.scalar(vector, "v").fill_(said.v**2 / size)
+            layout.part(vector, "group_params").fill_(rank_signals.weights**2 / size)
+            layout.part(vector, "group_moments").fill_(rank_signals.moments)
+            layout.scalar(vector, "v").fill_(rank_signals.v**2 / size)
             layout.scalar(vector, "update").fill_(1e-6)
-            layout.part(vector, "fp8_zeros").fill_(said.zeros)
+            layout.part(vector, "fp8_zeros").fill_(rank_signals.zeros)
             layout.part(vector, "fp8_nonzeros").fill_(1.0)
             layout.part(vector, "fp8_tensors").fill_(1.0)
             layout.part(vector, "fp8_scales").fill_(1.0)
-            signals._set_slot("weight_digest", torch.tensor(float(said.weight_digest)))
+            signals._set_slot("weight_digest", torch.tensor(float(rank_signals.weight_digest)))
         signals.add_host_facts(
-            decision=self.parts.sentinel.digest_with(branches), busy_s=said.busy_s, step_s=said.step_s
+            decision=self.parts.sentinel.digest_with(branches), busy_s=rank_signals.busy_s, step_s=rank_signals.step_s
         )
-        signals.add_data(fingerprint=said.fingerprint, plan=said.plan)
+        signals.add_data(fingerprint=rank_signals.fingerprint, plan=rank_signals.plan)
         reduced = signals.reduce()
         one = torch.ones(())
         total = totals(layout, reduced, scale=one, expected_tokens=int(tokens * size))
@@ -231,10 +233,10 @@ class Driven:
         bounds = torch.full((2,), math.inf)
         verdict = GateDecision(refuse.float(), refuse.float(), bounds)
         step = torch.tensor(self.state.step + 1 - int(refuse))
-        lr = torch.tensor(said.lr)
-        return pack_report(reduced, total, decision=verdict, lr=lr, step=step, scale=torch.tensor(said.scale))
+        lr = torch.tensor(rank_signals.lr)
+        return pack_report(reduced, total, decision=verdict, lr=lr, step=step, scale=torch.tensor(rank_signals.scale))
 
-    def _done(self, action: Any) -> Outcome:
+    def _outcome_of(self, action: Any) -> Outcome:
         """Every action succeeds; a restore rewinds a few steps."""
         lost = 5 if action.kind in (ActionKind.rewind, ActionKind.rollback) else 0
         self.state.step -= lost
@@ -249,38 +251,45 @@ class Driven:
         )
 
 
-def every_case() -> dict[str, Trace]:
+def run_all_cases() -> dict[str, Trace]:
     """Run all cases in one process group."""
-    driven = Driven()
-    traces = {str(kind): driven.drive(spoil, until=kind) for kind, spoil in SPOILS.items()}
-    traces |= {str(kind): driven.drive(spoil, by_all=True, until=kind) for kind, spoil in OF_ALL_RANKS.items()}
-    traces |= {name: driven.drive(spoil, steps=15) for name, spoil in LOCAL.items()}
-    traces |= {f"parted by {name}": driven.drive(spoil, steps=15) for name, spoil in partings(driven).items()}
+    simulation = SimulatedRank()
+    traces = {str(kind): simulation.run_case(fault, until=kind) for kind, fault in ONE_RANK_FAULTS.items()}
+    traces |= {
+        str(kind): simulation.run_case(fault, on_all_ranks=True, until=kind) for kind, fault in ALL_RANK_FAULTS.items()
+    }
+    traces |= {name: simulation.run_case(fault, steps=15) for name, fault in LOCAL_FACTS.items()}
+    traces |= {
+        f"diverged by {name}": simulation.run_case(fault, steps=15)
+        for name, fault in divergence_cases(simulation).items()
+    }
     return traces
 
 
-def partings(driven: Driven) -> dict[str, Spoil]:
-    """Change state that all ranks should share on one rank, so that its branches differ."""
+def divergence_cases(simulation: SimulatedRank) -> dict[str, SignalFault]:
+    """Faults that change shared state on one rank only, so that its branches differ."""
 
-    def look_closer() -> None:
-        driven.parts.sentinel.probe_next_step = True
+    def request_probe() -> None:
+        simulation.parts.sentinel.probe_next_step = True
 
-    def leave_fp8() -> None:
-        driven.parts.sentinel.policy.policy_state.fallback.is_on = True
+    def disable_fp8() -> None:
+        simulation.parts.sentinel.policy.policy_state.fallback.is_on = True
 
-    def count_otherwise() -> None:
-        driven.state.step += 1
+    def change_step() -> None:
+        simulation.state.step += 1
 
-    def at_the_third(change: Callable[[], None]) -> Spoil:
-        return lambda _said, at: change() if at == 2 else None
+    def in_third_step(change: Callable[[], None]) -> SignalFault:
+        return lambda _rank_signals, at: change() if at == 2 else None
 
-    def another_rate(said: Said, at: int) -> None:
-        said.lr = 1.0 if at == 2 else said.lr
+    def change_lr(rank_signals: RankSignals, at: int) -> None:
+        rank_signals.lr = 1.0 if at == 2 else rank_signals.lr
 
     return {
-        "probe": at_the_third(look_closer),
-        "fp8": at_the_third(leave_fp8),
-        "step": at_the_third(count_otherwise),
-        "a finding": another_rate,
-        "save": at_the_third(driven.parts.checkpoints.request_save),  # the last one: nothing takes it back
+        "probe": in_third_step(request_probe),
+        "fp8": in_third_step(disable_fp8),
+        "step": in_third_step(change_step),
+        "a finding": change_lr,
+        "save": in_third_step(
+            simulation.parts.checkpoints.request_save
+        ),  # last, because a requested save cannot be withdrawn
     }

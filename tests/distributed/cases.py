@@ -1,4 +1,4 @@
-"""Functions that the distributed tests run on every rank. They are sent to real processes by name."""
+"""Functions that the distributed tests run on every rank. They are sent to worker processes by name."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     return joined.hexdigest()
 
 
-def first_weights(*overrides: str) -> str:
+def initial_weights_digest(*overrides: str) -> str:
     """Digest of the initial weights."""
     cfg = tiny(*overrides)
     return digest(dict(_build(cfg).model.named_parameters()))
@@ -107,12 +107,12 @@ def run(directory: str, *overrides: str) -> tuple[int, list[StepRecord]]:
 
 
 def run_in_fp8(directory: str, *overrides: str) -> list[bool | None]:
-    """Whether this rank computed in fp8, by its switch, in each iteration of a whole run."""
+    """Whether fp8 was switched on on this rank, for each iteration of a whole run."""
     seen: list[bool | None] = []
 
     def outfit(run: Run) -> Run:
-        note = lambda: seen.append(run.parts.fp8_layers.in_fp8)  # noqa: E731
-        run.parts.mailbox = intercept(run.parts.mailbox, "post", note, first=True)
+        record_step = lambda: seen.append(run.parts.fp8_layers.in_fp8)  # noqa: E731
+        run.parts.mailbox = intercept(run.parts.mailbox, "post", record_step, first=True)
         return run
 
     cfg = tiny("precision=fp8_emulated", "run.name=victim", *overrides, directory=directory)
@@ -155,30 +155,32 @@ class Snapshot:
         return self.step == other.step and same(self.weights, other.weights) and same(self.moments, other.moments)
 
 
-def poison(parts: Parts, spoil: Callable[[Tensor], Any]) -> None:
+def poison(parts: Parts, corrupt: Callable[[Tensor], Any]) -> None:
     """Corrupt the first block's gradient on this rank, after the backward pass and before the signals are reduced."""
     gradient = parts.update.parameters["blocks.0.attention.query.weight"].grad
     assert gradient is not None
     with torch.no_grad():
-        spoil(local(gradient))
+        corrupt(local(gradient))
 
 
-def step(parts: Parts, cfg: Config, index: int, *, poisoned_by: float | None = None, guilty: int = 0) -> list[float]:
+def step(
+    parts: Parts, cfg: Config, index: int, *, poisoned_by: float | None = None, faulty_rank: int = 0
+) -> list[float]:
     """One iteration of the loop, with the gradient of one rank corrupted if requested."""
     forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
-    if poisoned_by is not None and parts.world.rank == guilty:
+    if poisoned_by is not None and parts.world.rank == faulty_rank:
         poison(parts, lambda gradient: gradient.view(-1)[0].fill_(poisoned_by))
     return finish_step(parts, cfg=cfg, probe=False).tolist()
 
 
-def refusal(value: float, guilty: int, *overrides: str) -> dict[str, Any]:
+def run_refused_step(value: float, faulty_rank: int, *overrides: str) -> dict[str, Any]:
     """A poisoned step between two clean ones, and a control run without the poisoned step."""
     cfg = tiny(*overrides)
     world = connect(cfg.parallel)
     parts = _build(cfg, world)
     step(parts, cfg, 0)
     before = Snapshot.of(parts)
-    step(parts, cfg, 1, poisoned_by=value, guilty=guilty)
+    step(parts, cfg, 1, poisoned_by=value, faulty_rank=faulty_rank)
     after = Snapshot.of(parts)
     step(parts, cfg, 2)
     end = digest(parts.update.parameters)
@@ -224,11 +226,11 @@ def dtypes(*overrides: str) -> dict[str, str]:
     seen: dict[str, str] = {}
     name = "blocks.0.attention.query.weight"
 
-    def look(module: Any, _inputs: Any, output: Tensor) -> None:
+    def record_dtypes(module: Any, _inputs: Any, output: Tensor) -> None:
         seen["activation"] = str(output.dtype)
         seen["gathered"] = str(module.weight.dtype)
 
-    handle = parts.model.get_submodule(name.removesuffix(".weight")).register_forward_hook(look)
+    handle = parts.model.get_submodule(name.removesuffix(".weight")).register_forward_hook(record_dtypes)
     forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
     handle.remove()
     parameter = parts.update.parameters[name]
@@ -241,7 +243,7 @@ def dtypes(*overrides: str) -> dict[str, str]:
     }
 
 
-def gradient_digests(*overrides: str) -> dict[str, Tensor]:
+def full_gradients(*overrides: str) -> dict[str, Tensor]:
     """Full gradients of the first batch."""
     cfg = tiny(*overrides)
     parts = _build(cfg)
@@ -285,8 +287,8 @@ def replica_gradients(*overrides: str) -> tuple[Pairs, Pairs]:
     return pairs(rounded=True), pairs(rounded=False)
 
 
-def gathered(*overrides: str) -> dict[str, bool]:
-    """Whether world_size 1 copies weights once on their way into a block, with bit-equal results."""
+def gather_with_world_size_1(*overrides: str) -> dict[str, bool]:
+    """Whether world_size 1 copies the weights of a block only once, with results bit-equal to plain FSDP."""
     cfg = tiny(*overrides)
     world = connect(cfg.parallel)
     own, plain = _build(cfg, world), _build(cfg, world)
@@ -300,10 +302,10 @@ def gathered(*overrides: str) -> dict[str, bool]:
         for index in range(3):
             step(parts, cfg, index)
     return {
-        "given as they lie": sorted(given) == sorted(local(each).data_ptr() for each in own.model.parameters()),
-        "the same weights": all(map(torch.equal, seen["own"], seen["plain"])),
+        "inputs are the shards": sorted(given) == sorted(local(each).data_ptr() for each in own.model.parameters()),
+        "equal weights": all(map(torch.equal, seen["own"], seen["plain"])),
         "moved": not torch.equal(seen["own"][0], seen["own"][-1]),
-        "the same state": digest(own.tensors()) == digest(plain.tensors()),
+        "equal state": digest(own.tensors()) == digest(plain.tensors()),
     }
 
 
@@ -314,7 +316,7 @@ def _sharded(parts: Parts) -> list[FSDPParam]:
 
 
 @dataclass
-class Started:
+class StartResult:
     """The result of one start of a run, on one rank."""
 
     code: int
@@ -324,11 +326,11 @@ class Started:
     """The cursors of all steps in the log."""
     tokens: list[int]
     windows: list[tuple[str, int]]
-    """File and first token of each row that this start has read, in order."""
+    """File and first token of each row that was read since this start, in order."""
     held_out: list[tuple[str, int]]
 
 
-def start_run(directory: str, *overrides: str) -> Started:
+def start_run(directory: str, *overrides: str) -> StartResult:
     """Start or resume a run through `run_worker`."""
     windows: list[tuple[str, int]] = []
     held_out: list[tuple[str, int]] = []
@@ -337,8 +339,8 @@ def start_run(directory: str, *overrides: str) -> Started:
         batches = run.parts.batches
         source = run.parts.held_out.sources[0]
         held_out.extend(source.corpus.origin(sample)[:2] for sample in source.samples)
-        note = lambda: windows.extend(origin[:2] for origin in batches.origins(run.state.cursor - 1))  # noqa: E731
-        run.parts.mailbox = intercept(run.parts.mailbox, "post", note, first=True)
+        record_step = lambda: windows.extend(origin[:2] for origin in batches.origins(run.state.cursor - 1))  # noqa: E731
+        run.parts.mailbox = intercept(run.parts.mailbox, "post", record_step, first=True)
         return run
 
     cfg = tiny(*overrides, directory=directory)
@@ -349,7 +351,7 @@ def start_run(directory: str, *overrides: str) -> Started:
         problem = str(error)
     path = rundir.locate(cfg).events
     records = [event for event in events.read(path) if isinstance(event, StepRecord)] if path.exists() else []
-    return Started(
+    return StartResult(
         code=code,
         problem=problem,
         cursors=[record.cursor for record in records],
@@ -359,8 +361,8 @@ def start_run(directory: str, *overrides: str) -> Started:
     )
 
 
-def start_elsewhere(directory: str, places: list[tuple[str, str]], *overrides: str) -> Started:
-    """The same with a working directory and a host name per rank, as on machines with separate disks."""
+def start_run_per_host(directory: str, places: list[tuple[str, str]], *overrides: str) -> StartResult:
+    """As `start_run`, with a working directory and a host name per rank, as on machines with separate disks."""
     place, host = places[int(os.environ["RANK"])]
     with chdir(place), patch("socket.gethostname", lambda: host):
         return start_run(directory, *overrides)
@@ -371,14 +373,14 @@ def losses_around_restore(*overrides: str) -> list[list[float]]:
     cfg = tiny("optim.lr=0.1", "optim.warmup_steps=0", *overrides)
     parts = _build(cfg)
 
-    def measured() -> list[float]:
+    def total_loss() -> list[float]:
         return all_reduce_sum(loss_sums(parts, parts.batches[1], cfg=cfg)).tolist()
 
-    before = measured()
+    before = total_loss()
     shards = {name: local(tensor).clone() for name, tensor in parts.tensors().items()}
     step(parts, cfg, 0)
-    after = measured()
+    after = total_loss()
     with torch.no_grad():
         for name, tensor in parts.tensors().items():
             local(tensor).copy_(shards[name])
-    return [before, after, measured()]
+    return [before, after, total_loss()]

@@ -1,4 +1,4 @@
-"""Whole runs in which one rank differs: other data, another decision, a failing disk. Functions are sent to real
+"""Whole runs in which one rank differs: its data, its decisions, or a failing disk. The functions are sent to worker
 processes by name."""
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from harness.run import Run
 from tests.distributed.cases import tiny
 
 Change = Callable[[Run], None]
-NO_DISK = OSError(errno.EIO, "Input/output error")
+IO_ERROR = OSError(errno.EIO, "Input/output error")
 
 
 @dataclass
-class Left:
+class RankResult:
     """How one rank ended a run."""
 
     code: int | None
@@ -35,53 +35,53 @@ class Left:
     iteration: int = 0
 
 
-def start(directory: str, change: Change, *overrides: str) -> Left:
-    """A run with one change, made on every rank before the first step."""
+def run_with_change(directory: str, change: Change, *overrides: str) -> RankResult:
+    """A run with one change that is applied on every rank before the first step."""
     cfg = tiny("run.name=victim", *overrides, directory=directory)
-    return begin(cfg, change)
+    return run_rank(cfg, change)
 
 
-def begin(cfg: Config, change: Change = lambda _: None) -> Left:
-    held: list[Run] = []
+def run_rank(cfg: Config, change: Change = lambda _: None) -> RankResult:
+    captured: list[Run] = []
 
     def outfit(run: Run) -> Run:
         change(run)
-        held.append(run)
+        captured.append(run)
         return run
 
     try:
         code = train.run_worker(cfg, outfit)
     except Exception as error:
-        return Left(None, f"{type(error).__name__}: {error}")
-    return Left(code, iteration=held[0].state.iteration)
+        return RankResult(None, f"{type(error).__name__}: {error}")
+    return RankResult(code, iteration=captured[0].state.iteration)
 
 
-def another_evaluation(run: Run) -> None:
+def evaluate_on_rank_1(run: Run) -> None:
     """Rank 1 would evaluate after step 7; rank 0 never does, and gets a stop request in the same step."""
     if run.parts.world.rank == 1:
         run.cfg.eval.every_steps = 7
     else:
-        _at(run, 7, lambda: run.stop.received.append(15))
+        _call_at(run, 7, lambda: run.stop.received.append(15))
 
 
-def another_digest(run: Run) -> None:
+def change_digest_on_rank_1(run: Run) -> None:
     """Rank 1 has decided differently by step 7, and rank 0 gets a stop request in the same step."""
     if run.parts.world.rank == 1:
-        _at(run, 7, lambda: setattr(run.parts.sentinel, "digest", run.parts.sentinel.digest ^ 1))
+        _call_at(run, 7, lambda: setattr(run.parts.sentinel, "digest", run.parts.sentinel.digest ^ 1))
     else:
-        _at(run, 7, lambda: run.stop.received.append(15))
+        _call_at(run, 7, lambda: run.stop.received.append(15))
 
 
-def _at(run: Run, iteration: int, act: Callable[[], Any]) -> None:
-    def look() -> None:
+def _call_at(run: Run, iteration: int, action: Callable[[], Any]) -> None:
+    def call_if_due() -> None:
         if run.state.iteration + 1 == iteration:
-            act()
+            action()
 
-    run.parts.batches = intercept(run.parts.batches, "__getitem__", look, first=True)
+    run.parts.batches = intercept(run.parts.batches, "__getitem__", call_if_due, first=True)
 
 
-def other_tokens(run: Run) -> None:
-    """Rank 2 reads other bytes than the other ranks, from files of the same size and name."""
+def shift_tokens_on_rank_2(run: Run) -> None:
+    """Rank 2 reads other tokens than the other ranks, from files of the same size and name."""
     if run.parts.world.rank == 2:
         batches = run.parts.batches
         (source,) = batches.sources
@@ -91,7 +91,7 @@ def other_tokens(run: Run) -> None:
 
 
 class _Shifted:
-    """A corpus of increasing token ids."""
+    """A corpus with every token id increased by 1, modulo the vocabulary."""
 
     def __init__(self, corpus: Any) -> None:
         self._corpus = corpus
@@ -103,20 +103,20 @@ class _Shifted:
         return getattr(self._corpus, name)
 
 
-def _fails(*_arguments: Any, **_options: Any) -> Any:
-    raise NO_DISK
+def _raise_io_error(*_arguments: Any, **_options: Any) -> Any:
+    raise IO_ERROR
 
 
-def open_with_failure(directory: str, what: str, rank: int, *overrides: str) -> Left:
+def open_with_failure(directory: str, what: str, rank: int, *overrides: str) -> RankResult:
     """Start a run while one rank cannot read or write something."""
     patches: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-        "data": lambda: patch.object(building, "open_data", _fails),
-        "ledger": lambda: patch.object(Ledger, "load", _fails),
-        "log": lambda: patch.object(resume, "events_since", _fails),
-        "manifest": lambda: patch.object(train, "write_manifest", _fails),
-        "directory": lambda: patch.object(train, "open_run", _fails),
-        "engine": lambda: patch.object(train, "require_engine", _fails),
+        "data": lambda: patch.object(building, "open_data", _raise_io_error),
+        "ledger": lambda: patch.object(Ledger, "load", _raise_io_error),
+        "log": lambda: patch.object(resume, "events_since", _raise_io_error),
+        "manifest": lambda: patch.object(train, "write_manifest", _raise_io_error),
+        "directory": lambda: patch.object(train, "open_run", _raise_io_error),
+        "engine": lambda: patch.object(train, "require_engine", _raise_io_error),
     }
-    is_here = os.environ["RANK"] == str(rank)
-    with patches[what]() if is_here else nullcontext():
-        return begin(tiny("run.name=victim", *overrides, directory=directory))
+    is_faulty_rank = os.environ["RANK"] == str(rank)
+    with patches[what]() if is_faulty_rank else nullcontext():
+        return run_rank(tiny("run.name=victim", *overrides, directory=directory))

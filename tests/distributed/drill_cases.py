@@ -25,46 +25,46 @@ from harness.step import forward_backward
 from launch.local.worker import select_worker
 from tests.distributed.cases import Snapshot, tiny
 
-STRUCK = 2
+FAULT_ITERATION = 2
 """The iteration at which single faults are injected."""
 LAYER = "blocks.1.mlp.up"
 
 
 def run(directory: str) -> int:
     """Run one rank of a prepared run directory; returns the exit code."""
-    laid_out = RunDir(Path(directory))
-    return select_worker(laid_out)(compose.read(laid_out.config))
+    prepared = RunDir(Path(directory))
+    return select_worker(prepared)(compose.read(prepared.config))
 
 
-class _Enough(Exception):  # noqa: N818 -- nothing went wrong
-    """Raised to end a run of which only the parts were needed."""
+class _EndRun(Exception):  # noqa: N818 -- not an error
+    """Ends a run before its first step; only its parts are needed."""
 
 
-def ready(directory: str, look: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `look` on a run that is about to start, and end it."""
-    return ready_with(directory, (), look, *arguments)
+def inspect_run(directory: str, inspect: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `inspect` on a run that is about to start, and end it."""
+    return inspect_run_with(directory, (), inspect, *arguments)
 
 
-def ready_with(directory: str, words: Sequence[str], look: Callable[..., Any], *arguments: Any) -> Any:
+def inspect_run_with(directory: str, overrides: Sequence[str], inspect: Callable[..., Any], *arguments: Any) -> Any:
     """The same with another config."""
-    cfg = tiny("optim.warmup_steps=4", "run.name=victim", *words, directory=directory)
+    cfg = tiny("optim.warmup_steps=4", "run.name=victim", *overrides, directory=directory)
     found: list[Any] = []
 
     def outfit(run: Run) -> Run:
-        found.append(look(run, *arguments))
-        raise _Enough
+        found.append(inspect(run, *arguments))
+        raise _EndRun
 
-    with suppress(_Enough):
+    with suppress(_EndRun):
         train.run_worker(cfg, outfit)
     return found[0]
 
 
-def put(run: Run, number: int, fault: Fault) -> FaultInjector:
+def inject(run: Run, number: int, fault: Fault) -> FaultInjector:
     """Inject one fault."""
     return make_injector(Site(run=run, fault=fault, number=number, seed=0, struck=earlier_strikes(run, number, fault)))
 
 
-def told(run: Run) -> list[tuple[int, int]]:
+def logged_injections(run: Run) -> list[tuple[int, int]]:
     """Iteration and fault number of each injection that this rank recorded."""
     if not run.directory.faults.exists():
         return []
@@ -73,35 +73,37 @@ def told(run: Run) -> list[tuple[int, int]]:
     return [(event.iteration, event.number) for event in log if event.rank == rank]
 
 
-def num_bits(before: Tensor, after: Tensor) -> int:
+def num_differing_bits(before: Tensor, after: Tensor) -> int:
     """Number of bits in which two tensors differ."""
-    words = before.view(torch.int32) ^ after.view(torch.int32)
-    return sum(int(((words >> bit) & 1).sum()) for bit in range(32))
+    xor = before.view(torch.int32) ^ after.view(torch.int32)
+    return sum(int(((xor >> bit) & 1).sum()) for bit in range(32))
 
 
 def flipped_weights(run: Run) -> dict[str, Any]:
     """Number of weight bits that differ after each of three iterations."""
-    fault = Fault(kind=FaultKind.bit_flip_weight, at=STRUCK, rank=1, layer=LAYER, bit=30)
-    placed = put(run, 0, fault)
+    fault = Fault(kind=FaultKind.bit_flip_weight, at=FAULT_ITERATION, rank=1, layer=LAYER, bit=30)
+    injector = inject(run, 0, fault)
     counts = []
     for iteration in (1, 2, 3):
         before = Snapshot.of(run.parts)
-        placed.before(iteration)
+        injector.before(iteration)
         run.state.iteration = iteration
-        placed.after(iteration)
+        injector.after(iteration)
         after = Snapshot.of(run.parts)
-        differ = {name: num_bits(before.weights[name], after.weights[name]) for name in before.weights}
+        differ = {name: num_differing_bits(before.weights[name], after.weights[name]) for name in before.weights}
         counts.append({name: count for name, count in differ.items() if count})
-    return {"counts": counts, "told": told(run)}
+    return {"counts": counts, "logged": logged_injections(run)}
 
 
-def own_squares(run: Run, kinds: list[str]) -> list[float]:
+def faulty_rank_grad_squares(run: Run, kinds: list[str]) -> list[float]:
     """Square sums of the faulty rank's gradient in each of three iterations; all faults hit one layer."""
-    faults = [Fault(kind=FaultKind(kind), at=STRUCK, rank=-1, layer=LAYER, factor=100.0, bit=30) for kind in kinds]
-    placed = [put(run, number, fault) for number, fault in enumerate(faults)]
+    faults = [
+        Fault(kind=FaultKind(kind), at=FAULT_ITERATION, rank=-1, layer=LAYER, factor=100.0, bit=30) for kind in kinds
+    ]
+    injectors = [inject(run, number, fault) for number, fault in enumerate(faults)]
     squares = []
     for iteration in (1, 2, 3):
-        for each in placed:
+        for each in injectors:
             each.before(iteration)
         forward_backward(run.parts, run.parts.batches[0], cfg=run.cfg, probe=False)
         run.parts.signals.add_gradients()
@@ -109,52 +111,56 @@ def own_squares(run: Run, kinds: list[str]) -> list[float]:
         squares.append(float(table[SLOTS.index("grad_square"), -1]))
         run.parts.update.adamw.zero_grad(set_to_none=True)
         run.state.iteration = iteration
-        for each in placed:
+        for each in injectors:
             each.after(iteration)
     return squares
 
 
 def outlier(run: Run) -> dict[str, Any]:
     """Loss and gradient norm of three iterations; the second has the fault."""
-    placed = put(run, 0, Fault(kind=FaultKind.fp8_outlier, at=STRUCK, layer="blocks.1.mlp", factor=2.0**20))
+    injector = inject(
+        run, 0, Fault(kind=FaultKind.fp8_outlier, at=FAULT_ITERATION, layer="blocks.1.mlp", factor=2.0**20)
+    )
     steps = []
     for iteration in (1, 2, 3):
-        placed.before(iteration)
+        injector.before(iteration)
         forward_backward(run.parts, run.parts.batches[0], cfg=run.cfg, probe=False)
         run.parts.signals.add_gradients()
         layout, reduced = run.parts.signals.layout, run.parts.signals.reduce()
         steps.append([float(layout.scalar(reduced, "loss")), *layout.group_squares(reduced).tolist()])
         run.parts.update.adamw.zero_grad(set_to_none=True)
         run.state.iteration = iteration
-        placed.after(iteration)
-    return {"steps": steps, "told": told(run)}
+        injector.after(iteration)
+    return {"steps": steps, "logged": logged_injections(run)}
 
 
 def optimizer_faults(run: Run) -> dict[str, Any]:
     """Learning rates, moments and weights after optimizer faults."""
     parts = run.parts
     scheduled = parts.update.rates.clone()
-    spike = put(run, 0, Fault(kind=FaultKind.lr_spike, at=STRUCK, factor=8.0))
+    spike = inject(run, 0, Fault(kind=FaultKind.lr_spike, at=FAULT_ITERATION, factor=8.0))
     spike.before(1)
     untouched = torch.equal(parts.update.rates, scheduled)
-    spike.before(STRUCK)
+    spike.before(FAULT_ITERATION)
     spiked = (parts.update.rates / scheduled).tolist()
-    spike.after(STRUCK)
+    spike.after(FAULT_ITERATION)
     restored = torch.equal(parts.update.rates, scheduled)
-    put(run, 1, Fault(kind=FaultKind.warmup_cut, at=STRUCK)).before(STRUCK)
+    inject(run, 1, Fault(kind=FaultKind.warmup_cut, at=FAULT_ITERATION)).before(FAULT_ITERATION)
     cut = parts.update.rates.tolist()
 
     for moments in parts.update.state().values():
         local(moments["exp_avg_sq"]).fill_(1.0)
     before = Snapshot.of(parts)
-    put(run, 2, Fault(kind=FaultKind.optimizer_reset, at=STRUCK)).before(STRUCK)
+    inject(run, 2, Fault(kind=FaultKind.optimizer_reset, at=FAULT_ITERATION)).before(FAULT_ITERATION)
     after = Snapshot.of(parts)
     same_weights = all(torch.equal(before.weights[name], after.weights[name]) for name in before.weights)
     empty = all(not after.moments[name].any() for name in after.moments if not name.endswith("step"))
 
-    growth = put(run, 3, Fault(kind=FaultKind.logit_growth, at=STRUCK, layer="blocks.0.attention", factor=2.0))
+    growth = inject(
+        run, 3, Fault(kind=FaultKind.logit_growth, at=FAULT_ITERATION, layer="blocks.0.attention", factor=2.0)
+    )
     growth.before(1)
-    growth.before(STRUCK)
+    growth.before(FAULT_ITERATION)
     grown = Snapshot.of(parts)
     changed = {
         name: grown.weights[name] for name in grown.weights if not torch.equal(grown.weights[name], after.weights[name])
@@ -168,7 +174,7 @@ def optimizer_faults(run: Run) -> dict[str, Any]:
         "cut": cut,
         "reset": (same_weights, empty),
         "grown": (sorted(changed), doubled),
-        "told": told(run),
+        "logged": logged_injections(run),
     }
 
 
@@ -181,21 +187,21 @@ def forward_faults(run: Run) -> dict[str, Any]:
         return losses
 
     clean = losses()
-    loss = put(run, 0, Fault(kind=FaultKind.nan_loss, at=STRUCK, rank=1))
-    overflow = put(run, 1, Fault(kind=FaultKind.fp16_overflow, at=STRUCK + 1, layer=LAYER, factor=1e30))
+    loss = inject(run, 0, Fault(kind=FaultKind.nan_loss, at=FAULT_ITERATION, rank=1))
+    overflow = inject(run, 1, Fault(kind=FaultKind.fp16_overflow, at=FAULT_ITERATION + 1, layer=LAYER, factor=1e30))
     in_place = losses()
     run.state.iteration = 1
-    loss.before(STRUCK)
+    loss.before(FAULT_ITERATION)
     with torch.no_grad():
         evaluated = losses()
-    struck, second = losses(), losses()
-    overflow.before(STRUCK + 1)
+    faulty, second = losses(), losses()
+    overflow.before(FAULT_ITERATION + 1)
     overflown = losses()
-    overflow.after(STRUCK + 1)
+    overflow.after(FAULT_ITERATION + 1)
     return {
         "in_place": torch.equal(clean, in_place),
         "evaluated": torch.equal(clean, evaluated),
-        "num_nan": int(struck.isnan().sum()),
+        "num_nan": int(faulty.isnan().sum()),
         "second": torch.equal(clean, second),
         "overflown": torch.equal(clean, overflown),
         "restored": torch.equal(clean, losses()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from harness.faults.fault_plan import Fault as Shift
 from harness.faults.fault_plan import FaultKind
 from tests.distributed.cases import digest, tiny
 
-GUILTY_LAYER = "blocks.1.mlp.up"
-BROKEN_WEIGHT = "norm.weight"
-SHIFTED = 100
+FAULTY_LAYER = "blocks.1.mlp.up"
+CORRUPTED_WEIGHT = "norm.weight"
+SHIFT_DURATION = 100
 """Number of batches that a data fault lasts."""
 
 
@@ -45,7 +45,7 @@ class Fault:
 
 
 @dataclass
-class Ended:
+class RankResult:
     """The result of a run, on one rank."""
 
     code: int
@@ -56,39 +56,39 @@ class Ended:
     """Digest of weights and moments only."""
 
 
-def run(directory: str, fault: Fault | None, *overrides: str) -> Ended:
+def run(directory: str, fault: Fault | None, *overrides: str) -> RankResult:
     """A run through `run_worker`, with or without a fault."""
     cfg = tiny(*overrides, directory=directory)
-    held: list[Parts] = []
-    with installed(fault, held):
+    captured: list[Parts] = []
+    with installed(fault, captured):
         code = train.run_worker(cfg)
-    log = list(events.read(locate(cfg).events)) if held[0].world.is_first else []
-    return Ended(code, held[0].final, log, held[0].weights)  # type: ignore[attr-defined]
+    log = list(events.read(locate(cfg).events)) if captured[0].world.is_first else []
+    return RankResult(code, captured[0].final, log, captured[0].weights)  # type: ignore[attr-defined]
 
 
 @contextmanager
-def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
-    """Wrap functions of the loop; the harness has no hook for this."""
-    genuine = {name: getattr(train, name) for name in ("build", "forward_backward", "apply_update", "leave")}
+def installed(fault: Fault | None, captured: list[Parts]) -> Iterator[None]:
+    """Patch functions of the training loop; the harness has no hook for this."""
+    originals = {name: getattr(train, name) for name in ("build", "forward_backward", "apply_update", "leave")}
     calls = 0
     cursor = -1
 
     def build(*arguments: Any, **options: Any) -> Parts:
-        parts: Parts = genuine["build"](*arguments, **options)
-        held.append(_Witness(parts))  # type: ignore[arg-type]
+        parts: Parts = originals["build"](*arguments, **options)
+        captured.append(_FinalState(parts))  # type: ignore[arg-type]
         batches = parts.batches
         if fault is not None and fault.kind == "data":
             assert fault.batch is not None
-            shift = Shift(kind=FaultKind.data_shift, at=fault.batch, duration=SHIFTED, factor=fault.factor)
+            shift = Shift(kind=FaultKind.data_shift, at=fault.batch, duration=SHIFT_DURATION, factor=fault.factor)
             corrupt_batches(batches, shift, seed=0, world_size=parts.world.size)
-        parts.batches = _Seen(batches, note)  # type: ignore[assignment]
+        parts.batches = _RecordedBatches(batches, record_cursor)  # type: ignore[assignment]
         return parts
 
-    def note(index: int) -> None:
+    def record_cursor(index: int) -> None:
         nonlocal cursor
         cursor = index
 
-    def strikes(parts: Parts) -> bool:
+    def is_faulty_step(parts: Parts) -> bool:
         if fault is None or parts.world.rank != fault.rank:
             return False
         return cursor == fault.batch or calls == fault.iteration
@@ -98,24 +98,26 @@ def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
         calls += 1
         assert fault is None or fault.kind in ("gradient", "weights", "digest", "data")
         with (
-            spoiled_gradient(parts, fault.factor) if fault and fault.kind == "gradient" and strikes(parts) else _calm()
+            corrupted_gradient(parts, fault.factor)
+            if fault and fault.kind == "gradient" and is_faulty_step(parts)
+            else nullcontext()
         ):
-            genuine["forward_backward"](parts, *arguments, **options)
+            originals["forward_backward"](parts, *arguments, **options)
 
     def apply_update(parts: Parts, *arguments: Any) -> Tensor:
-        report: Tensor = genuine["apply_update"](parts, *arguments)
-        if fault and fault.kind == "weights" and strikes(parts):
+        report: Tensor = originals["apply_update"](parts, *arguments)
+        if fault and fault.kind == "weights" and is_faulty_step(parts):
             with torch.no_grad():
-                local(parts.update.parameters[BROKEN_WEIGHT]).mul_(fault.factor)
-        if fault and fault.kind == "digest" and strikes(parts):
+                local(parts.update.parameters[CORRUPTED_WEIGHT]).mul_(fault.factor)
+        if fault and fault.kind == "digest" and is_faulty_step(parts):
             parts.sentinel.digest += 1
         return report
 
     def leave(run: Any, ending: Any) -> Any:
-        left = genuine["leave"](run, ending)
-        held[0].final = digest(run.parts.tensors())  # type: ignore[attr-defined]
-        learned = {name: each for name, each in run.parts.tensors().items() if not name.startswith("device.")}
-        held[0].weights = digest(learned)  # type: ignore[attr-defined]
+        left = originals["leave"](run, ending)
+        captured[0].final = digest(run.parts.tensors())  # type: ignore[attr-defined]
+        trained = {name: each for name, each in run.parts.tensors().items() if not name.startswith("device.")}
+        captured[0].weights = digest(trained)  # type: ignore[attr-defined]
         return left
 
     for name, replacement in (
@@ -128,26 +130,26 @@ def installed(fault: Fault | None, held: list[Parts]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, original in genuine.items():
+        for name, original in originals.items():
             setattr(train, name, original)
 
 
-class _Witness:
-    """The parts of a run and its final digest."""
+class _FinalState:
+    """The world of a run, and its final digests."""
 
     def __init__(self, parts: Parts) -> None:
         self.world = parts.world
         self.final = self.weights = ""
 
 
-class _Seen:
-    """Batches that report the last requested index."""
+class _RecordedBatches:
+    """Batches that record the last requested index."""
 
-    def __init__(self, batches: Any, note: Callable[[int], None]) -> None:
-        self._batches, self._note = batches, note
+    def __init__(self, batches: Any, record_cursor: Callable[[int], None]) -> None:
+        self._batches, self._record = batches, record_cursor
 
     def __getitem__(self, index: int) -> Any:
-        self._note(index)
+        self._record(index)
         return self._batches[index]
 
     def __getattr__(self, name: str) -> Any:
@@ -155,30 +157,25 @@ class _Seen:
 
 
 @contextmanager
-def spoiled_gradient(parts: Parts, factor: float) -> Iterator[None]:
+def corrupted_gradient(parts: Parts, factor: float) -> Iterator[None]:
     """Corrupt this rank's gradient of one matrix before the reduction."""
-    module = parts.model.get_submodule(GUILTY_LAYER)
+    module = parts.model.get_submodule(FAULTY_LAYER)
     hooks: list[Any] = []
 
-    def arm(layer: Any, _inputs: Any) -> None:
+    def add_hook(layer: Any, _inputs: Any) -> None:
         hooks.append(layer.weight.register_hook(lambda gradient: gradient * factor))
 
-    arming = module.register_forward_pre_hook(arm)
+    handle = module.register_forward_pre_hook(add_hook)
     try:
         yield
     finally:
-        arming.remove()
+        handle.remove()
         for hook in hooks:
             hook.remove()
 
 
-@contextmanager
-def _calm() -> Iterator[None]:
-    yield
-
-
-def with_ledger_of(other: Path, directory: Path) -> None:
+def copy_ledger(source: Path, directory: Path) -> None:
     """Prepare a run directory with the ledger of another run, so that its batches are excluded from the start."""
     run = RunDir(directory)
     run.path.mkdir(parents=True)
-    run.ledger.write_bytes(RunDir(other).ledger.read_bytes())
+    run.ledger.write_bytes(RunDir(source).ledger.read_bytes())

@@ -1,10 +1,10 @@
-"""Starts ranks cheaply and kills one of them with SIGKILL at a chosen place.
+"""Forks ranks from one preloaded process and kills one of them with SIGKILL at a chosen point.
 
-Why: `kill -9` at any instant must be tried at many places, and starting Python and torch takes seconds.
+Why: `kill -9` is tested at many points of a run, and starting Python and torch takes seconds.
 How: one parent process is spawned fresh, imports everything and then only forks: each attempt is a set of forked ranks
 with torchrun's environment. The parent has no threads, no process group and runs no large tensor operation, so forking
-is safe. A rank dies at a *place*: the n-th call of a function of the harness, before it, after it, or at a chosen point
-inside; the function is replaced in that rank only. The other ranks are killed a moment later, as by a launcher.
+is safe. A rank is killed at the n-th call of a function of the harness: before, after, or at a chosen point inside. The
+function is replaced in that rank only. The other ranks are killed a moment later, as by a launcher.
 Left out: losing data that the kernel had not yet written to disk; SIGKILL does not lose it.
 """
 
@@ -48,28 +48,28 @@ class Place:
 
     phase: str
     function: str
-    arm: Callable[[], None] | None = None
-    """Makes the next call die halfway."""
+    install_kill_within: Callable[[], None] | None = None
+    """Patches a function so that the process is killed halfway through the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AtPlace:
-    """One rank dies at the n-th call of a function."""
+class KillAtCall:
+    """One rank is killed at the n-th call of a function."""
 
     place: Place
     when: When
     nth: int
     rank: int
     grace_s: float
-    """How long the other ranks live on."""
+    """How long the other ranks keep running."""
 
     def __str__(self) -> str:
         return f"{self.when} {self.place.phase} {self.nth} on rank {self.rank}, the other {self.grace_s:.2f} s later"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AtTime:
-    """One rank dies at a time after its start."""
+class KillAtTime:
+    """One rank is killed a given time after its start."""
 
     after_s: float
     rank: int
@@ -79,7 +79,7 @@ class AtTime:
         return f"{self.after_s:.2f} s after the start on rank {self.rank}, the other {self.grace_s:.2f} s later"
 
 
-Death = AtPlace | AtTime
+KillPoint = KillAtCall | KillAtTime
 
 
 class Outcome(NamedTuple):
@@ -90,95 +90,97 @@ class Outcome(NamedTuple):
     """Whether the rank was killed; else every rank ran to the end."""
 
 
-def die() -> None:
+def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_in(owner: Any, name: str, part: Callable[..., Any]) -> None:
-    """Make the next call of `owner.name` run only `part(function, *arguments)` and die."""
+def kill_in(owner: Any, name: str, part: Callable[..., Any]) -> None:
+    """Make the next call of `owner.name` run only `part(function, *arguments)` and kill the process."""
     function = getattr(owner, name)
 
-    def last(*arguments: Any, **options: Any) -> None:
+    def last_call(*arguments: Any, **options: Any) -> None:
         part(function, *arguments, **options)
-        die()
+        kill_self()
 
-    setattr(owner, name, last)
+    setattr(owner, name, last_call)
 
 
-def doom(death: AtPlace) -> None:
+def install_kill(kill_point: KillAtCall) -> None:
     """Replace the function in this process by one that kills the process."""
-    module, _, path = death.place.function.partition(":")
+    module, _, path = kill_point.place.function.partition(":")
     *owners, name = path.split(".")
     owner: Any = attrgetter(".".join(owners))(import_module(module)) if owners else import_module(module)
     function = getattr(owner, name)
     calls = 0
 
     @wraps(function)
-    def mortal(*arguments: Any, **options: Any) -> Any:
+    def replacement(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        now = calls == death.nth
-        if now and death.when is When.before:
-            die()
-        if now and death.when is When.within:
-            assert death.place.arm is not None
-            death.place.arm()
+        now = calls == kill_point.nth
+        if now and kill_point.when is When.before:
+            kill_self()
+        if now and kill_point.when is When.within:
+            assert kill_point.place.install_kill_within is not None
+            kill_point.place.install_kill_within()
         result = function(*arguments, **options)
-        if now and death.when is When.after:
-            die()
+        if now and kill_point.when is When.after:
+            kill_self()
         return result
 
-    setattr(owner, name, mortal)
+    setattr(owner, name, replacement)
 
 
-class Mortals:
-    """The test's handle of the parent process."""
+class KillableRanks:
+    """Handle of the parent process that forks the ranks."""
 
     def __init__(self, *modules: str) -> None:
         """`modules` are imported once, in the parent."""
-        self._orders, theirs = forks().Pipe()
-        self._mother = forks().Process(target=_serve, args=(theirs, modules))
-        self._mother.start()
-        theirs.close()
+        self._pipe, child_end = forks().Pipe()
+        self._parent = forks().Process(target=_serve, args=(child_end, modules))
+        self._parent.start()
+        child_end.close()
 
-    def run(self, size: int, case: Callable[..., Any], *arguments: Any, death: Death | None = None) -> Outcome:
+    def run(self, size: int, case: Callable[..., Any], *arguments: Any, kill_point: KillPoint | None = None) -> Outcome:
         """One attempt on `size` ranks; an exception in a rank fails the test with its traceback."""
-        self._orders.send((size, case, arguments, death))
-        assert self._orders.poll(START_TIMEOUT_S + ATTEMPT_TIMEOUT_S), "the parent process does not answer"
-        outcome = self._orders.recv()
+        self._pipe.send((size, case, arguments, kill_point))
+        assert self._pipe.poll(START_TIMEOUT_S + ATTEMPT_TIMEOUT_S), "the parent process did not respond"
+        outcome = self._pipe.recv()
         assert isinstance(outcome, Outcome), outcome
         return outcome
 
     def close(self) -> None:
-        self._orders.send(None)
-        self._orders.close()
-        self._mother.join()
+        self._pipe.send(None)
+        self._pipe.close()
+        self._parent.join()
 
 
-def _serve(orders: Connection, modules: tuple[str, ...]) -> None:
+def _serve(pipe: Connection, modules: tuple[str, ...]) -> None:
     os.chdir(ROOT)
-    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  (the console of a run, which nobody reads)
+    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  (the console output is not needed)
     with loading():
         for module in modules:
             import_module(module)
     threads = list(Path("/proc/self/task").iterdir())
-    while (order := orders.recv()) is not None:
-        orders.send(_attempt(*order) if len(threads) == 1 else f"{len(threads)} threads cannot be forked")
+    while (request := pipe.recv()) is not None:
+        pipe.send(_attempt(*request) if len(threads) == 1 else f"{len(threads)} threads cannot be forked")
 
 
-def _attempt(size: int, case: Callable[..., Any], arguments: tuple[Any, ...], death: Death | None) -> Outcome | str:
+def _attempt(
+    size: int, case: Callable[..., Any], arguments: tuple[Any, ...], kill_point: KillPoint | None
+) -> Outcome | str:
     """Fork the ranks, wait for all of them, and return the outcome; a text if a rank raised an exception."""
     with reserved_port() as port:
-        born = {rank: _bear(rank, size, str(port), (case, arguments, death)) for rank in range(size)}
-        reports, complaint = _watch(born, death)
-        for child, results in born.values():
+        children = {rank: _fork_rank(rank, size, str(port), (case, arguments, kill_point)) for rank in range(size)}
+        reports, problem = _watch(children, kill_point)
+        for child, results in children.values():
             child.join()
             results.close()
-    exit_codes = [child.exitcode or 0 for child, _ in born.values()]
-    killed = death is not None and exit_codes[death.rank] == KILLED and not complaint
+    exit_codes = [child.exitcode or 0 for child, _ in children.values()]
+    killed = kill_point is not None and exit_codes[kill_point.rank] == KILLED and not problem
     failures = [str(report.value) for report in reports.values() if report and not report.ended]
-    if not killed and (complaint or failures or None in reports.values()):
-        return "\n".join([complaint, f"exit codes {exit_codes}", *failures])
+    if not killed and (problem or failures or None in reports.values()):
+        return "\n".join([problem, f"exit codes {exit_codes}", *failures])
     returned = [report.value if (report := reports[rank]) and report.ended else None for rank in range(size)]
     return Outcome(exit_codes, returned, killed)
 
@@ -189,26 +191,26 @@ class _Report(NamedTuple):
     """The result of the case, or the traceback of its failure."""
 
 
-_Born = Mapping[int, tuple[BaseProcess, Connection]]
+_Children = Mapping[int, tuple[BaseProcess, Connection]]
 
 
-def _bear(rank: int, size: int, port: str, order: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
+def _fork_rank(rank: int, size: int, port: str, request: tuple[Any, ...]) -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_live, args=(rank, size, port, theirs, order))
+    parent_end, child_end = context.Pipe(duplex=False)
+    child = context.Process(target=_run_rank, args=(rank, size, port, child_end, request))
     child.start()
-    theirs.close()
-    return child, ours
+    child_end.close()
+    return child, parent_end
 
 
-def _live(rank: int, size: int, port: str, reports: Connection, order: tuple[Any, ...]) -> None:
+def _run_rank(rank: int, size: int, port: str, reports: Connection, request: tuple[Any, ...]) -> None:
     """Runs in a forked rank."""
     import torch
 
-    # Not before the fork: a pool of threads that was forked is made anew by whoever comes first, and two who come at
-    # once find none and abort.
+    # After the fork, not before: a forked process has none of the threads of its pool. The first user creates them
+    # again, and two concurrent first users abort.
     torch.set_num_threads(1)
-    case, arguments, death = order
+    case, arguments, kill_point = request
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -217,8 +219,8 @@ def _live(rank: int, size: int, port: str, reports: Connection, order: tuple[Any
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=port,
     )
-    if isinstance(death, AtPlace) and death.rank == rank:
-        doom(death)
+    if isinstance(kill_point, KillAtCall) and kill_point.rank == rank:
+        install_kill(kill_point)
     try:
         reports.send(_Report(True, case(*arguments)))
     except BaseException:
@@ -226,27 +228,27 @@ def _live(rank: int, size: int, port: str, reports: Connection, order: tuple[Any
         sys.exit(1)
 
 
-def _watch(born: _Born, death: Death | None) -> tuple[dict[int, _Report | None], str]:
-    """Receive every rank's report, None from a dead rank; after a death, kill the other ranks."""
-    pending = {results: rank for rank, (_, results) in born.items()}
+def _watch(children: _Children, kill_point: KillPoint | None) -> tuple[dict[int, _Report | None], str]:
+    """Receive every rank's report, None from a killed rank; then kill the other ranks after the grace period."""
+    pending = {results: rank for rank, (_, results) in children.items()}
     reports: dict[int, _Report | None] = {}
-    complaint = ""
+    problem = ""
     until_s = time.monotonic() + ATTEMPT_TIMEOUT_S
-    if isinstance(death, AtTime) and not wait(list(pending), timeout=death.after_s):
-        born[death.rank][0].kill()
+    if isinstance(kill_point, KillAtTime) and not wait(list(pending), timeout=kill_point.after_s):
+        children[kill_point.rank][0].kill()
     while pending:
         ready = wait(list(pending), timeout=max(0.0, until_s - time.monotonic()))
         if not ready:
-            complaint = complaint or ("" if None in reports.values() else f"no end in {ATTEMPT_TIMEOUT_S:.0f} s")
+            problem = problem or ("" if None in reports.values() else f"no end in {ATTEMPT_TIMEOUT_S:.0f} s")
             for rank in pending.values():
-                born[rank][0].kill()
+                children[rank][0].kill()
             until_s = time.monotonic() + ATTEMPT_TIMEOUT_S
         for results in ready:
             rank = pending.pop(results)  # type: ignore[call-overload]
             reports[rank] = _receive(results)  # type: ignore[arg-type]
-            if reports[rank] is None and death is not None:
-                until_s = min(until_s, time.monotonic() + death.grace_s)
-    return reports, complaint
+            if reports[rank] is None and kill_point is not None:
+                until_s = min(until_s, time.monotonic() + kill_point.grace_s)
+    return reports, problem
 
 
 def _receive(results: Connection) -> _Report | None:

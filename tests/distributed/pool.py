@@ -2,7 +2,7 @@
 
 Each case is a module-level function `case(*arguments) -> result` that runs on `size` ranks at once with torchrun's
 environment set and a fresh rendezvous; the results come back in rank order. An exception on any rank fails the case
-with that rank's traceback, and ranks that would wait for it for ever are replaced.
+with that rank's traceback, and the ranks that wait for it are replaced.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from tests.forks import ROOT, forks
 CASE_TIMEOUT_S = 280
 
 
-def _serve(orders: Connection) -> None:
+def _serve(pipe: Connection) -> None:
     import torch
     from torch.distributed.tensor import debug
 
-    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (the console of a run, which nobody reads)
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (the console output is not needed)
     os.chdir(ROOT)  # not the directory of the first test: the process is reused
     torch.set_num_threads(1)
     gc.freeze = lambda: None  # a run freezes what it built; this process outlives the run and must free it
     while True:
-        order = orders.recv()
-        if order is None:
+        request = pipe.recv()
+        if request is None:
             return
-        function, arguments, environment = order
+        function, arguments, environment = request
         os.environ.update(environment)
         try:
-            orders.send((True, function(*arguments)))
+            pipe.send((True, function(*arguments)))
         except BaseException:
-            orders.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc()))
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
@@ -60,7 +60,7 @@ class Pool:
         while len(self._workers) < size:
             self._start()
         with reserved_port() as port:
-            for rank, (_, orders) in enumerate(self._workers[:size]):
+            for rank, (_, pipe) in enumerate(self._workers[:size]):
                 environment = {
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
@@ -69,16 +69,16 @@ class Pool:
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),
                 }
-                orders.send((case, arguments, environment))
+                pipe.send((case, arguments, environment))
             return self._collect(size)
 
     def _collect(self, size: int) -> list[Any]:
         results: list[Any] = []
-        for rank, (_, orders) in enumerate(self._workers[:size]):
-            if not orders.poll(CASE_TIMEOUT_S):
+        for rank, (_, pipe) in enumerate(self._workers[:size]):
+            if not pipe.poll(CASE_TIMEOUT_S):
                 self.close(force=True)
                 raise AssertionError(f"rank {rank} did not answer in {CASE_TIMEOUT_S} s")
-            succeeded, result = orders.recv()
+            succeeded, result = pipe.recv()
             if not succeeded:
                 self.close(force=True)
                 raise AssertionError(f"rank {rank} of {size} failed:\n{result}")
@@ -86,18 +86,18 @@ class Pool:
         return results
 
     def _start(self) -> None:
-        ours, theirs = forks().Pipe()
-        process = forks().Process(target=_serve, args=(theirs,), daemon=True)
+        parent_end, child_end = forks().Pipe()
+        process = forks().Process(target=_serve, args=(child_end,), daemon=True)
         process.start()
-        theirs.close()
-        self._workers.append((process, ours))
+        child_end.close()
+        self._workers.append((process, parent_end))
 
     def close(self, *, force: bool = False) -> None:
-        for process, orders in self._workers:
+        for process, pipe in self._workers:
             if force:
                 process.kill()
             else:
-                orders.send(None)
+                pipe.send(None)
             process.join()
-            orders.close()
+            pipe.close()
         self._workers.clear()

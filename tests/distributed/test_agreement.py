@@ -14,18 +14,18 @@ from harness.core.events import Finding, FindingKind, RunEnded
 from harness.core.rundir import RunDir
 from harness.distributed.world import connected, disconnect
 from tests.distributed import agreement, cases, diverging_ranks
-from tests.distributed.agreement import GUILTY, LOCAL, OF_ALL_RANKS, SPOILS, Trace
+from tests.distributed.agreement import ALL_RANK_FAULTS, FAULTY_RANK, LOCAL_FACTS, ONE_RANK_FAULTS, Trace
 from tests.distributed.pool import Pool
 
 
 @pytest.fixture(scope="module")
 def traces(ranks: Pool) -> list[dict[str, Trace]]:
     """Every case on four ranks, in one process group."""
-    return ranks.run(4, agreement.every_case)
+    return ranks.run(4, agreement.run_all_cases)
 
 
 def test_every_finding_has_a_case() -> None:
-    assert {*SPOILS, *OF_ALL_RANKS} == set(FindingKind)
+    assert {*ONE_RANK_FAULTS, *ALL_RANK_FAULTS} == set(FindingKind)
 
 
 @pytest.mark.parametrize("kind", list(FindingKind))
@@ -36,36 +36,36 @@ def test_a_bad_signal_of_one_rank_gives_the_same_findings_on_all_ranks(
     assert kind in [found for found, _ in first.found]
     for trace in traces:
         assert trace[kind] == first, "the same findings, actions, probes and digests"
-        assert trace[kind].parted == []
+        assert trace[kind].diverged == []
 
 
-@pytest.mark.parametrize("name", list(LOCAL))
+@pytest.mark.parametrize("name", list(LOCAL_FACTS))
 def test_rank_local_facts_decide_nothing(traces: list[dict[str, Trace]], name: str) -> None:
     for trace in traces:
         assert trace[name] == traces[0][name]
-        assert (trace[name].found, trace[name].actions, trace[name].parted) == ([], [], [])
+        assert (trace[name].found, trace[name].actions, trace[name].diverged) == ([], [], [])
 
 
 @pytest.mark.parametrize("name", ["probe", "fp8", "step", "save", "a finding"])
 def test_ranks_that_diverge_are_named_by_all(traces: list[dict[str, Trace]], name: str) -> None:
     for trace in traces:
-        (digests,) = trace[f"parted by {name}"].parted
-        assert sorted(digests.values(), key=len) == [[GUILTY], [0, 1, 3]]
-        assert len(trace[f"parted by {name}"].branches) <= 4, "found in the record of that step or of the next"
+        (digests,) = trace[f"diverged by {name}"].diverged
+        assert sorted(digests.values(), key=len) == [[FAULTY_RANK], [0, 1, 3]]
+        assert len(trace[f"diverged by {name}"].branches) <= 4, "found in the record of that step or of the next"
 
 
 def log_of(directory: Path) -> list[events.Event]:
     return list(events.read(RunDir(directory / "victim").events))
 
 
-@pytest.mark.parametrize("change", [diverging_ranks.another_evaluation, diverging_ranks.another_digest])
+@pytest.mark.parametrize("change", [diverging_ranks.evaluate_on_rank_1, diverging_ranks.change_digest_on_rank_1])
 def test_ranks_that_diverge_in_a_run_halt_together_despite_other_requests(
     ranks: Pool, tmp_path: Path, change: diverging_ranks.Change
 ) -> None:
     """A collective that only one rank would enter is not entered; a later stop request does not give exit code 75."""
-    left = ranks.run(2, diverging_ranks.start, str(tmp_path), change, "train.num_steps=20")
-    assert [(each.code, each.error) for each in left] == [(3, "")] * 2
-    assert left[0].iteration == left[1].iteration <= 9
+    results = ranks.run(2, diverging_ranks.run_with_change, str(tmp_path), change, "train.num_steps=20")
+    assert [(each.code, each.error) for each in results] == [(3, "")] * 2
+    assert results[0].iteration == results[1].iteration <= 9
     ended = log_of(tmp_path)[-1]
     assert isinstance(ended, RunEnded)
     assert ended.exit_code == 3
@@ -75,8 +75,10 @@ def test_ranks_that_diverge_in_a_run_halt_together_despite_other_requests(
 
 
 def test_a_rank_that_reads_other_bytes_is_named(ranks: Pool, tmp_path: Path) -> None:
-    left = ranks.run(4, diverging_ranks.start, str(tmp_path), diverging_ranks.other_tokens, "train.num_steps=20")
-    assert [(each.code, each.error) for each in left] == [(3, "")] * 4
+    results = ranks.run(
+        4, diverging_ranks.run_with_change, str(tmp_path), diverging_ranks.shift_tokens_on_rank_2, "train.num_steps=20"
+    )
+    assert [(each.code, each.error) for each in results] == [(3, "")] * 4
     (finding,) = [event for event in log_of(tmp_path) if isinstance(event, Finding)]
     assert (finding.kind, finding.ranks) == (FindingKind.data_mismatch, [2])
     assert finding.message == "ranks 2 read other tokens for the same row"
@@ -88,8 +90,8 @@ def test_a_rank_that_reads_other_bytes_is_named(ranks: Pool, tmp_path: Path) -> 
     [("data", 1), ("ledger", 0), ("log", 0), ("manifest", 0), ("directory", 0), ("engine", 1)],
 )
 def test_a_failure_on_one_rank_at_start_fails_on_all(ranks: Pool, tmp_path: Path, what: str, rank: int) -> None:
-    left = ranks.run(2, diverging_ranks.open_with_failure, str(tmp_path), what, rank)
-    assert [each.error for each in left] == ["OSError: [Errno 5] Input/output error"] * 2
+    results = ranks.run(2, diverging_ranks.open_with_failure, str(tmp_path), what, rank)
+    assert [each.error for each in results] == ["OSError: [Errno 5] Input/output error"] * 2
 
 
 def test_a_group_is_not_destroyed_after_a_crash() -> None:

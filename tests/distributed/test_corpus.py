@@ -29,7 +29,7 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "corpus"
 
 
-def start(ranks: Pool, corpus: Path, *overrides: str, size: int = 1) -> list[cases.Started]:
+def start(ranks: Pool, corpus: Path, *overrides: str, size: int = 1) -> list[cases.StartResult]:
     """Start or resume the run; returns each rank's result."""
     paths = f"data.sources.main.paths=[{corpus}/*.bin]"
     return ranks.run(size, cases.start_run, str(corpus.parent), *STEPS, paths, *overrides)
@@ -58,7 +58,9 @@ def test_a_node_with_another_file_is_named_with_its_rank_and_host(ranks: Pool, t
 
     def problems() -> set[str]:
         places = [(str(here), "node-a"), (str(there), "node-b")]
-        return {started.problem for started in ranks.run(2, cases.start_elsewhere, str(tmp_path), places, *overrides)}
+        return {
+            started.problem for started in ranks.run(2, cases.start_run_per_host, str(tmp_path), places, *overrides)
+        }
 
     write_shard(there / "corpus" / "shard-2.bin", 3)
     path = "corpus/shard-2.bin"
@@ -74,23 +76,23 @@ def test_a_node_with_another_file_is_named_with_its_rank_and_host(ranks: Pool, t
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("change", "message"),
     [("remove", "was removed"), ("grow", "grew from 6402 to 6404 bytes"), ("rewrite", "the content of")],
 )
 def test_a_change_that_moves_windows_is_rejected_even_with_resume_changed(
-    ranks: Pool, corpus: Path, spoil: str, said: str
+    ranks: Pool, corpus: Path, change: str, message: str
 ) -> None:
     start(ranks, corpus, "train.num_steps=5")
     shard = corpus / "shard-1.bin"
-    if spoil == "remove":
+    if change == "remove":
         shard.unlink()
     else:
-        write_shard(shard, 9, num_tokens=3202 if spoil == "grow" else 3201)
+        write_shard(shard, 9, num_tokens=3202 if change == "grow" else 3201)
     config = (corpus.parent / "a" / "config.yaml").read_bytes()
     for policy in ("same", "changed"):
         (refused,) = start(ranks, corpus, "train.num_steps=5", f"run.resume={policy}")
         assert refused.problem.startswith("data.sources.main.paths: the corpus of the run changed: ")
-        assert said in refused.problem
+        assert message in refused.problem
         assert str(shard) in refused.problem
         assert "choose another run.name" in refused.problem
         assert refused.cursors == list(range(5))

@@ -16,7 +16,7 @@ from harness.data.sources import open_data
 from harness.sentinel.policy.policy import replay_actions
 from tests.distributed import faulty_runs
 from tests.distributed.cases import tiny
-from tests.distributed.faulty_runs import Ended, Fault
+from tests.distributed.faulty_runs import Fault, RankResult
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.full
@@ -31,23 +31,23 @@ STEPS = (
 SHIFT = 70
 
 
-def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str) -> Ended:
+def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str) -> RankResult:
     results = ranks.run(2, faulty_runs.run, str(directory), fault, f"run.name={name}", *STEPS, *overrides)
     assert len({(result.code, result.state) for result in results}) == 1
-    first: Ended = results[0]
+    first: RankResult = results[0]
     return first
 
 
-def of(kind: Any, log: list[Event]) -> list[Any]:
+def events_of(kind: Any, log: list[Event]) -> list[Any]:
     return [event for event in log if isinstance(event, kind)]
 
 
-def taken(log: list[Event]) -> list[ActionKind]:
-    return [action.kind for action in of(Action, log) if action.kind is not ActionKind.watch]
+def action_kinds(log: list[Event]) -> list[ActionKind]:
+    return [action.kind for action in events_of(Action, log) if action.kind is not ActionKind.watch]
 
 
 def consumed(log: list[Event]) -> list[int]:
-    return [record.cursor for record in of(StepRecord, log) if not record.refused]
+    return [record.cursor for record in events_of(StepRecord, log) if not record.refused]
 
 
 def check_replay(log: list[Event]) -> None:
@@ -55,7 +55,7 @@ def check_replay(log: list[Event]) -> None:
     again = [
         (action.kind, action.iteration, action.give_back) for action in replay_actions(log, cfg.policy, lag=cfg.lag)
     ]
-    assert again == [(action.kind, action.iteration, action.give_back) for action in of(Action, log)]
+    assert again == [(action.kind, action.iteration, action.give_back) for action in events_of(Action, log)]
 
 
 def test_new_data_is_accepted_and_a_control_with_the_final_ledger_has_the_same_weights(
@@ -64,16 +64,16 @@ def test_new_data_is_accepted_and_a_control_with_the_final_ledger_has_the_same_w
     shift = Fault("data", 0, factor=0.8, batch=SHIFT)
     victim = run(ranks, tmp_path, "victim", shift)
     assert victim.code == 0
-    assert taken(victim.log) == [ActionKind.skip, ActionKind.skip, ActionKind.check, ActionKind.accept]
-    (check,) = [each for each in of(Outcome, victim.log) if each.kind is ActionKind.check]
-    (asked,) = [each for each in of(Action, victim.log) if each.kind is ActionKind.check]
-    assert check.held_out_loss <= 1.05 * asked.level
+    assert action_kinds(victim.log) == [ActionKind.skip, ActionKind.skip, ActionKind.check, ActionKind.accept]
+    (check,) = [each for each in events_of(Outcome, victim.log) if each.kind is ActionKind.check]
+    (request,) = [each for each in events_of(Action, victim.log) if each.kind is ActionKind.check]
+    assert check.held_out_loss <= 1.05 * request.level
     assert sorted(consumed(victim.log)) == list(range(90)), "every batch was trained on once"
     ledger = Ledger.load(RunDir(tmp_path / "victim").ledger, writer=False)
     assert ledger.num_excluded == 0
     assert isinstance(ledger.entries[-1], Revocation)
     check_replay(victim.log)
-    faulty_runs.with_ledger_of(tmp_path / "victim", tmp_path / "control")
+    faulty_runs.copy_ledger(tmp_path / "victim", tmp_path / "control")
     control = run(ranks, tmp_path, "control", shift)
     assert consumed(control.log) == consumed(victim.log)
     assert control.weights == victim.weights
@@ -82,12 +82,12 @@ def test_new_data_is_accepted_and_a_control_with_the_final_ledger_has_the_same_w
 def test_the_same_rise_from_damaged_weights_is_rewound(ranks: Pool, tmp_path: Path) -> None:
     victim = run(ranks, tmp_path, "victim", Fault("weights", 0, factor=30.0, iteration=SHIFT))
     assert victim.code == 0
-    answers = taken(victim.log)
-    assert answers[answers.index(ActionKind.check) + 1] is ActionKind.rewind
-    assert ActionKind.accept not in answers
-    (check,) = [each for each in of(Outcome, victim.log) if each.kind is ActionKind.check]
-    (asked,) = [each for each in of(Action, victim.log) if each.kind is ActionKind.check]
-    assert check.held_out_loss > 1.05 * asked.level
+    kinds = action_kinds(victim.log)
+    assert kinds[kinds.index(ActionKind.check) + 1] is ActionKind.rewind
+    assert ActionKind.accept not in kinds
+    (check,) = [each for each in events_of(Outcome, victim.log) if each.kind is ActionKind.check]
+    (request,) = [each for each in events_of(Action, victim.log) if each.kind is ActionKind.check]
+    assert check.held_out_loss > 1.05 * request.level
     check_replay(victim.log)
 
 
@@ -97,7 +97,7 @@ def test_a_source_swap_never_leaves_a_run_without_data(tmp_path: Path) -> None:
     cfg = tiny("data=mixture", phases, directory=str(tmp_path))
     ledger = Ledger(tmp_path / "ledger.jsonl")
 
-    def opened() -> Any:
+    def open_batches() -> Any:
         cpu = torch.device("cpu")
         return open_data(cfg, rank=0, world_size=1, device=cpu, ledger=Ledger.load(tmp_path / "ledger.jsonl"))[0]
 
@@ -107,7 +107,7 @@ def test_a_source_swap_never_leaves_a_run_without_data(tmp_path: Path) -> None:
     assert batches.can_reweight(10, {"synthetic": 0.0})
     ledger.reweight(10, {"synthetic": 0.0}, "as a swap does")
     assert not batches.can_reweight(20, {"text": 0.0})
-    again = opened()
+    again = open_batches()
     assert json.dumps(again.mixture.phases[-1].weights) == "[1.0, 0.0]"
     for each in (batches, again):
         each.close()

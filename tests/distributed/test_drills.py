@@ -1,4 +1,4 @@
-"""Every numeric and data scenario of `conf/drill` on two real ranks: injected, found, answered and scored."""
+"""Every numeric and data scenario of `conf/drill` on two real ranks: injected, detected, handled and scored."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.analysis.postmortem.causes import INJECTED, blamed
 from tests.distributed import drill_cases
 from tests.distributed.pool import Pool
 
-SELDOM_SAVED = "checkpoint.every_steps=50"
+RARE_CHECKPOINTS = "checkpoint.every_steps=50"
 """Checkpoints are off: writing them costs more than the steps."""
-OFTEN_SAVED = {"optimizer_reset": ["checkpoint.every_steps=25"]}
+MORE_CHECKPOINTS = {"optimizer_reset": ["checkpoint.every_steps=25"]}
 """The one scenario that rolls back to a checkpoint."""
-ON_RANKS = (
-    SELDOM_SAVED,
+RUN_OVERRIDES = (
+    RARE_CHECKPOINTS,
     "parallel.device=cpu",
     "telemetry=plain",
     "telemetry.picture=false",
@@ -59,27 +59,27 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def configured(words: tuple[str, ...]) -> Config:
+def cached_config(overrides: tuple[str, ...]) -> Config:
     """Cached: composed once for all scenarios with the same training config."""
-    return directories.configure(words, ())
+    return directories.configure(overrides, ())
 
 
-def twin_of(ranks: Pool, runs: Path, words: Sequence[str]) -> str:
+def twin_of(ranks: Pool, runs: Path, overrides: Sequence[str]) -> str:
     """The name of the clean twin, one for all scenarios with the same training config."""
-    alike = RunDir(runs / f"twin-{abs(hash(tuple(words)))}")
-    if not alike.path.exists():
-        directories.create_directory(configured(tuple(words)), alike)
-        assert ranks.run(2, drill_cases.run, str(alike.path)) == [0, 0]
-    return alike.path.name
+    clean_run = RunDir(runs / f"twin-{abs(hash(tuple(overrides)))}")
+    if not clean_run.path.exists():
+        directories.create_directory(cached_config(tuple(overrides)), clean_run)
+        assert ranks.run(2, drill_cases.run, str(clean_run.path)) == [0, 0]
+    return clean_run.path.name
 
 
-def drilled(ranks: Pool, runs: Path, name: str) -> Card:
+def run_drill(ranks: Pool, runs: Path, name: str) -> Card:
     """The score card of a scenario, from the two run directories."""
     drill = scenario.load_scenario(name)
     victim = RunDir(runs / f"drill-{name}")
-    words = [*drill.train, *ON_RANKS]
-    twin = twin_of(ranks, runs, words)
-    directories.create_directory(configured((*words, *OFTEN_SAVED.get(name, ()))), victim)
+    overrides = [*drill.train, *RUN_OVERRIDES]
+    twin = twin_of(ranks, runs, overrides)
+    directories.create_directory(cached_config((*overrides, *MORE_CHECKPOINTS.get(name, ()))), victim)
     DrillRecord(name=name, scenario=drill, plan=drill.plan, twin=twin).write(victim)
     codes = ranks.run(2, drill_cases.run, str(victim.path))
     assert codes == 2 * [drill.expected.exit_code]
@@ -90,7 +90,7 @@ def drilled(ranks: Pool, runs: Path, name: str) -> Card:
     "name", [pytest.param(name, marks=() if name == "nan_grad" else pytest.mark.full) for name in SCENARIOS]
 )
 def test_a_drill_passes_its_score_card(ranks: Pool, runs: Path, name: str) -> None:
-    card = drilled(ranks, runs, name)
+    card = run_drill(ranks, runs, name)
     broken = {bound.name: bound for bound in card.bounds if bound.verdict not in (BoundStatus.held, BoundStatus.free)}
     assert not broken, card.score.remarks
     assert blamed(runs / f"drill-{name}") is INJECTED[name], "the post-mortem blames what was injected"

@@ -15,16 +15,16 @@ from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.full
 
-WORDS = ("model.num_layers=1", "train.batch_size=64", "train.micro_batch_size=8", "checkpoint.every_steps=5")
+OVERRIDES = ("model.num_layers=1", "train.batch_size=64", "train.micro_batch_size=8", "checkpoint.every_steps=5")
 CONSTANT = ("optim.warmup_steps=2", "optim.schedule=constant", "run.resume=changed")
 
 
 def test_a_run_resumes_on_four_then_three_then_two_ranks(ranks: Pool, tmp_path: Path) -> None:
     for size, until in ((4, 5), (3, 10), (2, 15)):
-        overrides = (*WORDS, *CONSTANT, f"train.num_steps={until}")
+        overrides = (*OVERRIDES, *CONSTANT, f"train.num_steps={until}")
         code, records = ranks.run(size, cases.run, str(tmp_path), "run.name=shrinking", *overrides)[0]
         assert code == 0
-    overrides = (*WORDS, *CONSTANT, "train.num_steps=15")
+    overrides = (*OVERRIDES, *CONSTANT, "train.num_steps=15")
     code, expected = ranks.run(4, cases.run, str(tmp_path), "run.name=whole", *overrides)[0]
     assert code == 0
     assert [record.cursor for record in records] == [record.cursor for record in expected] == list(range(15))
@@ -49,7 +49,7 @@ def opened_sockets() -> tuple[int, int]:
     gather_results(lambda: world.rank)
     gather_results(lambda: world.rank, world.background_group)
     busy = num_sockets()
-    gather_results(lambda: 0)  # no rank leaves before all have counted
+    gather_results(lambda: 0)  # barrier: no rank disconnects before all have counted
     return idle - before, busy - before
 
 
@@ -58,12 +58,12 @@ def test_sockets_of_a_rank_do_not_grow_with_the_world_size(ranks: Pool) -> None:
     four, eight = (ranks.run(size, opened_sockets)[1:] for size in (4, 8))
     idle = [max(each for each, _ in counts) for counts in (four, eight)]
     busy = [max(each for _, each in counts) for counts in (four, eight)]
-    assert idle[1] <= idle[0] + 1, "a peer is connected at the first message"
-    assert busy[1] <= busy[0] + 2, "rings and trees: of four more peers in two groups, one or two"
+    assert idle[1] <= idle[0] + 1, "a peer is connected with the first message"
+    assert busy[1] <= busy[0] + 2, "rings and trees: four more peers in two groups add one or two sockets"
 
 
-def gives_up(flag: str) -> tuple[str, float]:
-    """The error of a collective in which the only peer takes no part, and the time until it."""
+def collective_timeout(flag: str) -> tuple[str, float]:
+    """The error of a collective that the only peer never enters, and the time until the error."""
     cfg = cases.tiny().parallel
     cfg.timeout_s = 2.0
     world = connect(cfg)
@@ -82,6 +82,6 @@ def gives_up(flag: str) -> tuple[str, float]:
 
 
 def test_a_missing_peer_times_out(ranks: Pool, tmp_path: Path) -> None:
-    (message, took_s), _ = ranks.run(2, gives_up, str(tmp_path / "flag"))
+    (message, took_s), _ = ranks.run(2, collective_timeout, str(tmp_path / "flag"))
     assert "timed out" in message.lower() or "timeout" in message.lower()
     assert took_s < 20

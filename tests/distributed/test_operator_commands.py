@@ -53,13 +53,13 @@ from harness.optim.update import LR_RECOVERY_RATE
 from tests.distributed import faulty_runs
 from tests.distributed.cases import digest, state_on_disk, tiny
 from tests.distributed.pool import Pool
-from tests.distributed.test_sentinel import STEPS, check_replay, of
+from tests.distributed.test_sentinel import STEPS, check_replay, events_of
 
 pytestmark = pytest.mark.full
 
 LAG = 1
 NUM_STEPS = 34
-SHORT = (
+OVERRIDES = (
     *STEPS,
     "model.num_layers=1",
     f"train.num_steps={NUM_STEPS}",
@@ -68,19 +68,19 @@ SHORT = (
 )
 WHO, WHY = "ada", "the floor moved"
 Orders = Mapping[int, Sequence[Order]]
-Word = Callable[[RunDir], None]
+WhenPaused = Callable[[RunDir], None]
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankResult:
     """The result of a run, on one rank."""
 
     code: int
     state: str
     """Digest of all tensors that a checkpoint would hold."""
-    num_begun: int
+    num_steps_started: int
     """Steps that this rank started."""
-    begun_in_pause: int
+    steps_started_at_pause: int
     """Steps that it had started when the paused run got its next command."""
 
 
@@ -97,69 +97,78 @@ def stop(run: RunDir) -> None:
     run.stop.touch()
 
 
-def damage_and_go_back(run: RunDir) -> None:
+def damage_checkpoint_and_roll_back(run: RunDir) -> None:
     for path in (run.checkpoints / "step-00000008-gen-0").glob("*.distcp"):
         path.write_bytes(b"torn")
     send(run, Rollback(to_step=8), Resume())
 
 
-def lose_the_ledger(run: RunDir) -> None:
+def break_ledger_and_skip(run: RunDir) -> None:
     run.ledger.mkdir()
     send(run, Skip(num_batches=3), Resume())
 
 
-def go_back_to_8(run: RunDir) -> None:
+def roll_back_to_8(run: RunDir) -> None:
     send(run, Rollback(to_step=8))
 
 
-def torn(directory: str, orders: Orders, in_pause: Word | None, *overrides: str) -> Ended:
-    """As `ordered`, with a disk that fails after the tensors of a checkpoint were filled."""
-    genuine: Callable[..., None] = getattr(store, "load_shards")  # noqa: B009  (which store only imports)
+def run_worker_with_failing_restore(
+    directory: str, orders: Orders, when_paused: WhenPaused | None, *overrides: str
+) -> RankResult:
+    """As `run_worker_with_orders`, with a disk that fails after the tensors of a checkpoint were filled."""
+    original: Callable[..., None] = getattr(store, "load_shards")  # noqa: B009  (which store only imports)
 
     def load_shards(*arguments: Any, **options: Any) -> None:
-        genuine(*arguments, **options)
+        original(*arguments, **options)
         raise OSError(errno.EIO, "Input/output error")
 
     with patch.object(store, "load_shards", load_shards):
-        return ordered(directory, orders, in_pause, *overrides)
+        return run_worker_with_orders(directory, orders, when_paused, *overrides)
 
 
-def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: str) -> Ended:
+def run_worker_with_orders(
+    directory: str, orders: Orders, when_paused: WhenPaused | None, *overrides: str
+) -> RankResult:
     """A run that gets commands in the n-th step it starts and runs them in that step; and one more when paused."""
     cfg = tiny(*overrides, directory=directory)
-    run, num_begun, begun_in_pause, state = locate(cfg), 0, 0, ""
+    run, num_steps_started, steps_started_at_pause, state = locate(cfg), 0, 0, ""
     compute: Callable[..., None] = getattr(train, "forward_backward")  # noqa: B009  (which train only imports)
-    genuine_leave, genuine_wait, genuine_waits, genuine_look = train.leave, Watcher.wait, Watcher.waits, Watcher.look
-    looking = Lock()
+    original_leave, original_wait, original_waits, original_look = (
+        train.leave,
+        Watcher.wait,
+        Watcher.waits,
+        Watcher.look,
+    )
+    look_lock = Lock()
 
     def forward_backward(parts: Parts, *arguments: Any, **options: Any) -> None:
-        nonlocal num_begun
-        num_begun += 1
+        nonlocal num_steps_started
+        num_steps_started += 1
         if parts.world.is_first:
-            send(run, *orders.get(num_begun, ()))
+            send(run, *orders.get(num_steps_started, ()))
         compute(parts, *arguments, **options)
 
     def look(inbox: Watcher) -> None:
-        with looking:
-            genuine_look(inbox)
+        with look_lock:
+            original_look(inbox)
 
     def waits(inbox: Watcher) -> bool:
         """Reads what is on disk now, not what the watcher thread found last."""
         inbox.look()
-        return genuine_waits(inbox)
+        return original_waits(inbox)
 
     def wait(inbox: Watcher, timeout_s: float) -> bool:
-        nonlocal begun_in_pause
-        heard = genuine_wait(inbox, timeout_s)
-        if not begun_in_pause and in_pause is not None:
-            begun_in_pause = num_begun
-            in_pause(run)
-        return heard
+        nonlocal steps_started_at_pause
+        has_command = original_wait(inbox, timeout_s)
+        if not steps_started_at_pause and when_paused is not None:
+            steps_started_at_pause = num_steps_started
+            when_paused(run)
+        return has_command
 
     def leave(left: Any, ending: Any) -> Any:
         nonlocal state
         state = digest(left.parts.tensors())
-        return genuine_leave(left, ending)
+        return original_leave(left, ending)
 
     with (
         patch.multiple(train, forward_backward=forward_backward, leave=leave),
@@ -168,20 +177,20 @@ def ordered(directory: str, orders: Orders, in_pause: Word | None, *overrides: s
         patch.multiple(watcher, LOOK_EVERY_S=0.05, WORD_EVERY_S=0.0),
     ):
         code = train.run_worker(cfg)
-    return Ended(code, state, num_begun, begun_in_pause)
+    return RankResult(code, state, num_steps_started, steps_started_at_pause)
 
 
 @dataclass(frozen=True)
-class Told:
+class FinishedRun:
     """A run on all ranks, and its run directory."""
 
     run: RunDir
-    ended: Ended
+    result: RankResult
     log: list[Event]
 
     @property
     def records(self) -> list[StepRecord]:
-        return of(StepRecord, self.log)
+        return events_of(StepRecord, self.log)
 
     @property
     def last_of_step(self) -> dict[int, StepRecord]:
@@ -189,49 +198,49 @@ class Told:
         return {record.step: record for record in self.records}
 
 
-def tell(
+def run_with_orders(
     ranks: Pool,
     directory: Path,
     name: str,
     orders: Orders,
     *overrides: str,
-    in_pause: Word | None = None,
-    case: Callable[..., Ended] = ordered,
-) -> Told:
+    when_paused: WhenPaused | None = None,
+    case: Callable[..., RankResult] = run_worker_with_orders,
+) -> FinishedRun:
     """A run on two ranks, which must end equally; replaying its log must give its decisions."""
-    words = (f"run.name={name}", *SHORT, *overrides)
-    results = ranks.run(2, case, str(directory), orders, in_pause, *words)
-    assert len({(result.code, result.state, result.num_begun) for result in results}) == 1
+    all_overrides = (f"run.name={name}", *OVERRIDES, *overrides)
+    results = ranks.run(2, case, str(directory), orders, when_paused, *all_overrides)
+    assert len({(result.code, result.state, result.num_steps_started) for result in results}) == 1
     run = RunDir(directory / name)
     log = list(events.read(run.events))
-    check_replay(log, *SHORT, *overrides)
-    return Told(run, results[0], log)
+    check_replay(log, *OVERRIDES, *overrides)
+    return FinishedRun(run, results[0], log)
 
 
-def answers(told: Told, *orders: Order) -> list[Intervention]:
+def check_answers(finished: FinishedRun, *orders: Order) -> list[Intervention]:
     """The logged interventions of a run; asserts that no command is pending and no incident was opened."""
-    written = commands.interventions(told.run)
-    assert written == of(Intervention, told.log)
+    written = commands.interventions(finished.run)
+    assert written == events_of(Intervention, finished.log)
     assert [(event.who, event.reason) for event in written] == [(WHO, WHY)] * len(orders)
     assert [event.changes["command"] for event in written] == [in_words(order) for order in orders]
     assert all(0 <= event.time - event.changes["asked_time"] < 60 for event in written)
-    assert not commands.waiting(told.run)
-    assert {action.incident for action in of(Action, told.log)} <= {0}
+    assert not commands.waiting(finished.run)
+    assert {action.incident for action in events_of(Action, finished.log)} <= {0}
     return written
 
 
-def numbers(records: Sequence[StepRecord]) -> dict[int, tuple[float, float, float, int]]:
+def step_results(records: Sequence[StepRecord]) -> dict[int, tuple[float, float, float, int]]:
     """The exact results of each step."""
     return {record.step: (record.loss, record.grad_norm, record.lr, record.cursor) for record in records}
 
 
 @pytest.fixture(scope="module")
-def control(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Told:
+def control(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """A run without commands."""
-    told = tell(ranks, tmp_path_factory.mktemp("control"), "control", {})
-    assert told.ended.code == 0
-    assert answers(told) == []
-    return told
+    finished = run_with_orders(ranks, tmp_path_factory.mktemp("control"), "control", {})
+    assert finished.result.code == 0
+    assert check_answers(finished) == []
+    return finished
 
 
 def test_a_run_with_skipped_batches_equals_one_that_excluded_them(ranks: Pool, tmp_path: Path) -> None:
@@ -239,88 +248,93 @@ def test_a_run_with_skipped_batches_equals_one_that_excluded_them(ranks: Pool, t
     run = RunDir(tmp_path / "victim")
     run.path.mkdir()
     Ledger.load(run.ledger).exclude(15, 16, "known before")
-    told = tell(ranks, tmp_path, "victim", {12: [Skip(num_batches=3)]})
-    (answer,) = answers(told, Skip(num_batches=3))
+    finished = run_with_orders(ranks, tmp_path, "victim", {12: [Skip(num_batches=3)]})
+    (answer,) = check_answers(finished, Skip(num_batches=3))
     assert answer.iteration == 12 + LAG == 13
     assert (answer.changes["num_batches"], answer.changes["batches"]) == (3, [13, 17])
     entry = list(Ledger.load(run.ledger))[1]
     assert isinstance(entry, Exclusion)
     assert (entry.first, entry.last) == (13, 17)
     assert WHY in entry.reason
-    assert [record.cursor for record in told.records] == [*range(13), *range(18, NUM_STEPS + 5)]
+    assert [record.cursor for record in finished.records] == [*range(13), *range(18, NUM_STEPS + 5)]
 
-    faulty_runs.with_ledger_of(run.path, tmp_path / "twin")
-    twin = tell(ranks, tmp_path, "twin", {})
-    assert twin.ended.code == told.ended.code == 0
-    assert twin.ended.state == told.ended.state
-    assert numbers(twin.records) == numbers(told.records)
+    faulty_runs.copy_ledger(run.path, tmp_path / "twin")
+    twin = run_with_orders(ranks, tmp_path, "twin", {})
+    assert twin.result.code == finished.result.code == 0
+    assert twin.result.state == finished.result.state
+    assert step_results(twin.records) == step_results(finished.records)
 
 
-def test_a_rolled_back_run_ends_like_the_control_run(ranks: Pool, control: Told, tmp_path: Path) -> None:
-    told = tell(ranks, tmp_path, "victim", {27: [Rollback(to_step=18)]})
-    (answer,) = answers(told, Rollback(to_step=18))
-    heard, target = 27 + LAG, "step-00000016-gen-0"
-    assert answer.iteration == heard
+def test_a_rolled_back_run_ends_like_the_control_run(ranks: Pool, control: FinishedRun, tmp_path: Path) -> None:
+    finished = run_with_orders(ranks, tmp_path, "victim", {27: [Rollback(to_step=18)]})
+    (answer,) = check_answers(finished, Rollback(to_step=18))
+    applied_at, target = 27 + LAG, "step-00000016-gen-0"
+    assert answer.iteration == applied_at
     done = {key: answer.changes[key] for key in ("to_step", "target", "steps_lost", "step")}
-    assert done == {"to_step": 18, "target": target, "steps_lost": heard - 16, "step": 16}
-    (outcome,) = of(Outcome, told.log)
+    assert done == {"to_step": 18, "target": target, "steps_lost": applied_at - 16, "step": 16}
+    (outcome,) = events_of(Outcome, finished.log)
     assert (outcome.kind, outcome.incident, outcome.target) == (ActionKind.rollback, 0, target)
 
-    saved = [event.directory for event in of(CheckpointSaved, told.log)]
-    older, left, newer = saved[:2], saved[2:3], saved[3:]
-    assert (older[-1], left) == (target, ["step-00000024-gen-0"])
+    saved = [event.directory for event in events_of(CheckpointSaved, finished.log)]
+    older, abandoned, newer = saved[:2], saved[2:3], saved[3:]
+    assert (older[-1], abandoned) == (target, ["step-00000024-gen-0"])
     assert newer == [f"step-{step:08d}-gen-1" for step in (24, 32, NUM_STEPS)]
-    health = {each.name: each.health for each in catalog.list_checkpoints(told.run.checkpoints)}
+    health = {each.name: each.health for each in catalog.list_checkpoints(finished.run.checkpoints)}
     assert [name for name in saved if health.get(name, Health.tainted) is not Health.tainted] == [*older, *newer]
-    assert state_on_disk(told.run.checkpoints / newer[-1]).generation == 1
+    assert state_on_disk(finished.run.checkpoints / newer[-1]).generation == 1
 
-    assert told.ended.code == 0
-    assert [record.step for record in told.records] == [*range(1, heard + 1), *range(17, NUM_STEPS + 1)]
-    assert told.ended.state == control.ended.state
-    assert numbers(list(told.last_of_step.values())) == numbers(control.records)
+    assert finished.result.code == 0
+    assert [record.step for record in finished.records] == [*range(1, applied_at + 1), *range(17, NUM_STEPS + 1)]
+    assert finished.result.state == control.result.state
+    assert step_results(list(finished.last_of_step.values())) == step_results(control.records)
 
 
-def test_learning_rate_falls_at_once_and_rises_slowly(ranks: Pool, control: Told, tmp_path: Path) -> None:
+def test_learning_rate_falls_at_once_and_rises_slowly(ranks: Pool, control: FinishedRun, tmp_path: Path) -> None:
     orders = [Rate(factor=0.5), Rate(factor=1.0)]
-    told = tell(ranks, tmp_path, "victim", {24: orders[:1], 29: orders[1:]})
-    lowered, restored = answers(told, *orders)
+    finished = run_with_orders(ranks, tmp_path, "victim", {24: orders[:1], 29: orders[1:]})
+    lowered, restored = check_answers(finished, *orders)
     assert (lowered.iteration, restored.iteration) == (24 + LAG, 29 + LAG)
     assert (lowered.changes["factor"], restored.changes["factor"]) == (0.5, 1.0)
-    assert [action.lr_scale for action in of(Action, told.log)] == [0.5, 1.0]
+    assert [action.lr_scale for action in events_of(Action, finished.log)] == [0.5, 1.0]
     scheduled = control.last_of_step
-    shares = {record.iteration: record.lr / scheduled[record.step].lr for record in told.records}
+    shares = {record.iteration: record.lr / scheduled[record.step].lr for record in finished.records}
     assert all(share == 1.0 for iteration, share in shares.items() if iteration <= lowered.iteration)
     between = range(lowered.iteration + 1, restored.iteration + 1)
     assert [shares[iteration] for iteration in between] == pytest.approx([0.5] * len(between))
     rising = [shares[iteration] for iteration in range(restored.iteration + 1, NUM_STEPS + 1)]
     assert rising == pytest.approx([1 - 0.5 * (1 - LR_RECOVERY_RATE) ** (nth + 1) for nth in range(len(rising))])
-    assert not [finding for finding in of(Finding, told.log) if finding.kind is FindingKind.lr_jump]
-    assert told.ended.code == 0
+    assert not [finding for finding in events_of(Finding, finished.log) if finding.kind is FindingKind.lr_jump]
+    assert finished.result.code == 0
 
 
-def test_a_lowered_lr_survives_a_rollback_and_a_lost_checkpoint(ranks: Pool, control: Told, tmp_path: Path) -> None:
+def test_a_lowered_lr_survives_a_rollback_and_a_lost_checkpoint(
+    ranks: Pool, control: FinishedRun, tmp_path: Path
+) -> None:
     """The weights of step 24 are older than the command; it still holds, applies at once, and causes no finding."""
     orders: Orders = {25: [Rate(factor=0.5)], 28: [Rollback(to_step=24)], 29 + LAG: [Pause()]}
-    told = tell(ranks, tmp_path, "victim", orders, in_pause=stop)
-    answers(told, Rate(factor=0.5), Rollback(to_step=24), Pause())
-    shutil.rmtree(told.run.checkpoints / f"step-{told.records[-1].step:08d}-gen-1")
-    again = tell(ranks, tmp_path, "victim", {})
-    (_, resumed) = of(RunStarted, again.log)
+    finished = run_with_orders(ranks, tmp_path, "victim", orders, when_paused=stop)
+    check_answers(finished, Rate(factor=0.5), Rollback(to_step=24), Pause())
+    shutil.rmtree(finished.run.checkpoints / f"step-{finished.records[-1].step:08d}-gen-1")
+    again = run_with_orders(ranks, tmp_path, "victim", {})
+    (_, resumed) = events_of(RunStarted, again.log)
     assert resumed.resumed_from == "step-00000024-gen-0"
     later = [record for record in again.records if record.iteration > 25 + LAG]
     assert [record.step for record in later] == [27, 28, 29, 25, 26, *range(25, NUM_STEPS + 1)]
     scheduled = control.last_of_step
     assert [record.lr / scheduled[record.step].lr for record in later] == pytest.approx([0.5] * len(later))
-    assert not [finding for finding in of(Finding, again.log) if finding.kind is FindingKind.lr_jump]
+    assert not [finding for finding in events_of(Finding, again.log) if finding.kind is FindingKind.lr_jump]
 
 
 def test_fp8_is_switched_off_and_on_by_commands(ranks: Pool, tmp_path: Path) -> None:
     orders: Orders = {3: [Precision(kind="bf16")], 8: [Precision(kind="fp8")]}
-    told = tell(ranks, tmp_path, "victim", orders, "precision=fp8_emulated", "train.num_steps=12")
-    answers(told, Precision(kind="bf16"), Precision(kind="fp8"))
+    finished = run_with_orders(ranks, tmp_path, "victim", orders, "precision=fp8_emulated", "train.num_steps=12")
+    check_answers(finished, Precision(kind="bf16"), Precision(kind="fp8"))
     left, back = 3 + LAG, 8 + LAG
-    assert [record.iteration for record in told.records if not record.in_fp8] == [*range(left + 1, back + 1)]
-    assert [(action.in_fp8, action.until) for action in of(Action, told.log)] == [(False, None), (True, None)]
+    assert [record.iteration for record in finished.records if not record.in_fp8] == [*range(left + 1, back + 1)]
+    assert [(action.in_fp8, action.until) for action in events_of(Action, finished.log)] == [
+        (False, None),
+        (True, None),
+    ]
 
 
 MIXED = ("data=mixture", "data.phases=[]", "data.sources.text.kind=synthetic")
@@ -328,94 +342,106 @@ MIXED = ("data=mixture", "data.phases=[]", "data.sources.text.kind=synthetic")
 
 def test_an_excluded_source_is_not_read_and_the_last_one_is_kept(ranks: Pool, tmp_path: Path) -> None:
     orders = [ExcludeSource(source="text"), ExcludeSource(source="synthetic")]
-    told = tell(ranks, tmp_path, "victim", {14: orders}, *MIXED)
-    excluded, refused = answers(told, *orders)
-    heard = 14 + LAG
-    assert excluded.iteration == refused.iteration == heard
+    finished = run_with_orders(ranks, tmp_path, "victim", {14: orders}, *MIXED)
+    excluded, refused = check_answers(finished, *orders)
+    applied_at = 14 + LAG
+    assert excluded.iteration == refused.iteration == applied_at
     assert REFUSED not in excluded.changes
     assert refused.changes[REFUSED] == "exclude: without 'synthetic' no source would have a weight above 0"
-    for record in told.records:
-        present = {"synthetic"} if record.iteration > heard else {"synthetic", "text"}
+    for record in finished.records:
+        present = {"synthetic"} if record.iteration > applied_at else {"synthetic", "text"}
         assert set(record.source_losses) == present
         assert {name for name, rows in record.batch["rows"].items() if rows} == present
-    assert told.ended.code == 0
-    assert [record.step for record in told.records] == list(range(1, NUM_STEPS + 1))
+    assert finished.result.code == 0
+    assert [record.step for record in finished.records] == list(range(1, NUM_STEPS + 1))
 
 
-def test_checkpoint_pause_and_rejected_commands_change_nothing(ranks: Pool, control: Told, tmp_path: Path) -> None:
+def test_checkpoint_pause_and_rejected_commands_change_nothing(
+    ranks: Pool, control: FinishedRun, tmp_path: Path
+) -> None:
     early, unknown = Rollback(to_step=2), ExcludeSource(source="web")
     orders: Orders = {3: [early, unknown], 17: [SaveCheckpoint()], 22: [Pause()]}
-    told = tell(ranks, tmp_path, "victim", orders, in_pause=resume)
-    no_target, no_source, saved, paused, resumed = answers(told, early, unknown, SaveCheckpoint(), Pause(), Resume())
+    finished = run_with_orders(ranks, tmp_path, "victim", orders, when_paused=resume)
+    no_target, no_source, saved, paused, resumed = check_answers(
+        finished, early, unknown, SaveCheckpoint(), Pause(), Resume()
+    )
     assert "no checkpoint at or before step 2" in no_target.changes[REFUSED]
     assert "no source 'web'" in no_source.changes[REFUSED]
     assert not [event for event in (saved, paused, resumed) if REFUSED in event.changes]
-    assert not of(Action, told.log)
+    assert not events_of(Action, finished.log)
 
     assert saved.iteration == 17 + LAG
-    (checkpoint,) = [event for event in of(CheckpointSaved, told.log) if event.step not in (8, 16, 24, 32, NUM_STEPS)]
+    (checkpoint,) = [
+        event for event in events_of(CheckpointSaved, finished.log) if event.step not in (8, 16, 24, 32, NUM_STEPS)
+    ]
     assert checkpoint.step == saved.iteration + 1
-    assert state_on_disk(told.run.checkpoints / checkpoint.directory).step == checkpoint.step
+    assert state_on_disk(finished.run.checkpoints / checkpoint.directory).step == checkpoint.step
 
-    assert paused.iteration == resumed.iteration == told.ended.begun_in_pause == 22 + LAG
-    places = [told.log.index(event) for event in (paused, resumed)]
-    assert not of(StepRecord, told.log[slice(*places)]), "no step runs in between"
-    assert told.ended.code == 0
-    assert told.ended.state == control.ended.state
-    assert numbers(told.records) == numbers(control.records)
+    assert paused.iteration == resumed.iteration == finished.result.steps_started_at_pause == 22 + LAG
+    places = [finished.log.index(event) for event in (paused, resumed)]
+    assert not events_of(StepRecord, finished.log[slice(*places)]), "no step runs in between"
+    assert finished.result.code == 0
+    assert finished.result.state == control.result.state
+    assert step_results(finished.records) == step_results(control.records)
 
 
-def test_a_rollback_to_a_damaged_checkpoint_changes_nothing_else(ranks: Pool, control: Told, tmp_path: Path) -> None:
-    told = tell(ranks, tmp_path, "victim", {20: [Pause()]}, in_pause=damage_and_go_back)
-    _, refused, _ = answers(told, Pause(), Rollback(to_step=8), Resume())
+def test_a_rollback_to_a_damaged_checkpoint_changes_nothing_else(
+    ranks: Pool, control: FinishedRun, tmp_path: Path
+) -> None:
+    finished = run_with_orders(ranks, tmp_path, "victim", {20: [Pause()]}, when_paused=damage_checkpoint_and_roll_back)
+    _, refused, _ = check_answers(finished, Pause(), Rollback(to_step=8), Resume())
     assert refused.changes[REFUSED] == "there is no state to restore"
-    kept = {each.name for each in catalog.list_checkpoints(told.run.checkpoints)}
+    kept = {each.name for each in catalog.list_checkpoints(finished.run.checkpoints)}
     assert kept == {f"step-{step:08d}-gen-0" for step in (16, 24, 32, NUM_STEPS)}
-    assert told.ended.state == control.ended.state
+    assert finished.result.state == control.result.state
 
 
-def test_a_failed_restore_keeps_the_pending_save_and_later_ones(ranks: Pool, control: Told, tmp_path: Path) -> None:
+def test_a_failed_restore_keeps_the_pending_save_and_later_ones(
+    ranks: Pool, control: FinishedRun, tmp_path: Path
+) -> None:
     """The rollback comes while the snapshot of step 16 waits for its report."""
-    told = tell(ranks, tmp_path, "victim", {15: [Pause()]}, in_pause=damage_and_go_back)
-    _, refused, _ = answers(told, Pause(), Rollback(to_step=8), Resume())
+    finished = run_with_orders(ranks, tmp_path, "victim", {15: [Pause()]}, when_paused=damage_checkpoint_and_roll_back)
+    _, refused, _ = check_answers(finished, Pause(), Rollback(to_step=8), Resume())
     assert refused.iteration == 16
     assert refused.changes[REFUSED] == "there is no state to restore"
-    kept = {each.name for each in catalog.list_checkpoints(told.run.checkpoints)}
+    kept = {each.name for each in catalog.list_checkpoints(finished.run.checkpoints)}
     assert kept == {f"step-{step:08d}-gen-0" for step in (16, 24, 32, NUM_STEPS)}
-    assert (told.ended.code, told.ended.state) == (0, control.ended.state)
+    assert (finished.result.code, finished.result.state) == (0, control.result.state)
 
 
 def test_a_rollback_that_fails_halfway_halts_the_run(ranks: Pool, tmp_path: Path) -> None:
-    told = tell(ranks, tmp_path, "victim", {20: [Pause()]}, in_pause=go_back_to_8, case=torn)
-    _, refused = answers(told, Pause(), Rollback(to_step=8))
+    finished = run_with_orders(
+        ranks, tmp_path, "victim", {20: [Pause()]}, when_paused=roll_back_to_8, case=run_worker_with_failing_restore
+    )
+    _, refused = check_answers(finished, Pause(), Rollback(to_step=8))
     assert "failed halfway" in refused.changes[REFUSED]
-    assert told.ended.code == 3
-    ended = told.log[-1]
+    assert finished.result.code == 3
+    ended = finished.log[-1]
     assert isinstance(ended, RunEnded)
     assert "rollback to step-00000008-gen-0 failed halfway" in ended.reason
-    assert max(each.step for each in catalog.list_checkpoints(told.run.checkpoints)) == 16, (
+    assert max(each.step for each in catalog.list_checkpoints(finished.run.checkpoints)) == 16, (
         "partially restored weights are not saved"
     )
 
 
 def test_a_skip_that_the_ledger_cannot_record_is_rejected_on_all_ranks(
-    ranks: Pool, control: Told, tmp_path: Path
+    ranks: Pool, control: FinishedRun, tmp_path: Path
 ) -> None:
-    told = tell(ranks, tmp_path, "victim", {12: [Pause()]}, in_pause=lose_the_ledger)
-    _, refused, _ = answers(told, Pause(), Skip(num_batches=3), Resume())
+    finished = run_with_orders(ranks, tmp_path, "victim", {12: [Pause()]}, when_paused=break_ledger_and_skip)
+    _, refused, _ = check_answers(finished, Pause(), Skip(num_batches=3), Resume())
     assert "Is a directory" in refused.changes[REFUSED]
-    assert (told.ended.code, told.ended.state) == (0, control.ended.state), "no rank skipped anything"
+    assert (finished.result.code, finished.result.state) == (0, control.result.state), "no rank skipped anything"
 
 
-def test_a_paused_run_can_be_stopped_and_resumed(ranks: Pool, control: Told, tmp_path: Path) -> None:
-    told = tell(ranks, tmp_path, "victim", {22: [Pause()]}, in_pause=stop)
-    (paused,) = answers(told, Pause())
-    assert told.ended.code == 75
-    assert told.ended.num_begun == told.ended.begun_in_pause == paused.iteration == 22 + LAG
-    ended = told.log[-1]
+def test_a_paused_run_can_be_stopped_and_resumed(ranks: Pool, control: FinishedRun, tmp_path: Path) -> None:
+    finished = run_with_orders(ranks, tmp_path, "victim", {22: [Pause()]}, when_paused=stop)
+    (paused,) = check_answers(finished, Pause())
+    assert finished.result.code == 75
+    assert finished.result.num_steps_started == finished.result.steps_started_at_pause == paused.iteration == 22 + LAG
+    ended = finished.log[-1]
     assert isinstance(ended, RunEnded)
     assert (ended.exit_code, ended.step, ended.reason) == (75, paused.iteration, "stopped: STOP file")
-    again = tell(ranks, tmp_path, "victim", {})
-    assert again.ended.code == 0
-    assert again.ended.state == control.ended.state
-    assert numbers(again.records) == numbers(control.records)
+    again = run_with_orders(ranks, tmp_path, "victim", {})
+    assert again.result.code == 0
+    assert again.result.state == control.result.state
+    assert step_results(again.records) == step_results(control.records)

@@ -16,12 +16,12 @@ from tests.distributed.pool import Pool
 
 @pytest.mark.full
 def test_every_world_size_starts_with_the_same_bits(ranks: Pool) -> None:
-    alone = ranks.run(1, cases.first_weights)[0]
-    assert ranks.run(2, cases.first_weights) == [alone] * 2
-    assert ranks.run(4, cases.first_weights) == [alone] * 4
-    assert ranks.run(4, cases.first_weights, "parallel=hsdp") == [alone] * 4
-    assert ranks.run(3, cases.first_weights) == [alone] * 3, "uneven shards"
-    assert ranks.run(1, cases.first_weights, "run.seed=1") != [alone]
+    single = ranks.run(1, cases.initial_weights_digest)[0]
+    assert ranks.run(2, cases.initial_weights_digest) == [single] * 2
+    assert ranks.run(4, cases.initial_weights_digest) == [single] * 4
+    assert ranks.run(4, cases.initial_weights_digest, "parallel=hsdp") == [single] * 4
+    assert ranks.run(3, cases.initial_weights_digest) == [single] * 3, "uneven shards"
+    assert ranks.run(1, cases.initial_weights_digest, "run.seed=1") != [single]
 
 
 @pytest.mark.full
@@ -47,8 +47,8 @@ def test_every_world_size_starts_with_the_same_bits(ranks: Pool) -> None:
 )
 def test_gradients_equal_those_of_one_rank(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
     model = [override for override in overrides if override == "model.tied_head=true"]
-    expected = ranks.run(1, cases.gradient_digests, *model)[0]
-    for gradients in ranks.run(size, cases.gradient_digests, *overrides):
+    expected = ranks.run(1, cases.full_gradients, *model)[0]
+    for gradients in ranks.run(size, cases.full_gradients, *overrides):
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[name], rtol=2e-5, atol=1e-7, msg=name)
@@ -61,13 +61,13 @@ def test_training_equals_one_rank_up_to_rounding(ranks: Pool, tmp_path: Path) ->
         assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
         return [record.loss for record in records]
 
-    alone = losses(1, "one")
-    assert alone[-1] < alone[0]
-    assert losses(2, "two") == pytest.approx(alone, rel=1e-5)
+    single = losses(1, "one")
+    assert single[-1] < single[0]
+    assert losses(2, "two") == pytest.approx(single, rel=1e-5)
     four = losses(4, "four")
-    assert four == pytest.approx(alone, rel=1e-5)
+    assert four == pytest.approx(single, rel=1e-5)
     assert losses(4, "hsdp", "parallel=hsdp") == pytest.approx(four, rel=1e-5)
-    assert losses(2, "accumulated", "train.micro_batch_size=2") == pytest.approx(alone, rel=1e-5)
+    assert losses(2, "accumulated", "train.micro_batch_size=2") == pytest.approx(single, rel=1e-5)
 
 
 @pytest.mark.full
@@ -82,14 +82,14 @@ def test_the_same_seed_gives_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("guilty", [0, 1])
-def test_a_refused_update_changes_no_tensor(ranks: Pool, value: float, guilty: int) -> None:
-    for outcome in ranks.run(2, cases.refusal, value, guilty):
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_a_refused_update_changes_no_tensor(ranks: Pool, value: float, faulty_rank: int) -> None:
+    for outcome in ranks.run(2, cases.run_refused_step, value, faulty_rank):
         assert outcome == {"unchanged": True, "equals_control": True, "moved": True}
 
 
 def test_a_refused_update_changes_no_tensor_on_four_ranks_and_replicas(ranks: Pool) -> None:
-    for outcome in ranks.run(4, cases.refusal, math.nan, 2, "parallel=hsdp"):
+    for outcome in ranks.run(4, cases.run_refused_step, math.nan, 2, "parallel=hsdp"):
         assert outcome == {"unchanged": True, "equals_control": True, "moved": True}
 
 

@@ -17,21 +17,21 @@ from tests.forks import Launched
 
 EVERY_TEN = ("model.num_layers=1", "checkpoint.every_steps=10", "optim.warmup_steps=5")
 STEPS = ("train.num_steps=70", *EVERY_TEN)
-Numbers = dict[int, tuple[float, float, float, int]]
+StepResults = dict[int, tuple[float, float, float, int]]
 
 
-def numbers(records: list[StepRecord]) -> Numbers:
+def step_results(records: list[StepRecord]) -> StepResults:
     """The exact results of each step; of repeated steps, the later."""
     return {record.step: (record.loss, record.grad_norm, record.lr, record.cursor) for record in records}
 
 
 @pytest.fixture(scope="module")
-def control(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Numbers:
+def control(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> StepResults:
     """An undisturbed run."""
     directory = str(tmp_path_factory.mktemp("control"))
     (code, records), *_ = ranks.run(2, cases.run, directory, "run.name=control", *STEPS)
     assert code == 0
-    return numbers(records)
+    return step_results(records)
 
 
 def launched(directory: Path) -> Launched:
@@ -45,9 +45,9 @@ def wait_for_step(directory: Path, step: int) -> None:
     log = directory / "victim" / "events.jsonl"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        told = list(events.read(log)) if log.exists() else []
-        is_there = any(isinstance(event, StepRecord) and event.step >= step for event in told)
-        if is_there and any(isinstance(event, CheckpointSaved) for event in told):
+        log_so_far = list(events.read(log)) if log.exists() else []
+        is_done = any(isinstance(event, StepRecord) and event.step >= step for event in log_so_far)
+        if is_done and any(isinstance(event, CheckpointSaved) for event in log_so_far):
             return
         time.sleep(0.005)
     raise AssertionError(f"step {step} was not reached")
@@ -62,20 +62,22 @@ def finish(ranks: Pool, directory: Path, size: int) -> tuple[int, list[StepRecor
 
 
 @pytest.mark.full
-def test_killed_run_resumes_bit_identically(ranks: Pool, control: Numbers, tmp_path: Path) -> None:
+def test_killed_run_resumes_bit_identically(ranks: Pool, control: StepResults, tmp_path: Path) -> None:
     with launched(tmp_path) as process:
         wait_for_step(tmp_path, 15)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait(timeout=60) == -signal.SIGKILL
     code, records = finish(ranks, tmp_path, 2)
     assert code == 0
-    assert numbers(records) == control
+    assert step_results(records) == control
     iterations = [record.iteration for record in records]
     assert iterations == sorted(set(iterations)), "iterations never go back"
     assert len(records) > len(control), "lost steps were repeated"
 
 
-def test_stopped_run_saves_exits_75_and_resumes_bit_identically(ranks: Pool, control: Numbers, tmp_path: Path) -> None:
+def test_stopped_run_saves_exits_75_and_resumes_bit_identically(
+    ranks: Pool, control: StepResults, tmp_path: Path
+) -> None:
     with launched(tmp_path) as process:
         wait_for_step(tmp_path, 15)
         process.send_signal(signal.SIGTERM)
@@ -87,7 +89,7 @@ def test_stopped_run_saves_exits_75_and_resumes_bit_identically(ranks: Pool, con
     assert (tmp_path / "victim" / "checkpoints" / f"step-{ended.step:08d}-gen-0").is_dir()
     code, records = finish(ranks, tmp_path, 2)
     assert code == 0
-    assert numbers(records) == control
+    assert step_results(records) == control
     assert len(records) == len(control), "no step was repeated"
 
 

@@ -17,7 +17,7 @@ from harness.core.rundir import RunDir
 from harness.sentinel.policy.policy import replay_actions
 from tests.distributed import cases, faulty_runs
 from tests.distributed.cases import tiny
-from tests.distributed.faulty_runs import GUILTY_LAYER, Ended, Fault
+from tests.distributed.faulty_runs import FAULTY_LAYER, Fault, RankResult
 from tests.distributed.pool import Pool
 
 STEPS = (
@@ -31,54 +31,54 @@ STEPS = (
     "sentinel.policy.rollback_window_batches=6",
 )
 
-SELDOM_SAVED = "checkpoint.every_steps=20"
+RARE_CHECKPOINTS = "checkpoint.every_steps=20"
 """For runs that never roll back to a checkpoint: writing them costs more than the steps."""
 
 
-def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str, size: int = 2) -> Ended:
+def run(ranks: Pool, directory: Path, name: str, fault: Fault | None, *overrides: str, size: int = 2) -> RankResult:
     """A run on all ranks; all must end equally."""
     results = ranks.run(size, faulty_runs.run, str(directory), fault, f"run.name={name}", *STEPS, *overrides)
     assert len({(result.code, result.state) for result in results}) == 1
-    first: Ended = results[0]
+    first: RankResult = results[0]
     return first
 
 
-def of(kind: Any, log: list[Event]) -> list[Any]:
+def events_of(kind: Any, log: list[Event]) -> list[Any]:
     return [event for event in log if isinstance(event, kind)]
 
 
 def refused(log: list[Event]) -> list[StepRecord]:
-    return [record for record in of(StepRecord, log) if record.refused]
+    return [record for record in events_of(StepRecord, log) if record.refused]
 
 
 def actions(log: list[Event]) -> list[ActionKind]:
-    return [action.kind for action in of(Action, log)]
+    return [action.kind for action in events_of(Action, log)]
 
 
 def check_replay(log: list[Event], *overrides: str) -> None:
     """Replaying the logged records through the policy gives the logged actions."""
     cfg = tiny(*STEPS, *overrides).sentinel
     again = replay_actions(log, cfg.policy, lag=cfg.lag)
-    logged = [action for action in of(Action, log) if action.incident]
+    logged = [action for action in events_of(Action, log) if action.incident]
     assert [(a.kind, a.iteration, a.onset, a.exclude) for a in again] == [
         (a.kind, a.iteration, a.onset, a.exclude) for a in logged
     ]
 
 
-TWINS: dict[tuple[Any, ...], Ended] = {}
-"""Cached control runs, by their config and excluded batches."""
+TWINS: dict[tuple[Any, ...], RankResult] = {}
+"""Cached control runs, by config and excluded batches."""
 
 
-def check_twin(ranks: Pool, directory: Path, victim: Ended, *overrides: str, size: int = 2) -> Ended:
+def check_twin(ranks: Pool, directory: Path, victim: RankResult, *overrides: str, size: int = 2) -> RankResult:
     """A control run that excluded the same batches from the start ends bit-identical, without an incident.
 
     It never rolls back, and is saved rarely."""
     entries = [json.loads(line) for line in (directory / "victim" / "ledger.jsonl").read_text().splitlines()]
-    alike = (size, overrides, *((entry["first"], entry["last"]) for entry in entries))
-    if alike not in TWINS:
-        faulty_runs.with_ledger_of(directory / "victim", directory / "twin")
-        TWINS[alike] = run(ranks, directory, "twin", None, *overrides, SELDOM_SAVED, size=size)
-    twin = TWINS[alike]
+    twin_key = (size, overrides, *((entry["first"], entry["last"]) for entry in entries))
+    if twin_key not in TWINS:
+        faulty_runs.copy_ledger(directory / "victim", directory / "twin")
+        TWINS[twin_key] = run(ranks, directory, "twin", None, *overrides, RARE_CHECKPOINTS, size=size)
+    twin = TWINS[twin_key]
     assert twin.code == victim.code == 0
     assert twin.state == victim.state
     assert not refused(twin.log)
@@ -92,21 +92,21 @@ def check_twin(ranks: Pool, directory: Path, victim: Ended, *overrides: str, siz
 def test_a_bad_gradient_of_one_rank_is_refused_attributed_and_excluded(
     ranks: Pool, tmp_path: Path, factor: float, size: int
 ) -> None:
-    guilty = size - 1
-    fault = Fault("gradient", guilty, factor=factor, batch=40)
-    victim = run(ranks, tmp_path, "victim", fault, SELDOM_SAVED, size=size)
+    faulty_rank = size - 1
+    fault = Fault("gradient", faulty_rank, factor=factor, batch=40)
+    victim = run(ranks, tmp_path, "victim", fault, RARE_CHECKPOINTS, size=size)
     (record,) = refused(victim.log)
     assert record.cursor == 40
-    done = [kind for kind in actions(victim.log) if kind is not ActionKind.watch]
-    assert done == [ActionKind.skip], "one bad step, one refusal: OLMo-core's rule skips 129"
+    other_actions = [kind for kind in actions(victim.log) if kind is not ActionKind.watch]
+    assert other_actions == [ActionKind.skip], "one bad step, one refusal: OLMo-core's rule skips 129"
     ledger = [json.loads(line) for line in (tmp_path / "victim" / "ledger.jsonl").read_text().splitlines()]
     assert [(entry["first"], entry["last"]) for entry in ledger] == [(40, 40)]
-    group = GUILTY_LAYER.rpartition(".mlp")[0]
+    group = FAULTY_LAYER.rpartition(".mlp")[0]
     kind = FindingKind.grad_spike if math.isfinite(factor) else FindingKind.nonfinite
-    (finding,) = [each for each in of(Finding, victim.log) if each.kind is kind]
-    assert (finding.ranks, finding.groups, finding.cursors) == ([guilty], [group], [40])
+    (finding,) = [each for each in events_of(Finding, victim.log) if each.kind is kind]
+    assert (finding.ranks, finding.groups, finding.cursors) == ([faulty_rank], [group], [40])
     check_replay(victim.log)
-    check_twin(ranks, tmp_path, victim, SELDOM_SAVED, size=size)
+    check_twin(ranks, tmp_path, victim, RARE_CHECKPOINTS, size=size)
 
 
 def test_damaged_weights_are_rewound(ranks: Pool, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_damaged_weights_are_rewound(ranks: Pool, tmp_path: Path) -> None:
     victim = run(ranks, tmp_path, "victim", Fault("weights", 1, factor=30.0, iteration=40))
     assert ActionKind.rewind in actions(victim.log)
     assert ActionKind.rollback not in actions(victim.log)
-    (outcome,) = [each for each in of(Outcome, victim.log) if each.kind is ActionKind.rewind]
+    (outcome,) = [each for each in events_of(Outcome, victim.log) if each.kind is ActionKind.rewind]
     assert outcome.succeeded
     assert outcome.target.startswith("snapshot of iteration 3")
     assert 0 < outcome.steps_lost <= 12
@@ -131,7 +131,7 @@ def test_without_snapshots_a_good_checkpoint_is_restored(ranks: Pool, tmp_path: 
         ActionKind.rollback,
     ]
     rewound, rolled_back = [
-        each for each in of(Outcome, victim.log) if each.kind in (ActionKind.rewind, ActionKind.rollback)
+        each for each in events_of(Outcome, victim.log) if each.kind in (ActionKind.rewind, ActionKind.rollback)
     ]
     assert not rewound.succeeded
     assert rolled_back.succeeded
@@ -145,7 +145,9 @@ def test_a_nan_weight_is_restored(ranks: Pool, tmp_path: Path) -> None:
     """OLMo-core and levanter multiply by zero, and NaN times zero is NaN."""
     victim = run(ranks, tmp_path, "victim", Fault("weights", 1, factor=math.nan, iteration=33))
     assert victim.code == 0
-    restored = [each for each in of(Outcome, victim.log) if each.kind in (ActionKind.rewind, ActionKind.rollback)]
+    restored = [
+        each for each in events_of(Outcome, victim.log) if each.kind in (ActionKind.rewind, ActionKind.rollback)
+    ]
     assert restored[-1].succeeded
     check_replay(victim.log)
     check_twin(ranks, tmp_path, victim)
@@ -160,7 +162,7 @@ def test_the_gate_works_from_the_first_step_after_a_restart(ranks: Pool, tmp_pat
     assert [record.cursor for record in refused(again.log)] == [30]
 
 
-LEAVING_FP8 = (
+FP8_FALLBACK = (
     "sentinel.detect.fp8_underflow=1e-9",
     "sentinel.probe_every=4",
     "sentinel.policy.precision_iterations=6",
@@ -174,43 +176,43 @@ def test_all_ranks_fall_back_from_fp8_together_also_after_a_restart_and_in_a_rep
 ) -> None:
     """Found at iteration 1, bf16 for 6 iterations; found again at 9, bf16 for 12. The run restarts inside the first
     window."""
-    before = ranks.run(2, cases.run_in_fp8, str(tmp_path), *LEAVING_FP8, "train.num_steps=5")
-    again = (*LEAVING_FP8, "train.num_steps=14", "run.resume=changed")
+    before = ranks.run(2, cases.run_in_fp8, str(tmp_path), *FP8_FALLBACK, "train.num_steps=5")
+    again = (*FP8_FALLBACK, "train.num_steps=14", "run.resume=changed")
     after = ranks.run(2, cases.run_in_fp8, str(tmp_path), *again)
     assert before == 2 * [[True, True, False, False, False]]
     assert after == 2 * [[False, False, False, True, True, False, False, False, False]]
     victim = RunDir(tmp_path / "victim")
     log = list(events.read(victim.events))
-    told = [(each.iteration, each.in_fp8, each.until) for each in of(Action, log)]
-    assert told == [(1, False, 8), (7, True, None), (9, False, 22)]
+    fallbacks = [(each.iteration, each.in_fp8, each.until) for each in events_of(Action, log)]
+    assert fallbacks == [(1, False, 8), (7, True, None), (9, False, 22)]
     check_replay(log, *again)
-    cfg = replay_config(tiny("precision=fp8_emulated", "run.name=victim", *LEAVING_FP8, directory=str(tmp_path)))
-    order = ReplayRequest(
+    cfg = replay_config(tiny("precision=fp8_emulated", "run.name=victim", *FP8_FALLBACK, directory=str(tmp_path)))
+    request = ReplayRequest(
         run=victim.path,
         report=tmp_path / "replay.json",
         checkpoint=None,
-        steps=of(StepRecord, log)[:4],
+        steps=events_of(StepRecord, log)[:4],
         older=None,
         exactly=True,
         with_samples=False,
     )
-    assert ranks.run(2, run_replay_worker, order, cfg) == [0, 0]
-    found = json.loads(order.report.read_text())
+    assert ranks.run(2, run_replay_worker, request, cfg) == [0, 0]
+    found = json.loads(request.report.read_text())
     assert (found["left_the_log_at"], found["nature"]) == (None, "deterministic"), (
         "each step is replayed in its own precision"
     )
 
 
 def test_ranks_that_decide_differently_halt_with_an_error(ranks: Pool, tmp_path: Path) -> None:
-    victim = run_apart(ranks, tmp_path)
+    victim = run_with_diverging_digest(ranks, tmp_path)
     ended = victim.log[-1]
     assert isinstance(ended, RunEnded)
     assert ended.exit_code == 3
     assert re.fullmatch(r"ranks decided differently: {'[0-9a-f]{6}': \[[01]\], '[0-9a-f]{6}': \[[01]\]}", ended.reason)
 
 
-def run_apart(ranks: Pool, directory: Path) -> Ended:
+def run_with_diverging_digest(ranks: Pool, directory: Path) -> RankResult:
     fault = Fault("digest", 1, iteration=12)
     first, second = ranks.run(2, faulty_runs.run, str(directory), fault, "run.name=victim", *STEPS)
     assert (first.code, second.code) == (3, 3)
-    return Ended(first.code, first.state, first.log)
+    return RankResult(first.code, first.state, first.log)

@@ -28,7 +28,7 @@ from tests.distributed.pool import Pool
 GROUPS = ("embedding", "blocks.0", "blocks.1", "norm", "head")
 
 
-def start(*overrides: str) -> tuple[Parts, Config]:
+def build_parts(*overrides: str) -> tuple[Parts, Config]:
     cfg = cases.tiny(*overrides)
     return cases._build(cfg, connect(cfg.parallel)), cfg
 
@@ -49,17 +49,17 @@ def step(parts: Parts, cfg: Config, index: int, *, probe: bool = True) -> StepRe
     )
 
 
-def spoiled(module: str, value: float, guilty: int, *overrides: str) -> list[StepRecord]:
+def records_with_bad_gradient(module: str, value: float, faulty_rank: int, *overrides: str) -> list[StepRecord]:
     """A clean step, a step in which a rank's gradient is corrupted in a module's backward pass, and a clean step."""
-    parts, cfg = start(*overrides)
+    parts, cfg = build_parts(*overrides)
 
-    def spoil(_module: Any, _inputs: Any, output: Tensor) -> None:
+    def corrupt(_module: Any, _inputs: Any, output: Tensor) -> None:
         output.register_hook(lambda gradient: gradient * value)  # type: ignore[no-untyped-call]
 
     records = [step(parts, cfg, 0)]
     handle = None
-    if parts.world.rank == guilty:
-        handle = parts.model.get_submodule(module).register_forward_hook(spoil)
+    if parts.world.rank == faulty_rank:
+        handle = parts.model.get_submodule(module).register_forward_hook(corrupt)
     records.append(step(parts, cfg, 1))
     if handle is not None:
         handle.remove()
@@ -84,37 +84,37 @@ def spoiled(module: str, value: float, guilty: int, *overrides: str) -> list[Ste
 def test_a_bad_gradient_is_attributed_to_its_rank_and_layers(
     ranks: Pool, size: int, overrides: tuple[str, ...], module: str, value: float, groups: set[str]
 ) -> None:
-    guilty = size // 2
-    outcomes = ranks.run(size, spoiled, module, value, guilty, *overrides)
+    faulty_rank = size // 2
+    outcomes = ranks.run(size, records_with_bad_gradient, module, value, faulty_rank, *overrides)
     for before, bad, after in outcomes:
         assert bad.refused
         assert math.isfinite(bad.loss)
-        assert bad.nonfinite_ranks == [guilty]
+        assert bad.nonfinite_ranks == [faulty_rank]
         assert {name for name, norm in bad.group_grad_norms.items() if not math.isfinite(norm)} == groups
         assert set(bad.group_grad_norms) == set(GROUPS)
         for clean in (before, after):
             assert not clean.refused
             assert clean.nonfinite_ranks == []
-    told = [[to_json(record) for record in records] for records in outcomes]
-    assert told == [told[0]] * size, "all ranks have the same record"
+    as_json = [[to_json(record) for record in records] for records in outcomes]
+    assert as_json == [as_json[0]] * size, "all ranks have the same record"
 
 
-def said_and_true(*overrides: str) -> tuple[StepRecord, float, float]:
+def record_and_reference(*overrides: str) -> tuple[StepRecord, float, float]:
     """A step's record, and this rank's loss and gradient norm from an unsharded model on its own rows."""
-    parts, cfg = start(*overrides)
+    parts, cfg = build_parts(*overrides)
     weights = {name: cases.full(p).detach().clone() for name, p in parts.model.named_parameters()}
     parts.signals.add_host_facts(decision=77, busy_s=parts.world.rank + 1.0)
     record = step(parts, cfg, 0)
 
-    alone = Transformer(cfg.model, sequence_length=cfg.train.sequence_length, linear=linear)
-    alone.load_state_dict(weights, strict=False)
+    reference = Transformer(cfg.model, sequence_length=cfg.train.sequence_length, linear=linear)
+    reference.load_state_dict(weights, strict=False)
     loss, num_tokens, squares = torch.zeros(()), torch.zeros(()), torch.zeros(())
     for rows in parts.batches[0].micro_batches(cfg.train.micro_batch_size or cfg.train.batch_size):
-        output = alone(rows.inputs, rows.targets, seed=1 / (cfg.train.batch_size * cfg.train.sequence_length))
+        output = reference(rows.inputs, rows.targets, seed=1 / (cfg.train.batch_size * cfg.train.sequence_length))
         output.objective.backward()
         loss += output.row_losses.sum()
         num_tokens += output.row_tokens.sum()
-        for parameter in alone.parameters():
+        for parameter in reference.parameters():
             assert parameter.grad is not None
             squares += parameter.grad.square().sum()
             parameter.grad = None
@@ -135,23 +135,23 @@ def said_and_true(*overrides: str) -> tuple[StepRecord, float, float]:
     ],
 )
 def test_per_rank_losses_and_norms_are_those_of_each_rank(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
-    outcomes = ranks.run(size, said_and_true, *overrides)
+    outcomes = ranks.run(size, record_and_reference, *overrides)
     for record, _, _ in outcomes:
         assert record == outcomes[0][0], "all ranks have the same record"
         assert record.ranks.keys() == {"loss", "grad_norm", "step_time_s"}
-        told = {name: dict(spread["worst"]) for name, spread in record.ranks.items()}
-        assert told["step_time_s"] == {rank: rank + 1.0 for rank in range(size)}
+        by_rank = {name: dict(spread["worst"]) for name, spread in record.ranks.items()}
+        assert by_rank["step_time_s"] == {rank: rank + 1.0 for rank in range(size)}
         for rank, (_, loss, grad_norm) in enumerate(outcomes):
-            assert told["loss"][rank] == pytest.approx(loss, rel=1e-5)
-            assert told["grad_norm"][rank] == pytest.approx(grad_norm, rel=1e-4)
+            assert by_rank["loss"][rank] == pytest.approx(loss, rel=1e-5)
+            assert by_rank["grad_norm"][rank] == pytest.approx(grad_norm, rel=1e-4)
         assert record.digests == {}
         assert record.mismatched_ranks == []
         train = cases.tiny(*overrides).train
         assert sum(record.token_loss_counts) == train.batch_size * train.sequence_length
 
 
-def probes(*overrides: str) -> list[StepRecord]:
-    parts, cfg = start(*overrides)
+def probed_records(*overrides: str) -> list[StepRecord]:
+    parts, cfg = build_parts(*overrides)
     return [step(parts, cfg, index) for index in range(3)]
 
 
@@ -161,34 +161,34 @@ def probes(*overrides: str) -> list[StepRecord]:
     [(4, ()), (4, ("parallel=hsdp",)), (2, ("parallel.replicate=2",)), (3, ()), (3, ("train.micro_batch_size=1",))],
 )
 def test_probes_do_not_depend_on_the_sharding(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
-    alone = ranks.run(1, probes)[0]
-    assert alone[0].square_ratio is None
-    for records in ranks.run(size, probes, *overrides):
+    single = ranks.run(1, probed_records)[0]
+    assert single[0].square_ratio is None
+    for records in ranks.run(size, probed_records, *overrides):
         assert records[0].square_ratio is None
-        for record, expected in zip(records, alone, strict=True):
+        for record, expected in zip(records, single, strict=True):
             for name in ("param_norm", "v_norm", "update_ratio", "square_ratio")[: 4 if record.step > 1 else 3]:
                 assert getattr(record, name) == pytest.approx(getattr(expected, name), rel=1e-3), name
             assert record.group_param_norms == pytest.approx(expected.group_param_norms, rel=1e-5)
             assert record.token_loss_counts == expected.token_loss_counts
 
 
-def disagreeing(guilty: int) -> dict[str, list[int]]:
-    parts, cfg = start()
-    parts.signals.add_host_facts(decision=5 if parts.world.rank == guilty else 77, busy_s=0.0)
+def digests_with_one_different(faulty_rank: int) -> dict[str, list[int]]:
+    parts, cfg = build_parts()
+    parts.signals.add_host_facts(decision=5 if parts.world.rank == faulty_rank else 77, busy_s=0.0)
     return step(parts, cfg, 0).digests
 
 
 def test_ranks_that_decided_differently_are_found(ranks: Pool) -> None:
-    for digests in ranks.run(4, disagreeing, 2):
+    for digests in ranks.run(4, digests_with_one_different, 2):
         assert digests == {"00004d": [0, 1, 3], "000005": [2]}
 
 
-def flipped(guilty: int, *overrides: str) -> list[list[int]]:
+def mismatches_after_flip(faulty_rank: int, *overrides: str) -> list[list[int]]:
     """Ranks that are found to differ: after some steps, and after a sign was flipped on one of them."""
-    parts, cfg = start(*overrides)
+    parts, cfg = build_parts(*overrides)
     for index in range(3):
         before = step(parts, cfg, index)
-    if parts.world.rank == guilty:
+    if parts.world.rank == faulty_rank:
         weight = local(parts.update.parameters["blocks.1.mlp.up.weight"]).detach()
         weight.view(-1)[3:4].neg_()
     unseen = step(parts, cfg, 3, probe=False)
@@ -196,24 +196,26 @@ def flipped(guilty: int, *overrides: str) -> list[list[int]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("replicate", "guilty", "expected"), [(2, 3, [1, 3]), (2, 0, [0, 2]), (4, 2, [2]), (1, 2, [])])
+@pytest.mark.parametrize(
+    ("replicate", "faulty_rank", "expected"), [(2, 3, [1, 3]), (2, 0, [0, 2]), (4, 2, [2]), (1, 2, [])]
+)
 def test_weights_that_differ_between_replicas_are_found(
-    ranks: Pool, replicate: int, guilty: int, expected: list[int]
+    ranks: Pool, replicate: int, faulty_rank: int, expected: list[int]
 ) -> None:
-    for found in ranks.run(4, flipped, guilty, f"parallel.replicate={replicate}"):
+    for found in ranks.run(4, mismatches_after_flip, faulty_rank, f"parallel.replicate={replicate}"):
         assert found == [[], [], expected]
 
 
-def bits(is_watched: bool, probe: bool, *overrides: str) -> tuple[list[float], str]:
+def losses_and_digest(is_measured: bool, probe: bool, *overrides: str) -> tuple[list[float], str]:
     """Losses and final weights of a few steps, with measured collectives or torch's own."""
-    parts, cfg = start(*overrides)
+    parts, cfg = build_parts(*overrides)
     for module in parts.model.modules():
-        if isinstance(module, FSDPModule) and not is_watched:
+        if isinstance(module, FSDPModule) and not is_measured:
             module.set_custom_all_gather(DefaultAllGather())
             module.set_custom_reduce_scatter(DefaultReduceScatter())
     records = [step(parts, cfg, index, probe=probe) for index in range(4)]
     seen = [bool(record.ranks["grad_norm"]["median"]) if "grad_norm" in record.ranks else False for record in records]
-    assert seen == [is_watched] * 4
+    assert seen == [is_measured] * 4
     return [record.loss for record in records], cases.digest(parts.update.parameters)
 
 
@@ -223,14 +225,14 @@ def bits(is_watched: bool, probe: bool, *overrides: str) -> tuple[list[float], s
     [(2, ()), (2, ("precision=bf16", "train.micro_batch_size=1")), (4, ("parallel=hsdp",))],
 )
 def test_measured_collectives_change_no_bit(ranks: Pool, size: int, overrides: tuple[str, ...]) -> None:
-    watched = ranks.run(size, bits, True, True, *overrides)
-    assert watched == ranks.run(size, bits, False, False, *overrides)
-    assert len(set(watched[0][0])) == 4
+    measured = ranks.run(size, losses_and_digest, True, True, *overrides)
+    assert measured == ranks.run(size, losses_and_digest, False, False, *overrides)
+    assert len(set(measured[0][0])) == 4
 
 
 def all_reduces(*overrides: str) -> int:
     """Number of all-reduces in a probed step."""
-    parts, cfg = start(*overrides)
+    parts, cfg = build_parts(*overrides)
     step(parts, cfg, 0)
     with CommDebugMode() as counted:  # type: ignore[no-untyped-call]
         step(parts, cfg, 1)
@@ -244,17 +246,17 @@ def test_probes_and_slots_need_no_further_collective(ranks: Pool) -> None:
     assert ranks.run(4, all_reduces, "parallel=hsdp") == [1 + blocks_and_root] * 4, "FSDP's own, between replicas"
 
 
-def late(guilty: int, late_s: float) -> float:
+def wait_time_s_with_late_rank(faulty_rank: int, delay_s: float) -> float:
     """How long this rank waited in collectives during a step in which one rank was late."""
-    parts, cfg = start()
+    parts, cfg = build_parts()
     step(parts, cfg, 0)
     before_s = parts.comm_stats.waited_s
-    if parts.world.rank == guilty:
-        time.sleep(late_s)
+    if parts.world.rank == faulty_rank:
+        time.sleep(delay_s)
     step(parts, cfg, 1)
     return parts.comm_stats.waited_s - before_s
 
 
 def test_the_late_rank_waits_least(ranks: Pool) -> None:
-    waited_s = ranks.run(2, late, 1, 1.0)
+    waited_s = ranks.run(2, wait_time_s_with_late_rank, 1, 1.0)
     assert waited_s[0] > waited_s[1] + 0.5

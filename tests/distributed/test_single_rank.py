@@ -18,7 +18,7 @@ from tests.distributed.pool import Pool
     ],
 )
 def test_weights_are_cast_in_the_copy(ranks: Pool, overrides: tuple[str, ...]) -> None:
-    (found,) = ranks.run(1, cases.gathered, *overrides)
+    (found,) = ranks.run(1, cases.gather_with_world_size_1, *overrides)
     assert found == dict.fromkeys(found, True)
 
 

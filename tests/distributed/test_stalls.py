@@ -20,7 +20,7 @@ from tests.stalled import Stalled, can_stall
 
 pytestmark = pytest.mark.full
 
-NUM_STEPS, STALLS_IN = 150, 3
+NUM_STEPS, STALL_STEP = 150, 3
 PIPE_BYTES = 65536
 
 
@@ -30,7 +30,7 @@ def stalled_run(directory: str, everything: bool) -> tuple[int, list[str]]:
     cfg = tiny("run.name=a", f"train.num_steps={NUM_STEPS}", directory=directory)
     run, is_first = locate(cfg), os.environ["RANK"] == "0"
     compute: Callable[..., None] = getattr(train, "forward_backward")  # noqa: B009  (which train only imports)
-    num_begun, pipe, lines, num_held = 0, -1, bytearray(), 0
+    num_steps_started, pipe, lines, num_held = 0, -1, bytearray(), 0
     mount = Stalled(Path(directory) / "mount")
 
     def drain() -> None:
@@ -40,15 +40,15 @@ def stalled_run(directory: str, everything: bool) -> tuple[int, list[str]]:
     reader = Thread(target=drain)
 
     def forward_backward(*arguments: Any, **options: Any) -> None:
-        nonlocal num_begun, pipe, num_held
-        num_begun += 1
-        if is_first and num_begun == STALLS_IN and everything:
+        nonlocal num_steps_started, pipe, num_held
+        num_steps_started += 1
+        if is_first and num_steps_started == STALL_STEP and everything:
             mount.__enter__()
             run.stop.symlink_to(mount.path / "STOP")
             for path in (run.control, run.heartbeat):
                 path.rename(path.with_name(f"{path.name}-before"))
                 path.symlink_to(mount.path)
-        if is_first and num_begun == NUM_STEPS:
+        if is_first and num_steps_started == NUM_STEPS:
             num_held = mount.num_held
             run.stop.unlink(missing_ok=True)
             mount.release()

@@ -1,4 +1,4 @@
-"""However a run is asked to stop, all ranks save the same step and exit with 75, and it resumes bit-identically."""
+"""After any kind of stop request all ranks save the same step and exit with 75, and the run resumes bit-identically."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ pytestmark = pytest.mark.full
 
 LAG = 1
 ENDLESS = ("train.num_steps=100000", "optim.schedule=constant", f"sentinel.lag={LAG}")
-FURTHER = 5
-Numbers = dict[int, tuple[float, float, float, int]]
+MORE_STEPS = 5
+StepResults = dict[int, tuple[float, float, float, int]]
 
 
-def asked_in_step(directory: str, nth: int, rank: int, place: str, *overrides: str) -> tuple[int, int]:
-    """A run in which one rank is sent SIGUSR1 in the n-th step it begins, at the beginning of a function of the loop;
-    its exit code and the number of steps begun."""
-    begun = 0
+def run_with_signal_in_step(directory: str, nth: int, rank: int, place: str, *overrides: str) -> tuple[int, int]:
+    """A run in which one rank is sent SIGUSR1 in the n-th step it starts, at the start of a function of the loop.
+    Returns the exit code and the number of steps started."""
+    num_started = 0
 
     def interrupted(name: str) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(train, name)
 
         def replaced(*arguments: Any, **options: Any) -> Any:
-            nonlocal begun
-            begun += name == "forward_backward"
-            if name == place and begun == nth and int(os.environ["RANK"]) == rank:
+            nonlocal num_started
+            num_started += name == "forward_backward"
+            if name == place and num_started == nth and int(os.environ["RANK"]) == rank:
                 os.kill(os.getpid(), signal.SIGUSR1)
             return function(*arguments, **options)
 
@@ -51,14 +51,14 @@ def asked_in_step(directory: str, nth: int, rank: int, place: str, *overrides: s
     compute, decide = interrupted("forward_backward"), interrupted("reduce_signals")
     with patch.multiple(train, forward_backward=compute, reduce_signals=decide):
         code, _ = cases.run(directory, *overrides)
-    return code, begun
+    return code, num_started
 
 
 def log_of(run: RunDir) -> list[Event]:
     return list(events.read(run.events))
 
 
-def numbers(log: list[Event]) -> Numbers:
+def step_results(log: list[Event]) -> StepResults:
     """The exact results of each step."""
     records = [event for event in log if isinstance(event, StepRecord)]
     assert len({record.step for record in records}) == len(records), "no step was repeated"
@@ -72,7 +72,7 @@ def end_of(log: list[Event]) -> RunEnded:
 
 @contextmanager
 def launched(run: RunDir) -> Iterator[Launched]:
-    """An endless run through the launcher, in its own session, once it trains."""
+    """An endless run through the launcher, in its own session; yields once it trains."""
     overrides = [*cases.TINY, *ENDLESS, f"run.dir={run.path.parent}", f"run.name={run.path.name}", "launch.nproc=2"]
     with Launched("launch.cli.main", "train", *overrides, output=run.path.parent / "output") as process:
         deadline = time.monotonic() + 60
@@ -88,25 +88,25 @@ def worker(run: RunDir, rank: int) -> int:
     return int(file.read_text())
 
 
-def ask_by_signal(_run: RunDir, launcher: Launched) -> None:
+def stop_by_signal(_run: RunDir, launcher: Launched) -> None:
     launcher.send_signal(signal.SIGUSR1)
 
 
-def ask_by_file(run: RunDir, _launcher: Launched) -> None:
+def stop_by_file(run: RunDir, _launcher: Launched) -> None:
     run.stop.touch()
 
 
-def ask_by_command(run: RunDir, _launcher: Launched) -> None:
-    words = ("ctl", str(run.path), "stop", "--reason", "new nodes", "--wait")
-    with Launched("launch.cli.main", *words, output=run.path.parent / "asked") as asked:
-        assert (asked.wait(timeout=60), asked.stderr) == (75, "")
-    assert f"{run.path} ended at step {end_of(log_of(run)).step}: " in asked.stdout
+def stop_by_command(run: RunDir, _launcher: Launched) -> None:
+    command = ("ctl", str(run.path), "stop", "--reason", "new nodes", "--wait")
+    with Launched("launch.cli.main", *command, output=run.path.parent / "ctl") as ctl:
+        assert (ctl.wait(timeout=60), ctl.stderr) == (75, "")
+    assert f"{run.path} ended at step {end_of(log_of(run)).step}: " in ctl.stdout
 
 
-WAYS = {
-    "signal": (ask_by_signal, "SIGTERM"),
-    "file": (ask_by_file, "STOP file"),
-    "command": (ask_by_command, f"asked by {user_name()}: new nodes"),
+STOP_METHODS = {
+    "signal": (stop_by_signal, "SIGTERM"),
+    "file": (stop_by_file, "STOP file"),
+    "command": (stop_by_command, f"asked by {user_name()}: new nodes"),
 }
 """The kind of stop request -> the reason in the last event."""
 
@@ -126,60 +126,60 @@ class Stopped:
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Stopped]:
     """One stopped run per kind of stop request."""
     runs = {}
-    for way, (ask, _) in WAYS.items():
-        run = RunDir(tmp_path_factory.mktemp("runs") / way)
+    for method, (request_stop, _) in STOP_METHODS.items():
+        run = RunDir(tmp_path_factory.mktemp("runs") / method)
         with launched(run) as process:
-            ask(run, process)
+            request_stop(run, process)
             code = process.wait(timeout=60)
-        runs[way] = Stopped(run, code, log_of(run))
+        runs[method] = Stopped(run, code, log_of(run))
     return runs
 
 
 @pytest.fixture(scope="module")
-def control(ranks: Pool, stopped: dict[str, Stopped], tmp_path_factory: pytest.TempPathFactory) -> Numbers:
+def control(ranks: Pool, stopped: dict[str, Stopped], tmp_path_factory: pytest.TempPathFactory) -> StepResults:
     """An undisturbed run of at least as many steps as the others."""
     run = RunDir(tmp_path_factory.mktemp("control") / "control")
-    last = max(each.step for each in stopped.values()) + FURTHER
+    last = max(each.step for each in stopped.values()) + MORE_STEPS
     overrides = (f"run.dir={run.path.parent}", "run.name=control", *ENDLESS)
-    results = ranks.run(2, asked_in_step, str(run.path.parent), last, 0, "forward_backward", *overrides)
+    results = ranks.run(2, run_with_signal_in_step, str(run.path.parent), last, 0, "forward_backward", *overrides)
     assert results == [(75, last + LAG)] * 2
-    return numbers(log_of(run))
+    return step_results(log_of(run))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", STOP_METHODS)
 def test_a_stopped_run_saves_logs_the_reason_and_resumes_bit_identically(
-    way: str, ranks: Pool, stopped: dict[str, Stopped], control: Numbers
+    method: str, ranks: Pool, stopped: dict[str, Stopped], control: StepResults
 ) -> None:
-    run, step, log = stopped[way].run, stopped[way].step, stopped[way].log
-    assert stopped[way].exit_code == end_of(log).exit_code == 75
-    assert end_of(log).reason.endswith(WAYS[way][1])
+    run, step, log = stopped[method].run, stopped[method].step, stopped[method].log
+    assert stopped[method].exit_code == end_of(log).exit_code == 75
+    assert end_of(log).reason.endswith(STOP_METHODS[method][1])
     seen = next(event.iteration for event in log if isinstance(event, StepRecord) and event.stop_requested)
     assert end_of(log).iteration - seen == LAG, "steps that started after the request was seen"
     assert [path.name for path in run.checkpoints.iterdir()] == [f"step-{step:08d}-gen-0"]
-    assert run.stop.exists() == (way in ("file", "command")), "a requested stop stays visible"
+    assert run.stop.exists() == (method in ("file", "command")), "a requested stop stays visible"
 
-    words = (f"run.dir={run.path.parent}", f"run.name={way}", *ENDLESS)
-    results = ranks.run(2, asked_in_step, str(run.path.parent), FURTHER, 0, "forward_backward", *words)
-    assert results == [(75, FURTHER + LAG)] * 2, "the earlier stop does not stop it again"
+    overrides = (f"run.dir={run.path.parent}", f"run.name={method}", *ENDLESS)
+    results = ranks.run(2, run_with_signal_in_step, str(run.path.parent), MORE_STEPS, 0, "forward_backward", *overrides)
+    assert results == [(75, MORE_STEPS + LAG)] * 2, "the earlier stop does not stop it again"
     assert not run.stop.exists()
     log = log_of(run)
     (began, resumed) = [event for event in log if isinstance(event, RunStarted)]
     assert (began.resumed_from, resumed.resumed_from) == (None, f"step-{step:08d}-gen-0")
-    assert numbers(log).items() <= control.items()
-    assert len(numbers(log)) == step + FURTHER + LAG
+    assert step_results(log).items() <= control.items()
+    assert len(step_results(log)) == step + MORE_STEPS + LAG
 
 
 def test_the_operator_is_logged(stopped: dict[str, Stopped]) -> None:
     run, log = stopped["command"].run, stopped["command"].log
-    (asked,) = [event for event in log if isinstance(event, Intervention)]
-    assert (asked.who, asked.reason) == (user_name(), "new nodes")
-    assert list(events.read(run.interventions)) == [asked]
-    for way in ("signal", "file"):
-        assert not [event for event in stopped[way].log if isinstance(event, Intervention)]
+    (intervention,) = [event for event in log if isinstance(event, Intervention)]
+    assert (intervention.who, intervention.reason) == (user_name(), "new nodes")
+    assert list(events.read(run.interventions)) == [intervention]
+    for method in ("signal", "file"):
+        assert not [event for event in stopped[method].log if isinstance(event, Intervention)]
 
 
 @pytest.mark.parametrize(
-    ("lag", "rank", "place", "heard_late"),
+    ("lag", "rank", "place", "extra_steps"),
     [
         (0, 0, "forward_backward", 0),
         (0, 1, "reduce_signals", 1),
@@ -188,20 +188,23 @@ def test_the_operator_is_logged(stopped: dict[str, Stopped]) -> None:
     ],
 )
 def test_few_steps_start_after_a_request(
-    lag: int, rank: int, place: str, heard_late: int, ranks: Pool, tmp_path: Path
+    lag: int, rank: int, place: str, extra_steps: int, ranks: Pool, tmp_path: Path
 ) -> None:
-    """Whichever rank gets the request, before its check in a step or just after."""
-    words = ("run.name=a", *ENDLESS, f"sentinel.lag={lag}")
-    assert ranks.run(2, asked_in_step, str(tmp_path), 4, rank, place, *words) == [(75, 4 + lag + heard_late)] * 2
+    """Whichever rank receives the request, before its check in a step or just after."""
+    overrides = ("run.name=a", *ENDLESS, f"sentinel.lag={lag}")
+    assert (
+        ranks.run(2, run_with_signal_in_step, str(tmp_path), 4, rank, place, *overrides)
+        == [(75, 4 + lag + extra_steps)] * 2
+    )
     ended = end_of(log_of(RunDir(tmp_path / "a")))
-    assert ended.step == 4 + lag + heard_late
+    assert ended.step == 4 + lag + extra_steps
     assert ended.reason.endswith("SIGUSR1" if rank == 0 else "a signal to another rank")
 
 
 @pytest.mark.parametrize("nth", [5, 6])
 def test_a_run_stopped_in_its_last_steps_is_done(nth: int, ranks: Pool, tmp_path: Path) -> None:
-    words = ("run.name=a", "train.num_steps=6")
-    assert ranks.run(2, asked_in_step, str(tmp_path), nth, 1, "forward_backward", *words) == [(0, 6)] * 2
+    overrides = ("run.name=a", "train.num_steps=6")
+    assert ranks.run(2, run_with_signal_in_step, str(tmp_path), nth, 1, "forward_backward", *overrides) == [(0, 6)] * 2
     assert end_of(log_of(RunDir(tmp_path / "a"))).reason == "all steps done"
 
 

@@ -21,7 +21,7 @@ from harness.drills.score import BoundStatus, Card, score_run
 from harness.faults.files import fill, flip_bit
 from harness.faults.process import children_of
 from tests.distributed import drill_cases
-from tests.distributed.killable_ranks import AtTime, Mortals
+from tests.distributed.killable_ranks import KillableRanks, KillAtTime
 
 pytestmark = [
     pytest.mark.full,
@@ -31,38 +31,40 @@ pytestmark = [
 SIZE = 2
 NUM_STEPS = 34
 TRAIN = (f"train.num_steps={NUM_STEPS}", "checkpoint.every_steps=10", "parallel.device=cpu")
-STRUCK = ("drill.fault.at=27", "drill.expected.names_rank=false")
-BY_ITSELF = AtTime(after_s=50, rank=1, grace_s=0.3)
+FAULT_OVERRIDES = ("drill.fault.at=27", "drill.expected.names_rank=false")
+KILLED_BY_FAULT = KillAtTime(after_s=50, rank=1, grace_s=0.3)
 """Rank 1 is killed by its fault; the other rank follows, as under a launcher."""
 
 
 @pytest.fixture(scope="module")
-def mortals() -> Iterator[Mortals]:
-    mother = Mortals("torch._dynamo", "harness.faults.drill_worker", drill_cases.__name__)
-    yield mother
-    mother.close()
+def killable() -> Iterator[KillableRanks]:
+    parent = KillableRanks("torch._dynamo", "harness.faults.drill_worker", drill_cases.__name__)
+    yield parent
+    parent.close()
 
 
 @pytest.fixture(scope="module")
-def runs(mortals: Mortals, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(killable: KillableRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the common twin."""
     root = tmp_path_factory.mktemp("runs")
     twin = RunDir(root / "twin")
     directories.create_directory(directories.configure(scenario.load_scenario("kill_rank").train, TRAIN), twin)
-    assert mortals.run(SIZE, drill_cases.run, str(twin.path)).results == [0] * SIZE
+    assert killable.run(SIZE, drill_cases.run, str(twin.path)).results == [0] * SIZE
     return root
 
 
-def run_scenario(mortals: Mortals, runs: Path, name: str, *overrides: str) -> tuple[RunDir, Card]:
+def run_scenario(killable: KillableRanks, runs: Path, name: str, *overrides: str) -> tuple[RunDir, Card]:
     """Run a scenario until it is done; returns the run and its score card."""
-    drill = scenario.load_scenario(name, [*STRUCK, *overrides])
+    drill = scenario.load_scenario(name, [*FAULT_OVERRIDES, *overrides])
     victim = RunDir(runs / name)
     directories.create_directory(directories.configure(drill.train, TRAIN), victim)
     DrillRecord(name=name, scenario=drill, plan=drill.plan, twin="twin").write(victim)
-    dies = name in ("kill_rank", "corrupted_checkpoint", "truncated_checkpoint")
+    is_killed = name in ("kill_rank", "corrupted_checkpoint", "truncated_checkpoint")
     for start in range(drill.expected.starts):
-        outcome = mortals.run(SIZE, drill_cases.run, str(victim.path), death=BY_ITSELF if dies and start == 0 else None)
-        assert outcome.killed is (dies and start == 0)
+        outcome = killable.run(
+            SIZE, drill_cases.run, str(victim.path), kill_point=KILLED_BY_FAULT if is_killed and start == 0 else None
+        )
+        assert outcome.killed is (is_killed and start == 0)
     return victim, score_run(victim)
 
 
@@ -70,16 +72,18 @@ def broken_bounds(card: Card) -> list[str]:
     return [bound.name for bound in card.bounds if bound.verdict not in (BoundStatus.held, BoundStatus.free)]
 
 
-def test_a_run_resumes_after_a_killed_rank(mortals: Mortals, runs: Path) -> None:
-    victim, card = run_scenario(mortals, runs, "kill_rank", 'drill.expected.notices=["resumed from step-"]')
+def test_a_run_resumes_after_a_killed_rank(killable: KillableRanks, runs: Path) -> None:
+    victim, card = run_scenario(killable, runs, "kill_rank", 'drill.expected.notices=["resumed from step-"]')
     assert not broken_bounds(card), card.score
     assert card.score.struck == 1
     assert [started.resumed_from is None for started in gather(victim).of(RunStarted)] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["corrupted_checkpoint", "truncated_checkpoint"])
-def test_a_run_resumes_from_an_older_checkpoint_than_a_damaged_one(mortals: Mortals, runs: Path, name: str) -> None:
-    victim, card = run_scenario(mortals, runs, name, 'drill.expected.notices=["is damaged: "]')
+def test_a_run_resumes_from_an_older_checkpoint_than_a_damaged_one(
+    killable: KillableRanks, runs: Path, name: str
+) -> None:
+    victim, card = run_scenario(killable, runs, name, 'drill.expected.notices=["is damaged: "]')
     assert not broken_bounds(card), card.score
     judged = [event for event in events.read(victim.events) if isinstance(event, CheckpointJudged)]
     assert [event.directory for event in judged if event.health == "damaged"] == ["step-00000020-gen-0"]
@@ -87,8 +91,8 @@ def test_a_run_resumes_from_an_older_checkpoint_than_a_damaged_one(mortals: Mort
     assert [started.resumed_from for started in gather(victim).of(RunStarted)] == [None, "step-00000010-gen-0"]
 
 
-def test_a_clock_jump_changes_no_result(mortals: Mortals, runs: Path) -> None:
-    victim, card = run_scenario(mortals, runs, "clock_jump", "drill.fault.duration=5")
+def test_a_clock_jump_changes_no_result(killable: KillableRanks, runs: Path) -> None:
+    victim, card = run_scenario(killable, runs, "clock_jump", "drill.fault.duration=5")
     assert not broken_bounds(card), card.score
     assert card.score.struck == 5
     times = {record.iteration: record.time for record in gather(victim).records}
@@ -96,8 +100,8 @@ def test_a_clock_jump_changes_no_result(mortals: Mortals, runs: Path) -> None:
     assert times[NUM_STEPS] > times[20]
 
 
-def test_a_preempted_run_resumes_without_loss(mortals: Mortals, runs: Path) -> None:
-    victim, card = run_scenario(mortals, runs, "preemption")
+def test_a_preempted_run_resumes_without_loss(killable: KillableRanks, runs: Path) -> None:
+    victim, card = run_scenario(killable, runs, "preemption")
     assert not broken_bounds(card), card.score
     assert [started.step for started in gather(victim).of(RunStarted)] == [0, 28]
 

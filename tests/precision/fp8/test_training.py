@@ -81,7 +81,7 @@ def test_a_checkpoint_moves_between_precisions_and_numbers_of_ranks(ranks: Pool,
 def test_a_refused_update_changes_nothing_in_fp8(ranks: Pool, recipe: str) -> None:
     """Except in the recipe `delayed`, whose meters hold the amax of the refused step."""
     overrides = ("precision=fp8_emulated", f"precision.fp8.recipe={recipe}")
-    for outcome in ranks.run(2, cases.refusal, math.nan, 1, *overrides):
+    for outcome in ranks.run(2, cases.run_refused_step, math.nan, 1, *overrides):
         assert all(outcome.values()), outcome
 
 
