@@ -44,15 +44,15 @@ read -r forever
 INNER = "hostname host$1; echo $$; exec sleep infinity"
 
 
-def missing() -> str:
-    """Why this machine cannot have virtual hosts; empty if it can."""
+def reason_to_skip() -> str:
+    """Why this machine cannot run virtual hosts; empty if it can."""
     if os.geteuid() != 0:
         return "needs root"
     absent = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
     if absent:
         return f"needs {', '.join(absent)} (Debian: iproute2, util-linux)"
     probe = subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True, check=False)
-    return "" if probe.returncode == 0 else "may not make network namespaces"
+    return "" if probe.returncode == 0 else "cannot create network namespaces"
 
 
 def only_child(pid: int) -> int:
@@ -63,16 +63,16 @@ def only_child(pid: int) -> int:
         if children:
             return int(children[0])
         time.sleep(0.01)
-    raise AssertionError(f"process {pid} never started what it should")
+    raise AssertionError(f"process {pid} did not start its child")
 
 
-def go(first: int, environment: Mapping[str, str]) -> None:
+def enter_host(first: int, environment: Mapping[str, str]) -> None:
     """Continue as a process of a host, given the pid of its first process; the parent waits, like nsenter."""
     spaces = [os.open(f"/proc/{first}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "pid", "mnt")]
     libc = ctypes.CDLL(None, use_errno=True)
     for space in spaces:
         if libc.setns(space, 0) != 0:
-            raise OSError(ctypes.get_errno(), "may not enter a namespace")
+            raise OSError(ctypes.get_errno(), "cannot enter a namespace")
         os.close(space)
     os.environ.update(environment)
     inside = os.fork()
@@ -112,12 +112,12 @@ class Hosts:
             text=True,
         )
         assert process.stdout is not None
-        assert process.stdout.readline() == "1\n", "the first process of a process table"
+        assert process.stdout.readline() == "1\n", "the first process of the pid namespace"
         self._hosts[host] = process
 
     def start(self, host: int, module: str, *args: str, output: Path, environment: Mapping[str, str]) -> Launched:
         """`python -m MODULE ARGS` on a host."""
-        return Launched(module, *args, output=output, first=partial(go, self._first_process(host), environment))
+        return Launched(module, *args, output=output, first=partial(enter_host, self._first_process(host), environment))
 
     def crash(self, host: int) -> None:
         """Kill everything on a host."""
@@ -142,7 +142,7 @@ class Hosts:
         return self._first_process_of(self._hosts[host])
 
     def _first_process_of(self, process: subprocess.Popen[str]) -> int:
-        """nsenter forks into the process table, then unshare forks the host's first process."""
+        """nsenter forks into the pid namespace, then unshare forks the host's first process."""
         return only_child(only_child(process.pid))
 
     def __enter__(self) -> Self:

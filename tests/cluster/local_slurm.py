@@ -1,10 +1,10 @@
 """A real Slurm cluster on this machine: four virtual nodes on the loopback address, started in a second.
 
 One controller and one slurmd per node are children of the test, with their own directory, key and ports, so several
-labs can run on one machine. So can their jobs, whose ports follow from their job ids. All nodes share one network and
-one process table; only Slurm distinguishes them. A requeued job waits a few seconds in the queue (cred_expire: at least
-5, by default 120).
-All processes of a lab have its configuration in their environment; `stop` finds and ends them by it.
+clusters can run on one machine. So can their jobs, whose ports follow from their job ids. All nodes share one network
+and one process table; only Slurm distinguishes them. A requeued job waits a few seconds in the queue (cred_expire: at
+least 5, by default 120).
+All processes of a cluster have its configuration in their environment; `stop` finds and kills them by it.
 Left out: accounting (`sacct`), control groups, and hosts that can be cut off (`tests.cluster.hosts` has those).
 """
 
@@ -68,8 +68,8 @@ PartitionName=main Nodes=n[1-{num_nodes}] Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def why_not() -> str:
-    """Why this machine cannot run a lab; empty if it can."""
+def reason_to_skip() -> str:
+    """Why this machine cannot run Slurm; empty if it can."""
     if os.geteuid() != 0:
         return "a real Slurm needs root"
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -78,7 +78,7 @@ def why_not() -> str:
     )
 
 
-def until(ready: Callable[[], bool], what: Callable[[], str], *, within_s: float) -> None:
+def wait_until(ready: Callable[[], bool], what: Callable[[], str], *, within_s: float) -> None:
     """Wait for a condition; fails after `within_s` seconds with a description."""
     deadline_s = time.monotonic() + within_s
     while not ready():
@@ -88,7 +88,7 @@ def until(ready: Callable[[], bool], what: Callable[[], str], *, within_s: float
 
 @final
 @dataclass
-class Lab:
+class LocalSlurm:
     """A cluster that runs from `start` to `stop`."""
 
     path: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="lab-")))
@@ -116,16 +116,16 @@ class Lab:
         key.chmod(0o600)
         files = {"socket": "socket", "key-file": "key", "log-file": "log", "pid-file": "pid", "seed-file": "seed"}
         self._spawn("munged", "--foreground", *(f"--{option}={munge / name}" for option, name in files.items()))
-        until((munge / "socket").exists, lambda: self.log("munged"), within_s=UP_WITHIN_S)
+        wait_until((munge / "socket").exists, lambda: self.log("munged"), within_s=UP_WITHIN_S)
         self._spawn("slurmctld", "-D", "-c")
         for number in range(1, NUM_NODES + 1):
             self.boot(f"n{number}")
-        until(
+        wait_until(
             self._is_idle, lambda: f"{self.command('sinfo', '-N', '-l')}\n{self.log('slurmctld')}", within_s=UP_WITHIN_S
         )
 
     def boot(self, node: str) -> None:
-        """Start the daemon of a node, at first or after it was killed."""
+        """Start the daemon of a node, also again after it was killed."""
         self._spawn("slurmd", "-D", "-N", node)
 
     def command(self, *args: str | Path, cwd: Path | None = None) -> str:
@@ -144,7 +144,7 @@ class Lab:
         with suppress(AssertionError, subprocess.TimeoutExpired):
             self.command("scancel", "--signal=KILL", "--full", "--user=root")
             self.command("scancel", "--user=root")
-            until(lambda: not self.command("squeue", "-h"), lambda: "jobs end", within_s=5)
+            wait_until(lambda: not self.command("squeue", "-h"), lambda: "jobs end", within_s=5)
         for daemon in reversed(self.daemons):
             daemon.kill()
             daemon.wait()

@@ -16,16 +16,20 @@ from harness.core.events import RunStarted, StepRecord
 from harness.core.rundir import RunDir, locate
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Phase
-from tests.cluster.hosts import Hosts, missing
+from tests.cluster.hosts import Hosts, reason_to_skip
 from tests.distributed import cases
 from tests.distributed.cases import TINY
 from tests.distributed.pool import Pool
 from tests.forks import Launched
 
-pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip()),
+    pytest.mark.timeout(600),
+]
 
 HANG_AFTER_S = 10.0
-NOTICED_WITHIN_S = HANG_AFTER_S + 30.0
+DETECTED_WITHIN_S = HANG_AFTER_S + 30.0
 """The promised time (hang_after_s and ten seconds), with a margin for a busy machine."""
 STARTED_WITHIN_S = 200.0
 PORT = 29500
@@ -85,7 +89,7 @@ def wait_until_trained(run: RunDir, num_steps: int, agents: list[Launched]) -> N
     deadline = time.monotonic() + STARTED_WITHIN_S
     goal = len(steps(run)) + num_steps
     while len(steps(run)) < goal or any(beat.phase is Phase.start for beat in heartbeat.read_all(run)):
-        assert time.monotonic() < deadline, "never trained"
+        assert time.monotonic() < deadline, "the run did not train in time"
         assert all(agent.poll() is None for agent in agents), [agent.stderr for agent in agents]
         time.sleep(0.05)
 
@@ -106,9 +110,9 @@ def test_a_run_survives_a_lost_host_and_a_cut_cable_bit_identically(hosts: Hosts
     agents = start(hosts, run)
     wait_until_trained(run, 15, agents)
     hosts.crash(2)
-    code, err = wait_for_end(agents[0], NOTICED_WITHIN_S)
+    code, err = wait_for_end(agents[0], DETECTED_WITHIN_S)
     assert (code, err.splitlines()[-1]) == (1, "harness: node 0 (host1) stops: node 1 (host2) is gone")
-    agents[1].wait(NOTICED_WITHIN_S)
+    agents[1].wait(DETECTED_WITHIN_S)
     hosts.boot(2)
 
     agents = start(hosts, run)
@@ -116,7 +120,7 @@ def test_a_run_survives_a_lost_host_and_a_cut_cable_bit_identically(hosts: Hosts
     hosts.cut(2)
     lines = []
     for agent in agents:
-        code, err = wait_for_end(agent, NOTICED_WITHIN_S)
+        code, err = wait_for_end(agent, DETECTED_WITHIN_S)
         assert code == 1
         lines.append(err.splitlines()[-1])
     assert lines[0].startswith("harness: node 0 (host1) stops: node 1 (host2) has been silent for ")

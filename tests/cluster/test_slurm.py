@@ -35,11 +35,14 @@ from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir, locate
 from launch.slurm import controller, job_directory, requeue, submit
 from tests.cluster import local_slurm
-from tests.cluster.local_slurm import Lab, until
+from tests.cluster.local_slurm import LocalSlurm, wait_until
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 
-pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(local_slurm.why_not()), reason=local_slurm.why_not())]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(bool(local_slurm.reason_to_skip()), reason=local_slurm.reason_to_skip()),
+]
 
 ROOT = Path(__file__).parents[2]
 OVERRIDES = (
@@ -52,15 +55,15 @@ OVERRIDES = (
 )
 UNCHECKED = "launch.slurm.health=false"
 LONG_MINUTES = 30
-PATIENCE_S = 150.0
+TIMEOUT_S = 150.0
 """Importing torch takes seconds, and many processes import it at once."""
 
 
 class Cluster:
-    """The lab and the directory of its runs."""
+    """A Slurm cluster and the directory of its runs."""
 
-    def __init__(self, lab: Lab, runs: Path) -> None:
-        self.lab = lab
+    def __init__(self, slurm: LocalSlurm, runs: Path) -> None:
+        self.slurm = slurm
         self.runs = runs
 
     def config(self, name: str, *overrides: str) -> Config:
@@ -72,16 +75,16 @@ class Cluster:
         texts = {path: path.read_text(errors="replace") for path in paths if path.is_file()}
         return "\n".join(f"--- {path}\n{text[-4000:]}" for path, text in texts.items())
 
-    def until(self, ready: object, *, within_s: float = PATIENCE_S) -> None:
+    def wait_until(self, ready: object, *, within_s: float = TIMEOUT_S) -> None:
         assert callable(ready)
-        until(ready, lambda: f"{self.lab.command('squeue')}\n{self.logs()}", within_s=within_s)
+        wait_until(ready, lambda: f"{self.slurm.command('squeue')}\n{self.logs()}", within_s=within_s)
 
     def show(self, job: str, name: str) -> str:
-        lines = self.lab.command("scontrol", "show", "job", "-o", job)
+        lines = self.slurm.command("scontrol", "show", "job", "-o", job)
         return next(field for field in lines.split() if field.startswith(f"{name}=")).partition("=")[2]
 
     def wait(self, job: str) -> submit.FinishedJob:
-        self.until(lambda: not controller.queue_state(job))
+        self.wait_until(lambda: not controller.queue_state(job))
         return submit.wait_for_job(job, poll_s=0.1)
 
 
@@ -91,19 +94,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     runs = tmp_path_factory.mktemp("cluster")
     (runs / "harness").mkdir()
     (runs / "harness" / "__init__.py").write_text("raise SystemExit('this is not the code that was submitted')\n")
-    lab = Lab()
+    slurm = LocalSlurm()
     try:
         with pytest.MonkeyPatch.context() as patch:
             for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "HARNESS_"))]:
                 patch.delenv(name)
-            patch.setenv("SLURM_CONF", str(lab.configuration))
+            patch.setenv("SLURM_CONF", str(slurm.configuration))
             patch.setenv("OMP_NUM_THREADS", "1")
             patch.chdir(runs)
-            lab.start()
-            yield Cluster(lab, runs)
+            slurm.start()
+            yield Cluster(slurm, runs)
     finally:
-        lab.stop()
-        assert not lab.processes()
+        slurm.stop()
+        assert not slurm.processes()
 
 
 def create_paused_run(cfg: Config) -> RunDir:
@@ -145,13 +148,13 @@ def jobs(cluster: Cluster) -> Jobs:
     """All jobs, submitted; the first one has just received the signal before its time limit."""
     first, array, cancelled = submit_by_command(cluster), submit_array(cluster), submit_one(cluster)
     job, run = first
-    cluster.until(lambda: is_paused(run))
+    cluster.wait_until(lambda: is_paused(run))
     began_s = next(event.time for event in events.read(run.events) if isinstance(event, RunStarted))
     minutes = int(time.time() - began_s) // 60 + 2
-    cluster.lab.command("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+    cluster.slurm.command("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
     plain = submit_plain(cluster)
-    cluster.until(lambda: "near its time limit" in (run.logs / f"slurm-{job}.log").read_text())
-    cluster.lab.command("scontrol", "update", f"JobId={job}", f"TimeLimit={LONG_MINUTES}")
+    cluster.wait_until(lambda: "near its time limit" in (run.logs / f"slurm-{job}.log").read_text())
+    cluster.slurm.command("scontrol", "update", f"JobId={job}", f"TimeLimit={LONG_MINUTES}")
     return Jobs(first, array, cancelled, plain)
 
 
@@ -171,13 +174,13 @@ def submit_by_command(cluster: Cluster) -> tuple[str, RunDir]:
     chosen = [*OVERRIDES, "launch=slurm", f"run.dir={cluster.runs}", f"run.name='{escaped}'", *overrides]
     environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
     command = [sys.executable, "-c", code, "train", *chosen]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert said.returncode == 0, said.stderr
-    known = job_directory.read_job(run)
-    assert known is not None
-    assert said.stdout.splitlines()[0] == f"job {known.job}: {run.path}"
-    assert f"tail -F {shlex.quote(str(run.logs / f'slurm-{known.job}.log'))}" in said.stdout
-    return known.job, run
+    submitted = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert submitted.returncode == 0, submitted.stderr
+    job_record = job_directory.read_job(run)
+    assert job_record is not None
+    assert submitted.stdout.splitlines()[0] == f"job {job_record.job}: {run.path}"
+    assert f"tail -F {shlex.quote(str(run.logs / f'slurm-{job_record.job}.log'))}" in submitted.stdout
+    return job_record.job, run
 
 
 def submit_array(cluster: Cluster) -> tuple[str, dict[str, RunDir]]:
@@ -204,15 +207,15 @@ def submit_plain(cluster: Cluster) -> tuple[str, RunDir]:
     script, log = ROOT / "slurm" / "train.sbatch", cluster.runs / "plain.log"
     args = [*OVERRIDES, "train.num_steps=4", "checkpoint.every_steps=0", f"run.dir={cluster.runs}", "run.name=plain"]
     command = ["sbatch", "--parsable", "--nodes=4", f"--output={log}", str(script), *args]
-    environment = cluster.lab.environment | {"HARNESS_PYTHON": sys.executable, "HARNESS_HEALTH": "false"}
-    said = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
-    return said.stdout.strip(), RunDir(cluster.runs / "plain")
+    environment = cluster.slurm.environment | {"HARNESS_PYTHON": sys.executable, "HARNESS_HEALTH": "false"}
+    submitted = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    return submitted.stdout.strip(), RunDir(cluster.runs / "plain")
 
 
 def test_scancel_saves_and_does_not_requeue(jobs: Jobs, cluster: Cluster) -> None:
     job, run = jobs.cancelled
-    cluster.until(lambda: is_paused(run))
-    cluster.lab.command("scancel", job)
+    cluster.wait_until(lambda: is_paused(run))
+    cluster.slurm.command("scancel", job)
     assert cluster.wait(job).state == "CANCELLED"
     assert ends(run) == [(75, False, "ended by scancel or by another requeue")]
     assert cluster.show(job, "Restarts") == "0"
@@ -223,7 +226,7 @@ def test_scancel_saves_and_does_not_requeue(jobs: Jobs, cluster: Cluster) -> Non
 def test_a_killed_task_is_requeued_and_a_halted_run_is_not(jobs: Jobs, cluster: Cluster) -> None:
     job, runs = jobs.sweep
     killed = runs["killed"]
-    cluster.until(lambda: is_paused(killed))
+    cluster.wait_until(lambda: is_paused(killed))
     os.kill(agent_of(cluster, killed), signal.SIGKILL)
     assert cluster.wait(job) == ("FAILED", 3), "the worst exit code of an array"
     assert ends(runs["halted"]) == [(3, False, "halted by the sentinel")]
@@ -236,8 +239,8 @@ def test_a_killed_task_is_requeued_and_a_halted_run_is_not(jobs: Jobs, cluster: 
 def agent_of(cluster: Cluster, run: RunDir) -> int:
     """Pid of the task that Slurm started for a run; its ranks have the same command line and other names."""
     arguments = f"launch.local.node\0{run.path.resolve()}\0".encode()
-    alike = [pid for pid in cluster.lab.processes() if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(arguments)]
-    (pid,) = (pid for pid in alike if not Path(f"/proc/{pid}/comm").read_text().startswith(("srun", "rank-")))
+    agents = [pid for pid in cluster.slurm.processes() if Path(f"/proc/{pid}/cmdline").read_bytes().endswith(arguments)]
+    (pid,) = (pid for pid in agents if not Path(f"/proc/{pid}/comm").read_text().startswith(("srun", "rank-")))
     return pid
 
 
@@ -267,10 +270,10 @@ def test_plain_sbatch_on_four_nodes(jobs: Jobs, cluster: Cluster) -> None:
     (start,) = (event for event in events.read(run.events) if isinstance(event, RunStarted))
     assert start.world_size == 4
     assert sorted(losses(run)) == [1, 2, 3, 4]
-    known = job_directory.read_job(run)
-    assert known is not None
-    assert (Path(known.code) / "harness" / "train.py").read_bytes() == (ROOT / "harness" / "train.py").read_bytes()
-    assert Path(known.code).is_relative_to(run.path)
+    job_record = job_directory.read_job(run)
+    assert job_record is not None
+    assert (Path(job_record.code) / "harness" / "train.py").read_bytes() == (ROOT / "harness" / "train.py").read_bytes()
+    assert Path(job_record.code).is_relative_to(run.path)
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have a GPU")

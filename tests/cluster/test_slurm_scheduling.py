@@ -20,12 +20,15 @@ from harness.core.rundir import RunDir, locate
 from launch.cli import status
 from launch.slurm import controller, requeue, submit
 from tests.cluster import local_slurm
-from tests.cluster.local_slurm import Lab, until
+from tests.cluster.local_slurm import LocalSlurm, wait_until
 from tests.distributed import cases
 
-pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(local_slurm.why_not()), reason=local_slurm.why_not())]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(bool(local_slurm.reason_to_skip()), reason=local_slurm.reason_to_skip()),
+]
 
-PATIENCE_S = 150.0
+TIMEOUT_S = 150.0
 PYTHON = """\
 #!/bin/bash
 echo "$SLURMD_NODENAME $*" >> {calls}
@@ -44,18 +47,18 @@ NVIDIA_SMI = """\
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
-    lab = Lab()
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalSlurm]:
+    slurm = LocalSlurm()
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "HARNESS_"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("SLURM_CONF", str(lab.configuration))
+    monkeypatch.setenv("SLURM_CONF", str(slurm.configuration))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     try:
-        lab.start()
-        yield lab
+        slurm.start()
+        yield slurm
     finally:
-        lab.stop()
+        slurm.stop()
 
 
 def config(directory: Path, name: str, *overrides: str) -> Config:
@@ -63,13 +66,13 @@ def config(directory: Path, name: str, *overrides: str) -> Config:
     return compose.load([*cases.TINY, *fixed, *overrides])
 
 
-def wait(lab: Lab, *jobs: str) -> list[submit.FinishedJob]:
+def wait(slurm: LocalSlurm, *jobs: str) -> list[submit.FinishedJob]:
     def logs() -> str:
         paths = [*Path.cwd().rglob("slurm-*.log"), *Path.cwd().rglob("rank-*")]
         texts = [f"--- {path}\n{path.read_text()[-3000:]}" for path in paths]
-        return "\n".join([lab.command("squeue"), *texts])
+        return "\n".join([slurm.command("squeue"), *texts])
 
-    until(lambda: not any(controller.queue_state(job) for job in jobs), logs, within_s=PATIENCE_S)
+    wait_until(lambda: not any(controller.queue_state(job) for job in jobs), logs, within_s=TIMEOUT_S)
     return [submit.wait_for_job(job, poll_s=0.1) for job in jobs]
 
 
@@ -81,7 +84,7 @@ def executable(path: Path, text: str) -> Path:
 
 
 def test_a_waiting_task_uses_the_arguments_it_was_submitted_with(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: LocalSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, go = tmp_path / "calls", tmp_path / "go"
     python = executable(tmp_path / "bin" / "python", PYTHON.format(calls=calls, go=go, python=sys.executable))
@@ -91,18 +94,18 @@ def test_a_waiting_task_uses_the_arguments_it_was_submitted_with(
     cfgs = {name: config(sweep, name, *overrides) for name in "abc"}
 
     first = submit.submit_array(list(cfgs.values()), sweep)
-    until(
+    wait_until(
         lambda: calls.exists() and f"launch.local.node {sweep}/b" in calls.read_text(),
-        lambda: lab.command("squeue"),
-        within_s=PATIENCE_S,
+        lambda: slurm.command("squeue"),
+        within_s=TIMEOUT_S,
     )
     assert [controller.queue_state(f"{first}_{task}") for task in range(3)] == ["", "running", "pending"]
     second = submit.submit_array([cfgs["a"]], sweep)
     go.touch()
-    assert wait(lab, first, second) == [("FAILED", 2), ("FAILED", 2)]
+    assert wait(slurm, first, second) == [("FAILED", 2), ("FAILED", 2)]
 
-    begun = [line.split()[-2:] for line in calls.read_text().splitlines() if "launch.slurm.requeue begin" in line]
-    tasks = {task: Path(run).name for run, task in begun}
+    started = [line.split()[-2:] for line in calls.read_text().splitlines() if "launch.slurm.requeue begin" in line]
+    tasks = {task: Path(run).name for run, task in started}
     assert tasks == {f"{first}_0": "a", f"{first}_1": "b", f"{first}_2": "c", f"{second}_0": "a"}
     ends = {name: [(end.job, end.requeued) for end in requeue.read_ends(RunDir(sweep / name))] for name in "abc"}
     assert ends["a"] == [(f"{first}_0", False), (f"{second}_0", False)], "2 is not requeued"
@@ -110,13 +113,13 @@ def test_a_waiting_task_uses_the_arguments_it_was_submitted_with(
 
 
 def test_a_node_that_failed_twice_is_excluded(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    slurm: LocalSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     executable(tmp_path / "bin" / "nvidia-smi", NVIDIA_SMI)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     cfg = config(tmp_path, "run", "train.num_steps=2", "checkpoint.every_steps=0", "launch.slurm.max_stalled=1")
     job = submit.submit_run(cfg)
-    assert wait(lab, job) == [("COMPLETED", 0)]
+    assert wait(slurm, job) == [("COMPLETED", 0)]
     run = locate(cfg)
     ends = requeue.read_ends(run)
     assert [(end.exit_code, end.requeued) for end in ends] == [(69, True), (69, True), (0, False)]
@@ -125,7 +128,7 @@ def test_a_node_that_failed_twice_is_excluded(
     assert [[exclusion.node for exclusion in end.excluded] for end in ends] == [[], ["n1"], ["n1"]]
     (start,) = (event for event in events.read(run.events) if isinstance(event, RunStarted))
     assert start.world_size == 1
-    shown = lab.command("scontrol", "show", "job", "-o", job).split()
+    shown = slurm.command("scontrol", "show", "job", "-o", job).split()
     assert {"ExcNodeList=n1", "Restarts=2"} <= set(shown)
     assert "NodeList=n1" not in shown
     assert status.main([str(run.path)]) == 0

@@ -1,4 +1,4 @@
-"""What a run hears from outside: real signals to this process, real files in a run directory."""
+"""Stop requests: real signals to this process, and real STOP files in a run directory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
-def test_a_signal_is_a_request_and_the_reason(number: signal.Signals) -> None:
+def test_a_signal_is_a_stop_request_and_its_reason(number: signal.Signals) -> None:
     stop = StopRequest()
     before = signal.getsignal(number)
     with signals_to(stop):
@@ -43,32 +43,32 @@ def test_a_signal_is_a_request_and_the_reason(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
-def test_only_a_second_sigint_insists() -> None:
+def test_a_second_sigint_raises_keyboard_interrupt() -> None:
     stop = StopRequest()
     with signals_to(stop):
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert stop.reason == "SIGUSR1", "the first one counts"
+    assert stop.reason == "SIGUSR1", "the first signal is the reason"
 
 
 def test_an_empty_stop_file_is_a_request(run: RunDir) -> None:
     stop = StopRequest()
     run.stop.touch()
-    assert not stop, "nobody looked"
+    assert not stop, "not polled yet"
     stop.look(run)
     assert stop
     assert stop.reason == "STOP file"
     assert stop_requests.stop_event(run, 7) is None
     run.stop.unlink()
     stop.look(run)
-    assert stop, "what was seen holds"
+    assert stop, "a request holds after the file is removed"
     assert stop.reason == "STOP file"
 
 
 @pytest.mark.parametrize(
-    ("reason", "in_words"),
+    ("reason", "description"),
     [
         ("maintenance\n  at noon", "asked by ada: maintenance at noon"),
         ("", "asked by ada"),
@@ -76,16 +76,16 @@ def test_an_empty_stop_file_is_a_request(run: RunDir) -> None:
         ("\x1b[2Jgone", "asked by ada: ?[2Jgone"),
     ],
 )
-def test_who_asked_is_told(run: RunDir, clock: Clock, reason: str, in_words: str) -> None:
+def test_the_reason_contains_the_user_and_the_text(run: RunDir, clock: Clock, reason: str, description: str) -> None:
     stop = StopRequest()
     stop_requests.ask(run, who="ada", reason=reason)
     stop.look(run)
     assert stop
-    assert stop.reason == in_words
+    assert stop.reason == description
     event = stop_requests.stop_event(run, 7)
     assert event is not None
     assert (event.who, event.iteration, event.time) == ("ada", 7, clock.time())
-    assert in_words in (f"asked by ada: {event.reason}", f"asked by ada{event.reason}")
+    assert description in (f"asked by ada: {event.reason}", f"asked by ada{event.reason}")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_who_asked_is_told(run: RunDir, clock: Clock, reason: str, in_words: str
         "[" * 60000,
     ],
 )
-def test_a_file_that_says_something_else_is_a_request_all_the_same(run: RunDir, content: str) -> None:
+def test_a_stop_file_with_invalid_content_is_a_request(run: RunDir, content: str) -> None:
     stop = StopRequest()
     run.stop.write_text(content)
     stop.look(run)
@@ -109,7 +109,7 @@ def test_a_file_that_says_something_else_is_a_request_all_the_same(run: RunDir, 
     assert stop.reason == "STOP file"
 
 
-def test_a_disk_that_fails_is_no_stop(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_io_error_is_no_stop_request(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_path: Path) -> os.stat_result:
         raise OSError(5, "Input/output error")
 
@@ -120,14 +120,14 @@ def test_a_disk_that_fails_is_no_stop(run: RunDir, monkeypatch: pytest.MonkeyPat
         stop.look(run)
         assert not stop
     stop.look(run)
-    assert stop, "it is asked again"
+    assert stop, "the next poll finds it"
 
 
-def test_a_signal_elsewhere_has_a_name_too() -> None:
+def test_a_request_of_another_rank_has_a_reason() -> None:
     assert StopRequest().reason == "a signal to another rank"
 
 
-def test_a_stop_of_last_time_is_cleared(run: RunDir) -> None:
+def test_an_old_stop_file_is_removed(run: RunDir) -> None:
     stop_requests.clear_stop_file(run)
     stop_requests.ask(run, who="ada", reason="")
     assert stop_requests.read(run) is not None
@@ -138,6 +138,6 @@ def test_a_stop_of_last_time_is_cleared(run: RunDir) -> None:
         stop_requests.clear_stop_file(run)
 
 
-def test_what_is_asked_is_read_back(run: RunDir, clock: Clock) -> None:
+def test_a_stop_file_survives_a_round_trip(run: RunDir, clock: Clock) -> None:
     stop_requests.ask(run, who="ada", reason="disk is full")
     assert stop_requests.read(run) == StopFile(who="ada", time=clock.time(), reason="disk is full")

@@ -28,12 +28,12 @@ import sys
 with open({trapped!r}, "a") as log: print(__file__, "in", sys.orig_argv, file=log)
 raise ImportError("trapped")
 """
-BEGIN = """\
+START_SUBPROCESS = """\
 import subprocess
 from harness.core import processes
-subprocess.run(processes.command("look"), env=processes.environment(), cwd="/", check=True)
+subprocess.run(processes.command("print_harness_path"), env=processes.environment(), cwd="/", check=True)
 """
-LOOK = """\
+PRINT_HARNESS_PATH = """\
 import harness, json, os
 print(json.dumps([harness.__file__, os.environ.get("PYTHONPATH")]))
 """
@@ -42,11 +42,11 @@ print(json.dumps([harness.__file__, os.environ.get("PYTHONPATH")]))
 @pytest.fixture
 def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A log that gets a line whenever a stray module of the working directory is imported."""
-    log, here = tmp_path / "trapped", tmp_path / "here"
+    log, directory = tmp_path / "trapped", tmp_path / "working_directory"
     for name in STRAY:
-        (here / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / name).write_text(TRAP.format(trapped=str(log)))
-    monkeypatch.chdir(here)
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(TRAP.format(trapped=str(log)))
+    monkeypatch.chdir(directory)
     return log
 
 
@@ -78,41 +78,41 @@ def test_a_run_and_its_sink_process_ignore_stray_modules(trapped: Path, tmp_path
     assert json.loads(run.mlflow.read_text())["run_id"]
 
 
-def look(python: Path | str, cwd: Path, search_path: str | None) -> tuple[str, str | None]:
+def find_harness(python: Path | str, cwd: Path, search_path: str | None) -> tuple[str, str | None]:
     """Where a process started in `cwd` finds the harness, and its PYTHONPATH."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {} if search_path is None else {"PYTHONPATH": search_path}
     done = subprocess.run(
-        [python, "-c", BEGIN], cwd=cwd, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        [python, "-c", START_SUBPROCESS], cwd=cwd, env=environment, check=True, stdout=subprocess.PIPE, text=True
     )
-    found, named = json.loads(done.stdout)
-    return found, named
+    found, python_path = json.loads(done.stdout)
+    return found, python_path
 
 
 @pytest.mark.parametrize(
-    ("given", "handed_on"),
+    ("search_path_before", "inherited"),
     [
-        (None, "{here}"),
-        ("", "{here}"),
-        ("/a:/b", "{here}:/a:/b"),
-        ("{here}:/a", "{here}:/a"),
-        ("/a:{here}", "{here}:/a"),
+        (None, "{directory}"),
+        ("", "{directory}"),
+        ("/a:/b", "{directory}:/a:/b"),
+        ("{directory}:/a", "{directory}:/a"),
+        ("/a:{directory}", "{directory}:/a"),
     ],
 )
-def test_a_copy_of_the_code_imports_itself(given: str | None, handed_on: str, tmp_path: Path) -> None:
-    """Although Python's default search path finds the code of the tests."""
+def test_a_copy_of_the_code_imports_itself(search_path_before: str | None, inherited: str, tmp_path: Path) -> None:
+    """The copy is found, although the default search path of Python has the code of the tests."""
     (tmp_path / "harness").symlink_to(ROOT / "harness")
-    (tmp_path / "look.py").write_text(LOOK)
-    search_path = None if given is None else given.format(here=tmp_path)
+    (tmp_path / "print_harness_path.py").write_text(PRINT_HARNESS_PATH)
+    search_path = None if search_path_before is None else search_path_before.format(directory=tmp_path)
     found = str(tmp_path / "harness" / "__init__.py")
-    assert look(sys.executable, tmp_path, search_path) == (found, handed_on.format(here=tmp_path))
+    assert find_harness(sys.executable, tmp_path, search_path) == (found, inherited.format(directory=tmp_path))
 
 
 def test_an_installed_package_needs_no_entry_in_pythonpath(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", symlinks=True)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site / "harness").symlink_to(ROOT / "harness")
-    (site / "look.py").write_text(LOOK)
+    (site / "print_harness_path.py").write_text(PRINT_HARNESS_PATH)
     found = str(site / "harness" / "__init__.py")
-    assert look(tmp_path / "venv" / "bin" / "python", tmp_path, None) == (found, None)
-    assert look(tmp_path / "venv" / "bin" / "python", tmp_path, "/a") == (found, "/a")
+    assert find_harness(tmp_path / "venv" / "bin" / "python", tmp_path, None) == (found, None)
+    assert find_harness(tmp_path / "venv" / "bin" / "python", tmp_path, "/a") == (found, "/a")

@@ -180,7 +180,7 @@ def test_rows_come_from_their_stated_source() -> None:
                 f"counting from {10_000 * source}" for source in batch.sources.tolist()
             ]
             assert batch.facts is not None
-            assert batch.facts.own == batches.facts(index), "a lone rank's rows are the batch"
+            assert batch.facts.own == batches.facts(index), "with world_size 1 the rows of the rank are the batch"
             assert batch.facts.rows_by_source == tuple(np.bincount(batch.sources, minlength=3))
 
 
@@ -255,7 +255,7 @@ def test_prefetch_follows_the_ledger() -> None:
         readers = [corpus.readers[int(sample)][0] for sample in batches.samples(7)[1]]
         assert main not in readers
         skipped = {int(sample) for index in (3, 4) for sample in batches.samples(index)[1]}
-        assert not skipped & corpus.readers.keys(), "what is excluded is not even read"
+        assert not skipped & corpus.readers.keys(), "excluded batches are not read"
 
 
 def test_no_target_across_documents() -> None:

@@ -1,4 +1,4 @@
-"""Made-up logs of runs, as input of the score."""
+"""Synthetic event logs of runs, as input of the score."""
 
 from __future__ import annotations
 

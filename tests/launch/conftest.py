@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.fixture
-def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fake_slurm_bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Directory for fake `scontrol`, `squeue` and `sbatch`; by default they fail."""
     folder = tmp_path / "bin"
     folder.mkdir()

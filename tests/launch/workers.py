@@ -65,7 +65,7 @@ def exit_late(_cfg: Config) -> int:
 
 
 def patient(cfg: Config) -> int:
-    """Runs until asked to stop, then takes half a second, like a run that saves a checkpoint."""
+    """Runs until a stop request, then takes half a second, like a run that saves a checkpoint."""
     stop = StopRequest()
     with signals_to(stop):
         (locate(cfg).path / f"ready-{rank()}").touch()

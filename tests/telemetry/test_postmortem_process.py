@@ -31,9 +31,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     (tmp_path / "stand_in_writer.py").write_text(WRITER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(postmortem_process, "MODULE", "stand_in_writer")
-    made = RunDir(tmp_path / "run")
-    made.path.mkdir()
-    return made
+    run_directory = RunDir(tmp_path / "run")
+    run_directory.path.mkdir()
+    return run_directory
 
 
 def written(run: RunDir) -> list[str]:

@@ -36,7 +36,7 @@ def ignore(_: SeenLease) -> None:
     """`on_lost` of a test."""
 
 
-def elsewhere(lease_s: float = SHORT_S, **changes: Any) -> Holder:
+def holder_on_other_machine(lease_s: float = SHORT_S, **changes: Any) -> Holder:
     """A holder on another machine, whose process cannot be looked up here."""
     return replace(this_process(lease_s), machine=ELSEWHERE, host="node7", **changes)
 
@@ -72,10 +72,10 @@ def hold_and_wait(directory: Path, reports: Connection) -> None:
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
     """A directory whose holder was killed."""
-    ours, theirs = forks().Pipe()
-    process = in_a_process(hold_and_wait, tmp_path / "lease", theirs)
-    assert ours.poll(60)
-    with pytest.raises(InUseError, match=f"^pid {ours.recv()} on "):
+    parent_end, child_end = forks().Pipe()
+    process = in_a_process(hold_and_wait, tmp_path / "lease", child_end)
+    assert parent_end.poll(60)
+    with pytest.raises(InUseError, match=f"^pid {parent_end.recv()} on "):
         acquire(tmp_path / "lease")
     process.kill()
     process.join()
@@ -90,7 +90,7 @@ def test_the_lease_of_a_killed_process_is_free_at_once(killed: Path) -> None:
 
 
 def test_a_released_lease_is_free_for_every_machine(tmp_path: Path) -> None:
-    acquire(tmp_path, elsewhere(3600.0)).release()
+    acquire(tmp_path, holder_on_other_machine(3600.0)).release()
     acquire(tmp_path).release()
 
 
@@ -125,7 +125,7 @@ def start(pid: int) -> int:
 
 
 def test_a_renewal_on_another_machine_rejects_within_seconds(tmp_path: Path) -> None:
-    held = acquire(tmp_path, elsewhere(3600.0, job="4711_2"))
+    held = acquire(tmp_path, holder_on_other_machine(3600.0, job="4711_2"))
     begun_s = time.monotonic()
     with pytest.raises(InUseError, match=r"^pid \d+ on node7, job 4711_2, held for \d+ s, last heartbeat \d+ s ago$"):
         acquire(tmp_path)
@@ -140,14 +140,14 @@ def test_a_silent_lease_of_another_machine_is_stale_after_lease_s_whatever_its_c
     now = time.time
     with monkeypatch.context() as skewed:
         skewed.setattr(time, "time", lambda: now() + skew_s)
-        abandon_lease(tmp_path, elsewhere(1.0))
+        abandon_lease(tmp_path, holder_on_other_machine(1.0))
     begun_s = time.monotonic()
     acquire(tmp_path).release()
     assert 1.0 <= time.monotonic() - begun_s < FAR_TOO_LONG_S
 
 
 def test_a_requeued_job_waits_only_for_a_few_heartbeats(tmp_path: Path) -> None:
-    abandon_lease(tmp_path, elsewhere(3600.0, job="17"))
+    abandon_lease(tmp_path, holder_on_other_machine(3600.0, job="17"))
     seen = directory_lease.read_newest(tmp_path)
     assert seen is not None
     me = replace(this_process(), job="17", restart=1)
@@ -185,15 +185,15 @@ def race(directory: Path, barrier: Barrier, reports: Connection) -> None:
 @pytest.mark.parametrize("machine", ["this", ELSEWHERE])
 def test_exactly_one_of_two_processes_takes_a_stale_lease(tmp_path: Path, machine: str) -> None:
     me = this_process()
-    stale = replace(me, started=me.started - 1) if machine == "this" else elsewhere(0.1)
+    stale = replace(me, started=me.started - 1) if machine == "this" else holder_on_other_machine(0.1)
     for number in range(NUM_RACES):
         abandon_lease(tmp_path / str(number), stale)
     barrier = forks().Barrier(3)
     pipes = [forks().Pipe() for _ in range(2)]
-    processes = [in_a_process(race, tmp_path, barrier, theirs) for _, theirs in pipes]
+    processes = [in_a_process(race, tmp_path, barrier, child_end) for _, child_end in pipes]
     for _ in range(NUM_RACES):
         barrier.wait(60)
-    won = [ours.recv() for ours, _ in pipes]
+    won = [parent_end.recv() for parent_end, _ in pipes]
     barrier.wait(60)
     for process in processes:
         process.join()
@@ -205,7 +205,9 @@ def test_a_slow_process_with_an_old_view_gives_up(tmp_path: Path) -> None:
         acquire(tmp_path).release()
     held = acquire(tmp_path)
     assert names(tmp_path) == ["000004.json"]
-    assert directory_lease.create(tmp_path, 2, elsewhere()) is None, "the number is free again, and too low"
+    assert directory_lease.create(tmp_path, 2, holder_on_other_machine()) is None, (
+        "the number is free again, and too low"
+    )
     assert names(tmp_path) == ["000004.json"]
     held.release()
 
@@ -224,7 +226,7 @@ def test_a_file_system_without_hard_links_works(tmp_path: Path, monkeypatch: pyt
     held = acquire(tmp_path)
     with pytest.raises(InUseError):
         acquire(tmp_path)
-    assert directory_lease.create(tmp_path, 1, elsewhere()) is None
+    assert directory_lease.create(tmp_path, 1, holder_on_other_machine()) is None
     held.release()
     assert names(tmp_path) == ["000001.json"]
 
@@ -269,7 +271,7 @@ def test_a_holder_that_lost_its_lease_exits_before_it_writes_again(tmp_path: Pat
 
 
 class ExitedError(Exception):
-    """Stands for the exit of the process."""
+    """Raised in place of the exit of the process."""
 
 
 def exit_now(_: SeenLease) -> None:
@@ -293,7 +295,7 @@ def test_after_a_stall_a_holder_checks_its_lease_before_it_writes(
     (kept / ".part").mkdir(parents=True)
     with run_lease.holding():
         run_lease.hold(tmp_path, 3600.0)
-        abandon_lease(tmp_path / run_lease.FOLDER, elsewhere(), number=2)
+        abandon_lease(tmp_path / run_lease.FOLDER, holder_on_other_machine(), number=2)
         assert run_lease._held is not None
         run_lease._held._confirmed_s -= run_lease._held.me.overdue_s
         with pytest.raises(ExitedError):
@@ -349,7 +351,7 @@ def test_a_config_error_releases_the_lease(tmp_path: Path) -> None:
 
 def test_a_second_start_is_rejected_with_the_holder_of_the_run(tmp_path: Path) -> None:
     run = tmp_path / "first"
-    held = acquire(run / run_lease.FOLDER, elsewhere(6.0))
+    held = acquire(run / run_lease.FOLDER, holder_on_other_machine(6.0))
     message = rf"^run\.name: {run} is in use by pid {os.getpid()} on node7, held for \d+ s, .*; stop it \(harness ctl"
     for wait in (True, False):
         with pytest.raises(ConfigError, match=message):
@@ -374,7 +376,7 @@ def test_a_storage_error_is_not_a_config_error(
 
 
 def test_a_launcher_clears_a_stale_lease_for_rank_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    abandon_lease(tmp_path / run_lease.FOLDER, elsewhere(SHORT_S))
+    abandon_lease(tmp_path / run_lease.FOLDER, holder_on_other_machine(SHORT_S))
     run_lease.require_free(tmp_path, wait=True)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("harness: waiting up to 0 s for a sign of life of pid ")
@@ -384,6 +386,6 @@ def test_a_launcher_clears_a_stale_lease_for_rank_0(tmp_path: Path, capsys: pyte
 
 
 def test_without_wait_a_stale_lease_is_left_to_the_start(tmp_path: Path) -> None:
-    abandon_lease(tmp_path / run_lease.FOLDER, elsewhere(1.2))
+    abandon_lease(tmp_path / run_lease.FOLDER, holder_on_other_machine(1.2))
     run_lease.require_free(tmp_path, wait=False)
     assert names(tmp_path / run_lease.FOLDER) == ["000001.json"], "the start itself decides"

@@ -22,22 +22,22 @@ from harness.telemetry.tracking.store_uri import schema_lock
 from launch.sweeps.scheduler import lock_sweep
 from tests.forks import forks
 
-ANSWERS = ["works", "ENOSYS", "EOPNOTSUPP", "ENOLCK"]
+FLOCK_RESULTS = ["works", "ENOSYS", "EOPNOTSUPP", "ENOLCK"]
 """Results of flock; "works" is the real one."""
 
 
-def use_flock(answer: str) -> None:
+def use_flock(result: str) -> None:
     """Make flock fail with this error from now on, in this process."""
 
     def fail(*_: object) -> None:
-        number = getattr(errno, answer)
+        number = getattr(errno, result)
         raise OSError(number, os.strerror(number))
 
-    if answer != "works":
+    if result != "works":
         fcntl.flock = fail
 
 
-@pytest.fixture(params=ANSWERS)
+@pytest.fixture(params=FLOCK_RESULTS)
 def flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(fcntl, "flock", fcntl.flock)
     use_flock(request.param)
@@ -57,8 +57,8 @@ def test_a_second_holder_is_rejected_until_the_first_has_released(tmp_path: Path
     assert (tmp_path / ".lock.lease").exists() == (flock != "works")
 
 
-def hold_and_die(path: Path, answer: str, reports: Connection) -> None:
-    use_flock(answer)
+def hold_until_killed(path: Path, result: str, reports: Connection) -> None:
+    use_flock(result)
     with try_once(path) as lock:
         reports.send(lock is not None)
         time.sleep(60)
@@ -66,11 +66,11 @@ def hold_and_die(path: Path, answer: str, reports: Connection) -> None:
 
 @pytest.mark.parametrize("flock", ["works", "ENOSYS"], indirect=True)
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path, flock: str) -> None:
-    ours, theirs = forks().Pipe()
-    process = forks().Process(target=hold_and_die, args=(tmp_path / ".lock", flock, theirs))
+    parent_end, child_end = forks().Pipe()
+    process = forks().Process(target=hold_until_killed, args=(tmp_path / ".lock", flock, child_end))
     process.start()
-    assert ours.poll(60)
-    assert ours.recv()
+    assert parent_end.poll(60)
+    assert parent_end.recv()
     with try_once(tmp_path / ".lock") as lock:
         assert lock is None
     process.kill()

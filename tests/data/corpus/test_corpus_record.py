@@ -33,11 +33,11 @@ FILES = tuple(FileRecord(path=f"/data/{name}.bin", num_bytes=size) for name, siz
 
 
 def listed(*names: str, **sizes: int) -> list[ListedFile]:
-    known = {"a": 10, "b": 20, "c": 30} | sizes
-    return [ListedFile(f"/data/{name}.bin", known.get(name, 99), 0) for name in names]
+    all_sizes = {"a": 10, "b": 20, "c": 30} | sizes
+    return [ListedFile(f"/data/{name}.bin", all_sizes.get(name, 99), 0) for name in names]
 
 
-def grown(first: range, additions: list[tuple[int, range]]) -> tuple[Stretch, ...]:
+def grown_stretches(first: range, additions: list[tuple[int, range]]) -> tuple[Stretch, ...]:
     return (Stretch(0, 0, (first,)), *later_stretches(first, additions))
 
 
@@ -56,15 +56,15 @@ def test_a_corpus_that_grows_repeats_nothing_early_and_never_trains_on_held_out_
     additions: list[tuple[int, range]] = []
     end, turn = num_first, 0
     for later, num_windows in growth:
-        before = grown(train, additions)
+        before = grown_stretches(train, additions)
         turn += later
         additions.append((next_pass(before, turn), range(end, end + num_windows)))
         end += num_windows
         seen = np.arange(turn)
         np.testing.assert_array_equal(
-            samples_in(seen, before, seed=seed), samples_in(seen, grown(train, additions), seed=seed)
+            samples_in(seen, before, seed=seed), samples_in(seen, grown_stretches(train, additions), seed=seed)
         )
-    stretches = grown(train, additions)
+    stretches = grown_stretches(train, additions)
     assert all(first.from_turn < second.from_turn for first, second in pairwise(stretches))
     num_turns = stretches[-1].from_turn + 2 * stretches[-1].num_samples
     order = samples_in(np.arange(num_turns), stretches, seed=seed)
@@ -85,7 +85,7 @@ def test_a_corpus_that_grows_repeats_nothing_early_and_never_trains_on_held_out_
 
 def test_added_windows_come_before_old_ones_come_again() -> None:
     additions = [(10, range(12, 16))]
-    order = samples_in(np.arange(28), grown(range(10), additions), seed=3)
+    order = samples_in(np.arange(28), grown_stretches(range(10), additions), seed=3)
     assert set(order[:10].tolist()) == set(range(10))
     assert set(order[10:14].tolist()) == set(range(12, 16))
     assert set(order[14:28].tolist()) == {*range(10), *range(12, 16)}
@@ -137,11 +137,11 @@ def test_record_round_trip(tmp_path: Path) -> None:
     assert read_record(tmp_path / "none") is None
 
 
-@pytest.mark.parametrize("spoil", [{"version": 2}, {"sources": {"main": {}}}, {"batch_sizes": []}])
-def test_unreadable_record_is_rejected_with_its_path(tmp_path: Path, spoil: dict[str, object]) -> None:
+@pytest.mark.parametrize("damage", [{"version": 2}, {"sources": {"main": {}}}, {"batch_sizes": []}])
+def test_unreadable_record_is_rejected_with_its_path(tmp_path: Path, damage: dict[str, object]) -> None:
     path = tmp_path / "corpus.json"
     content = json.loads(render_record(DataRecord(sizes=(BatchSize(0, 8),))))
-    path.write_text(json.dumps(content | spoil))
+    path.write_text(json.dumps(content | damage))
     with pytest.raises(ConfigError, match=rf"^{path}: (has version 2, allowed is 1|is not a data record)"):
         read_record(path)
 

@@ -56,9 +56,9 @@ def test_equal_files_have_equal_probes_and_another_block_another(pair: Path, tmp
     for path in (other, other.with_suffix(".idx")):
         kept = path.read_bytes()
         for place in (0, len(kept) - 1):
-            spoiled = bytearray(kept)
-            spoiled[place] ^= 1
-            path.write_bytes(spoiled)
+            corrupted = bytearray(kept)
+            corrupted[place] ^= 1
+            path.write_bytes(corrupted)
             assert probe_of(other) != probe_of(pair)
         path.write_bytes(kept)
     other.with_suffix(".idx").unlink()
@@ -68,6 +68,6 @@ def test_equal_files_have_equal_probes_and_another_block_another(pair: Path, tmp
 def test_removed_file_is_named(pair: Path) -> None:
     file = stat_file(pair, key=KEY)
     pair.unlink()
-    for ask in (lambda: probe(file, key=KEY), lambda: stat_file(pair, key=KEY)):
+    for read_file in (lambda: probe(file, key=KEY), lambda: stat_file(pair, key=KEY)):
         with pytest.raises(ConfigError, match=rf"^{KEY}: {pair}: cannot be read"):
-            ask()
+            read_file()

@@ -259,7 +259,7 @@ class TestGivingBack:
         ledger.exclude(5, 5, "rejected")
         ledger.give_back([[3, 3], [5, 6]], 7, "the data changed")
         assert walk(ledger, 9) == [0, 1, 2, 4, 3, 5, 6, 7, 8], "one that starts with the final ledger"
-        assert walk(ledger, 4, cursor=7) == [3, 5, 6, 7], "the run that wrote it goes on"
+        assert walk(ledger, 4, cursor=7) == [3, 5, 6, 7], "the run that wrote it continues"
         assert walk(ledger, 2, cursor=7, given_back=3) == [7, 8], "and from a snapshot behind them"
         assert ledger.num_excluded == 0
         assert not any(ledger.is_excluded(batch) for batch in range(10))

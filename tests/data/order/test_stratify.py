@@ -73,7 +73,7 @@ def _batches(
     return batches
 
 
-def _most(table: Tokens, batch: Tokens, rare: Tokens) -> int:
+def _max_rare_count(table: Tokens, batch: Tokens, rare: Tokens) -> int:
     return max((int((table[batch] == token).sum()) for token in rare), default=0)
 
 
@@ -92,9 +92,9 @@ def test_repaired_order_keeps_the_limit_that_the_plain_order_violates() -> None:
     rare = _rare_tokens(table, below)
     assert {10, 11, 12, 13} <= set(rare.tolist())
     plain, repaired = (_batches(table, 8, 4, order, passes=3) for order in (None, stratified))
-    violating = [_most(table, batch, rare) > limit for batch in plain]
+    violating = [_max_rare_count(table, batch, rare) > limit for batch in plain]
     assert sum(violating) > 10
-    assert max(_most(table, batch, rare) for batch in repaired) <= limit
+    assert max(_max_rare_count(table, batch, rare) for batch in repaired) <= limit
     changed = [not np.array_equal(*pair) for pair in zip(plain, repaired, strict=True)]
     assert all(now for was, now in zip(violating, changed, strict=True) if was)
     assert sum(changed) <= 2 * sum(violating) + 5, "a moved sample touches two batches, and all others stay"
@@ -118,7 +118,7 @@ def test_limit_holds_and_every_epoch_is_complete(
     except ConfigError:
         reject()
     rare = _rare_tokens(table, 25)
-    assert max(_most(table, batch, rare) for batch in batches) <= limit
+    assert max(_max_rare_count(table, batch, rare) for batch in batches) <= limit
     stream = np.concatenate(batches)
     for epoch in range(len(stream) // num_samples):
         visited = stream[epoch * num_samples : (epoch + 1) * num_samples]
@@ -187,7 +187,7 @@ def _limited(directory: Path) -> Config:
     return load([f"run.dir={directory}", "run.name=a", f"data.sources.main.paths=[{directory}/tokens.bin]", *LIMITED])
 
 
-def _known(cfg: Config) -> RecordedData:
+def _recorded_data(cfg: Config) -> RecordedData:
     run = locate(cfg)
     run.path.mkdir(exist_ok=True)
     return read_recorded_data(run)
@@ -197,7 +197,7 @@ def test_the_data_is_scanned_once_and_later_starts_read_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = _limited(tmp_path)
-    known = _known(cfg)
+    known = _recorded_data(cfg)
     rows_read: list[int] = []
     read = FilesCorpus.rows
 
@@ -231,21 +231,21 @@ def test_the_data_is_scanned_once_and_later_starts_read_the_index(
 
 def test_index_of_other_data_or_limit_is_rebuilt(tmp_path: Path) -> None:
     cfg = _limited(tmp_path)
-    index = _known(cfg).rare_index
+    index = _recorded_data(cfg).rare_index
     assert index is not None
-    make_rare_index(cfg, _known(cfg))
+    make_rare_index(cfg, _recorded_data(cfg))
     first = index.read_bytes()
     cfg.data.stratify.rare_below = 3
-    make_rare_index(cfg, _known(cfg))
+    make_rare_index(cfg, _recorded_data(cfg))
     second = index.read_bytes()
     assert second != first
     index.write_bytes(first[:100])
-    make_rare_index(cfg, _known(cfg))
+    make_rare_index(cfg, _recorded_data(cfg))
     assert index.read_bytes() == second, "a broken one too"
     tokens = np.fromfile(tmp_path / "tokens.bin", dtype=np.uint16)
     tokens[0] = 149
     tokens.tofile(tmp_path / "tokens.bin")
-    make_rare_index(cfg, _known(cfg))
+    make_rare_index(cfg, _recorded_data(cfg))
     assert index.read_bytes() != second
 
 

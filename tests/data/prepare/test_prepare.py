@@ -116,7 +116,7 @@ def test_a_text_file_is_one_document_and_a_directory_is_read_in_order(tmp_path: 
     (tmp_path / "in" / ".hidden.txt").write_text("no")
     (tmp_path / "in" / "notes.doc").write_text("no")
     output = tmp_path / "in" / "out"
-    for _ in range(2):  # what the first call wrote into the directory is no input of the second
+    for _ in range(2):  # the output of the first call in the directory is no input of the second
         meta = make(find_inputs([str(tmp_path / "in")]), output, append_eod=True)
         assert [Path(each["path"]).name for each in meta["inputs"]] == ["a.txt.gz", "b.txt", "c.txt.zst"]
     texts = [b"first", b"second\n\nstill the second\r\n", b"third"]
@@ -229,7 +229,7 @@ def test_killed_run_resumes_and_gives_the_same_bytes(tmp_path: Path) -> None:
         process.wait()
         assert len(workers) >= 2
         for pid in workers:
-            wait_until(lambda: not is_alive(pid))  # noqa: B023 -- asked at once
+            wait_until(lambda: not is_alive(pid))  # noqa: B023 -- called at once
         assert not CorpusFiles(output).meta.exists()
         assert not CorpusFiles(output).index.exists()
     meta = make([source], output, bpe_size=500, append_eod=True, workers=2, shard=10_000)

@@ -178,15 +178,15 @@ def test_second_stop_kills(process: Launched) -> None:
 
 
 @pytest.mark.parametrize("process", ["patient"], indirect=True)
-def test_sigusr1_to_every_process_twice_kills_nobody(process: Launched, tmp_path: Path) -> None:
-    """As a scheduler sends it that knows no launcher from a worker."""
-    everybody = [process.pid, *children(process.pid)]
-    assert len(everybody) == 3, "launcher and two workers, no helper"
+def test_sigusr1_to_every_process_twice_kills_no_process(process: Launched, tmp_path: Path) -> None:
+    """A scheduler may send the signal to the launcher and to all workers."""
+    pids = [process.pid, *children(process.pid)]
+    assert len(pids) == 3, "launcher and two workers, no helper"
     for _ in range(2):
-        for pid in everybody:
+        for pid in pids:
             os.kill(pid, signal.SIGUSR1)
         time.sleep(0.1)
-    assert not [pid for pid in everybody if "zombie" in Path(f"/proc/{pid}/status").read_text()]
+    assert not [pid for pid in pids if "zombie" in Path(f"/proc/{pid}/status").read_text()]
     assert process.wait(timeout=30) == 75
     saved = [(tmp_path / "patient" / f"saved-{rank}").read_text() for rank in range(2)]
     assert saved == ["SIGUSR1", "SIGUSR1"]
@@ -194,7 +194,7 @@ def test_sigusr1_to_every_process_twice_kills_nobody(process: Launched, tmp_path
 
 
 @pytest.mark.parametrize("process", ["stubborn"], indirect=True)
-def test_sigusr1_is_not_counted_among_those_that_kill(process: Launched) -> None:
+def test_sigusr1_does_not_count_towards_a_forced_kill(process: Launched) -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
         process.send_signal(number)
         with pytest.raises(subprocess.TimeoutExpired):

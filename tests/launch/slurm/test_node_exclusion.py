@@ -85,16 +85,16 @@ def test_never_so_many_that_the_job_cannot_start() -> None:
     found = choose_exclusions(
         [*make_failures("n1", 9.0, 8.0, 7.0), *make_failures("n2", 5.0, 4.0)], now=NOW, limits=LIMITS
     )
-    asked: list[list[str]] = []
+    queries: list[list[str]] = []
 
     def can_start(without: list[str], *, most: int) -> bool:
-        asked.append(without)
+        queries.append(without)
         return len(without) <= most
 
     assert [item.node for item in limit_exclusions(found, lambda without: can_start(without, most=2))] == ["n1", "n2"]
     assert [item.node for item in limit_exclusions(found, lambda without: can_start(without, most=1))] == ["n1"]
     assert limit_exclusions(found, lambda without: can_start(without, most=0)) == []
-    assert asked[-2:] == [["n1", "n2"], ["n1"]], "without an exclusion Slurm is not asked"
+    assert queries[-2:] == [["n1", "n2"], ["n1"]], "without an exclusion Slurm is not queried"
     assert limit_exclusions([], lambda _: pytest.fail("asked without an exclusion")) == []
 
 

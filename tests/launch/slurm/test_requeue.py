@@ -212,9 +212,9 @@ def test_the_missed_end_of_a_first_start_is_recorded(run: RunDir) -> None:
     assert [(end.start, end.exit_code) for end in requeue.read_ends(run)] == [(1, None)]
 
 
-def test_the_command_reads_the_restart_count_of_slurm(run: RunDir, stand_ins: Path) -> None:
+def test_the_command_reads_the_restart_count_of_slurm(run: RunDir, fake_slurm_bin: Path) -> None:
     """`python -m launch.slurm.requeue begin`, as the job script runs it after two restarts by Slurm."""
-    assert stand_ins
+    assert fake_slurm_bin
     ended = subprocess.run(
         [sys.executable, "-m", "launch.slurm.requeue", "begin", str(run.path), "7"],
         cwd=ROOT,
@@ -261,14 +261,14 @@ def test_a_node_that_failed_twice_is_excluded_and_recorded(run: RunDir) -> None:
     assert requeue.record_end(run, HERE, job="8", start=1).excluded == (exclusion,), "also for the next job of the run"
 
 
-def test_exclusions_are_limited_to_what_slurm_can_start(run: RunDir, stand_ins: Path) -> None:
-    (stand_ins / "sbatch").write_text('#!/bin/sh\necho "$@" >> "$0.log"\ntest "$2" != --exclude=n1,n2\n')
+def test_exclusions_are_limited_to_what_slurm_can_start(run: RunDir, fake_slurm_bin: Path) -> None:
+    (fake_slurm_bin / "sbatch").write_text('#!/bin/sh\necho "$@" >> "$0.log"\ntest "$2" != --exclude=n1,n2\n')
     ended = HERE._replace(exit_code=69)
     both = {"n1": "a", **SICK}
     requeue.record_end(run, ended, job="7", start=1, unhealthy=both)
     second = requeue.record_end(run, ended, job="7", start=2, unhealthy=both, sbatch=["--nodes=3", "script"])
     assert [exclusion.node for exclusion in second.excluded] == ["n1"]
-    assert (stand_ins / "sbatch.log").read_text() == (
+    assert (fake_slurm_bin / "sbatch.log").read_text() == (
         "--test-only --exclude=n1,n2 --nodes=3 script\n--test-only --exclude=n1 --nodes=3 script\n"
     )
 
@@ -295,10 +295,10 @@ def scontrol(state: str = "RUNNING", excluded: str = "(null)") -> str:
 
 
 def test_end_prints_the_update_for_the_script(
-    run: RunDir, stand_ins: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run: RunDir, fake_slurm_bin: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    (stand_ins / "scontrol").write_text(scontrol(excluded="n9"))
-    (stand_ins / "sbatch").write_text("#!/bin/sh\n")
+    (fake_slurm_bin / "scontrol").write_text(scontrol(excluded="n9"))
+    (fake_slurm_bin / "sbatch").write_text("#!/bin/sh\n")
     log = tmp_path / "complaints"
     log.write_text("harness: health: node n2: broken\nsrun: error: n2: task 0: Exited with exit code 69\n")
     args = ["end", str(run.path), "7", "69", str(log), "script"]
@@ -314,17 +314,17 @@ def test_end_prints_the_update_for_the_script(
 
 
 def test_a_job_is_not_requeued_if_the_controller_does_not_answer(
-    run: RunDir, stand_ins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: RunDir, fake_slurm_bin: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert stand_ins
+    assert fake_slurm_bin
     monkeypatch.setattr(controller, "RETRY_PAUSES_S", (0.0,))
     assert requeue.main(["end", str(run.path), "7", "75", ""]) == 1
     assert capsys.readouterr().err == "harness: job 7 ends: Slurm does not report the state of the job\n"
 
 
-def test_a_run_is_owned_by_one_job(run: RunDir, stand_ins: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_owned_by_one_job(run: RunDir, fake_slurm_bin: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two submissions of the same sweep, both waiting: the second to start does not touch the run."""
-    (stand_ins / "squeue").write_text('#!/bin/sh\ntest "$2" = --jobs=7_1 && echo RUNNING\n')
+    (fake_slurm_bin / "squeue").write_text('#!/bin/sh\ntest "$2" = --jobs=7_1 && echo RUNNING\n')
     assert requeue.main(["begin", str(run.path), "7_1"]) == 0
     known = job_directory.read_job(run)
     assert known is not None
@@ -335,18 +335,20 @@ def test_a_run_is_owned_by_one_job(run: RunDir, stand_ins: Path, capsys: pytest.
     assert capsys.readouterr().err == line
     assert job_directory.read_job(run) == known
     assert requeue.read_ends(run) == []
-    (stand_ins / "squeue").write_text("#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2; exit 1\n")
+    (fake_slurm_bin / "squeue").write_text(
+        "#!/bin/sh\necho slurm_load_jobs error: Invalid job id specified >&2; exit 1\n"
+    )
     assert requeue.main(["begin", str(run.path), "8_1"]) == 0, "the other job is gone"
-    (stand_ins / "squeue").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2; exit 1\n")
+    (fake_slurm_bin / "squeue").write_text("#!/bin/sh\necho Unable to contact slurm controller >&2; exit 1\n")
     assert requeue.main(["begin", str(run.path), "9_1"]) == 2, "unknown whether the other job is gone"
     assert "cannot tell whether job 8_1 is alive: squeue: Unable to contact" in capsys.readouterr().err
 
 
 def test_a_job_does_not_start_a_run_whose_lease_is_held(
-    run: RunDir, stand_ins: Path, capsys: pytest.CaptureFixture[str]
+    run: RunDir, fake_slurm_bin: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run was started by hand and has no job: a signal to this job must not write STOP for it."""
-    assert stand_ins
+    assert fake_slurm_bin
     with subprocess.Popen(["sleep", "60"]) as other:
         start = lease_holder.start_of(other.pid)
         assert start is not None
@@ -376,8 +378,8 @@ def test_a_stop_by_a_person_counts_and_one_by_the_job_script_does_not(run: RunDi
     assert requeue.find_stop_request(run) == "", "a new start clears the stop request"
 
 
-def test_a_plain_job_does_not_start_the_run_of_another(stand_ins: Path, tmp_path: Path) -> None:
-    (stand_ins / "squeue").write_text('#!/bin/sh\ntest "$2" = --jobs=12 && echo RUNNING\n')
+def test_a_plain_job_does_not_start_the_run_of_another(fake_slurm_bin: Path, tmp_path: Path) -> None:
+    (fake_slurm_bin / "squeue").write_text('#!/bin/sh\ntest "$2" = --jobs=12 && echo RUNNING\n')
     run, _ = job_directory.prepare_in_job(config(tmp_path), "12", 1)
     stop_requests.ask(RunDir(run), who="ada", reason="lunch")
     with pytest.raises(ConfigError, match="belongs to job 12, which is running; job 13 does not start it"):

@@ -36,14 +36,14 @@ def config(*overrides: str) -> Config:
 
 
 def render_example(*overrides: str, array: str | None = None, log: str = "slurm-%j.log", **changed: str) -> str:
-    asked = build_directives(
+    directives = build_directives(
         config(*overrides).launch,
         name="first",
         log=Path("/shared/runs/first/logs") / log,
         working_directory=Path("/home/ada"),
         array=array,
     )
-    return render(submit.read_template(), directives=asked, settings=SETTINGS | changed)
+    return render(submit.read_template(), directives=directives, settings=SETTINGS | changed)
 
 
 MANY_NODES = (
@@ -119,8 +119,8 @@ def test_the_code_is_stored_once_and_complete(tmp_path: Path) -> None:
     assert result.stdout.strip() == str(copy), result.stderr
 
 
-def test_a_requeued_job_finds_its_run_and_code(tmp_path: Path, stand_ins: Path) -> None:
-    (stand_ins / "squeue").write_text("#!/bin/sh\n")
+def test_a_requeued_job_finds_its_run_and_code(tmp_path: Path, fake_slurm_bin: Path) -> None:
+    (fake_slurm_bin / "squeue").write_text("#!/bin/sh\n")
     overrides = [f"run.dir={tmp_path}", "model=tiny"]
     run, code = job_directory.prepare_in_job(config(*overrides), "12", 2)
     assert run == tmp_path / "tiny-job-12"
@@ -131,16 +131,18 @@ def test_a_requeued_job_finds_its_run_and_code(tmp_path: Path, stand_ins: Path) 
 
 
 @pytest.fixture
-def queue(stand_ins: Path) -> Path:
+def queue(fake_slurm_bin: Path) -> Path:
     """Directory with the scripts of submitted jobs by id; `queue/alive` lists the active jobs."""
-    path = stand_ins / "queue"
+    path = fake_slurm_bin / "queue"
     path.mkdir()
     (path / "alive").write_text("")
-    (stand_ins / "sbatch").write_text(
+    (fake_slurm_bin / "sbatch").write_text(
         '#!/bin/bash\ntest "$1" != --test-only || exit "${REFUSED:-0}"\n'
         f'cd {path}; number=$((100 + $(ls | wc -l)))\ncat > $number; echo "$number;cluster"\n'
     )
-    (stand_ins / "squeue").write_text(f'#!/bin/bash\ngrep -qx "${{2#--jobs=}}" {path}/alive && echo PENDING\nexit 0\n')
+    (fake_slurm_bin / "squeue").write_text(
+        f'#!/bin/bash\ngrep -qx "${{2#--jobs=}}" {path}/alive && echo PENDING\nexit 0\n'
+    )
     return path
 
 
@@ -192,13 +194,13 @@ def test_two_tasks_never_share_a_run_directory(tmp_path: Path, queue: Path) -> N
     assert [path.name for path in queue.iterdir()] == ["alive"]
 
 
-def test_a_controller_that_does_not_answer_is_an_error(tmp_path: Path, queue: Path, stand_ins: Path) -> None:
+def test_a_controller_that_does_not_answer_is_an_error(tmp_path: Path, queue: Path, fake_slurm_bin: Path) -> None:
     (cfg,) = sweep(tmp_path, "a")
     submit.submit_run(cfg)
-    (stand_ins / "squeue").write_text("#!/bin/sh\necho slurm_load_jobs error: Socket timed out >&2\nexit 1\n")
+    (fake_slurm_bin / "squeue").write_text("#!/bin/sh\necho slurm_load_jobs error: Socket timed out >&2\nexit 1\n")
     with pytest.raises(ConfigError, match=r"cannot tell whether job \d+ is alive: .* Socket timed out; try again"):
         submit.submit_run(cfg)
-    (stand_ins / "squeue").write_text("#!/bin/sh\necho error: Invalid job id specified >&2\nexit 1\n")
+    (fake_slurm_bin / "squeue").write_text("#!/bin/sh\necho error: Invalid job id specified >&2\nexit 1\n")
     submit.submit_run(cfg)
     assert len(list(queue.iterdir())) == 3
 
@@ -214,8 +216,8 @@ def test_a_job_is_submitted_without_the_nodes_that_failed(
         assert "--exclude=n[7-8]\n" in (queue / submit.submit_run(cfg)).read_text()
         requeue.record_end(run, faulty, job="99", start=start, unhealthy={"n2": "broken"})
     script = (queue / submit.submit_run(cfg)).read_text()
-    asked = [line for line in script.splitlines() if "--exclude=" in line]
-    assert asked == ["#SBATCH --exclude=n[7-8]", "#SBATCH --exclude=n[7-8],n2"], "sbatch uses the last of two"
+    lines = [line for line in script.splitlines() if "--exclude=" in line]
+    assert lines == ["#SBATCH --exclude=n[7-8]", "#SBATCH --exclude=n[7-8],n2"], "sbatch uses the last of two"
     assert capsys.readouterr().err.startswith("harness: node n2 is excluded until ")
     monkeypatch.setenv("REFUSED", "1")
     with pytest.raises(ConfigError, match=r"launch\.slurm: sbatch: exit code 1"):

@@ -24,7 +24,7 @@ from launch.sweeps import multirun
 
 MakeStep = Callable[..., StepRecord]
 
-# Deprecations inside MLflow are not ours to fix.
+# Deprecations inside MLflow are not fixed here.
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.usefixtures("ready_store")]
 
 
@@ -34,18 +34,18 @@ def sweep(tmp_path: Path) -> tuple[Path, dict[str, RunDir]]:
     directory = tmp_path / "runs" / "many"
     jobs = [Job(name=f"optim.lr={lr}", overrides={"optim.lr": lr}) for lr in ("1", "2")]
     jobs.append(Job(name="optim.lr=-1", overrides={"optim.lr": "-1"}, problem="must be positive"))
-    runs = {job.name: lay_out(directory, job) for job in jobs if not job.problem}
+    runs = {job.name: create_run(directory, job) for job in jobs if not job.problem}
     write(directory, jobs)
     return directory, runs
 
 
-def lay_out(directory: Path, job: Job, **telemetry: str) -> RunDir:
-    run = rundir.locate(configuration(directory, job, **telemetry))
-    rundir.prepare_run_dir(configuration(directory, job, **telemetry), run)
+def create_run(directory: Path, job: Job, **telemetry: str) -> RunDir:
+    run = rundir.locate(job_config(directory, job, **telemetry))
+    rundir.prepare_run_dir(job_config(directory, job, **telemetry), run)
     return run
 
 
-def configuration(directory: Path, job: Job, **telemetry: str) -> Config:
+def job_config(directory: Path, job: Job, **telemetry: str) -> Config:
     place = {"run.dir": directory, "run.name": f"'{job.name}'", "telemetry.tracking_uri": store(directory)}
     place |= {f"telemetry.{key}": value for key, value in telemetry.items()}
     return compose.load([f"{key}={value}" for key, value in place.items()])
@@ -59,14 +59,14 @@ def write(directory: Path, jobs: list[Job]) -> None:
     sweep_record.write(Sweep(name=directory.name, created=0.0, words=[], fixed=[], jobs=jobs), directory)
 
 
-def seen(directory: Path) -> dict[str, Any]:
+def stored_runs(directory: Path) -> dict[str, Any]:
     """All runs of the store by name."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=store(directory))
-    known = client.get_experiment_by_name("pretraining")
-    assert known is not None
-    runs = client.search_runs([known.experiment_id])
+    experiment = client.get_experiment_by_name("pretraining")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
     assert len({run.info.run_name for run in runs}) == len(runs)
     return {run.info.run_name: run for run in runs}
 
@@ -85,7 +85,7 @@ def test_jobs_are_nested_under_their_sweep(
     first, second = runs.values()
     append_events(first, started, make_step(0), ended)
     assert send_until_end(first, None) == 0
-    found = seen(directory)
+    found = stored_runs(directory)
     assert set(found) == {"many", "optim.lr=1"}
     parent = found["many"]
     assert (parent.info.status, parent.data.tags["swept.optim.lr"]) == ("RUNNING", "1, 2, -1")
@@ -95,30 +95,30 @@ def test_jobs_are_nested_under_their_sweep(
     write(directory, [Job(name=name, overrides={"optim.lr": name[-1]}) for name in runs])
     append_events(second, started, make_step(0), replace(ended, exit_code=EXIT_INTERRUPTED))
     assert send_until_end(second, None) == 0
-    found = seen(directory)
+    found = stored_runs(directory)
     assert {found[name].data.tags[PARENT_TAG] for name in runs} == {parent.info.run_id}
     assert (found["many"].info.run_id, found["many"].info.status) == (parent.info.run_id, "KILLED")
 
     append_events(second, started, make_step(1), ended)
     assert send_until_end(second, None) == 0
-    assert seen(directory)["many"].info.status == "FINISHED"
+    assert stored_runs(directory)["many"].info.status == "FINISHED"
 
 
 def test_the_launcher_sets_the_final_status(sweep: tuple[Path, dict[str, RunDir]], started: RunStarted) -> None:
     directory, runs = sweep
     append_events(next(iter(runs.values())), started)
     assert main([str(directory)]) == 0
-    assert {name: run.info.status for name, run in seen(directory).items()} == {"many": "FAILED"}
+    assert {name: run.info.status for name, run in stored_runs(directory).items()} == {"many": "FAILED"}
 
 
 def test_a_run_beside_a_sweep_is_not_one_of_its_jobs(
     sweep: tuple[Path, dict[str, RunDir]], started: RunStarted, ended: RunEnded
 ) -> None:
     directory, _ = sweep
-    stranger = lay_out(directory, Job(name="stranger"))
-    append_events(stranger, started, ended)
-    assert send_until_end(stranger, None) == 0
-    assert {name: PARENT_TAG in run.data.tags for name, run in seen(directory).items()} == {"stranger": False}
+    other = create_run(directory, Job(name="other"))
+    append_events(other, started, ended)
+    assert send_until_end(other, None) == 0
+    assert {name: PARENT_TAG in run.data.tags for name, run in stored_runs(directory).items()} == {"other": False}
 
 
 @pytest.mark.full
@@ -128,9 +128,9 @@ def test_a_silent_server_causes_one_warning(
     directory, _ = sweep
     silent = {"tracking_uri": "http://127.0.0.1:9", "exit_wait_s": "60"}
     job = Job(name="optim.lr=1", overrides={"optim.lr": "1"})
-    lay_out(directory, job, **silent)
-    multirun.finish_in_mlflow(directory, [configuration(directory, job, **silent)])
+    create_run(directory, job, **silent)
+    multirun.finish_in_mlflow(directory, [job_config(directory, job, **silent)])
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("warning: the end of the sweep was not recorded in MLflow: ")
-    multirun.finish_in_mlflow(directory, [configuration(directory, job, mlflow="false")])
+    multirun.finish_in_mlflow(directory, [job_config(directory, job, mlflow="false")])
     assert capfd.readouterr().err == ""
