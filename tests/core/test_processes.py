@@ -31,7 +31,7 @@ raise ImportError("trapped")
 START_SUBPROCESS = """\
 import subprocess
 from harness.core import processes
-subprocess.run(processes.command("print_harness_path"), env=processes.environment(), cwd="/", check=True)
+subprocess.run(processes.command("print_harness_path"), env=processes.child_environment(), cwd="/", check=True)
 """
 PRINT_HARNESS_PATH = """\
 import harness, json, os
