@@ -9,10 +9,10 @@ comment in front of a paragraph, list or table names the measurements that its f
     <!-- claims: gpu-table-1b -->
     | | tokens/s | peak GiB |
 
-With an empty line behind it, a comment holds for its section and those below. Where numbers are limits, defaults or
+A comment followed by an empty line applies to its section and the sections below. If numbers are limits, defaults or
 arithmetic, the comment says so instead: `<!-- no claim: defaults of the lease -->`. `tests/bench/test_claims.py` fails
 on a block that looks measured and has no comment, on a command that does not exist, and on two values for one quantity.
-docs/lab-notes.md is left out: it records what was tried, and claims nothing of today's code.
+docs/lab-notes.md is excluded: it records experiments and claims nothing about the current code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 SOURCE, PAGE = ROOT / "docs/claims.yaml", ROOT / "docs/claims.md"
-LEFT_OUT = ("docs/claims.md", "docs/lab-notes.md")
+EXCLUDED_PAGES = ("docs/claims.md", "docs/lab-notes.md")
 SHOWN_ON = {
     "cpu": "CPU, one process",
     "gloo": "CPU ranks over gloo",
@@ -55,9 +55,9 @@ class Block(NamedTuple):
     line: int
     text: str
     kind: str
-    """Of its comment: claims, no claim; empty where it has none."""
-    said: str
-    """In its comment."""
+    """Kind of its comment: "claims" or "no claim"; empty if it has no comment."""
+    comment: str
+    """Text of its comment."""
 
     @property
     def is_table(self) -> bool:
@@ -65,7 +65,7 @@ class Block(NamedTuple):
 
     @property
     def runs(self) -> tuple[str, ...]:
-        return tuple(self.said.replace(",", " ").split()) if self.kind == "claims" else ()
+        return tuple(self.comment.replace(",", " ").split()) if self.kind == "claims" else ()
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class Block(NamedTuple):
 
     @property
     def looks_measured(self) -> bool:
-        """A table of bare integers need not be: exit codes, numbers of panels."""
+        """False for a table of integers only, such as exit codes."""
         return any(not figure.lstrip("+-").isdigit() for figure in self.figures)
 
 
@@ -93,7 +93,7 @@ class Run:
     date: str
     commands: tuple[str, ...]
     quantities: dict[str, str]
-    """What must not have two values, by name; each value is found in a block that names this run."""
+    """Name -> value. A quantity must not have two values; each value appears in a block that names this run."""
 
 
 def load_runs(path: Path = SOURCE) -> dict[str, Run]:
@@ -112,41 +112,43 @@ def load_runs(path: Path = SOURCE) -> dict[str, Run]:
     }
 
 
-def pages(root: Path = ROOT) -> list[Path]:
+def list_pages(root: Path = ROOT) -> list[Path]:
     found = [root / "README.md", *sorted(root.glob("docs/*.md"))]
-    return [path for path in found if path.relative_to(root).as_posix() not in LEFT_OUT]
+    return [path for path in found if path.relative_to(root).as_posix() not in EXCLUDED_PAGES]
 
 
-def blocks_of(page: str, text: str) -> list[Block]:
-    """Blocks are separated by empty lines, headings, pictures and comments; code is left out.
+def parse_blocks(page: str, text: str) -> list[Block]:
+    """Split a page into blocks at empty lines, headings, pictures and comments; code is excluded.
 
-    A comment right in front of a block is about that block; one that is followed by an empty line is about all blocks
-    of its section, and of the sections below it, that have no comment of their own.
+    A comment directly before a block applies to that block. A comment followed by an empty line applies to all blocks
+    of its section and of the sections below it that have no comment of their own.
     """
     blocks: list[Block] = []
     heading, of_block, is_fenced = "", NO_COMMENT, False
     of_sections = [(0, NO_COMMENT)]
     """Level of a heading and its comment, from the page down to this section."""
     lines = [*text.splitlines(), ""]
-    begun = 0
+    start = 0
     for number, line in enumerate(lines):
         comment = MARKER.match(line)
-        is_indented_code = line.startswith("    ") and begun == number
-        is_between = not line.strip() or comment is not None or line.startswith(("#", "```", "![")) or is_indented_code
-        if not is_between and not is_fenced:
+        is_indented_code = line.startswith("    ") and start == number
+        is_separator = (
+            not line.strip() or comment is not None or line.startswith(("#", "```", "![")) or is_indented_code
+        )
+        if not is_separator and not is_fenced:
             continue
-        if begun < number:
-            kind, said = of_block if of_block != NO_COMMENT else of_sections[-1][1]
-            blocks.append(Block(page, heading, begun + 1, "\n".join(lines[begun:number]), kind, said))
+        if start < number:
+            kind, content = of_block if of_block != NO_COMMENT else of_sections[-1][1]
+            blocks.append(Block(page, heading, start + 1, "\n".join(lines[start:number]), kind, content))
             of_block = NO_COMMENT
-        begun = number + 1
+        start = number + 1
         is_fenced ^= line.startswith("```")
         if comment is not None:
-            kind, said = comment.groups()
+            kind, content = comment.groups()
             if lines[number + 1].strip():
-                of_block = (kind, said)
+                of_block = (kind, content)
             else:
-                of_sections[-1] = (of_sections[-1][0], (kind, said))
+                of_sections[-1] = (of_sections[-1][0], (kind, content))
         elif line.startswith("#") and not is_fenced:
             heading, of_block = line.lstrip("# "), NO_COMMENT
             level = len(line) - len(line.lstrip("#"))
@@ -159,12 +161,12 @@ def blocks_of(page: str, text: str) -> list[Block]:
 def all_blocks(root: Path = ROOT) -> list[Block]:
     return [
         block
-        for path in pages(root)
-        for block in blocks_of(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))
+        for path in list_pages(root)
+        for block in parse_blocks(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))
     ]
 
 
-def unmarked(blocks: list[Block]) -> list[str]:
+def find_unmarked(blocks: list[Block]) -> list[str]:
     """Blocks with figures that name no measurement."""
     return [
         f"{block.page}:{block.line}: {', '.join(block.figures[:8])}: no measurement is named for these figures"
@@ -173,7 +175,7 @@ def unmarked(blocks: list[Block]) -> list[str]:
     ]
 
 
-def contradictions(runs: dict[str, Run]) -> list[str]:
+def find_contradictions(runs: dict[str, Run]) -> list[str]:
     """Quantities that have two values."""
     seen: dict[str, tuple[str, str]] = {}
     found = []
@@ -197,11 +199,11 @@ def render(runs: dict[str, Run], blocks: list[Block]) -> str:
         if chosen:
             lines += ["", f"## Shown on: {title}"]
         for run in chosen:
-            lines += ["", *_section(run, [block for block in blocks if run.name in block.runs])]
+            lines += ["", *_render_section(run, [block for block in blocks if run.name in block.runs])]
     return "\n".join(lines) + "\n"
 
 
-def _section(run: Run, blocks: list[Block]) -> Iterator[str]:
+def _render_section(run: Run, blocks: list[Block]) -> Iterator[str]:
     yield f"### {run.name}: {run.what}"
     yield ""
     yield f"{run.hardware}; {run.date}."

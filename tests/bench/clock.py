@@ -1,8 +1,8 @@
-"""What all benchmarks measure with: a block of steps, several sides that take turns at it, and the device itself.
+"""Timing for all benchmarks: blocks of steps, blocks of alternating sides, and the matmul rate of the device.
 
-A block begins when the device is done with a step that is not counted, and ends when it is idle. That step is the
-run-up: a device that stood idle waits for the host until that is ahead again, which in training happens once. Python's
-collector rests meanwhile, whoever runs: every trainer that is compared has it rest, or can.
+The clock of a block starts after a run-up step that is not counted, and stops when the device is idle. Why: after an
+idle period the device waits for the host until the host is ahead again, which happens once in a training run. Automatic
+garbage collection is off during a block, for every trainer that is compared: each of them does this or can do it.
 """
 
 from __future__ import annotations
@@ -19,48 +19,46 @@ from harness.core.gc_schedule import GcSchedule
 from harness.telemetry.meters import memory_bytes
 
 WARMUP_STEPS = 4
-"""Of a side, before it is timed; the first compiles."""
+"""Steps of a side before it is timed; the first one compiles."""
 SETTLING_STEPS = 2
-"""Of these, how many a side makes in turns with the others: what they allocate beside each other is there then."""
+"""How many of the warm-up steps alternate with the other sides, so that the memory of all sides is allocated."""
+RUN_UP_STEPS = 1
+"""Steps at the start of a block that are not counted."""
 
 
-LEAD_STEPS = 1
-"""Of a block, which are not counted."""
-
-
-def nothing() -> None:
-    """Where nobody wants to hear of the beginning."""
+def do_nothing() -> None:
+    """The default of `begin`."""
 
 
 class Side(Protocol):
-    """Whoever makes steps, by `led`."""
+    """One side of a comparison: runs steps with `iterate_steps`."""
 
-    def __call__(self, num_steps: int, begin: Callable[[], None] = nothing) -> object: ...
+    def __call__(self, num_steps: int, begin: Callable[[], None] = do_nothing) -> object: ...
 
 
-def led(num_steps: int, begin: Callable[[], None] = nothing) -> Iterator[int]:
-    """The numbers of steps; after those of the run-up it calls `begin`."""
+def iterate_steps(num_steps: int, begin: Callable[[], None] = do_nothing) -> Iterator[int]:
+    """Yield the step numbers; call `begin` after the run-up steps."""
     for number in range(num_steps):
         yield number
-        if number == LEAD_STEPS - 1:
+        if number == RUN_UP_STEPS - 1:
             begin()
 
 
 class Block(NamedTuple):
-    """A few steps in a row."""
+    """The measurement of some consecutive steps."""
 
     step_s: float
-    """Seconds of a step, the mean of the block."""
+    """Mean seconds per step."""
     peak_bytes: int
-    """The most that torch's allocator had handed out meanwhile; without a GPU the most this process ever had."""
+    """Peak of allocated CUDA memory during the block; without a GPU, the peak memory of the process so far."""
     num_compiled: int = 0
-    """Frames that torch.compile took up meanwhile: a block that was warm has none."""
-    num_shortages: int = 0
-    """How often the allocator had to give cached memory back to the device to find some, which stops the device."""
+    """Frames that torch.compile compiled during the block; 0 after a complete warm-up."""
+    num_alloc_retries: int = 0
+    """How often the CUDA allocator had to free its cache to serve a request, which stalls the device."""
 
 
 class _Mark:
-    """A moment: of the device, where there is one, else of the host."""
+    """A point in time: on the device if it is a GPU, else on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -72,59 +70,59 @@ class _Mark:
             self._event.record()
 
     def seconds_to(self, end: _Mark) -> float:
-        """Once the device is done."""
+        """Must be called after the device is idle."""
         if self._event is None or end._event is None:
             return end._host_s - self._host_s
         milliseconds: float = self._event.elapsed_time(end._event)
         return milliseconds / 1e3
 
 
-def timed(run: Side, num_steps: int, device: torch.device) -> Block:
-    """Have `num_steps` run, after a run-up from an idle device, and wait until it is idle again."""
+def time_block(run: Side, num_steps: int, device: torch.device) -> Block:
+    """Time `num_steps` steps, after a run-up from an idle device, until the device is idle again."""
     begin, end = _Mark(device), _Mark(device)
     gc.collect()
     wait_for(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    compiled, shortages = _num_compiled(), _num_shortages(device)
+    compiled, alloc_retries = _num_compiled(), _num_alloc_retries(device)
     with GcSchedule():
-        run(LEAD_STEPS + num_steps, begin.set)
+        run(RUN_UP_STEPS + num_steps, begin.set)
         end.set()
         wait_for(device)
     return Block(
         step_s=begin.seconds_to(end) / num_steps,
         peak_bytes=memory_bytes(device),
         num_compiled=_num_compiled() - compiled,
-        num_shortages=_num_shortages(device) - shortages,
+        num_alloc_retries=_num_alloc_retries(device) - alloc_retries,
     )
 
 
-def in_turns(sides: Sequence[Side], *, rounds: int, num_steps: int, device: torch.device) -> list[tuple[Block, ...]]:
-    """A block of every side in every round; blocks of a round are in the order of the sides, however they ran.
+def alternate(sides: Sequence[Side], *, rounds: int, num_steps: int, device: torch.device) -> list[tuple[Block, ...]]:
+    """Time one block of every side in every round; returns the blocks of each round in the order of `sides`.
 
-    Each side first makes `SETTLING_STEPS` that nobody times.
+    Each side first runs `SETTLING_STEPS` steps that are not timed.
     """
     for _ in range(SETTLING_STEPS):
         for side in sides:
             side(1)
-    taken = []
+    measured = []
     for number in range(rounds):
-        blocks = {index: timed(sides[index], num_steps, device) for index in order(len(sides), number)}
-        taken.append(tuple(blocks[index] for index in range(len(sides))))
-    return taken
+        blocks = {index: time_block(sides[index], num_steps, device) for index in round_order(len(sides), number)}
+        measured.append(tuple(blocks[index] for index in range(len(sides))))
+    return measured
 
 
-def order(num_sides: int, number: int) -> list[int]:
-    """Who comes after whom in a round: forth and back, so that of any two each is the first as often as the other."""
-    forth = list(range(num_sides))
-    return forth[::-1] if number % 2 else forth
+def round_order(num_sides: int, number: int) -> list[int]:
+    """The order of the sides in a round: forward and backward in alternation, so that no side is always first."""
+    forward = list(range(num_sides))
+    return forward[::-1] if number % 2 else forward
 
 
 def _num_compiled() -> int:
     return torch._dynamo.utils.counters["frames"]["total"] if "torch._dynamo" in sys.modules else 0
 
 
-def _num_shortages(device: torch.device) -> int:
+def _num_alloc_retries(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else 0
 
 
@@ -133,8 +131,8 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def let_go() -> None:
-    """Give back what nobody holds any more: tensors, their memory on the device, and compiled graphs."""
+def release_memory() -> None:
+    """Free unreferenced tensors, cached CUDA memory and compiled graphs."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -145,22 +143,22 @@ def let_go() -> None:
 
 
 def matmul_flops_per_s(size: int = 8192, repeats: int = 20) -> float | None:
-    """Rate of a bf16 matrix product on random data; None without a GPU."""
+    """FLOP/s of a bf16 matmul on random data; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     left, right = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):
         left @ right
     torch.cuda.synchronize()
-    begun = time.perf_counter()
+    start_s = time.perf_counter()
     for _ in range(repeats):
         left @ right
     torch.cuda.synchronize()
-    return 2 * size**3 * repeats / (time.perf_counter() - begun)
+    return 2 * size**3 * repeats / (time.perf_counter() - start_s)
 
 
-def heat(seconds: float) -> None:
-    """Keep a GPU busy until it is as warm as training makes it."""
-    begun_s = time.perf_counter()
-    while time.perf_counter() - begun_s < seconds and matmul_flops_per_s(repeats=100) is not None:
+def heat_device(seconds: float) -> None:
+    """Run matmuls for some time, so that the GPU is as warm as during training."""
+    start_s = time.perf_counter()
+    while time.perf_counter() - start_s < seconds and matmul_flops_per_s(repeats=100) is not None:
         pass

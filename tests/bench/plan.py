@@ -1,12 +1,12 @@
-"""What the plan says and what a GPU says: memory by phase of a step, and its time, of several configurations.
+"""The plan compared with a GPU: memory by phase of a step, and step time, of several configurations.
 
-    python -m tests.bench.plan                 all of them on one GPU of 140 GB: about a quarter of an hour
-    python -m tests.bench.plan --only fp8      those whose name begins so
-    python -m tests.bench.plan --tensors       also which tensors there were, by size, after forward and at the peak
+    python -m tests.bench.plan                 all configurations on one GPU of 140 GB: about 15 minutes
+    python -m tests.bench.plan --only fp8      configurations whose name starts with fp8
+    python -m tests.bench.plan --tensors       also list live tensors by size, after forward and at the peak
 
-Each configuration is built and stepped in turn, in one process and one rank. A step is taken apart: forward, backward,
-update, each with the most that torch's allocator had handed out meanwhile; another one is probed. The CUDA context is
-outside of torch's count and told by itself. What is in fp8 is left out where Transformer Engine is not installed.
+Configurations are built and stepped one after the other, in one process with one rank. For one step, the peak of
+allocated memory is measured in forward, backward and update; for another step, with a probe. The CUDA context is not
+part of torch's count and is printed separately. fp8 needs Transformer Engine; without it these rows are skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from harness.core.rundir import RunDir
 from harness.distributed.world import connect, disconnect
 from harness.precision.attention import fast_attention
 from harness.step import finish_step, forward_backward, mask_of
-from tests.bench.step import one_step
+from tests.bench.step import run_step
 
 BASE = ["+experiment=1b_bf16", "cluster=h200", "checkpoint.ring.slots=0", "train.num_steps=20"]
 CONFIGS = {
@@ -69,7 +69,7 @@ NUM_SIZES = 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """Bytes that torch's allocator had handed out."""
+    """Bytes allocated by torch."""
 
     state: int
     """Between steps."""
@@ -79,21 +79,21 @@ class Phases:
     backward_peak: int
     update_peak: int
     peak: int
-    """Of a step."""
+    """Peak of the step."""
     peak_ever: int
-    """With the first steps, which compile."""
+    """Peak including the first steps, which compile."""
 
 
-def probed_peak(parts: Parts, cfg: Config, index: int) -> int:
-    """Of a step in which everything is watched."""
+def measure_probed_peak(parts: Parts, cfg: Config, index: int) -> int:
+    """Peak memory of a step with a probe."""
     torch.cuda.reset_peak_memory_stats()
     forward_backward(parts, parts.batches[index], cfg=cfg, probe=True)
     finish_step(parts, cfg=cfg, probe=True)
     return torch.cuda.max_memory_allocated()
 
 
-def dissected(parts: Parts, cfg: Config, index: int, *, sizes: list[str]) -> Phases:
-    """One step, phase by phase; it waits for the device in between and is not to be timed."""
+def measure_phases(parts: Parts, cfg: Config, index: int, *, sizes: list[str]) -> Phases:
+    """Measure one step phase by phase."""
     ever, state = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
     seed = parts.loss_scale.value / (cfg.train.batch_size * cfg.train.sequence_length)
     batch = parts.batches[index]
@@ -103,7 +103,7 @@ def dissected(parts: Parts, cfg: Config, index: int, *, sizes: list[str]) -> Pha
         output = parts.model(rows.inputs, rows.targets, seed=seed, probe=False, mask=mask_of(rows))
         kept = torch.cuda.memory_allocated()
         forward_peaks.append(torch.cuda.max_memory_allocated())
-        sizes[:] = told(Counter(size for _, size in placed_sizes()))
+        sizes[:] = render_sizes(Counter(size for _, size in live_allocations()))
         torch.cuda.reset_peak_memory_stats()
         output.objective.backward()
         backward_peaks.append(torch.cuda.max_memory_allocated())
@@ -132,34 +132,34 @@ def dissected(parts: Parts, cfg: Config, index: int, *, sizes: list[str]) -> Pha
     )
 
 
-def told(sizes: Counter[int]) -> list[str]:
+def render_sizes(sizes: Counter[int]) -> list[str]:
     largest = sorted(sizes.items(), key=lambda item: -item[0] * item[1])[:NUM_SIZES]
     return [f"{count} x {size / 1e6:.1f} MB" for size, count in largest]
 
 
 def sizes_at_peak(parts: Parts, cfg: Config, index: int) -> list[str]:
-    """What was there when the most was there in one step: what there was before it, and what came and went since."""
-    live = dict(placed_sizes())
+    """Sizes of the live allocations at the memory peak of one step, from torch's allocation history."""
+    live = dict(live_allocations())
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
-    one_step(parts, cfg, index)
+    run_step(parts, cfg, index)
     torch.cuda.synchronize()
     events = torch.cuda.memory._snapshot()["device_traces"][0]
     torch.cuda.memory._record_memory_history(None)
     total = sum(live.values())
-    most, at_peak = total, dict(live)
+    peak, at_peak = total, dict(live)
     for event in events:
         if event["action"] == "alloc":
             live[event["addr"]] = event["size"]
             total += event["size"]
         elif event["action"] == "free_requested":
             total -= live.pop(event["addr"], 0)
-        if total > most:
-            most, at_peak = total, dict(live)
-    return [f"{most / 1e9:.2f} GB in all", *told(Counter(at_peak.values()))]
+        if total > peak:
+            peak, at_peak = total, dict(live)
+    return [f"{peak / 1e9:.2f} GB in all", *render_sizes(Counter(at_peak.values()))]
 
 
-def placed_sizes() -> Iterator[tuple[int, int]]:
-    """Where each tensor lies, and its bytes."""
+def live_allocations() -> Iterator[tuple[int, int]]:
+    """Address and bytes of each live allocation."""
     for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
         address = segment["address"]
         for block in segment["blocks"]:
@@ -168,26 +168,26 @@ def placed_sizes() -> Iterator[tuple[int, int]]:
             address += block["size"]
 
 
-def measure(name: str, words: list[str], *, run: RunDir, tensors: bool) -> None:
-    """Build, step, and print what was foreseen beside what was seen."""
+def measure(name: str, overrides: list[str], *, run: RunDir, tensors: bool) -> None:
+    """Build, run steps, and print planned and measured values."""
     torch._dynamo.reset()
-    cfg = load([*BASE, *words])
+    cfg = load([*BASE, *overrides])
     if cfg.precision.kind is PrecisionKind.fp8 and importlib.util.find_spec("transformer_engine") is None:
         print(f"{name}: Transformer Engine is not installed")
         return
     world = connect(cfg.parallel)
     parts = build(cfg, world, run)
     for index in range(WARM_UP_STEPS):
-        one_step(parts, cfg, index)
+        run_step(parts, cfg, index)
     torch.cuda.synchronize()
-    began_s = time.perf_counter()
+    start_s = time.perf_counter()
     for index in range(TIMED_STEPS):
-        one_step(parts, cfg, WARM_UP_STEPS + index)
+        run_step(parts, cfg, WARM_UP_STEPS + index)
     torch.cuda.synchronize()
-    step_s = (time.perf_counter() - began_s) / TIMED_STEPS
+    step_s = (time.perf_counter() - start_s) / TIMED_STEPS
     kept_sizes: list[str] = []
-    seen = dissected(parts, cfg, WARM_UP_STEPS + TIMED_STEPS, sizes=kept_sizes)
-    compare(name, cfg, seen, probed=probed_peak(parts, cfg, WARM_UP_STEPS + TIMED_STEPS + 1), step_s=step_s)
+    measured = measure_phases(parts, cfg, WARM_UP_STEPS + TIMED_STEPS, sizes=kept_sizes)
+    compare(name, cfg, measured, probed=measure_probed_peak(parts, cfg, WARM_UP_STEPS + TIMED_STEPS + 1), step_s=step_s)
     if tensors:
         at_peak = sizes_at_peak(parts, cfg, WARM_UP_STEPS + TIMED_STEPS + 2)
         print(f"  after forward: {', '.join(kept_sizes)}\n  at the peak: {', '.join(at_peak)}", flush=True)
@@ -199,30 +199,31 @@ def measure(name: str, words: list[str], *, run: RunDir, tensors: bool) -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def compare(name: str, cfg: Config, seen: Phases, *, probed: int, step_s: float) -> None:
-    foreseen = memory(cfg, world_size=1)
+def compare(name: str, cfg: Config, measured: Phases, *, probed: int, step_s: float) -> None:
+    planned = memory(cfg, world_size=1)
     rows = {
-        "state": (foreseen.state_bytes, seen.state),
-        "kept after forward": (foreseen.kept_bytes, seen.kept),
-        "peak in forward": (foreseen.forward_peak_bytes, seen.forward_peak),
-        "peak in backward": (foreseen.backward_peak_bytes, seen.backward_peak),
-        "peak in update": (foreseen.update_peak_bytes, seen.update_peak),
-        "peak": (foreseen.peak_bytes, seen.peak),
-        "peak where probed": (foreseen.peak_bytes, probed),
+        "state": (planned.state_bytes, measured.state),
+        "kept after forward": (planned.kept_bytes, measured.kept),
+        "peak in forward": (planned.forward_peak_bytes, measured.forward_peak),
+        "peak in backward": (planned.backward_peak_bytes, measured.backward_peak),
+        "peak in update": (planned.update_peak_bytes, measured.update_peak),
+        "peak": (planned.peak_bytes, measured.peak),
+        "peak where probed": (planned.peak_bytes, probed),
     }
     print(f"{name}")
-    for part, (said, was) in rows.items():
-        print(f"  {part:<20}{said / 1e9:>9.2f} GB  {was / 1e9:>9.2f} GB  {said / was - 1:>+8.1%}")
+    for part, (planned_bytes, measured_bytes) in rows.items():
+        error = planned_bytes / measured_bytes - 1
+        print(f"  {part:<20}{planned_bytes / 1e9:>9.2f} GB  {measured_bytes / 1e9:>9.2f} GB  {error:>+8.1%}")
     step_time_s = plan(cfg, world_size=1).step_time_s
     assert step_time_s is not None
     print(f"  {'step':<20}{1e3 * step_time_s:>9.1f} ms  {1e3 * step_s:>9.1f} ms  {step_time_s / step_s - 1:>+8.1%}")
-    print(f"  ever {seen.peak_ever / 2**30:.1f} GiB; {json.dumps(asdict(seen))}", flush=True)
+    print(f"  ever {measured.peak_ever / 2**30:.1f} GiB; {json.dumps(asdict(measured))}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Hold the plan against a GPU.")
-    parser.add_argument("--only", default="", metavar="NAME", help="configurations whose name begins so")
-    parser.add_argument("--tensors", action="store_true", help="which tensors there were, by size")
+    parser = argparse.ArgumentParser(description="Compare the plan with a GPU.")
+    parser.add_argument("--only", default="", metavar="NAME", help="only configurations whose name starts with NAME")
+    parser.add_argument("--tensors", action="store_true", help="list live tensors by size")
     options = parser.parse_args()
     free, total = torch.cuda.mem_get_info()
     outside = total - free - torch.cuda.memory_reserved()
@@ -231,9 +232,9 @@ def main() -> None:
     )
     print(f"are the context's\n{'':<22}{'plan':>12}{'measured':>14}{'error':>10}")
     with fast_attention():
-        for name, words in CONFIGS.items():
+        for name, overrides in CONFIGS.items():
             if name.startswith(options.only):
-                measure(name, words, run=RunDir(Path("runs/bench-plan")), tensors=options.tensors)
+                measure(name, overrides, run=RunDir(Path("runs/bench-plan")), tensors=options.tensors)
 
 
 if __name__ == "__main__":

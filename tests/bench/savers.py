@@ -1,10 +1,10 @@
-"""The training loop that is saved while it runs, and the ways to save it: this harness's and torch's own.
+"""The training loop of the checkpoint benchmark, and the ways to save its state: this harness's and torch's own.
 
-`dcp.async_save` comes in four ways: a thread or a process writes, and the copy of the state is made by torch's default
-(new memory, inside the call) or by a `DefaultStager` that copies in a thread while the next forward pass runs. It keeps
-its buffers where torch lets it: one of 2.13 does, one of 2.11 can stage only once, so that every save has a new one. On
-a GPU these buffers are pinned; the process reads them from shared memory. The loop waits for the copy before the next
-update, as torch asks for.
+`dcp.async_save` is measured in four variants. A thread or a process writes. The state is copied by torch's default (new
+memory, inside the call) or by a `DefaultStager`, which copies in a thread during the next forward pass. The stager
+reuses its buffers in torch 2.13; in torch 2.11 a stager works only once, so every save creates a new one. On a GPU the
+buffers are pinned; the writer process reads them from shared memory. The loop waits for the copy before the next
+update, as torch requires.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.checkpoint.state_dict_saver import async_save as save_shards_aside
+from torch.distributed.checkpoint.state_dict_saver import async_save as save_shards_async
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from harness.build import Parts
@@ -52,7 +52,7 @@ class Loop:
     _ahead: deque[torch.cuda.Event] = field(default_factory=deque)
 
     def step(self, before_update: Callable[[], object] | None = None) -> None:
-        """One iteration as the loop makes it, the host at most `sentinel.lag` steps ahead."""
+        """One training iteration, with the host at most `sentinel.lag` steps ahead of the device."""
         forward_backward(self.parts, self.parts.batches[self.index], cfg=self.cfg, probe=False)
         if before_update is not None:
             before_update()
@@ -71,13 +71,13 @@ class Loop:
         wait_for(self.parts.world.device)
 
     def step_s(self, num_steps: int) -> float:
-        """Seconds of a plain step, the mean of a few in a row."""
+        """Mean seconds of a step without a save, over some consecutive steps."""
         self.wait()
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         for _ in range(num_steps):
             self.step()
         self.wait()
-        return (time.perf_counter() - begun_s) / num_steps
+        return (time.perf_counter() - start_s) / num_steps
 
     @property
     def state(self) -> RunState:
@@ -85,29 +85,29 @@ class Loop:
 
 
 class Save(NamedTuple):
-    """A save that was begun."""
+    """A save in progress."""
 
     work: Future[Any]
     before_update: Callable[[], object] | None = None
-    """Must return before the state changes."""
+    """The loop calls it before the update; it returns when the state has been copied."""
 
 
 class Contender(NamedTuple):
     name: str
     begin: Callable[[Loop, Path], Save]
     restore: Callable[[Loop, Path], object] | None
-    """None: nothing was saved."""
+    """None if the contender saves nothing."""
 
 
-def done() -> Save:
-    """A save that is done when its call returns."""
+def completed_save() -> Save:
+    """The result of a synchronous save."""
     work: Future[Any] = Future()
     work.set_result(None)
     return Save(work)
 
 
-def begin_own(writer: Executor, loop: Loop, path: Path) -> Save:
-    """As in a run: a snapshot, which a thread writes."""
+def begin_harness_save(writer: Executor, loop: Loop, path: Path) -> Save:
+    """As in a run: take a snapshot, which a thread writes."""
     ring, state = loop.parts.ring, loop.state
     slot = ring.take_snapshot(state)
     slot.complete(step=state.step, refused_in_row=0)
@@ -119,14 +119,14 @@ def begin_own(writer: Executor, loop: Loop, path: Path) -> Save:
     return Save(writer.submit(write))
 
 
-def restore_own(loop: Loop, path: Path) -> None:
+def restore_harness(loop: Loop, path: Path) -> None:
     assert store.load_newest(path, loop.parts.tensors(), world=loop.parts.world).loaded is not None
 
 
 def begin_async_dcp(
     kind: AsyncCheckpointerType, stager: Callable[[], DefaultStager] | None, loop: Loop, path: Path
 ) -> Save:
-    response = save_shards_aside(
+    response = save_shards_async(
         loop.parts.tensors(),
         checkpoint_id=path,
         process_group=loop.parts.world.background_group,
@@ -140,7 +140,7 @@ def begin_async_dcp(
 
 def begin_dcp(loop: Loop, path: Path) -> Save:
     save_shards(loop.parts.tensors(), checkpoint_id=path)
-    return done()
+    return completed_save()
 
 
 def restore_dcp(loop: Loop, path: Path) -> None:
@@ -150,7 +150,7 @@ def restore_dcp(loop: Loop, path: Path) -> None:
 def begin_torch(loop: Loop, path: Path) -> Save:
     path.mkdir(parents=True)
     torch.save({name: local(t.detach()) for name, t in loop.parts.tensors().items()}, path / "state.pt")
-    return done()
+    return completed_save()
 
 
 def restore_torch(loop: Loop, path: Path) -> None:
@@ -160,7 +160,7 @@ def restore_torch(loop: Loop, path: Path) -> None:
 
 
 def begin_nothing(seconds: float, _: Loop, path: Path) -> Save:
-    """Saves nothing, and is done after as long as a save takes: what is measured of it is the noise."""
+    """Save nothing and complete after `seconds`: what is measured is the noise."""
     path.mkdir(parents=True)
     work: Future[Any] = Future()
     Timer(seconds, work.set_result, [None]).start()
@@ -171,13 +171,13 @@ def control(seconds: float) -> Contender:
     return Contender(CONTROL, partial(begin_nothing, seconds), None)
 
 
-def _closed_at_end(stack: ExitStack, options: StagingOptions) -> DefaultStager:
+def _open_stager(stack: ExitStack, options: StagingOptions) -> DefaultStager:
     return stack.enter_context(closing(DefaultStager(options)))
 
 
 @contextmanager
 def contenders(device: torch.device) -> Iterator[list[Contender]]:
-    """This harness, then its rivals, the strongest first."""
+    """This harness, then its rivals, the fastest first."""
     on_gpu = device.type == "cuda"
     staging = "pinned asynchronous staging" if on_gpu else "asynchronous staging"
     thread, process = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
@@ -188,16 +188,16 @@ def contenders(device: torch.device) -> Iterator[list[Contender]]:
             options = StagingOptions(
                 use_pinned_memory=on_gpu, use_shared_memory=shared, use_async_staging=True, use_non_blocking_copy=on_gpu
             )
-            made = partial(_closed_at_end, stack, options)
-            return cache(made) if tuple(map(int, torch.__version__.split(".")[:2])) >= REUSES_STAGER else made
+            build = partial(_open_stager, stack, options)
+            return cache(build) if tuple(map(int, torch.__version__.split(".")[:2])) >= REUSES_STAGER else build
 
         def async_save(
-            how: str, kind: AsyncCheckpointerType, own_stager: Callable[[], DefaultStager] | None
+            how: str, kind: AsyncCheckpointerType, build_stager: Callable[[], DefaultStager] | None
         ) -> Contender:
-            return Contender(f"`dcp.async_save`, {how}", partial(begin_async_dcp, kind, own_stager), restore_dcp)
+            return Contender(f"`dcp.async_save`, {how}", partial(begin_async_dcp, kind, build_stager), restore_dcp)
 
         yield [
-            Contender(OURS, partial(begin_own, writer), restore_own),
+            Contender(OURS, partial(begin_harness_save, writer), restore_harness),
             async_save("thread", thread, None),
             async_save(f"thread, {staging}", thread, stager(shared=False)),
             async_save("process", process, None),

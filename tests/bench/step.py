@@ -1,10 +1,10 @@
-"""How fast one step is: tokens/s, model FLOP/s, MFU and peak memory of the loop's own step, on this machine.
+"""Speed of one training step on this machine: tokens/s, model FLOP/s, MFU and peak memory.
 
     python -m tests.bench.step +experiment=1b_bf16               one GPU, 1.26B parameters, 4k x 8 tokens
-    python -m tests.bench.step --variant parallel.compile=false  the same, beside a variant in the same run
+    python -m tests.bench.step --variant parallel.compile=false  the same and a variant, in one run
 
-Each variant is built, warmed up and timed in turn, in one process and one rank; several rounds, the median counts. On a
-GPU the rate of a large bf16 matrix product, measured in the same run, is the second yardstick beside the datasheet's.
+Variants are built, warmed up and timed one after the other, in one process with one rank. The result is the median of
+several rounds. On a GPU, FLOP/s are also compared with a large bf16 matmul that is measured in the same run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.model.size import flops_per_token, num_parameters
 from harness.precision.attention import fast_attention
 from harness.step import finish_step, forward_backward
 from harness.telemetry.meters import peak_flops
-from tests.bench.clock import WARMUP_STEPS, led, let_go, matmul_flops_per_s, nothing, timed
+from tests.bench.clock import WARMUP_STEPS, do_nothing, iterate_steps, matmul_flops_per_s, release_memory, time_block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,41 +42,41 @@ class Row:
     last_loss: float
 
 
-def one_step(parts: Parts, cfg: Config, index: int) -> torch.Tensor:
+def run_step(parts: Parts, cfg: Config, index: int) -> torch.Tensor:
     forward_backward(parts, parts.batches[index], cfg=cfg, probe=False)
     return finish_step(parts, cfg=cfg, probe=False)
 
 
 @dataclass(slots=True)
-class Steps:
-    """One step after the other, each with the next batch."""
+class StepLoop:
+    """Runs consecutive steps, each with the next batch."""
 
     parts: Parts
     cfg: Config
     index: int
     report: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    """Of the last step."""
+    """The report of the last step."""
 
-    def run(self, num_steps: int, begin: Callable[[], None] = nothing) -> None:
-        for _ in led(num_steps, begin):
-            self.report = one_step(self.parts, self.cfg, self.index)
+    def run(self, num_steps: int, begin: Callable[[], None] = do_nothing) -> None:
+        for _ in iterate_steps(num_steps, begin):
+            self.report = run_step(self.parts, self.cfg, self.index)
             self.index += 1
 
 
-def loss_of(parts: Parts, report: torch.Tensor) -> float:
+def mean_loss(parts: Parts, report: torch.Tensor) -> float:
     layout = parts.signals.layout
     return float(layout.scalar(report, "loss") / layout.scalar(report, "tokens"))
 
 
 def measure(name: str, overrides: list[str], *, rounds: int, steps: int, run: RunDir) -> Row:
-    """Build, warm up, and time `rounds` of `steps`."""
+    """Build, warm up, and time `rounds` blocks of `steps` steps."""
     cfg = load(overrides)
     world = connect(cfg.parallel)
     parts = build(cfg, world, run)
-    first_loss = loss_of(parts, one_step(parts, cfg, 0))
-    loop = Steps(parts, cfg, index=1)
+    first_loss = mean_loss(parts, run_step(parts, cfg, 0))
+    loop = StepLoop(parts, cfg, index=1)
     loop.run(WARMUP_STEPS - 1)
-    blocks = [timed(loop.run, steps, world.device) for _ in range(rounds)]
+    blocks = [time_block(loop.run, steps, world.device) for _ in range(rounds)]
     seconds = [block.step_s for block in blocks]
     tokens = cfg.train.batch_size * cfg.train.sequence_length
     median = statistics.median(seconds)
@@ -91,12 +91,12 @@ def measure(name: str, overrides: list[str], *, rounds: int, steps: int, run: Ru
         mfu=None if peak is None else flops / peak,
         memory_gib=max(block.peak_bytes for block in blocks) / 2**30,
         first_loss=first_loss,
-        last_loss=loss_of(parts, loop.report),
+        last_loss=mean_loss(parts, loop.report),
     )
     parts.close()
     disconnect()
     del parts, loop
-    let_go()
+    release_memory()
     return row
 
 

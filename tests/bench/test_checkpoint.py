@@ -1,4 +1,4 @@
-"""The checkpoint benchmark: its error bars, its table to the letter, and all contenders on a tiny model."""
+"""The checkpoint benchmark: its error bars, its rendered table, and all contenders on a tiny model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.config.compose import load
 from harness.core.rundir import RunDir
 from harness.distributed.shards import local
 from harness.distributed.world import connect, disconnect
-from tests.bench.checkpoint import SNAPSHOT, Cost, Measured, check_restores, cost_of_save, measure, render
+from tests.bench.checkpoint import SNAPSHOT, Cost, Measurements, check_restores, measure, measure_save, render
 from tests.bench.intervals import estimate
 from tests.bench.savers import CONTROL, OURS, Contender, Loop, Save, begin_torch, contenders, control, restore_torch
 
@@ -43,9 +43,9 @@ def test_too_few_samples_have_no_interval() -> None:
     assert estimate([1.0, 2.0, 3.0, 4.0, 5.0]).has_interval
 
 
-def test_table_to_the_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendered_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.__version__", "2.11.0")
-    measured = Measured(
+    measurements = Measurements(
         {
             SNAPSHOT: [Cost(0.5, 0.004, 0.005, restored_s=0.25)] * 6,
             "`dcp.save`": [],
@@ -54,7 +54,7 @@ def test_table_to_the_letter(monkeypatch: pytest.MonkeyPatch) -> None:
         num_bytes=15_200_000_000,
         failures={"`dcp.save`": "OSError: no room"},
     )
-    assert render(measured, rounds=3, restores=1) == (
+    assert render(measurements, rounds=3, restores=1) == (
         "state 15.20 GB, a plain step 500.0 ms, torch 2.11.0; "
         "3 rounds, each contender once a round in alternating order; restores in 1 of them\n"
         "\n"
@@ -80,20 +80,20 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
 
 
 @pytest.mark.full
-def test_a_rival_that_fails_does_not_end_the_others(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin_badly(*_: object) -> Save:
+def test_a_failing_rival_does_not_stop_the_others(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin_and_fail(*_: object) -> Save:
         raise OSError("no room")
 
     @contextmanager
     def sides(device: torch.device) -> Iterator[list[Contender]]:
         with contenders(device) as (own, *_):
-            yield [own, Contender("bad", begin_badly, restore_torch), Contender("good", begin_torch, restore_torch)]
+            yield [own, Contender("bad", begin_and_fail, restore_torch), Contender("good", begin_torch, restore_torch)]
 
     monkeypatch.setattr("tests.bench.checkpoint.contenders", sides)
-    reported: list[Measured] = []
-    measured = measure(loop, rounds=2, restores=0, snapshots=1, num_steps=1, on_round=reported.append)
-    assert measured.failures == {"bad": "OSError: no room"}
-    assert {name: len(costs) for name, costs in measured.costs.items()} == {
+    reported: list[Measurements] = []
+    measurements = measure(loop, rounds=2, restores=0, snapshots=1, num_steps=1, on_round=reported.append)
+    assert measurements.failures == {"bad": "OSError: no room"}
+    assert {name: len(costs) for name, costs in measurements.costs.items()} == {
         SNAPSHOT: 2,
         OURS: 2,
         "bad": 0,
@@ -104,8 +104,8 @@ def test_a_rival_that_fails_does_not_end_the_others(loop: Loop, monkeypatch: pyt
 
 
 @pytest.mark.full
-def test_a_contender_that_saves_another_state_ends_the_run(loop: Loop) -> None:
-    """One that copies after the next update, as a stager would that nobody waits for."""
+def test_a_contender_that_saves_a_different_state_ends_the_run(loop: Loop) -> None:
+    """A contender that copies after the next update, like a stager that the loop does not wait for."""
 
     def begin_late(loop: Loop, path: Path) -> Save:
         loop.step()
@@ -118,8 +118,8 @@ def test_a_contender_that_saves_another_state_ends_the_run(loop: Loop) -> None:
 
 def test_control_trains_and_saves_nothing(loop: Loop) -> None:
     before = local(next(iter(loop.parts.tensors().values())).detach()).clone()
-    cost = cost_of_save(loop, control(0.05), plain_steps=1)
-    assert loop.index >= 3, "plain steps before and after, and steps until it is over"
+    cost = measure_save(loop, control(0.05), plain_steps=1)
+    assert loop.index >= 3, "plain steps before and after, and steps until the save completes"
     assert cost.safe_s >= 0.05
     assert math.isnan(cost.restored_s)
     assert not local(next(iter(loop.parts.tensors().values()))).equal(before)
@@ -128,7 +128,7 @@ def test_control_trains_and_saves_nothing(loop: Loop) -> None:
 
 @pytest.mark.full
 def test_all_contenders_on_a_tiny_model(tmp_path: Path) -> None:
-    """In a process of its own: torch keeps the process that writes checkpoints until its parent ends."""
+    """In a subprocess: torch keeps the process that writes checkpoints alive until its parent exits."""
     arguments = [*TINY, "--rounds", "1", "--restores", "0", "--steps", "1", "--snapshots", "1"]
     out = tmp_path / "costs.json"
     command = [sys.executable, "-m", "tests.bench.checkpoint", *arguments, "--json", str(out)]

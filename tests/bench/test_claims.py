@@ -22,11 +22,11 @@ from tests.bench.claims import (
     Block,
     Run,
     all_blocks,
-    blocks_of,
-    contradictions,
+    find_contradictions,
+    find_unmarked,
     load_runs,
+    parse_blocks,
     render,
-    unmarked,
 )
 
 RUNS, BLOCKS = load_runs(), all_blocks()
@@ -34,14 +34,14 @@ COMMANDS = sorted({command for run in RUNS.values() for command in run.commands}
 OPTION = re.compile(r"^--[a-z]")
 
 
-def run_named(name: str, **quantities: str) -> Run:
+def build_run(name: str, **quantities: str) -> Run:
     return Run(
         name=name, what="", shown_on="gpu", hardware="", date="2026-11-16", commands=(), quantities=dict(quantities)
     )
 
 
 def test_blocks_that_look_measured_name_a_measurement() -> None:
-    assert unmarked(BLOCKS) == []
+    assert find_unmarked(BLOCKS) == []
 
 
 def test_names_on_pages_and_in_the_list_are_the_same() -> None:
@@ -49,12 +49,12 @@ def test_names_on_pages_and_in_the_list_are_the_same() -> None:
 
 
 def test_no_quantity_has_two_values() -> None:
-    assert contradictions(RUNS) == []
+    assert find_contradictions(RUNS) == []
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_entry_is_whole(run: Run) -> None:
-    """Its values stand where the page names it; it says when and on what."""
+def test_entry_is_complete(run: Run) -> None:
+    """Its values appear in a block that names it; it has a date, hardware and commands."""
     text = "\n".join(block.text for block in BLOCKS if run.name in block.runs)
     assert [quantity for quantity, value in run.quantities.items() if value not in text] == []
     assert run.shown_on in SHOWN_ON
@@ -63,24 +63,24 @@ def test_entry_is_whole(run: Run) -> None:
     assert run.commands
 
 
-def complaint(command: str) -> str:
-    """Why a command could not be run; empty where it could."""
-    words = shlex.split(command.rpartition(" | ")[2])
+def problem_of(command: str) -> str:
+    """Why a command cannot be run; empty if it can."""
+    parts = shlex.split(command.rpartition(" | ")[2])
     try:
-        match words:
+        match parts:
             case ["python", "-m", module, *arguments]:
-                return complaint_of_module(module, arguments)
+                return problem_of_module(module, arguments)
             case ["harness", name, *arguments]:
-                return complaint_of_harness(name, arguments)
+                return problem_of_harness(name, arguments)
             case ["pytest", *nodes]:
-                return "; ".join(filter(None, map(complaint_of_node, nodes)))
+                return "; ".join(filter(None, map(problem_of_node, nodes)))
     except (Exception, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     return "neither python -m, harness nor pytest"
 
 
-def complaint_of_module(name: str, arguments: Sequence[str]) -> str:
-    """The module imports, has each option, and its overrides make a configuration."""
+def problem_of_module(name: str, arguments: Sequence[str]) -> str:
+    """Check that the module can be imported and has each option, and that its overrides are valid."""
     module = importlib.import_module(name)
     if hasattr(module, "__path__"):
         module = importlib.import_module(f"{name}.__main__")
@@ -89,30 +89,30 @@ def complaint_of_module(name: str, arguments: Sequence[str]) -> str:
     missing = [each for each in arguments if OPTION.match(each) and f'"{each}"' not in source]
     if missing:
         return f"{name} has no option {', '.join(missing)}"
-    if hasattr(module, "parsed"):
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+    if hasattr(module, "parse_args"):
+        with contextlib.redirect_stderr(io.StringIO()) as output:
             try:
-                module.parsed(list(arguments))
+                module.parse_args(list(arguments))
             except SystemExit:
-                return said.getvalue().strip()
-    return complaint_of_overrides(arguments)
+                return output.getvalue().strip()
+    return problem_of_overrides(arguments)
 
 
-def complaint_of_harness(name: str, arguments: Sequence[str]) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+def problem_of_harness(name: str, arguments: Sequence[str]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
         main.main([name, *(each for each in arguments[:1] if each.isalpha()), "--help"])
-    missing = [each for each in arguments if OPTION.match(each) and each not in said.getvalue()]
-    if not said.getvalue():
+    missing = [each for each in arguments if OPTION.match(each) and each not in output.getvalue()]
+    if not output.getvalue():
         return f"harness has no command {name}"
-    return f"harness {name} has no option {', '.join(missing)}" if missing else complaint_of_overrides(arguments)
+    return f"harness {name} has no option {', '.join(missing)}" if missing else problem_of_overrides(arguments)
 
 
-def complaint_of_overrides(arguments: Sequence[str]) -> str:
+def problem_of_overrides(arguments: Sequence[str]) -> str:
     load([each for each in arguments if "=" in each and not each.startswith("--")])
     return ""
 
 
-def complaint_of_node(node: str) -> str:
+def problem_of_node(node: str) -> str:
     name, *functions = node.split("::")
     if not (ROOT / name).exists():
         return f"{name} does not exist"
@@ -124,7 +124,7 @@ def complaint_of_node(node: str) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_exists(command: str) -> None:
-    assert complaint(command) == ""
+    assert problem_of(command) == ""
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_command_exists(command: str) -> None:
         ("make coffee", "neither"),
     ],
 )
-def test_a_command_that_does_not_exist_is_found(command: str, expected: str) -> None:
-    assert expected in complaint(command)
+def test_a_command_that_does_not_exist_is_reported(command: str, expected: str) -> None:
+    assert expected in problem_of(command)
 
 
 def test_figures_of_prose_and_tables() -> None:
@@ -160,17 +160,17 @@ About 8 x 4096 tokens in 3 steps, `--rounds 6`, 4.5 ms, +0.24 % (1.7x, x1.95, 35
 
     63.4 GiB in code
 """
-    prose, table, codes = blocks_of("page.md", page)
+    prose, table, codes = parse_blocks("page.md", page)
     assert prose.figures == ("4.5 ms", "+0.24 %", "1.7x", "x1.95", "350-fold", "82,210 tokens/s")
     assert table.figures == ("63,741", "63.4 GiB", "1.057", "1.05", "1.06")
     assert (codes.figures, codes.looks_measured) == (("75",), False)
-    assert unmarked([prose, table, codes]) == [
+    assert find_unmarked([prose, table, codes]) == [
         "page.md:3: 4.5 ms, +0.24 %, 1.7x, x1.95, 350-fold, 82,210 tokens/s: no measurement is named for these figures",
         "page.md:5: 63,741, 63.4 GiB, 1.057, 1.05, 1.06: no measurement is named for these figures",
     ]
 
 
-def test_comments_hold_for_a_block_or_for_a_section() -> None:
+def test_comments_apply_to_a_block_or_to_a_section() -> None:
     page = """## One
 
 <!-- claims: a, b -->
@@ -195,7 +195,7 @@ def test_comments_hold_for_a_block_or_for_a_section() -> None:
 |---|---|
 | | 6.0 |
 """
-    found = [(block.heading, block.line, block.kind, block.runs) for block in blocks_of("page.md", page)]
+    found = [(block.heading, block.line, block.kind, block.runs) for block in parse_blocks("page.md", page)]
     assert found == [
         ("One", 5, "claims", ("a", "b")),
         ("One", 8, "no claim", ()),
@@ -206,17 +206,17 @@ def test_comments_hold_for_a_block_or_for_a_section() -> None:
     ]
 
 
-def test_two_values_for_one_quantity_are_found() -> None:
+def test_two_values_for_one_quantity_are_reported() -> None:
     first, same, other = (
-        run_named("first", speed="1.05"),
-        run_named("same", speed="1.05"),
-        run_named("other", speed="2"),
+        build_run("first", speed="1.05"),
+        build_run("same", speed="1.05"),
+        build_run("other", speed="2"),
     )
-    assert contradictions({"first": first, "same": same}) == []
-    assert contradictions({"first": first, "other": other}) == ["speed: 1.05 in first, 2 in other"]
+    assert find_contradictions({"first": first, "same": same}) == []
+    assert find_contradictions({"first": first, "other": other}) == ["speed: 1.05 in first, 2 in other"]
 
 
-def test_page_to_the_letter() -> None:
+def test_rendered_page() -> None:
     run = Run(
         name="gpu-table",
         what="tokens/s",

@@ -1,4 +1,4 @@
-"""The GPU benchmark on a CPU: real rows of a tiny model in their processes, what fails, and the table to the letter."""
+"""The GPU benchmark on a CPU: real rows of a tiny model in subprocesses, failures, and the rendered table."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from harness.distributed.reduce_scatter import MeasuredReduceScatter, NoCopyRedu
 from harness.distributed.shards import local
 from harness.distributed.world import connect, disconnect
 from harness.precision.mixed_precision import emulate_half_matmul
-from tests.bench.clock import SETTLING_STEPS, Block, in_turns, led, order
-from tests.bench.gpu import beside, titan
+from tests.bench.clock import SETTLING_STEPS, Block, alternate, iterate_steps, round_order
+from tests.bench.gpu import extra_sections, titan
 from tests.bench.gpu.__main__ import main
 from tests.bench.gpu.bench import Bench
-from tests.bench.gpu.contender import Spec, answer, failure
+from tests.bench.gpu.contender import Spec, describe_failure, handle_request
 from tests.bench.gpu.peer import check_size
 from tests.bench.gpu.process import Contender, ContenderError
-from tests.bench.gpu.rows import Entry, started
+from tests.bench.gpu.rows import Entry, start_row
 from tests.bench.gpu.setting import Setting
-from tests.bench.gpu.table import Measured, Table, render
+from tests.bench.gpu.table import MeasuredRow, Table, render
 
 TINY = ["--models", "tiny", "--sequence", "64", "--batch", "2", "--steps", "2", "--rounds", "2", "--no-compile"]
 GIB = 2**30
 
 
-def test_table_to_the_letter() -> None:
+def test_rendered_table() -> None:
     table = Table(
         title="1b: a table",
         tokens=1000,
@@ -52,15 +52,21 @@ def test_table_to_the_letter() -> None:
         matmul_flops=(7e12, 9e12, 8e12),
         reference="ours",
         rows=(
-            Measured(name="ours", rounds=(Block(0.9, 3 * GIB), Block(1.0, GIB), Block(0.8, GIB)), losses=(9.0, 8.25)),
-            Measured(
-                name="in turns",
-                rounds=(Block(1.0, GIB, num_compiled=3), Block(1.25, GIB), Block(2.0, GIB, num_shortages=2)),
-                beside=(Block(1.1, GIB), Block(1.5, GIB), Block(1.8, GIB)),
+            MeasuredRow(
+                name="ours", rounds=(Block(0.9, 3 * GIB), Block(1.0, GIB), Block(0.8, GIB)), losses=(9.0, 8.25)
+            ),
+            MeasuredRow(
+                name="alternating",
+                rounds=(Block(1.0, GIB, num_compiled=3), Block(1.25, GIB), Block(2.0, GIB, num_alloc_retries=2)),
+                reference_rounds=(Block(1.1, GIB), Block(1.5, GIB), Block(1.8, GIB)),
                 note="2 graph breaks",
             ),
-            measured("five rounds", *[1.0] * 5, beside=tuple(Block(each, GIB) for each in (1.1, 1.2, 1.3, 1.4, 1.5))),
-            Measured(name="accelerate", note="not installed"),
+            build_row(
+                "five rounds",
+                *[1.0] * 5,
+                reference_rounds=tuple(Block(each, GIB) for each in (1.1, 1.2, 1.3, 1.4, 1.5)),
+            ),
+            MeasuredRow(name="accelerate", note="not installed"),
         ),
         remarks=("A remark.",),
     )
@@ -72,8 +78,8 @@ def test_table_to_the_letter() -> None:
         "| | tokens/s | spread | speed to ours | MFU | causal MFU | of matmul | peak GiB | loss | |\n"
         "|---|---:|---:|---:|---:|---:|---:|---:|---|---|\n"
         "| ours | 1,111 | 22.2% | - | 22.2% | 20.0% | 27.8% | 3.0 | 9.000 -> 8.250 | |\n"
-        "| in turns | 800 | 80.0% | 1.100 (range: 0.900 to 1.200) | 16.0% | 14.4% | 20.0% | 1.0 | - | 2 graph breaks, "
-        "3 frames compiled while it was timed, the allocator ran short 2 times while it was timed |\n"
+        "| alternating | 800 | 80.0% | 1.100 (range: 0.900 to 1.200) | 16.0% | 14.4% | 20.0% | 1.0 | - | 2 graph "
+        "breaks, 3 frames compiled while it was timed, 2 allocator retries while it was timed |\n"
         "| five rounds | 1,000 | 0.0% | 1.300 (90%: 1.100 to 1.500) | 20.0% | 18.0% | 25.0% | 1.0 | - | |\n"
         "| accelerate | - | - | - | - | - | - | - | - | not installed |\n"
         "\n"
@@ -88,44 +94,44 @@ def test_causal_flops_count_half_of_the_attention(tmp_path: Path) -> None:
     assert table.flops_per_token - table.causal_flops_per_token == attention // 2
 
 
-def test_what_fits_to_the_letter() -> None:
+def test_rendered_fits() -> None:
     fits = [
-        beside.Fit(beside.CASES[0].name, 4096, Block(0.5, 99 * GIB), 100 * GIB, 8000.0),
-        beside.Fit(beside.CASES[-1].name, 32768, None, 150 * GIB, None),
+        extra_sections.Fit(extra_sections.CASES[0].name, 4096, Block(0.5, 99 * GIB), 100 * GIB, 8000.0),
+        extra_sections.Fit(extra_sections.CASES[-1].name, 32768, None, 150 * GIB, None),
     ]
-    assert beside.render(fits).splitlines()[2:] == [
+    assert extra_sections.render(fits).splitlines()[2:] == [
         "| 7b, 1 x 4096, selective checkpointing | 8,192 | 8,000 | 99.0 | 100.0 |",
         "| 1b, 1 x 32768, nothing recomputed | does not fit | - | - | 150.0 |",
     ]
 
 
-def test_sides_go_forth_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[tuple[str, int]] = []
-    monkeypatch.setattr("tests.bench.clock.time.perf_counter", lambda: float(sum(name == "slow" for name, _ in ran)))
+def test_the_order_of_sides_alternates(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr("tests.bench.clock.time.perf_counter", lambda: float(sum(name == "slow" for name, _ in calls)))
 
     def slow(num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
-        ran.extend(("slow", num_steps) for _ in led(num_steps, begin))
+        calls.extend(("slow", num_steps) for _ in iterate_steps(num_steps, begin))
 
     def fast(num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
-        ran.extend(("fast", num_steps) for _ in led(num_steps, begin))
+        calls.extend(("fast", num_steps) for _ in iterate_steps(num_steps, begin))
 
-    taken = in_turns((slow, fast), rounds=3, num_steps=2, device=torch.device("cpu"))
+    rounds = alternate((slow, fast), rounds=3, num_steps=2, device=torch.device("cpu"))
     settling = [("slow", 1), ("fast", 1)] * SETTLING_STEPS
     blocks = [(side, 3) for side in ("slow", "fast", "fast", "slow", "slow", "fast")]
-    assert ran == settling + [step for step in blocks for _ in range(3)]
-    assert [(first.step_s, second.step_s) for first, second in taken] == [(1.0, 0.0)] * 3, (
-        "as the sides, not as they ran, and without the run-up"
+    assert calls == settling + [step for step in blocks for _ in range(3)]
+    assert [(first.step_s, second.step_s) for first, second in rounds] == [(1.0, 0.0)] * 3, (
+        "in the order of the sides, and without the run-up"
     )
-    assert [order(3, number) for number in range(3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
+    assert [round_order(3, number) for number in range(3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
 
 
-def measured(name: str, *step_s: float, **options: Any) -> Measured:
-    return Measured(name=name, rounds=tuple(Block(each, GIB) for each in step_s), **options)
+def build_row(name: str, *step_s: float, **options: Any) -> MeasuredRow:
+    return MeasuredRow(name=name, rounds=tuple(Block(each, GIB) for each in step_s), **options)
 
 
 @dataclass
-class Scripted:
-    """A contender without a process: its turns take the seconds of a script, or end it with an error."""
+class ScriptedContender:
+    """A contender without a process: each block takes the next seconds of a script, or raises its error."""
 
     row: str
     script: list[float | ContenderError]
@@ -134,120 +140,120 @@ class Scripted:
     device: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
-    def turn(self, side: str, _: int) -> Block:
+    def run_block(self, side: str, _: int) -> Block:
         self.log.append(side)
-        played = self.script.pop(0)
-        if isinstance(played, ContenderError):
-            raise played
-        return Block(played, GIB)
+        outcome = self.script.pop(0)
+        if isinstance(outcome, ContenderError):
+            raise outcome
+        return Block(outcome, GIB)
 
-    def ask(self, **_: Any) -> dict[str, Any]:
-        return {"flops": [], "losses": [2.0, 1.0], "note": "", "judging_s": []}
+    def send_request(self, **_: Any) -> dict[str, Any]:
+        return {"flops": [], "losses": [2.0, 1.0], "note": "", "report_s": []}
 
     def close(self) -> None:
-        self.log.append(f"{self.row} ended")
+        self.log.append(f"{self.row} exits")
 
 
-class Stage(NamedTuple):
+class ScriptedBench(NamedTuple):
     bench: Bench
     scripts: dict[str, list[list[float | ContenderError]]]
-    """Row -> what each of its starts plays."""
+    """Row -> the script of each of its starts."""
     log: list[str]
 
 
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    """Memory cannot run out on a CPU: what follows from it is played."""
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedBench:
+    """A benchmark with scripted contenders, because memory does not run out on a CPU."""
     setting = Setting(model="tiny", sequence_length=64, batch_size=2, rounds=2, steps=2, is_compiled=False)
-    made = Stage(Bench(setting, names=(), root=tmp_path), {}, [])
+    scripted_bench = ScriptedBench(Bench(setting, names=(), root=tmp_path), {}, [])
 
-    def start(_: Bench, name: str) -> Scripted:
-        made.log.append(f"{name} starts")
-        return Scripted(name, made.scripts[name].pop(0), (f"{name} side",), made.log)
+    def start(_: Bench, name: str) -> ScriptedContender:
+        scripted_bench.log.append(f"{name} starts")
+        return ScriptedContender(name, scripted_bench.scripts[name].pop(0), (f"{name} side",), scripted_bench.log)
 
     monkeypatch.setattr(Bench, "start", start)
-    return made
+    return scripted_bench
 
 
-def rows_of(stage: Stage, *names: str) -> list[Measured]:
-    stage.bench.names = names
-    stage.bench.measure()
-    assert all(not scripts for scripts in stage.scripts.values()), "every start was played"
-    return list(stage.bench.table.rows)
+def measure_rows(scripted: ScriptedBench, *names: str) -> list[MeasuredRow]:
+    scripted.bench.names = names
+    scripted.bench.measure()
+    assert all(not scripts for scripts in scripted.scripts.values()), "every script was used"
+    return list(scripted.bench.table.rows)
 
 
-def test_the_reference_stays_and_the_others_come_and_go(stage: Stage) -> None:
-    stage.scripts.update(
+def test_the_reference_stays_alive_and_the_others_do_not(scripted: ScriptedBench) -> None:
+    scripted.scripts.update(
         {"ours-bf16": [[1.0, 1.0, 1.1, 1.2, 1.3, 1.4]], "torchtitan": [[2.2, 1.2]], "huggingface": [[1, 2]]}
     )
-    first, second, reference = rows_of(stage, "torchtitan", "huggingface", "ours-bf16")
-    assert stage.log == [
+    first, second, reference = measure_rows(scripted, "torchtitan", "huggingface", "ours-bf16")
+    assert scripted.log == [
         "ours-bf16 starts",
         *["ours-bf16 side"] * 2,
         "torchtitan starts",
         *["torchtitan side", "ours-bf16 side", "ours-bf16 side", "torchtitan side"],
-        "torchtitan ended",
+        "torchtitan exits",
         "huggingface starts",
         *["huggingface side", "ours-bf16 side", "ours-bf16 side", "huggingface side"],
-        "huggingface ended",
-        "ours-bf16 ended",
+        "huggingface exits",
+        "ours-bf16 exits",
     ]
     assert [block.step_s for block in reference.rounds] == [1.0, 1.0, 1.1, 1.2, 1.3, 1.4]
-    assert first.to_beside is not None
-    assert first.to_beside == (0.75, 0.5, 1.0, 2), "of the same rounds, whoever came first in them"
-    assert second.to_beside is not None
-    assert second.to_beside.low == 0.7
+    assert first.speed_to_reference is not None
+    assert first.speed_to_reference == (0.75, 0.5, 1.0, 2), "of the same rounds, in any order"
+    assert second.speed_to_reference is not None
+    assert second.speed_to_reference.low == 0.7
 
 
-def test_no_room_beside_the_reference(stage: Stage) -> None:
+def test_out_of_memory_beside_the_reference(scripted: ScriptedBench) -> None:
     """The row is measured alone, without a ratio; the reference starts again for the next."""
     memory = ContenderError("torchtitan", "out of memory", is_memory=True)
-    stage.scripts.update(
+    scripted.scripts.update(
         {
             "ours-bf16": [[1.0, 1.0], [1.0, 1.0]],
             "torchtitan": [[memory], [3.0, 3.0]],
             "huggingface": [[2.0, 2.0]],
         }
     )
-    _, alone, beside = rows_of(stage, "ours-bf16", "torchtitan", "huggingface")
-    assert (alone.note, alone.to_beside, alone.step_s) == ("no room beside the reference", None, 3.0)
-    assert beside.to_beside is not None
-    assert beside.to_beside.median == 0.5
-    assert stage.log.index("ours-bf16 ended") < stage.log.index(
-        "torchtitan starts", stage.log.index("torchtitan ended")
+    _, alone, with_reference = measure_rows(scripted, "ours-bf16", "torchtitan", "huggingface")
+    assert (alone.note, alone.speed_to_reference, alone.step_s) == ("out of memory beside the reference", None, 3.0)
+    assert with_reference.speed_to_reference is not None
+    assert with_reference.speed_to_reference.median == 0.5
+    assert scripted.log.index("ours-bf16 exits") < scripted.log.index(
+        "torchtitan starts", scripted.log.index("torchtitan exits")
     )
 
 
-def test_a_reference_that_fails_in_its_turn(stage: Stage) -> None:
+def test_a_reference_that_fails_in_a_block(scripted: ScriptedBench) -> None:
     broken = ContenderError("ours-bf16", "a bug")
-    stage.scripts.update(
+    scripted.scripts.update(
         {
             "ours-bf16": [[1.0, 1.0, broken], [1.0, 1.0]],
             "torchtitan": [[3.0], [3.0, 3.0]],
             "huggingface": [[2.0, 2.0]],
         }
     )
-    _, alone, beside = rows_of(stage, "ours-bf16", "torchtitan", "huggingface")
-    assert (alone.note, alone.to_beside) == ("the reference failed beside it", None)
-    assert beside.to_beside is not None
+    _, alone, with_reference = measure_rows(scripted, "ours-bf16", "torchtitan", "huggingface")
+    assert (alone.note, alone.speed_to_reference) == ("the reference failed in the same round", None)
+    assert with_reference.speed_to_reference is not None
 
 
-def test_a_row_that_fails_says_why_and_counts_if_it_is_ours(stage: Stage) -> None:
-    stage.scripts.update(
+def test_a_failing_row_has_its_message_and_an_own_row_fails_the_run(scripted: ScriptedBench) -> None:
+    scripted.scripts.update(
         {
             "torchtitan": [[ContenderError("torchtitan", "a bug")]],
             "ours-fp8": [[ContenderError("ours-fp8", "needs a GPU", is_config=True)]],
         }
     )
-    assert [row.note for row in rows_of(stage, "torchtitan", "ours-fp8")] == ["a bug", "needs a GPU"]
-    assert stage.bench.is_whole
-    stage.scripts["ours-bf16"] = [[ContenderError("ours-bf16", "a bug")]]
-    rows_of(stage, "ours-bf16")
-    assert not stage.bench.is_whole
+    assert [row.note for row in measure_rows(scripted, "torchtitan", "ours-fp8")] == ["a bug", "needs a GPU"]
+    assert scripted.bench.is_complete
+    scripted.scripts["ours-bf16"] = [[ContenderError("ours-bf16", "a bug")]]
+    measure_rows(scripted, "ours-bf16")
+    assert not scripted.bench.is_complete
 
 
 @pytest.mark.full
-def test_rows_take_turns_in_processes_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rows_alternate_in_subprocesses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Real rows of a tiny model, a checkout that does not import, and a row that this machine cannot run."""
     (tmp_path / "torchtitan").mkdir()
     (tmp_path / "torchtitan/__init__.py").write_text("raise RuntimeError('broken | checkout')\n")
@@ -260,7 +266,7 @@ def test_rows_take_turns_in_processes_of_their_own(tmp_path: Path, capfd: pytest
         "torchtitan",
     ]
     assert (broken["tokens_per_s"], broken["note"]) == (None, "RuntimeError: broken / checkout")
-    assert len(on["step_s"]) == 4, "two rounds of its own, and two beside the peer"
+    assert len(on["step_s"]) == 4, "two rounds alone, and two beside the peer"
     assert off["reference_step_s"] == on["step_s"][:2]
     assert peer["reference_step_s"] == on["step_s"][2:]
     ratios = [other / own for own, other in zip(peer["step_s"], peer["reference_step_s"], strict=True)]
@@ -268,7 +274,7 @@ def test_rows_take_turns_in_processes_of_their_own(tmp_path: Path, capfd: pytest
     for row in (on, peer):
         first, last = row["losses"]
         assert math.isclose(first, math.log(256), rel_tol=0.02)
-        assert last < first, "it trains"
+        assert last < first, "the loss falls"
     printed = capfd.readouterr()
     assert "803,968 parameters, 2 x 64 tokens, 2 rounds of 2 steps, not compiled" in printed.out
     assert "the sentinel costs " in printed.out
@@ -281,16 +287,16 @@ def spec(tmp_path: Path, row: str) -> Spec:
     return Spec(row=row, setting=setting, root=str(tmp_path), paths=("/packages",))
 
 
-def test_spec_survives_the_way_to_the_process(tmp_path: Path) -> None:
+def test_spec_survives_json(tmp_path: Path) -> None:
     assert Spec.from_json(spec(tmp_path, "huggingface").to_json()) == spec(tmp_path, "huggingface")
 
 
 @pytest.mark.full
-def test_a_peer_runs_without_the_code_of_this_harness_that_changes_torch(tmp_path: Path) -> None:
-    """And when it is killed, that is said."""
+def test_a_peer_does_not_import_modules_that_patch_torch(tmp_path: Path) -> None:
+    """Also: a killed contender is reported."""
     contender = Contender.start(spec(tmp_path, "huggingface"))
     assert contender.sides == ("Hugging Face Llama, FSDP2, block by block",)
-    changing = (
+    patching_modules = (
         "harness.distributed.fsdp",
         "harness.distributed.torch_private.chunk_cat",
         "harness.distributed.torch_private.fsdp_param",
@@ -298,43 +304,43 @@ def test_a_peer_runs_without_the_code_of_this_harness_that_changes_torch(tmp_pat
         "harness.precision.fp8",
         "harness.build",
     )
-    assert not [name for name in contender.modules if name.startswith(changing)]
-    assert contender.turn(contender.sides[0], 2).step_s > 0
+    assert not [name for name in contender.modules if name.startswith(patching_modules)]
+    assert contender.run_block(contender.sides[0], 2).step_s > 0
     os.kill(contender.process.pid, signal.SIGKILL)
     with pytest.raises(ContenderError, match="ended with exit code -9"):
-        contender.ask(do="report")
+        contender.send_request(do="report")
 
 
 def test_requests_and_failures_of_a_contender() -> None:
-    """Without a process."""
-    assert failure(torch.OutOfMemoryError("CUDA out of memory | 3 GiB")) == {
+    """In this process."""
+    assert describe_failure(torch.OutOfMemoryError("CUDA out of memory | 3 GiB")) == {
         "failed": "OutOfMemoryError: CUDA out of memory / 3 GiB",
         "is_memory": True,
         "is_config": False,
     }
-    assert failure(ConfigError("precision", "needs a GPU"))["is_config"]
+    assert describe_failure(ConfigError("precision", "needs a GPU"))["is_config"]
     world = SimpleNamespace(device=torch.device("cpu"))
-    seen: list[int] = []
+    step_numbers: list[int] = []
 
     def side(num_steps: int, begin: Callable[[], None] = lambda: None) -> None:
-        seen.extend(led(num_steps, begin))
+        step_numbers.extend(iterate_steps(num_steps, begin))
 
     entry = Entry(sides={"a": side}, losses=lambda: (2.0, 1.0))
-    told = answer({"do": "turn", "side": "a", "steps": 2}, entry, world)  # type: ignore[arg-type]
-    assert seen == [0, 0, 1, 2], "a step to take memory, the run-up, and the block"
-    assert Block(**told["block"]).step_s >= 0
-    assert answer({"do": "report"}, entry, world) == {"losses": (2.0, 1.0), "note": "", "judging_s": []}  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no such request"):
-        answer({"do": "dance"}, entry, world)  # type: ignore[arg-type]
+    reply = handle_request({"do": "block", "side": "a", "steps": 2}, entry, world)  # type: ignore[arg-type]
+    assert step_numbers == [0, 0, 1, 2], "a step to allocate memory, the run-up, and the block"
+    assert Block(**reply["block"]).step_s >= 0
+    assert handle_request({"do": "report"}, entry, world) == {"losses": (2.0, 1.0), "note": "", "report_s": []}  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown request"):
+        handle_request({"do": "nothing"}, entry, world)  # type: ignore[arg-type]
 
 
-def trained(name: str, tmp_path: Path) -> list[Tensor]:
+def train_parameters(name: str, tmp_path: Path) -> list[Tensor]:
     setting = Setting(model="tiny", sequence_length=64, batch_size=2, rounds=1, steps=2, is_compiled=False)
     world = connect(setting.config().parallel)
     try:
         with (
             emulate_half_matmul(PrecisionKind.bf16, world.device),
-            started(name, world, setting, RunDir(tmp_path / name)) as entry,
+            start_row(name, world, setting, RunDir(tmp_path / name)) as entry,
         ):
             on, *_ = entry.sides.values()
             on(3)
@@ -352,43 +358,43 @@ def trained(name: str, tmp_path: Path) -> list[Tensor]:
 
 
 @pytest.mark.full
-def test_single_rank_shortcuts_change_no_number(tmp_path: Path) -> None:
-    """What a cluster does to a gradient, and what a single rank skips, end in the same weights."""
-    with_shortcuts, without = trained("ours-bf16", tmp_path), trained("ours-bf16-cluster", tmp_path)
+def test_single_rank_shortcuts_do_not_change_the_weights(tmp_path: Path) -> None:
+    """With and without the copies that FSDP makes on a cluster, the weights are bit-equal."""
+    with_shortcuts, without = train_parameters("ours-bf16", tmp_path), train_parameters("ours-bf16-cluster", tmp_path)
     assert len(with_shortcuts) > 10
     assert all(torch.equal(first, second) for first, second in zip(with_shortcuts, without, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
         (["--steps", "12"], "--steps above 10 must be a multiple of it"),
         (["--rounds", "0"], "--rounds and --steps must be at least 1"),
         (["--rows", "megatron"], "invalid choice: 'megatron'"),
     ],
 )
-def test_options_that_cannot_be(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*TINY, *arguments])
     assert ended.value.code == 2
-    assert complaint in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_model_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--models", "2b"]) == 2
     assert "2b" in capsys.readouterr().err
 
 
-def test_another_size_is_another_race() -> None:
+def test_a_model_of_another_size_is_rejected() -> None:
     setting = Setting(model="tiny", sequence_length=64, batch_size=2, rounds=1, steps=1, is_compiled=False)
-    with pytest.raises(ValueError, match="has 6 parameters, and ours 803,968"):
+    with pytest.raises(ValueError, match="has 6 parameters instead of 803,968"):
         check_size(nn.Linear(2, 2), setting.config())
 
 
-def test_empty_modules_are_taken_away() -> None:
-    missing = [name for name in titan.IDLE if importlib.util.find_spec(name) is None]
-    with titan.standing_in():
+def test_placeholder_modules_are_removed() -> None:
+    missing = [name for name in titan.UNUSED_PACKAGES if importlib.util.find_spec(name) is None]
+    with titan.placeholder_modules():
         for name in missing:
-            for module in titan.IDLE[name]:
-                assert sys.modules[module].Anything is titan.Nothing
-    assert not [module for module in sys.modules.values() if isinstance(module, titan._Empty)]
+            for module in titan.UNUSED_PACKAGES[name]:
+                assert sys.modules[module].Anything is titan.Placeholder
+    assert not [module for module in sys.modules.values() if isinstance(module, titan._PlaceholderModule)]

@@ -6,20 +6,20 @@
     python -m tests.bench.gpu --models tiny --sequence 128 --batch 2 --steps 2 --rounds 1     without a GPU
 
 Rows: `--help` lists them. All have the same number of parameters, which is checked, the same batches, fp32 weights and
-moments, bf16 products (but fp8's), gradients reduced in fp32, fused AdamW with the same settings, and a gradient norm
-clipped in every step. Each runs at its best (`tests.bench.gpu.peer`, `tests.bench.gpu.titan`), but for
-`torchtitan-shipped`, which has torchtitan's own settings, and for `ours-bf16-cluster`, which makes the copies that FSDP
-makes on a cluster and that a single rank can skip. Whatever fails has a row that says why.
-Every contender is a process of its own. The reference (`--reference`, this harness in bf16) stays; every other row is
-started beside it, takes turns with it round by round, forth and back, and ends (`tests.bench.gpu.bench` says why).
-Columns: tokens/s by the median round; spread, (slowest - fastest) / median; speed to the reference in the same rounds,
-the median with its 90 % interval; MFU, by 6 FLOPs a weight and attention as if nothing were masked, against the
-datasheet's bf16 rate, also for fp8; causal MFU, with half of the attention; the same as MFU against a large bf16 matrix
-product, measured before each row; the most that torch's allocator handed out in a round; mean loss of the first step
-and of the last, which differ between rows as their initialisations do. Versions are printed below.
-Left out: what feeds the peers (their batches lie on the device already), logging, checkpoints, more than one GPU.
-`--also` adds, for the first of the models: `snapshot`, what a snapshot every 20 steps costs on average; `save`, how
-long a save holds up the loop; `fits`, large models and long sequences beside what `harness plan` says of them.
+moments, bf16 matmuls (fp8 in fp8 rows), gradients reduced in fp32, fused AdamW with the same settings, and gradient
+clipping in every step. Each runs with its best settings (`tests.bench.gpu.peer`, `tests.bench.gpu.titan`), except
+`torchtitan-shipped`, which has torchtitan's own settings, and `ours-bf16-cluster`, which makes the copies that FSDP
+makes on a cluster and that a single rank can skip. The row of a contender that fails has the error message.
+Every contender is a process. The reference (`--reference`, this harness in bf16) stays alive; every other row is
+started beside it, alternates with it round by round, and exits (reasons: `tests.bench.gpu.bench`).
+Columns: tokens/s of the median round; spread, (slowest - fastest) / median; speed relative to the reference in the same
+rounds, the median with its 90 % interval; MFU, by 6 FLOPs per weight and unmasked attention, relative to the
+datasheet's bf16 rate, also for fp8; causal MFU, with half of the attention; the same as MFU relative to a large bf16
+matmul, measured before each row; peak of allocated memory in a round; mean loss of the first and of the last step,
+which differ between rows because initialisations differ. Versions are printed below.
+Left out: data loading of the peers (their batches are already on the device), logging, checkpoints, more than one GPU.
+`--also` adds, for the first model: `snapshot`, the mean cost of a snapshot every 20 steps; `save`, how long a save
+blocks the loop; `fits`, large models and long sequences compared with `harness plan`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ import torch
 
 from harness.config.errors import EXIT_BAD_CONFIG, ConfigError
 from harness.precision.attention import fast_attention
-from tests.bench.clock import let_go
-from tests.bench.gpu import beside
+from tests.bench.clock import release_memory
+from tests.bench.gpu import extra_sections
 from tests.bench.gpu.bench import Bench
-from tests.bench.gpu.contender import failure
+from tests.bench.gpu.contender import describe_failure
 from tests.bench.gpu.rows import ROWS, TORCHAO, TORCHTITAN
 from tests.bench.gpu.setting import BATCH_SIZES, PROBE_EVERY, Setting
 from tests.bench.gpu.table import Table, as_json, render
@@ -50,8 +50,10 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    listed = "\n".join(f"  {name:30}{row.what}{'' if row.is_default else ' (if named)'}" for name, row in ROWS.items())
+def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
+    listed = "\n".join(
+        f"  {name:30}{row.what}{'' if row.is_default else ' (only if named)'}" for name, row in ROWS.items()
+    )
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.gpu",
         description=(__doc__ or "").splitlines()[0],
@@ -59,21 +61,21 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--models", nargs="+", default=["1b", "3b"], help="names of conf/model")
-    asked = [name for name, row in ROWS.items() if row.is_default]
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=asked, metavar="ROW", help="see below")
+    default_rows = [name for name, row in ROWS.items() if row.is_default]
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=default_rows, metavar="ROW", help="see below")
     parser.add_argument(
-        "--reference", choices=ROWS, default="ours-bf16", metavar="ROW", help="all others take turns with"
+        "--reference", choices=ROWS, default="ours-bf16", metavar="ROW", help="the row that all others alternate with"
     )
-    parser.add_argument("--also", nargs="+", choices=beside.SECTIONS, default=[], help="further measurements")
+    parser.add_argument("--also", nargs="+", choices=extra_sections.SECTIONS, default=[], help="extra measurements")
     parser.add_argument("--rounds", type=int, default=5, help="5 or more give an interval")
-    parser.add_argument("--steps", type=int, default=PROBE_EVERY, help="of a round")
+    parser.add_argument("--steps", type=int, default=PROBE_EVERY, help="steps of a round")
     parser.add_argument("--sequence", type=int, default=4096, help="tokens of a sequence")
-    parser.add_argument("--batch", type=int, help="sequences of a batch; default: 8, of larger models fewer")
+    parser.add_argument("--batch", type=int, help="sequences of a batch; default: 8, fewer for larger models")
     parser.add_argument("--torchtitan", type=Path, metavar="DIR", help="a directory that holds the package")
     parser.add_argument("--torchao", type=Path, metavar="DIR", help="a directory that holds the package")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     parser.add_argument("--directory", type=Path, help="where --also save writes; default: a temporary one")
-    compile_help = "default: where there is a GPU"
+    compile_help = "default: on if there is a GPU"
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=has_gpu(), help=compile_help)
     options = parser.parse_args(arguments)
     if options.rounds < 1 or options.steps < 1:
@@ -83,8 +85,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def settings(options: argparse.Namespace) -> list[Setting]:
-    made = [
+def build_settings(options: argparse.Namespace) -> list[Setting]:
+    settings = [
         Setting(
             model=model,
             sequence_length=options.sequence,
@@ -96,54 +98,54 @@ def settings(options: argparse.Namespace) -> list[Setting]:
         )
         for model in options.models
     ]
-    for setting in made:
+    for setting in settings:
         setting.config()
-    return made
+    return settings
 
 
-def measured(options: argparse.Namespace, root: Path) -> tuple[list[Table], bool]:
-    """All tables, and whether all of our own rows are there."""
+def measure_tables(options: argparse.Namespace, root: Path) -> tuple[list[Table], bool]:
+    """Measure all tables; returns them, and whether all rows of this harness succeeded."""
     directories = {TORCHTITAN: options.torchtitan, TORCHAO: options.torchao}
     paths = {package: path.resolve() for package, path in directories.items() if path is not None}
     benches = []
-    for setting in settings(options):
+    for setting in build_settings(options):
         names = tuple(dict.fromkeys((options.reference, *options.rows)))
         bench = Bench(setting, names, root / setting.model, paths=paths, reference=options.reference)
         benches.append(bench)
         bench.measure()
         print(f"\n{render(bench.table)}\n", flush=True)
-    return [bench.table for bench in benches], all(bench.is_whole for bench in benches)
+    return [bench.table for bench in benches], all(bench.is_complete for bench in benches)
 
 
-def further(options: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """The sections of `--also`, in this process, when all contenders have ended."""
+def measure_extra_sections(options: argparse.Namespace, root: Path) -> dict[str, Any]:
+    """Measure the sections of `--also` in this process, after all contenders have exited."""
     sections: dict[str, Any] = {}
     with fast_attention(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in options.also:
             try:
-                told = beside.SECTIONS[name](settings(options)[0], options.directory or root)
+                section = extra_sections.SECTIONS[name](build_settings(options)[0], options.directory or root)
             except (Exception, SystemExit) as error:
-                told = beside.Section(f"{name}: {failure(error)['failed']}", {})
-            let_go()
-            sections[name] = told.values
-            print(f"{told.text}\n", flush=True)
+                section = extra_sections.Section(f"{name}: {describe_failure(error)['failed']}", {})
+            release_memory()
+            sections[name] = section.values
+            print(f"{section.text}\n", flush=True)
     return sections
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parsed(arguments)
+    options = parse_args(arguments)
     try:
         with tempfile.TemporaryDirectory() as root:
-            tables, is_whole = measured(options, Path(root))
-            sections = further(options, Path(root))
+            tables, is_complete = measure_tables(options, Path(root))
+            sections = measure_extra_sections(options, Path(root))
     except ConfigError as error:
         print(f"bench-gpu: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     if options.json:
         content = {"tables": [as_json(table) for table in tables], "also": sections}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return 0 if is_whole else 1
+    return 0 if is_complete else 1
 
 
 if __name__ == "__main__":

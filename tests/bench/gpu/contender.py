@@ -1,13 +1,13 @@
-"""A contender in a process of its own: it builds its row, warms up, and then waits on a pipe for its turn.
+"""The process of a contender: builds its row, warms up, and then serves requests from a pipe.
 
     python -m tests.bench.gpu.contender SPEC REQUESTS REPLIES      started by tests.bench.gpu.process
 
-Why: this harness replaces an operator of FSDP on CUDA, Transformer Engine brings a cuDNN of its own, and peers set
-options of torch. In one process each row would run under what the rows before it left.
-How: one JSON object a line, over two pipes that nothing else writes to. A contender that waits has given the memory of
-its activations back and keeps weights and moments; in its turn it first makes a step that is not timed, which takes
-that memory again, and then the block with its run-up. It ends when it is told to, when the pipe closes, or when it
-fails, with one line that says why.
+Why: this harness replaces an operator of FSDP on CUDA, Transformer Engine loads its own cuDNN, and peers set options of
+torch. In one process each row would run with what earlier rows changed.
+How: one JSON object per line, over two pipes that nothing else writes to. A waiting contender has freed the memory of
+its activations and keeps weights and moments. For a block, it first runs a step that is not timed, which allocates that
+memory again, and then the run-up and the block. It exits on request, when the pipe closes, or on an error, which it
+sends as one line.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from harness.core.rundir import RunDir
 from harness.distributed.world import World, connect, disconnect
 from harness.precision.attention import fast_attention
 from harness.precision.mixed_precision import emulate_half_matmul
-from tests.bench.clock import WARMUP_STEPS, heat, matmul_flops_per_s, timed
-from tests.bench.gpu.rows import ROWS, Entry, started
-from tests.bench.gpu.setting import REFILL_STEPS, Setting
+from tests.bench.clock import WARMUP_STEPS, heat_device, matmul_flops_per_s, time_block
+from tests.bench.gpu.rows import ROWS, Entry, start_row
+from tests.bench.gpu.setting import REALLOCATION_STEPS, Setting
 
 PACKAGES = ("torchtitan", "torchao", "transformers", "lightning", "accelerate", "transformer_engine", "triton")
 NUM_LINES = 12
-"""Frames of a traceback."""
+"""Printed lines of a traceback."""
 
 
 @final
@@ -47,7 +47,7 @@ class Spec:
     row: str
     setting: Setting
     root: str
-    """A directory of its own."""
+    """Directory of the row."""
     paths: tuple[str, ...] = ()
     """Directories that hold packages."""
 
@@ -56,13 +56,13 @@ class Spec:
 
     @classmethod
     def from_json(cls, text: str) -> Spec:
-        read = json.loads(text)
-        return cls(**read | {"setting": Setting(**read["setting"]), "paths": tuple(read["paths"])})
+        fields = json.loads(text)
+        return cls(**fields | {"setting": Setting(**fields["setting"]), "paths": tuple(fields["paths"])})
 
 
 @contextmanager
-def entered(spec: Spec) -> Iterator[tuple[Entry, World]]:
-    """The row as it is timed; a compiled row that needs more graphs than torch keeps fails instead of slowing down."""
+def warm_entry(spec: Spec) -> Iterator[tuple[Entry, World]]:
+    """Build a row and warm it up. A compiled row that reaches torch's recompile limit fails."""
     row = ROWS[spec.row]
     sys.path[:0] = spec.paths
     if not row.is_as_shipped:
@@ -73,7 +73,7 @@ def entered(spec: Spec) -> Iterator[tuple[Entry, World]]:
             nullcontext() if row.is_as_shipped else fast_attention(),
             emulate_half_matmul(PrecisionKind.bf16, world.device),
             torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
-            started(spec.row, world, spec.setting, RunDir(Path(spec.root))) as entry,
+            start_row(spec.row, world, spec.setting, RunDir(Path(spec.root))) as entry,
         ):
             for _ in range(WARMUP_STEPS):
                 for side in entry.sides.values():
@@ -83,8 +83,8 @@ def entered(spec: Spec) -> Iterator[tuple[Entry, World]]:
         disconnect()
 
 
-def facts(entry: Entry, world: World) -> dict[str, Any]:
-    """What is told once the contender is warm."""
+def describe_contender(entry: Entry, world: World) -> dict[str, Any]:
+    """The first reply, sent after the warm-up."""
     return {
         "sides": list(entry.sides),
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else None,
@@ -94,13 +94,13 @@ def facts(entry: Entry, world: World) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of torch, of what it was built with, and of the packages that this process has loaded."""
+    """Versions of torch, CUDA, cuDNN and the packages that this process has imported."""
     found = {"torch": str(torch.__version__)}
     if torch.cuda.is_available():
         found["CUDA"] = str(torch.version.cuda)
         try:
             found["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
-        except RuntimeError:  # Transformer Engine loaded another one than torch was built with
+        except RuntimeError:  # Transformer Engine loaded a version that torch was not built with
             found["cuDNN"] = "of Transformer Engine"
     return found | {name: version_of(name) for name in PACKAGES if name in sys.modules}
 
@@ -115,33 +115,33 @@ def version_of(package: str) -> str:
     return files[0].read_text(encoding="utf-8").strip() if files else "unknown"
 
 
-def answer(request: dict[str, Any], entry: Entry, world: World) -> dict[str, Any]:
+def handle_request(request: dict[str, Any], entry: Entry, world: World) -> dict[str, Any]:
     match request:
-        case {"do": "turn", "side": str(side), "steps": int(num_steps)}:
+        case {"do": "block", "side": str(side), "steps": int(num_steps)}:
             run = entry.sides[side]
-            run(REFILL_STEPS)
-            block = timed(run, num_steps, world.device)
+            run(REALLOCATION_STEPS)
+            block = time_block(run, num_steps, world.device)
             if world.device.type == "cuda":
                 torch.cuda.empty_cache()
             return {"block": block._asdict()}
         case {"do": "report"}:
-            return {"losses": entry.losses(), "note": entry.note(), "judging_s": entry.judging_s}
+            return {"losses": entry.losses(), "note": entry.note(), "report_s": entry.report_s}
         case {"do": "matmul", "times": int(times)}:
             return {"flops": [rate for rate in (matmul_flops_per_s() for _ in range(times)) if rate is not None]}
         case {"do": "heat", "seconds": float(seconds) | int(seconds)}:
-            heat(seconds)
+            heat_device(seconds)
             return {}
-    raise ValueError(f"no such request: {request}")
+    raise ValueError(f"unknown request: {request}")
 
 
-def failure(error: BaseException) -> dict[str, Any]:
-    """One line for a table; what is not plain from it is printed in full."""
-    said = (str(error).strip().splitlines() or [""])[0].replace("|", "/")
+def describe_failure(error: BaseException) -> dict[str, Any]:
+    """The error as one line for the table; unless it is a config error, the traceback is printed too."""
+    message = (str(error).strip().splitlines() or [""])[0].replace("|", "/")
     is_config = isinstance(error, ConfigError | ModuleNotFoundError)
     if not is_config:
         print("".join(traceback.format_exception(error)[-NUM_LINES:]), file=sys.stderr, flush=True)
-        said = f"{type(error).__name__}: {said}"
-    return {"failed": said, "is_memory": isinstance(error, torch.OutOfMemoryError), "is_config": is_config}
+        message = f"{type(error).__name__}: {message}"
+    return {"failed": message, "is_memory": isinstance(error, torch.OutOfMemoryError), "is_config": is_config}
 
 
 def serve(spec: Spec, requests: TextIO, replies: TextIO) -> int:
@@ -150,15 +150,15 @@ def serve(spec: Spec, requests: TextIO, replies: TextIO) -> int:
         replies.flush()
 
     try:
-        with entered(spec) as (entry, world):
-            reply(facts(entry, world))
+        with warm_entry(spec) as (entry, world):
+            reply(describe_contender(entry, world))
             for line in requests:
                 request = json.loads(line)
                 if request["do"] == "end":
                     break
-                reply(answer(request, entry, world))
+                reply(handle_request(request, entry, world))
     except (Exception, SystemExit) as error:
-        reply(failure(error))
+        reply(describe_failure(error))
         return 1
     return 0
 
@@ -166,8 +166,11 @@ def serve(spec: Spec, requests: TextIO, replies: TextIO) -> int:
 def main(arguments: Sequence[str]) -> int:
     spec, requests, replies = arguments
     warnings.simplefilter("ignore")
-    with os.fdopen(int(requests), encoding="utf-8") as asked, os.fdopen(int(replies), "w", encoding="utf-8") as told:
-        return serve(Spec.from_json(spec), asked, told)
+    with (
+        os.fdopen(int(requests), encoding="utf-8") as request_pipe,
+        os.fdopen(int(replies), "w", encoding="utf-8") as reply_pipe,
+    ):
+        return serve(Spec.from_json(spec), request_pipe, reply_pipe)
 
 
 if __name__ == "__main__":

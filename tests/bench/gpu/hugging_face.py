@@ -1,11 +1,11 @@
-"""Hugging Face's Llama: with plain FSDP2, by Lightning Fabric, and by accelerate.
+"""Hugging Face's Llama: with plain FSDP2, with Lightning Fabric, and with accelerate.
 
-Blocks are compiled in place, each by itself, and then sharded. `whole` compiles all layers as one graph instead, which
-takes minutes and leaves FSDP2 one group of all parameters: right for one GPU only.
-Fabric is told not to look for NaN while clipping, which would wait for the device. accelerate gets FSDP2's own policy
-instead of `mixed_precision`, which would turn all logits into fp32; it knows FSDP2 on GPUs only. Both join the process
-group that is there and leave settings in the environment, accelerate also in its own state, which are taken back; a
-mesh of their own stays, with its groups of one rank, until the process leaves the group.
+Blocks are compiled in place one by one and then sharded. `start_whole` compiles all layers as one graph instead, which
+takes minutes and leaves FSDP2 one group of all parameters: suitable for one GPU only.
+Fabric's NaN check while clipping is off, because it would wait for the device. accelerate gets FSDP2's own policy
+instead of `mixed_precision`, which would convert all logits to fp32; it supports FSDP2 on GPUs only. Both join the
+existing process group and set environment variables, accelerate also its global state; these are restored. Their own
+device mesh, with groups of one rank, stays until the process group is destroyed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,26 @@ from torch.distributed.fsdp import fully_shard
 
 from harness.core.rundir import RunDir
 from harness.distributed.world import World
-from tests.bench.gpu.peer import POLICY, Job, Peer, Step, adamw, check_size, entry_of, loss_function, plain_loop, shard
+from tests.bench.gpu.peer import (
+    POLICY,
+    Job,
+    Peer,
+    Step,
+    build_adamw,
+    build_loss,
+    check_size,
+    compile_and_shard,
+    peer_entry,
+    plain_loop,
+)
 from tests.bench.gpu.rows import Entry
 from tests.bench.gpu.setting import Setting
 
 BLOCK = "LlamaDecoderLayer"
 
 
-def llama(job: Job) -> Any:
-    """The same shape, initialised on the device."""
+def build_llama(job: Job) -> Any:
+    """A Llama of the same shape, initialised on the device."""
     transformers = import_module("transformers")
     model, sequence_length = job.cfg.model, job.cfg.train.sequence_length
     config = transformers.LlamaConfig(
@@ -49,64 +60,64 @@ def llama(job: Job) -> Any:
         attn_implementation="sdpa",
     )
     with job.world.device:
-        built = transformers.LlamaForCausalLM(config).train()
-    check_size(built, job.cfg)
-    return built
+        llama = transformers.LlamaForCausalLM(config).train()
+    check_size(llama, job.cfg)
+    return llama
 
 
-def logits_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+def build_logits(model: nn.Module) -> Callable[[Tensor], Tensor]:
     def logits(inputs: Tensor) -> Tensor:
-        computed: Tensor = model(input_ids=inputs, use_cache=False).logits
-        return computed
+        output: Tensor = model(input_ids=inputs, use_cache=False).logits
+        return output
 
     return logits
 
 
 @contextmanager
-def blocks(job: Job) -> Iterator[Step]:
-    model = llama(job)
-    shard(model, model.model.layers, job.world.mesh, is_compiled=job.is_compiled)
-    with plain_loop(model, logits_of(model), loss_function(job), job) as step:
+def start_blocks(job: Job) -> Iterator[Step]:
+    model = build_llama(job)
+    compile_and_shard(model, model.model.layers, job.world.mesh, is_compiled=job.is_compiled)
+    with plain_loop(model, build_logits(model), build_loss(job), job) as step:
         yield step
 
 
 @contextmanager
-def whole(job: Job) -> Iterator[Step]:
-    model = llama(job)
+def start_whole(job: Job) -> Iterator[Step]:
+    model = build_llama(job)
     with without_mask(import_module(type(model).__module__)):
         if job.is_compiled:
             model.model.forward = torch.compile(model.model.forward)
         fully_shard(model, mesh=job.world.mesh, mp_policy=POLICY, reshard_after_forward=False)
-        with plain_loop(model, logits_of(model), loss_function(job), job) as step:
+        with plain_loop(model, build_logits(model), build_loss(job), job) as step:
             yield step
 
 
 @contextmanager
 def without_mask(modeling: Any) -> Iterator[None]:
-    """While it is compiled as a whole it makes a mask as large as the scores, and attention is causal without one."""
-    made = modeling.create_causal_mask
+    """Disable the explicit causal mask: in one graph it is materialized, and SDPA is causal without it."""
+    original = modeling.create_causal_mask
     modeling.create_causal_mask = lambda *_, **__: None
     try:
         yield
     finally:
-        modeling.create_causal_mask = made
+        modeling.create_causal_mask = original
 
 
 @contextmanager
-def lightning(job: Job) -> Iterator[Step]:
+def start_lightning(job: Job) -> Iterator[Step]:
     fabric_module = import_module("lightning.fabric")
     strategies = import_module("lightning.fabric.strategies")
 
     def parallelize(model: Any, mesh: Any) -> nn.Module:
-        return shard(model, model.model.layers, mesh["data_parallel"], is_compiled=job.is_compiled)
+        return compile_and_shard(model, model.model.layers, mesh["data_parallel"], is_compiled=job.is_compiled)
 
-    with environment_restored():
+    with restore_environment():
         strategy = strategies.ModelParallelStrategy(parallelize, data_parallel_size=1, tensor_parallel_size=1)
         fabric = fabric_module.Fabric(accelerator=job.world.device.type, devices=1, strategy=strategy)
         fabric.launch()
-        model = fabric.setup(llama(job))
-        optimizer = fabric.setup_optimizers(adamw(model.parameters(), job.cfg))
-        logits, loss_of = logits_of(model), loss_function(job)
+        model = fabric.setup(build_llama(job))
+        optimizer = fabric.setup_optimizers(build_adamw(model.parameters(), job.cfg))
+        logits, loss_of = build_logits(model), build_loss(job)
 
         def step(inputs: Tensor, targets: Tensor) -> Tensor:
             loss = loss_of(logits(inputs), targets)
@@ -120,9 +131,9 @@ def lightning(job: Job) -> Iterator[Step]:
 
 
 @contextmanager
-def accelerate(job: Job) -> Iterator[Step]:
+def start_accelerate(job: Job) -> Iterator[Step]:
     package, state = import_module("accelerate"), import_module("accelerate.state")
-    with environment_restored():
+    with restore_environment():
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         plugin = package.FullyShardedDataParallelPlugin(
             fsdp_version=2,
@@ -136,12 +147,12 @@ def accelerate(job: Job) -> Iterator[Step]:
             accelerator = package.Accelerator(fsdp_plugin=plugin, cpu=job.world.device.type == "cpu")
             if not accelerator.is_fsdp2:
                 raise NotImplementedError(f"no FSDP2 on this device: {accelerator.distributed_type}")
-            model = llama(job)
+            model = build_llama(job)
             if job.is_compiled:
                 for block in model.model.layers:
                     block.compile()
-            model, optimizer = accelerator.prepare(model, adamw(model.parameters(), job.cfg))
-            logits, loss_of = logits_of(model), loss_function(job)
+            model, optimizer = accelerator.prepare(model, build_adamw(model.parameters(), job.cfg))
+            logits, loss_of = build_logits(model), build_loss(job)
 
             def step(inputs: Tensor, targets: Tensor) -> Tensor:
                 loss = loss_of(logits(inputs), targets)
@@ -158,7 +169,7 @@ def accelerate(job: Job) -> Iterator[Step]:
 
 
 @contextmanager
-def environment_restored() -> Iterator[None]:
+def restore_environment() -> Iterator[None]:
     before = dict(os.environ)
     try:
         yield
@@ -168,14 +179,14 @@ def environment_restored() -> Iterator[None]:
 
 
 PEERS = {
-    "huggingface": Peer("Hugging Face Llama, FSDP2, block by block", blocks),
-    "huggingface-whole": Peer("Hugging Face Llama, FSDP2, all in one", whole),
-    "lightning": Peer("Lightning Fabric, FSDP2, Hugging Face Llama", lightning),
-    "accelerate": Peer("accelerate, FSDP2, Hugging Face Llama", accelerate),
+    "huggingface": Peer("Hugging Face Llama, FSDP2, block by block", start_blocks),
+    "huggingface-whole": Peer("Hugging Face Llama, FSDP2, all in one", start_whole),
+    "lightning": Peer("Lightning Fabric, FSDP2, Hugging Face Llama", start_lightning),
+    "accelerate": Peer("accelerate, FSDP2, Hugging Face Llama", start_accelerate),
 }
 
 
 @contextmanager
 def start(name: str, world: World, setting: Setting, run: RunDir) -> Iterator[Entry]:
-    with entry_of(PEERS[name], world, setting, run) as entry:
+    with peer_entry(PEERS[name], world, setting, run) as entry:
         yield entry

@@ -1,12 +1,12 @@
-"""Where a step goes on a GPU: its kernels by kind, by torch's profiler, of this harness and of torchtitan.
+"""The kernels of a training step on a GPU by kind, from torch's profiler, of this harness and of torchtitan.
 
     python -m tests.bench.gpu.kernels --model 1b --rows ours-bf16 ours-fp8 torchtitan --torchtitan DIR
 
-A row is built and warmed up as in `tests.bench.gpu`, then a few steps are listed; of this harness those with its
-sentinel, one that is probed, and those without. torchtitan comes first, before this harness replaces an operator of
-FSDP. What the sentinel adds is told by kernels whose number differs: all others are the same work, a little faster or
-slower. Milliseconds of a step, means; the span is from the first kernel to the last, with the profiler on. `--names`
-lists the dearest kernels.
+A row is built and warmed up as in `tests.bench.gpu`, then some steps are profiled; for this harness: steps with the
+sentinel, one step with a probe, and steps without the sentinel. torchtitan runs first, before this harness replaces an
+operator of FSDP. The kernels that the sentinel adds are those whose count differs; all others do the same work. The
+table has mean milliseconds per step; the span is from the first kernel to the last, with the profiler on. `--names`
+lists the kernels that take the most time.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ from harness.core.rundir import RunDir
 from harness.distributed.world import World, connect, disconnect
 from harness.precision.attention import fast_attention
 from tests.bench import sentinel
-from tests.bench.clock import WARMUP_STEPS, let_go
+from tests.bench.clock import WARMUP_STEPS, release_memory
 from tests.bench.gpu import titan
-from tests.bench.gpu.contender import failure
-from tests.bench.gpu.ours import WAYS
-from tests.bench.gpu.peer import Job, Loop, batches_of
+from tests.bench.gpu.contender import describe_failure
+from tests.bench.gpu.ours import VARIANTS
+from tests.bench.gpu.peer import Job, Loop, load_batches
 from tests.bench.gpu.setting import BATCH_SIZES, PROBE_EVERY, Setting
 
 OURS, TITAN = ("ours-bf16", "ours-fp8", "ours-fp8-delayed"), "torchtitan"
 NUM_STEPS = 3
-"""That are listed."""
+"""Profiled steps."""
 KINDS: Mapping[str, Sequence[str]] = {
     "attention": ("sdpa", "cudnn::fusion", "fmha", "flash"),
-    "rounding and transposing, SwiGLU with it": (
+    "quantization and transposition, including SwiGLU's": (
         "_quantize_",
         "_fit_scale",
         "_update_amax",
         "_count_",
         "transformer_engine",
     ),
-    "matrix products": ("nvjet", "gemm", "cutlass", "splitK"),
+    "GEMM": ("nvjet", "gemm", "cutlass", "splitK"),
     "optimizer and clipping": ("_step_adamw", "_sum_squares", "_reduce_sums", "multi_tensor_apply", "_sum_state"),
     "FSDP's casts and copies": ("chunk_cat", "copy_kernel", "Memcpy DtoD", "split_with_sizes"),
-    "norms, rotation, SwiGLU, loss": (
+    "norms, RoPE, SwiGLU, loss": (
         *("triton_", "_move_heads", "_differentiate_loss", "_scale", "elementwise_kernel<128, 2"),
         *("compute_grad_weight", "CatArray"),
     ),
 }
-"""What of a kernel's name tells its kind; the first that fits."""
+"""Kind -> parts of kernel names; the first match counts."""
 REST = "the rest"
 
 
 class Kernel(NamedTuple):
-    """All of one name; of one step."""
+    """All launches of one kernel name, per step."""
 
     name: str
     ms: float
     times: float
 
 
-class Listed(NamedTuple):
+class StepKernels(NamedTuple):
     kernels: dict[str, Kernel]
     span_ms: float
 
@@ -81,11 +81,11 @@ class Listed(NamedTuple):
     def num_kernels(self) -> float:
         return sum(kernel.times for kernel in self.kernels.values())
 
-    def of_kind(self, kind: str) -> float:
+    def ms_of_kind(self, kind: str) -> float:
         return sum(kernel.ms for kernel in self.kernels.values() if kind_of(kernel.name) == kind)
 
-    def beyond(self, other: Listed) -> Kernel:
-        """What it has and the other has not."""
+    def minus(self, other: StepKernels) -> Kernel:
+        """Time and launches of the kernels whose count differs, minus those of the other."""
         none = Kernel("", 0.0, 0.0)
         pairs = [(self.kernels.get(name, none), other.kernels.get(name, none)) for name in self.kernels | other.kernels]
         differ = [(own, their) for own, their in pairs if own.times != their.times]
@@ -95,114 +95,119 @@ class Listed(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), REST)
+    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), REST)
 
 
-def listed(run: Callable[[int], object], num_steps: int) -> Listed:
-    """The kernels of so many steps."""
+def profile_steps(run: Callable[[int], object], num_steps: int) -> StepKernels:
+    """Profile the kernels of some steps."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         run(num_steps)
         torch.cuda.synchronize()
-    return gathered([event for event in seen.events() or () if event.device_type.name == "CUDA"], num_steps)
+    return collect_kernels([event for event in profiler.events() or () if event.device_type.name == "CUDA"], num_steps)
 
 
-def gathered(events: Sequence[object], num_steps: int) -> Listed:
+def collect_kernels(events: Sequence[object], num_steps: int) -> StepKernels:
     spans: dict[str, list[float]] = defaultdict(list)
     ranges = [(event.name, event.time_range) for event in events]  # type: ignore[attr-defined]
     for name, span in ranges:
         spans[name].append((span.end - span.start) / 1e3)
     kernels = {name: Kernel(name, sum(each) / num_steps, len(each) / num_steps) for name, each in sorted(spans.items())}
     begin, end = min(span.start for _, span in ranges), max(span.end for _, span in ranges)
-    return Listed(kernels, (end - begin) / 1e3 / num_steps)
+    return StepKernels(kernels, (end - begin) / 1e3 / num_steps)
 
 
-def of_ours(name: str, world: World, setting: Setting, run: RunDir) -> Iterator[tuple[str, Listed]]:
-    """With the sentinel, in a probed step, and without."""
-    cfg = setting.config(*WAYS[name].overrides)
+def profile_harness(name: str, world: World, setting: Setting, run: RunDir) -> Iterator[tuple[str, StepKernels]]:
+    """Profile steps with the sentinel, a probed step, and steps without the sentinel."""
+    cfg = setting.config(*VARIANTS[name].overrides)
     with closing(build(cfg, world, run)) as parts:
-        watched, plain = sentinel.sides(cfg, parts, run)
-        watched.run(PROBE_EVERY)
-        plain.run(WARMUP_STEPS)
-        probed = listed(watched.run, 1)
-        yield name, listed(watched.run, NUM_STEPS)
+        with_sentinel, without_sentinel = sentinel.build_sides(cfg, parts, run)
+        with_sentinel.run(PROBE_EVERY)
+        without_sentinel.run(WARMUP_STEPS)
+        probed = profile_steps(with_sentinel.run, 1)
+        yield name, profile_steps(with_sentinel.run, NUM_STEPS)
         yield f"{name}, probed", probed
-        yield f"{name}, sentinel off", listed(plain.run, NUM_STEPS)
+        yield f"{name}, sentinel off", profile_steps(without_sentinel.run, NUM_STEPS)
 
 
-def of_titan(directory: Path | None, world: World, setting: Setting, run: RunDir) -> Iterator[tuple[str, Listed]]:
+def profile_titan(
+    directory: Path | None, world: World, setting: Setting, run: RunDir
+) -> Iterator[tuple[str, StepKernels]]:
     job = Job(setting.config(), world, setting.is_compiled)
-    batches = batches_of(job, run, range(WARMUP_STEPS + NUM_STEPS))
-    with titan.peer(directory).start(job) as step:
+    batches = load_batches(job, run, range(WARMUP_STEPS + NUM_STEPS))
+    with titan.build_peer(directory).start(job) as step:
         loop = Loop(step, batches)
         loop.run(WARMUP_STEPS)
-        yield TITAN, listed(loop.run, NUM_STEPS)
+        yield TITAN, profile_steps(loop.run, NUM_STEPS)
 
 
-def table(found: Mapping[str, Listed]) -> str:
-    shown = {name: each for name, each in found.items() if "," not in name}
-    lines = [line("", shown), line("---", ["---:"] * len(shown))]
+def render_table(found: Mapping[str, StepKernels]) -> str:
+    columns = {name: each for name, each in found.items() if "," not in name}
+    lines = [render_line("", columns), render_line("---", ["---:"] * len(columns))]
     for kind in (*KINDS, REST):
-        lines += [line(kind, (f"{each.of_kind(kind):.1f}" for each in shown.values()))]
+        lines += [render_line(kind, (f"{each.ms_of_kind(kind):.1f}" for each in columns.values()))]
     lines += [
-        line("**kernels**", (f"**{each.ms:.1f}** ({each.num_kernels:,.0f})" for each in shown.values())),
-        line("from the first to the last", (f"{each.span_ms:.1f}" for each in shown.values())),
+        render_line("**kernels**", (f"**{each.ms:.1f}** ({each.num_kernels:,.0f})" for each in columns.values())),
+        render_line("from the first to the last", (f"{each.span_ms:.1f}" for each in columns.values())),
     ]
-    for name in shown:
+    for name in columns:
         if f"{name}, probed" in found:
-            of_step = shown[name].beyond(found[f"{name}, sentinel off"])
-            of_probe = found[f"{name}, probed"].beyond(shown[name])
+            added = columns[name].minus(found[f"{name}, sentinel off"])
+            added_by_probe = found[f"{name}, probed"].minus(columns[name])
             lines += [
                 "",
-                f"{name}: {of_step.times:,.0f} kernels more by the sentinel, {of_step.ms:.2f} ms; in a probed step "
-                f"{of_probe.times:,.0f} besides, {of_probe.ms:.2f} ms.",
+                f"{name}: {added.times:,.0f} kernels added by the sentinel, {added.ms:.2f} ms; by a probe "
+                f"{added_by_probe.times:,.0f} more, {added_by_probe.ms:.2f} ms.",
             ]
     return "\n".join(lines)
 
 
-def line(first: str, cells: Iterable[str]) -> str:
+def render_line(first: str, cells: Iterable[str]) -> str:
     return f"| {' | '.join([first, *cells])} |"
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench.gpu.kernels", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--model", default="1b", help="name of conf/model")
     parser.add_argument("--rows", nargs="+", choices=(*OURS, TITAN), default=[*OURS, TITAN], metavar="ROW")
     parser.add_argument("--torchtitan", type=Path, metavar="DIR", help="a directory that holds the package")
-    parser.add_argument("--names", type=int, default=0, metavar="N", help="list the dearest kernels of each row")
+    parser.add_argument("--names", type=int, default=0, metavar="N", help="list the N slowest kernels of each row")
     return parser.parse_args(arguments)
 
 
-def setting_of(model: str) -> Setting:
+def build_setting(model: str) -> Setting:
     batch_size = BATCH_SIZES.get(model, 8)
     return Setting(
         model=model, sequence_length=4096, batch_size=batch_size, rounds=1, steps=PROBE_EVERY, is_compiled=True
     )
 
 
-def listed_row(name: str, options: argparse.Namespace, world: World, run: RunDir) -> dict[str, Listed]:
-    """One row, told as it is known; what fails is told too, and the others go on."""
-    setting, found = setting_of(options.model), {}
-    sides = of_ours(name, world, setting, run) if name in OURS else of_titan(options.torchtitan, world, setting, run)
+def profile_row(name: str, options: argparse.Namespace, world: World, run: RunDir) -> dict[str, StepKernels]:
+    """Profile and print one row; an error is printed, and the other rows continue."""
+    setting, found = build_setting(options.model), {}
+    if name in OURS:
+        profiles = profile_harness(name, world, setting, run)
+    else:
+        profiles = profile_titan(options.torchtitan, world, setting, run)
     try:
-        for side, each in sides:
+        for side, each in profiles:
             found[side] = each
             print(f"{side}: {each.ms:.1f} ms in {each.num_kernels:,.0f} kernels", flush=True)
             for kernel in sorted(each.kernels.values(), key=lambda kernel: -kernel.ms)[: options.names]:
                 print(f"{kernel.ms:9.3f} ms {kernel.times:7.1f}  {kernel.name[:100]}", flush=True)
     except (Exception, SystemExit) as error:
-        print(f"{name}: {failure(error)['failed']}", flush=True)
+        print(f"{name}: {describe_failure(error)['failed']}", flush=True)
         found = {}
-    let_go()
+    release_memory()
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parsed(arguments)
+    options = parse_args(arguments)
     try:
-        cfg = setting_of(options.model).config()
+        cfg = build_setting(options.model).config()
     except ConfigError as error:
         print(f"kernels: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -210,14 +215,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("kernels: needs a GPU", file=sys.stderr)
         return EXIT_BAD_CONFIG
     torch.set_float32_matmul_precision("high")
-    found: dict[str, Listed] = {}
+    found: dict[str, StepKernels] = {}
     with fast_attention(), tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         world = connect(cfg.parallel)
         for name in sorted(options.rows, key=lambda name: name != TITAN):
-            found |= listed_row(name, options, world, RunDir(Path(root)))
+            found |= profile_row(name, options, world, RunDir(Path(root)))
         disconnect()
-    print(f"\n{table({name: found[name] for name in sorted(found, key=lambda name: name == TITAN)})}")
+    print(f"\n{render_table({name: found[name] for name in sorted(found, key=lambda name: name == TITAN)})}")
     return 0 if all(name in found for name in options.rows) else 1
 
 

@@ -1,9 +1,9 @@
-"""What all peers share: the job they are given, the same optimizer, clipping and loss, FSDP2, and the clock.
+"""Common parts of all peers: config, optimizer, clipping, loss, FSDP2, and the step loop.
 
-They are given every advantage that costs nothing: batches lie on the device before the clock runs, AdamW is fused and
-has one group, norms are clipped in one pass (`foreach`), the loss is compiled and never kept in fp32, parameters stay
-gathered between forward and backward, nothing is recomputed, attention takes cuDNN's kernel first, and nothing is read
-back until the rounds are over. A row "as shipped" has none of this but the batches.
+Peers run with favourable settings: batches are on the device before the clock starts, AdamW is fused and has one group,
+gradient clipping uses `foreach`, the loss is compiled and its fp32 logits are not stored, parameters stay gathered
+between forward and backward, nothing is recomputed, attention prefers cuDNN, and nothing is read back until the rounds
+are over. A row "as shipped" has only the batches in common.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data
 from harness.distributed.world import World
 from harness.model.size import num_parameters
-from tests.bench.clock import led, nothing
+from tests.bench.clock import do_nothing, iterate_steps
 from tests.bench.gpu.rows import Entry
 from tests.bench.gpu.setting import Setting
 
@@ -37,7 +37,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 class Job(NamedTuple):
     cfg: Config
-    """The shape, the batch and the optimizer, as this harness has them."""
+    """Model shape, batch and optimizer, as in this harness."""
     world: World
     is_compiled: bool
 
@@ -45,63 +45,63 @@ class Job(NamedTuple):
 class Peer(NamedTuple):
     name: str
     start: Callable[[Job], AbstractContextManager[Step]]
-    """Build everything; on leaving, nothing of it must stay in the process, but for process groups of one rank."""
+    """Builds the peer; on exit, nothing of it stays in the process, except process groups of one rank."""
 
 
 @final
 @dataclass(slots=True)
 class Loop:
-    """Steps of a peer, each with the next of the batches that lie ready."""
+    """Runs steps of a peer, each with the next prepared batch."""
 
     step: Step
     batches: list[tuple[Tensor, Tensor]]
     losses: list[Tensor] = field(default_factory=list)
 
-    def run(self, num_steps: int, begin: Callable[[], None] = nothing) -> None:
-        for _ in led(num_steps, begin):
+    def run(self, num_steps: int, begin: Callable[[], None] = do_nothing) -> None:
+        for _ in iterate_steps(num_steps, begin):
             self.losses.append(self.step(*self.batches.pop(0)))
 
 
 @contextmanager
-def entry_of(peer: Peer, world: World, setting: Setting, run: RunDir) -> Iterator[Entry]:
-    """A peer with all the batches that it will need on the device."""
+def peer_entry(peer: Peer, world: World, setting: Setting, run: RunDir) -> Iterator[Entry]:
+    """Build a peer, with all of its batches on the device."""
     job = Job(setting.config("precision=bf16"), world, setting.is_compiled)
-    batches = batches_of(job, run, range(setting.num_steps))
+    batches = load_batches(job, run, range(setting.num_steps))
     with peer.start(job) as step:
         loop = Loop(step, batches)
         yield Entry(
             sides={peer.name: loop.run},
             losses=lambda: (float(loop.losses[0]), float(loop.losses[-1])) if loop.losses else None,
-            note=breaks,
+            note=describe_graph_breaks,
         )
 
 
-def batches_of(job: Job, run: RunDir, indices: range) -> list[tuple[Tensor, Tensor]]:
-    """Batches of the run that this harness would make, on the device."""
+def load_batches(job: Job, run: RunDir, indices: range) -> list[tuple[Tensor, Tensor]]:
+    """Load batches of a run of this harness onto the device."""
     ledger, world = Ledger.load(run.ledger, writer=False), job.world
     batches, held_out = open_data(job.cfg, rank=world.rank, world_size=world.size, device=world.device, ledger=ledger)
     try:
-        taken = [batches[index] for index in indices]
-        return [(batch.inputs.clone(), batch.targets.clone()) for batch in taken]
+        chosen = [batches[index] for index in indices]
+        return [(batch.inputs.clone(), batch.targets.clone()) for batch in chosen]
     finally:
         batches.close()
         held_out.close()
 
 
-def breaks() -> str:
-    """Whether torch.compile had to leave its graphs, which costs speed and is otherwise silent."""
+def describe_graph_breaks() -> str:
+    """The number of graph breaks of torch.compile, which cost speed and are otherwise silent."""
     count = sum(torch._dynamo.utils.counters["graph_break"].values())
     return f"{count} graph breaks" if count else ""
 
 
 def check_size(model: nn.Module, cfg: Config) -> None:
-    """Refuse a model of another size: it would be another race."""
-    have, want = sum(parameter.numel() for parameter in model.parameters()), num_parameters(cfg.model)
-    if have != want:
-        raise ValueError(f"has {have:,} parameters, and ours {want:,}")
+    """Raise if the model has another number of parameters than ours."""
+    actual, expected = sum(parameter.numel() for parameter in model.parameters()), num_parameters(cfg.model)
+    if actual != expected:
+        raise ValueError(f"has {actual:,} parameters instead of {expected:,}")
 
 
-def adamw(parameters: Iterable[nn.Parameter], cfg: Config) -> torch.optim.AdamW:
+def build_adamw(parameters: Iterable[nn.Parameter], cfg: Config) -> torch.optim.AdamW:
     optim = cfg.optim
     betas = (optim.beta1, optim.beta2)
     return torch.optim.AdamW(
@@ -114,12 +114,12 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def loss_function(job: Job) -> Callable[[Tensor, Tensor], Tensor]:
+def build_loss(job: Job) -> Callable[[Tensor, Tensor], Tensor]:
     return torch.compile(cross_entropy) if job.is_compiled else cross_entropy
 
 
-def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: object, *, is_compiled: bool) -> nn.Module:
-    """Compile and shard each block by itself, what is left with the root."""
+def compile_and_shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: object, *, is_compiled: bool) -> nn.Module:
+    """Compile and shard each block, then shard the rest with the root module."""
     options = {"mesh": mesh, "mp_policy": POLICY, "reshard_after_forward": False}
     for block in blocks:
         if is_compiled:
@@ -131,8 +131,8 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: object, *, is_com
 
 @contextmanager
 def plain_loop(model: nn.Module, logits: Callable[[Tensor], Tensor], loss_of: Step, job: Job) -> Iterator[Step]:
-    """The loop that everybody writes."""
-    optimizer = adamw(model.parameters(), job.cfg)
+    """A plain training step: forward, backward, clip, AdamW."""
+    optimizer = build_adamw(model.parameters(), job.cfg)
     max_norm = job.cfg.optim.clip_norm
     assert max_norm is not None
 

@@ -1,4 +1,4 @@
-"""A contender as the benchmark sees it: a child process that is asked and answers."""
+"""A contender from the side of the benchmark: a child process that answers requests."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.bench.clock import Block
 from tests.bench.gpu.contender import Spec
 
 ROOT = Path(__file__).parents[3]
-END_S = 60
-"""How long a contender may take to end before it is killed."""
+EXIT_WAIT_S = 60
+"""How long a contender may take to exit before it is killed."""
 
 
 class ContenderError(Exception):
-    """A contender could not go on."""
+    """A contender failed."""
 
-    def __init__(self, row: str, said: str, *, is_memory: bool = False, is_config: bool = False) -> None:
-        super().__init__(said)
+    def __init__(self, row: str, message: str, *, is_memory: bool = False, is_config: bool = False) -> None:
+        super().__init__(message)
         self.row, self.is_memory, self.is_config = row, is_memory, is_config
 
 
@@ -38,55 +38,57 @@ class Contender:
     device: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
-    """Of this harness that it has imported."""
+    """Modules of this harness that it has imported."""
 
     @classmethod
     def start(cls, spec: Spec) -> Contender:
-        """Wait until it is built and warm; raises `ContenderError`."""
-        (asked, ask), (hear, told) = os.pipe(), os.pipe()
+        """Start the process and wait until it is warm; raises `ContenderError`."""
+        (request_read, request_write), (reply_read, reply_write) = os.pipe(), os.pipe()
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.bench.gpu.contender", spec.to_json(), str(asked), str(told)],
+            [sys.executable, "-m", "tests.bench.gpu.contender", spec.to_json(), str(request_read), str(reply_write)],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
-            pass_fds=(asked, told),
+            pass_fds=(request_read, reply_write),
         )
-        os.close(asked)
-        os.close(told)
-        made = cls(spec.row, process, os.fdopen(ask, "w", encoding="utf-8"), os.fdopen(hear, encoding="utf-8"))
-        facts = made.answer()
-        made.sides, made.device = tuple(facts["sides"]), facts["device"]
-        made.versions, made.modules = facts["versions"], tuple(facts["modules"])
-        return made
+        os.close(request_read)
+        os.close(reply_write)
+        contender = cls(
+            spec.row, process, os.fdopen(request_write, "w", encoding="utf-8"), os.fdopen(reply_read, encoding="utf-8")
+        )
+        facts = contender.read_reply()
+        contender.sides, contender.device = tuple(facts["sides"]), facts["device"]
+        contender.versions, contender.modules = facts["versions"], tuple(facts["modules"])
+        return contender
 
-    def answer(self) -> dict[str, Any]:
+    def read_reply(self) -> dict[str, Any]:
         line = self.replies.readline()
         if not line:
             self.close()
             raise ContenderError(self.row, f"ended with exit code {self.process.returncode}")
-        read: dict[str, Any] = json.loads(line)
-        if "failed" in read:
+        reply: dict[str, Any] = json.loads(line)
+        if "failed" in reply:
             self.close()
-            raise ContenderError(self.row, read["failed"], is_memory=read["is_memory"], is_config=read["is_config"])
-        return read
+            raise ContenderError(self.row, reply["failed"], is_memory=reply["is_memory"], is_config=reply["is_config"])
+        return reply
 
-    def ask(self, **request: Any) -> dict[str, Any]:
-        with suppress(BrokenPipeError):  # it has ended, and `answer` says why
+    def send_request(self, **request: Any) -> dict[str, Any]:
+        with suppress(BrokenPipeError):  # it has exited; `read_reply` raises the reason
             self.requests.write(json.dumps(request) + "\n")
             self.requests.flush()
-        return self.answer()
+        return self.read_reply()
 
-    def turn(self, side: str, num_steps: int) -> Block:
-        return Block(**self.ask(do="turn", side=side, steps=num_steps)["block"])
+    def run_block(self, side: str, num_steps: int) -> Block:
+        return Block(**self.send_request(do="block", side=side, steps=num_steps)["block"])
 
     def close(self) -> None:
-        """End it and wait until its memory is free again."""
+        """Stop the process and wait until it has exited and its memory is free."""
         with suppress(BrokenPipeError, ValueError):
             self.requests.write('{"do": "end"}\n')
             self.requests.flush()
         with suppress(BrokenPipeError):
             self.requests.close()
         try:
-            self.process.wait(END_S)
+            self.process.wait(EXIT_WAIT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -1,7 +1,7 @@
-"""The rows that can be asked for, and how each contender is started.
+"""All rows of the table, and how each contender is started.
 
-Modules of a contender are imported where it starts, in its own process: a peer never runs beside code of this harness
-that it did not ask for.
+The module of a contender is imported when it starts, in its own process, so that a peer runs without code of this
+harness that it does not import.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tests.bench.gpu.setting import Setting
 @final
 @dataclass(slots=True)
 class Entry:
-    """A contender that is built and warm."""
+    """A contender after it was built."""
 
     sides: dict[str, Side]
-    """Its ways to make steps, by the name that the table gives them; they take turns."""
+    """Row name in the table -> function that runs steps; the sides of an entry alternate."""
     losses: Callable[[], tuple[float, float] | None]
-    """Mean loss of its first step and of its newest."""
+    """Mean loss of its first and of its latest step."""
     note: Callable[[], str] = str
-    judging_s: list[float] = field(default_factory=list)
-    """Of this harness: the host's time for each report."""
+    report_s: list[float] = field(default_factory=list)
+    """Host seconds for each report of the sentinel; empty for peers."""
 
 
 class Row(NamedTuple):
@@ -39,9 +39,9 @@ class Row(NamedTuple):
     is_ours: bool = False
     is_default: bool = True
     is_as_shipped: bool = False
-    """Nothing is set for it: neither the order of attention kernels nor the precision of fp32 products."""
+    """Neither the order of attention kernels nor the precision of fp32 matmuls is set for it."""
     packages: tuple[str, ...] = ()
-    """That a directory of the command line may hold."""
+    """Packages that an option of the command line may locate."""
 
 
 OURS, TITAN, HUGGING_FACE = "tests.bench.gpu.ours", "tests.bench.gpu.titan", "tests.bench.gpu.hugging_face"
@@ -50,17 +50,17 @@ TORCHTITAN, TORCHAO = "torchtitan", "torchao"
 ROWS = {
     "ours-bf16": Row("this harness, bf16, sentinel on and off", OURS, is_ours=True),
     "ours-bf16-cluster": Row("the same with FSDP's copies, which a single rank could skip", OURS, is_ours=True),
-    "ours-fp8": Row("this harness, fp8, scales of the tensor itself", OURS, is_ours=True),
-    "ours-fp8-delayed": Row("this harness, fp8, scales of the last steps", OURS, is_ours=True),
+    "ours-fp8": Row("this harness, fp8, current scaling", OURS, is_ours=True),
+    "ours-fp8-delayed": Row("this harness, fp8, delayed scaling", OURS, is_ours=True),
     "torchtitan-shipped": Row(
         "torchtitan with its own llama3_8b.toml", TITAN, is_as_shipped=True, packages=(TORCHTITAN,)
     ),
-    "torchtitan": Row("torchtitan at its best", TITAN, packages=(TORCHTITAN,)),
+    "torchtitan": Row("torchtitan with its best settings", TITAN, packages=(TORCHTITAN,)),
     "torchtitan-float8-tensorwise": Row(
-        "the same with torchao's float8, one scale a tensor", TITAN, packages=(TORCHTITAN, TORCHAO)
+        "the same with torchao's float8, one scale per tensor", TITAN, packages=(TORCHTITAN, TORCHAO)
     ),
     "torchtitan-float8-rowwise": Row(
-        "the same with torchao's float8, one scale a row", TITAN, packages=(TORCHTITAN, TORCHAO)
+        "the same with torchao's float8, one scale per row", TITAN, packages=(TORCHTITAN, TORCHAO)
     ),
     "huggingface": Row("Hugging Face's Llama, FSDP2, compiled block by block", HUGGING_FACE),
     "huggingface-whole": Row("the same, all layers in one graph", HUGGING_FACE),
@@ -70,6 +70,6 @@ ROWS = {
 
 
 @contextmanager
-def started(name: str, world: World, setting: Setting, run: RunDir) -> Iterator[Entry]:
+def start_row(name: str, world: World, setting: Setting, run: RunDir) -> Iterator[Entry]:
     with import_module(ROWS[name].module).start(name, world, setting, run) as entry:
         yield entry

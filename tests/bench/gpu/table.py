@@ -1,4 +1,4 @@
-"""The table: rows as they were measured, and the columns that follow from them."""
+"""The result table: measured rows, and the columns computed from them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ RULE = "|---|---:|---:|---:|---:|---:|---:|---:|---|---|"
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredRow:
     name: str
     rounds: tuple[Block, ...] = ()
-    """Empty where there was nothing to measure."""
-    beside: tuple[Block, ...] = ()
-    """What the reference took in the same rounds; empty where it took no turns with this row."""
+    """Empty if the row failed."""
+    reference_rounds: tuple[Block, ...] = ()
+    """Blocks of the reference in the same rounds; empty if it did not run beside this row."""
     losses: tuple[float, float] | None = None
-    """Of the first step and of the last."""
+    """Mean loss of the first and of the last step."""
     note: str = ""
-    """Why there is nothing, or what to know of it."""
+    """The error message, or a remark."""
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step, the median of the rounds."""
+        """Median seconds per step over the rounds."""
         return statistics.median(block.step_s for block in self.rounds) if self.rounds else None
 
     @property
@@ -44,23 +44,23 @@ class Measured:
         return max(block.peak_bytes for block in self.rounds) / 2**30 if self.rounds else None
 
     @property
-    def to_beside(self) -> Estimate | None:
-        """How fast it is to the reference, over their rounds."""
-        if not self.beside:
+    def speed_to_reference(self) -> Estimate | None:
+        """Speed relative to the reference, over the common rounds."""
+        if not self.reference_rounds:
             return None
-        pairs = zip(self.rounds, self.beside, strict=True)
+        pairs = zip(self.rounds, self.reference_rounds, strict=True)
         return estimate([other.step_s / own.step_s for own, other in pairs])
 
     @property
-    def disturbed(self) -> str:
-        """What happened while the clock ran and should not have."""
+    def disturbances(self) -> str:
+        """Compilations and allocator retries in timed blocks, which distort the measurement."""
         compiled = sum(block.num_compiled for block in self.rounds)
-        shortages = sum(block.num_shortages for block in self.rounds)
-        told = (
+        retries = sum(block.num_alloc_retries for block in self.rounds)
+        messages = (
             f"{compiled} frames compiled while it was timed" if compiled else "",
-            f"the allocator ran short {shortages} times while it was timed" if shortages else "",
+            f"{retries} allocator retries while it was timed" if retries else "",
         )
-        return ", ".join(filter(None, told))
+        return ", ".join(filter(None, messages))
 
 
 @final
@@ -68,28 +68,28 @@ class Measured:
 class Table:
     title: str
     tokens: int
-    """Of a step."""
+    """Tokens per step."""
     flops_per_token: int
-    """Attention as if nothing were masked, as the field counts it."""
+    """With unmasked attention, the usual convention."""
     causal_flops_per_token: int
-    """Half of the attention: what a causal mask leaves to do."""
+    """With half of the attention, because the mask is causal."""
     peak_flops: float | None
-    """By the datasheet; None where it is not known."""
+    """From the datasheet; None if unknown."""
     matmul_flops: tuple[float, ...]
     """Measured between the rows."""
     reference: str
     """Name of the row that the others are compared with."""
-    rows: tuple[Measured, ...]
+    rows: tuple[MeasuredRow, ...]
     remarks: tuple[str, ...] = ()
 
 
-def values_of(table: Table, row: Measured) -> dict[str, Any]:
-    """The columns of a row; None where there is nothing to say."""
+def column_values(table: Table, row: MeasuredRow) -> dict[str, Any]:
+    """The columns of a row; None if there is no value."""
     matmul = statistics.median(table.matmul_flops) if table.matmul_flops else None
     tokens_per_s = None if row.step_s is None else table.tokens / row.step_s
     flops = None if tokens_per_s is None else tokens_per_s * table.flops_per_token
     causal = None if tokens_per_s is None else tokens_per_s * table.causal_flops_per_token
-    ratio = row.to_beside
+    ratio = row.speed_to_reference
     return {
         "name": row.name,
         "tokens_per_s": tokens_per_s,
@@ -103,17 +103,17 @@ def values_of(table: Table, row: Measured) -> dict[str, Any]:
         "of_matmul": None if flops is None or matmul is None else flops / matmul,
         "peak_gib": row.peak_gib,
         "losses": row.losses,
-        "note": ", ".join(filter(None, (row.note, row.disturbed))),
+        "note": ", ".join(filter(None, (row.note, row.disturbances))),
         "step_s": [block.step_s for block in row.rounds],
-        "reference_step_s": [block.step_s for block in row.beside],
+        "reference_step_s": [block.step_s for block in row.reference_rounds],
     }
 
 
 def render(table: Table) -> str:
     """Markdown: the title, a line on the device's own rates, the rows, the remarks."""
     head = f"| {' | '.join(HEAD)} |".replace("|  |", "| |").format(reference=table.reference)
-    lines = [f"## {table.title}", "", _rates(table), "", head, RULE]
-    lines += [_line(values_of(table, row)) for row in table.rows]
+    lines = [f"## {table.title}", "", _render_rates(table), "", head, RULE]
+    lines += [_render_row(column_values(table, row)) for row in table.rows]
     return "\n".join([*lines, "", *table.remarks])
 
 
@@ -126,15 +126,15 @@ def as_json(table: Table) -> dict[str, Any]:
         "peak_flops": table.peak_flops,
         "matmul_flops": list(table.matmul_flops),
         "reference": table.reference,
-        "rows": [values_of(table, row) for row in table.rows],
+        "rows": [column_values(table, row) for row in table.rows],
         "remarks": list(table.remarks),
     }
 
 
-def _rates(table: Table) -> str:
+def _render_rates(table: Table) -> str:
     peak = "not known" if table.peak_flops is None else f"{table.peak_flops / 1e12:.0f} TFLOP/s"
     if not table.matmul_flops:
-        return f"Peak by the datasheet {peak}; no matrix product was measured."
+        return f"Peak by the datasheet {peak}; no matmul was measured."
     rates = sorted(rate / 1e12 for rate in table.matmul_flops)
     return (
         f"Peak by the datasheet {peak}; bf16 matmul 8192^3 measured {len(rates)} times: "
@@ -142,28 +142,28 @@ def _rates(table: Table) -> str:
     )
 
 
-def _line(values: dict[str, Any]) -> str:
-    def told(key: str, form: str) -> str:
-        return "-" if values[key] is None else format(values[key], form)
+def _render_row(values: dict[str, Any]) -> str:
+    def cell(key: str, format_spec: str) -> str:
+        return "-" if values[key] is None else format(values[key], format_spec)
 
     losses = values["losses"]
     columns = (
         values["name"],
-        told("tokens_per_s", ",.0f"),
-        told("spread", ".1%"),
-        _ratio(values),
-        told("mfu", ".1%"),
-        told("causal_mfu", ".1%"),
-        told("of_matmul", ".1%"),
-        told("peak_gib", ".1f"),
+        cell("tokens_per_s", ",.0f"),
+        cell("spread", ".1%"),
+        _render_ratio(values),
+        cell("mfu", ".1%"),
+        cell("causal_mfu", ".1%"),
+        cell("of_matmul", ".1%"),
+        cell("peak_gib", ".1f"),
         "-" if losses is None else f"{losses[0]:.3f} -> {losses[1]:.3f}",
         values["note"],
     )
     return f"| {' | '.join(columns)} |".replace("|  |", "| |")
 
 
-def _ratio(values: dict[str, Any]) -> str:
-    """With its 90 % interval, or the range of too few rounds for one."""
+def _render_ratio(values: dict[str, Any]) -> str:
+    """The median with its 90 % interval; with the range if there are too few rounds for an interval."""
     if values["to_reference"] is None:
         return "-"
     kind = f"{COVERAGE:.0%}" if values["has_interval"] else "range"

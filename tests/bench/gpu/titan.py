@@ -1,10 +1,9 @@
-"""torchtitan's Llama: its model, its compilation, its sharding, its loss and its clipping, from an installed package or
-from a directory that holds one.
+"""torchtitan's Llama: its model, compilation, sharding, loss and clipping, installed or from a directory.
 
-What torchtitan imports besides, for its command line and its corpora, need not be installed: where it is missing, an
-empty module stands in for it while torchtitan is imported, and is taken away afterwards. Nothing that computes is
-replaced. Two ways: "as shipped" is what torchtitan's own configuration gives on one GPU (`shipped_step`); "at its best"
-has the settings that make it fastest here (`best_step`), sharded as on many GPUs.
+Packages that torchtitan imports for its command line and its datasets need not be installed: a missing one is replaced
+by placeholder modules while torchtitan is imported. Nothing that computes is replaced. Two variants: "as shipped" uses
+torchtitan's own configuration on one GPU (`shipped_step`); "at its best" has the settings that make it fastest here
+(`best_step`), sharded as on many GPUs.
 """
 
 from __future__ import annotations
@@ -26,37 +25,37 @@ from torch.distributed.fsdp import FSDPModule
 
 from harness.core.rundir import RunDir
 from harness.distributed.world import World
-from tests.bench.gpu.peer import Job, Peer, Step, adamw, check_size, entry_of
+from tests.bench.gpu.peer import Job, Peer, Step, build_adamw, check_size, peer_entry
 from tests.bench.gpu.rows import Entry
 from tests.bench.gpu.setting import Setting
 
-IDLE = {
+UNUSED_PACKAGES = {
     "tyro": ("tyro",),
     "datasets": ("datasets", "datasets.distributed"),
     "torchdata": ("torchdata", "torchdata.stateful_dataloader"),
     "tensorboard": ("torch.utils.tensorboard",),
 }
-"""Package -> its modules that torchtitan imports and the model does without: command line, corpora, loaders, logs."""
+"""Package -> its modules that torchtitan imports and the model does not use: command line, datasets, loaders, logs."""
 
 
-class Nothing:
-    """Good enough for an annotation or a base class."""
+class Placeholder:
+    """Serves as an annotation or a base class."""
 
 
-class _Empty(ModuleType):
-    """Has every name: those with a capital are classes, others are as empty as itself."""
+class _PlaceholderModule(ModuleType):
+    """A module with every attribute: `Placeholder` for capitalized names, a placeholder module for others."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Nothing if name[0].isupper() else _Empty(f"{self.__name__}.{name}")
+        return Placeholder if name[0].isupper() else _PlaceholderModule(f"{self.__name__}.{name}")
 
 
 @contextmanager
-def standing_in() -> Iterator[None]:
-    missing = [package for package in IDLE if importlib.util.find_spec(package) is None]
-    names = [name for package in missing for name in IDLE[package] if name not in sys.modules]
-    sys.modules.update({name: _Empty(name) for name in names})
+def placeholder_modules() -> Iterator[None]:
+    missing = [package for package in UNUSED_PACKAGES if importlib.util.find_spec(package) is None]
+    names = [name for package in missing for name in UNUSED_PACKAGES[package] if name not in sys.modules]
+    sys.modules.update({name: _PlaceholderModule(name) for name in names})
     try:
         yield
     finally:
@@ -64,57 +63,57 @@ def standing_in() -> Iterator[None]:
             del sys.modules[name]
 
 
-def imported(directory: Path | None) -> ModuleType:
-    """torchtitan.models.llama3, from a directory if one is given."""
-    before = list(sys.path)
+def import_torchtitan(directory: Path | None) -> ModuleType:
+    """Import torchtitan.models.llama3, from a directory if one is given."""
+    previous = list(sys.path)
     if directory is not None:
         sys.path.insert(0, str(directory))
     try:
         if importlib.util.find_spec("torchtitan") is None:
             raise ModuleNotFoundError("torchtitan is not installed; --torchtitan DIR takes a directory that holds it")
-        with standing_in():
+        with placeholder_modules():
             return import_module("torchtitan.models.llama3")
     finally:
-        sys.path[:] = before
+        sys.path[:] = previous
 
 
-class Way(NamedTuple):
+class Variant(NamedTuple):
     title: str
     float8: str | None = None
-    """Recipe of torchao's float8."""
+    """Recipe of torchao's float8; None: bf16."""
     is_as_shipped: bool = False
 
 
-WAYS = {
-    "torchtitan-shipped": Way("torchtitan, as shipped", is_as_shipped=True),
-    "torchtitan": Way("torchtitan, at its best"),
-    "torchtitan-float8-tensorwise": Way("torchtitan + torchao float8 tensorwise", float8="tensorwise"),
-    "torchtitan-float8-rowwise": Way("torchtitan + torchao float8 rowwise", float8="rowwise"),
+VARIANTS = {
+    "torchtitan-shipped": Variant("torchtitan, as shipped", is_as_shipped=True),
+    "torchtitan": Variant("torchtitan, at its best"),
+    "torchtitan-float8-tensorwise": Variant("torchtitan + torchao float8 tensorwise", float8="tensorwise"),
+    "torchtitan-float8-rowwise": Variant("torchtitan + torchao float8 rowwise", float8="rowwise"),
 }
 
 
 @contextmanager
 def start(name: str, world: World, setting: Setting, run: RunDir) -> Iterator[Entry]:
-    with entry_of(peer(None, WAYS[name]), world, setting, run) as entry:
+    with peer_entry(build_peer(None, VARIANTS[name]), world, setting, run) as entry:
         yield entry
 
 
-def peer(directory: Path | None, way: Way = WAYS["torchtitan"]) -> Peer:
-    """The row; `directory` holds the package where it is not installed."""
+def build_peer(directory: Path | None, variant: Variant = VARIANTS["torchtitan"]) -> Peer:
+    """Build the row; `directory` holds the package if it is not installed."""
 
     @contextmanager
-    def begun(job: Job) -> Iterator[Step]:
-        llama3 = imported(directory)
+    def start_peer(job: Job) -> Iterator[Step]:
+        llama3 = import_torchtitan(directory)
         logging.getLogger().setLevel(logging.WARNING)
-        yield shipped_step(llama3, job) if way.is_as_shipped else best_step(llama3, job, way.float8)
+        yield shipped_step(llama3, job) if variant.is_as_shipped else best_step(llama3, job, variant.float8)
 
-    return Peer(way.title, begun)
+    return Peer(variant.title, start_peer)
 
 
-def built(llama3: ModuleType, job: Job) -> Any:
-    """Its model of the given shape, without memory."""
+def build_model(llama3: ModuleType, job: Job) -> Any:
+    """Build its model of the given shape, on the meta device."""
     model = job.cfg.model
-    narrow = int(8 * model.dim / 3)
+    default_ffn_dim = int(8 * model.dim / 3)
     arguments = llama3.TransformerModelArgs(
         dim=model.dim,
         n_layers=model.num_layers,
@@ -122,18 +121,18 @@ def built(llama3: ModuleType, job: Job) -> Any:
         n_kv_heads=model.num_kv_heads,
         vocab_size=model.vocab_size,
         multiple_of=model.ffn_dim,
-        ffn_dim_multiplier=model.ffn_dim / narrow,
+        ffn_dim_multiplier=model.ffn_dim / default_ffn_dim,
         norm_eps=model.norm_eps,
         rope_theta=model.rope_theta,
         max_seq_len=job.cfg.train.sequence_length,
     )
     with torch.device("meta"):
-        made = llama3.Transformer(arguments)
-    check_size(made, job.cfg)
-    return made
+        transformer = llama3.Transformer(arguments)
+    check_size(transformer, job.cfg)
+    return transformer
 
 
-def materialized(model: Any, job: Job) -> Any:
+def materialize(model: Any, job: Job) -> Any:
     model.to_empty(device=job.world.device)
     with torch.no_grad():
         model.init_weights(buffer_device=job.world.device)
@@ -141,20 +140,20 @@ def materialized(model: Any, job: Job) -> Any:
 
 
 def best_step(llama3: ModuleType, job: Job, float8: str | None) -> Step:
-    """Its own functions in its own order: float8, compilation by block, FSDP2; the loss compiled, nothing recomputed.
+    """Its own functions in its own order: float8, compilation by block, FSDP2; compiled loss, no recomputation.
 
-    It keeps gathered weights between forward and backward, and gradients are not divided by 1: alone, FSDP2 does that
-    in a pass of its own.
+    Weights stay gathered between forward and backward. Gradients are not divided by a world size of 1, for which FSDP2
+    would need an extra pass.
     """
-    own = import_module("torchtitan.models.llama3.infra.parallelize")
-    model = built(llama3, job)
+    parallelize = import_module("torchtitan.models.llama3.infra.parallelize")
+    model = build_model(llama3, job)
     config = default_config(job)
     config.compile.enable = job.is_compiled
     if float8 is not None:
         convert_to_float8(model, config, float8)
     if job.is_compiled:
-        own.apply_compile(model, config.compile)
-    own.apply_fsdp(
+        parallelize.apply_compile(model, config.compile)
+    parallelize.apply_fsdp(
         model,
         job.world.mesh,
         param_dtype=torch.bfloat16,
@@ -165,7 +164,7 @@ def best_step(llama3: ModuleType, job: Job, float8: str | None) -> Step:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(None)  # type: ignore[arg-type]
-    return step_of(materialized(model, job), job, nullcontext(), is_compiled=job.is_compiled)
+    return build_step(materialize(model, job), job, nullcontext(), is_compiled=job.is_compiled)
 
 
 def shipped_step(llama3: ModuleType, job: Job) -> Step:
@@ -175,15 +174,15 @@ def shipped_step(llama3: ModuleType, job: Job) -> Step:
     In 0.2.2: not compiled, selective activation checkpointing by operator, fused AdamW. On one GPU it does not shard,
     and computes in bf16 by autocast.
     """
-    own = import_module("torchtitan.models.llama3.infra.parallelize")
+    parallelize = import_module("torchtitan.models.llama3.infra.parallelize")
     config = default_config(job)
     read_settings(config, Path(llama3.__file__ or "").parent / "train_configs/llama3_8b.toml")
-    dims = one_rank()
-    model = materialized(own.parallelize_llama(built(llama3, job), dims, config), job)
+    dims = single_rank_dims()
+    model = materialize(parallelize.parallelize_llama(build_model(llama3, job), dims, config), job)
     cast = import_module("torchtitan.distributed.utils").maybe_enable_amp(
         dims, config.training.mixed_precision_param, job.world.device.type
     )
-    return step_of(model, job, cast, is_compiled=config.compile.enable)
+    return build_step(model, job, cast, is_compiled=config.compile.enable)
 
 
 def default_config(job: Job) -> Any:
@@ -193,7 +192,7 @@ def default_config(job: Job) -> Any:
 
 
 def read_settings(config: Any, path: Path) -> None:
-    """What decides how a step is computed."""
+    """Copy the settings that affect how a step is computed."""
     with path.open("rb") as file:
         shipped = tomllib.load(file)
     for section in ("compile", "activation_checkpoint", "parallelism"):
@@ -201,15 +200,15 @@ def read_settings(config: Any, path: Path) -> None:
             setattr(getattr(config, section), key, value)
 
 
-def one_rank() -> Any:
+def single_rank_dims() -> Any:
     dims = import_module("torchtitan.distributed").ParallelDims
     return dims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
 
 
 def convert_to_float8(model: Any, config: Any, recipe: str) -> None:
-    """By torchtitan's own converter, for all but the output layer, as its configurations have it.
+    """Convert all layers except the output layer with torchtitan's own converter, as in its configurations.
 
-    Without a GPU torchao can only emulate one scale a tensor, which is enough to try the row out.
+    Without a GPU torchao can only emulate tensorwise scaling, which is enough to test the row.
     """
     float8 = config.quantize.linear.float8
     float8.filter_fqns = ["output"]
@@ -220,20 +219,20 @@ def convert_to_float8(model: Any, config: Any, recipe: str) -> None:
     else:
         raise NotImplementedError(f"float8 {recipe} needs a GPU")
     converter = import_module("torchtitan.components.quantization.float8").Float8LinearConverter
-    converter(config, one_rank()).convert(model)
+    converter(config, single_rank_dims()).convert(model)
 
 
-def step_of(model: Any, job: Job, cast: AbstractContextManager[Any], *, is_compiled: bool) -> Step:
-    """As its trainer makes it: the loss summed, then divided by the tokens of the batch."""
+def build_step(model: Any, job: Job, cast: AbstractContextManager[Any], *, is_compiled: bool) -> Step:
+    """A step like that of its trainer: the loss is summed, then divided by the tokens of the batch."""
     clip = import_module("torchtitan.distributed.utils").clip_grad_norm_
-    sum_of: Callable[[Tensor, Tensor], Tensor] = import_module("torchtitan.components.loss").cross_entropy_loss
+    loss_sum: Callable[[Tensor, Tensor], Tensor] = import_module("torchtitan.components.loss").cross_entropy_loss
     if is_compiled:
-        sum_of = torch.compile(sum_of)
-    optimizer = adamw(model.parameters(), job.cfg)
+        loss_sum = torch.compile(loss_sum)
+    optimizer = build_adamw(model.parameters(), job.cfg)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         with cast:
-            loss = sum_of(model(inputs), targets) / targets.numel()
+            loss = loss_sum(model(inputs), targets) / targets.numel()
         loss.backward()  # type: ignore[no-untyped-call]
         clip(model.parameters(), job.cfg.optim.clip_norm, foreach=True)
         optimizer.step()

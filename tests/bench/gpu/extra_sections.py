@@ -1,8 +1,8 @@
-"""Measurements beside the table: what safety costs a training loop, and what fits on the device.
+"""The extra sections of `--also`: the cost of snapshots and saves, and which configurations fit on the device.
 
-Snapshots and saves are those of `tests.bench.checkpoint`, of the first model of the table. What fits is run for a few
-steps, compiled and with resharding where that decides, and stands beside the plan: the most that torch's allocator
-handed out, and tokens/s. Without a GPU the model of the table stands in for the large ones.
+Snapshots and saves are measured as in `tests.bench.checkpoint`, with the first model of the table. Configurations that
+may fit are run for some steps, compiled and with resharding, and compared with the plan: peak of allocated memory, and
+tokens/s. Without a GPU the model of the table replaces the large ones.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from harness.config.compose import load
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.distributed.world import connect, disconnect
-from tests.bench.checkpoint import Cost, check_room, cost_of_save, cost_of_snapshot
-from tests.bench.clock import Block, let_go, timed
+from tests.bench.checkpoint import Cost, check_disk_space, measure_save, measure_snapshot
+from tests.bench.clock import Block, release_memory, time_block
 from tests.bench.gpu.setting import Setting
-from tests.bench.savers import Contender, Loop, begin_own, restore_own
-from tests.bench.step import Steps
+from tests.bench.savers import Contender, Loop, begin_harness_save, restore_harness
+from tests.bench.step import StepLoop
 
 SNAPSHOT_EVERY = 20
 SNAPSHOT_STEPS = 5
-"""Over which a snapshot is felt: it is copied in less than one."""
+"""Steps over which the cost of a snapshot is measured; its copy takes less than one step."""
 NUM_SNAPSHOTS, NUM_SAVES = 6, 2
 FIT_STEPS, FIT_WARMUP_STEPS = 3, 2
 HOST_GB = 100
-"""What the state that a save copies may take of the host: of 7b it is 71 GB, on one rank."""
+"""Host memory for the copy of the state; 7b on one rank needs 71 GB."""
 
 
 class Section(NamedTuple):
@@ -62,9 +62,9 @@ class Case(NamedTuple):
 class Fit(NamedTuple):
     name: str
     tokens: int
-    """Of a step."""
+    """Tokens per step."""
     block: Block | None
-    """None where it did not fit."""
+    """None if it did not fit."""
     planned_bytes: int
     planned_tokens_per_s: float | None
 
@@ -78,70 +78,70 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def snapshot(setting: Setting, directory: Path) -> Section:
-    """The share of a run's time that snapshots take."""
-    with looping(setting, directory) as loop:
+def measure_snapshots(setting: Setting, directory: Path) -> Section:
+    """The share of training time that snapshots take."""
+    with open_loop(setting, directory) as loop:
         for _ in range(num_buffers(loop.cfg.checkpoint.ring)):
-            cost_of_snapshot(loop, num_steps=1)
+            measure_snapshot(loop, num_steps=1)
         step_s = statistics.median(loop.step_s(SNAPSHOT_STEPS) for _ in range(3))
-        costs = [cost_of_snapshot(loop, num_steps=SNAPSHOT_STEPS) for _ in range(NUM_SNAPSHOTS)]
-    return told_snapshot(costs, step_s)
+        costs = [measure_snapshot(loop, num_steps=SNAPSHOT_STEPS) for _ in range(NUM_SNAPSHOTS)]
+    return render_snapshot(costs, step_s)
 
 
-def told_snapshot(costs: list[Cost], step_s: float) -> Section:
+def render_snapshot(costs: list[Cost], step_s: float) -> Section:
     shares = sorted(cost.stolen_s / (SNAPSHOT_EVERY * step_s) for cost in costs)
     share, called_s = statistics.median(shares), statistics.median(cost.called_s for cost in costs)
     text = (
         f"A snapshot every {SNAPSHOT_EVERY} steps of {step_s * 1e3:.1f} ms costs {share:+.2%} of the time "
-        f"({shares[0]:+.2%} to {shares[-1]:+.2%} over {len(shares)}); its call holds the loop for "
+        f"({shares[0]:+.2%} to {shares[-1]:+.2%} over {len(shares)}); its call blocks the loop for "
         f"{called_s * 1e3:.1f} ms."
     )
     return Section(text, {"share": share, "shares": shares, "called_s": called_s, "step_s": step_s})
 
 
-def save(setting: Setting, directory: Path) -> Section:
-    """How long a save that goes on beside training holds up the loop."""
-    with looping(setting, directory) as loop, ThreadPoolExecutor(max_workers=1) as writer:
-        check_room(loop)
-        cost_of_snapshot(loop, num_steps=1)
-        own = Contender("", partial(begin_own, writer), restore_own)
-        costs = [cost_of_save(loop, own, plain_steps=SNAPSHOT_STEPS) for _ in range(NUM_SAVES)]
-    return told_save(costs)
+def measure_saves(setting: Setting, directory: Path) -> Section:
+    """How long a background save blocks the loop."""
+    with open_loop(setting, directory) as loop, ThreadPoolExecutor(max_workers=1) as writer:
+        check_disk_space(loop)
+        measure_snapshot(loop, num_steps=1)
+        contender = Contender("", partial(begin_harness_save, writer), restore_harness)
+        costs = [measure_save(loop, contender, plain_steps=SNAPSHOT_STEPS) for _ in range(NUM_SAVES)]
+    return render_save(costs)
 
 
-def told_save(costs: list[Cost]) -> Section:
-    _, called, stolen, safe, back = (statistics.median(values) for values in zip(*costs, strict=True))
+def render_save(costs: list[Cost]) -> Section:
+    _, called, stolen, safe, restored = (statistics.median(values) for values in zip(*costs, strict=True))
     text = (
-        f"A save beside training holds the loop for {called * 1e3:.1f} ms and takes {stolen * 1e3:.0f} ms of its time "
-        f"until it is safe, after {safe:.1f} s; to come back takes {back:.1f} s (medians of {len(costs)})."
+        f"A background save blocks the loop for {called * 1e3:.1f} ms and costs {stolen * 1e3:.0f} ms of training time "
+        f"until it is safe, after {safe:.1f} s; a restore takes {restored:.1f} s (medians of {len(costs)})."
     )
-    return Section(text, {"called_s": called, "stolen_s": stolen, "safe_s": safe, "back_s": back})
+    return Section(text, {"called_s": called, "stolen_s": stolen, "safe_s": safe, "restored_s": restored})
 
 
 @contextmanager
-def looping(setting: Setting, directory: Path) -> Iterator[Loop]:
-    """The training that is stolen from."""
+def open_loop(setting: Setting, directory: Path) -> Iterator[Loop]:
+    """The training loop whose time is measured."""
     cfg = setting.config("precision=bf16", "checkpoint.ring.slots=2")
-    with tempfile.TemporaryDirectory(dir=directory) as own:
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
         world = connect(cfg.parallel)
         try:
-            with closing(build(cfg, world, RunDir(Path(own) / "run"))) as parts:
-                yield Loop(cfg, parts, Path(own))
+            with closing(build(cfg, world, RunDir(Path(temporary) / "run"))) as parts:
+                yield Loop(cfg, parts, Path(temporary))
         finally:
             disconnect()
 
 
-def fits(setting: Setting, directory: Path) -> Section:
-    """Each case for a few steps."""
+def measure_fits(setting: Setting, directory: Path) -> Section:
+    """Run each case for some steps."""
     cases = CASES
     if not torch.cuda.is_available():
         small = partial(Case, setting.model, setting.sequence_length, setting.batch_size)
         cases = (small("selective"), small("full"))
-    tried = [tried_out(case, setting, directory) for case in cases]
-    return Section(render(tried), {"fits": [as_dict(fit) for fit in tried]})
+    fits_of_cases = [try_case(case, setting, directory) for case in cases]
+    return Section(render(fits_of_cases), {"fits": [as_dict(fit) for fit in fits_of_cases]})
 
 
-def tried_out(case: Case, setting: Setting, directory: Path) -> Fit:
+def try_case(case: Case, setting: Setting, directory: Path) -> Fit:
     overrides = (
         "+experiment=1b_bf16",
         f"cluster={'h200' if torch.cuda.is_available() else 'auto'}",
@@ -156,27 +156,27 @@ def tried_out(case: Case, setting: Setting, directory: Path) -> Fit:
     )
     cfg = load(list(overrides))
     try:
-        block = stepped(cfg, RunDir(directory / "fits"))
+        block = run_case(cfg, RunDir(directory / "fits"))
     except torch.OutOfMemoryError:
         block = None
-    let_go()
-    fit = fit_of(case, block, plan(cfg, world_size=1))
-    print(line(fit), flush=True)
+    release_memory()
+    fit = build_fit(case, block, plan(cfg, world_size=1))
+    print(render_row(fit), flush=True)
     return fit
 
 
-def stepped(cfg: Config, run: RunDir) -> Block:
+def run_case(cfg: Config, run: RunDir) -> Block:
     world = connect(cfg.parallel)
     try:
         with closing(build(cfg, world, run)) as parts:
-            loop = Steps(parts, cfg, index=0)
+            loop = StepLoop(parts, cfg, index=0)
             loop.run(FIT_WARMUP_STEPS)
-            return timed(loop.run, FIT_STEPS, world.device)
+            return time_block(loop.run, FIT_STEPS, world.device)
     finally:
         disconnect()
 
 
-def fit_of(case: Case, block: Block | None, planned: Plan) -> Fit:
+def build_fit(case: Case, block: Block | None, planned: Plan) -> Fit:
     return Fit(
         name=case.name,
         tokens=case.batch_size * case.sequence_length,
@@ -186,12 +186,12 @@ def fit_of(case: Case, block: Block | None, planned: Plan) -> Fit:
     )
 
 
-def render(tried: list[Fit]) -> str:
+def render(fits_of_cases: list[Fit]) -> str:
     head = "| what fits | tokens/s | planned | peak GiB | planned |\n|---|---:|---:|---:|---:|"
-    return "\n".join([head, *map(line, tried)])
+    return "\n".join([head, *map(render_row, fits_of_cases)])
 
 
-def line(fit: Fit) -> str:
+def render_row(fit: Fit) -> str:
     rate = "does not fit" if fit.block is None else f"{fit.tokens / fit.block.step_s:,.0f}"
     peak = "-" if fit.block is None else f"{fit.block.peak_bytes / 2**30:.1f}"
     planned = "-" if fit.planned_tokens_per_s is None else f"{fit.planned_tokens_per_s:,.0f}"
@@ -208,4 +208,8 @@ def as_dict(fit: Fit) -> dict[str, Any]:
     }
 
 
-SECTIONS: dict[str, Callable[[Setting, Path], Section]] = {"snapshot": snapshot, "save": save, "fits": fits}
+SECTIONS: dict[str, Callable[[Setting, Path], Section]] = {
+    "snapshot": measure_snapshots,
+    "save": measure_saves,
+    "fits": measure_fits,
+}
