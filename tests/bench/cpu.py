@@ -1,16 +1,16 @@
-"""How well the default run uses the cores of a machine without a GPU, against the loop that everybody would write.
+"""How well the default run uses the cores of a machine without a GPU, compared with a plain torch loop.
 
     python -m tests.bench.cpu                                              the embedded default
     python -m tests.bench.cpu --variant parallel.reshard_after_forward=false
-    OMP_WAIT_POLICY=passive python -m tests.bench.cpu                      threads that sleep where they wait
+    OMP_WAIT_POLICY=passive python -m tests.bench.cpu                      threads that sleep while they wait
 
-*Plain* is torch alone: one process with a thread for each core, the same model, loss, data and AdamW, and
-`clip_grad_norm_`; bf16 by autocast. The others are the loop of `harness.train` itself with everything in it (FSDP2 over
-gloo, sentinel, log, heartbeat, snapshots in memory), as one rank with a thread for each core and as the launcher starts
-it: one rank a core, one thread each; a variant too. All of them are started once and then take turns, a block of steps
-at a time and in changing order; who is not on turn sleeps. Seconds of processors are counted beside those of the clock:
-on a machine that others use as well they are what can be compared. *Cores* is how many of them were at work on average.
-Left out: the start, evaluations, checkpoints on disk and MLflow, which works in a process of its own.
+*Plain* is torch alone: one process with one thread per core, the same model, loss, data and AdamW, and
+`clip_grad_norm_`; bf16 by autocast. The others run the complete loop of `harness.train` (FSDP2 over gloo, sentinel,
+log, heartbeat, snapshots in memory): as one rank with one thread per core, and as the launcher starts it, one rank with
+one thread per core, with the overrides of each `--variant` too. All sides are started once. Then they run blocks of
+steps one after the other, in rotating order; the other sides sleep. CPU seconds are reported with wall-clock seconds:
+on a machine with other load only CPU seconds are comparable. *Cores* is the mean number of busy cores.
+Left out: startup, evaluations, checkpoints on disk, and MLflow, which runs in its own process.
 """
 
 from __future__ import annotations
@@ -50,50 +50,50 @@ from harness.train import run_worker
 from launch.local.ports import reserved_port
 from tests.bench.clock import WARMUP_STEPS
 
-NOT_MEASURED = ("parallel.device=cpu", "telemetry=plain", "eval.every_steps=0", "checkpoint.every_steps=0")
+FIXED_OVERRIDES = ("parallel.device=cpu", "telemetry=plain", "eval.every_steps=0", "checkpoint.every_steps=0")
 PRECISIONS = (PrecisionKind.fp32, PrecisionKind.bf16)
 
 
 class Block(NamedTuple):
-    """A few steps in a row: seconds of one of them, by the clock and of all processors."""
+    """Mean seconds per step of some consecutive steps: wall-clock time, and CPU time of all cores."""
 
     wall_s: float
     cpu_s: float
 
 
 @final
-class Turns:
-    """Lets a process go on only while it is its turn."""
+class StepPermits:
+    """Blocks a training process until its parent permits a number of steps."""
 
-    def __init__(self, line: Connection) -> None:
-        self._line = line
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._num_steps = self._left = 0
         self._wall_s = self._cpu_s = 0.0
 
-    def step(self) -> None:
-        """A step is about to begin; where it is not to begin, this does not return."""
+    def acquire(self) -> None:
+        """Called before each step: report a finished block and wait for the next; exit if the parent sends 0."""
         if self._left == 0:
             if self._num_steps:
                 wall_s, cpu_s = time.perf_counter() - self._wall_s, time.process_time() - self._cpu_s
-                self._line.send(Block(wall_s / self._num_steps, cpu_s / self._num_steps))
-            self._num_steps = self._left = self._line.recv()
+                self._connection.send(Block(wall_s / self._num_steps, cpu_s / self._num_steps))
+            self._num_steps = self._left = self._connection.recv()
             if self._num_steps == 0:
                 sys.exit()
             self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
         self._left -= 1
 
 
-def train_in_turns(cfg: Config, turns: Turns) -> None:
-    """One rank of the harness, whole; its loop moves when it is told to."""
+def train_harness(cfg: Config, permits: StepPermits) -> None:
+    """Run one complete rank of the harness; each step waits for a permit."""
 
-    def outfit(run: Run) -> Run:
-        return replace(run, heart=intercept(run.heart, "beat", turns.step, first=True))
+    def add_permits(run: Run) -> Run:
+        return replace(run, heart=intercept(run.heart, "beat", permits.acquire, first=True))
 
-    run_worker(cfg, outfit)
+    run_worker(cfg, add_permits)
 
 
-def train_plainly(cfg: Config, turns: Turns) -> None:
-    """The loop that everybody writes."""
+def train_plain(cfg: Config, permits: StepPermits) -> None:
+    """Train with a plain torch loop."""
     model = Transformer(cfg.model, sequence_length=cfg.train.sequence_length, linear=linear)
     initialize(model, cfg.model, seed=cfg.run.seed)
     groups = parameter_groups(model, cfg)
@@ -108,7 +108,7 @@ def train_plainly(cfg: Config, turns: Turns) -> None:
     in_bf16 = cfg.precision.kind is PrecisionKind.bf16
     seed = 1 / (cfg.train.batch_size * cfg.train.sequence_length)
     for index, rate in enumerate(rates):
-        turns.step()
+        permits.acquire()
         batch = batches[index]
         with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
             output = model(batch.inputs, batch.targets, seed=seed, mask=mask_of(batch))
@@ -121,19 +121,19 @@ def train_plainly(cfg: Config, turns: Turns) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def be_a_rank(train: Callable[[Config, Turns], None], overrides: list[str], line: Connection) -> None:
-    """The first function of a process."""
-    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (what a run says to a person)
-    train(load(overrides), Turns(line))
+def run_rank(train: Callable[[Config, StepPermits], None], overrides: list[str], connection: Connection) -> None:
+    """Entry point of a rank's process."""
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  (discards the console output of the run)
+    train(load(overrides), StepPermits(connection))
 
 
 @final
 @dataclass(kw_only=True)
 class Side:
-    """One way to train, as processes that wait for their turn."""
+    """One training method: its processes, which wait for permits between blocks."""
 
     name: str
-    train: Callable[[Config, Turns], None]
+    train: Callable[[Config, StepPermits], None]
     overrides: list[str]
     num_ranks: int
     num_threads: int
@@ -143,15 +143,15 @@ class Side:
         context = multiprocessing.get_context("spawn")
         self._resources = ExitStack()
         port = self._resources.enter_context(reserved_port())
-        self._processes, self._lines = [], []
+        self._processes, self._connections = [], []
         for rank in range(self.num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=be_a_rank, args=(self.train, self.overrides, theirs), daemon=True)
-            with environment(self._environment(rank, port)):
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=run_rank, args=(self.train, self.overrides, child_end), daemon=True)
+            with set_environment(self._environment(rank, port)):
                 process.start()
-            theirs.close()
+            child_end.close()
             self._processes.append(process)
-            self._lines.append(ours)
+            self._connections.append(parent_end)
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         return {
@@ -164,81 +164,83 @@ class Side:
             "MASTER_PORT": str(port),
         }
 
-    def turn(self, num_steps: int) -> Block:
-        """A block of steps of all its ranks."""
-        for line in self._lines:
-            line.send(num_steps)
-        told: list[Block] = [line.recv() for line in self._lines]
-        return Block(max(block.wall_s for block in told), sum(block.cpu_s for block in told))
+    def run_block(self, num_steps: int) -> Block:
+        """Run a block of steps on all ranks; returns the slowest wall time and the sum of CPU times."""
+        for connection in self._connections:
+            connection.send(num_steps)
+        blocks_of_ranks: list[Block] = [connection.recv() for connection in self._connections]
+        return Block(max(block.wall_s for block in blocks_of_ranks), sum(block.cpu_s for block in blocks_of_ranks))
 
-    def end(self) -> None:
-        for line in self._lines:
-            line.send(0)
+    def stop(self) -> None:
+        for connection in self._connections:
+            connection.send(0)
         for process in self._processes:
             process.join()
         self._resources.close()
 
 
 @contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """What a process that is started meanwhile finds: torch reads it as it is loaded."""
-    before = {name: os.environ.get(name) for name in variables}
+def set_environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for processes that are started in this block; torch reads them at import."""
+    previous = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
 
 
-def sides(overrides: Sequence[str], variants: Sequence[str], *, num_steps: int, directory: str) -> list[Side]:
-    """Everybody who takes part; the first one is what the others are held against."""
+def build_sides(overrides: Sequence[str], variants: Sequence[str], *, num_steps: int, directory: str) -> list[Side]:
+    """All sides of the comparison; the first one is the baseline."""
     num_cores = len(os.sched_getaffinity(0))
-    ways = [("plain", train_plainly, 1, ""), ("harness", train_in_turns, 1, "")]
-    ways += [("harness", train_in_turns, num_cores, each) for each in ("", *variants)]
-    taking_part: list[Side] = []
-    for name, train, num_ranks, variant in ways:
+    methods = [("plain", train_plain, 1, ""), ("harness", train_harness, 1, "")]
+    methods += [("harness", train_harness, num_cores, each) for each in ("", *variants)]
+    all_sides: list[Side] = []
+    for name, train, num_ranks, variant in methods:
         for precision in PRECISIONS:
-            words = [*overrides, f"precision={precision}", *NOT_MEASURED, *filter(None, variant.split(","))]
-            words += [f"train.num_steps={num_steps}", f"run.dir={directory}", f"run.name=side{len(taking_part)}"]
+            side_overrides = [*overrides, f"precision={precision}", *FIXED_OVERRIDES, *filter(None, variant.split(","))]
+            side_overrides += [f"train.num_steps={num_steps}", f"run.dir={directory}", f"run.name=side{len(all_sides)}"]
             num_threads = num_cores // num_ranks
-            title = f"{name}, {num_ranks} x {num_threads}, {precision}{variant and f', {variant}'}"
-            side = Side(name=title, train=train, overrides=words, num_ranks=num_ranks, num_threads=num_threads)
-            taking_part.append(side)
-    return taking_part
+            side_name = f"{name}, {num_ranks} x {num_threads}, {precision}{variant and f', {variant}'}"
+            side = Side(
+                name=side_name, train=train, overrides=side_overrides, num_ranks=num_ranks, num_threads=num_threads
+            )
+            all_sides.append(side)
+    return all_sides
 
 
-def measure(taking_part: Sequence[Side], *, rounds: int, num_steps: int) -> None:
-    for side in taking_part:
+def measure(all_sides: Sequence[Side], *, rounds: int, num_steps: int) -> None:
+    for side in all_sides:
         side.start()
-        side.turn(WARMUP_STEPS)
+        side.run_block(WARMUP_STEPS)
     for number in range(rounds):
-        first = number % len(taking_part)
-        for side in [*taking_part[first:], *taking_part[:first]]:
-            side.blocks.append(side.turn(num_steps))
-    for side in taking_part:
-        side.end()
+        first = number % len(all_sides)
+        for side in [*all_sides[first:], *all_sides[:first]]:
+            side.blocks.append(side.run_block(num_steps))
+    for side in all_sides:
+        side.stop()
 
 
-def row(side: Side, yardstick: Side, *, batch_tokens: int) -> str:
+def render_row(side: Side, baseline: Side, *, batch_tokens: int) -> str:
     """Medians over rounds; ratios are taken within a round."""
-    pairs = list(zip(side.blocks, yardstick.blocks, strict=True))
+    pairs = list(zip(side.blocks, baseline.blocks, strict=True))
     rates = sorted(batch_tokens / block.wall_s for block in side.blocks)
     rate = statistics.median(rates)
-    faster = statistics.median(theirs.wall_s / ours.wall_s for ours, theirs in pairs)
-    dearer = statistics.median(ours.cpu_s / theirs.cpu_s for ours, theirs in pairs)
+    speedup = statistics.median(theirs.wall_s / ours.wall_s for ours, theirs in pairs)
+    cpu_ratio = statistics.median(ours.cpu_s / theirs.cpu_s for ours, theirs in pairs)
     cpu_s = statistics.median(block.cpu_s for block in side.blocks)
     cores = statistics.median(block.cpu_s / block.wall_s for block in side.blocks)
     return (
-        f"| {side.name} | {rate:,.0f} | {(rates[-1] - rates[0]) / rate:.0%} | {faster:.2f} | {cpu_s * 1e3:.0f} "
-        f"| {dearer:.2f} | {cores:.2f} |"
+        f"| {side.name} | {rate:,.0f} | {(rates[-1] - rates[0]) / rate:.0%} | {speedup:.2f} | {cpu_s * 1e3:.0f} "
+        f"| {cpu_ratio:.2f} | {cores:.2f} |"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time the default step on CPU, beside a plain loop.")
+    parser = argparse.ArgumentParser(description="Time the default step on a CPU, compared with a plain loop.")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of every side")
     parser.add_argument(
         "--variant", action="append", default=[], help="one rank a core with overrides, comma-separated"
@@ -249,9 +251,9 @@ def main() -> None:
     cfg = load(options.overrides)
     num_steps = max(cfg.train.num_steps, WARMUP_STEPS + options.rounds * options.steps + 1)
     with tempfile.TemporaryDirectory() as directory:
-        taking_part = sides(options.overrides, options.variant, num_steps=num_steps, directory=directory)
+        all_sides = build_sides(options.overrides, options.variant, num_steps=num_steps, directory=directory)
         load_before = os.getloadavg()[0]
-        measure(taking_part, rounds=options.rounds, num_steps=options.steps)
+        measure(all_sides, rounds=options.rounds, num_steps=options.steps)
     batch = f"{cfg.train.batch_size} x {cfg.train.sequence_length} tokens"
     print(
         f"{cfg.model.name}, {num_parameters(cfg.model) / 1e6:.1f}M, {batch}; {options.rounds} rounds of {options.steps}"
@@ -259,9 +261,9 @@ def main() -> None:
     print(f"{len(os.sched_getaffinity(0))} cores, load before {load_before:.1f}\n")
     print("| ranks x threads | tok/s | spread | x plain | CPU, ms a step | x plain | cores |")
     print("|---|---:|---:|---:|---:|---:|---:|")
-    for side in taking_part:
+    for side in all_sides:
         batch_tokens = cfg.train.batch_size * cfg.train.sequence_length
-        print(row(side, taking_part[0], batch_tokens=batch_tokens))
+        print(render_row(side, all_sides[0], batch_tokens=batch_tokens))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How good the detectors are: public training logs, our rules beside those of other trainers.
+"""Quality of the detectors on public training logs, compared with the rules of other trainers.
 
     python -m tests.bench.curves --clones DIR [--each] [--perturb]
 
@@ -40,7 +40,7 @@ BEFORE_ROWS, AFTER_ROWS, CLEAN_AFTER_ROWS, SAME_ROWS, OUTLIER_ROWS = 10, 10, 50,
 PLANT_EVERY, PLANT_ROWS, PLANT_SEED = 1000, 6000, 0
 WATCHED = "ours, and what is only watched"
 NORM_GAIN = 20.0
-"""A loss that is 10 % higher is planted with a gradient norm that is three times as high."""
+"""Relative rise of a planted gradient norm over that of the loss: a loss 10 % higher has a norm three times as high."""
 
 
 @dataclass(slots=True)
@@ -60,8 +60,8 @@ class LabelledLog:
     labels: Labels
 
 
-def findings(log: TrainingLog, cfg: DetectConfig, *, watched: bool) -> Iterator[int]:
-    """Rows with a finding; `watched`: also those of the gradient norm alone, which the policy only watches."""
+def rows_with_findings(log: TrainingLog, cfg: DetectConfig, *, watched: bool) -> Iterator[int]:
+    """Rows with a finding; with `watched`, also findings of the gradient norm alone, which lead to no action."""
     record, detectors = empty_record(), Detectors(cfg)
     for row, (step, loss) in enumerate(zip(log.steps, log.losses, strict=True)):
         record.step = record.iteration = step
@@ -70,7 +70,7 @@ def findings(log: TrainingLog, cfg: DetectConfig, *, watched: bool) -> Iterator[
             yield row
 
 
-def gate(log: TrainingLog, cfg: DetectConfig) -> Iterator[int]:
+def rows_rejected_by_gate(log: TrainingLog, cfg: DetectConfig) -> Iterator[int]:
     """Rows whose update the gate rejects; rejected values do not enter its baseline."""
     loss_state, grad_state = initial_state(), initial_state()
     for row, loss in enumerate(log.losses):
@@ -85,14 +85,14 @@ def gate(log: TrainingLog, cfg: DetectConfig) -> Iterator[int]:
 
 def our_rules(cfg: DetectConfig) -> dict[str, Rule]:
     return {
-        "ours": lambda log: findings(log, cfg, watched=False),
-        WATCHED: lambda log: findings(log, cfg, watched=True),
-        "our gate alone": lambda log: gate(log, cfg),
+        "ours": lambda log: rows_with_findings(log, cfg, watched=False),
+        WATCHED: lambda log: rows_with_findings(log, cfg, watched=True),
+        "our gate alone": lambda log: rows_rejected_by_gate(log, cfg),
     }
 
 
 def score(logs: Sequence[LabelledLog], rule: Rule, *, report: Callable[[str], None] | None = None) -> Score:
-    """A rule on all logs that it can run on."""
+    """Score a rule on all logs that it can run on."""
     total = Score()
     for labelled in logs:
         log, labels = labelled.log, labelled.labels
@@ -101,7 +101,7 @@ def score(logs: Sequence[LabelledLog], rule: Rule, *, report: Callable[[str], No
         except MissingGradNormsError:
             continue
         first = [first_within(alarms, onset - BEFORE_ROWS, end + AFTER_ROWS) for onset, end in labels.events]
-        false, on_outliers = split_alarms(episodes(alarms), labels, len(log.losses))
+        false, on_outliers = split_alarms(group_alarms(alarms), labels, len(log.losses))
         total.num_logs += 1
         total.num_events += len(first)
         found = zip(first, labels.events, strict=True)
@@ -120,7 +120,7 @@ def first_within(rows: Sequence[int], first: int, last: int) -> int | None:
     return next((row for row in rows if first <= row <= last), None)
 
 
-def episodes(rows: Sequence[int]) -> list[int]:
+def group_alarms(rows: Sequence[int]) -> list[int]:
     """First rows of alarms; rows close to the one before belong to the same alarm."""
     return [row for row, before in zip(rows, [-math.inf, *rows], strict=False) if row - before > SAME_ROWS]
 
@@ -143,9 +143,9 @@ def split_alarms(alarms: Sequence[int], labels: Labels, num: int) -> tuple[list[
 
 
 def plant(log: TrainingLog, height: float, *, ramp_rows: int, decay_rows: int) -> LabelledLog:
-    """A log with spikes: the loss rises to `height` above its own in `ramp_rows` and falls back exponentially.
+    """Insert spikes into a log: the loss rises to `height` above its own in `ramp_rows` and falls back exponentially.
 
-    Gradient norms, where there are any, rise by `NORM_GAIN` times as much. Spikes are a thousand rows apart, each
+    Gradient norms, if there are any, rise by `NORM_GAIN` times as much. Spikes are a thousand rows apart, each
     shifted by up to 250 rows by a seed; the first is at least 500 rows from the start. A height of NaN makes every row
     NaN from the first onset on.
     """
@@ -174,10 +174,10 @@ SHAPES = {"sudden": {"ramp_rows": 1, "decay_rows": 20}, "slow": {"ramp_rows": 12
 HEIGHTS = (0.05, 0.1, 0.2, 0.5)
 
 
-def perturbed(log: TrainingLog, how: str) -> TrainingLog:
-    """The same log with other noise, other intervals or another start."""
+def perturb(log: TrainingLog, perturbation: str) -> TrainingLog:
+    """Change the noise, the logging interval or the start of a log."""
     random = Random(log.name)
-    match how.split():
+    match perturbation.split():
         case ["noise", factor]:
             levels = np.exp(centred_median(np.log(log.losses), 15))
             scaled = levels * (np.asarray(log.losses) / levels) ** float(factor)
@@ -262,26 +262,29 @@ def render_plant(total: Score) -> str:
 def main() -> None:
     parser = ArgumentParser()
     parser.add_argument("--clones", type=Path, required=True, metavar="DIR", help="git clones, as DIR/owner/name")
-    parser.add_argument("--perturb", action="store_true", help="our rule on noisier, sparser, shorter tuning logs")
-    parser.add_argument("--each", action="store_true", help="also every log by itself")
-    arguments = parser.parse_args()
+    parser.add_argument(
+        "--perturb", action="store_true", help="score our rule on noisier, sparser and shorter tuning logs"
+    )
+    parser.add_argument("--each", action="store_true", help="also print every log")
+    options = parser.parse_args()
     tables = {
-        title: [LabelledLog(log, label(log.losses, log.grad_norms)) for log in load_logs(sources, arguments.clones)]
+        title: [LabelledLog(log, label(log.losses, log.grad_norms)) for log in load_logs(sources, options.clones)]
         for title, sources in (("Tuning logs", TUNING), ("Held-out logs", HELD_OUT))
     }
     ours = our_rules(detect_config([]))
     rules = {**ours, **PEERS}
     for title, logs in tables.items():
-        print_table(title, logs, rules, each=arguments.each)
+        print_table(title, logs, rules, each=options.each)
     print_plants(tables["Held-out logs"], {name: rule for name, rule in rules.items() if name != WATCHED})
-    if arguments.perturb:
+    if options.perturb:
         finite = [labelled.log for labelled in tables["Tuning logs"] if np.isfinite(labelled.log.losses).all()]
         print(f"\nOurs on changed tuning logs\n\n{HEAD}")
-        for how in PERTURBATIONS:
-            changed = [perturbed(log, how) for log in finite]
+        for perturbation in PERTURBATIONS:
+            changed = [perturb(log, perturbation) for log in finite]
             print(
                 render_row(
-                    how, score([LabelledLog(log, label(log.losses, log.grad_norms)) for log in changed], ours["ours"])
+                    perturbation,
+                    score([LabelledLog(log, label(log.losses, log.grad_norms)) for log in changed], ours["ours"]),
                 )
             )
 

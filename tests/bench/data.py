@@ -1,15 +1,15 @@
-"""How fast data opens and how fast batches come: this harness beside the usual loaders, over the same tokens.
+"""Time to open a corpus and to read batches: this harness compared with the usual loaders, over the same tokens.
 
     python -m tests.bench.data                  a corpus of 10 ** 9 tokens (2 GB on disk), about two minutes
-    python -m tests.bench.data --tokens 1e8     a quicker look
+    python -m tests.bench.data --tokens 1e8     a shorter run
 
-Every contender runs in a process of its own, over the same documents, and gives batches of 8 x 4096 int64 inputs and
-targets on one device. Columns: opening the corpus until it can be asked (s, and growth of resident memory); a batch at
-a random place (us, median, made when it is asked for); batches in a row (million tokens a second); and what a training
-step of `--step-ms` waits for its batch (us, median), which is the figure that costs GPU time. The page cache is warm.
-"harness" does what the others do; "with facts" it also describes every batch (fingerprint, rarest tokens, entropy), as
-rank 0 of a run does. Peers get their usual settings: shuffled, mapped files, workers as in their documentation.
-megatron-core and mosaicml-streaming take part where they can be imported.
+Every contender runs in its own process, over the same documents, and returns batches of 8 x 4096 int64 inputs and
+targets on one device. Columns: time to open the corpus (s, and growth of resident memory); a batch at a random index
+(us, median, built on request); consecutive batches (million tokens a second); and how long a training step of
+`--step-ms` waits for its batch (us, median), which is the figure that costs GPU time. The page cache is warm.
+"harness" does what the others do; "with facts" also describes every batch (fingerprint, rarest tokens, entropy), as
+rank 0 of a run does. Peers have their usual settings: shuffled, mapped files, workers as in their documentation.
+megatron-core and mosaicml-streaming are measured if they can be imported.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from tests.bench.peers import (
     import_streaming,
     open_megatron,
     open_streaming,
-    over,
+    wrap_in_data_loader,
     write_shards,
 )
 
@@ -57,8 +57,8 @@ BATCH_TOKENS = BATCH_SIZE * SEQUENCE_LENGTH
 MEAN_DOCUMENT_TOKENS = 1000
 BLOCK_TOKENS = 1 << 22
 NUM_RANDOM = 300
-SETTLE_S = 0.005
-"""Before each access at random, so that what a loader made ahead of the last one is done."""
+PAUSE_S = 0.005
+"""Pause before each random access, so that prefetching after the last access is finished."""
 NUM_WARMUP = 20
 STREAM_S = 3.0
 NUM_STEPS = 100
@@ -74,7 +74,7 @@ class Row:
 
 
 def write_corpus(prefix: Path, num_tokens: int) -> None:
-    """Documents of random lengths: one block of random tokens, again and again, each time from another place."""
+    """Write documents of random lengths: slices of one block of random tokens, each from another offset."""
     rng = np.random.default_rng(0)
     block = rng.integers(0, VOCAB_SIZE, 2 * BLOCK_TOKENS, dtype=np.uint16)
     written = 0
@@ -100,17 +100,19 @@ def harness_opener(directory: Path, device: torch.device, *, with_facts: bool) -
     cfg = load(overrides)
     share = Share(rank=0, world_size=1, device=device)
 
-    def opened() -> Loader:
+    def open_loader() -> Loader:
         sources, _ = open_sources(cfg)
         batches = Batches(sources, recipe=train_recipe(cfg), share=share, ledger=Ledger(), with_facts=with_facts)
         num_batches = len(batches)
-        return Loader(at=lambda number: batches[number % num_batches], stream=lambda: map(batches.__getitem__, count()))
+        return Loader(
+            random_batch=lambda number: batches[number % num_batches], stream=lambda: map(batches.__getitem__, count())
+        )
 
-    return opened
+    return open_loader
 
 
-def opener(name: str, directory: Path, device: torch.device) -> Callable[[], Loader]:
-    """What opens the corpus; imports and the like, paid once whatever the corpus, are behind us when it is called."""
+def get_opener(name: str, directory: Path, device: torch.device) -> Callable[[], Loader]:
+    """Return the function that opens the corpus; imports, whose cost does not depend on the corpus, happen here."""
     library, _, workers = name.partition(", workers ")
     match library:
         case "harness" | "harness, with facts":
@@ -124,7 +126,7 @@ def opener(name: str, directory: Path, device: torch.device) -> Callable[[], Loa
         case _:
             import_streaming()
             dataset = partial(open_streaming, directory)
-    return lambda: over(dataset(), num_workers=int(workers), device=device)
+    return lambda: wrap_in_data_loader(dataset(), num_workers=int(workers), device=device)
 
 
 CONTENDERS = {
@@ -137,10 +139,10 @@ CONTENDERS = {
     "mosaicml-streaming, workers 0": "streaming",
     "mosaicml-streaming, workers 2": "streaming",
 }
-"""By name, with the package each needs."""
+"""Name -> the package that it needs."""
 
 
-def installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -158,37 +160,37 @@ def wait_for(device: torch.device) -> None:
 
 
 def measure(name: str, directory: Path, *, device: torch.device, step_s: float) -> Row:
-    """All figures of one contender, in this process."""
-    opened = opener(name, directory, device)
+    """Measure one contender in this process."""
+    open_loader = get_opener(name, directory, device)
     torch.zeros(1, device=device)
-    before_mb, begun = resident_mb(), time.perf_counter()
-    loader = opened()
-    open_s, open_mb = time.perf_counter() - begun, resident_mb() - before_mb
+    before_mb, start_s = resident_mb(), time.perf_counter()
+    loader = open_loader()
+    open_s, open_mb = time.perf_counter() - start_s, resident_mb() - before_mb
 
     random_s = []
     for number in np.random.default_rng(0).integers(0, 2**31, NUM_WARMUP + NUM_RANDOM).tolist():
-        time.sleep(SETTLE_S)
-        begun = time.perf_counter()
-        loader.at(number)
+        time.sleep(PAUSE_S)
+        start_s = time.perf_counter()
+        loader.random_batch(number)
         wait_for(device)
-        random_s.append(time.perf_counter() - begun)
+        random_s.append(time.perf_counter() - start_s)
 
     stream = loader.stream()
     for _ in range(NUM_WARMUP):
         next(stream)
     wait_for(device)
-    num_batches, begun = 0, time.perf_counter()
-    while time.perf_counter() - begun < STREAM_S:
+    num_batches, start_s = 0, time.perf_counter()
+    while time.perf_counter() - start_s < STREAM_S:
         next(stream)
         num_batches += 1
     wait_for(device)
-    rate = num_batches * BATCH_TOKENS / (time.perf_counter() - begun)
+    rate = num_batches * BATCH_TOKENS / (time.perf_counter() - start_s)
 
     wait_s = []
     for _ in range(NUM_STEPS):
-        begun = time.perf_counter()
+        start_s = time.perf_counter()
         next(stream)
-        wait_s.append(time.perf_counter() - begun)
+        wait_s.append(time.perf_counter() - start_s)
         time.sleep(step_s)
     return Row(
         open_s=open_s,
@@ -199,8 +201,8 @@ def measure(name: str, directory: Path, *, device: torch.device, step_s: float) 
     )
 
 
-def measure_apart(name: str, directory: Path, arguments: list[str]) -> Row | str:
-    """The same in a fresh process, or why not."""
+def measure_in_subprocess(name: str, directory: Path, arguments: list[str]) -> Row | str:
+    """Measure one contender in a new process; returns the error message if it fails."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.bench.data", *arguments]
     command += ["--contender", name, "--directory", str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -210,14 +212,14 @@ def measure_apart(name: str, directory: Path, arguments: list[str]) -> Row | str
 
 
 def compare(directory: Path, num_tokens: int, arguments: list[str]) -> None:
-    begun = time.perf_counter()
+    start_s = time.perf_counter()
     write_corpus(directory / "corpus", num_tokens)
-    print(f"{num_tokens:,} tokens written in {time.perf_counter() - begun:.1f} s")
-    if installed("streaming"):
+    print(f"{num_tokens:,} tokens written in {time.perf_counter() - start_s:.1f} s")
+    if is_installed("streaming"):
         write_shards(directory / "shards", np.memmap(directory / "corpus.bin", dtype=np.uint16, mode="r"))
     print(f"{'':38}{'open s':>10}{'open MB':>10}{'random us':>11}{'Mtokens/s':>11}{'wait us':>9}")
     for name, package in CONTENDERS.items():
-        row = measure_apart(name, directory, arguments) if installed(package) else "not installed"
+        row = measure_in_subprocess(name, directory, arguments) if is_installed(package) else "not installed"
         if isinstance(row, str):
             print(f"{name:38}  {row}")
             continue
@@ -231,16 +233,16 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--step-ms", type=float, default=20.0, help="length of the step that waits for a batch")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
-    parser.add_argument("--directory", type=Path, help="where the corpus is written; default: a temporary place")
-    asked = parser.parse_args()
-    if asked.contender:
-        device = torch.device(asked.device)
-        row = measure(asked.contender, asked.directory, device=device, step_s=asked.step_ms / 1e3)
+    parser.add_argument("--directory", type=Path, help="where the corpus is written; default: a temporary directory")
+    options = parser.parse_args()
+    if options.contender:
+        device = torch.device(options.device)
+        row = measure(options.contender, options.directory, device=device, step_s=options.step_ms / 1e3)
         print(json.dumps(asdict(row)))
         return
-    with tempfile.TemporaryDirectory(dir=asked.directory) as directory, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        compare(Path(directory), int(asked.tokens), ["--device", asked.device, "--step-ms", str(asked.step_ms)])
+        compare(Path(directory), int(options.tokens), ["--device", options.device, "--step-ms", str(options.step_ms)])
 
 
 if __name__ == "__main__":

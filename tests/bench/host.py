@@ -1,12 +1,12 @@
-"""What the host does with one step's report: read it, summarise the ranks, suspect, decide.
+"""Host time for the report of one step: unpack it, summarise the ranks, run detectors and policy.
 
-    python -m tests.bench.host                     worlds of 1 to 16,384 ranks, a few seconds
-    python -m tests.bench.host --steps 2000        more of them
+    python -m tests.bench.host                     world sizes from 1 to 16,384, a few seconds
+    python -m tests.bench.host --steps 2000        more steps
 
-Reports are as a run makes them, with noise in every slot and a probe every tenth step; one step in a hundred has a rank
-with a bad gradient and is refused. Columns: what is read with each step (kB), `unpack` with its summary of the ranks,
-detectors and policy, and both together (us, median and 99th percentile). It happens once a step on every rank, while
-the device computes the next one.
+Reports are like those of a run, with noise in every slot and a probe every tenth step; in one step of a hundred a rank
+has a bad gradient and the update is refused. Columns: size of a report (kB); `unpack`, with its summary of the ranks;
+detectors and policy; and the sum of both (us, median and 99th percentile). This happens once per step on every
+rank, while the device computes the next step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from harness.sentinel.device.slots import SLOTS
 from harness.sentinel.device.step_report import HostFacts, pack_report, totals, unpack_report
 from harness.sentinel.sentinel import Sentinel
 
-WORLDS = (1, 8, 64, 1024, 4096, 16384)
+WORLD_SIZES = (1, 8, 64, 1024, 4096, 16384)
 REPLICATE = 8
 NUM_LAYERS = 32
 TOKENS = 2.0**22
@@ -35,15 +35,15 @@ PROBE_EVERY, BAD_EVERY = 10, 100
 NUM_WARMUP = 20
 
 
-def layout_of(num_ranks: int) -> SignalLayout:
+def build_layout(num_ranks: int) -> SignalLayout:
     blocks = tuple(f"blocks.{layer}" for layer in range(NUM_LAYERS))
     return SignalLayout(
         groups=("embedding", *blocks, "norm", "head"), layers=blocks[::4], sources=("web", "code"), num_ranks=num_ranks
     )
 
 
-def report_of(layout: SignalLayout, number: int, generator: torch.Generator) -> Tensor:
-    """What the device would have said of one step."""
+def build_report(layout: SignalLayout, number: int, generator: torch.Generator) -> Tensor:
+    """Build the report that the device would send for one step."""
 
     def noise(*size: int) -> Tensor:
         return 1 + 0.05 * torch.randn(*size, generator=generator)
@@ -74,13 +74,13 @@ def report_of(layout: SignalLayout, number: int, generator: torch.Generator) -> 
 
 
 def measure(num_ranks: int, num_steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step: of unpacking, and of judging."""
-    layout = layout_of(num_ranks)
+    """Seconds of each step for unpacking, and for detectors and policy."""
+    layout = build_layout(num_ranks)
     sentinel = Sentinel.start(load([]).sentinel)
     generator = torch.Generator().manual_seed(0)
-    unpack_s, judge_s = [], []
+    unpack_s, decide_s = [], []
     for number in range(num_steps + NUM_WARMUP):
-        report = report_of(layout, number, generator)
+        report = build_report(layout, number, generator)
         facts = HostFacts(
             iteration=number + 1,
             cursor=number,
@@ -90,16 +90,16 @@ def measure(num_ranks: int, num_steps: int) -> tuple[list[float], list[float]]:
             memory_bytes=0,
             batch={"fingerprint": str(number)},
         )
-        began_s = time.perf_counter()
-        record = read(layout, facts, report)
-        read_s = time.perf_counter()
+        start_s = time.perf_counter()
+        record = unpack(layout, facts, report)
+        unpacked_s = time.perf_counter()
         sentinel.process_record(record)
-        unpack_s.append(read_s - began_s)
-        judge_s.append(time.perf_counter() - read_s)
-    return unpack_s[NUM_WARMUP:], judge_s[NUM_WARMUP:]
+        unpack_s.append(unpacked_s - start_s)
+        decide_s.append(time.perf_counter() - unpacked_s)
+    return unpack_s[NUM_WARMUP:], decide_s[NUM_WARMUP:]
 
 
-def read(layout: SignalLayout, facts: HostFacts, report: Tensor) -> StepRecord:
+def unpack(layout: SignalLayout, facts: HostFacts, report: Tensor) -> StepRecord:
     replicate = REPLICATE if layout.num_ranks % REPLICATE == 0 else 1
     return unpack_report(layout, facts, report, dim=4096, dynamic_scale=False, clip_norm=1.0, replicate=replicate)
 
@@ -111,15 +111,15 @@ def microseconds(seconds: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="steps of each world")
+    parser.add_argument("--steps", type=int, default=200, help="steps of each world size")
     num_steps = parser.parse_args().steps
     print("| ranks | report, kB | unpack, us (median / p99) | detectors and policy, us | together, us |")
     print("|---:|---:|---:|---:|---:|")
-    for num_ranks in WORLDS:
-        unpack_s, judge_s = measure(num_ranks, num_steps)
-        together = [sum(each) for each in zip(unpack_s, judge_s, strict=True)]
-        size_kb = layout_of(num_ranks).size * 4 / 1000
-        columns = [microseconds(each) for each in (unpack_s, judge_s, together)]
+    for num_ranks in WORLD_SIZES:
+        unpack_s, decide_s = measure(num_ranks, num_steps)
+        total = [sum(each) for each in zip(unpack_s, decide_s, strict=True)]
+        size_kb = build_layout(num_ranks).size * 4 / 1000
+        columns = [microseconds(each) for each in (unpack_s, decide_s, total)]
         print(f"| {num_ranks} | {size_kb:.1f} | {' | '.join(columns)} |", flush=True)
 
 

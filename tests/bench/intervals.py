@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 NUM_RESAMPLES = 2000
 COVERAGE = 0.9
-LEAST_SAMPLES = 5
-"""With fewer samples the interval of a median is the range of the samples, and is not called an interval."""
+MIN_SAMPLES = 5
+"""With fewer samples the range is reported instead of an interval."""
 
 
 class Estimate(NamedTuple):
@@ -21,15 +21,15 @@ class Estimate(NamedTuple):
 
     @property
     def has_interval(self) -> bool:
-        return self.num_samples >= LEAST_SAMPLES
+        return self.num_samples >= MIN_SAMPLES
 
     def scaled(self, factor: float) -> Estimate:
         return Estimate(self.median * factor, self.low * factor, self.high * factor, self.num_samples)
 
 
 def estimate(samples: Sequence[float]) -> Estimate:
-    """The median and its 90 % bootstrap interval; the range of the samples where there are fewer than five."""
-    if len(samples) < LEAST_SAMPLES:
+    """The median and its 90 % bootstrap interval; the range of the samples if there are fewer than five."""
+    if len(samples) < MIN_SAMPLES:
         return Estimate(statistics.median(samples), min(samples), max(samples), len(samples))
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(samples, k=len(samples))) for _ in range(NUM_RESAMPLES))

@@ -8,12 +8,12 @@ The rule works in hindsight on the logarithm of the loss. It needs rows of the f
    spreads. Stretches at most 20 rows apart are one event. Its onset and end are its first and last row above 3 spreads.
 4. Consecutive rows with a loss that is not finite are an event of their own.
 5. A row outside every event whose loss or gradient norm is more than 6 spreads above its own level is an outlier: an
-   odd batch that did no lasting damage. Trainers differ on whether to skip it, so an alarm on it is counted by itself,
+   odd batch that did no lasting damage. Trainers differ on whether to skip it, so an alarm on it is counted separately,
    neither as a hit nor as a false alarm.
 
 Events that begin in the first 50 rows are left out (the loss of the first steps rises in some logs), and so are alarms
 near them. Rules 1 to 4 and their numbers were fixed on the tuning logs before they were run on a held-out log.
-Not seen by this rule: a rise of the level that stays for good, which cannot be told from harder data.
+Not found by this rule: a permanent rise of the level, which looks the same as harder data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEVEL_ROWS, SPREAD_ROWS, LASTING_ROWS = 200, 500, 3
 """Rows on each side of the middle one."""
 EVENT_SPREADS, PEAK_SPREADS = 3.0, 6.0
 JOINED_ROWS, STARTUP_ROWS = 20, 50
-LEAST_SPREAD = 1e-3
+MIN_SPREAD = 1e-3
 """In nats of the logarithm: 0.1 % of the loss."""
 MAD_TO_SIGMA = 1.4826
 
@@ -46,14 +46,14 @@ class Labels:
 
 
 def label(losses: Sequence[float], grad_norms: Sequence[float] = ()) -> Labels:
-    is_broken = ~np.isfinite(np.asarray(losses, dtype=np.float64))
+    is_nonfinite = ~np.isfinite(np.asarray(losses, dtype=np.float64))
     rows, heights = heights_above_level(losses)
     stretches = [(int(rows[first]), int(rows[last])) for first, last in find_stretches(heights)]
     norm_rows, norm_heights = heights_above_level(grad_norms)
     far = {*rows[heights > PEAK_SPREADS].tolist(), *norm_rows[norm_heights > PEAK_SPREADS].tolist()}
     inside = {row for first, last in stretches for row in range(first, last + 1)}
     return Labels(
-        events=tuple(sorted([*join(np.flatnonzero(is_broken), 1), *(s for s in stretches if s[0] >= STARTUP_ROWS)])),
+        events=tuple(sorted([*join(np.flatnonzero(is_nonfinite), 1), *(s for s in stretches if s[0] >= STARTUP_ROWS)])),
         startup=tuple(stretch for stretch in stretches if stretch[0] < STARTUP_ROWS),
         outliers=tuple(sorted(far - inside)),
     )
@@ -67,7 +67,7 @@ def heights_above_level(values: Sequence[float]) -> tuple[NDArray[np.int64], Flo
         return rows[:0], array[:0]
     logs = np.log(np.maximum(array[rows], np.finfo(np.float64).tiny))
     residuals = logs - centred_median(logs, LEVEL_ROWS)
-    return rows, residuals / np.maximum(MAD_TO_SIGMA * spread_around(np.abs(residuals)), LEAST_SPREAD)
+    return rows, residuals / np.maximum(MAD_TO_SIGMA * spread_around(np.abs(residuals)), MIN_SPREAD)
 
 
 def find_stretches(heights: Floats) -> Iterator[tuple[int, int]]:
@@ -82,13 +82,13 @@ def find_stretches(heights: Floats) -> Iterator[tuple[int, int]]:
             yield int(above[0]), int(above[-1])
 
 
-def centred_median(values: Floats, num_beside: int) -> Floats:
-    """Median of each row and `num_beside` rows on either side; near the ends, of as many as both sides have."""
+def centred_median(values: Floats, half_width: int) -> Floats:
+    """Median over each row and `half_width` rows on either side; near the ends, over as many as both sides have."""
     num = len(values)
     medians = np.empty(num)
-    beside = min(num_beside, (num - 1) // 2)
-    medians[beside : num - beside] = np.median(sliding_window_view(values, 2 * beside + 1), axis=1)
-    for row in range(beside):
+    half = min(half_width, (num - 1) // 2)
+    medians[half : num - half] = np.median(sliding_window_view(values, 2 * half + 1), axis=1)
+    for row in range(half):
         medians[row] = np.median(values[: 2 * row + 1])
         medians[num - 1 - row] = np.median(values[num - 1 - 2 * row :])
     return medians
@@ -96,14 +96,14 @@ def centred_median(values: Floats, num_beside: int) -> Floats:
 
 def spread_around(deviations: Floats) -> Floats:
     """Centred median with whole windows only: rows near an end take the value of the nearest whole window."""
-    beside = min(SPREAD_ROWS, (len(deviations) - 1) // 2)
-    medians = np.median(sliding_window_view(deviations, 2 * beside + 1), axis=1)
-    return np.pad(medians, (beside, len(deviations) - beside - len(medians)), mode="edge")
+    half = min(SPREAD_ROWS, (len(deviations) - 1) // 2)
+    medians = np.median(sliding_window_view(deviations, 2 * half + 1), axis=1)
+    return np.pad(medians, (half, len(deviations) - half - len(medians)), mode="edge")
 
 
-def join(rows: NDArray[np.int64], most_apart: int) -> list[tuple[int, int]]:
-    """First and last of rows that are at most `most_apart` from the next."""
+def join(rows: NDArray[np.int64], max_distance: int) -> list[tuple[int, int]]:
+    """First and last of rows that are at most `max_distance` from the next."""
     if not len(rows):
         return []
-    parts = np.split(rows, np.flatnonzero(np.diff(rows) > most_apart) + 1)
+    parts = np.split(rows, np.flatnonzero(np.diff(rows) > max_distance) + 1)
     return [(int(part[0]), int(part[-1])) for part in parts]

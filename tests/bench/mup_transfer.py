@@ -4,8 +4,8 @@
 
 A narrow and a wide model learn the same text (Python's reference topics, byte by byte) over a grid of learning rates,
 under muP and under standard parametrization. For each it prints the loss by learning rate, the best rate of each width,
-and what it costs the wide model to take over the narrow one's best rate instead of its own. A few minutes on one
-core: a benchmark to run and look at, not a test. One seed and short runs: do not read differences below 0.01 nats.
+and the loss penalty of the wide model at the narrow model's best rate. A few minutes on one core. One seed and short
+runs: differences below 0.01 nats are not significant.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def model_config(parametrization: str, *, width: int, base_width: int) -> ModelC
 
 
 def batches(split: str, num_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Random windows of the text, the same ones every time; the last tenth is held out."""
+    """Random windows of the text with a fixed seed; the last tenth is held out."""
     text = np.frombuffer("\n".join(embedded_documents()).encode(), dtype=np.uint8)
     boundary = len(text) * 9 // 10
     part = text[:boundary] if split == "train" else text[boundary:]
@@ -66,7 +66,7 @@ def batches(split: str, num_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def final_loss(cfg: ModelConfig, *, lr: float, num_steps: int) -> float:
-    """Held-out loss after `num_steps` of AdamW: a tenth of warm-up, then a straight descent to zero."""
+    """Held-out loss after `num_steps` of AdamW: a tenth of warm-up, then linear decay to zero."""
     model = Transformer(cfg, sequence_length=SEQUENCE_LENGTH, linear=linear)
     initialize(model, cfg, seed=0)
     table = parameter_table(cfg, decay_embeddings=False)
@@ -98,7 +98,7 @@ def best_lr(losses: Losses, parametrization: str, width: int) -> float:
 
 
 def report(losses: Losses, parametrization: str, *, widths: Sequence[int], lrs: Sequence[float]) -> str:
-    """The table of one parametrization, and what transfer costs."""
+    """The table of one parametrization, and the penalty of transfer."""
     lines = [parametrization, "        lr" + "".join(f"   width {width:<4}" for width in widths)]
     bests = [best_lr(losses, parametrization, width) for width in widths]
     for lr in lrs:
@@ -111,13 +111,13 @@ def report(losses: Losses, parametrization: str, *, widths: Sequence[int], lrs: 
     penalty = losses[parametrization, widths[-1], narrow] - losses[parametrization, widths[-1], wide]
     shift = math.log2(wide / narrow)
     lines.append(
-        f"best rate moves by a factor 2^{shift:+.1f}; taking it over costs {penalty:+.4f} nats at {widths[-1]}"
+        f"best rate moves by a factor 2^{shift:+.1f}; the narrow rate costs {penalty:+.4f} nats at {widths[-1]}"
     )
     return "\n".join(lines) + "\n"
 
 
 def draw(losses: Losses, path: Path, *, widths: Sequence[int], lrs: Sequence[float]) -> None:
-    """Loss by learning rate, a panel a parametrization, a curve a width, its best rate marked."""
+    """Draw loss by learning rate: one panel per parametrization, one curve per width, its best rate marked."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[64, 256], help="the first is the base width")
     parser.add_argument("--steps", type=int, default=150, help="updates of one run")
     parser.add_argument("--lrs", type=float, nargs="+", default=[2.0**-power for power in range(11, 3, -1)])
-    parser.add_argument("--picture", type=Path, required=True, help="where the PNG goes")
+    parser.add_argument("--picture", type=Path, required=True, help="path of the PNG")
     arguments = parser.parse_args()
 
     losses: Losses = {}

@@ -1,8 +1,8 @@
-"""Anomaly rules of other trainers, written again from their sources: same windows, same order, same treatment of NaN.
+"""Anomaly rules of other trainers, reimplemented from their sources: same windows, same order, same treatment of NaN.
 
-Each rule takes a log and gives the rows at which that trainer would skip the update, clip, warn or stop. Repository,
-file and commit of what was read are named with each rule. All rules run open loop: the log goes on as it went, whatever
-a rule would have done. A rule that needs gradient norms raises `MissingGradNormsError` on a log without them.
+Each rule takes a log and yields the rows at which that trainer would skip the update, clip, warn or stop. The docstring
+of each rule names repository, file and commit. All rules run open loop: the log does not change with the decisions of
+a rule. A rule that needs gradient norms raises `MissingGradNormsError` on a log without them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def require_norms(log: TrainingLog) -> tuple[float, ...]:
 def past_mean_std(
     values: Sequence[float], *, window: int, ddof: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean and standard deviation of the `window` values before each; of as many as there are at the start."""
+    """Mean and standard deviation of the `window` values before each value; of fewer values at the start."""
     array = np.asarray(values, dtype=np.float64)
     means, stds = np.full(len(array), np.nan), np.full(len(array), np.nan)
     for row in range(ddof + 1, min(window, len(array))):

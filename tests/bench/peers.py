@@ -1,7 +1,7 @@
-"""The loaders that `tests.bench.data` measures beside this harness, set up as their documentation does.
+"""The loaders that `tests.bench.data` compares with this harness, configured as in their documentation.
 
-Each opens the same corpus and gives batches of int64 inputs and targets. The libraries are imported by name where they
-are used, since none of them is a dependency.
+Each opens the same corpus and returns batches of int64 inputs and targets. Libraries are imported by name inside the
+functions that use them, because none of them is a dependency.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ VOCAB_SIZE = 50_304
 
 
 class Loader(NamedTuple):
-    at: Callable[[int], Any]
-    """The batch of a random number."""
+    random_batch: Callable[[int], Any]
+    """The batch of a random index."""
     stream: Callable[[], Iterator[Any]]
     """Batches in the loader's own order."""
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """What most training scripts do: a memory map, a window, a conversion."""
+    """The usual dataset of training scripts: memory-map the file, slice a window, convert it to int64."""
 
     def __init__(self, path: Path) -> None:
         self.tokens: NDArray[np.uint16] = np.memmap(path, dtype=np.uint16, mode="r")
@@ -47,25 +47,25 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
 
-def over(dataset: Any, *, num_workers: int, device: torch.device) -> Loader:
-    """A dataset behind torch's DataLoader; one that iterates shuffles by itself."""
+def wrap_in_data_loader(dataset: Any, *, num_workers: int, device: torch.device) -> Loader:
+    """Put torch's DataLoader over a dataset; an `IterableDataset` shuffles itself."""
     pin = device.type == "cuda"
     shuffle = None if isinstance(dataset, IterableDataset) else True
     rng = np.random.default_rng(1)
 
-    def brought(batch: Any) -> Any:
+    def to_device(batch: Any) -> Any:
         tensors = batch.values() if isinstance(batch, dict) else batch
         return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
-    def at(_: int) -> Any:
-        return brought(default_collate([dataset[int(i)] for i in rng.integers(0, len(dataset), BATCH_SIZE)]))
+    def random_batch(_: int) -> Any:
+        return to_device(default_collate([dataset[int(i)] for i in rng.integers(0, len(dataset), BATCH_SIZE)]))
 
     def stream() -> Iterator[Any]:
         loader = DataLoader(dataset, BATCH_SIZE, shuffle=shuffle, num_workers=num_workers, pin_memory=pin)
         while True:
-            yield from map(brought, loader)
+            yield from map(to_device, loader)
 
-    return Loader(at=at, stream=stream)
+    return Loader(random_batch=random_batch, stream=stream)
 
 
 def open_megatron(directory: Path, *, cache: Path) -> Any:
@@ -76,7 +76,7 @@ def open_megatron(directory: Path, *, cache: Path) -> Any:
         blend=([str(directory / "corpus")], None),
         split="1,0,0",
         path_to_cache=str(cache),
-        tokenizer=Vocabulary(),
+        tokenizer=TokenizerStub(),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
@@ -88,8 +88,8 @@ def open_megatron(directory: Path, *, cache: Path) -> Any:
     return dataset(indexed, str(directory / "corpus"), documents, None, gpt_dataset.Split.train, config)
 
 
-class Vocabulary:
-    """As much of a tokenizer as GPTDataset asks for."""
+class TokenizerStub:
+    """The attributes of a tokenizer that GPTDataset reads."""
 
     vocab_size = VOCAB_SIZE
     eod = VOCAB_SIZE - 1
@@ -98,7 +98,7 @@ class Vocabulary:
 
 
 def import_streaming() -> ModuleType:
-    """mosaicml-streaming; torchvision, which only its image datasets use, is stood in for where it is missing."""
+    """Import mosaicml-streaming; if torchvision is missing, which only image datasets use, register empty modules."""
     if importlib.util.find_spec("torchvision") is None:
         names = ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional")
         for name in names:
@@ -112,7 +112,7 @@ def import_streaming() -> ModuleType:
 
 
 def write_shards(directory: Path, tokens: NDArray[np.uint16]) -> None:
-    """The same windows as the others cut, as mosaicml-streaming stores them."""
+    """Write the windows of the other loaders in the format of mosaicml-streaming."""
     columns = {"tokens": f"ndarray:uint16:{SEQUENCE_LENGTH + 1}"}
     with import_streaming().MDSWriter(out=str(directory), columns=columns) as writer:
         for first in range(0, len(tokens) - SEQUENCE_LENGTH, SEQUENCE_LENGTH):
@@ -123,8 +123,8 @@ def open_streaming(directory: Path) -> Any:
     streaming = import_streaming()
 
     class Samples(streaming.StreamingDataset):  # type: ignore[misc, name-defined]
-        def __getitem__(self, at: Any) -> tuple[Tensor, Tensor]:
-            window = torch.from_numpy(super().__getitem__(at)["tokens"].astype(np.int64))
+        def __getitem__(self, index: Any) -> tuple[Tensor, Tensor]:
+            window = torch.from_numpy(super().__getitem__(index)["tokens"].astype(np.int64))
             return window[:-1], window[1:]
 
     return Samples(local=str(directory / "shards"), remote=None, batch_size=BATCH_SIZE, shuffle=True)

@@ -1,4 +1,4 @@
-"""The picture of the README: the same injected faults with the sentinel on and off, beside a run without faults.
+"""The picture of the README: the same injected faults with the sentinel on and off, and a run without faults.
 
     python -m tests.bench.sentinel_on_off --picture docs/sentinel-on-off.png
 

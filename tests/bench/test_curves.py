@@ -1,4 +1,4 @@
-"""The detector benchmark itself: labels, scores, planted spikes, and logs read from a clone."""
+"""The detector benchmark: labels, scores, planted spikes, and logs read from a clone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from tests.bench.curves import LabelledLog, Score, episodes, plant, render_row, score, split_alarms
+from tests.bench.curves import LabelledLog, Score, group_alarms, plant, render_row, score, split_alarms
 from tests.bench.loss_events import Labels, label
 from tests.bench.peer_detectors import PEERS
 from tests.bench.training_logs import (
@@ -29,55 +29,55 @@ from tests.bench.training_logs import (
 )
 
 
-def falling(num: int = 2000, *, noise: float = 0.01) -> list[float]:
+def falling_losses(num: int = 2000, *, noise: float = 0.01) -> list[float]:
     random = Random(0)
     return [(3 + 8 * math.exp(-row / 80)) * math.exp(random.gauss(0, noise)) for row in range(num)]
 
 
-def test_a_healthy_curve_has_no_event() -> None:
-    assert label(falling()) == Labels((), (), ())
+def test_a_normal_curve_has_no_event() -> None:
+    assert label(falling_losses()) == Labels((), (), ())
 
 
 def test_a_lasting_rise_is_one_event() -> None:
-    losses = falling()
+    losses = falling_losses()
     for row in range(900, 960):
         losses[row] *= 1.2
     assert label(losses) == Labels(((900, 959),), (), ())
 
 
 def test_rises_a_few_rows_apart_are_one_event() -> None:
-    losses = falling()
+    losses = falling_losses()
     for row in (*range(900, 920), *range(930, 950)):
         losses[row] *= 1.2
     assert label(losses).events == ((900, 949),)
 
 
 def test_a_rise_below_six_spreads_is_no_event() -> None:
-    losses = [loss * 1.035 if 900 <= row < 960 else loss for row, loss in enumerate(falling(noise=0.01))]
+    losses = [loss * 1.035 if 900 <= row < 960 else loss for row, loss in enumerate(falling_losses(noise=0.01))]
     assert label(losses).events == ()
 
 
 def test_one_odd_batch_is_an_outlier() -> None:
-    losses, norms = falling(), [1 + row % 7 / 100 for row in range(2000)]
+    losses, norms = falling_losses(), [1 + row % 7 / 100 for row in range(2000)]
     losses[700] *= 1.3
     norms[1200] = 4.0
     assert label(losses, norms) == Labels((), (), (700, 1200))
 
 
 def test_a_level_that_stays_is_no_event() -> None:
-    losses = [loss * 1.3 if row >= 1000 else loss for row, loss in enumerate(falling())]
+    losses = [loss * 1.3 if row >= 1000 else loss for row, loss in enumerate(falling_losses())]
     assert label(losses).events == ()
 
 
-def test_nan_is_an_event_of_its_own() -> None:
-    losses = falling()
+def test_nan_is_a_separate_event() -> None:
+    losses = falling_losses()
     losses[10:13] = [math.nan, math.inf, math.nan]
     assert label(losses).events == ((10, 12),)
     assert label([1.0, *[math.nan] * 200]).events == ((1, 200),)
 
 
 def test_rise_of_the_first_steps_is_not_scored() -> None:
-    losses = falling()
+    losses = falling_losses()
     for row in range(20, 40):
         losses[row] *= 1.5
     labels = label(losses)
@@ -87,17 +87,17 @@ def test_rise_of_the_first_steps_is_not_scored() -> None:
 
 
 def test_alarms_close_together_are_one() -> None:
-    assert episodes([5, 6, 18, 31, 44]) == [5, 31, 44]
-    assert episodes([]) == []
+    assert group_alarms([5, 6, 18, 31, 44]) == [5, 31, 44]
+    assert group_alarms([]) == []
 
 
-def test_alarms_on_outliers_are_counted_by_themselves() -> None:
+def test_alarms_on_outliers_are_counted_separately() -> None:
     labels = Labels(((100, 120),), (), (300,))
     alarms = [80, 95, 170, 171, 300, 302, 303]
     assert split_alarms(alarms, labels, 400) == ([80, 171, 303], 2)
 
 
-def labelled(*, norms: bool = False) -> LabelledLog:
+def build_labelled_log(*, norms: bool = False) -> LabelledLog:
     steps = tuple(range(0, 2000, 5))
     log = TrainingLog("log", steps, (1.0,) * 400, (1.0,) * 400 if norms else ())
     return LabelledLog(log, Labels(((100, 120), (250, 260)), (), (200,)))
@@ -114,15 +114,15 @@ def labelled(*, norms: bool = False) -> LabelledLog:
     ],
 )
 def test_score(rows: list[int], delays: list[int], num_false: int) -> None:
-    total = score([labelled()], lambda _: iter(rows))
+    total = score([build_labelled_log()], lambda _: iter(rows))
     assert (total.num_events, total.delays, total.num_false) == (2, delays, num_false)
     assert total.num_clean_rows == 400 - 81 - 71
 
 
 def test_a_rule_about_norms_is_scored_on_logs_with_norms_only() -> None:
     zclip = PEERS["ZClip"]
-    assert score([labelled(), labelled(norms=True)], zclip) == Score(1, 2, [], 0, 0, 248)
-    assert "n/a" in render_row("ZClip", score([labelled()], zclip))
+    assert score([build_labelled_log(), build_labelled_log(norms=True)], zclip) == Score(1, 2, [], 0, 0, 248)
+    assert "n/a" in render_row("ZClip", score([build_labelled_log()], zclip))
 
 
 def test_planted_spikes_have_the_height_they_state() -> None:
@@ -136,7 +136,7 @@ def test_planted_spikes_have_the_height_they_state() -> None:
         assert planted.log.grad_norms[onset + 11] == pytest.approx(3.0)
 
 
-def test_planted_nan_lasts() -> None:
+def test_planted_nan_continues_to_the_end() -> None:
     log = TrainingLog("log", tuple(range(3000)), (2.0,) * 3000)
     planted = plant(log, math.nan, ramp_rows=1, decay_rows=1)
     ((onset, end),) = planted.labels.events
@@ -146,7 +146,7 @@ def test_planted_nan_lasts() -> None:
     assert planted.log.grad_norms == ()
 
 
-def test_formats() -> None:
+def test_log_formats() -> None:
     stats = '0: :::MLLOG {"value": {"reduced_train_loss": %s}, "metadata": {"step": %s.0}}\n'
     assert list(parse_mlperf(stats % (9.5, 64) + "text\n" + stats % (9.0, 128))) == [(1, 9.5, None), (2, 9.0, None)]
     golden = {"lm loss": {"values": {"1": 9.5, "6": 9.0, "11": "nan"}}}

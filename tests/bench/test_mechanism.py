@@ -32,7 +32,7 @@ def records(*, gap: float = 0.0, norm: float = 1.0, moment: float = 1.0, update:
     """A run with a falling loss and the given values at the burst."""
 
     def at(index: int) -> StepRecord:
-        struck = index == BURST_AT
+        is_burst = index == BURST_AT
         return StepRecord(
             time=0.0,
             iteration=index + 1,
@@ -40,15 +40,15 @@ def records(*, gap: float = 0.0, norm: float = 1.0, moment: float = 1.0, update:
             cursor=index,
             tokens=0,
             loss=4.0 - index / NUM_STEPS + (gap if index >= BURST_AT else 0.0),
-            grad_norm=norm if struck else 1.0,
+            grad_norm=norm if is_burst else 1.0,
             lr=1.0,
             tokens_per_s=1.0,
             refused=False,
             stop_requested=False,
             step_time_s=1.0,
             flops_per_s=1.0,
-            v_norm=moment if struck else 1.0,
-            update_ratio=update if struck else 1.0,
+            v_norm=moment if is_burst else 1.0,
+            update_ratio=update if is_burst else 1.0,
         )
 
     return [at(index) for index in range(NUM_STEPS)]
@@ -118,14 +118,14 @@ def test_burst_run_and_clean_run_differ_only_by_the_burst(ranks: Pool, tmp_path:
     """Two real runs: bit-identical before the burst; its gradient is large, and the loss rises after it."""
     cell = Cell(0.999, None, 0.1)
     small = ("model.dim=32", "model.num_layers=1", "train.batch_size=8", "train.sequence_length=32")
-    struck, spared = (grid.Trial(tmp_path, cell, 0, is_struck, small) for is_struck in (True, False))
-    for trial in (struck, spared):
+    burst_trial, clean_trial = (grid.Trial(tmp_path, cell, 0, has_burst, small) for has_burst in (True, False))
+    for trial in (burst_trial, clean_trial):
         ranks.run(1, grid.train, trial)
-    burst, clean = grid.records(struck), grid.records(spared)
+    burst, clean = grid.records(burst_trial), grid.records(clean_trial)
     assert [record.loss for record in burst[:BURST_AT]] == [record.loss for record in clean[:BURST_AT]]
     found = measure_effect(burst, clean)
     assert found.grad_factor > 5
     assert found.update_factor > 1.5
     assert found.damage > 1.0
-    grid.run_all([struck, spared])  # both are there: nothing is trained again
-    assert grid.records(struck) == burst
+    grid.run_all([burst_trial, clean_trial])  # both runs are finished: nothing is trained again
+    assert grid.records(burst_trial) == burst

@@ -1,4 +1,4 @@
-"""Each peer's rule against short series whose alarms were worked out by hand from the peer's source."""
+"""Each peer's rule on short series whose alarms were derived by hand from the peer's source."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def alarms(rule: Rule, losses: Sequence[float], norms: Sequence[float] = ()) -> 
     return list(rule(TrainingLog("log", tuple(range(len(losses))), tuple(losses), tuple(norms))))
 
 
-def test_past_mean_and_deviation_leave_the_value_itself_out() -> None:
+def test_past_mean_and_deviation_exclude_the_value_itself() -> None:
     means, stds = past_mean_std([1.0, 2.0, 4.0, 4.0], window=2, ddof=1)
     assert means[2:].tolist() == [1.5, 3.0]
     assert stds[2:].tolist() == pytest.approx([math.sqrt(0.5), math.sqrt(2.0)])
@@ -42,7 +42,7 @@ def test_olmo_core_divides_by_n_minus_1(loss: float, expected: list[int]) -> Non
     assert alarms(olmo_core, [*ALTERNATING, loss]) == expected  # 2 + 6 * 1.0039 = 8.0236
 
 
-def test_olmo_core_judges_from_the_64th_step() -> None:
+def test_olmo_core_starts_at_the_64th_step() -> None:
     assert alarms(olmo_core, [*ALTERNATING[:62], 100.0, 2.0]) == []
     assert alarms(olmo_core, [*ALTERNATING[:63], 100.0]) == [63]
 
@@ -65,7 +65,7 @@ def test_olmo_core_raises_on_an_early_nan_when_it_collects_metrics() -> None:
     assert alarms(olmo_core, [NAN, 1.0]) == [0]
 
 
-def test_olmo_core_judges_norms_where_there_are_any() -> None:
+def test_olmo_core_checks_norms_if_there_are_any() -> None:
     losses = [*ALTERNATING, 2.0]
     assert alarms(olmo_core, losses, [*ALTERNATING, 8.03]) == [128]
     assert alarms(olmo_core, losses) == []
@@ -76,7 +76,7 @@ def test_levanter_divides_by_n(norm: float, expected: list[int]) -> None:
     assert alarms(levanter, [*ALTERNATING, 2.0], [*ALTERNATING, norm]) == expected
 
 
-def test_levanter_judges_once_64_values_are_known() -> None:
+def test_levanter_starts_after_64_values() -> None:
     losses = [*ALTERNATING[:63], 100.0]
     assert alarms(levanter, losses, [1.0] * 64) == []
     losses = [*ALTERNATING[:64], 100.0]
@@ -84,7 +84,7 @@ def test_levanter_judges_once_64_values_are_known() -> None:
 
 
 @pytest.mark.parametrize(("norm", "expected"), [(1.000005, []), (1.000007, [128])])
-def test_levanter_has_a_least_deviation(norm: float, expected: list[int]) -> None:
+def test_levanter_has_a_minimum_deviation(norm: float, expected: list[int]) -> None:
     assert alarms(levanter, [*ALTERNATING, 2.0], [*[1.0] * 128, norm]) == expected
 
 
@@ -94,8 +94,8 @@ def test_levanter_skips_128_steps_after_a_nan_norm() -> None:
     assert alarms(levanter, ALTERNATING * 4, norms) == list(range(200, 329))
 
 
-def test_z_score_of_llm_c_holds_the_value_itself() -> None:
-    """A value that k of 128 have and the others do not: z = sqrt((128 - k) / k)."""
+def test_z_score_of_llm_c_includes_the_value_itself() -> None:
+    """If k of 128 values are equal outliers, z = sqrt((128 - k) / k)."""
     detector = OutlierDetector()
     assert all(math.isnan(detector.update(1.0)) for _ in range(128))
     assert detector.update(1.0) == 0.0
@@ -108,11 +108,11 @@ def test_llm_c_skips_two_steps_of_a_jump() -> None:
     assert alarms(llm_c, [1.0] * 148, [*[1.0] * 128, *[2.0] * 20]) == [128, 129]
 
 
-def test_llm_c_is_silent_until_its_window_is_full() -> None:
+def test_llm_c_has_no_alarm_until_its_window_is_full() -> None:
     assert alarms(llm_c, [*[1.0] * 127, 2.0]) == []
 
 
-def test_llm_c_never_speaks_again_after_a_nan() -> None:
+def test_llm_c_has_no_alarm_after_a_nan() -> None:
     assert alarms(llm_c, [*[1.0] * 50, NAN, *[1.0] * 500, 100.0]) == []
 
 
@@ -136,7 +136,7 @@ def test_cap_of_llm_foundry_stays_at_10() -> None:
     assert alarms(llm_foundry, [*[5.0] * 100, *[6.0] * 300]) == []
 
 
-def test_llm_foundry_does_not_see_nan() -> None:
+def test_llm_foundry_ignores_nan() -> None:
     assert alarms(llm_foundry, [*[1.0] * 150, *[NAN] * 150]) == []
 
 
@@ -145,7 +145,7 @@ def test_megatron_takes_ten_times_the_largest_of_100(loss: float, expected: list
     assert alarms(megatron, [50.0, *[1.0] * 99, 2.0, loss]) == expected  # the first iteration is not validated
 
 
-def test_megatron_checks_nan_by_itself() -> None:
+def test_megatron_checks_nan_separately() -> None:
     assert alarms(megatron, [NAN, *[1.0] * 4, NAN, math.inf, 1.0]) == [5, 6]
 
 
@@ -153,7 +153,7 @@ def test_megatron_does_not_count_nan_as_a_sample() -> None:
     assert alarms(megatron, [1.0, NAN, *[1.0] * 99, 10.0, 100.0]) == [1, 102]
 
 
-def test_torchtitan_stops_on_what_is_not_finite() -> None:
+def test_torchtitan_stops_on_non_finite_values() -> None:
     assert alarms(torchtitan, [1.0, NAN, 100.0, -math.inf], [1.0, 1.0, 1.0, 1.0]) == [1, 3]
     assert alarms(torchtitan, [1.0, 1.0], [1.0, math.inf]) == [1]
 
@@ -168,12 +168,12 @@ def test_zclip_clips_above_2_5_deviations(norm: float, expected: list[int]) -> N
 
 
 @pytest.mark.parametrize(("norm", "expected"), [(4.4443, [25]), (4.4448, [25, 26])])
-def test_zclip_learns_what_it_clipped_to(norm: float, expected: list[int]) -> None:
+def test_zclip_updates_its_mean_with_the_clipped_norm(norm: float, expected: list[int]) -> None:
     """A norm of z = 10 enters as 2.6124: mean 2.0184, variance 0.9418, so the next is clipped above 4.4445."""
     assert alarms(zclip, [1.0] * 27, [*WARM_UP, 11.79797, norm]) == expected
 
 
-def test_zclip_does_not_judge_its_warm_up() -> None:
+def test_zclip_does_not_clip_during_its_warm_up() -> None:
     assert alarms(zclip, [1.0] * 25, [*WARM_UP[:24], 100.0]) == []
 
 
@@ -182,6 +182,6 @@ def test_zclip_never_clips_again_after_a_nan() -> None:
 
 
 @pytest.mark.parametrize("rule", [zclip, levanter])
-def test_rules_about_norms_do_not_run_on_the_loss(rule: Rule) -> None:
+def test_rules_about_norms_need_norms(rule: Rule) -> None:
     with pytest.raises(MissingGradNormsError):
         alarms(rule, ALTERNATING)

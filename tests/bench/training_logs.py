@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-LEAST_ROWS = 100
-"""Shorter logs are skipped: most rules have not seen enough rows to say anything."""
+MIN_ROWS = 100
+"""Shorter logs are rejected: most rules need more rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class TrainingLog:
     steps: tuple[int, ...]
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...] = ()
-    """Before clipping; empty where the log has none."""
+    """Before clipping; empty if the log has none."""
 
 
 Row = tuple[int, float, float | None]
@@ -213,7 +213,7 @@ def read_log(source: Source, name: str, clones: Path) -> TrainingLog:
     command = ["git", "-C", str(clones / source.repository), "show", f"{source.commit}:{source.paths[name]}"]
     text = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.decode(errors="replace")
     rows = list(source.parse(text))
-    assert len(rows) >= LEAST_ROWS, f"{source.repository} {source.paths[name]}: {len(rows)} rows"
+    assert len(rows) >= MIN_ROWS, f"{source.repository} {source.paths[name]}: {len(rows)} rows"
     norms = tuple(norm for _, _, norm in rows if norm is not None)
     assert len(norms) in (0, len(rows)), f"{source.repository} {source.paths[name]}: norms on some rows only"
     return TrainingLog(name, tuple(step for step, _, _ in rows), tuple(loss for _, loss, _ in rows), norms)
