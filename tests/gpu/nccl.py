@@ -29,14 +29,16 @@ def run_ranks(directory: Path, *, num_ranks: int, worker: str = RUN, arguments: 
         processes = []
         for rank in range(num_ranks):
             log = stack.enter_context((directory / "logs" / f"rank-{rank}.txt").open("wb"))
-            place = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-            address = {
+            rank_environment = {"RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+            network_environment = {
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
                 "NCCL_SOCKET_IFNAME": "lo",
                 "NCCL_HOSTID": f"h{rank}",
             }
-            environment = os.environ | {name: str(value) for name, value in {**place, **address}.items()}
+            environment = os.environ | {
+                name: str(value) for name, value in {**rank_environment, **network_environment}.items()
+            }
             command = [sys.executable, "-c", worker, str(directory), *arguments]
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
             processes.append(process)
@@ -50,10 +52,10 @@ def run_case(directory: Path, name: str, *arguments: str, num_ranks: int) -> lis
     for path in (directory, directory / "logs", directory / "results"):
         path.mkdir()
     codes = run_ranks(directory, num_ranks=num_ranks, worker=CASE, arguments=(name, *arguments))
-    assert codes == [0] * num_ranks, logs_of(directory)
+    assert codes == [0] * num_ranks, read_logs(directory)
     return [json.loads((directory / "results" / str(rank)).read_text()) for rank in range(num_ranks)]
 
 
-def logs_of(directory: Path) -> str:
+def read_logs(directory: Path) -> str:
     """The end of each rank's output."""
     return "\n".join(path.read_text()[-3000:] for path in sorted((directory / "logs").glob("rank-*.txt")))

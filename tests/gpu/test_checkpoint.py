@@ -45,11 +45,11 @@ def step(parts: Parts, cfg: Config, index: int) -> None:
     finish_step(parts, cfg=cfg, probe=False)
 
 
-def copies(parts: Parts) -> dict[str, torch.Tensor]:
+def copy_tensors(parts: Parts) -> dict[str, torch.Tensor]:
     return {name: local(tensor.detach()).clone() for name, tensor in parts.tensors().items()}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def all_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -64,7 +64,7 @@ def test_a_snapshot_needs_no_sync_and_holds_the_state_of_its_step(tmp_path: Path
     try:
         for index in range(2, 6):
             step(parts, cfg, index)
-            expected.append(copies(parts))
+            expected.append(copy_tensors(parts))
             slots.append(parts.ring.take_snapshot(RunState(iteration=index)))
         step(parts, cfg, 6)
     finally:
@@ -82,15 +82,15 @@ def test_a_rewind_replays_bit_for_bit(tmp_path: Path) -> None:
     step(parts, cfg, 0)
     slot = parts.ring.take_snapshot(RunState(iteration=1, step=1))
     slot.complete(step=1, refused_in_row=0)
-    before = copies(parts)
+    before = copy_tensors(parts)
     for index in range(1, 4):
         step(parts, cfg, index)
-    after = copies(parts)
+    after = copy_tensors(parts)
     assert parts.ring.restore(slot).step == 1
-    assert same(copies(parts), before)
+    assert all_equal(copy_tensors(parts), before)
     for index in range(1, 4):
         step(parts, cfg, index)
-    assert same(copies(parts), after)
+    assert all_equal(copy_tensors(parts), after)
     parts.close()
 
 
@@ -108,14 +108,14 @@ def test_a_background_save_can_be_loaded(tmp_path: Path) -> None:
     for index in range(2):
         step(parts, cfg, index)
     state = RunState(iteration=2, step=2, cursor=2)
-    before = copies(parts)
+    before = copy_tensors(parts)
     assert parts.checkpoints.save_last(state, is_done=False)
     (saved,) = [event for event in parts.checkpoints.drain_events() if isinstance(event, CheckpointSaved)]
     assert saved.bytes > sum(tensor.nbytes for tensor in before.values())
     for index in range(2, 4):
         step(parts, cfg, index)
-    assert not same(copies(parts), before)
+    assert not all_equal(copy_tensors(parts), before)
     found = store.load_newest(RunDir(tmp_path).checkpoints, parts.tensors(), world=parts.world)
     assert found.loaded == store.LoadedCheckpoint(state, saved.directory)
-    assert same(copies(parts), before)
+    assert all_equal(copy_tensors(parts), before)
     parts.close()

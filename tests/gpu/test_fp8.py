@@ -37,7 +37,7 @@ def engines() -> tuple[Engine, Engine]:
     return get_engine("transformer_engine"), get_engine("emulated")
 
 
-def numbers(*shape: int, seed: int = 0) -> Tensor:
+def random_values(*shape: int, seed: int = 0) -> Tensor:
     """Normal values, with a few that are large, zero, tiny or NaN."""
     generator = torch.Generator(device="cuda").manual_seed(seed)
     values = torch.randn(*shape, device="cuda", generator=generator)
@@ -45,7 +45,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return values.to(torch.bfloat16)
 
 
-def bits(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, with one encoding of NaN."""
     return torch.where(tensor.float().isnan(), 0x7F, tensor.view(torch.uint8))
 
@@ -55,31 +55,31 @@ def bits(tensor: Tensor) -> Tensor:
 def test_both_engines_quantize_to_the_same_bits(
     engines: tuple[Engine, Engine], dtype: torch.dtype, transpose: bool
 ) -> None:
-    values, scale = numbers(256, 512), torch.tensor(3.7, device="cuda")
+    values, scale = random_values(256, 512), torch.tensor(3.7, device="cuda")
     amaxes = [torch.zeros((), device="cuda") for _ in engines]
     real, emulated = (
         engine.quantize(values.nan_to_num(1.0), scale, dtype=dtype, transpose=transpose, amax=amax)
         for engine, amax in zip(engines, amaxes, strict=True)
     )
-    assert torch.equal(bits(real.rows), bits(emulated.rows))
-    assert torch.equal(bits(real.columns), bits(emulated.columns))
+    assert torch.equal(as_bytes(real.rows), as_bytes(emulated.rows))
+    assert torch.equal(as_bytes(real.columns), as_bytes(emulated.columns))
     assert amaxes[0] == amaxes[1] == 300.0
-    spoiled = engines[0].quantize(values, scale, dtype=dtype, transpose=transpose, amax=None)
-    assert spoiled.rows.float().isnan().sum() == 1, "only NaN becomes NaN"
+    with_nan = engines[0].quantize(values, scale, dtype=dtype, transpose=transpose, amax=None)
+    assert with_nan.rows.float().isnan().sum() == 1, "only NaN becomes NaN"
 
 
 @pytest.mark.parametrize("square", [True, False])
 def test_both_engines_quantize_blocks_to_the_same_bits(engines: tuple[Engine, Engine], square: bool) -> None:
-    values = numbers(256, 512).nan_to_num(1.0)
+    values = random_values(256, 512).nan_to_num(1.0)
     real, emulated = (
         engine.quantize_blocks(values, dtype=FORWARD, transpose=True, square=square) for engine in engines
     )
-    assert torch.equal(bits(real.rows), bits(emulated.rows))
-    assert torch.equal(bits(real.columns), bits(emulated.columns))
+    assert torch.equal(as_bytes(real.rows), as_bytes(emulated.rows))
+    assert torch.equal(as_bytes(real.columns), as_bytes(emulated.columns))
 
 
 def test_gemms_use_the_quantized_values(engines: tuple[Engine, Engine]) -> None:
-    left, right = numbers(128, 512).nan_to_num(1.0), numbers(256, 512, seed=1).nan_to_num(1.0)
+    left, right = random_values(128, 512).nan_to_num(1.0), random_values(256, 512, seed=1).nan_to_num(1.0)
     one = torch.ones((), device="cuda")
     operands = [
         Operand(engines[1].quantize(values, one, dtype=FORWARD, transpose=False, amax=None).rows, one)
@@ -109,8 +109,8 @@ def test_layers_match_the_emulation(kind: str) -> None:
             each.weight = nn.Parameter(each.weight.to(torch.bfloat16))
         outputs = project(hidden, *layers)
         seeds = [torch.randn(output.shape, device="cuda").to(torch.bfloat16) for output in outputs]
-        wanted = [hidden, *(each.weight for each in layers)]
-        results.append([*outputs, *torch.autograd.grad(outputs, wanted, seeds)])
+        inputs = [hidden, *(each.weight for each in layers)]
+        results.append([*outputs, *torch.autograd.grad(outputs, inputs, seeds)])
     for real, emulated in zip(*results, strict=True):
         distance = (real.float() - emulated.float()).norm() / emulated.float().norm()
         assert distance < 0.01
@@ -126,49 +126,49 @@ def single_rank() -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
 
 
-def started(overrides: list[str], directory: Path) -> tuple[Config, Parts]:
+def start(overrides: list[str], directory: Path) -> tuple[Config, Parts]:
     cfg = load([*SMALL, "precision=fp8", *overrides])
     return cfg, build(cfg, connect(cfg.parallel), RunDir(directory))
 
 
-def losses(cfg: Config, parts: Parts, first: int, count: int, *, probe: bool = False) -> list[float]:
-    found = []
+def train_losses(cfg: Config, parts: Parts, first: int, count: int, *, probe: bool = False) -> list[float]:
+    losses = []
     with fast_attention():
         for index in range(first, first + count):
             forward_backward(parts, parts.batches[index], cfg=cfg, probe=probe)
             report = finish_step(parts, cfg=cfg, probe=probe)
             layout = parts.signals.layout
-            found.append(float(layout.scalar(report, "loss") / layout.scalar(report, "tokens")))
+            losses.append(float(layout.scalar(report, "loss") / layout.scalar(report, "tokens")))
             if probe:
                 assert layout.part(report, "fp8_tensors").tolist() == [4.0 * 4, 7.0 * 4, 7.0 * 4]
-    return found
+    return losses
 
 
 @pytest.mark.usefixtures("engines", "single_rank")
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block"])
-def test_a_compiled_model_falls_back_to_bf16_and_returns_to_fp8(recipe: str, tmp_path: Path) -> None:
-    cfg, parts = started(["parallel.compile=true", f"precision.fp8.recipe={recipe}"], tmp_path)
+def test_a_compiled_model_switches_to_bf16_and_back_to_fp8(recipe: str, tmp_path: Path) -> None:
+    cfg, parts = start(["parallel.compile=true", f"precision.fp8.recipe={recipe}"], tmp_path)
     assert cfg.model.num_layers == 4
-    first = losses(cfg, parts, 0, 6, probe=True)
+    first = train_losses(cfg, parts, 0, 6, probe=True)
     assert len({each.recipe for each in parts.fp8_layers.layers}) == 1
     parts.fp8_layers.use_fp8(False)
-    between = losses(cfg, parts, 6, 3)
+    between = train_losses(cfg, parts, 6, 3)
     parts.fp8_layers.use_fp8(True)
-    last = losses(cfg, parts, 9, 6)
+    last = train_losses(cfg, parts, 9, 6)
     assert all(torch.isfinite(torch.tensor([*first, *between, *last])))
     assert last[-1] < between[-1] < first[0]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs == 3, "one for fp8, one for bf16, one for the gate, for any number of blocks"
+    assert graphs == 3, "one for fp8, one for bf16, one for the gate, whatever the number of blocks"
     parts.close()
 
 
 @pytest.mark.usefixtures("engines", "single_rank")
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_activation_checkpointing_gives_the_same_losses(kind: str, tmp_path: Path) -> None:
-    found = []
+    losses = []
     for activations in ("none", kind):
-        cfg, parts = started([f"parallel.activation_checkpointing={activations}"], tmp_path)
-        found.append(losses(cfg, parts, 0, 3))
+        cfg, parts = start([f"parallel.activation_checkpointing={activations}"], tmp_path)
+        losses.append(train_losses(cfg, parts, 0, 3))
         parts.close()
         disconnect()
-    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

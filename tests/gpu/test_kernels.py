@@ -18,11 +18,11 @@ from harness.precision.fp8.swiglu import (
     quantize_grads_by_kernels,
     quantize_product_by_kernels,
 )
-from tests.gpu.where import DEVICE, IS_INTERPRETED, MARKS
+from tests.gpu.kernel_device import DEVICE, IS_INTERPRETED, MARKS
 
 pytestmark = MARKS
 
-SAME, NEXT = (0.8, 0.51) if IS_INTERPRETED else (0.999, 0.26)
+EQUAL_SHARE, MAX_RELATIVE_ERROR = (0.8, 0.51) if IS_INTERPRETED else (0.999, 0.26)
 """Share of fp8 values that must be equal, and relative error of the others. The interpreter truncates instead of
 rounding, which may change a value by half."""
 MATRICES = [(80, 72)] if IS_INTERPRETED else [(512, 768), (208, 80)]
@@ -54,8 +54,8 @@ def test_underflow_counts_match_torch(monkeypatch: pytest.MonkeyPatch, sample: i
         before, after = quantize_meters.sample_rows(values), quantize_meters.sample_rows(quantized.rows)
         every = quantize_meters.sample_stride(values)
         quantize_meters.record_underflow(plain, before, after, scale, every=every)
-        values_there, bytes_there = values.to(DEVICE), quantized.rows.view(torch.uint8).to(DEVICE)
-        sampled = quantize_meters.sample_rows(values_there), quantize_meters.sample_rows(bytes_there)
+        values_on_device, bytes_on_device = values.to(DEVICE), quantized.rows.view(torch.uint8).to(DEVICE)
+        sampled = quantize_meters.sample_rows(values_on_device), quantize_meters.sample_rows(bytes_on_device)
         count_underflow(*sampled, scale.to(DEVICE), own, every=every)
     torch.testing.assert_close(own.cpu(), plain, rtol=1e-5, atol=0.0)
     assert plain[Column.underflows] > 0
@@ -76,12 +76,12 @@ def test_the_result_does_not_depend_on_the_last_scale(dtype: torch.dtype, shape:
         assert last_scale == fitting
         assert tiles.scale_inv * last_scale == 1.0
         assert torch.equal(tiles.columns.view(torch.uint8), tiles.rows.view(torch.uint8).T)
-        assert (tiles.rows.float() == plain.rows.float()).float().mean() > SAME
-        torch.testing.assert_close(tiles.rows.float(), plain.rows.float(), rtol=NEXT, atol=0.02)
+        assert (tiles.rows.float() == plain.rows.float()).float().mean() > EQUAL_SHARE
+        torch.testing.assert_close(tiles.rows.float(), plain.rows.float(), rtol=MAX_RELATIVE_ERROR, atol=0.02)
     values[5, 7] = torch.inf
-    spoiled = quantize_matrix(values, last_scale, dtype=dtype, step=SCALE_STEPS[dtype])
+    nonfinite = quantize_matrix(values, last_scale, dtype=dtype, step=SCALE_STEPS[dtype])
     assert last_scale == 0.0
-    assert IS_INTERPRETED or spoiled.rows[5, 7].float().isnan()  # the interpreter clamps NaN
+    assert IS_INTERPRETED or nonfinite.rows[5, 7].float().isnan()  # the interpreter clamps NaN
 
 
 @pytest.mark.parametrize(("recipe", "is_primed"), [("current", False), ("delayed", False), ("delayed", True)])
@@ -114,8 +114,10 @@ def test_swiglu_is_quantized_as_in_torch(recipe: str, shape: tuple[int, int], is
     for one, other in zip(kernels, others, strict=True):
         assert torch.equal(one.columns.view(torch.uint8), one.rows.view(torch.uint8).T)
         same = (one.rows.float() == other.rows.float()) | (one.rows.float().isnan() & other.rows.float().isnan())
-        assert same.float().mean() > SAME
-        torch.testing.assert_close(one.rows.float(), other.rows.float(), rtol=NEXT, atol=0.02, equal_nan=True)
+        assert same.float().mean() > EQUAL_SHARE
+        torch.testing.assert_close(
+            one.rows.float(), other.rows.float(), rtol=MAX_RELATIVE_ERROR, atol=0.02, equal_nan=True
+        )
         torch.testing.assert_close(one.row_scale_inv, other.row_scale_inv, rtol=1e-2, atol=0.0)
     compared = [column for column in Column if column is not Column.last_scale]
     for one_meter, other_meter in zip(own, plain, strict=True):
@@ -125,14 +127,14 @@ def test_swiglu_is_quantized_as_in_torch(recipe: str, shape: tuple[int, int], is
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy warns in the interpreter
-@pytest.mark.parametrize("spoiled", [(), (torch.nan, torch.inf)])
-def test_swiglu_underflow_counts_match_torch(spoiled: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("nonfinite", [(), (torch.nan, torch.inf)])
+def test_swiglu_underflow_counts_match_torch(nonfinite: tuple[float, ...]) -> None:
     """Exactly: with these values all arithmetic is exact."""
     from harness.kernels.swiglu import count_swiglu_grad_underflow, count_swiglu_underflow
 
     shape, generator = (9, 1500), torch.Generator().manual_seed(0)
     up = torch.randint(-30, 12, shape, generator=generator).float().exp2()
-    up[1, 5:20], up[-2:, 4 : 4 + len(spoiled)] = 0.0, torch.tensor(spoiled)
+    up[1, 5:20], up[-2:, 4 : 4 + len(nonfinite)] = 0.0, torch.tensor(nonfinite)
     up[5, 9] = UNDERFLOW[FORWARD] * 2.0**8 / 64  # on the threshold
     up = up.to(DEVICE, torch.bfloat16)
     grad = torch.randint(-40, 3, shape, generator=generator).float().exp2().to(DEVICE, torch.bfloat16)
@@ -170,9 +172,9 @@ def test_logits_are_overwritten_by_their_gradient(width: int, multiplier: float,
     torch.testing.assert_close(own_losses, losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(own_z, z_sum, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(own_gradient, gradient, rtol=1e-2, atol=1e-7)
-    spoiled = logits.clone()
-    spoiled[3, 5], spoiled[4, 6] = torch.nan, torch.inf
-    own_losses, _, own_gradient = _chunk_gradient_in_place(spoiled, targets, scalar(0.25), options)
+    nonfinite = logits.clone()
+    nonfinite[3, 5], nonfinite[4, 6] = torch.nan, torch.inf
+    own_losses, _, own_gradient = _chunk_gradient_in_place(nonfinite, targets, scalar(0.25), options)
     assert (~own_losses.isfinite()).nonzero().flatten().tolist() == [3, 4]
     assert own_gradient[3:5].isnan().all()
 

@@ -17,7 +17,7 @@ from harness.sentinel.device.local_sums import (
     state_sums,
     state_sums_in_one_pass,
 )
-from tests.gpu.where import DEVICE, IS_INTERPRETED, MARKS
+from tests.gpu.kernel_device import DEVICE, IS_INTERPRETED, MARKS
 
 pytestmark = MARKS
 
@@ -32,14 +32,20 @@ NUM_LARGE = 300_001 if IS_INTERPRETED else 5_000_001
 """Values of a tensor of many pieces."""
 
 
-def shards(shapes: Shapes, num_steps: float = 3.0) -> list[ParameterShard]:
+def build_shards(shapes: Shapes, num_steps: float = 3.0) -> list[ParameterShard]:
     generator = torch.Generator(device=DEVICE).manual_seed(0)
 
-    def numbers(shape: tuple[int, ...]) -> Tensor:
+    def random_values(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, device=DEVICE, generator=generator)
 
     return [
-        ParameterShard(numbers(shape), numbers(shape), numbers(shape), numbers(shape).square(), scalar(num_steps))
+        ParameterShard(
+            random_values(shape),
+            random_values(shape),
+            random_values(shape),
+            random_values(shape).square(),
+            scalar(num_steps),
+        )
         for shape in shapes
     ]
 
@@ -48,32 +54,32 @@ def scalar(value: float) -> Tensor:
     return torch.tensor(value, device=DEVICE)
 
 
-def options() -> AdamWOptions:
+def adamw_options() -> AdamWOptions:
     return AdamWOptions(scalar(0.01), weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
 
 
 @pytest.mark.parametrize("shapes", [ODD, EVEN])
 def test_adamw_matches_torch_and_keeps_the_gradient(shapes: Shapes) -> None:
-    ours, theirs = shards(shapes), shards(shapes)
+    ours, theirs = build_shards(shapes), build_shards(shapes)
     for _ in range(3):
-        step_triton(ours, options(), skip_mask=scalar(0.0), divisor=scalar(4.0))
+        step_triton(ours, adamw_options(), skip_mask=scalar(0.0), divisor=scalar(4.0))
         for shard in theirs:
             gradient = shard.gradient.clone()
-            step_fused([shard], options(), skip_mask=scalar(0.0), divisor=scalar(4.0))
+            step_fused([shard], adamw_options(), skip_mask=scalar(0.0), divisor=scalar(4.0))
             shard.gradient.copy_(gradient)  # torch writes the divided gradient back
-    for own, their, begun in zip(ours, theirs, shards(shapes), strict=True):
+    for own, their, initial in zip(ours, theirs, build_shards(shapes), strict=True):
         torch.testing.assert_close(tuple(own), tuple(their), rtol=1e-5, atol=1e-6)
         assert own.step == 6
-        assert torch.equal(own.gradient, begun.gradient)
-        assert not torch.equal(own.parameter, begun.parameter) or not own.parameter.numel()
+        assert torch.equal(own.gradient, initial.gradient)
+        assert not torch.equal(own.parameter, initial.parameter) or not own.parameter.numel()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
 def test_a_skipped_update_changes_no_bit(bad: float) -> None:
-    ours, before = shards(ODD, 0.0), shards(ODD, 0.0)
+    ours, before = build_shards(ODD, 0.0), build_shards(ODD, 0.0)
     for shard in ours:
         shard.gradient.fill_(bad)
-    step_triton(ours, options(), skip_mask=scalar(1.0), divisor=scalar(bad))
+    step_triton(ours, adamw_options(), skip_mask=scalar(1.0), divisor=scalar(bad))
     for own, old in zip(ours, before, strict=True):
         kept = zip(own._replace(gradient=own.step), old._replace(gradient=old.step), strict=True)
         assert all(torch.equal(now, then) for now, then in kept)
@@ -90,12 +96,12 @@ def exact_sums(
     return StateSums(*torch.tensor(rows, dtype=torch.float64, device=DEVICE).unbind(dim=1))
 
 
-@pytest.mark.parametrize("is_sound", [True, False])
-def test_state_sums_match_torch(is_sound: bool) -> None:
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_state_sums_match_torch(is_finite: bool) -> None:
     half, none, mean, square = (torch.full((NUM_LARGE,), value, device=DEVICE) for value in (0.5, 0.0, -2e-3, 1e-6))
     large = ParameterShard(half, none, mean, square, scalar(1.0))
-    every = [*shards(ODD if is_sound else EVEN), large]
-    if not is_sound:
+    every = [*build_shards(ODD if is_finite else EVEN), large]
+    if not is_finite:
         every[1].parameter[-1], every[3].first[0, 0], every[4].second[0, 0] = math.nan, math.inf, math.nan
     weights, _, firsts, seconds, _ = (list(column) for column in zip(*every, strict=True))
     one = state_sums_in_one_pass(weights, firsts, seconds, scalar(0.2), eps=1e-8)
@@ -106,8 +112,8 @@ def test_state_sums_match_torch(is_sound: bool) -> None:
         for own, theirs in zip(one, state_sums(weights, firsts, seconds, scalar(0.2), eps=1e-8), strict=True):
             torch.testing.assert_close(own, theirs, rtol=1e-4, atol=0.0, equal_nan=True)
     assert one.weight_squares[-1].item() == pytest.approx(0.25 * NUM_LARGE)
-    spoiled = (one.weight_squares.isnan().sum(), one.seconds.isnan().sum(), one.directions.isinf().sum())
-    assert [count.item() for count in spoiled] == ([0, 0, 0] if is_sound else [1, 1, 1])
+    nonfinite = (one.weight_squares.isnan().sum(), one.seconds.isnan().sum(), one.directions.isinf().sum())
+    assert [count.item() for count in nonfinite] == ([0, 0, 0] if is_finite else [1, 1, 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -115,7 +121,7 @@ def test_state_sums_match_torch(is_sound: bool) -> None:
 @pytest.mark.parametrize("shapes", [[shape for shape in shapes if 0 not in shape] for shapes in (ODD, EVEN)])
 def test_chunk_cat_matches_torch(shapes: Shapes, num_chunks: int, dtype: torch.dtype) -> None:
     chunk_cat.install("CPU" if IS_INTERPRETED else "CUDA")
-    every = [shard.gradient.to(dtype) for shard in shards(shapes)]
+    every = [shard.gradient.to(dtype) for shard in build_shards(shapes)]
     width = sum(-(-each.shape[0] // num_chunks) * each[:1].numel() for each in every)
     own, theirs = torch.full((num_chunks, width), 9.0, device=DEVICE), torch.empty(num_chunks, width, device=DEVICE)
     torch.ops.fsdp.chunk_cat(every, 0, num_chunks, out=own)
@@ -125,21 +131,21 @@ def test_chunk_cat_matches_torch(shapes: Shapes, num_chunks: int, dtype: torch.d
 
 @pytest.mark.parametrize("shapes", [ODD, EVEN])
 def test_square_sums_match_torch(shapes: Shapes) -> None:
-    gradients = [shard.gradient for shard in shards(shapes)]
+    gradients = [shard.gradient for shard in build_shards(shapes)]
     one = square_sums_in_one_launch(gradients)
     torch.testing.assert_close(one, square_sums(gradients), rtol=1e-5, atol=0.0)
     assert torch.equal(square_sums_in_one_launch(gradients), one), "the order of additions changed"
     gradients[0][-1], gradients[-1][0, 0] = math.nan, math.inf
-    spoiled = square_sums_in_one_launch(gradients)
-    assert spoiled[0].isnan()
-    assert spoiled[-1].isinf()
-    assert torch.equal(spoiled[1:-1], one[1:-1])
+    nonfinite = square_sums_in_one_launch(gradients)
+    assert nonfinite[0].isnan()
+    assert nonfinite[-1].isinf()
+    assert torch.equal(nonfinite[1:-1], one[1:-1])
 
 
 def test_tables_are_cached_until_a_tensor_moves() -> None:
     from harness.kernels.multi_tensor import build_table
 
-    gradients = [shard.gradient for shard in shards(EVEN)]
+    gradients = [shard.gradient for shard in build_shards(EVEN)]
     table = build_table(gradients)
     assert build_table(list(gradients)) is table
     assert table.unit == 4

@@ -11,36 +11,36 @@ from harness.core.events import Action, ActionKind, Finding, FindingKind, StepRe
 from harness.core.rundir import RunDir
 from harness.drills import directories, scenario
 from harness.drills.drill_record import DrillRecord
-from tests.gpu.nccl import logs_of, run_case, run_ranks
+from tests.gpu.nccl import read_logs, run_case, run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 ON_ONE_GPU = ("parallel.device=cuda", "parallel.compile=false")
 
 
-def drill(tmp_path: Path, name: str, *overrides: str, num_ranks: int = 2) -> RunDir:
-    """Run this drill's faulted run; asserts that every rank exits with 0."""
+def run_drill(tmp_path: Path, name: str, *overrides: str, num_ranks: int = 2) -> RunDir:
+    """Run the faulted run of a drill; asserts that every rank exits with 0."""
     planned = scenario.load_scenario(name, overrides)
     train_overrides = [override for override in overrides if not override.startswith("drill.")]
     cfg = directories.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", *train_overrides])
     run = RunDir(tmp_path / "victim")
     directories.create_directory(cfg, run)
     DrillRecord(name=name, scenario=planned, plan=planned.plan, twin="").write(run)
-    check_trained(run, num_ranks=num_ranks)
+    train_on_ranks(run, num_ranks=num_ranks)
     return run
 
 
-def check_trained(run: RunDir, *, num_ranks: int) -> None:
+def train_on_ranks(run: RunDir, *, num_ranks: int) -> None:
     codes = run_ranks(run.path, num_ranks=num_ranks)
-    assert codes == [0] * num_ranks, logs_of(run.path)
+    assert codes == [0] * num_ranks, read_logs(run.path)
 
 
-def found(run: RunDir) -> list[Finding]:
+def read_findings(run: RunDir) -> list[Finding]:
     return [event for event in read(run.events) if isinstance(event, Finding)]
 
 
 def test_a_slow_device_is_found_by_its_kernel_time(tmp_path: Path) -> None:
-    run = drill(tmp_path, "slow_device", "drill.fault.factor=0.5", "precision=bf16")
+    run = run_drill(tmp_path, "slow_device", "drill.fault.factor=0.5", "precision=bf16")
     events = list(read(run.events))
     (slow,) = [event for event in events if isinstance(event, Finding) and event.kind is FindingKind.slow]
     assert slow.ranks == [1]
@@ -54,8 +54,8 @@ def test_a_slow_device_is_found_by_its_kernel_time(tmp_path: Path) -> None:
 
 def test_a_bad_gradient_is_attributed_under_hsdp_with_accumulation(tmp_path: Path) -> None:
     replicas = ("parallel.replicate=2", "train.micro_batch_size=2", "train.num_steps=90", "precision=bf16")
-    run = drill(tmp_path, "nan_grad", *replicas, "drill.fault.rank=2", num_ranks=4)
-    (finding,) = [event for event in found(run) if event.kind is FindingKind.nonfinite]
+    run = run_drill(tmp_path, "nan_grad", *replicas, "drill.fault.rank=2", num_ranks=4)
+    (finding,) = [event for event in read_findings(run) if event.kind is FindingKind.nonfinite]
     assert finding.ranks == [2]
     assert [event.kind for event in read(run.events) if isinstance(event, Action)] == [ActionKind.skip]
 
@@ -68,7 +68,7 @@ def test_uneven_shares_give_the_same_loss(tmp_path: Path) -> None:
         cfg = directories.configure(planned.train, [*ON_ONE_GPU, f"launch.nproc={num_ranks}", "train.num_steps=30"])
         run = RunDir(tmp_path / f"ranks-{num_ranks}")
         directories.create_directory(cfg, run)
-        check_trained(run, num_ranks=num_ranks)
+        train_on_ranks(run, num_ranks=num_ranks)
         records = [event for event in read(run.events) if isinstance(event, StepRecord)]
         losses.append([(record.fingerprint, record.loss) for record in records])
     assert [fingerprint for fingerprint, _ in losses[0]] == [fingerprint for fingerprint, _ in losses[1]]
@@ -76,7 +76,7 @@ def test_uneven_shares_give_the_same_loss(tmp_path: Path) -> None:
 
 
 def test_different_data_is_accepted_and_nothing_is_rolled_back(tmp_path: Path) -> None:
-    run = drill(tmp_path, "data_shift")
+    run = run_drill(tmp_path, "data_shift")
     kinds = [event.kind for event in read(run.events) if isinstance(event, Action)]
     assert ActionKind.check in kinds
     assert not {ActionKind.rewind, ActionKind.rollback, ActionKind.halt} & set(kinds)

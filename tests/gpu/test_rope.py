@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from harness.precision.fused_qkv import apply_rope
-from tests.gpu.where import DEVICE, IS_INTERPRETED, MARKS
+from tests.gpu.kernel_device import DEVICE, IS_INTERPRETED, MARKS
 
 pytestmark = MARKS
 
@@ -21,20 +21,20 @@ SIZES = [
 DTYPES = [torch.bfloat16, torch.float32, *([] if IS_INTERPRETED else [torch.float16])]
 
 
-def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def random_values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator(device=DEVICE).manual_seed(sum(shape))
     return torch.randn(shape, device=DEVICE, generator=generator).to(dtype)
 
 
-def tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    angles = numbers(length, head_dim // 2)
+def rope_tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    angles = random_values(length, head_dim // 2)
     return angles.cos(), angles.sin()
 
 
 def make_inputs(size: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     num_rows, length, num_queries, num_keys, head_dim = size
     widths = [heads * head_dim for heads in (num_queries, num_keys, num_keys)]
-    return numbers(num_rows * length, sum(widths), dtype=dtype), *tables(length, head_dim), widths
+    return random_values(num_rows * length, sum(widths), dtype=dtype), *rope_tables(length, head_dim), widths
 
 
 def split_in_torch(fused: Tensor, cos: Tensor, sin: Tensor, widths: list[int]) -> list[Tensor]:
@@ -73,7 +73,7 @@ def test_unrotate_and_join_matches_torch(size: tuple[int, ...], dtype: torch.dty
     from harness.kernels.rope import split_and_rotate, unrotate_and_join
 
     fused, cos, sin, widths = make_inputs(size, dtype)
-    query, key, value = grads = [numbers(len(fused), width, dtype=dtype) for width in widths]
+    query, key, value = grads = [random_values(len(fused), width, dtype=dtype) for width in widths]
     own = unrotate_and_join(query, key, value, cos, sin)
     outputs = split_in_torch(fused.requires_grad_(), cos, sin, widths)
     (expected,) = torch.autograd.grad(outputs, fused, grads)

@@ -61,7 +61,7 @@ def start(run: Path, *overrides: str) -> tuple[Parts, Config]:
 
 
 @contextmanager
-def a_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Iterator[Run]:
+def open_run(cfg: Config, parts: Parts, directory: Path, state: RunState) -> Iterator[Run]:
     run = RunDir(directory)
     with (
         Heartbeat(run, rank=0, world_size=1, num_steps=cfg.train.num_steps) as heart,
@@ -108,11 +108,11 @@ def step(parts: Parts, cfg: Config, index: int, *, factor: float = 1.0) -> bool:
     return bool(parts.update.step == before)
 
 
-def copies(parts: Parts) -> dict[str, torch.Tensor]:
+def copy_tensors(parts: Parts) -> dict[str, torch.Tensor]:
     return {name: local(tensor.detach()).clone() for name, tensor in parts.tensors().items()}
 
 
-def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+def differing_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
@@ -133,7 +133,7 @@ def test_the_loop_has_no_host_sync(precision: str, compiles: str, tmp_path: Path
         "checkpoint.ring.slots=2",
         "checkpoint.ring.every_steps=2",
     )
-    with a_run(cfg, parts, tmp_path, RunState()) as run:
+    with open_run(cfg, parts, tmp_path, RunState()) as run:
         train_until(run, 4)
         with sync_is_an_error():
             train_until(run, 12)
@@ -151,16 +151,16 @@ def test_a_refused_gradient_changes_no_tensor(tmp_path: Path) -> None:
     for index in range(NUM_WARM_STEPS):
         assert not step(parts, cfg, index)
     parts.update.lr_scale.fill_(0.5)
-    before = copies(parts)
+    before = copy_tensors(parts)
     assert step(parts, cfg, NUM_WARM_STEPS, factor=1000.0)
-    assert different(copies(parts), before) == []
+    assert differing_tensors(copy_tensors(parts), before) == []
     assert not step(parts, cfg, NUM_WARM_STEPS + 1)
-    changed = different(copies(parts), before)
+    changed = differing_tensors(copy_tensors(parts), before)
     assert {"device.step", "device.lr_scale", "device.gate", "model.norm.weight"} <= set(changed)
     parts.close()
 
 
-def series(num: int) -> torch.Tensor:
+def loss_and_norm_series(num: int) -> torch.Tensor:
     """Loss and gradient norm of a healthy run, with some values that the gate must refuse; float32 [rows, 2]."""
     rows = torch.tensor([losses(num), norms(num)], dtype=torch.float32).T.contiguous()
     for place, loss, grad_norm in (
@@ -180,37 +180,37 @@ def series(num: int) -> torch.Tensor:
     return rows
 
 
-def by_host(rows: torch.Tensor, warming: list[float], cfg: DetectConfig) -> tuple[list[bool], list[list[float]]]:
+def gate_on_host(rows: torch.Tensor, warming: list[float], cfg: DetectConfig) -> tuple[list[bool], list[list[float]]]:
     """Which rows the baseline refuses in Python floats, and its final state for loss and gradient norm."""
-    by_loss, by_gradient = initial_state(), initial_state()
+    loss_state, grad_state = initial_state(), initial_state()
     refused = []
     for (loss, grad_norm), is_warming in zip(rows.tolist(), warming, strict=True):
-        bounds = gate_bounds(by_loss, by_gradient, cfg, FLOATS, warming=is_warming)
+        bounds = gate_bounds(loss_state, grad_state, cfg, FLOATS, warming=is_warming)
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         accept = is_finite and not beyond(loss, grad_norm, bounds)
-        by_loss = advance(by_loss, loss, accept, cfg, FLOATS)
-        by_gradient = advance(by_gradient, grad_norm, accept, cfg, FLOATS)
+        loss_state = advance(loss_state, loss, accept, cfg, FLOATS)
+        grad_state = advance(grad_state, grad_norm, accept, cfg, FLOATS)
         refused.append(not accept)
-    return refused, [list(by_loss), list(by_gradient)]
+    return refused, [list(loss_state), list(grad_state)]
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_the_gate_agrees_with_the_host(is_compiled: bool) -> None:
     cfg, device = config(), torch.device("cuda")
-    rows = series(300)
+    rows = loss_and_norm_series(300)
     warming = [float(place < 40) for place in range(len(rows))]
     on_device, is_warming = rows.to(device), torch.tensor(warming, dtype=torch.float64).to(device)
     gate = Gate(cfg, device=device, compiled=is_compiled)
     Gate(cfg, device=device, compiled=is_compiled).decide(
         loss=on_device[0, 0], grad_norm=on_device[0, 1], warming=is_warming[0]
     )
-    judged = []
+    decisions = []
     with sync_is_an_error():
-        for row, now in zip(on_device, is_warming, strict=True):
-            judged.append(gate.decide(loss=row[0], grad_norm=row[1], warming=now))
-    refused = [bool(bit) for bit in torch.stack([each.skip_mask for each in judged]).tolist()]
-    overflowed = [bool(bit) for bit in torch.stack([each.overflow for each in judged]).tolist()]
-    expected, history = by_host(rows, warming, cfg)
+        for row, is_warming_now in zip(on_device, is_warming, strict=True):
+            decisions.append(gate.decide(loss=row[0], grad_norm=row[1], warming=is_warming_now))
+    refused = [bool(bit) for bit in torch.stack([each.skip_mask for each in decisions]).tolist()]
+    overflowed = [bool(bit) for bit in torch.stack([each.overflow for each in decisions]).tolist()]
+    expected, history = gate_on_host(rows, warming, cfg)
     assert refused == expected
     assert {60, 90, 91, 92, 93, 150, 151, 200, 299} <= {place for place, bit in enumerate(refused) if bit}
     assert sum(refused) < 15
@@ -230,9 +230,9 @@ def test_a_rewind_equals_a_run_without_the_excluded_batches(tmp_path: Path) -> N
     )
     parts, cfg = start(tmp_path / "run", *options)
     state = RunState()
-    with a_run(cfg, parts, tmp_path / "run", state) as run:
+    with open_run(cfg, parts, tmp_path / "run", state) as run:
         train_until(run, 6)
-        snapshot, remembered = copies(parts), parts.sentinel.memory()
+        snapshot, remembered = copy_tensors(parts), parts.sentinel.memory()
         train_until(run, 11)
         reason = "a test says so"
         action = Action(
@@ -245,22 +245,22 @@ def test_a_rewind_equals_a_run_without_the_excluded_batches(tmp_path: Path) -> N
             onset=8,
             exclude=[7, 8],
         )
-        assert different(copies(parts), snapshot)
+        assert differing_tensors(copy_tensors(parts), snapshot)
         outcome = recover(action, parts, state, root=run.directory.checkpoints)
         assert (outcome.succeeded, outcome.steps_lost, outcome.target) == (True, 5, "snapshot of iteration 6")
-        assert different(copies(parts), snapshot) == []
+        assert differing_tensors(copy_tensors(parts), snapshot) == []
         assert parts.sentinel.detectors.state() == remembered["detectors"]
         assert (state.step, state.cursor, state.iteration, state.generation) == (6, 6, 11, 1)
         train_until(run, 16)
-    recovered, gate = copies(parts), parts.gate.history.tolist()
+    recovered, gate = copy_tensors(parts), parts.gate.history.tolist()
     parts.close()
     disconnect()
 
     parts, cfg = start(tmp_path / "twin", *options)
     parts.ledger.exclude(7, 8, reason)
-    with a_run(cfg, parts, tmp_path / "twin", RunState()) as run:
+    with open_run(cfg, parts, tmp_path / "twin", RunState()) as run:
         train_until(run, 16)
-    assert different(copies(parts), recovered) == []
+    assert differing_tensors(copy_tensors(parts), recovered) == []
     assert parts.gate.history.tolist() == gate
     parts.close()
 
@@ -275,9 +275,9 @@ def test_an_overflow_halves_the_loss_scale_and_a_large_gradient_does_not(tmp_pat
     assert clean_steps > 0
     assert step(parts, cfg, index, factor=1000.0)
     assert (parts.loss_scale.value.item(), int(parts.loss_scale.clean_steps)) == (scale, clean_steps)
-    before = copies(parts)
+    before = copy_tensors(parts)
     assert step(parts, cfg, index + 1, factor=math.inf)
     assert (parts.loss_scale.value.item(), int(parts.loss_scale.clean_steps)) == (scale / 2, 0)
-    assert sorted(different(copies(parts), before)) == ["device.clean_steps", "device.scale"]
+    assert sorted(differing_tensors(copy_tensors(parts), before)) == ["device.clean_steps", "device.scale"]
     assert not step(parts, cfg, index + 2)
     parts.close()

@@ -54,13 +54,13 @@ def step(parts: Parts, cfg: Config, index: int, *, probe: bool = False) -> torch
     return finish_step(parts, cfg=cfg, probe=probe)
 
 
-def facts(index: int) -> HostFacts:
+def build_facts(index: int) -> HostFacts:
     return HostFacts(
         iteration=index, cursor=index, tokens=0, probed=index % 2 == 0, posted_s=0.0, memory_bytes=0, batch={}
     )
 
 
-def losses(parts: Parts, cfg: Config, num_steps: int) -> list[float]:
+def train_losses(parts: Parts, cfg: Config, num_steps: int) -> list[float]:
     layout = parts.signals.layout
     reports = [step(parts, cfg, index).clone() for index in range(num_steps)]
     return [float(layout.scalar(report, "loss") / layout.scalar(report, "tokens")) for report in reports]
@@ -76,14 +76,14 @@ def test_the_step_has_no_host_sync(precision: str) -> None:
     try:
         for index in range(2, 5):
             report = step(parts, cfg, index, probe=index % 2 == 0)
-            parts.mailbox.post(facts(index), report)
+            parts.mailbox.post(build_facts(index), report)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     records = [
         unpack_report(
-            parts.signals.layout, known, values, dim=cfg.model.dim, dynamic_scale=False, clip_norm=None, replicate=1
+            parts.signals.layout, facts, values, dim=cfg.model.dim, dynamic_scale=False, clip_norm=None, replicate=1
         )
-        for known, values in parts.mailbox.read(everything=True)
+        for facts, values in parts.mailbox.read(everything=True)
     ]
     assert [record.cursor for record in records] == [2, 3, 4]
     assert all(math.isfinite(record.loss) and not record.refused for record in records)
@@ -91,19 +91,19 @@ def test_the_step_has_no_host_sync(precision: str) -> None:
 
 
 def test_micro_batch_gradients_accumulate() -> None:
-    found = []
+    gradients_of_runs = []
     for size in (8, 1):
         parts, cfg = start("precision=fp32", "model.dim=1024", "model.ffn_dim=4096", f"train.micro_batch_size={size}")
         for _ in range(3):  # memory that is freed too early would be overwritten by a later step
             forward_backward(parts, parts.batches[0], cfg=cfg, probe=False)
-            found.append(
+            gradients_of_runs.append(
                 {name: local(p.grad).clone() for name, p in parts.update.parameters.items() if p.grad is not None}
             )
             parts.update.adamw.zero_grad(set_to_none=True)
         disconnect()
-    for gradients in found[1:]:
+    for gradients in gradients_of_runs[1:]:
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, found[0][name], rtol=1e-3, atol=1e-5, msg=name)
+            torch.testing.assert_close(gradient, gradients_of_runs[0][name], rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -130,10 +130,10 @@ def test_a_refused_update_changes_no_tensor(value: float) -> None:
 def test_compiled_blocks_train_like_eager_ones(checkpointing: str) -> None:
     variant = f"parallel.activation_checkpointing={checkpointing}"
     parts, cfg = start("precision=bf16", "optim.warmup_steps=2")
-    plain = losses(parts, cfg, 8)
+    plain = train_losses(parts, cfg, 8)
     disconnect()
     parts, cfg = start("precision=bf16", "optim.warmup_steps=2", "parallel.compile=true", variant)
-    compiled = losses(parts, cfg, 8)
+    compiled = train_losses(parts, cfg, 8)
     assert compiled == pytest.approx(plain, rel=5e-3)
     assert compiled[-1] < compiled[0] - 0.5
 
@@ -143,10 +143,11 @@ def test_compiled_blocks_fuse_qkv(checkpointing: str, num_forwards: int) -> None
     variant = f"parallel.activation_checkpointing={checkpointing}"
     parts, cfg = start("precision=bf16", "parallel.compile=true", variant)
     step(parts, cfg, 0)
-    with torch.profiler.profile(acc_events=True) as seen:  # after compilation, during which operators are called too
+    # after compilation, which also calls the operators
+    with torch.profiler.profile(acc_events=True) as profiler:
         step(parts, cfg, 1)
-    called = [event.name for event in seen.events() if event.device_type.name == "CPU"]
-    kernels = [event.name for event in seen.events() if event.device_type.name == "CUDA"]
+    called = [event.name for event in profiler.events() if event.device_type.name == "CPU"]
+    kernels = [event.name for event in profiler.events() if event.device_type.name == "CUDA"]
     assert called.count("harness::qkv_rope") == num_forwards * cfg.model.num_layers
     assert called.count("harness::qkv_rope_backward") == cfg.model.num_layers
     assert kernels.count("_move_heads") == (num_forwards + 1) * cfg.model.num_layers
@@ -154,10 +155,10 @@ def test_compiled_blocks_fuse_qkv(checkpointing: str, num_forwards: int) -> None
 
 def test_the_same_seed_gives_the_same_bits() -> None:
     parts, cfg = start("precision=bf16")
-    first = losses(parts, cfg, 20)
+    first = train_losses(parts, cfg, 20)
     disconnect()
     parts, cfg = start("precision=bf16")
-    assert losses(parts, cfg, 20) == first
+    assert train_losses(parts, cfg, 20) == first
 
 
 def test_evaluation_uses_the_trained_weights() -> None:
@@ -165,7 +166,7 @@ def test_evaluation_uses_the_trained_weights() -> None:
 
     parts, cfg = start("precision=bf16")
     before = evaluate(parts, RunState(), cfg=cfg)
-    losses(parts, cfg, 10)
+    train_losses(parts, cfg, 10)
     after = evaluate(parts, RunState(), cfg=cfg)
     assert before.tokens == after.tokens == 4 * 8 * 256
     assert after.loss < before.loss
