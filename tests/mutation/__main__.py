@@ -1,12 +1,12 @@
 """Mutation testing: `python -m tests.mutation [FILES...] [--sample N] [--seed S] [--jobs N] [--timeout S]`.
 
-Why: a test that passes whatever the code does proves nothing. Each mutant changes one expression or statement of a
+Why: a test that passes with any change to the code proves nothing. Each mutant changes one expression or statement of a
 file; the tests of that file must fail. Mutants that survive show what is not tested.
-How: one process for each file runs its tests once unchanged, then imports every module that these tests imported and
-that does not depend on the file. For each mutant it forks a child, which loads the file's module from mutated source
+How: one process per file runs its tests once unchanged, then imports every module that these tests imported and that
+does not depend on the file. For each mutant it forks a child, which loads the file's module from mutated source
 (`startup/sitecustomize.py`) and runs the tests in the order of the table, up to the first failure. A mutant that takes
 longer than the timeout counts as killed.
-No file in the tree changes; several runs may go on at once.
+No file in the tree changes; several runs may run at the same time.
 Left out: two changes at a time, and files that have no entry in `tables.TESTS` and no `--tests`.
 """
 
@@ -35,13 +35,13 @@ from hypothesis import Phase, settings
 
 from tests.mutation.mutants import Mutant, Mutator, default_parameters
 from tests.mutation.startup import sitecustomize
-from tests.mutation.tables import EQUIVALENT, Equivalent, equivalents, files, suite_of
+from tests.mutation.tables import EQUIVALENT, Equivalent, list_files, load_equivalents, suite_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("harness", "launch")
 """Modules that may be imported before the mutant, if they do not depend on it."""
-TIMEOUT_FACTOR, LEAST_TIMEOUT_S = 4.0, 60.0
-"""Times the duration of the unchanged tests after which a mutant is taken to hang, if no timeout is given."""
+TIMEOUT_FACTOR, MIN_TIMEOUT_S = 4.0, 60.0
+"""The default timeout of a mutant: a multiple of the duration of the unchanged tests, and its lower bound."""
 POLL_S = 0.01
 KILLED = (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
 """Exit codes of pytest that a mutant may cause; a module that cannot be imported interrupts the collection."""
@@ -56,13 +56,13 @@ class Job:
     tests: tuple[str, ...]
     folder: Path
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of each test, unchanged."""
+    """Test -> its duration with unchanged code."""
     kills: Counter[str] = field(default_factory=Counter)
     """Test -> how many mutants it killed."""
 
 
 class Plugin:
-    """Pytest plugin: orders the tests, and writes down how long each took and which failed."""
+    """Pytest plugin: orders the tests, and records the duration of each and which one failed."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -71,20 +71,20 @@ class Plugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
-        """A found counterexample is enough: nothing is shrunk, and nothing is kept in a database in the tree."""
+        """Hypothesis does not shrink counterexamples and keeps no database in the tree."""
         settings.register_profile("mutation", settings(phases=[Phase.explicit, Phase.generate], database=None))
         settings.load_profile("mutation")
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """In the order of the table; for one entry of it, those that kill most mutants a second come first."""
+        """Sort by the order of the table; within an entry, by mutants killed per second."""
         seconds, kills = self.job.seconds, self.job.kills
 
-        def place(item: pytest.Item) -> tuple[int, float]:
+        def sort_key(item: pytest.Item) -> tuple[int, float]:
             entries = [index for index, entry in enumerate(self.job.tests) if item.nodeid.startswith(entry)]
             return min(entries, default=0), seconds.get(item.nodeid, 0.0) / (1 + kills[item.nodeid])
 
-        items.sort(key=place)
+        items.sort(key=sort_key)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
@@ -94,20 +94,20 @@ class Plugin:
 
 @dataclass
 class Result:
-    """Of one mutant."""
+    """The result of one mutant."""
 
     mutant: Mutant
     is_killed: bool
     timed_out: bool
     failed: str | None
-    """The test that noticed it."""
+    """The test that killed it."""
     reason: str | None
     """Why it is recorded as equivalent."""
 
 
 @dataclass
 class Row:
-    """Of one file."""
+    """The results of one file."""
 
     file: str
     num_possible: int
@@ -119,8 +119,8 @@ class Row:
         equivalent = sum(result.reason is not None and not result.is_killed for result in self.results)
         return len(self.results), killed, equivalent, len(self.results) - killed - equivalent
 
-    def mistakes(self) -> list[Result]:
-        """Recorded as equivalent, and killed."""
+    def wrong_equivalents(self) -> list[Result]:
+        """Mutants that are recorded as equivalent but were killed."""
         return [result for result in self.results if result.is_killed and result.reason is not None]
 
 
@@ -129,21 +129,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ |= {"CI": "1", "OMP_NUM_THREADS": "1"}  # hypothesis tries the same examples each time
     sys.path.insert(0, str(options.root))
     rows = []
-    for file in options.files or files(options.root):
-        row = _in_process_of_its_own(file, options)
+    for file in options.files or list_files(options.root):
+        row = _run_in_fork(file, options)
         rows.append(row)
         for line in report(row):
             print(line, flush=True)
     print("\n".join(["", *table(rows)]))
-    return 1 if any(row.mistakes() for row in rows) else 0
+    return 1 if any(row.wrong_equivalents() for row in rows) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="*", help="default: all files of tests/mutation/tables.py")
     parser.add_argument("--sample", type=int, default=0, help="mutants of each file, drawn at random; default: all")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawing")
-    parser.add_argument("--jobs", type=int, default=1, help="children at once")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel child processes")
     parser.add_argument("--timeout", type=float, help=f"seconds; default: {TIMEOUT_FACTOR:g} x the unchanged tests")
     parser.add_argument("--tests", nargs="+", help="test files in place of those of the table")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder that holds the files and is imported from")
@@ -153,10 +153,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def report(row: Row) -> Iterator[str]:
-    """The survivors and the wrongly recorded equivalents of a file, for people."""
+    """Lines that list the survivors and the wrongly recorded equivalents of a file."""
     num, killed, equivalent, survived = row.counts()
-    num_late = sum(result.timed_out for result in row.results)
-    counted = f"{killed} killed ({num_late} by the timeout), {equivalent} equivalent, {survived} survived"
+    num_timeouts = sum(result.timed_out for result in row.results)
+    counted = f"{killed} killed ({num_timeouts} by the timeout), {equivalent} equivalent, {survived} survived"
     yield f"{row.file}: {num} of {row.num_possible} mutants, {counted}"
     for result in row.results:
         mutant = result.mutant
@@ -168,7 +168,7 @@ def report(row: Row) -> Iterator[str]:
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Markdown."""
+    """The Markdown table of all files."""
     yield "| file | mutants | killed | equivalent | survived | killed of non-equivalent |"
     yield "|---|---:|---:|---:|---:|---:|"
     sums = [sum(column) for column in zip(*(row.counts() for row in rows), strict=True)]
@@ -178,18 +178,18 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         yield f"| {name} | {num} | {killed} | {equivalent} | {survived} | {share} |"
 
 
-def _in_process_of_its_own(file: str, options: argparse.Namespace) -> Row:
-    """What is imported for one file must not be there for the next."""
+def _run_in_fork(file: str, options: argparse.Namespace) -> Row:
+    """Run a file in a forked process, so that its imports do not affect the next file."""
     with TemporaryDirectory() as folder:
-        answer = Path(folder) / "row.json"
+        row_file = Path(folder) / "row.json"
         pid = os.fork()
         if pid == 0:
             row = _run_file(file, options, Path(folder))
-            answer.write_text(json.dumps(asdict(row)), encoding="utf-8")
+            row_file.write_text(json.dumps(asdict(row)), encoding="utf-8")
             os._exit(0)
         if os.waitpid(pid, 0)[1] != 0:
             raise SystemExit(f"{file}: no result")
-        data = json.loads(answer.read_text(encoding="utf-8"))
+        data = json.loads(row_file.read_text(encoding="utf-8"))
     results = [Result(Mutant(**each.pop("mutant")), **each) for each in data.pop("results")]
     return Row(results=results, **data)
 
@@ -197,18 +197,18 @@ def _in_process_of_its_own(file: str, options: argparse.Namespace) -> Row:
 def _run_file(file: str, options: argparse.Namespace, folder: Path) -> Row:
     root = options.root.resolve()
     source = (root / file).read_text(encoding="utf-8")
-    imports = _imports(root)
-    mutator = Mutator(source, _known_defaults(root, imports.get(_module(file), set())))
+    imports = _imports_by_module(root)
+    mutator = Mutator(source, _known_defaults(root, imports.get(_module_name(file), set())))
     chosen = possible = mutator.mutants
     if 0 < options.sample < len(possible):
-        places = sorted(Random(f"{options.seed}:{file}").sample(range(len(possible)), options.sample))
-        chosen = [possible[place] for place in places]
-    job = Job(root, file, tuple(options.tests or suite_of(file)), folder)
-    _baseline(job, {*imports} - _depending_on(_module(file), imports))
-    began = time.monotonic()
-    _check(job, _start(job, "control", mutator.source()), "control")
-    timeout_s = options.timeout or max(LEAST_TIMEOUT_S, TIMEOUT_FACTOR * (time.monotonic() - began))
-    recorded = equivalents(options.equivalent)
+        indices = sorted(Random(f"{options.seed}:{file}").sample(range(len(possible)), options.sample))
+        chosen = [possible[index] for index in indices]
+    job = Job(root, file, tuple(options.tests or suite_for(file)), folder)
+    _run_baseline(job, {*imports} - _dependents(_module_name(file), imports))
+    start_s = time.monotonic()
+    _wait_for_success(job, _fork_tests(job, "control", mutator.source()), "control")
+    timeout_s = options.timeout or max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * (time.monotonic() - start_s))
+    recorded = load_equivalents(options.equivalent)
     results: dict[int, Result] = {}
     for mutant, code, failed in _run_mutants(job, mutator, chosen, timeout_s, options.jobs):
         reason = recorded.get(Equivalent(file, mutant.function, mutant.before, mutant.after))
@@ -218,60 +218,64 @@ def _run_file(file: str, options: argparse.Namespace, folder: Path) -> Row:
     return Row(file, len(possible), [results[number] for number in sorted(results)])
 
 
-def _baseline(job: Job, independent: set[str]) -> None:
-    """Run the unchanged tests in a child; keep their durations, and import here what they imported: libraries, and
+def _run_baseline(job: Job, independent: set[str]) -> None:
+    """Run the unchanged tests in a child and record their durations. Import here what they imported: libraries, and
     modules of the project that do not depend on the file."""
-    _check(job, _start(job, "baseline", None), "baseline")
-    told = json.loads((job.folder / "baseline.json").read_text(encoding="utf-8"))
-    job.seconds = told["seconds"]
-    for name, path in told["modules"].items():
+    _wait_for_success(job, _fork_tests(job, "baseline", None), "baseline")
+    outcome = json.loads((job.folder / "baseline.json").read_text(encoding="utf-8"))
+    job.seconds = outcome["seconds"]
+    for name, path in outcome["modules"].items():
         if name in independent or not Path(path).is_relative_to(job.root):
-            with suppress(Exception):  # a module that cannot be imported by itself is left to the children
+            with suppress(Exception):  # a module that cannot be imported alone is imported by the children
                 import_module(name)
 
 
-def _check(job: Job, pid: int, name: str) -> None:
-    """Wait for a child that runs unchanged code."""
+def _wait_for_success(job: Job, pid: int, name: str) -> None:
+    """Wait for a child that runs unchanged code; exit if its tests fail."""
     if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0:
-        raise SystemExit(f"{_log(job, name)}\n{job.file}: its tests fail without any mutation: {' '.join(job.tests)}")
+        raise SystemExit(
+            f"{_read_log(job, name)}\n{job.file}: its tests fail without any mutation: {' '.join(job.tests)}"
+        )
 
 
 def _run_mutants(
     job: Job, mutator: Mutator, chosen: Sequence[Mutant], timeout_s: float, num_jobs: int
 ) -> Iterator[tuple[Mutant, int | None, str | None]]:
-    """Each mutant with pytest's exit code (None: timed out) and the test that failed, as they end."""
+    """Yield each mutant when it ends, with pytest's exit code (None: timed out) and the test that failed."""
     waiting = list(chosen)
     running: dict[int, tuple[Mutant, float]] = {}
     while waiting or running:
         while waiting and len(running) < num_jobs:
             mutant = waiting.pop(0)
-            pid = _start(job, str(mutant.number), mutator.source(mutant))
+            pid = _fork_tests(job, str(mutant.number), mutator.source(mutant))
             running[pid] = mutant, time.monotonic() + timeout_s
         time.sleep(POLL_S)
         for pid, (mutant, deadline) in [*running.items()]:
             ended, status = os.waitpid(pid, os.WNOHANG)
-            is_late = not ended and time.monotonic() > deadline
-            if ended or is_late:
+            is_overdue = not ended and time.monotonic() > deadline
+            if ended or is_overdue:
                 del running[pid]
-                with suppress(ProcessLookupError):  # nothing that the tests started stays
+                with suppress(ProcessLookupError):  # ends processes that the tests started
                     os.killpg(pid, signal.SIGKILL)
-                if is_late:
+                if is_overdue:
                     os.waitpid(pid, 0)
-                yield mutant, None if is_late else _exit_code(job, mutant, status), _failed(job, mutant)
+                yield mutant, None if is_overdue else _exit_code(job, mutant, status), _take_failed_test(job, mutant)
 
 
 def _exit_code(job: Job, mutant: Mutant, status: int) -> int:
-    """Of pytest; a child that a signal ended, as by a segmentation fault, counts as failed."""
+    """The exit code of pytest; a child that died by a signal, such as a segmentation fault, counts as failed."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         return int(pytest.ExitCode.TESTS_FAILED)
     if code not in (pytest.ExitCode.OK, *KILLED):
-        raise SystemExit(f"{_log(job, str(mutant.number))}\n{job.file}: pytest ended with {code}, not by the mutant")
+        raise SystemExit(
+            f"{_read_log(job, str(mutant.number))}\n{job.file}: pytest exited with {code}, which is not a test failure"
+        )
     return code
 
 
-def _failed(job: Job, mutant: Mutant) -> str | None:
-    """The test that noticed a mutant; what the child left is removed."""
+def _take_failed_test(job: Job, mutant: Mutant) -> str | None:
+    """Return the test that killed a mutant, and remove the files of its child."""
     path = job.folder / f"{mutant.number}.json"
     failed: str | None = json.loads(path.read_text(encoding="utf-8"))["failed"] if path.exists() else None
     for each in job.folder.glob(f"{mutant.number}.*"):
@@ -281,13 +285,13 @@ def _failed(job: Job, mutant: Mutant) -> str | None:
     return failed
 
 
-def _log(job: Job, name: str) -> str:
+def _read_log(job: Job, name: str) -> str:
     return (job.folder / f"{name}.log").read_text(encoding="utf-8")
 
 
-def _start(job: Job, name: str, source: str | None) -> int:
-    """Fork a child that runs the tests in a session of its own, with the module loaded from `source` if it is given. It
-    leaves NAME.json and NAME.log."""
+def _fork_tests(job: Job, name: str, source: str | None) -> int:
+    """Fork a child that runs the tests in a new session, with the module loaded from `source` if it is given. It writes
+    NAME.json and NAME.log."""
     if source is not None:
         (job.folder / f"{name}.py").write_text(source, encoding="utf-8")
     sys.stdout.flush()
@@ -315,7 +319,7 @@ def _start(job: Job, name: str, source: str | None) -> int:
 def _run_tests(job: Job, name: str) -> int:
     plugin = Plugin(job)
     os.chdir(job.root)
-    words = [
+    arguments = [
         "-x",
         "-q",
         "-W",
@@ -324,29 +328,29 @@ def _run_tests(job: Job, name: str) -> int:
         f"--basetemp={job.folder / f'{name}.tmp'}",
         *job.tests,
     ]
-    code = pytest.main(words, plugins=[plugin])
+    code = pytest.main(arguments, plugins=[plugin])
     modules = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
-    told = {"seconds": plugin.seconds, "modules": modules, "failed": plugin.failed}
-    (job.folder / f"{name}.json").write_text(json.dumps(told), encoding="utf-8")
+    outcome = {"seconds": plugin.seconds, "modules": modules, "failed": plugin.failed}
+    (job.folder / f"{name}.json").write_text(json.dumps(outcome), encoding="utf-8")
     return int(code)
 
 
 def _environment(job: Job, mutated: Path) -> dict[str, str]:
-    places = [str(Path(sitecustomize.__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    search_path = [str(Path(sitecustomize.__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {
-        sitecustomize.MODULE: _module(job.file),
+        sitecustomize.MODULE: _module_name(job.file),
         sitecustomize.ORIGINAL: str(job.root / job.file),
         sitecustomize.MUTATED: str(mutated),
-        "PYTHONPATH": os.pathsep.join(place for place in places if place),
+        "PYTHONPATH": os.pathsep.join(path for path in search_path if path),
     }
 
 
-def _module(file: str) -> str:
+def _module_name(file: str) -> str:
     return file.removesuffix(".py").replace("/", ".")
 
 
-def _imports(root: Path) -> dict[str, set[str]]:
-    """Module of the project -> what it imports, wherever in the file."""
+def _imports_by_module(root: Path) -> dict[str, set[str]]:
+    """Module of the project -> names that it imports, anywhere in the file."""
     found = {}
     for path in [path for package in PACKAGES for path in (root / package).glob("**/*.py")]:
         names: set[str] = set()
@@ -356,12 +360,12 @@ def _imports(root: Path) -> dict[str, set[str]]:
                     names.update(alias.name for alias in node.names)
                 case ast.ImportFrom(module=str(module)):
                     names.update((module, *(f"{module}.{alias.name}" for alias in node.names)))
-        found[_module(path.relative_to(root).as_posix())] = names
+        found[_module_name(path.relative_to(root).as_posix())] = names
     return found
 
 
-def _depending_on(module: str, imports: dict[str, set[str]]) -> set[str]:
-    """The module and all that import it, directly or through others: none of them may be loaded before the mutant."""
+def _dependents(module: str, imports: dict[str, set[str]]) -> set[str]:
+    """The module and all modules that import it, directly or indirectly: these must not be loaded before the mutant."""
     depending: set[str] = set()
     found = {module}
     while found:

@@ -65,28 +65,28 @@ class Mutant:
     function: str
     """Qualified name, or "<module>"."""
     before: str
-    """The statement; of a compound one, its header."""
+    """The statement; if it is compound, its header."""
     after: str
 
 
 @dataclass(frozen=True)
 class Site:
-    """A node that may be mutated, and where it stands."""
+    """A node that may be mutated, and its position in the tree."""
 
     node: ast.AST
     parent: ast.AST
     field: str
-    """Of the parent."""
+    """Field of the parent that holds the node."""
     index: int | None
-    """In the field, where that is a list."""
+    """Index in the field if that is a list, else None."""
     statement: ast.AST
-    """The innermost one around the node, or the node itself."""
+    """The innermost statement around the node, or the node itself."""
     function: str
     returns: str
     """The return annotation of the innermost function."""
 
-    def put(self, node: ast.AST) -> None:
-        """Place a node here."""
+    def replace_node(self, node: ast.AST) -> None:
+        """Put another node at this position."""
         if self.index is None:
             setattr(self.parent, self.field, node)
         else:
@@ -101,13 +101,13 @@ class Mutator:
         self._changes: list[tuple[Site, ast.AST]] = []
         self.mutants: list[Mutant] = []
         known = {**(defaults or {}), **default_parameters(self._tree), **BUILTIN_DEFAULTS}
-        for site in _sites(self._tree):
-            before = _header(site.statement)
+        for site in _find_sites(self._tree):
+            before = _statement_header(site.statement)
             seen = {before}
             for replacement in _replacements(site, known):
-                site.put(replacement)
-                after = _header(replacement if site.node is site.statement else site.statement)
-                site.put(site.node)
+                site.replace_node(replacement)
+                after = _statement_header(replacement if site.node is site.statement else site.statement)
+                site.replace_node(site.node)
                 if after not in seen:
                     seen.add(after)
                     line = getattr(site.node, "lineno", 0) or getattr(site.parent, "lineno", 0)
@@ -119,15 +119,15 @@ class Mutator:
         if mutant is None:
             return ast.unparse(self._tree)
         site, replacement = self._changes[mutant.number]
-        site.put(replacement)
+        site.replace_node(replacement)
         try:
             return ast.unparse(ast.fix_missing_locations(self._tree))
         finally:
-            site.put(site.node)
+            site.replace_node(site.node)
 
 
 def default_parameters(tree: ast.AST) -> dict[str, frozenset[str]]:
-    """Parameters with a default of each function, and fields with a default of each class."""
+    """For each function its parameters with a default, for each class its fields with a default."""
     found: dict[str, frozenset[str]] = {}
     for node in ast.walk(tree):
         match node:
@@ -143,7 +143,7 @@ def default_parameters(tree: ast.AST) -> dict[str, frozenset[str]]:
     return found
 
 
-def _sites(tree: ast.Module) -> Iterator[Site]:
+def _find_sites(tree: ast.Module) -> Iterator[Site]:
     def walk(node: ast.AST, statement: ast.AST, function: str, returns: str) -> Iterator[Site]:
         for child, field, index in _mutable_children(node):
             name, annotation = function, returns
@@ -161,7 +161,7 @@ def _sites(tree: ast.Module) -> Iterator[Site]:
 
 
 def _mutable_children(node: ast.AST) -> Iterator[tuple[ast.AST, str, int | None]]:
-    """Children, the fields they are in and their places there, without texts, annotations, decorators and the like."""
+    """Children with their field and index, except strings, annotations, decorators and others that are not mutated."""
     match node:
         case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.Import() | ast.ImportFrom():
             return
@@ -191,43 +191,43 @@ def _replacements(site: Site, defaults: Defaults) -> Iterator[ast.AST]:
             for index, operator in enumerate(node.ops):
                 others = [table[type(operator)] for table in (BOUNDARIES, NEGATIONS) if type(operator) in table]
                 for other in others:
-                    yield _with(node, ops=_put(node.ops, index, other()))
+                    yield _copy_with(node, ops=_replace_item(node.ops, index, other()))
         case ast.BinOp(op=operator) if type(operator) in OPERATORS:
-            yield _with(node, op=OPERATORS[type(operator)]())
+            yield _copy_with(node, op=OPERATORS[type(operator)]())
         case ast.UnaryOp(op=ast.USub() | ast.Not()):
             yield node.operand
         case ast.BoolOp():
             swapped = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-            yield _with(node, op=swapped)
+            yield _copy_with(node, op=swapped)
             for index in range(len(node.values)):
-                rest = _put(node.values, index)
-                yield rest[0] if len(rest) == 1 else _with(node, values=rest)
+                rest = _replace_item(node.values, index)
+                yield rest[0] if len(rest) == 1 else _copy_with(node, values=rest)
         case ast.Constant():
             yield from (ast.Constant(value) for value in _other_values(node.value))
         case ast.Name(id=name, ctx=ast.Load()) if name in NAMES:
             yield ast.Name(NAMES[name], ast.Load())
         case ast.Attribute(attr=name, ctx=ast.Load()) if name in NAMES:
-            yield _with(node, attr=NAMES[name])
+            yield _copy_with(node, attr=NAMES[name])
         case ast.Call():
-            yield from _calls(node, defaults)
+            yield from _call_replacements(node, defaults)
         case ast.Return(value=value) if value is not None:
-            yield from _returns(node, site.returns)
+            yield from _return_replacements(node, site.returns)
         case ast.stmt():
-            yield from _statements(node)
+            yield from _statement_replacements(node)
     for name in ("test", "guard"):
-        yield from _negated(node, name)
+        yield from _negated_conditions(node, name)
     if isinstance(node, ast.comprehension):
         for index, condition in enumerate(node.ifs):
             if _is_plain(condition):
                 negation = ast.UnaryOp(ast.Not(), condition)
-                yield _with(node, ifs=_put(node.ifs, index, negation))
+                yield _copy_with(node, ifs=_replace_item(node.ifs, index, negation))
 
 
-def _negated(node: ast.AST, name: str) -> Iterator[ast.AST]:
-    """The node with its condition negated, where no other mutation does that."""
+def _negated_conditions(node: ast.AST, name: str) -> Iterator[ast.AST]:
+    """The node with its condition negated, unless another mutation does that."""
     condition = None if isinstance(node, ast.Assert) else getattr(node, name, None)
     if isinstance(condition, ast.expr) and _is_plain(condition):
-        yield _with(node, **{name: ast.UnaryOp(ast.Not(), condition)})
+        yield _copy_with(node, **{name: ast.UnaryOp(ast.Not(), condition)})
 
 
 def _is_plain(condition: ast.expr) -> bool:
@@ -247,16 +247,16 @@ def _other_values(value: object) -> tuple[Any, ...]:
             return ()
 
 
-def _calls(node: ast.Call, defaults: Defaults) -> Iterator[ast.AST]:
+def _call_replacements(node: ast.Call, defaults: Defaults) -> Iterator[ast.AST]:
     """The call without one of the arguments that have a default."""
     name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
     for index, keyword in enumerate(node.keywords):
         if keyword.arg in defaults.get(name, ()):
-            yield _with(node, keywords=_put(node.keywords, index))
+            yield _copy_with(node, keywords=_replace_item(node.keywords, index))
 
 
-def _returns(node: ast.Return, annotation: str) -> Iterator[ast.AST]:
-    """None in place of the value, its negation, or a pair the other way round."""
+def _return_replacements(node: ast.Return, annotation: str) -> Iterator[ast.AST]:
+    """Return None, the negation of a bool, or a tuple with its first two items swapped."""
     value = node.value
     assert value is not None
     if isinstance(value, ast.Tuple) and len(value.elts) > 1:
@@ -269,8 +269,8 @@ def _returns(node: ast.Return, annotation: str) -> Iterator[ast.AST]:
         yield ast.Return(ast.Constant(None))
 
 
-def _statements(node: ast.stmt) -> Iterator[ast.AST]:
-    """The statement removed, where it has an effect that others may see; operators of augmented assignments."""
+def _statement_replacements(node: ast.stmt) -> Iterator[ast.AST]:
+    """The statement removed if it has side effects; other operators of augmented assignments."""
     match node:
         case ast.Expr(value=ast.Constant()):
             return
@@ -278,41 +278,41 @@ def _statements(node: ast.stmt) -> Iterator[ast.AST]:
             yield ast.If(ast.Constant(False), [node], [])  # the function stays a generator
         case ast.Expr() | ast.Delete() | ast.Raise() | ast.Continue() | ast.Break() | ast.AugAssign():
             yield ast.Pass()
-        case ast.Assign(targets=targets) if any(_is_visible(target) for target in targets):
+        case ast.Assign(targets=targets) if any(_has_side_effect(target) for target in targets):
             yield ast.Pass()
     if isinstance(node, ast.AugAssign) and type(node.op) in OPERATORS:
-        yield _with(node, op=OPERATORS[type(node.op)]())
+        yield _copy_with(node, op=OPERATORS[type(node.op)]())
 
 
-def _is_visible(target: ast.expr) -> bool:
+def _has_side_effect(target: ast.expr) -> bool:
     return any(isinstance(part, ast.Attribute | ast.Subscript) for part in ast.walk(target))
 
 
-def _with(node: ast.AST, **fields: object) -> ast.AST:
-    """A copy with other fields."""
+def _copy_with(node: ast.AST, **fields: object) -> ast.AST:
+    """A shallow copy with some fields replaced."""
     changed = copy(node)
     for name, value in fields.items():
         setattr(changed, name, value)
     return changed
 
 
-def _put(items: Sequence[ast.AST], index: int, *new: ast.AST) -> list[ast.AST]:
-    """A list with the item at an index replaced, or removed."""
+def _replace_item(items: Sequence[ast.AST], index: int, *new: ast.AST) -> list[ast.AST]:
+    """A copy of the list with the item at an index replaced or removed."""
     return [*items[:index], *new, *items[index + 1 :]]
 
 
-def _header(node: ast.AST) -> str:
+def _statement_header(node: ast.AST) -> str:
     """One line of source: a simple statement, or a compound one without its body."""
-    shown: Any = copy(node)
+    header: Any = copy(node)
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-        if isinstance(getattr(shown, name, None), list):
-            setattr(shown, name, [ast.Pass()] if name == "body" else [])
-    match shown:
+        if isinstance(getattr(header, name, None), list):
+            setattr(header, name, [ast.Pass()] if name == "body" else [])
+    match header:
         case ast.Match():
-            return f"match {ast.unparse(shown.subject)}:"
+            return f"match {ast.unparse(header.subject)}:"
         case ast.Try():
             return "try:"
         case ast.FunctionDef() | ast.ClassDef():
-            shown.decorator_list = []
-    text = ast.unparse(ast.fix_missing_locations(shown))
+            header.decorator_list = []
+    text = ast.unparse(ast.fix_missing_locations(header))
     return " ".join(text.removesuffix("pass").split()) or "pass"

@@ -1,4 +1,4 @@
-"""Which tests a mutant must survive, and which mutants are known to be equivalent."""
+"""Which tests must kill the mutants of a file, and which mutants are recorded as equivalent."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 SENTINEL = "tests/sentinel"
 DETECT, POLICY, DEVICE = (f"{SENTINEL}/{package}" for package in ("detect", "policy", "device"))
-GOLDEN = f"{SENTINEL}/test_golden.py::test_seeded_series_match_the_golden_files"
-BOUNDS = f"{DETECT}/test_detector_bounds.py"
-CURVES = tuple(
-    f"{GOLDEN}[{name}]"
+GOLDEN_SERIES = f"{SENTINEL}/test_golden.py::test_seeded_series_match_the_golden_files"
+DETECTOR_BOUNDS = f"{DETECT}/test_detector_bounds.py"
+CURVE_TESTS = tuple(
+    f"{GOLDEN_SERIES}[{name}]"
     for name in ("spikes", "gradient_spikes", "starts", "refusals", "accepted_levels", "odd_losses", "slow_changes")
 )
-DECIDING = (
-    f"{GOLDEN}[policy]",
+POLICY_TESTS = (
+    f"{GOLDEN_SERIES}[policy]",
     f"{POLICY}/test_policy_bounds.py",
     f"{POLICY}/test_policy.py",
     f"{POLICY}/test_policy_climbing.py",
@@ -23,21 +23,26 @@ DECIDING = (
 
 TESTS = {
     "harness/sentinel/detect/baseline.py": (
-        f"{GOLDEN}[baselines]",
-        f"{GOLDEN}[accepted_levels]",
+        f"{GOLDEN_SERIES}[baselines]",
+        f"{GOLDEN_SERIES}[accepted_levels]",
         f"{DETECT}/test_baseline.py",
     ),
-    "harness/sentinel/detect/loss_curve.py": (BOUNDS, *CURVES, f"{DETECT}/test_loss_curve_episodes.py"),
-    "harness/sentinel/detect/detectors.py": (f"{GOLDEN}[guards]", BOUNDS, CURVES[0], f"{DETECT}/test_detectors.py"),
-    "harness/sentinel/detect/guards.py": (f"{GOLDEN}[guards]", BOUNDS),
-    "harness/sentinel/detect/second_moment.py": (f"{GOLDEN}[guards]", BOUNDS),
+    "harness/sentinel/detect/loss_curve.py": (DETECTOR_BOUNDS, *CURVE_TESTS, f"{DETECT}/test_loss_curve_episodes.py"),
+    "harness/sentinel/detect/detectors.py": (
+        f"{GOLDEN_SERIES}[guards]",
+        DETECTOR_BOUNDS,
+        CURVE_TESTS[0],
+        f"{DETECT}/test_detectors.py",
+    ),
+    "harness/sentinel/detect/guards.py": (f"{GOLDEN_SERIES}[guards]", DETECTOR_BOUNDS),
+    "harness/sentinel/detect/second_moment.py": (f"{GOLDEN_SERIES}[guards]", DETECTOR_BOUNDS),
     "harness/sentinel/detect/fp8_range.py": (f"{DETECT}/test_detectors.py",),
-    "harness/sentinel/detect/step_time.py": (f"{GOLDEN}[step_times]", f"{DETECT}/test_step_time.py"),
-    "harness/sentinel/policy/": DECIDING,
+    "harness/sentinel/detect/step_time.py": (f"{GOLDEN_SERIES}[step_times]", f"{DETECT}/test_step_time.py"),
+    "harness/sentinel/policy/": POLICY_TESTS,
     "harness/sentinel/policy/incident_log.py": (f"{POLICY}/test_incident_log.py",),
-    "harness/sentinel/policy/precision_fallback.py": (*DECIDING, f"{POLICY}/test_precision_fallback.py"),
+    "harness/sentinel/policy/precision_fallback.py": (*POLICY_TESTS, f"{POLICY}/test_precision_fallback.py"),
     "harness/analysis/judge/incident_groups.py": (
-        f"{GOLDEN}[incidents]",
+        f"{GOLDEN_SERIES}[incidents]",
         "tests/analysis/judge/test_incident_groups.py",
     ),
     "harness/analysis/judge/foreign_logs.py": ("tests/analysis/judge/test_foreign_logs.py",),
@@ -67,7 +72,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 
 
 class Equivalent(NamedTuple):
-    """A mutant that no test can tell from the original."""
+    """A mutant whose behaviour no test can distinguish from the original."""
 
     file: str
     function: str
@@ -75,22 +80,22 @@ class Equivalent(NamedTuple):
     after: str
 
 
-def suite_of(file: str) -> tuple[str, ...]:
+def suite_for(file: str) -> tuple[str, ...]:
     entries = [entry for entry in TESTS if file == entry or (entry.endswith("/") and file.startswith(entry))]
     if not entries:
-        raise SystemExit(f"{file}: no tests are named for it; name them with --tests, or in {Path(__file__).name}")
+        raise SystemExit(f"{file}: no tests are listed for it; pass --tests, or add an entry to {Path(__file__).name}")
     return TESTS[max(entries, key=len)]
 
 
-def files(root: Path) -> list[str]:
-    """All files of the table."""
+def list_files(root: Path) -> list[str]:
+    """All files that the table covers."""
     found = [
         path for entry in TESTS for path in ((root / entry).glob("*.py") if entry.endswith("/") else [root / entry])
     ]
     return sorted({path.relative_to(root).as_posix() for path in found if path.name != "__init__.py"})
 
 
-def equivalents(path: Path = EQUIVALENT) -> dict[Equivalent, str]:
+def load_equivalents(path: Path = EQUIVALENT) -> dict[Equivalent, str]:
     """Recorded mutants and why each is equivalent."""
     entries = tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", []) if path.exists() else []
     return {

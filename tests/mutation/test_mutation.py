@@ -1,3 +1,5 @@
+"""The mutation runner: the mutants of each kind of statement, and complete runs on a small module."""
+
 from __future__ import annotations
 
 import subprocess
@@ -8,7 +10,7 @@ import pytest
 
 from tests.mutation.__main__ import ROOT
 from tests.mutation.mutants import Mutator
-from tests.mutation.tables import equivalents, files, suite_of
+from tests.mutation.tables import list_files, load_equivalents, suite_for
 
 LIMITED = """
 def clamp(value: float, limit: float = 2.5) -> float:
@@ -40,7 +42,7 @@ def test_in_a_process():
 """
 
 
-def changes(source: str) -> list[tuple[str, str]]:
+def list_changes(source: str) -> list[tuple[str, str]]:
     return [(mutant.before, mutant.after) for mutant in Mutator(source).mutants]
 
 
@@ -78,7 +80,7 @@ def changes(source: str) -> list[tuple[str, str]]:
     ],
 )
 def test_a_statement_has_these_mutants(statement: str, after: list[str]) -> None:
-    assert [changed for _, changed in changes(statement)] == after
+    assert [changed for _, changed in list_changes(statement)] == after
 
 
 @pytest.mark.parametrize(
@@ -95,8 +97,8 @@ def test_a_statement_has_these_mutants(statement: str, after: list[str]) -> None
         "y = None",
     ],
 )
-def test_what_no_test_should_notice_is_not_mutated(source: str) -> None:
-    assert changes(source) == []
+def test_code_without_tested_behaviour_is_not_mutated(source: str) -> None:
+    assert list_changes(source) == []
 
 
 def test_a_mutant_is_one_change_of_the_whole_file() -> None:
@@ -109,8 +111,8 @@ def test_a_mutant_is_one_change_of_the_whole_file() -> None:
     assert mutator.source().splitlines() == original
 
 
-def run(folder: Path, *words: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "tests.mutation", "--root", str(folder), *words]
+def run(folder: Path, *arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "tests.mutation", "--root", str(folder), *arguments]
     ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     return ended.returncode, ended.stdout + ended.stderr
 
@@ -131,12 +133,12 @@ def test_survivors_are_named_and_no_file_changes(limited: Path) -> None:
     assert (limited / "limited.py").read_text() == LIMITED
     program = "import limited; assert limited.in_a_process() == 7 and limited.is_over(2.6)"
     assert subprocess.run([sys.executable, "-c", program], cwd=limited, check=False).returncode == 0, (
-        "of cached bytecode"
+        "stale bytecode was cached"
     )
 
 
 @pytest.mark.full
-def test_a_recorded_equivalent_is_counted_apart_and_must_survive(limited: Path) -> None:
+def test_a_recorded_equivalent_is_counted_separately_and_must_survive(limited: Path) -> None:
     entry = """[[equivalent]]
 file = "limited.py"
 function = "is_over"
@@ -154,7 +156,7 @@ reason = "a test"
 
 @pytest.mark.full
 def test_a_mutant_that_hangs_is_killed(tmp_path: Path) -> None:
-    """Each of them does, so that a slow machine changes nothing."""
+    """Every mutant of this module hangs, so that the result does not depend on the speed of the machine."""
     (tmp_path / "hanging.py").write_text("def wait(flag=False):\n    while flag: pass\n")
     (tmp_path / "test_hanging.py").write_text("from hanging import wait\n\ndef test_wait():\n    wait()\n")
     code, output = run(tmp_path, "hanging.py", "--tests", "test_hanging.py", "--timeout", "1", "--jobs", "2")
@@ -171,9 +173,9 @@ def test_tests_that_fail_unchanged_are_an_error(limited: Path) -> None:
 
 
 def test_every_file_has_tests_and_every_equivalent_is_a_mutant() -> None:
-    for file in files(ROOT):
-        assert all((ROOT / each.partition("::")[0]).exists() for each in suite_of(file))
-    recorded = equivalents()
+    for file in list_files(ROOT):
+        assert all((ROOT / each.partition("::")[0]).exists() for each in suite_for(file))
+    recorded = load_equivalents()
     for file in {each.file for each in recorded}:
         mutants = Mutator((ROOT / file).read_text(encoding="utf-8")).mutants
         known = {(mutant.function, mutant.before, mutant.after) for mutant in mutants}
