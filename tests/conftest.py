@@ -60,36 +60,36 @@ LONGEST_FIRST = (
     "test_model_exchange",
     "test_agreement",
 )
-"""Files that take ten seconds or more: begun last, one of them would leave the other worker idle. Those that mostly
-wait come while the first computes."""
+"""Files that take ten seconds or more. They start first: a long file at the end would leave the other worker idle.
+Files that mostly wait come second, while the first one computes."""
 
 
 settings.register_profile("no deadline", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("no deadline")
-"""A machine that is busy with other tests is no defect, and CI tries the same examples each time."""
+"""No deadline, because a busy machine is slow; in CI the same examples are tried each time."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep xdist from sorting files by the number of their tests: the longest have few."""
+    """Keep xdist from sorting files by the number of their tests: the longest files have few tests."""
     config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """All tests, and what they import."""
+    """Import test modules with fast imports."""
     with loading():
         return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; the order within a file stays."""
+    """Sort long files first; the order within a file does not change."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
-    """Real processes that run distributed cases."""
+    """A pool of processes that run distributed cases."""
     pool = Pool()
     yield pool
     pool.close()

@@ -36,27 +36,27 @@ from harness.drills import scenario
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "docs/configuration.md", ROOT / "docs/drills.md")
 TABLE = re.compile(r"^<!-- table: (.+?) -->\n.*?^<!-- end of table -->$", re.DOTALL | re.MULTILINE)
-MOST_VALUES = 9
-"""Values that the row of an option lists; more are left to its file."""
+MAX_VALUES = 9
+"""The most values that the row of an option lists; with more, the row names the file."""
 GROUP_ORDER = ("model", "data", "optim", "precision", "parallel", "sentinel", "checkpoint", "telemetry", "launch")
 
 
 def field_texts(section: type) -> dict[str, str]:
-    """Field name -> the docstring under it, in one line; empty where there is none."""
+    """Field name -> the docstring under it, in one line; empty if there is none."""
     (node,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(node, ast.ClassDef)
     texts: dict[str, str] = {}
-    for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
+    for statement, next_statement in zip(node.body, [*node.body[1:], None], strict=True):
         match statement:
             case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
                 texts[name] = ""
-                match following:
+                match next_statement:
                     case ast.Expr(value=ast.Constant(value=str(text))):
                         texts[name] = " ".join(text.split())
     return texts
 
 
-def members(hint: Any) -> Iterator[Any]:
+def union_members(hint: Any) -> Iterator[Any]:
     """The types of a union, or the type itself."""
     if get_origin(hint) is UnionType:
         yield from (member for member in get_args(hint) if member is not NoneType)
@@ -64,9 +64,9 @@ def members(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-def choices(hint: Any, *, known: str) -> str:
-    """The values of an enum, with the docstrings of its members; empty where the text `known` names all of them."""
-    for member in members(hint):
+def render_choices(hint: Any, *, known: str) -> str:
+    """The values of an enum, with the docstrings of its members; empty if the text `known` names all of them."""
+    for member in union_members(hint):
         if isinstance(member, type) and issubclass(member, StrEnum):
             texts = field_texts(member)
             if not any(texts.values()) and all(re.search(rf"\b{value}\b", known) for value in texts):
@@ -77,17 +77,17 @@ def choices(hint: Any, *, known: str) -> str:
     return ""
 
 
-def nested(hint: Any) -> type | None:
-    """The section that a field holds: itself, or as the values of a dict or list."""
-    inner = get_args(hint)[-1] if get_origin(hint) in (dict, list) else hint
-    return inner if isinstance(inner, type) and is_dataclass(inner) else None
+def nested_section(hint: Any) -> type | None:
+    """The dataclass of a field: its type, or the value type of its dict or list."""
+    item_type = get_args(hint)[-1] if get_origin(hint) in (dict, list) else hint
+    return item_type if isinstance(item_type, type) and is_dataclass(item_type) else None
 
 
 def section_of(path: str) -> type:
     """The dataclass of a dotted section, such as `sentinel.policy`."""
     section: type = Config
     for name in path.split("."):
-        found = nested(get_type_hints(section)[name])
+        found = nested_section(get_type_hints(section)[name])
         assert found is not None, f"{path} is not a section of the config"
         section = found
     return section
@@ -108,12 +108,12 @@ def value_at(path: str) -> Any:
     return value
 
 
-def cell(text: str) -> str:
+def escape_cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def shown(value: Any) -> str:
-    """A default as YAML writes it."""
+def render_value(value: Any) -> str:
+    """A default value in YAML syntax."""
     match value:
         case None:
             return "`null`"
@@ -126,7 +126,7 @@ def shown(value: Any) -> str:
 
 
 def section_table(path: str) -> Iterator[str]:
-    """Key, default and meaning of every key of a section; sections below it have tables of their own."""
+    """Key, default and meaning of every key of a section; nested sections have their own tables."""
     section = section_of(path)
     hints, texts, values = get_type_hints(section), field_texts(section), value_at(path)
     match container_of(path):
@@ -139,19 +139,19 @@ def section_table(path: str) -> Iterator[str]:
     yield "| key | default | meaning |"
     yield "|---|---|---|"
     for name, text in texts.items():
-        below = nested(hints[name])
+        below = nested_section(hints[name])
         if below is not None and get_origin(hints[name]) is None:
             if set(field_texts(below)) == {"per_window", "per_run"}:
-                yield f"| `{prefix}.{name}` | {shown_budget(values[name])} | {cell(text)} |"
+                yield f"| `{prefix}.{name}` | {render_budget(values[name])} | {escape_cell(text)} |"
             continue
-        default = shown(values[name]) if name in values else "none"
-        allowed = choices(hints[name], known=text)
+        default = render_value(values[name]) if name in values else "none"
+        allowed = render_choices(hints[name], known=text)
         meaning = ". ".join(part.rstrip(".") for part in (text, allowed) if part)
-        yield f"| `{prefix}.{name}` | {default} | {cell(meaning)} |"
+        yield f"| `{prefix}.{name}` | {default} | {escape_cell(meaning)} |"
 
 
 def container_of(path: str) -> str:
-    """`dict` or `list` where a section is the value of one, which users fill; else empty."""
+    """`dict` or `list` if a section is the value type of one, which users fill; else empty."""
     above, _, name = path.rpartition(".")
     origin = get_origin(get_type_hints(section_of(above) if above else Config)[name])
     return "" if origin is None else str(origin.__name__)
@@ -159,16 +159,18 @@ def container_of(path: str) -> str:
 
 def class_defaults(section: Any) -> dict[str, Any]:
     """Defaults of fields that users may leave out."""
-    given = {field.name: field.default for field in fields(section) if field.default is not MISSING}
-    made = {field.name: field.default_factory() for field in fields(section) if field.default_factory is not MISSING}
-    return given | made
+    plain_defaults = {field.name: field.default for field in fields(section) if field.default is not MISSING}
+    factory_defaults = {
+        field.name: field.default_factory() for field in fields(section) if field.default_factory is not MISSING
+    }
+    return plain_defaults | factory_defaults
 
 
-def shown_budget(value: dict[str, int]) -> str:
+def render_budget(value: dict[str, int]) -> str:
     return f"`{value['per_window']}` a window, `{value['per_run']}` a run"
 
 
-def comment_of(file: Path) -> str:
+def read_comment(file: Path) -> str:
     """The comment at the top of a YAML file, in one line."""
     lines = []
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -179,13 +181,13 @@ def comment_of(file: Path) -> str:
     return " ".join(lines)
 
 
-def values_of(tree: Any, prefix: str = "") -> Iterator[str]:
-    """`key=value` of a tree, leaves only."""
+def leaf_values(tree: Any, prefix: str = "") -> Iterator[str]:
+    """`key=value` of each leaf of a config tree."""
     if isinstance(tree, dict) and tree:
         for name, child in tree.items():
-            yield from values_of(child, f"{prefix}.{name}" if prefix else name)
+            yield from leaf_values(child, f"{prefix}.{name}" if prefix else name)
     else:
-        yield f"{prefix}={shown(tree).strip('`')}" if not isinstance(tree, list) else prefix
+        yield f"{prefix}={render_value(tree).strip('`')}" if not isinstance(tree, list) else prefix
 
 
 def options_table(group: str) -> Iterator[str]:
@@ -196,39 +198,39 @@ def options_table(group: str) -> Iterator[str]:
         file = compose.conf_dir() / group / f"{option}.yaml"
         tree = compose.read_tree(file)
         tree.pop("defaults", None)
-        values = list(values_of(tree))
+        values = list(leaf_values(tree))
         sets = (
             ", ".join(f"`{value}`" for value in values)
-            if len(values) <= MOST_VALUES
+            if len(values) <= MAX_VALUES
             else f"`conf/{group}/{option}.yaml`"
         )
-        yield f"| `{group}={option}` | {cell(sets)} | {cell(comment_of(file))} |"
+        yield f"| `{group}={option}` | {escape_cell(sets)} | {escape_cell(read_comment(file))} |"
 
 
 def groups_table() -> Iterator[str]:
     chosen = compose.read_tree(compose.conf_dir() / "config.yaml")["defaults"]
-    by_default = {group: option for entry in chosen if isinstance(entry, dict) for group, option in entry.items()}
+    default_options = {group: option for entry in chosen if isinstance(entry, dict) for group, option in entry.items()}
     names = compose.groups()
     ordered = [*(name for name in GROUP_ORDER if name in names), *(name for name in names if name not in GROUP_ORDER)]
     yield "| group | options | default |"
     yield "|---|---|---|"
     for group in ordered:
         options = " ".join(f"`{option}`" for option in compose.options_of(group))
-        default = f"`{by_default[group]}`" if group in by_default else f"none; add it with `+{group}=NAME`"
+        default = f"`{default_options[group]}`" if group in default_options else f"none; add it with `+{group}=NAME`"
         yield f"| `{group}` | {options} | {default} |"
 
 
 def scenarios_table() -> Iterator[str]:
-    """What each drill breaks, and the findings and actions that it expects."""
+    """The fault of each drill, and the findings and actions that it expects."""
     yield "| scenario | fault | finding (any of) | action (any of) | starts |"
     yield "|---|---|---|---|---|"
     for name in scenario.names():
         drill = scenario.load_scenario(name)
         findings, actions = (", ".join(kinds) or "-" for kinds in (drill.expected.findings, drill.expected.actions))
-        yield f"| `{name}` | {cell(drill.summary)} | {findings} | {actions} | {drill.expected.starts} |"
+        yield f"| `{name}` | {escape_cell(drill.summary)} | {findings} | {actions} | {drill.expected.starts} |"
 
 
-def table(name: str) -> Iterable[str]:
+def render_table(name: str) -> Iterable[str]:
     match name.split():
         case ["groups"]:
             return groups_table()
@@ -241,17 +243,17 @@ def table(name: str) -> Iterable[str]:
     raise ValueError(f"no table {name!r}")
 
 
-def with_current_tables(text: str) -> str:
-    def current(found: re.Match[str]) -> str:
-        name = found.group(1)
-        return "\n".join([f"<!-- table: {name} -->", "", *table(name), "", "<!-- end of table -->"])
+def update_tables(text: str) -> str:
+    def replace_table(match: re.Match[str]) -> str:
+        name = match.group(1)
+        return "\n".join([f"<!-- table: {name} -->", "", *render_table(name), "", "<!-- end of table -->"])
 
-    return TABLE.sub(current, text)
+    return TABLE.sub(replace_table, text)
 
 
-def tables_of(text: str) -> list[str]:
+def table_names(text: str) -> list[str]:
     """Names of the tables of a page."""
-    return [found.group(1) for found in TABLE.finditer(text)]
+    return [match.group(1) for match in TABLE.finditer(text)]
 
 
 def main() -> None:
@@ -259,7 +261,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the pages instead")
     options = parser.parse_args()
     for page in PAGES:
-        text = with_current_tables(page.read_text(encoding="utf-8"))
+        text = update_tables(page.read_text(encoding="utf-8"))
         if options.write:
             page.write_text(text, encoding="utf-8")
         else:

@@ -1,8 +1,8 @@
-"""Processes for tests that need not start Python and import torch: they are forked from a server that did it once.
+"""Fast processes for tests: forked from a server that has started Python and imported torch once.
 
-A process of `launched` does what `python -m MODULE WORDS` does, in a session of its own, with files for its output: a
-whole launcher, which may be sent signals, killed and waited for. Its parent is the server, not the test. What has to be
-done in that process before (`first`) is named by the test.
+`Launched` does what `python -m MODULE ARGUMENTS` does, in its own session, with its output in files: a complete
+launcher, which can receive signals, be killed and be waited for. Its parent is the fork server, not the test. A test
+can pass a function (`first`) that runs in the process before the module.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ROOT = Path(__file__).parents[1]
 
 @cache
 def forks() -> ForkServerContext:
-    """Where processes of tests come from. Torch is loaded for one thread, as in each of two ranks on two cores."""
+    """The context of the fork server. Torch is imported with one thread, as in each of two ranks on two cores."""
     set_forkserver_preload(["tests.preloaded"])
     with patch.dict(os.environ, OMP_NUM_THREADS="1"), chdir(ROOT):
         forkserver.ensure_running()
     return get_context("forkserver")
 
 
-def _run(module: str, words: tuple[str, ...], output: str, first: Callable[[], None] | None) -> None:
+def _run(module: str, arguments: tuple[str, ...], output: str, first: Callable[[], None] | None) -> None:
     os.setsid()
     if first is not None:
         first()
@@ -41,15 +41,15 @@ def _run(module: str, words: tuple[str, ...], output: str, first: Callable[[], N
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         with Path(f"{output}.{name}").open("wb") as file:
             os.dup2(file.fileno(), descriptor)
-    sys.exit(import_module(module).main(words))
+    sys.exit(import_module(module).main(arguments))
 
 
 class Launched:
-    """A process of its own, with the part of `subprocess.Popen` that tests use; its group is killed in the end."""
+    """A forked process with the methods of `subprocess.Popen` that tests use; its process group is killed on exit."""
 
-    def __init__(self, module: str, *words: str, output: Path, first: Callable[[], None] | None = None) -> None:
+    def __init__(self, module: str, *arguments: str, output: Path, first: Callable[[], None] | None = None) -> None:
         self._output = output
-        self._process = forks().Process(target=_run, args=(module, words, str(output), first))
+        self._process = forks().Process(target=_run, args=(module, arguments, str(output), first))
         self._process.start()
 
     @property

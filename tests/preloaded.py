@@ -1,7 +1,6 @@
-"""What processes of tests are forked with (`tests.forks`): imported here, all that they would import in turn.
+"""Imports of the fork server (`tests.forks`): the modules that each forked process would import otherwise.
 
-A configuration is composed too, and read back: of Hydra and OmegaConf most is imported and looked up by the first who
-asks, and each process would be the first.
+It also composes a config and reads it back, because Hydra and OmegaConf import most of their modules at the first use.
 """
 
 from __future__ import annotations

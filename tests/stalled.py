@@ -1,9 +1,8 @@
-"""A file system that stalls: every request waits until the test lets go.
+"""A file system that stalls: every request waits until the test releases it.
 
 How: FUSE without a library. The server is a thread that reads requests from /dev/fuse and answers none of them until
-`release`; then every name is an empty file and every directory is empty. What blocks in a stalled call blocks in the
-kernel, as on a network file system whose server is gone. It needs root and /dev/fuse; `can_stall` says whether both are
-there.
+`release`; then every name is an empty file and every directory is empty. A stalled call blocks in the kernel, as on a
+network file system whose server is down. It needs root and /dev/fuse; `can_stall` checks for both.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ def _may_mount() -> bool:
 
 
 class Stalled:
-    """Mounted at `path` while it is entered."""
+    """A context manager that mounts the file system at `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_held = 0
-        """Requests that have waited or wait."""
+        """Number of requests that were held back."""
         self._released = Event()
         self._libc = ctypes.CDLL(None, use_errno=True)
 
@@ -58,7 +57,7 @@ class Stalled:
         os.close(self._descriptor)
 
     def release(self) -> None:
-        """Answer what waits, and everything from now on."""
+        """Answer held and all later requests."""
         self._released.set()
 
     def _serve(self) -> None:
@@ -91,7 +90,7 @@ class Stalled:
         try:
             os.write(self._descriptor, answer)
         except OSError:
-            return  # whoever asked is gone
+            return  # the process that sent the request is gone
 
 
 def _body(opcode: int, node: int) -> bytes | None:

@@ -1,7 +1,7 @@
 """Links, commands, modules and generated tables of the README, CONTRIBUTING and docs.
 
-`tests/bench/test_claims.py` checks measured figures and the commands that measured them; this file checks everything
-else that a page can get wrong when the code moves.
+`tests/bench/test_claims.py` checks measured figures and the commands that measured them; this file checks
+everything else on a page that a change of the code can invalidate.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 SOURCE_PATH = re.compile(r"^(?:harness|launch|conf|slurm|tests|docs)/[\w./-]*\w(?:/|\.\w+)$")
 OPTION = re.compile(r"^--[a-z]")
 OVERRIDE = re.compile(r"^\+?([a-z_][\w.]*)=(.*)$")
-OF_THE_USER = {("data", "mine")}
-"""Options that a page tells the user to write."""
-WRITTEN_BY_THE_USER = {"conf/data/mine.yaml"}
+USER_OPTIONS = {("data", "mine")}
+"""Options that the user writes."""
+USER_FILES = {"conf/data/mine.yaml"}
 PLACEHOLDERS = {"NAME", "GROUP", "SECTION"}
 HYDRA_OPTIONS = {"--multirun", "--cfg", "--help"}
 
@@ -100,7 +100,7 @@ COMMANDS = sorted({command for page in PAGES for command in commands_of(page)})
 
 @cache
 def help_of(*arguments: str) -> str:
-    """What a command prints with `--help`; empty where there is none."""
+    """The `--help` text of a command; empty if the command does not exist."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
         try:
             main.main([*arguments, "--help"])
@@ -110,9 +110,9 @@ def help_of(*arguments: str) -> str:
 
 
 def problem_of(command: str) -> str:
-    """Why a command of a page could not be run; empty where it could."""
-    words = [word for word in shlex.split(command) if word != "..."]
-    match words:
+    """Why a command of a page cannot be run; empty if it can."""
+    parts = [part for part in shlex.split(command) if part != "..."]
+    match parts:
         case ["harness", "COMMAND", *_]:
             return ""
         case ["harness", option] if OPTION.match(option):
@@ -130,23 +130,23 @@ def problem_of(command: str) -> str:
 def problem_of_harness(name: str, arguments: Sequence[str]) -> str:
     if name not in main.SUMMARIES:
         return f"harness has no command {name}"
-    below = [word for word in arguments if not OPTION.match(word) and "=" not in word]
-    match name, below:
+    positional = [part for part in arguments if not OPTION.match(part) and "=" not in part]
+    match name, positional:
         case "ctl", [run, command, *_]:
-            helps = help_of("ctl", run, command) if command in help_of("ctl") else ""
+            help_text = help_of("ctl", run, command) if command in help_of("ctl") else ""
         case (("checkpoint" | "data" | "sweep"), [command, *_]):
-            helps = help_of(name, command) if command in help_of(name) else ""
+            help_text = help_of(name, command) if command in help_of(name) else ""
         case "drill", ["campaign" as command, *_]:
-            helps = help_of("drill", command)
+            help_text = help_of("drill", command)
         case "drill", names:
             known = {*scenario.names(), *PLACEHOLDERS, "all", "list", "score"}
-            unknown = [] if "score" in names else [word for word in names if word not in known]
-            helps = "" if unknown else help_of("drill")
+            unknown = [] if "score" in names else [part for part in names if part not in known]
+            help_text = "" if unknown else help_of("drill")
         case _:
-            helps = help_of(name)
-    if not helps:
-        return f"harness {name} has no {' '.join(below)}"
-    missing = [word for word in arguments if OPTION.match(word) and word not in helps and word not in HYDRA_OPTIONS]
+            help_text = help_of(name)
+    if not help_text:
+        return f"harness {name} has no {' '.join(positional)}"
+    missing = [part for part in arguments if OPTION.match(part) and part not in help_text and part not in HYDRA_OPTIONS]
     if missing:
         return f"harness {name} has no option {', '.join(missing)}"
     return "; ".join(filter(None, map(problem_of_override, arguments)))
@@ -167,15 +167,15 @@ def problem_of_module(name: str, arguments: Sequence[str]) -> str:
     if not source.exists():
         return f"{name} cannot be run"
     text = source.read_text(encoding="utf-8")
-    missing = [word for word in arguments if OPTION.match(word) and f'"{word}"' not in text]
+    missing = [part for part in arguments if OPTION.match(part) and f'"{part}"' not in text]
     if missing:
         return f"{name} has no option {', '.join(missing)}"
     return "; ".join(filter(None, map(problem_of_override, arguments)))
 
 
-def problem_of_override(word: str) -> str:
+def problem_of_override(part: str) -> str:
     """An override names a key of the config, or an option of a group; values are checked by `tests/config`."""
-    found = OVERRIDE.match(word)
+    found = OVERRIDE.match(part)
     if found is None:
         return ""
     key, value = found.groups()
@@ -185,21 +185,21 @@ def problem_of_override(word: str) -> str:
             "" if name in compose.keys_of(section.removeprefix("drill").lstrip("."), scenario.Scenario) else f"no {key}"
         )
     if compose.options_of(key):
-        is_known = value in compose.options_of(key) or value in PLACEHOLDERS or (key, value) in OF_THE_USER
+        is_known = value in compose.options_of(key) or value in PLACEHOLDERS or (key, value) in USER_OPTIONS
         return "" if is_known else f"{key} has no option {value}"
     return "" if name in compose.keys_of(section) or name in PLACEHOLDERS else f"no key {key}"
 
 
 def missing_files(page: Path, text: str) -> Iterator[str]:
-    """Paths of the tree in inline code that are not there; a page that tells of renames names old ones."""
+    """Paths in inline code that do not exist in the tree."""
     for code in INLINE_CODE.findall(FENCE.sub("", text)):
         is_path = SOURCE_PATH.match(code) is not None and not PLACEHOLDERS & set(re.findall(r"[A-Z]+", code))
-        if is_path and not (ROOT / code).exists() and code not in WRITTEN_BY_THE_USER:
+        if is_path and not (ROOT / code).exists() and code not in USER_FILES:
             yield f"{name_of(page)}: no {code}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_to_files_and_headings(page: Path) -> None:
+def test_links_have_existing_targets(page: Path) -> None:
     assert list(broken_links(page, page.read_text(encoding="utf-8"))) == []
 
 
@@ -222,8 +222,8 @@ def test_commands_are_found_on_pages() -> None:
 @pytest.mark.parametrize("page", docs_tables.PAGES, ids=name_of)
 def test_tables_are_current(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert docs_tables.tables_of(text), "no table is marked"
-    assert docs_tables.with_current_tables(text) == text, "python -m tests.docs_tables --write"
+    assert docs_tables.table_names(text), "no table is marked"
+    assert docs_tables.update_tables(text) == text, "python -m tests.docs_tables --write"
 
 
 def test_every_section_of_the_config_has_a_table() -> None:
@@ -249,11 +249,11 @@ def test_every_section_of_the_config_has_a_table() -> None:
         ("python -m tests.docs_tables --draw", "no option --draw"),
     ],
 )
-def test_a_wrong_command_is_found(command: str, expected: str) -> None:
+def test_a_wrong_command_is_reported(command: str, expected: str) -> None:
     assert expected in problem_of(command)
 
 
-def test_a_wrong_link_is_found() -> None:
+def test_a_wrong_link_is_reported() -> None:
     page = ROOT / "README.md"
     text = "[a](docs/nothing.md) [b](README.md#no-such) [c](#train) `[d](x.md)` ![e](docs/first-run.png) [f](https://x.org)"
     assert list(broken_links(page, text)) == [
@@ -262,6 +262,6 @@ def test_a_wrong_link_is_found() -> None:
     ]
 
 
-def test_a_wrong_file_is_found() -> None:
+def test_a_missing_file_is_reported() -> None:
     text = "`harness/nothing.py` `harness/train.py` `conf/drill/NAME.yaml` `conf/`"
     assert list(missing_files(ROOT / "README.md", text)) == ["README.md: no harness/nothing.py"]

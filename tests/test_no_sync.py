@@ -50,10 +50,10 @@ ALLOWED_READS = {
 }
 """Where the loop may read a tensor on the host; on CUDA all but the evaluation read host memory."""
 
-Plant = Callable[[Tensor], Any]
+TensorCall = Callable[[Tensor], Any]
 """A call that is inserted into the loop; its argument holds four positive values."""
 
-READS: dict[str, Plant] = {
+READS: dict[str, TensorCall] = {
     ".item()": lambda numbers: numbers[0].item(),
     ".tolist()": lambda numbers: numbers.tolist(),
     ".numpy()": lambda numbers: numbers.numpy(),
@@ -89,11 +89,11 @@ READS: dict[str, Plant] = {
 }
 """Every kind of host sync, each on its own line."""
 
-HARMLESS: dict[str, Plant] = {
+HARMLESS: dict[str, TensorCall] = {
     "a marked line": lambda numbers: numbers.tolist(),  # sync: allowed by this mark
     "another dtype": lambda numbers: numbers.to(torch.float64),
-    "a copy behind the step": lambda numbers: numbers.to(numbers.device, non_blocking=True),
-    "a number of the host": lambda numbers: torch.tensor(1.0) * numbers,
+    "a non-blocking copy": lambda numbers: numbers.to(numbers.device, non_blocking=True),
+    "a host scalar": lambda numbers: torch.tensor(1.0) * numbers,
     "where()": lambda numbers: torch.where(numbers > 0, numbers, 0.0),
     "elements": lambda numbers: numbers[numbers.argsort()],
     "an assignment to elements": lambda numbers: numbers.clone().index_put_((numbers.argsort(),), numbers),
@@ -102,36 +102,36 @@ HARMLESS: dict[str, Plant] = {
 }
 
 
-def plant_all(tensor: Tensor) -> None:
-    """Call all of them, allowed or not."""
+def call_all(tensor: Tensor) -> None:
+    """Make all calls, forbidden and allowed."""
     numbers = 1 + torch.zeros_like(tensor.detach(), dtype=torch.float32).flatten()[:4]
-    for plant in (*READS.values(), *HARMLESS.values()):
-        plant(numbers)
+    for call in (*READS.values(), *HARMLESS.values()):
+        call(numbers)
 
 
 def in_forward(run: Run) -> None:
     run.parts.model.get_submodule("blocks.1.mlp").register_forward_hook(
-        lambda _module, _inputs, output: plant_all(output)
+        lambda _module, _inputs, output: call_all(output)
     )
 
 
 def in_backward(run: Run) -> None:
     def hook(_module: Any, _inputs: Any, output: Tensor) -> None:
         if output.requires_grad:  # not in an evaluation
-            output.register_hook(plant_all)  # type: ignore[no-untyped-call]
+            output.register_hook(call_all)  # type: ignore[no-untyped-call]
 
     run.parts.model.get_submodule("blocks.1.mlp").register_forward_hook(hook)
 
 
 def in_recomputation(run: Run) -> None:
-    """Needs activation checkpointing: the hook is called again inside the backward pass, and acts there.
+    """Needs activation checkpointing: the hook is called again inside the backward pass, and makes its calls there.
 
-    Not at the end of the block, because the recomputation stops once nothing more is needed.
+    The hook is not at the end of the block, because the recomputation stops when all saved tensors are recomputed.
     """
 
     def hook(_module: Any, _inputs: Any, output: Tensor) -> None:
         if torch._C._current_graph_task_id() >= 0:
-            plant_all(output)
+            call_all(output)
 
     run.parts.model.get_submodule("blocks.1.attention").register_forward_hook(hook)
 
@@ -140,40 +140,40 @@ def in_fp8_kernel(_run: Run) -> None:
     """Needs fp8: inside the operators, which the dispatcher calls without modes."""
     gemm = EmulatedEngine.gemm
 
-    def planted(engine: EmulatedEngine, left: Any, right: Any, **options: Any) -> Tensor:
-        plant_all(left.scale_inv)
+    def with_reads(engine: EmulatedEngine, left: Any, right: Any, **options: Any) -> Tensor:
+        call_all(left.scale_inv)
         return gemm(engine, left, right, **options)
 
-    EmulatedEngine.gemm = planted  # type: ignore[assignment,method-assign]
+    EmulatedEngine.gemm = with_reads  # type: ignore[assignment,method-assign]
 
 
 def in_reduce_scatter(run: Run) -> None:
     """Needs several ranks."""
     for module in run.parts.model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(MeasuredReduceScatter(run.parts.comm_stats, before_measuring=[plant_all]))
+            module.set_custom_reduce_scatter(MeasuredReduceScatter(run.parts.comm_stats, before_measuring=[call_all]))
 
 
 def in_gate(run: Run) -> None:
-    run.parts.gate = intercept(run.parts.gate, "decide", lambda: plant_all(torch.ones(4)), first=True)
+    run.parts.gate = intercept(run.parts.gate, "decide", lambda: call_all(torch.ones(4)), first=True)
 
 
 def in_update(run: Run) -> None:
-    run.parts.update = intercept(run.parts.update, "apply", lambda: plant_all(torch.ones(4)), first=True)
+    run.parts.update = intercept(run.parts.update, "apply", lambda: call_all(torch.ones(4)), first=True)
 
 
 def in_mailbox(run: Run) -> None:
-    run.parts.mailbox = intercept(run.parts.mailbox, "post", lambda: plant_all(torch.ones(4)), first=True)
+    run.parts.mailbox = intercept(run.parts.mailbox, "post", lambda: call_all(torch.ones(4)), first=True)
 
 
 def in_snapshot(run: Run) -> None:
     copy = run.parts.ring._copy
 
-    def planted(slot: Any) -> None:
-        plant_all(torch.ones(4))
+    def with_reads(slot: Any) -> None:
+        call_all(torch.ones(4))
         copy(slot)
 
-    run.parts.ring._copy = planted  # type: ignore[method-assign]
+    run.parts.ring._copy = with_reads  # type: ignore[method-assign]
 
 
 def guarded_run(directory: str, site: Callable[[Run], None] | None, *overrides: str) -> tuple[list[str], str]:
@@ -182,7 +182,7 @@ def guarded_run(directory: str, site: Callable[[Run], None] | None, *overrides: 
     micro_batch_size = 8 // rank_from_environment()[1] // 2  # two micro-batches
     cfg = tiny(*LOOP, f"train.micro_batch_size={micro_batch_size}", *overrides, directory=directory)
 
-    def guarded(run: Run) -> Ending:
+    def guarded_loop(run: Run) -> Ending:
         nonlocal reached, message
         if site is not None:
             site(run)
@@ -193,7 +193,7 @@ def guarded_run(directory: str, site: Callable[[Run], None] | None, *overrides: 
             message = str(error)
         return ending
 
-    with patch.object(train, "train", guarded), patch.object(EmulatedEngine, "gemm", EmulatedEngine.gemm):
+    with patch.object(train, "train", guarded_loop), patch.object(EmulatedEngine, "gemm", EmulatedEngine.gemm):
         assert train.run_worker(cfg) == 0
     return sorted(reached), message
 
@@ -241,7 +241,7 @@ def test_every_kind_of_host_sync_is_found_and_named(
     ranks: Pool, tmp_path: Path, site: Callable[[Run], None], size: int, overrides: tuple[str, ...]
 ) -> None:
     here = Path(__file__).name
-    expected = {f"tests/{here}:{plant.__code__.co_firstlineno}": name for name, plant in READS.items()}
+    expected = {f"tests/{here}:{call.__code__.co_firstlineno}": name for name, call in READS.items()}
     for _, message in ranks.run(size, guarded_run, str(tmp_path), site, "train.num_steps=2", *overrides):
         places = {":".join(line.split(":")[:2]) for line in message.splitlines()[1:]}
         assert {expected.get(place, place) for place in places} == set(READS)

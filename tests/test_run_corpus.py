@@ -1,4 +1,4 @@
-"""What a start makes of the data that it finds: recorded, admitted, or refused with one line."""
+"""The data of a run at each start: recorded, accepted with its changes, or refused with an error of one line."""
 
 from __future__ import annotations
 
@@ -43,37 +43,37 @@ def config(shards: Path, *overrides: str) -> Config:
     return load([f"run.dir={shards.parent}", "run.name=a", "train.batch_size=8", *paths, *overrides])
 
 
-def begin(cfg: Config, *, cursor: int | None = None) -> rundir.RunDir:
-    """A run as it is after its first start, with a checkpoint at a batch."""
+def start_run(cfg: Config, *, cursor: int | None = None) -> rundir.RunDir:
+    """Prepare a run as after its first start, with a checkpoint at batch `cursor` if given."""
     run = rundir.locate(cfg)
     rundir.prepare_run_dir(cfg, run, corpus=render_record(plan_data(cfg).record))
     run.events.touch()
     if cursor is not None:
-        save(run, cursor)
+        write_checkpoint(run, cursor)
     return run
 
 
-def save(run: rundir.RunDir, cursor: int) -> None:
+def write_checkpoint(run: rundir.RunDir, cursor: int) -> None:
     checkpoint = run.checkpoints / f"step-{cursor:08d}-gen-0"
     checkpoint.mkdir(parents=True)
     (checkpoint / STATE_FILE).write_text(json.dumps({"cursor": cursor}))
 
 
-def admit(cfg: Config) -> RunData:
-    """A later start, up to the point where training begins."""
+def restart_run(cfg: Config) -> RunData:
+    """Start the run again, up to the point where training begins."""
     data = plan_data(cfg)
     rundir.prepare_run_dir(cfg, rundir.locate(cfg), corpus=render_record(data.record), data_changes=data.changes)
     return data
 
 
-def windows(cfg: Config, known: RecordedData, batches: range) -> list[tuple[str, int]]:
-    train, held_out = open_data(cfg, rank=0, world_size=1, device=CPU, ledger=Ledger(), recorded=known)
+def windows(cfg: Config, recorded: RecordedData, batches: range) -> list[tuple[str, int]]:
+    train, held_out = open_data(cfg, rank=0, world_size=1, device=CPU, ledger=Ledger(), recorded=recorded)
     train.close()
     held_out.close()
     return [origin[:2] for index in batches for origin in train.origins(index)]
 
 
-def refused(cfg: Config, line: str) -> None:
+def assert_refused(cfg: Config, line: str) -> None:
     with pytest.raises(ConfigError, match=f"^{line}") as caught:
         plan_data(cfg)
     assert "\n" not in str(caught.value)
@@ -81,7 +81,7 @@ def refused(cfg: Config, line: str) -> None:
 
 def test_the_first_start_records_files_and_batch_size(shards: Path) -> None:
     cfg = config(shards)
-    run = begin(cfg)
+    run = start_run(cfg)
     record = read_record(run.corpus)
     assert record is not None
     assert [file.path for file in record.sources["main"].files] == [f"{shards}/b.bin", f"{shards}/c.bin"]
@@ -90,16 +90,16 @@ def test_the_first_start_records_files_and_batch_size(shards: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.bin", "d.bin"])
-def test_an_added_file_is_read_after_the_pass_that_is_under_way(shards: Path, name: str) -> None:
+def test_an_added_file_is_read_after_the_current_pass(shards: Path, name: str) -> None:
     cfg = config(shards)
-    run = begin(cfg, cursor=10)
+    run = start_run(cfg, cursor=10)
     before = windows(cfg, read_recorded_data(run), range(20))
     write_shard(shards / name)
-    refused(cfg, rf"data\.sources\.main\.paths: .*{name} was added; .*run\.resume=changed")
+    assert_refused(cfg, rf"data\.sources\.main\.paths: .*{name} was added; .*run\.resume=changed")
     grown = config(shards, "run.resume=changed")
-    data = admit(grown)
+    data = restart_run(grown)
     assert data.changes == {"data.sources.main.files": ["2 files", f"3 files: {shards}/{name} was added"]}
-    assert plan_data(cfg) == RunData(data.record, {}), "and belongs to the run from then on"
+    assert plan_data(cfg) == RunData(data.record, {}), "the file is recorded in the run"
     num_train = 200 - round(200 * 0.05) - 1
     (addition,) = data.record.sources["main"].additions
     assert (addition.num_files, addition.from_turn) == (1, num_train)
@@ -111,20 +111,20 @@ def test_an_added_file_is_read_after_the_pass_that_is_under_way(shards: Path, na
 
 def test_a_second_addition_follows_the_first(shards: Path) -> None:
     cfg = config(shards, "run.resume=changed")
-    run = begin(cfg, cursor=10)
+    run = start_run(cfg, cursor=10)
     for name, cursor in (("d.bin", 24), ("e.bin", 40), ("a.bin", 100)):
         write_shard(shards / name, 321)
-        data = admit(cfg)
-        save(run, cursor)
+        data = restart_run(cfg)
+        write_checkpoint(run, cursor)
     additions = data.record.sources["main"].additions
     assert [addition.from_turn for addition in additions] == [189, 209, 229 + 229]
     paths = [Path(file.path).name for file in data.record.sources["main"].files]
     assert paths == ["b.bin", "c.bin", "d.bin", "e.bin", "a.bin"]
 
 
-def test_a_copy_of_what_is_partly_held_out_is_refused(shards: Path) -> None:
+def test_a_copy_of_a_partly_held_out_file_is_refused(shards: Path) -> None:
     cfg = config(shards, "run.resume=changed")
-    begin(cfg, cursor=10)
+    start_run(cfg, cursor=10)
     (shards / "d.bin").write_bytes((shards / "b.bin").read_bytes())
     source = plan_data(cfg).record.sources["main"]
     line = rf"^data\.sources\.main\.paths: {shards}/d\.bin was added but holds the same as {shards}/b\.bin"
@@ -133,11 +133,11 @@ def test_a_copy_of_what_is_partly_held_out_is_refused(shards: Path) -> None:
     assert [file.probes for file in with_probes("main", source, ["1", "2", "3"]).files] == ["1", "2", "3"]
 
 
-def test_files_that_moved_are_the_same_corpus(shards: Path) -> None:
-    run = begin(config(shards), cursor=10)
+def test_moved_files_are_the_same_corpus(shards: Path) -> None:
+    run = start_run(config(shards), cursor=10)
     before = windows(config(shards), read_recorded_data(run), range(5))
     moved = shards.rename(shards.with_name("moved"))
-    data = admit(config(moved, "run.resume=changed"))
+    data = restart_run(config(moved, "run.resume=changed"))
     assert [file.path for file in data.record.sources["main"].files] == [f"{moved}/b.bin", f"{moved}/c.bin"]
     after = windows(config(moved), read_recorded_data(run), range(5))
     assert [(Path(path).name, first) for path, first in after] == [(Path(path).name, first) for path, first in before]
@@ -147,88 +147,88 @@ def test_files_that_moved_are_the_same_corpus(shards: Path) -> None:
     "override",
     ["train.sequence_length=32", "data.eval_fraction=0.1", "data.sources.main.dtype=uint16"],
 )
-def test_what_decides_the_windows_stays_as_it_was(shards: Path, override: str) -> None:
-    begin(config(shards), cursor=10)
+def test_settings_that_define_the_windows_cannot_change(shards: Path, override: str) -> None:
+    start_run(config(shards), cursor=10)
     key, _, value = override.partition("=")
-    was = {"train.sequence_length": "16", "data.eval_fraction": "0.05", "data.sources.main.dtype": "auto"}[key]
-    refused(config(shards, "run.resume=changed", override), rf"{key}: must stay {was} in this run, got {value}")
+    old = {"train.sequence_length": "16", "data.eval_fraction": "0.05", "data.sources.main.dtype": "auto"}[key]
+    assert_refused(config(shards, "run.resume=changed", override), rf"{key}: must stay {old} in this run, got {value}")
 
 
-def test_a_run_that_begins_again_may_have_other_data(shards: Path) -> None:
-    begin(config(shards))
+def test_a_run_without_a_checkpoint_may_change_its_data(shards: Path) -> None:
+    start_run(config(shards))
     (shards / "b.bin").unlink()
     write_shard(shards / "d.bin", 4000)
-    refused(config(shards), r"data\.sources\.main\.paths: .*b\.bin was removed, .*d\.bin was added")
+    assert_refused(config(shards), r"data\.sources\.main\.paths: .*b\.bin was removed, .*d\.bin was added")
     data = plan_data(config(shards, "run.resume=changed", "train.sequence_length=8", "train.batch_size=4"))
     assert data.record.sizes == (BatchSize(0, 4),)
     assert [Path(file.path).name for file in data.record.sources["main"].files] == ["c.bin", "d.bin"]
 
 
-def test_another_batch_size_goes_on_where_the_run_was(shards: Path) -> None:
+def test_another_batch_size_continues_the_same_order(shards: Path) -> None:
     cfg = config(shards)
-    run = begin(cfg, cursor=5)
+    run = start_run(cfg, cursor=5)
     before = windows(cfg, read_recorded_data(run), range(20))
     larger = config(shards, "train.batch_size=10", "run.resume=changed")
-    assert admit(larger).record.sizes == (BatchSize(0, 8), BatchSize(5, 10))
+    assert restart_run(larger).record.sizes == (BatchSize(0, 8), BatchSize(5, 10))
     assert windows(larger, read_recorded_data(run), range(17)) == before, (
         "5 batches of 8 and 12 of 10, in the same order"
     )
-    refused(cfg, r"run\.name: .*train\.batch_size was 10, is 8")
+    assert_refused(cfg, r"run\.name: .*train\.batch_size was 10, is 8")
 
 
-def test_excluded_batches_stay_excluded_sample_for_sample(shards: Path) -> None:
+def test_excluded_samples_stay_excluded_with_another_batch_size(shards: Path) -> None:
     cfg = config(shards)
-    run = begin(cfg, cursor=5)
+    run = start_run(cfg, cursor=5)
     Ledger.load(run.ledger).exclude(3, 8, "spike")
-    spoiled = set(windows(cfg, read_recorded_data(run), range(3, 9)))
+    excluded = set(windows(cfg, read_recorded_data(run), range(3, 9)))
     larger = config(shards, "train.batch_size=10", "run.resume=changed")
-    assert admit(larger).record.sizes == (BatchSize(0, 8), BatchSize(9, 10))
+    assert restart_run(larger).record.sizes == (BatchSize(0, 8), BatchSize(9, 10))
     ledger = Ledger.load(run.ledger)
     seen = [index for index in range(17) if not ledger.is_excluded(index)]
     trained = [window for index in seen for window in windows(larger, read_recorded_data(run), range(index, index + 1))]
-    assert not spoiled.intersection(trained)
+    assert not excluded.intersection(trained)
     assert len(set(trained)) == len(trained) == 3 * 8 + 8 * 10
 
 
-def test_limits_on_rare_tokens_hold_for_one_size_and_one_corpus(shards: Path) -> None:
+def test_limits_on_rare_tokens_fix_the_batch_size_and_the_corpus(shards: Path) -> None:
     limits = ("data.stratify.rare_below=2", "data.stratify.max_per_batch=9")
-    begin(config(shards, *limits), cursor=5)
+    start_run(config(shards, *limits), cursor=5)
     changed = config(shards, *limits, "train.batch_size=10", "run.resume=changed")
-    refused(changed, r"train\.batch_size: was 8 .* is 10, but the limits of data\.stratify")
+    assert_refused(changed, r"train\.batch_size: was 8 .* is 10, but the limits of data\.stratify")
     write_shard(shards / "d.bin")
-    refused(
+    assert_refused(
         config(shards, *limits, "run.resume=changed"), r"data\.sources\.main\.paths: .*d\.bin was added, but the limits"
     )
 
 
-def test_a_run_of_an_earlier_version_has_its_batch_size_in_its_configuration(shards: Path) -> None:
-    run = begin(config(shards), cursor=5)
+def test_without_a_record_the_batch_size_comes_from_the_config(shards: Path) -> None:
+    run = start_run(config(shards), cursor=5)
     run.corpus.unlink()
     assert plan_data(config(shards)).record.sizes == (BatchSize(0, 8),)
     larger = config(shards, "train.batch_size=16", "run.resume=changed")
     assert plan_data(larger).record.sizes == (BatchSize(0, 8), BatchSize(5, 16))
 
 
-def test_a_start_that_died_before_it_wrote_the_configuration_is_taken_up_again(shards: Path) -> None:
-    run = begin(config(shards), cursor=5)
+def test_a_start_that_died_before_it_wrote_the_config_can_be_repeated(shards: Path) -> None:
+    run = start_run(config(shards), cursor=5)
     larger = config(shards, "train.batch_size=16", "run.resume=changed")
     run.corpus.write_text(render_record(plan_data(larger).record))
-    assert admit(larger).record.sizes == (BatchSize(0, 8), BatchSize(5, 16))
+    assert restart_run(larger).record.sizes == (BatchSize(0, 8), BatchSize(5, 16))
 
 
-def test_another_embedded_text_is_refused(tmp_path: Path) -> None:
+def test_a_different_embedded_text_is_refused(tmp_path: Path) -> None:
     cfg = load([f"run.dir={tmp_path}", "run.name=a"])
-    run = begin(cfg, cursor=5)
+    run = start_run(cfg, cursor=5)
     content = run.corpus.read_text()
     record = read_record(run.corpus)
     assert record is not None
     run.corpus.write_text(content.replace(record.sources["main"].text, "f00d"))
-    refused(cfg, r"data\.sources\.main\.kind: the embedded text comes with Python")
+    assert_refused(cfg, r"data\.sources\.main\.kind: the embedded text comes with Python")
 
 
-def test_tools_read_the_files_that_the_run_has_recorded(shards: Path) -> None:
+def test_tools_read_the_recorded_files(shards: Path) -> None:
     cfg = config(shards)
-    run = begin(cfg)
+    run = start_run(cfg)
     before = windows(cfg, read_recorded_data(run), range(3))
     write_shard(shards / "a.bin")
     assert windows(cfg, read_recorded_data(run), range(3)) == before
@@ -238,8 +238,8 @@ def test_tools_read_the_files_that_the_run_has_recorded(shards: Path) -> None:
         windows(cfg, read_recorded_data(run), range(3))
 
 
-def test_a_source_without_a_record_is_read_as_it_is(shards: Path) -> None:
-    run = begin(config(shards))
+def test_a_source_without_a_record_is_read_from_the_config(shards: Path) -> None:
+    run = start_run(config(shards))
     write_pair(shards.parent / "more", [list(range(100))] * 9)
     more = f"+data.sources={{more: {{kind: files, paths: [{shards.parent}/more]}}}}"
     record = recorded_data(config(shards, more), run)

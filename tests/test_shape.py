@@ -1,6 +1,6 @@
-"""The shape of the code: who may import whom, one door per library, functions that stay small.
+"""Rules of the tree: which package may import which, where each library is imported, the size of functions.
 
-The tables below are the rule; a change of shape is a change of this file, with its reason in the commit.
+The tables below are the rules. A change of the rules is a change of this file, with its reason in the commit.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ LAYERS = (
     | {"step", "train"},
     {"faults", "drills", "analysis"},
 )
-"""Packages and modules of harness/, lowest first: each imports its layer and lower ones; leaves never each other."""
+"""Packages and modules of harness/, lowest layer first. Each imports from its layer and lower ones only; packages in
+`LEAVES` do not import each other."""
 LEAVES = LAYERS[4]
 
-DOORS = {
+LIBRARY_IMPORTERS = {
     "hydra": {"harness/config/compose.py", "launch/train.py"},
     "omegaconf": {"harness/config/compose.py", "launch/train.py"},
     "mlflow": {"harness/telemetry/tracking/mlflow_run.py", "harness/telemetry/tracking/mlflow_sink.py"},
@@ -69,9 +70,9 @@ DOORS = {
 """Library -> the only files that may import it."""
 
 TORCH_PRIVATE = "harness/distributed/torch_private/"
-"""The only package that may import private names of torch: one file per API, each with a canary test."""
+"""The only package that may import private names of torch: one file per API, each with a test that detects changes."""
 
-LIGHT = (
+TORCH_FREE_MODULES = (
     "harness.core.processes",
     "harness.config.schema",
     "harness.config.compose",
@@ -154,23 +155,23 @@ LIGHT = (
     "harness.analysis.dashboard.serve",
     "harness.analysis.dashboard.index",
 )
-"""Modules that must not import torch: the command line and offline tools answer at once."""
+"""Modules that must not import torch, so that the command line and the offline tools start fast."""
 
 STEP_PATH = (
     *("held_out.py", "recovery.py", "step.py", "train.py", "checkpoint/ring.py"),
     *("distributed/", "kernels/", "model/", "optim/", "precision/", "sentinel/"),
 )
-"""Files and packages of harness/ whose code runs in a step: a copy from the device to the host is marked there."""
+"""Files and packages of harness/ whose code runs in a step: device-to-host copies need a mark there."""
 
-DECIDING = ("build.py", "control/", "recovery.py", "resume.py", "step.py", "train.py")
-"""Modules in which a rank takes a branch, beside the sentinel and the checkpoints."""
+BRANCHING_MODULES = ("build.py", "control/", "recovery.py", "resume.py", "step.py", "train.py")
+"""Modules in which a rank branches on a decision, in addition to the sentinel and the checkpoints."""
 
 SHARED_NAMES = {"main", "build_parser", "render", "read", "write", "draw", "load", "as_json", "as_text", "as_markdown"}
 """Public functions that mean the same in every module."""
 OPERATORS = {"forward", "backward"}
 """Parts of a custom operator."""
 NAMED_BY_SUBJECT = ("harness/config/", "launch/cli/", "harness/kernels/", "harness/distributed/torch_private/")
-"""Packages with one file a subject: its config section, command, kernel or torch API."""
+"""Packages with one file per config section, command, kernel or torch API."""
 
 FUNCTION_LINES, NUM_ARGUMENTS = 80, 8
 TRAIN_LOOP_LINES = 60
@@ -185,7 +186,7 @@ def name_of(path: Path) -> str:
 
 
 @cache
-def tree(path: Path) -> ast.Module:
+def parse_file(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -196,7 +197,7 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(tree(path)):
+    for node in ast.walk(parse_file(path)):
         match node:
             case ast.Import():
                 yield from (alias.name for alias in node.names)
@@ -205,13 +206,13 @@ def _imports(path: Path) -> Iterator[str]:
                 yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def room(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(ROOT / "harness").parts[0].removesuffix(".py")
 
 
-def test_every_room_has_a_layer() -> None:
-    rooms = {room(path) for path in ROOT.glob("harness/**/*.py")} - {"__init__"}
-    assert rooms == set().union(*LAYERS)
+def test_every_package_has_a_layer() -> None:
+    packages = {package_of(path) for path in ROOT.glob("harness/**/*.py")} - {"__init__"}
+    assert packages == set().union(*LAYERS)
 
 
 def assert_none(violations: Iterable[str]) -> None:
@@ -224,7 +225,7 @@ def test_imports_are_absolute() -> None:
     assert_none(
         f"{name_of(path)}:{node.lineno}: relative import"
         for path in sources()
-        for node in ast.walk(tree(path))
+        for node in ast.walk(parse_file(path))
         if isinstance(node, ast.ImportFrom) and node.level
     )
 
@@ -232,13 +233,13 @@ def test_imports_are_absolute() -> None:
 def upward_imports(path: Path) -> Iterator[str]:
     """Packages that a file of harness/ imports from a higher layer or from another leaf."""
     yield from {name.split(".")[0] for name in imports(path)} & {"launch", "tests"}
-    here = room(path)
-    if here == "__init__":
+    package = package_of(path)
+    if package == "__init__":
         return
-    level = next(index for index, rooms in enumerate(LAYERS) if here in rooms)
+    level = next(index for index, packages in enumerate(LAYERS) if package in packages)
     allowed = set().union(*LAYERS[: level + 1])
-    if here in LEAVES:
-        allowed -= LEAVES - {here}
+    if package in LEAVES:
+        allowed -= LEAVES - {package}
     yield from {name.split(".")[1] for name in imports(path) if name.startswith("harness.")} - allowed
 
 
@@ -250,33 +251,35 @@ def test_imports_point_down() -> None:
     )
 
 
-def test_no_import_goes_in_a_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     """Between modules, imports inside functions included."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sources()}
-    below = {module: {name for name in imports(path) if name in modules} for module, path in modules.items()}
-    while removable := [module for module, others in below.items() if not others & below.keys()]:
-        for module in removable:
-            del below[module]
-    assert_none(f"{module} imports {', '.join(sorted(others & below.keys()))}" for module, others in below.items())
+    imported = {module: {name for name in imports(path) if name in modules} for module, path in modules.items()}
+    while independent := [module for module, others in imported.items() if not others & imported.keys()]:
+        for module in independent:
+            del imported[module]
+    assert_none(
+        f"{module} imports {', '.join(sorted(others & imported.keys()))}" for module, others in imported.items()
+    )
 
 
 def test_training_does_not_import_the_offline_tools() -> None:
     assert_none(
         f"{name_of(path)} imports {name}"
         for path in sorted(ROOT.glob("harness/**/*.py"))
-        if room(path) not in LAYERS[-1]
+        if package_of(path) not in LAYERS[-1]
         for name in imports(path)
         if name.startswith(tuple(f"harness.{offline}" for offline in LAYERS[-1]))
     )
 
 
-def test_each_library_has_one_door() -> None:
+def test_each_library_is_imported_in_one_place() -> None:
     assert_none(
-        f"{name_of(path)} imports {name}; {library} enters through {', '.join(sorted(doors))} only"
+        f"{name_of(path)} imports {name}; only {', '.join(sorted(importers))} may import {library}"
         for path in sources()
         for name in imports(path)
-        for library, doors in DOORS.items()
-        if (name == library or name.startswith(f"{library}.")) and name_of(path) not in doors
+        for library, importers in LIBRARY_IMPORTERS.items()
+        if (name == library or name.startswith(f"{library}.")) and name_of(path) not in importers
     )
 
 
@@ -292,12 +295,12 @@ def test_private_torch_imports_are_in_one_package() -> None:
     )
 
 
-def test_python_is_started_by_one_door() -> None:
-    """`harness.core.processes` keeps the working directory out of what a child process imports."""
+def test_python_is_started_in_one_place() -> None:
+    """`harness.core.processes` keeps the working directory out of the import path of a child process."""
     assert_none(
-        f"{name_of(path)}:{node.lineno}: starts Python; harness.core.processes does that"
+        f"{name_of(path)}:{node.lineno}: starts Python; only harness.core.processes may"
         for path in sources()
-        for node in ast.walk(tree(path))
+        for node in ast.walk(parse_file(path))
         if isinstance(node, ast.List)
         and name_of(path) != "harness/core/processes.py"
         and "sys.executable" in map(ast.unparse, node.elts)
@@ -305,8 +308,8 @@ def test_python_is_started_by_one_door() -> None:
 
 
 def test_functions_stay_small() -> None:
-    def complaints(path: Path) -> Iterator[str]:
-        for node in ast.walk(tree(path)):
+    def violations_in(path: Path) -> Iterator[str]:
+        for node in ast.walk(parse_file(path)):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             assert node.end_lineno is not None
@@ -319,13 +322,13 @@ def test_functions_stay_small() -> None:
             if count > NUM_ARGUMENTS and not is_kernel:
                 yield f"{name_of(path)}: {node.name} takes {count} arguments"
 
-    assert_none(complaint for path in sources() for complaint in complaints(path))
+    assert_none(violation for path in sources() for violation in violations_in(path))
 
 
-def test_the_loop_reads_aloud() -> None:
+def test_the_train_loop_is_short() -> None:
     train = next(
         node
-        for node in ast.walk(tree(ROOT / "harness/train.py"))
+        for node in ast.walk(parse_file(ROOT / "harness/train.py"))
         if isinstance(node, ast.FunctionDef) and node.name == "train"
     )
     assert train.end_lineno is not None
@@ -335,14 +338,14 @@ def test_the_loop_reads_aloud() -> None:
 def test_modules_have_docstrings() -> None:
     """An `__init__.py` is one line of docstring and nothing else."""
 
-    def complaints(path: Path) -> Iterator[str]:
-        docstring = ast.get_docstring(tree(path))
+    def violations_in(path: Path) -> Iterator[str]:
+        docstring = ast.get_docstring(parse_file(path))
         if not docstring:
             yield f"{name_of(path)} has no docstring"
-        elif path.name == "__init__.py" and (len(tree(path).body) > 1 or "\n" in docstring):
+        elif path.name == "__init__.py" and (len(parse_file(path).body) > 1 or "\n" in docstring):
             yield f"{name_of(path)} is more than one docstring line"
 
-    assert_none(complaint for path in sources() for complaint in complaints(path))
+    assert_none(violation for path in sources() for violation in violations_in(path))
 
 
 def numbered(path: Path) -> Iterator[tuple[str, str]]:
@@ -363,8 +366,8 @@ def test_host_copies_are_marked() -> None:
     )
 
 
-def test_a_mark_stands_where_something_is_copied() -> None:
-    """The mark allows a copy (`tests/no_sync.py`). No other line has it."""
+def test_a_sync_mark_is_on_a_line_that_copies() -> None:
+    """The mark allows a copy (`tests/no_sync.py`); it must not be on any other line."""
     copies = (".item()", ".tolist()", ".synchronize(", ".numpy()", "int(", "bool(")
     assert_none(
         f"{place}: {line.strip()}"
@@ -374,30 +377,30 @@ def test_a_mark_stands_where_something_is_copied() -> None:
     )
 
 
-def test_what_decides_does_not_see_what_one_rank_alone_knows() -> None:
-    """Detectors, policy, checkpoints, recovery and the loop take a `ReducedRecord`; a `StepRecord` also has the clock,
-    the memory and the rows of one rank."""
+def test_decisions_do_not_depend_on_rank_local_facts() -> None:
+    """Detectors, policy, checkpoints, recovery and the loop take a `ReducedRecord`; a `StepRecord` also has the
+    times, the memory and the rows of one rank."""
     logged = {
         "harness/sentinel/device/step_report.py",
         "harness/sentinel/policy/log_events.py",
         "harness/control/inbox.py",
     }
-    rooms = ("harness/sentinel/", "harness/checkpoint/", *(f"harness/{name}" for name in DECIDING))
+    packages = ("harness/sentinel/", "harness/checkpoint/", *(f"harness/{name}" for name in BRANCHING_MODULES))
     assert_none(
         f"{name_of(path)} imports StepRecord"
         for path in sources()
-        if name_of(path).startswith(rooms) and name_of(path) not in logged
+        if name_of(path).startswith(packages) and name_of(path) not in logged
         if "harness.core.events.StepRecord" in imports(path)
     )
 
 
-def test_light_modules_do_without_torch() -> None:
-    program = f"import sys, {', '.join(LIGHT)}; sys.exit('torch' in sys.modules)"
+def test_torch_free_modules_do_not_import_torch() -> None:
+    program = f"import sys, {', '.join(TORCH_FREE_MODULES)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
-def test_leaves_agree_on_the_target_that_is_ignored() -> None:
-    """Data writes it, the loss reads it, and neither may import the other."""
+def test_data_and_loss_agree_on_the_ignored_target() -> None:
+    """Data writes it and the loss reads it; neither may import the other."""
     from harness.data import batch
     from harness.model import loss
 
@@ -405,7 +408,7 @@ def test_leaves_agree_on_the_target_that_is_ignored() -> None:
 
 
 def places_by_name(places: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Names with more than one place, as lines."""
+    """One line for each name with more than one place."""
     found: dict[str, list[str]] = {}
     for name, place in places:
         found.setdefault(name, []).append(place)
@@ -413,12 +416,12 @@ def places_by_name(places: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def test_public_names_have_one_meaning() -> None:
-    """Two public functions or classes with one name make a reader guess which one is meant."""
+    """No two public functions or classes share a name."""
     assert_none(
         places_by_name(
             (node.name, name_of(path))
             for path in sources()
-            for node in tree(path).body
+            for node in parse_file(path).body
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
             if node.name not in SHARED_NAMES | OPERATORS
         )
