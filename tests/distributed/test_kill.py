@@ -122,7 +122,9 @@ PHASES = (
     Candidate(Place("shards", f"{WRITER}.write_data", kill_in_fsync), ALL, BOTH, SAVES),
     Candidate(Place("metadata", f"{WRITER}.finish", kill_in_fsync), ALL, (0,)),
     Candidate(Place("kept metadata", "harness.checkpoint.store:write_metadata", kill_in_fsync), ALL, (0,)),
-    Candidate(Place("manifest", "harness.checkpoint.integrity:write_manifest", kill_in_fsync), ALL, (0,), SAVES),
+    Candidate(
+        Place("manifest", "harness.checkpoint.integrity:write_checkpoint_manifest", kill_in_fsync), ALL, (0,), SAVES
+    ),
     Candidate(Place("publish", "harness.checkpoint.catalog:publish", kill_in_rename), ALL, (0,), SAVES),
     Candidate(Place("health", "harness.checkpoint.catalog:mark", kill_in_fsync), ALL, (0,), SAVES),
     Candidate(Place("retention", "harness.checkpoint.catalog:delete", kill_in_unlink), ALL),
