@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 import torch
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from harness.build import parameter_groups
@@ -40,6 +41,7 @@ from harness.data.order.ledger import Ledger
 from harness.data.sources import open_data
 from harness.faults.site import intercept
 from harness.model.init import initialize
+from harness.model.loss import IGNORED
 from harness.model.size import num_parameters
 from harness.model.transformer import Transformer
 from harness.optim.schedule import schedule_table
@@ -110,9 +112,13 @@ def train_plain(cfg: Config, permits: StepPermits) -> None:
     for index, rate in enumerate(rates):
         permits.acquire()
         batch = batches[index]
-        with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
-            output = model(batch.inputs, batch.targets, seed=seed, mask=mask_of(batch))
-        output.objective.backward()
+        if in_bf16:  # the chunked loss of the model does not run under autocast
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = model.logits(batch.inputs, mask=mask_of(batch)).flatten(0, 1)
+            objective = seed * cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        else:
+            objective = model(batch.inputs, batch.targets, seed=seed, mask=mask_of(batch)).objective
+        objective.backward()  # type: ignore[no-untyped-call]
         if cfg.optim.clip_norm is not None:
             clip_grad_norm_(model.parameters(), cfg.optim.clip_norm, foreach=True)
         for group, options in zip(groups, optimizer.param_groups, strict=True):
