@@ -6,7 +6,7 @@ with who asked, when, why, and what came of it.
 A command is one JSON file, moved into place by a rename. File names begin with the time, and commands apply in that
 order. A thread of rank 0 polls once a second (`harness.control.watcher`). The step's all-reduce carries the flag to all
 ranks, and they apply the commands at the same iteration. The answer is an `Intervention` event. It is written first,
-then the file is removed, so a run that is killed in between does not apply a command twice. A command that nobody took
+then the file is removed, so a run that is killed in between does not apply a command twice. An unapplied command
 waits for the next start of the run. A file that cannot be parsed is renamed to *.refused with one line on stderr;
 nothing in that directory can stop a run.
 

@@ -1,7 +1,7 @@
 """Diagnoses a run with a decision tree, question by question; a pure function of its step records.
 
-Why: at three in the morning nobody remembers the order of the questions, and the log already holds every answer.
-How: sections and question numbers follow the stability check of seed 004: is anything non-finite (1), did the loss
+Why: the order of the questions matters, and the log already holds every answer.
+How: there are four sections of numbered questions: is anything non-finite (1), did the loss
 spike (2), did a narrow format overflow (3), does the loss rise slowly (4). The walk stops at the first section with an
 answer. Rows three sigma above the mean are only candidates for a spike, because noise alone gives one in a few hundred
 rows. A candidate counts if the sentinel's detectors confirm it or the gate rejected the update.

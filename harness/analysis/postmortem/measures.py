@@ -24,7 +24,7 @@ from harness.optim.schedule import schedule_factor
 EMA_STEPS = 50
 RECOVERY_STEPS, RECOVERY_RECORDS = 50, 9
 RECOVERED_SIGMAS = 0.5
-"""Recovered: fifty steps after the peak the loss is within half a sigma of the mean before (seed 004, Q2.2)."""
+"""Recovered: fifty steps after the peak the loss is within half a sigma of the mean before."""
 SETTLED_STEPS = 100
 """Weight norms before this step are not compared: they still grow from initialization."""
 LEAST_SPREAD = 0.02

@@ -1,4 +1,4 @@
-"""Renders the post-mortem of an incident as Markdown: summary, spike record (seed 000) and post-mortem (seed 002).
+"""Renders the post-mortem of an incident as Markdown: summary, spike record and post-mortem.
 
 A pure function of the evidence. Symptoms with numbers come before hypotheses. A section without measurements says
 "not measured"; a cause with a score below `KNOWN` is "not known yet".
@@ -81,7 +81,7 @@ def _onset_time(evidence: Evidence) -> float:
 
 
 def _spike(evidence: Evidence, measures: Measures, cause: RuleResult | None, remedy: Remedy | None) -> list[str]:
-    """Spike record, template of seed 000."""
+    """The spike record: symptoms, evidence, classification, action, outcome."""
     incident, run = evidence.incident, evidence.run
     cursors = [record.cursor for record in measures.during]
     blamed = ", ".join(str(batch.index) for batch in evidence.batches) or "none"
@@ -121,7 +121,7 @@ def _spike(evidence: Evidence, measures: Measures, cause: RuleResult | None, rem
 
 
 def _report(evidence: Evidence, measures: Measures, ranked: Sequence[RuleResult]) -> list[str]:
-    """Post-mortem, template of seed 002, sections 1 to 3."""
+    """Sections 1 to 3 of the post-mortem: symptoms, hypotheses, discriminating evidence."""
     incident, run, peak = evidence.incident, evidence.run, measures.peak
     recovery = format_number(measures.recovery_loss) if measures.has_recovered is not False else "did not recover"
     if measures.has_recovered is False:
@@ -174,7 +174,7 @@ def _discriminating(ranked: Sequence[RuleResult], likely: Sequence[RuleResult]) 
 
 
 def _answers(remedy: Remedy | None, check: Check) -> list[str]:
-    """Post-mortem, template of seed 002, sections 4 to 7."""
+    """Sections 4 to 7 of the post-mortem: root cause, remediation, verification, lesson."""
     overrides = [] if remedy is None else remedy.overrides
     return [
         "## 4. Root cause",

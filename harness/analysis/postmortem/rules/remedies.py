@@ -20,9 +20,9 @@ from harness.analysis.postmortem.overrides import shell_command
 from harness.analysis.postmortem.rules.causes import Cause
 
 STEPS_PAST = 50
-"""Steps that a check trains past the incident: the time seed 004 gives a spike to recover."""
+"""Steps that a check trains past the incident: the time a spike has to recover."""
 LEAST_TOLERANCE = 0.05
-"""Nats; from seed 002."""
+"""Nats."""
 OFF_SCHEDULE = 0.2
 """Tolerated difference between learning rate and schedule, as the logarithm of their ratio."""
 KEPT_SHARE = 4
