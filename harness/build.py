@@ -130,6 +130,7 @@ def build(cfg: Config, world: World, run: RunDir) -> Parts:
         cfg=cfg.optim,
         num_steps=cfg.train.num_steps,
         device=world.device,
+        replicate=world.replicate,
         own_kernel=compiles_on_cuda,
     )
     loss_scale = build_loss_scale(cfg.precision, world.device)

@@ -14,10 +14,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.analysis.plan.preflight import check_preflight, preflight
 from harness.config.compose import conf_dir, explain, register, validate
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.config.launch import LaunchKind
@@ -66,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"harness: {config_error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     if sweep:
+        print_warnings(problem for composed in sweep if composed.cfg for problem in preflight(composed.cfg))
         return run_sweep(sweep[0].sweep, sweep, arguments)
     return codes[0] if codes else EXIT_DONE
 
@@ -92,7 +94,9 @@ def compose_sweep_job(tree: Any, settings: Any, arguments: Sequence[str]) -> Com
     overrides = {key: value for key, _, value in parsed if key in keys}
     directory = Path(settings.sweep.dir)
     try:
-        return ComposedJob(sweep=directory, overrides=overrides, cfg=validate(tree))
+        cfg = validate(tree)
+        check_preflight(cfg)
+        return ComposedJob(sweep=directory, overrides=overrides, cfg=cfg)
     except Exception as error:
         return ComposedJob(sweep=directory, overrides=overrides, cfg=None, problem=config_error_text(error, settings))
 
@@ -107,6 +111,7 @@ def config_error_text(error: Exception, settings: Any) -> str:
 
 def launch_run(cfg: Config) -> int:
     """Name the run, check it against this machine and its run directory, and launch it here or as a Slurm job."""
+    print_warnings(check_preflight(cfg))
     name_run(cfg)
     check_resume(cfg, locate(cfg))
     require_free(locate(cfg).path, wait=cfg.launch.kind is LaunchKind.local)
@@ -126,6 +131,11 @@ def launch_run(cfg: Config) -> int:
         worker = select_worker(locate(cfg))
     check_world(cfg, local.ranks_to_start(cfg))
     return local.launch(cfg, worker)
+
+
+def print_warnings(problems: Iterable[str]) -> None:
+    for problem in dict.fromkeys(problems):
+        print(f"harness: warning: {problem}", file=sys.stderr)
 
 
 def swept_keys(settings: Any, arguments: Sequence[str]) -> list[str]:

@@ -30,6 +30,9 @@ from harness.core.locking import run_lease
 from harness.core.rundir import write_atomically
 
 HEALTH = "health.json"
+NUM_BEHIND = 3
+"""Intervals of `keep_behind_steps` whose first checkpoint stays: the last one may have begun just now, and the first
+one before it may be a little too young."""
 _NAME = re.compile(r"step-(\d{8,})-gen-(\d+)")
 _DAMAGED = re.compile(r"step-\d{8,}-gen-\d+\.damaged(-\d+)?")
 _UNFINISHED = re.compile(r"\.step-\d{8,}-gen-\d+(\.part|(\.damaged(-\d+)?)?\.gone-[0-9a-f]+)")
@@ -139,11 +142,14 @@ def mark(path: Path, health: Health, reason: str) -> None:
     write_atomically(path / HEALTH, json.dumps({"health": health, "reason": reason, "time": time.time()}))
 
 
-def select_for_deletion(checkpoints: Sequence[Checkpoint], *, keep: int, keep_every_steps: int) -> list[Checkpoint]:
+def select_for_deletion(
+    checkpoints: Sequence[Checkpoint], *, keep: int, keep_every_steps: int, keep_behind_steps: int = 0
+) -> list[Checkpoint]:
     """Checkpoints that may be deleted, oldest first.
 
-    Kept are the newest `keep`, the first in every `keep_every_steps` steps (0: none of these), and always the newest
-    good one and the first candidate after it, which must survive until it is good itself.
+    Kept are the newest `keep`, the first in every `keep_every_steps` steps (0: none of these), one at least
+    `keep_behind_steps` older than the newest (0: not required), and always the newest good one and the first candidate
+    after it, which must survive until it is good itself.
     Nothing may be deleted while any health is unread: the unread one may be the newest good one.
     """
     if any(checkpoint.health is Health.unread for checkpoint in checkpoints):
@@ -152,20 +158,24 @@ def select_for_deletion(checkpoints: Sequence[Checkpoint], *, keep: int, keep_ev
     sound = [checkpoint for checkpoint in ordered if checkpoint.health is not Health.tainted]
     kept = {checkpoint.path for checkpoint in sound[-keep:]}
     kept |= {checkpoint.path for checkpoint in _milestones(sound, keep_every_steps)}
+    kept |= {checkpoint.path for checkpoint in _milestones(sound, keep_behind_steps, with_first=True)[-NUM_BEHIND:]}
     good = [checkpoint for checkpoint in sound if checkpoint.health is Health.good]
     later = [checkpoint for checkpoint in sound if not good or checkpoint.age > good[-1].age]
     kept |= {checkpoint.path for checkpoint in [*good[-1:], *later[:1]]}
     return [checkpoint for checkpoint in ordered if checkpoint.path not in kept]
 
 
-def _milestones(ordered: Sequence[Checkpoint], every_steps: int) -> list[Checkpoint]:
-    """The first checkpoint in every interval of steps, from the newest generation that has one."""
+def _milestones(ordered: Sequence[Checkpoint], every_steps: int, *, with_first: bool = False) -> list[Checkpoint]:
+    """The first checkpoint in every interval of steps, from the newest generation that has one; oldest interval first.
+
+    `with_first` includes the interval from step 0 on.
+    """
     first: dict[int, Checkpoint] = {}
     for checkpoint in ordered if every_steps else ():
         interval = checkpoint.step // every_steps
-        if interval and (interval not in first or first[interval].generation < checkpoint.generation):
+        if (interval or with_first) and (interval not in first or first[interval].generation < checkpoint.generation):
             first[interval] = checkpoint
-    return list(first.values())
+    return [first[interval] for interval in sorted(first)]
 
 
 def scratch_path(root: Path, name: str) -> Path:

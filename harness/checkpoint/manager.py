@@ -314,10 +314,12 @@ class CheckpointManager:
         save tries again."""
         if not self._world.is_first:
             return
-        keep, every = self._cfg.keep, self._cfg.keep_every_steps
         with suppress(StorageError):
             for checkpoint in catalog.select_for_deletion(
-                catalog.list_checkpoints(self._root), keep=keep, keep_every_steps=every
+                catalog.list_checkpoints(self._root),
+                keep=self._cfg.keep,
+                keep_every_steps=self._cfg.keep_every_steps,
+                keep_behind_steps=self._cfg.keep_behind_steps,
             ):
                 with suppress(OSError):
                     catalog.delete(checkpoint.path)

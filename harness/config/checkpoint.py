@@ -39,6 +39,9 @@ class CheckpointConfig:
     """Number of newest checkpoints that stay on disk; the newest good one always stays."""
     keep_every_steps: int
     """The first checkpoint in each interval of this many steps is never deleted; 0: none."""
+    keep_behind_steps: int = 0
+    """A checkpoint at least this many steps older than the newest one stays on disk, for rollbacks; up to three are
+    kept for it. 0: none. Should be at least sentinel.policy.rollback_margin_steps."""
     good_after_steps: int
     """Clean steps in a row after which a checkpoint counts as good."""
     retry_s: float = 300.0
@@ -48,7 +51,7 @@ class CheckpointConfig:
     ring: RingConfig
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "keep_every_steps"):
+        for name in ("every_steps", "keep_every_steps", "keep_behind_steps"):
             require(getattr(self, name) >= 0, f"checkpoint.{name}", f"must be 0 or more, got {getattr(self, name)}")
         for name in ("keep", "good_after_steps"):
             require(getattr(self, name) >= 1, f"checkpoint.{name}", f"must be at least 1, got {getattr(self, name)}")

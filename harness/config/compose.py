@@ -57,13 +57,19 @@ def validate(tree: Any) -> Config:
 
 
 def register() -> None:
-    """Register with Hydra the schema of `conf/config.yaml` and the resolvers `groups` (for --help) and `scaled`."""
+    """Register with Hydra the schema of `conf/config.yaml` and the resolvers of the YAML files."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("groups", list_groups, replace=True)
+    OmegaConf.register_new_resolver("warmup", usual_warmup, replace=True)
     OmegaConf.register_new_resolver("scaled", lambda size, factor: round(size * factor), replace=True)
+
+
+def usual_warmup(num_steps: int) -> int:
+    """Warm-up steps of a run of this length: 2,000, or 2 % of a shorter run."""
+    return min(2000, math.ceil(0.02 * num_steps))
 
 
 def load(overrides: Sequence[str] = ()) -> Config:

@@ -34,7 +34,8 @@ class OptimConfig:
     clip_norm: float | None
     """Maximum global gradient norm; null: no clipping."""
     clip_value: float | None
-    """Maximum absolute value of each gradient element, after clip_norm; null: no clipping by value."""
+    """Maximum absolute value of each gradient element; the norm of the result is then clipped to clip_norm. Costs one
+    more all-reduce a step. null: no clipping by value."""
     schedule: ScheduleKind
     warmup_steps: int
     """Steps of the linear warm-up, which starts at lr / warmup_steps."""

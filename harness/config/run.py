@@ -17,6 +17,15 @@ class ResumePolicy(StrEnum):
     """The change is recorded as an intervention."""
 
 
+class PreflightPolicy(StrEnum):
+    """What happens if a setting is known to make training unstable."""
+
+    warn = "warn"
+    """Each problem is one line; the run starts."""
+    strict = "strict"
+    """The start is rejected."""
+
+
 @dataclass(slots=True, kw_only=True)
 class RunConfig:
     """Name, place and seed of a run."""
@@ -29,6 +38,8 @@ class RunConfig:
     """Seed of the weights, the data order and synthetic data."""
     resume: ResumePolicy
     """If an existing run is started with another configuration: reject it (same) or record the change (changed)."""
+    preflight: PreflightPolicy = PreflightPolicy.warn
+    """If a setting is known to make training unstable: print a warning (warn) or reject the start (strict)."""
     lease_s: float = 60.0
     """Seconds without a lease renewal after which a start on another machine takes over a run; on the same machine it
     takes over as soon as the process is gone."""

@@ -29,6 +29,7 @@ from harness.core.locking import run_lease
 
 MAY_DIFFER = (
     "run.resume",
+    "run.preflight",
     "run.dir",
     "run.lease_s",
     "launch.",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.optim import OptimConfig
+from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.shards import local
 from harness.optim.adamw import AdamWOptions, ParameterShard, step_fused, step_triton
 from harness.optim.schedule import schedule_table
@@ -49,6 +50,8 @@ class Update:
     clip_value: float | None
     lr_scale: Tensor
     """Factor on every learning rate besides the schedule; moves towards `lr_target`."""
+    replicate: int = 1
+    """Replicas of each shard; all of them contribute to a sum over ranks."""
     own_kernel: bool = False
     """Whether the Triton kernel runs the update; CUDA only."""
     lr_target: float = 1.0
@@ -81,23 +84,34 @@ class Update:
     def apply(self, *, skip_mask: Tensor, grad_norm: Tensor, divisor: Tensor) -> Tensor:
         """Apply one update, or none if `skip_mask` is 1; return its learning rate.
 
-        The true gradient is the stored one / `divisor`; its norm before clipping is `grad_norm`.
+        The true gradient is the stored one / `divisor`; its norm before clipping is `grad_norm`. Elements are clipped
+        first, then the norm of the result.
         """
         moved = self.lr_scale + (self.lr_target - self.lr_scale) * LR_RECOVERY_RATE * (1 - skip_mask)
         self.lr_scale.copy_(moved.clamp(max=self.lr_target))
         lr = self.lr
         for group, options in zip(self.groups, self.adamw.param_groups, strict=True):
             options["lr"].copy_(lr * group.lr_multiplier)
-        excess = 1.0 if self.clip_norm is None else (grad_norm / self.clip_norm).clamp(min=1.0)
         if self.clip_value is not None:
-            limit = divisor * excess * self.clip_value
-            for parameter in self.parameters.values():
-                assert parameter.grad is not None
-                local(parameter.grad).clamp_(-limit, limit)
+            grad_norm = self._clip_elements(self.clip_value * divisor) / divisor
+        excess = 1.0 if self.clip_norm is None else (grad_norm / self.clip_norm).clamp(min=1.0)
         self.step_optimizer(skip_mask=skip_mask, divisor=divisor * excess)
         self.adamw.zero_grad(set_to_none=True)
         self.step += 1 - skip_mask.to(self.step.dtype)
         return lr
+
+    @torch.no_grad()
+    def _clip_elements(self, limit: Tensor) -> Tensor:
+        """Clamp every stored gradient element to +-`limit`; returns the global norm of the result.
+
+        Costs one more pass over the gradients and one more all-reduce a step.
+        """
+        squares = torch.zeros((), dtype=torch.float64, device=self.step.device)
+        for parameter in self.parameters.values():
+            assert parameter.grad is not None
+            gradient = local(parameter.grad).clamp_(-limit, limit)
+            squares += gradient.square().sum()
+        return (all_reduce_sum(squares) / self.replicate).sqrt().to(limit.dtype)
 
     @torch.no_grad()
     def step_optimizer(self, *, skip_mask: Tensor, divisor: Tensor) -> None:
@@ -126,7 +140,13 @@ class Update:
 
 
 def build_update(
-    groups: Sequence[Group], *, cfg: OptimConfig, num_steps: int, device: torch.device, own_kernel: bool = False
+    groups: Sequence[Group],
+    *,
+    cfg: OptimConfig,
+    num_steps: int,
+    device: torch.device,
+    replicate: int = 1,
+    own_kernel: bool = False,
 ) -> Update:
     """AdamW over the groups, with its moments allocated."""
     options = [
@@ -154,5 +174,6 @@ def build_update(
         clip_norm=cfg.clip_norm,
         clip_value=cfg.clip_value,
         lr_scale=torch.ones((), dtype=torch.float32, device=device),
+        replicate=replicate,
         own_kernel=own_kernel,
     )

@@ -31,7 +31,7 @@ from launch.cli.parser import CommandParser
 from launch.cli.progress_bar import ProgressBar
 
 EXIT_DAMAGED = 1
-KEEP, KEEP_EVERY_STEPS = 2, 0
+DEFAULT_RETENTION = {"keep": 2, "keep_every_steps": 0, "keep_behind_steps": 0}
 """Retention of a run without a config."""
 COMMANDS = "list, verify, prune, export, import, or --help"
 
@@ -148,14 +148,17 @@ def prune_command(arguments: Sequence[str]) -> int:
     """`harness checkpoint prune`."""
     args = prune_parser().parse_args(arguments)
     run = open_run_dir(args.run)
-    keep, keep_every_steps = retention(run, args)
+    kept = retention(run, args)
     for checkpoint in catalog.list_checkpoints(run.checkpoints):
         if checkpoint.health is Health.unread:
             catalog.read_health(checkpoint.path)  # raises with the reason; nothing is deleted
 
     def list_expendable() -> list[Checkpoint]:
         return catalog.select_for_deletion(
-            catalog.list_checkpoints(run.checkpoints), keep=keep, keep_every_steps=keep_every_steps
+            catalog.list_checkpoints(run.checkpoints),
+            keep=kept["keep"],
+            keep_every_steps=kept["keep_every_steps"],
+            keep_behind_steps=kept["keep_behind_steps"],
         )
 
     deleted_bytes: list[int] = []
@@ -176,6 +179,12 @@ def prune_parser() -> ArgumentParser:
         metavar="M",
         type=int,
         help="also keep the first in every M steps; 0: none; default: as configured in the run",
+    )
+    parser.add_argument(
+        "--keep-behind-steps",
+        metavar="M",
+        type=int,
+        help="also keep one that is at least M steps older than the newest; 0: none; default: as configured in the run",
     )
     parser.add_argument("--damaged", action="store_true", help="also delete damaged checkpoints that were set aside")
     parser.add_argument("--dry-run", action="store_true", help="print what would be deleted; delete nothing")
@@ -209,15 +218,17 @@ def find_named(run: RunDir, names: Sequence[str]) -> list[Path]:
     return [paths[name] for name in names]
 
 
-def retention(run: RunDir, args: Namespace) -> tuple[int, int]:
-    """How many of the newest stay, and the steps between those that stay for ever: as given, else as configured."""
-    configured = {"keep": KEEP, "keep_every_steps": KEEP_EVERY_STEPS} | configured_retention(run)
-    keep = configured["keep"] if args.keep is None else args.keep
-    keep_every_steps = configured["keep_every_steps"] if args.keep_every_steps is None else args.keep_every_steps
-    require(isinstance(keep, int) and keep >= 1, "--keep", f"must be at least 1, got {keep!r}")
-    valid = isinstance(keep_every_steps, int) and keep_every_steps >= 0
-    require(valid, "--keep-every-steps", f"must be 0 or more, got {keep_every_steps!r}")
-    return keep, keep_every_steps
+def retention(run: RunDir, args: Namespace) -> dict[str, int]:
+    """Values of `DEFAULT_RETENTION`'s keys: as given, else as configured."""
+    configured = DEFAULT_RETENTION | configured_retention(run)
+    kept = {}
+    for key in DEFAULT_RETENTION:
+        value = configured[key] if getattr(args, key) is None else getattr(args, key)
+        least = 1 if key == "keep" else 0
+        message = f"must be {'at least 1' if least else '0 or more'}, got {value!r}"
+        require(isinstance(value, int) and value >= least, f"--{key.replace('_', '-')}", message)
+        kept[key] = value
+    return kept
 
 
 def configured_retention(run: RunDir) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from harness.analysis.plan.fit import refusal
 from harness.analysis.plan.plan import plan, planned_ranks
 from harness.analysis.plan.plan_text import plan_as_dict, render, render_table
+from harness.analysis.plan.preflight import preflight
 from harness.config import compose
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.config.schema import Config
@@ -43,11 +44,14 @@ def main(argv: Sequence[str]) -> int:
         cfg = compose.load(args.overrides)
         sizes = [planned_ranks(cfg)] if args.ranks is None else world_sizes(args.ranks)
         text = render_plans(cfg, sizes, mfu=args.mfu, as_json=args.json, in_table=args.ranks is not None)
+        problems = preflight(cfg)
         refusals = [refusal(cfg, world_size=size) for size in sizes]
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     print(text, end="", flush=True)
+    for problem in problems:
+        print(f"harness: warning: {problem}", file=sys.stderr)
     if all(refusals):
         print(f"harness: {refusals[-1]}", file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -58,7 +62,10 @@ def render_plans(cfg: Config, sizes: list[int], *, mfu: float | None, as_json: b
     """The plans for some numbers of ranks, as text or as one line of JSON."""
     plans = [plan(cfg, world_size=size, mfu=mfu) for size in sizes]
     if as_json:
-        numbers = [plan_as_dict(item) | {"refusal": refusal(cfg, world_size=item.num_ranks)} for item in plans]
+        numbers = [
+            plan_as_dict(item) | {"refusal": refusal(cfg, world_size=item.num_ranks), "warnings": preflight(cfg)}
+            for item in plans
+        ]
         return json.dumps(numbers if in_table else numbers[0]) + "\n"
     return render_table(plans) if in_table else render(plans[0])
 

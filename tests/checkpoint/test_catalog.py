@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 
@@ -371,3 +372,19 @@ def test_remove_unfinished_during_a_delete_is_no_error(tmp_path: Path, monkeypat
     monkeypatch.setattr(shutil, "rmtree", swept)
     assert catalog.delete(path)
     assert not list(tmp_path.iterdir())
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=60), KEEP, st.sampled_from([7, 10, 25]))
+def test_one_checkpoint_stays_well_behind_the_newest(gaps: list[int], keep: int, behind: int) -> None:
+    """After every save one is old enough, as long as there was one; and at most three are kept for it."""
+    kept: list[Checkpoint] = []
+    saved: list[int] = []
+    for step in accumulate(gaps):
+        saved.append(step)
+        kept.append(checkpoint(step, 0, Health.good))
+        expendable = select_for_deletion(kept, keep=keep, keep_every_steps=0, keep_behind_steps=behind)
+        kept = [each for each in kept if each not in expendable]
+        if any(earlier <= step - behind for earlier in saved):
+            ages = [step - each.step for each in kept]
+            assert any(behind <= age <= 3 * behind + max(gaps) for age in ages)
+        assert len(kept) <= keep + 3 + 2

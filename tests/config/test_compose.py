@@ -44,11 +44,27 @@ def test_overrides_are_applied() -> None:
     assert compose.load(["+experiment=1b_bf16"]).model.num_layers == 24
 
 
+@pytest.mark.parametrize("size", ["125m", "1b", "3b", "7b", "13b", "70b"])
+def test_a_size_brings_settings_that_suit_it(size: str) -> None:
+    cfg = compose.load([f"model={size}", "train.num_steps=1000000"])
+    assert (cfg.precision.kind, cfg.model.init, cfg.optim.warmup_steps) == ("bf16", "hidden", 2000)
+    assert (cfg.checkpoint.every_steps, cfg.checkpoint.every_minutes) == (0, 30)
+    assert cfg.checkpoint.keep_behind_steps == cfg.sentinel.policy.rollback_margin_steps == 1000
+    assert 1.5e-4 <= cfg.optim.lr <= 6e-4
+    assert compose.load([f"model={size}", "train.num_steps=5000"]).optim.warmup_steps == 100
+
+
+def test_overrides_win_over_the_settings_of_a_size() -> None:
+    cfg = compose.load(["model=7b", "precision=fp32", "optim=adamw_wsd", "optim.lr=1e-4", "optim.warmup_steps=7"])
+    assert (cfg.precision.kind, cfg.optim.schedule, cfg.optim.lr, cfg.optim.warmup_steps) == ("fp32", "wsd", 1e-4, 7)
+    assert compose.load(["optim.lr=1e-4", "model=7b"]).optim.lr == 1e-4
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [
         ("model=9b", "model: no '9b'; choose one of 125m, 13b, 1b, 3b, 50m, 70b, 7b, tiny"),
-        ("+experiment=nope", "experiment: no 'nope'; choose one of 1b_bf16, rare_tail"),
+        ("+experiment=nope", "experiment: no 'nope'; choose one of 1b_bf16, 50m_one_day, rare_tail"),
         ("experiment=rare_tail", "experiment: not chosen by default; add it with +experiment=rare_tail"),
         ("optim=null", "optim: no 'null'; choose one of adamw, adamw_wsd"),
         ("optim=3", "optim: no '3'; choose one of adamw, adamw_wsd"),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -95,3 +96,43 @@ def test_equals_adamw_on_shards_without_its_dispatch(ranks: Pool) -> None:
         assert operations == []
     assert [] in second[0], "a parameter of one row has an empty shard on one rank"
     assert first[0] != second[0]
+
+
+CLIP_VALUE, CLIP_NORM = 0.25, 0.5
+
+
+def update_with_clipped_elements(replicate: int) -> tuple[list[list[float]], list[list[float]]]:
+    """This rank's first moments after one update, ours and from gradients clipped by torch."""
+    cfg = load([f"parallel.replicate={replicate}", f"optim.clip_value={CLIP_VALUE}", f"optim.clip_norm={CLIP_NORM}"])
+    world = connect(cfg.parallel)
+    names = list(SHAPES)
+    generator = torch.Generator().manual_seed(1)
+    whole = {name: torch.randn(SHAPES[name], generator=generator) for name in names}
+    whole["even"][0] = 1000.0
+    placements: list[Any] = [Replicate(), Shard(0)] if replicate > 1 else [Shard(0)]
+    owners = {
+        name: nn.Parameter(distribute_tensor(torch.zeros(SHAPES[name]), world.mesh, placements)) for name in names
+    }
+    group = Group(parameters=owners, lr_multiplier=1.0, weight_decay=0.0)
+    update = build_update([group], cfg=cfg.optim, num_steps=9, device=world.device, replicate=world.replicate)
+    for name, owner in owners.items():
+        owner.grad = distribute_tensor(whole[name] * DIVISOR, world.mesh, placements)
+    update.apply(skip_mask=torch.zeros(()), grad_norm=torch.tensor(1000.0), divisor=torch.tensor(DIVISOR))
+    clipped = {name: gradient.clamp(-CLIP_VALUE, CLIP_VALUE) for name, gradient in whole.items()}
+    norm = torch.cat([gradient.flatten() for gradient in clipped.values()]).norm()
+    factor = (1 - cfg.optim.beta1) * min(1.0, CLIP_NORM / float(norm))
+    expected = {name: distribute_tensor(clipped[name] * factor, world.mesh, placements) for name in names}
+    disconnect()
+    return (
+        [local(update.adamw.state[owner]["exp_avg"]).flatten().tolist() for owner in owners.values()],
+        [local(expected[name]).flatten().tolist() for name in names],
+    )
+
+
+@pytest.mark.parametrize(("num_ranks", "replicate"), [(2, 1), (2, 2)])
+def test_elements_are_clipped_before_the_norm(ranks: Pool, num_ranks: int, replicate: int) -> None:
+    """The other way round, an outlier takes the whole norm, and no element is large enough to be clipped."""
+    for ours, expected in ranks.run(num_ranks, update_with_clipped_elements, replicate):
+        for mine, wanted in zip(ours, expected, strict=True):
+            assert mine == pytest.approx(wanted, rel=1e-5)
+        assert max(abs(value) for shard in expected for value in shard) > 0.001
