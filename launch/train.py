@@ -111,13 +111,14 @@ def config_error_text(error: Exception, settings: Any) -> str:
 
 def launch_run(cfg: Config) -> int:
     """Name the run, check it against this machine and its run directory, and launch it here or as a Slurm job."""
-    print_warnings(check_preflight(cfg))
+    problems = check_preflight(cfg)
     name_run(cfg)
     check_resume(cfg, locate(cfg))
     require_free(locate(cfg).path, wait=cfg.launch.kind is LaunchKind.local)
     if cfg.launch.kind is LaunchKind.slurm:
         from launch.slurm import submit
 
+        print_warnings(problems)
         return submit.submit_or_print(cfg)
     require_variable(cfg.telemetry.tracking_uri if cfg.telemetry.mlflow else None)
     require(
@@ -130,6 +131,7 @@ def launch_run(cfg: Config) -> int:
 
         worker = select_worker(locate(cfg))
     check_world(cfg, local.ranks_to_start(cfg))
+    print_warnings(problems)
     return local.launch(cfg, worker)
 
 

@@ -53,7 +53,8 @@ class DetectConfig:
     recovered_rows: int
     """Normal rows that end a spike and re-arm its detector; in steps if rows are sparser."""
     lingering_rows: int
-    """Half the number of rows after which `harness judge` closes an incident whose loss stays high."""
+    """Half the number of rows after which `harness judge` closes an incident whose loss stays high and no longer
+    falls."""
     divergence_rows: int
     """Rows over which a rising loss is a divergence."""
     planned_widening: float = 2.0
@@ -133,9 +134,11 @@ class PolicyConfig:
     """all: every action within its budget. nonfinite_only: skip the batch of a non-finite update, and only watch
     everything else; findings and incidents are logged as usual. The gate has bounds of its own (`sentinel.detect`)."""
     watch_iterations: int
-    """Iterations that a loss spike may take to recover by itself; prolonged while the spike keeps halving."""
+    """Iterations until a loss spike must have recovered by itself. Prolonged each time that it lost half of its height
+    since the last time, or a quarter of its peak and still falls."""
     patience_iterations: int
-    """Iterations until a loss spike must begin to fall; also how long a warning sign is watched."""
+    """Iterations that a loss spike may take to begin to fall, from its peak on, and to fall further each time; also how
+    long a warning sign is watched."""
     accept_rise_nats: float
     """Largest lasting rise of the loss that is accepted as new data, if it never overshot and has no known cause."""
     held_out_tolerance: float = 0.05

@@ -393,7 +393,8 @@ class Incident(Event):
     verdict: str
     """Outcome: harmless, recovered, accepted, cured, undone, or open."""
     spike_type: int | None = None
-    """1 recovered without action, 2 lingering, 3 divergent; None: not a spike, or cured before its type was visible."""
+    """By the trajectory of the loss: 1 recovered, 2 lingering, 3 divergent; None: no loss spike, or undone before its
+    trajectory was known."""
     is_open: bool = False
     """The run ended before the incident did."""
     ranks: list[int] = field(default_factory=list)

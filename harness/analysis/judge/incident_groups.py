@@ -3,27 +3,31 @@
 Why: a spike causes several findings. A reader asks how long it lasted, how high it went, and if the loss recovered.
 How: rows are processed in order, each in constant time. The first finding opens an incident, and later findings join it
 while it is open. A further loss spike starts a new incident, because its detector was re-armed in between. An incident
-ends when the smoothed loss is back within half a sigma of the mean before it and stays there for `recovered_rows` rows.
-It is closed without an end if the loss has not recovered in twice `lingering_rows` rows. Spike types: 1 recovered
-within 50 steps of the peak, 2 lingering, 3 divergent.
+ends when the smoothed loss is back within half a sigma of the mean before it, in `recovered_rows` more rows than it is
+not. It is closed without an end if the loss has not recovered in twice `lingering_rows` rows and no longer falls. The
+type of a spike follows from its trajectory (`harness.sentinel.detect.trajectory`); a non-finite loss is type 3.
 Left out: actions. The policy numbers its own incidents; these groups are for reports and for logs of other programs.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import median
 from typing import final
 
 from harness.config.sentinel import DetectConfig
 from harness.core.events import ActionKind, Finding, FindingKind, ReducedRecord
+from harness.sentinel.detect.trajectory import RecoveryTrend, classify_trajectory, has_recovered
 
 UP_ROWS, DOWN_ROWS, SPREAD_ROWS, SMOOTHED_ROWS = 32, 8, 100, 4
 """Rows averaged by the usual loss when it rises, by the usual loss when it falls, by its spread, and by the smoothed
 loss."""
-RECOVERED_SIGMAS, RECOVERED_STEPS = 0.5, 50
+NUM_LEVEL, LONGEST_ONSET = 25, 50
+"""Losses whose median is the level before an onset; rows between an onset and its finding."""
 GRAVEST = (
     FindingKind.nonfinite,
     FindingKind.replica_mismatch,
@@ -78,7 +82,7 @@ class IncidentGroup:
     spike_type: int | None = None
     """1 recovered, 2 lingering, 3 divergent; None if the loss was not affected."""
     base_loss: float
-    """Mean loss before the incident."""
+    """Loss level before the onset."""
     peak_step: int
     peak_loss: float
     """Highest loss; if none was finite, the loss at the onset."""
@@ -108,8 +112,20 @@ class IncidentGrouper:
     rows: int = 0
     """Rows since the open incident was detected."""
     back: int = 0
-    """Consecutive rows with a recovered loss."""
+    """Rows with a recovered loss minus rows without, since it last was zero."""
     back_step: int = 0
+    losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=NUM_LEVEL + LONGEST_ONSET))
+    """Step and loss of the last rows outside incidents, oldest first."""
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_LEVEL))
+    """Last losses of the open incident."""
+    trend: RecoveryTrend = field(default_factory=RecoveryTrend)
+    is_nonfinite: bool = False
+    """A loss of the open incident was not finite."""
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the loss outside incidents."""
+        return 1.2533 * self.deviation
 
     def observe(self, record: ReducedRecord, findings: Sequence[Finding]) -> list[IncidentGroup]:
         """The incidents that end with this row."""
@@ -125,7 +141,7 @@ class IncidentGrouper:
         if self.open is not None:
             ended += self._update_open(self.open, record, finite)
         elif finite:
-            self._update_baseline(loss)
+            self._update_baseline(record.step, loss)
         return ended
 
     def finish(self) -> Iterator[IncidentGroup]:
@@ -133,21 +149,29 @@ class IncidentGrouper:
         if self.open is not None:
             yield self._close(self.open, None)
 
-    def _update_baseline(self, loss: float) -> None:
+    def _update_baseline(self, step: int, loss: float) -> None:
         if self.mean != self.mean:
             self.mean = loss
+        self.losses.append((step, loss))
         self.deviation += (abs(loss - self.mean) - self.deviation) / SPREAD_ROWS
         self.mean += (loss - self.mean) / (UP_ROWS if loss > self.mean else DOWN_ROWS)
+
+    def _level_before(self, onset: int) -> float:
+        """Median of the losses before a step; the mean loss if there is none."""
+        losses = [loss for step, loss in self.losses if step < onset]
+        return median(losses[-NUM_LEVEL:]) if losses else self.mean
 
     def _add_finding(self, finding: Finding, record: ReducedRecord) -> None:
         onset = max(0, finding.step - max(0, finding.iteration - finding.onset))
         if self.open is None:
-            self.rows, self.back = 0, 0
+            self.rows, self.back, self.is_nonfinite = 0, 0, False
+            self.trend = RecoveryTrend(moved_at=record.step)
+            self.recent.clear()
             self.open = IncidentGroup(
                 kind=finding.kind,
                 onset_step=onset,
                 detected_step=record.step,
-                base_loss=self.mean,
+                base_loss=self._level_before(onset),
                 peak_step=record.step,
                 peak_loss=record.loss,
                 num_findings=0,
@@ -166,9 +190,12 @@ class IncidentGrouper:
         if finite and not record.loss <= incident.peak_loss:
             incident.peak_step, incident.peak_loss = record.step, record.loss
             self.rows, self.back = min(self.rows, self.cfg.lingering_rows), 0
-        sigma = 1.2533 * self.deviation
+        self.is_nonfinite = self.is_nonfinite or not math.isfinite(record.loss)
         base = incident.base_loss
-        is_back = finite and (math.isnan(base) or self.smoothed <= base + RECOVERED_SIGMAS * sigma)
+        if finite:
+            self.recent.append(record.loss)
+            self.trend.follow(self.smoothed, record.step, level=base, sigma=self.sigma)
+        is_back = finite and (math.isnan(base) or has_recovered(level=base, sigma=self.sigma, loss=self.smoothed))
         untouched = not OF_THE_LOSS & set(incident.kinds)
         if is_back or (untouched and finite):
             self.back_step = record.step if self.back == 0 else self.back_step
@@ -176,23 +203,35 @@ class IncidentGrouper:
             if self.back >= self.cfg.recovered_rows:
                 yield self._close(incident, self.back_step)
         else:
-            self.back = 0
-            if finite and self.rows > 2 * self.cfg.lingering_rows:
+            self.back = max(0, self.back - 1)
+            is_recovering = self.trend.is_recovering(record.step, patience=self.cfg.lingering_rows)
+            if finite and self.rows > 2 * self.cfg.lingering_rows and not is_recovering:
                 self.mean = self.smoothed
-                yield self._close(incident, None)
+                is_level = median(self.recent) - base <= self.sigma  # what noise does not tell from the level before
+                yield self._close(incident, record.step if is_level else None)
 
     def _close(self, incident: IncidentGroup, end_step: int | None) -> IncidentGroup:
         self.open = None
         incident.end_step = end_step
         kinds = set(incident.kinds)
         if OF_THE_LOSS & kinds:
-            if end_step is not None:
-                incident.spike_type = 1 if end_step - incident.peak_step <= RECOVERED_STEPS else 2
-            else:
-                lasting = FindingKind.divergence in kinds or FindingKind.nonfinite in kinds
-                incident.spike_type = 3 if lasting else 2
-        if incident.spike_type == 3 or kinds & SEVERE:
+            incident.spike_type = self._classify(incident)
+        if (incident.spike_type == 3 and end_step is None) or kinds & SEVERE:
             incident.severity = Severity.high
-        elif incident.spike_type == 2 or FindingKind.nonfinite in kinds:
+        elif incident.spike_type in (2, 3) or FindingKind.nonfinite in kinds:
             incident.severity = Severity.medium
         return incident
+
+    def _classify(self, incident: IncidentGroup) -> int:
+        """The type of the spike, by the trajectory of the loss."""
+        if self.is_nonfinite:
+            return 3
+        if incident.end_step is not None:
+            return 1
+        if FindingKind.divergence in incident.kinds:
+            return 3
+        is_rising = self.trend.direction > 0
+        level, peak = incident.base_loss, incident.peak_loss
+        return max(
+            2, classify_trajectory(level=level, sigma=self.sigma, peak=peak, loss=self.smoothed, is_rising=is_rising)
+        )

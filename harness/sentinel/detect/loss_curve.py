@@ -40,12 +40,15 @@ LARGE_RISE, DOUBLED = math.log(1.5), math.log(2.0)
 level one row is enough."""
 FORGOTTEN_GRADIENT = 0.9
 """Decay per row of the highest recent gradient distance."""
-NUM_RISING, NUM_FLOOR, NUM_CEILING, NUM_FAR = 8, 8, 12, 4
-"""Numbers of blocks: that rise; whose minimum is compared; whose maximum it is compared with; that stay far above."""
+NUM_RISING, NUM_FLOOR, NUM_CEILING, NUM_FAR, NUM_FALLING = 8, 8, 12, 4, 3
+"""Numbers of blocks: that rise; whose minimum is compared; whose maximum it is compared with; that stay far above; that
+fall if a spike recovers."""
 NUM_BLOCKS, LEAST_BLOCK_ROWS = 40, 5
 LEAST_QUIET_ROWS = 3
 """Minimum rows that end a spike. If rows are many steps apart, fewer rows make a block or end a spike."""
-SHIFT_SIGMAS, RISE_SIGMAS = 2.0, 3.0
+SHIFT_SIGMAS, RISE_SIGMAS, FALL_SIGMAS = 2.0, 3.0, 0.5
+FALL_SHARE = 0.02
+"""Share of the rise by which each block of a recovering spike falls, if that is less than `FALL_SIGMAS`."""
 LOUD_FACTOR = 10.0
 """Multiple of the smallest rank's gradient norm from which a rank can be the cause of a spike."""
 NUM_CURSORS = 16
@@ -249,11 +252,18 @@ def slow_change(means: list[float], spread: float) -> str:
     recent = means[-NUM_FLOOR - NUM_CEILING :]
     if len(recent) <= NUM_RISING:
         return ""
-    far = min(recent[-NUM_FAR:]) > max(recent[:-NUM_FAR]) + LARGE_RISE
-    if far or _rises(recent, spread) or _creeps(means, spread):
+    rise = min(recent[-NUM_FAR:]) - max(recent[:-NUM_FAR])
+    is_far = rise > LARGE_RISE and not _falls(recent[-NUM_FALLING:], rise, spread)
+    if is_far or _rises(recent, spread) or _creeps(means, spread):
         return FindingKind.divergence
     stays = min(recent[-NUM_FLOOR:]) > max(recent[:-NUM_FLOOR]) + SHIFT_SIGMAS * spread
     return FindingKind.level_shift if stays and len(recent) == NUM_FLOOR + NUM_CEILING else ""
+
+
+def _falls(means: list[float], rise: float, spread: float) -> bool:
+    """Whether blocks fall steadily, as those of a spike that recovers over hundreds of rows."""
+    least = min(FALL_SIGMAS * spread, FALL_SHARE * rise)
+    return all(earlier - later > least for earlier, later in pairwise(means))
 
 
 def _rises(means: list[float], spread: float) -> bool:

@@ -13,7 +13,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any, NamedTuple, Self, final
 
 from harness.core.events import ReducedRecord
@@ -23,6 +23,7 @@ NUM_LEVEL = 50
 """Losses before an onset that define its normal level and sigma."""
 LEAST_LEVEL = 10
 MAD_TO_SIGMA = 1.4826
+SMALLEST_SIGMA = 1e-6
 
 
 class SeenStep(NamedTuple):
@@ -90,9 +91,27 @@ class Lineage:
 
     def recent_loss(self, num: int, *, since: int) -> float | None:
         """Median of the last `num` losses; None with fewer losses since iteration `since`."""
-        since_then = takewhile(lambda seen: seen.iteration >= since, reversed(self.seen))
-        losses = list(islice((seen.loss for seen in since_then if seen.loss is not None), num))
+        losses = self._recent_losses(num, since=since)
         return median(losses) if len(losses) == num else None
+
+    def recent_rise(self, num: int, *, since: int) -> float:
+        """Rise within the last `num` losses since iteration `since`, from their older half to their newer one."""
+        losses, half = self._recent_losses(num, since=since), num // 2
+        return median(losses[:half]) - median(losses[-half:]) if len(losses) == num else 0.0
+
+    def fall_in_errors(self, *, since: int, sigma: float) -> float:
+        """Slope of a line through the losses since an iteration: how many of its standard errors it falls."""
+        losses = self._recent_losses(MEMORY_ITERATIONS, since=since)
+        if len(losses) < 3:
+            return 0.0
+        times = range(len(losses), 0, -1)
+        error = max(sigma, SMALLEST_SIGMA) * math.sqrt(12.0 / len(losses) ** 3)
+        return -linear_regression(times, losses).slope / error
+
+    def _recent_losses(self, num: int, *, since: int) -> list[float]:
+        """At most `num` losses since iteration `since`, newest first."""
+        since_then = takewhile(lambda seen: seen.iteration >= since, reversed(self.seen))
+        return list(islice((seen.loss for seen in since_then if seen.loss is not None), num))
 
     def state(self) -> dict[str, Any]:
         return {"seen": [list(seen) for seen in self.seen], "roots": [list(root) for root in self.roots]}

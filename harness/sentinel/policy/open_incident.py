@@ -3,9 +3,10 @@
 Why: the response to a finding depends on what was tried before at the same place, and on how the loss develops.
 How: an incident stores its place (in iterations for restores, in steps to recognise the place again), the rung it has
 reached, and the loss level before its onset. While it is watched, `evaluate_watch` compares the median of the last few
-losses with that level. Back to the level: recovered (type 1). Still near its peak: a bad update got through (stuck).
-Still high when the watch ends: lingering (type 2). A small rise without an overshoot and without a known cause is new
-data and is accepted: damage falls from a peak, new data does not.
+losses with that level. Back to the level: recovered. Still falling: recovering, and watched on. No longer falling, or
+never: a bad update got through (stuck). Still high when the watch ends: lingering. A small rise without an overshoot
+and without a known cause is new data and is accepted: damage falls from a peak, new data does not. The type of a spike
+follows from this trajectory (`harness.sentinel.detect.trajectory`), not from the action that was taken.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from typing import Any, NamedTuple, Self, final
 
 from harness.config.sentinel import PolicyConfig
 from harness.core.events import Action, ActionKind, FindingKind
+from harness.sentinel.detect.trajectory import RecoveryTrend, classify_trajectory, has_recovered, has_turned
 from harness.sentinel.policy.lineage import Lineage
 
 NUM_RECENT = 9
-RECOVERED_SIGMAS = 0.5
-TURNED, TURNED_SIGMAS = 0.25, 2.0
-"""A spike is recovering once it fell by this share of its height and by this many sigmas."""
+SPIKE_SIGMAS = 3.0
+"""A rejected loss this many sigmas above the level before the onset is a loss spike."""
+RISING_SIGMAS, FALLING_ERRORS = 3.0, 1.0
+"""A rise within the recent losses that noise does not cause, in sigmas; a slope that noise rarely causes, in standard
+errors."""
 MOST_REFUSED = 64
 """Rejected updates of one incident that are stored."""
-HALVED = 0.5
-"""A watch is prolonged if the height of the spike fell to this share since the last prolongation."""
+HALVED, QUARTER = 0.5, 0.25
+"""Falls of the height that prolong a watch: to this share since the last time, or by this share of the peak."""
 
 
 class Rung(IntEnum):
@@ -67,7 +71,7 @@ class ClosedIncident(NamedTuple):
     incident: int
     verdict: IncidentVerdict
     spike_type: int | None
-    """1 recovered by itself, 2 lingering, 3 divergent; None: no spike, or cured before the type was known."""
+    """1 recovered, 2 lingering, 3 divergent; None: no loss spike, or undone before its trajectory was known."""
 
 
 CAUSES = frozenset(
@@ -84,7 +88,8 @@ WARNING_SIGNS = CAUSES | {FindingKind.weight_drift}
 """Findings that do no damage by themselves."""
 REJECTION_KINDS = frozenset({"refusal", "refusals"})
 """Kinds of an incident in which updates were rejected and no applied update was suspicious."""
-DIVERGENT = frozenset({FindingKind.divergence, FindingKind.nonfinite})
+DIVERGENT = frozenset({FindingKind.divergence, FindingKind.nonfinite, "nonfinite weights"})
+"""Findings that make a spike type 3, whatever the loss does afterwards."""
 BATCH_NOT_AT_FAULT = frozenset(
     {FindingKind.lr_jump, FindingKind.optimizer_reset, FindingKind.scale_collapse, FindingKind.fp8_range}
 )
@@ -150,6 +155,12 @@ class OpenIncident:
     """Highest median of the recent losses while watched."""
     last_height: float | None = None
     """Height above the level when the watch was last prolonged."""
+    trend: RecoveryTrend = field(default_factory=RecoveryTrend)
+    """Last move of the median of the recent losses while watched."""
+    is_divergent: bool = False
+    """A loss or the weights were not finite, or the loss diverged."""
+    type_so_far: int | None = None
+    """Type of the spike by the trajectory of the finite losses so far; None without a loss spike."""
 
     @property
     def is_treated(self) -> bool:
@@ -181,9 +192,8 @@ class OpenIncident:
 
     @property
     def spike_type(self) -> int | None:
-        if not DIVERGENT.isdisjoint(self.kinds):
-            return 3
-        return 2 if self.rung >= Rung.rollback else None
+        """1 recovered, 2 lingering, 3 divergent; None without a loss spike."""
+        return 3 if self.is_divergent else self.type_so_far
 
     @property
     def may_be_checked(self) -> bool:
@@ -210,6 +220,8 @@ class OpenIncident:
         """Add a finite rejected update."""
         self.refused = [*self.refused[1 - MOST_REFUSED :], [cursor, loss, grad_norm]]
         self.num_excessive += is_excessive
+        if self.level is not None and self.height(loss) > SPIKE_SIGMAS * self.sigma:
+            self.type_so_far = self.type_so_far or 1  # the rejected update did not change the state
 
     def add_finding(self, kind: str, *, onset: int, onset_step: int, step: int, cursors: Iterable[int]) -> None:
         """Add a finding. The first one after a restore moves the onset; so does one that follows a rejected update
@@ -221,6 +233,7 @@ class OpenIncident:
         for kinds in (self.kinds, self.new_kinds):
             if kind not in kinds:
                 kinds.append(kind)
+        self.is_divergent = self.is_divergent or kind in DIVERGENT
         self.end_step = max(self.end_step, step)
         if resets_onset or onset < self.onset:
             self.onset, self.onset_step = onset, onset_step
@@ -236,6 +249,7 @@ class OpenIncident:
                 self.rung = max(self.rung, Rung.watch)
                 self.watched_since = action.iteration
                 self.watched_until = action.iteration + cfg.watch_iterations
+                self.trend = RecoveryTrend(moved_at=action.iteration)
             case ActionKind.skip:
                 self.rung = max(self.rung, Rung.skip)
                 first, last = action.exclude or (0, -1)
@@ -251,18 +265,13 @@ class OpenIncident:
         """Height of a loss above the level before the onset."""
         return 0.0 if self.level is None or loss is None else loss - self.level
 
-    def has_turned(self, recent: float) -> bool:
-        """The loss falls from its peak, as healing damage does; with new data it stays."""
-        fall = self.height(self.peak) - self.height(recent)
-        return fall > max(TURNED * self.height(self.peak), TURNED_SIGMAS * self.sigma)
-
-    def is_tolerable(self, lineage: Lineage, *, cfg: PolicyConfig) -> bool:
+    def is_tolerable(self, lineage: Lineage, iteration: int, *, cfg: PolicyConfig) -> bool:
         """Whether a lasting rise of the loss may be watched: it falls, or looks like new data."""
         recent = lineage.recent_loss(NUM_RECENT, since=self.onset)
         if recent is None or self.level is None:
             return True
         looks_like_data = not self.has_cause and self.height(recent) <= cfg.accept_rise_nats
-        return looks_like_data or (self.peak is not None and self.has_turned(recent))
+        return looks_like_data or self._is_recovering(lineage, iteration, cfg=cfg) or self._has_turned(recent)
 
     def evaluate_watch(self, lineage: Lineage, iteration: int, *, cfg: PolicyConfig) -> IncidentVerdict | None:
         """The verdict of the watch so far; None: keep watching. Prolongs the watch of a spike that keeps falling."""
@@ -273,22 +282,61 @@ class OpenIncident:
         recent = lineage.recent_loss(NUM_RECENT, since=self.watched_since)
         if recent is None:
             return IncidentVerdict.lingering if iteration >= self.watched_until else None
-        self.peak = recent if self.peak is None else max(self.peak, recent)
-        if self.height(recent) <= RECOVERED_SIGMAS * self.sigma:
+        self._follow(recent, iteration, level=self.level)
+        if has_recovered(level=self.level, sigma=self.sigma, loss=recent):
             return IncidentVerdict.recovered
-        has_turned = self.has_turned(recent)
+        has_turned = self._has_turned(recent)
         is_acceptable = not has_turned and not self.has_cause and self.height(recent) <= cfg.accept_rise_nats
-        is_overdue = iteration - self.watched_since >= cfg.patience_iterations
-        if is_overdue and not has_turned and not is_acceptable:
+        if not has_turned and not is_acceptable and self._is_stuck(lineage, iteration, cfg=cfg):
             return IncidentVerdict.stuck
         if iteration < self.watched_until:
             return None
-        return IncidentVerdict.accepted if is_acceptable else self._prolong_watch(recent, iteration, cfg=cfg)
+        return IncidentVerdict.accepted if is_acceptable else self._prolong_watch(recent, lineage, iteration, cfg=cfg)
 
-    def _prolong_watch(self, recent: float, iteration: int, *, cfg: PolicyConfig) -> IncidentVerdict | None:
-        """Prolong the watch if the height halved since the last time; this ends, because noise bounds the height."""
-        before = self.height(self.peak) if self.last_height is None else self.last_height
-        if self.height(recent) > HALVED * before:
+    def _follow(self, recent: float, iteration: int, *, level: float) -> None:
+        """Update peak, trend and type with the median of the recent losses."""
+        self.peak = recent if self.peak is None else max(self.peak, recent)
+        self.trend.follow(recent, iteration, level=level, sigma=self.sigma)
+        self.type_so_far = classify_trajectory(
+            level=level, sigma=self.sigma, peak=self.peak, loss=recent, is_rising=self.trend.direction > 0
+        )
+
+    def _has_turned(self, recent: float) -> bool:
+        """The loss falls from its peak, as healing damage does; with new data it stays."""
+        if self.peak is None or self.level is None:
+            return False
+        return has_turned(level=self.level, sigma=self.sigma, peak=self.peak, loss=recent)
+
+    def _is_recovering(self, lineage: Lineage, iteration: int, *, cfg: PolicyConfig) -> bool:
+        """Whether the loss still falls: by its last move, or, if it falls slowly, by its slope since then."""
+        if self.trend.is_recovering(iteration, patience=cfg.patience_iterations):
+            return True
+        is_old = iteration - self.trend.moved_at >= cfg.patience_iterations
+        return is_old and lineage.fall_in_errors(since=self.trend.moved_at, sigma=self.sigma) > FALLING_ERRORS
+
+    def _is_stuck(self, lineage: Lineage, iteration: int, *, cfg: PolicyConfig) -> bool:
+        """Whether the patience is over: the loss still rises, or did not move for that long. The patience with a loss
+        that stopped rising starts at its peak."""
+        assert self.watched_since is not None
+        overdue_since = self.watched_since + cfg.patience_iterations
+        if iteration < overdue_since or self._is_recovering(lineage, iteration, cfg=cfg):
+            return False
+        if self.trend.direction > 0:
+            is_rising = lineage.recent_rise(NUM_RECENT, since=self.watched_since) > RISING_SIGMAS * self.sigma
+            if is_rising or self.trend.moved_at >= overdue_since + NUM_RECENT // 2:  # half a window: lag of the median
+                return True
+        return iteration - self.trend.moved_at >= cfg.patience_iterations
+
+    def _prolong_watch(
+        self, recent: float, lineage: Lineage, iteration: int, *, cfg: PolicyConfig
+    ) -> IncidentVerdict | None:
+        """Prolong the watch if the height halved since the last time, or still falls and fell by a quarter of the peak.
+        This ends, because noise bounds the height."""
+        peak = self.height(self.peak)
+        before = peak if self.last_height is None else self.last_height
+        is_recovering = self._is_recovering(lineage, iteration, cfg=cfg)
+        limit = max(HALVED * before, before - QUARTER * peak) if is_recovering else HALVED * before
+        if self.height(recent) > limit:
             return IncidentVerdict.lingering
         self.last_height = self.height(recent)
         self.watched_until = iteration + cfg.watch_iterations
@@ -300,5 +348,6 @@ class OpenIncident:
 
     @classmethod
     def restore(cls, state: dict[str, Any]) -> Self:
-        """A state of an older version has no `new_kinds`: all of its kinds count."""
-        return cls(**deepcopy({"new_kinds": state["kinds"]} | state))
+        """A state of an older version has no `new_kinds` (all of its kinds count) and no `trend`."""
+        fields = deepcopy({"new_kinds": state["kinds"], "trend": {}} | state)
+        return cls(**(fields | {"trend": RecoveryTrend(**fields["trend"])}))

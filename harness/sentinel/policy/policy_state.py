@@ -9,6 +9,7 @@ done before at the same place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self, final
@@ -249,6 +250,7 @@ class PolicyState:
             )
         else:
             incident.is_finite = False
+            incident.is_divergent = incident.is_divergent or not math.isfinite(record.loss)
 
     def _on_check_outcome(self, incident: OpenIncident, outcome: Outcome) -> None:
         """Evaluate the held-out loss. Healthy: keep the state, and accept the data unless the batches are bad. Damaged:
@@ -297,12 +299,12 @@ class PolicyState:
     def _respond_to_update(self, record: ReducedRecord) -> Iterator[Response]:
         """Respond to a rejected update or non-finite weights, independently of the detectors."""
         is_rejection = self.rejections.add(record)
-        before = (self.rejections.since if self.rejections.num_in_row else record.iteration) - 1
+        first = self.rejections.since if self.rejections.num_in_row else record.iteration
         if has_broken_weights(record):
-            incident = self._find_or_open("nonfinite weights", record, onset=before)
+            incident = self._find_or_open("nonfinite weights", record, onset=first - 1)
             yield Response(Rung.rollback, incident.number, "the weights are not finite")
         elif is_rejection and self.rejections.num_in_row >= self.cfg.refused_in_row:
-            incident = self._find_or_open("refusals", record, onset=before)
+            incident = self._find_or_open("refusals", record, onset=first)
             self._add_rejected(incident, record)
             reason = f"{self.rejections.num_in_row} updates rejected in a row: the state is damaged, not the batches"
             if incident.has_only_rejections and incident.is_healthy and has_finite_update(record):
@@ -332,7 +334,9 @@ class PolicyState:
                 rung = Rung.none if finding.kind in WARNING_SIGNS else Rung.rewind
             elif finding.kind is FindingKind.loss_spike and incident.has_cause:
                 rung = Rung.rewind
-            elif finding.kind is FindingKind.level_shift and not incident.is_tolerable(self.lineage, cfg=self.cfg):
+            elif finding.kind is FindingKind.level_shift and not incident.is_tolerable(
+                self.lineage, record.iteration, cfg=self.cfg
+            ):
                 rung = Rung.rollback
             if rung is not Rung.none:
                 is_spike = finding.kind is FindingKind.loss_spike
@@ -387,9 +391,8 @@ class PolicyState:
 
     def _close(self, incident: OpenIncident, verdict: IncidentVerdict) -> None:
         self.open_incidents.remove(incident)
-        by_verdict = {IncidentVerdict.recovered: 1, IncidentVerdict.lingering: incident.spike_type or 2}
-        spike_type = by_verdict.get(verdict, incident.spike_type)
-        self.closed.append(ClosedIncident(incident.number, verdict, spike_type))
+        is_spike = verdict not in (IncidentVerdict.harmless, IncidentVerdict.accepted)
+        self.closed.append(ClosedIncident(incident.number, verdict, incident.spike_type if is_spike else None))
 
     def state(self) -> dict[str, Any]:
         """Plain data that JSON can hold. The keys are part of the checkpoint format and keep their old names."""

@@ -38,8 +38,9 @@ def excluded_batches(incident: OpenIncident, rung: Rung, *, lineage: Lineage, cf
 def restore_bound(
     incident: OpenIncident, rung: Rung, exclude: list[int], *, lineage: Lineage, cfg: PolicyConfig
 ) -> int:
-    """The iteration that the restored state must precede."""
-    bounds = [incident.onset]
+    """The iteration that the restored state must precede. If updates were rejected in a row, the update applied just
+    before the first of them may have done the damage."""
+    bounds = [max(incident.onset - 1, 0) if "refusals" in incident.kinds else incident.onset]
     if exclude:
         consumed = lineage.consumed_at(exclude[0])
         assert consumed is not None, "only stored batches are excluded"

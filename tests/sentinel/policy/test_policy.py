@@ -144,8 +144,10 @@ class TestSkip:
         assert [kind_of(action) for action in actions] == [K.skip, K.skip, K.rewind]
         rewind = actions[-1]
         assert rewind is not None
-        assert rewind.onset < 51, "the update before the first rejection did the damage"
-        assert rewind.exclude == [48, 49]
+        assert rewind.onset == 50, "the update before the first rejection did the damage"
+        assert rewind.exclude == [49, 50], "its batch, and the first rejected one"
+        (incident,) = run.policy.policy_state.open_incidents
+        assert (incident.onset, incident.onset_step) == (51, 50), "the first rejected iteration"
 
     def test_batches_that_the_restored_state_rejects_too_are_skipped(self) -> None:
         """A bad shard must not end the run: the state was restored and is not the cause."""
@@ -245,7 +247,7 @@ def test_lost_moments_without_a_checkpoint_are_watched() -> None:
     assert kind_of(run.fail(run.fail(action))) is K.watch
 
 
-@pytest.mark.parametrize(("num_clean", "onset"), [(30, 130), (3, 100)], ids=["long ago", "just now"])
+@pytest.mark.parametrize(("num_clean", "onset"), [(30, 131), (3, 100)], ids=["long ago", "just now"])
 def test_a_restore_does_not_go_behind_a_rejection_that_clean_steps_followed(num_clean: int, onset: int) -> None:
     """The rejection changed nothing. A much later one is another problem, and the steps between are clean."""
     run = Run()
@@ -257,4 +259,4 @@ def test_a_restore_does_not_go_behind_a_rejection_that_clean_steps_followed(num_
     rewind = run.iterate(refused=True)
     assert rewind is not None
     assert rewind.kind is K.rewind
-    assert rewind.onset == onset, "before the two batches that precede the first rejection in a row"
+    assert rewind.onset == onset, "before the batch that precedes the first rejection in a row"

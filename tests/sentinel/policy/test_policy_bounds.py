@@ -10,6 +10,7 @@ import pytest
 
 from harness.config.sentinel import BudgetConfig
 from harness.core.events import Action, ActionKind, FindingKind, HeldOutMeasured, RunStarted, StepRecord
+from harness.sentinel.detect.trajectory import RecoveryTrend
 from harness.sentinel.policy.budgets import Budgets
 from harness.sentinel.policy.held_out_level import HeldOutLevel, is_at_level
 from harness.sentinel.policy.lineage import Lineage
@@ -472,18 +473,10 @@ class TestOpenIncident:
             ["loss_spike", "grad_spike"],
         )
 
-    @pytest.mark.parametrize(
-        ("peak", "recent", "sigma", "answer"),
-        [(5.0, 4.5, 0.1, False), (5.0, 4.49, 0.1, True), (5.0, 4.0, 0.5, False), (5.0, 3.99, 0.5, True)],
-    )
-    def test_a_spike_has_turned_after_a_quarter_of_its_height_and_two_sigmas(
-        self, peak: float, recent: float, sigma: float, answer: bool
-    ) -> None:
-        assert open_incident(level=3.0, sigma=sigma, peak=peak).has_turned(recent) is answer
-
     def evaluate(self, losses: list[float], iteration: int, **facts: Any) -> IncidentVerdict | None:
         """A watch that began at iteration 41, after a level of 3."""
         given: dict[str, Any] = {"level": 3.0, "sigma": 0.5, "watched_since": 41, "watched_until": 61}
+        given["trend"] = RecoveryTrend(moved_at=41)
         lineage = Lineage()
         for place, loss in enumerate([3.0] * 40 + losses, start=1):
             lineage.add(record(place, loss=loss))
@@ -509,6 +502,38 @@ class TestOpenIncident:
         assert self.evaluate([3.5] * 21, 61) is IncidentVerdict.accepted
         assert self.evaluate([3.51] * 21, 61) is IncidentVerdict.stuck
         assert self.evaluate([3.5] * 21, 61, kinds=["grad_spike", "loss_spike"]) is IncidentVerdict.stuck
+
+    @pytest.mark.parametrize(("peak_at", "verdict"), [(49, IncidentVerdict.stuck), (50, None)])
+    def test_the_patience_with_a_spike_that_stopped_rising_starts_at_its_peak(
+        self, peak_at: int, verdict: IncidentVerdict | None
+    ) -> None:
+        trend = RecoveryTrend(value=9.0, moved_at=peak_at, direction=1)
+        assert self.evaluate([9.0] * 21, 61, watched_until=99, peak=9.0, trend=trend) is verdict
+
+    def test_a_spike_that_makes_a_new_high_after_the_patience_is_stuck(self) -> None:
+        trend = RecoveryTrend(value=9.0, moved_at=57, direction=1)
+        assert self.evaluate([9.0] * 18, 58, peak=9.0, trend=trend) is IncidentVerdict.stuck
+        assert self.evaluate([9.0] * 18, 58, peak=9.0, trend=replace(trend, moved_at=56)) is None
+
+    def test_a_spike_that_rises_within_the_recent_losses_is_stuck(self) -> None:
+        trend = RecoveryTrend(value=9.0, moved_at=52, direction=1)
+        for rise, verdict in ((1.5, None), (1.51, IncidentVerdict.stuck)):
+            losses = [9.0] * 10 + [9.0 + rise] * 4
+            assert self.evaluate(losses, 54, peak=9.0, trend=replace(trend)) is verdict
+
+    def test_a_spike_that_falls_slowly_is_not_stuck(self) -> None:
+        """Its last move is old, and it has not fallen by a quarter, but a line through its losses still falls."""
+        for fall, verdict in ((0.015, None), (0.014, IncidentVerdict.stuck)):
+            losses = [9.0 - fall * place for place in range(24)]
+            trend = RecoveryTrend(value=9.0, moved_at=41)
+            assert self.evaluate(losses, 64, watched_until=99, peak=9.0, trend=trend) is verdict
+
+    def test_a_watch_is_prolonged_by_a_fall_of_a_quarter_only_while_the_loss_falls(self) -> None:
+        trend, facts = RecoveryTrend(value=7.4, moved_at=55, direction=-1), {"sigma": 0.1, "peak": 9.0}
+        assert self.evaluate([7.4] * 30, 61, **facts, trend=replace(trend)) is None
+        is_high = self.evaluate([7.49] * 30, 61, **facts, last_height=5.98, trend=replace(trend))
+        assert is_high is IncidentVerdict.lingering, "a fall of 1.49, and a quarter of 6 is 1.5"
+        assert self.evaluate([7.4] * 30, 61, **facts, trend=replace(trend, moved_at=49)) is IncidentVerdict.lingering
 
     def test_the_watch_of_a_halving_spike_is_prolonged(self) -> None:
         assert self.evaluate([4.0] * 30, 61, sigma=0.1, peak=5.0) is None, "half of 2 is left"
@@ -545,7 +570,7 @@ class TestOpenIncident:
         for place in range(1, 61):
             lineage.add(record(place, loss=3.0 if place < 40 else loss))
         given: dict[str, Any] = {"level": 3.0, "sigma": 0.1, "kinds": ["level_shift"]}
-        assert open_incident(**given | facts).is_tolerable(lineage, cfg=EXACT) is answer
+        assert open_incident(**given | facts).is_tolerable(lineage, 60, cfg=EXACT) is answer
 
     @pytest.mark.parametrize(
         ("rung", "rewound", "rolled_back"),
@@ -572,14 +597,30 @@ class TestOpenIncident:
     @pytest.mark.parametrize(
         ("facts", "spike_type"),
         [
-            ({"kinds": ["divergence"]}, 3),
-            ({"kinds": ["nonfinite"], "rung": Rung.skip}, 3),
-            ({"rung": Rung.rollback}, 2),
-            ({"rung": Rung.wide}, None),
+            ({"type_so_far": 1, "is_divergent": True}, 3),
+            ({"type_so_far": 2, "rung": Rung.rewind}, 2),
+            ({"rung": Rung.rollback}, None),
         ],
     )
-    def test_types_of_spikes(self, facts: dict[str, Any], spike_type: int | None) -> None:
+    def test_the_type_of_a_spike_does_not_depend_on_the_action(
+        self, facts: dict[str, Any], spike_type: int | None
+    ) -> None:
         assert open_incident(**facts).spike_type == spike_type
+
+    @pytest.mark.parametrize(
+        ("kind", "is_divergent"),
+        [("divergence", True), ("nonfinite", True), ("nonfinite weights", True), ("loss_spike", False)],
+    )
+    def test_findings_that_make_an_incident_divergent(self, kind: str, is_divergent: bool) -> None:
+        incident = open_incident()
+        incident.add_finding(kind, onset=40, onset_step=40, step=41, cursors=[])
+        assert incident.is_divergent is is_divergent
+
+    @pytest.mark.parametrize(("loss", "spike_type"), [(4.5, None), (4.51, 1)])
+    def test_a_rejected_loss_spike_is_type_1(self, loss: float, spike_type: int | None) -> None:
+        incident = open_incident(level=3.0, sigma=0.5)
+        incident.add_rejected(cursor=40, loss=loss, grad_norm=1.0, is_excessive=False)
+        assert incident.spike_type == spike_type
 
 
 def action(kind: ActionKind, **facts: Any) -> Action:

@@ -121,7 +121,7 @@ class TestClimbing:
         assert rollback is not None
         assert rollback.incident == 2
         run.restore(rollback, steps=300)
-        assert run.policy.closed == [ClosedIncident(1, IncidentVerdict.undone, None)]
+        assert run.policy.closed == [ClosedIncident(1, IncidentVerdict.undone, 2)]
         assert run.policy.doubtful_since is None
 
     def test_an_incident_after_clean_steps_starts_at_the_first_rung(self) -> None:
