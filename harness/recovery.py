@@ -91,6 +91,7 @@ def recover(action: Action, parts: Parts, state: RunState, *, root: Path) -> Out
     if restored is not None:
         state.return_to(restored.state)
         parts.sentinel.rewind(restored.state.sentinel)
+        parts.update.measure_digest()
         parts.fp8_layers.reset_scale_history()
         parts.check.forget()
     set_rate(parts, state, is_restored=restored is not None)

@@ -58,6 +58,7 @@ def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Ev
         opened.run.checkpoints, parts.tensors(), world=parts.world, retry_s=cfg.checkpoint.retry_s
     )
     state, directory = found.loaded or (RunState(), None)
+    parts.update.measure_digest()
     restore_sentinel(parts, state, opened)
     state.iteration = max(state.iteration, opened.last_iteration)
     if directory is not None:

@@ -115,6 +115,12 @@ class ReducedRecord(Event):
     """Ranks whose own loss or own gradient was not finite before the reduction."""
     mismatched_ranks: list[int] = field(default_factory=list)
     """Ranks whose weights differ from those of their replicas."""
+    changed_ranks: list[int] = field(default_factory=list)
+    """Ranks whose weights changed between the last two updates, without an update."""
+    weight_digest: str = ""
+    """Digest of all weights that this step was computed with, hexadecimal; independent of the number of ranks."""
+    weight_norm: float | None = None
+    """Norm of all weights that this step was computed with."""
     digests: dict[str, list[int]] = field(default_factory=dict)
     """Digest of all decisions and of this step's branches -> ranks that computed it (at most four). Empty if all ranks
     agree."""
@@ -264,6 +270,8 @@ class FindingKind(StrEnum):
     """The end of `slow`."""
     rank_outlier = "rank_outlier"
     replica_mismatch = "replica_mismatch"
+    weights_changed = "weights_changed"
+    """Weights changed without an update."""
     data_mismatch = "data_mismatch"
 
 

@@ -136,6 +136,7 @@ class LogitGrowth:
             self._site.log_strike(f"query and key weights of {fault.layer} are multiplied by {fault.factor:g}")
             for weight in self._weights:
                 weight.mul_(fault.factor)
+            self._site.run.parts.update.measure_digest()  # training grew them; no weight changed between two updates
 
     def after(self, iteration: int) -> None:
         pass

@@ -22,14 +22,19 @@ def step_adamw(
     firsts: Sequence[Tensor],
     seconds: Sequence[Tensor],
     terms: Tensor,
-) -> None:
-    """Update parameters in place by their gradients and moments; all contiguous and in fp32.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Update parameters in place by their gradients and moments; all contiguous and in fp32. Returns the sums of the
+    parameters' bit patterns before and after (int64), and the sum of their squares after.
 
     `terms`, one row per tensor: 1 to skip the update, the divisor of the gradient, 1 - lr * weight_decay,
     lr / bias_correction1, sqrt(bias_correction2), 1 - beta1, 1 - beta2, eps.
     """
     table = build_table(parameters, gradients, firsts, seconds)
-    _step_adamw[(table.num_programs,)](parameters[0], terms, *table.arguments, BLOCK)
+    squares = empty_sums(table, 1)
+    bits = torch.empty(2, table.num_programs, dtype=torch.int64, device=squares.device)
+    _step_adamw[(table.num_programs,)](parameters[0], terms, bits, squares, *table.arguments, BLOCK)
+    before, after = bits.sum(dim=1)
+    return before, after, squares.sum()
 
 
 def sum_state(
@@ -45,7 +50,9 @@ def sum_state(
 
 
 @triton.jit
-def _step_adamw(base, terms, table, num_tensors, max_tensors: tl.constexpr, unit: tl.constexpr, block: tl.constexpr):
+def _step_adamw(
+    base, terms, bits, squares, table, num_tensors, max_tensors: tl.constexpr, unit: tl.constexpr, block: tl.constexpr
+):
     number, begin = find_piece(table, num_tensors, max_tensors)
     count = load_entry(table, 1, number, num_tensors, unit)
     parameter = base + load_entry(table, 2, number, num_tensors, unit)
@@ -53,22 +60,33 @@ def _step_adamw(base, terms, table, num_tensors, max_tensors: tl.constexpr, unit
     first = base + load_entry(table, 4, number, num_tensors, unit)
     second = base + load_entry(table, 5, number, num_tensors, unit)
     row = terms + number * 8
+    skip = tl.load(row) != 0
     divisor, decay, step_size, correction2 = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     weight1, weight2, eps = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
-    if tl.load(row) == 0:
-        for start in range(begin, tl.minimum(begin + PIECE, count), block):
-            at = start + tl.arange(0, block)
-            inside = at < count
-            grad = tl.load(gradient + at, mask=inside) / divisor
-            exp_avg = tl.load(first + at, mask=inside)
+    before, square = tl.zeros((block,), tl.int64), tl.zeros((block,), tl.float32)
+    after = before
+    for start in range(begin, tl.minimum(begin + PIECE, count), block):
+        at = start + tl.arange(0, block)
+        inside = at < count
+        updated = tl.load(parameter + at, mask=inside, other=0.0)
+        before += updated.to(tl.int32, bitcast=True).to(tl.int64)
+        if not skip:
+            grad = tl.load(gradient + at, mask=inside, other=0.0) / divisor
+            exp_avg = tl.load(first + at, mask=inside, other=0.0)
             exp_avg += (grad - exp_avg) * weight1
-            exp_avg_sq = tl.load(second + at, mask=inside)
+            exp_avg_sq = tl.load(second + at, mask=inside, other=0.0)
             exp_avg_sq += (grad * grad - exp_avg_sq) * weight2
-            updated = tl.load(parameter + at, mask=inside) * decay
+            updated = updated * decay
             updated -= step_size * exp_avg / (tl.sqrt_rn(exp_avg_sq) / correction2 + eps)
             tl.store(first + at, exp_avg, mask=inside)
             tl.store(second + at, exp_avg_sq, mask=inside)
             tl.store(parameter + at, updated, mask=inside)
+        after += tl.where(inside, updated.to(tl.int32, bitcast=True), 0).to(tl.int64)
+        square += tl.where(inside, updated * updated, 0.0)
+    out, num_programs = bits + tl.program_id(0), tl.num_programs(0)
+    tl.store(out, tl.sum(before))
+    tl.store(out + num_programs, tl.sum(after))
+    tl.store(squares + tl.program_id(0), tl.sum(square))
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """AdamW on this rank's shards that a mask on the device can skip: by torch's fused kernel, or by a Triton kernel.
 
 Why two: torch's kernel runs on every device; the other is faster on CUDA and needs Triton (`harness.kernels`).
-How: all inputs besides the shards' own tensors are scalars on the device, so there is no host sync.
+How: all inputs besides the shards' own tensors are scalars on the device, so there is no host sync. Both return
+sums over the weights before and after (`harness.optim.weight_digest`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from harness.distributed.torch_private.foreach import foreach_add_
+from harness.optim.weight_digest import UpdateSums, sum_bits, sum_squares
 
 
 class ParameterShard(NamedTuple):
@@ -39,9 +41,12 @@ class AdamWOptions(NamedTuple):
     eps: float
 
 
-def step_fused(shards: Sequence[ParameterShard], options: AdamWOptions, *, skip_mask: Tensor, divisor: Tensor) -> None:
+def step_fused(
+    shards: Sequence[ParameterShard], options: AdamWOptions, *, skip_mask: Tensor, divisor: Tensor
+) -> UpdateSums:
     """Update each shard in place by its gradient / `divisor`; if `skip_mask` is 1, nothing changes by a bit."""
     parameters, gradients, firsts, seconds, steps = (list(column) for column in zip(*shards, strict=True))
+    before = sum_bits(parameters)
     adamw(
         parameters,
         gradients,
@@ -60,16 +65,27 @@ def step_fused(shards: Sequence[ParameterShard], options: AdamWOptions, *, skip_
         eps=options.eps,
         maximize=False,
     )
+    return UpdateSums(before, sum_bits(parameters), sum_squares(parameters))
 
 
-def step_triton(shards: Sequence[ParameterShard], options: AdamWOptions, *, skip_mask: Tensor, divisor: Tensor) -> None:
+def step_triton(
+    shards: Sequence[ParameterShard], options: AdamWOptions, *, skip_mask: Tensor, divisor: Tensor
+) -> UpdateSums:
     """The same on CUDA in one launch, without writing gradients; the last bits may differ from `step_fused`."""
     from harness.kernels.adamw import step_adamw
 
     parameters, gradients, firsts, seconds, steps = (list(column) for column in zip(*shards, strict=True))
     foreach_add_(steps, [1 - skip_mask] * len(steps))  # one tensor for all would need a host sync
     terms = _kernel_terms(torch.stack(steps), options, skip_mask=skip_mask, divisor=divisor)
-    step_adamw(parameters, gradients, firsts, seconds, terms)
+    return UpdateSums(*step_adamw(parameters, gradients, firsts, seconds, terms))
+
+
+def sum_weights_triton(weights: Sequence[Tensor]) -> UpdateSums:
+    """`sum_weights` on CUDA, bit for bit what a skipped update returns."""
+    from harness.kernels.adamw import step_adamw
+
+    terms = torch.ones(len(weights), 8, dtype=torch.float32, device=weights[0].device)
+    return UpdateSums(*step_adamw(weights, weights, weights, weights, terms))
 
 
 def _kernel_terms(steps: Tensor, options: AdamWOptions, *, skip_mask: Tensor, divisor: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from harness.config.optim import OptimConfig
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.shards import local
-from harness.optim.adamw import AdamWOptions, ParameterShard, step_fused, step_triton
+from harness.optim.adamw import AdamWOptions, ParameterShard, step_fused, step_triton, sum_weights_triton
 from harness.optim.schedule import schedule_table
+from harness.optim.weight_digest import UpdateSums, WeightDigest, sum_weights
 
 LR_RECOVERY_RATE = 0.02
 """Fraction of the distance to its target by which a lowered learning rate rises with each applied update."""
@@ -50,6 +51,8 @@ class Update:
     clip_value: float | None
     lr_scale: Tensor
     """Factor on every learning rate besides the schedule; moves towards `lr_target`."""
+    digest: WeightDigest
+    """Digest of this rank's weights after the last update."""
     replicate: int = 1
     """Replicas of each shard; all of them contribute to a sum over ranks."""
     own_kernel: bool = False
@@ -117,11 +120,20 @@ class Update:
     def step_optimizer(self, *, skip_mask: Tensor, divisor: Tensor) -> None:
         """Run AdamW on this rank's local shards: `AdamW.step` would send every list through DTensor's dispatch."""
         step = step_triton if self.own_kernel else step_fused
+        sums = []
         for options in self.adamw.param_groups:
             beta1, beta2 = options["betas"]
             group_options = AdamWOptions(options["lr"], options["weight_decay"], beta1, beta2, options["eps"])
             shards = [self._shard(parameter) for parameter in options["params"]]
-            step(shards, group_options, skip_mask=skip_mask, divisor=divisor)
+            sums.append(step(shards, group_options, skip_mask=skip_mask, divisor=divisor))
+        self.digest.on_update(UpdateSums.combine(sums))
+
+    @torch.no_grad()
+    def measure_digest(self) -> None:
+        """Take the digest of weights that were not written by an update: initialized, loaded or restored."""
+        measure = sum_weights_triton if self.own_kernel else sum_weights
+        groups = [[local(parameter) for parameter in group.parameters.values()] for group in self.groups]
+        self.digest.on_restore(UpdateSums.combine([measure(weights) for weights in groups]))
 
     def _shard(self, parameter: nn.Parameter) -> ParameterShard:
         state = self.adamw.state[parameter]
@@ -166,7 +178,7 @@ def build_update(
                 "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
             }
     rates = torch.tensor(schedule_table(cfg, num_steps=num_steps), dtype=torch.float64) * cfg.lr
-    return Update(
+    update = Update(
         adamw=adamw,
         groups=groups,
         rates=rates.to(torch.float32).to(device),
@@ -174,6 +186,9 @@ def build_update(
         clip_norm=cfg.clip_norm,
         clip_value=cfg.clip_value,
         lr_scale=torch.ones((), dtype=torch.float32, device=device),
+        digest=WeightDigest.start(device),
         replicate=replicate,
         own_kernel=own_kernel,
     )
+    update.measure_digest()
+    return update

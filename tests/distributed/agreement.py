@@ -23,6 +23,7 @@ from harness.config.schema import Config
 from harness.core.events import ActionKind, FindingKind, Outcome, StepRecord
 from harness.core.state import RunState
 from harness.distributed.world import connect
+from harness.optim.weight_digest import WeightDigest
 from harness.sentinel.device.gate import GateDecision
 from harness.sentinel.device.step_report import HostFacts, pack_report, totals, unpack_report
 from tests.distributed import cases
@@ -44,6 +45,7 @@ class RankSignals:
     v: float = 1e-3
     zeros: float = 0.01
     weight_digest: int = 5
+    weights_changed: bool = False
     step_s: float = 0.1
     busy_s: float = 0.05
     plan: int = 7
@@ -94,6 +96,7 @@ ONE_RANK_FAULTS: dict[FindingKind, SignalFault] = {
     FindingKind.fp8_range: partial(_set, zeros=0.99),
     FindingKind.rank_outlier: partial(_set, own_grad=1e4),
     FindingKind.replica_mismatch: partial(_set, weight_digest=6),
+    FindingKind.weights_changed: partial(_once, weights_changed=True),
     FindingKind.data_mismatch: partial(_set, plan=8),
 }
 """A bad signal of one rank -> the finding of all ranks."""
@@ -212,6 +215,8 @@ class SimulatedRank:
         layout.scalar(vector, "loss").fill_(rank_signals.loss * tokens)
         layout.part(vector, "group_squares").fill_(rank_signals.grad**2 / size)
         layout.slots(vector)[1, self.world.rank] = rank_signals.own_grad**2
+        digest = (rank_signals.weight_digest, rank_signals.weights**2, float(rank_signals.weights_changed))
+        signals.add_weights(WeightDigest(*map(torch.tensor, digest)))
         if branches.probe:
             layout.part(vector, "group_params").fill_(rank_signals.weights**2 / size)
             layout.part(vector, "group_moments").fill_(rank_signals.moments)
@@ -221,7 +226,6 @@ class SimulatedRank:
             layout.part(vector, "fp8_nonzeros").fill_(1.0)
             layout.part(vector, "fp8_tensors").fill_(1.0)
             layout.part(vector, "fp8_scales").fill_(1.0)
-            signals._set_slot("weight_digest", torch.tensor(float(rank_signals.weight_digest)))
         signals.add_host_facts(
             decision=self.parts.sentinel.digest_with(branches), busy_s=rank_signals.busy_s, step_s=rank_signals.step_s
         )

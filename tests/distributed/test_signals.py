@@ -183,27 +183,45 @@ def test_ranks_that_decided_differently_are_found(ranks: Pool) -> None:
         assert digests == {"00004d": [0, 1, 3], "000005": [2]}
 
 
-def mismatches_after_flip(faulty_rank: int, *overrides: str) -> list[list[int]]:
-    """Ranks that are found to differ: after some steps, and after a sign was flipped on one of them."""
+def records_after_flip(faulty_rank: int, *overrides: str) -> list[StepRecord]:
+    """The records of five steps without probes; before the fourth a sign is flipped in a weight of one rank."""
     parts, cfg = build_parts(*overrides)
-    for index in range(3):
-        before = step(parts, cfg, index)
+    records = [step(parts, cfg, index, probe=False) for index in range(3)]
     if parts.world.rank == faulty_rank:
         weight = local(parts.update.parameters["blocks.1.mlp.up.weight"]).detach()
         weight.view(-1)[3:4].neg_()
-    unseen = step(parts, cfg, 3, probe=False)
-    return [record.mismatched_ranks for record in (before, unseen, step(parts, cfg, 4))]
+    return records + [step(parts, cfg, index, probe=False) for index in (3, 4, 5)]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("replicate", "faulty_rank", "expected"), [(2, 3, [1, 3]), (2, 0, [0, 2]), (4, 2, [2]), (1, 2, [])]
 )
-def test_weights_that_differ_between_replicas_are_found(
+def test_changed_weights_and_replicas_that_differ_are_found_one_step_later(
     ranks: Pool, replicate: int, faulty_rank: int, expected: list[int]
 ) -> None:
-    for found in ranks.run(4, mismatches_after_flip, faulty_rank, f"parallel.replicate={replicate}"):
-        assert found == [[], [], expected]
+    """The fourth update reads the changed weight. The record of the fifth step names the rank, once; replicas differ
+    from then on."""
+    for records in ranks.run(4, records_after_flip, faulty_rank, f"parallel.replicate={replicate}"):
+        assert [record.changed_ranks for record in records] == [[], [], [], [], [faulty_rank], []]
+        assert [record.mismatched_ranks for record in records] == [[], [], [], [], expected, expected]
+
+
+def digests_and_norms(*overrides: str) -> list[tuple[str, float | None, float | None]]:
+    """Of the first step: nothing has been summed over ranks in another order yet."""
+    parts, cfg = build_parts(*overrides)
+    record = step(parts, cfg, 0)
+    return [(record.weight_digest, record.weight_norm, record.param_norm)]
+
+
+@pytest.mark.full
+def test_the_digest_of_the_weights_does_not_depend_on_the_sharding(ranks: Pool) -> None:
+    ((digest, norm, probed),) = ranks.run(1, digests_and_norms)[0]
+    assert norm == pytest.approx(probed, rel=1e-6)
+    for size, overrides in ((2, ()), (3, ()), (4, ("parallel=hsdp",))):
+        for ((other, other_norm, _),) in ranks.run(size, digests_and_norms, *overrides):
+            assert other == digest
+            assert other_norm == pytest.approx(norm, rel=1e-5)
 
 
 def losses_and_digest(is_measured: bool, probe: bool, *overrides: str) -> tuple[list[float], str]:

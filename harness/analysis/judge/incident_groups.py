@@ -31,6 +31,7 @@ NUM_LEVEL, LONGEST_ONSET = 25, 50
 GRAVEST = (
     FindingKind.nonfinite,
     FindingKind.replica_mismatch,
+    FindingKind.weights_changed,
     FindingKind.data_mismatch,
     FindingKind.divergence,
     FindingKind.loss_spike,
@@ -54,6 +55,7 @@ OF_THE_LOSS = frozenset(
 SEVERE = frozenset(
     {
         FindingKind.replica_mismatch,
+        FindingKind.weights_changed,
         FindingKind.data_mismatch,
         FindingKind.optimizer_reset,
         FindingKind.scale_collapse,

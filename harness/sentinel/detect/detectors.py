@@ -56,7 +56,7 @@ class Detectors:
             found += self.scale.observe(record)
         if record.in_fp8 is not None:
             found += self.ranges.observe(record, self.cfg)
-        if record.ranks or record.mismatched_ranks or self.ranks.mismatched:
+        if record.ranks or record.mismatched_ranks or record.changed_ranks or self.ranks.mismatched:
             found += self.ranks.observe(record)
         if record.other_data:
             found += self.batches.compare(record)

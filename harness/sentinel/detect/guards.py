@@ -235,12 +235,24 @@ class RankGuard:
                 finding.ranks = fresh
                 yield finding
         self.raised = raised
+        if record.changed_ranks:
+            yield self._make_weights_changed(record)
+            return  # the ranks that differ from their replicas are known
         if fresh := [rank for rank in record.mismatched_ranks if rank not in self.mismatched]:
             message = f"weights of ranks {', '.join(map(str, fresh))} differ from their replicas"
             finding = make_finding(FindingKind.replica_mismatch, record, len(fresh), 0.0, message)
             finding.ranks = fresh
             yield finding
         self.mismatched = list(record.mismatched_ranks)
+
+    def _make_weights_changed(self, record: ReducedRecord) -> Finding:
+        """The last update read other weights than the one before it had left. The snapshot after that one may hold
+        them, so its iteration is the onset."""
+        named = ", ".join(map(str, record.changed_ranks))
+        message = f"weights of ranks {named} changed between two updates"
+        finding = make_finding(FindingKind.weights_changed, record, len(record.changed_ranks), 0.0, message)
+        finding.ranks, finding.onset, finding.cursors = list(record.changed_ranks), max(record.iteration - 2, 0), []
+        return finding
 
 
 def rank_distances(spread: RankSpread | None) -> list[tuple[int, float, float]]:

@@ -14,10 +14,6 @@ from torch import Tensor
 
 from harness.distributed.shards import local
 from harness.distributed.torch_private.foreach import foreach_norm
-from harness.sentinel.device.slots import DIGEST_BITS
-
-DIGEST_MODULUS = 2**DIGEST_BITS - 3
-"""A prime: modulo a power of two, a flipped high bit would vanish from a sum."""
 
 PIECE = 2**24
 """Values of one tensor that are processed at a time, to avoid large temporaries."""
@@ -83,9 +79,3 @@ def _piece_square(first: Tensor, second: Tensor, correction: Tensor, eps: float)
     torch.div(first, step, out=step)
     square: Tensor = torch.linalg.vector_norm(step).square()
     return square
-
-
-def weight_digest(parameters: Sequence[Tensor]) -> Tensor:
-    """A digest of the weights, exact in float32: equal for equal weights, changed by any single flipped bit."""
-    sums = [local(parameter).detach().view(torch.int32).sum(dtype=torch.int64) for parameter in parameters]
-    return torch.stack(sums).sum().remainder(DIGEST_MODULUS)

@@ -25,17 +25,17 @@ from harness.core.events import TOKEN_LOSS_EDGES
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World
+from harness.optim.weight_digest import WeightDigest
 from harness.precision.fp8.quantize_meters import SCALE_EXPONENTS, TensorRole
 from harness.sentinel.device.local_sums import (
     square_sums,
     square_sums_in_one_launch,
     state_sums,
     state_sums_in_one_pass,
-    weight_digest,
 )
 from harness.sentinel.device.slots import DIGEST_BITS, LIMBS, SLOTS, split_fingerprint
 
-SCALARS = ("loss", "z_loss", "tokens", "stop", "save", "command", "v", "update")
+SCALARS = ("loss", "z_loss", "tokens", "stop", "save", "command", "v", "update", "weights")
 PARTS = (
     "scalars",
     "group_squares",
@@ -179,7 +179,7 @@ class Signals:
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        """Add norms of weights, second moments and the Adam update; with replicas, a digest of the weights too.
+        """Add norms of weights, second moments and the Adam update.
 
         `moments`: parameter name -> step, exp_avg, exp_avg_sq. `rates`: parameter name -> lr of the next update.
         """
@@ -193,8 +193,13 @@ class Signals:
         self._add("v", sums.second_squares.sum() / self._world.replicate)
         steps = torch.stack([rates[name] for name in self._parameters]) / first_correction
         self._add("update", (sums.directions * steps.square()).sum() / self._world.replicate)
-        if self._world.replicate > 1:
-            self._set_slot("weight_digest", weight_digest(parameters))
+
+    def add_weights(self, digest: WeightDigest) -> None:
+        """Add the digest and the squared norm of the weights that this step was computed with, and whether the last
+        update found them changed."""
+        self._set_slot("weight_digest", digest.digest)
+        self._set_slot("weights_changed", digest.changed)
+        self._add("weights", digest.square / self._world.replicate)
 
     def add_fp8(self, sums: Mapping[str, Tensor]) -> None:
         """Add the fp8 underflow and saturation counts of a probed step: part name -> values."""

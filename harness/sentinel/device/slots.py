@@ -17,17 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.core.events import RankSpread
+from harness.optim.weight_digest import DIGEST_MODULUS
 
 LIMBS = ("data_low", "data_middle", "data_high")
 """The fingerprint of a rank's rows in limbs of 24, 24 and 16 bits, lowest first; float32 holds each exactly."""
 SLOTS = (
-    *("loss", "grad_square", "busy_s", "device_s", "decision", "weight_digest", "step_s"),
+    *("loss", "grad_square", "busy_s", "device_s", "decision", "weight_digest", "weights_changed", "step_s"),
     *("plan", *LIMBS, "own_row", "other_row"),
 )
 """Mean loss of the rank; squared norm of its gradient before the reduce-scatter; host seconds outside collectives; on
-CUDA the seconds of its loss head (`harness.distributed.compute_clock`); digest of its decisions; on probed steps the
-digest of its weights; its last step time. Data: digest of the data plan (corpus, order, ledger), fingerprint of its
-rows, and on some steps the digests of one of its rows and of one row of another rank."""
+CUDA the seconds of its loss head (`harness.distributed.compute_clock`); digest of its decisions; digest of its weights,
+and 1 if they changed between the last two updates; its last step time. Data: digest of the data plan (corpus, order,
+ledger), fingerprint of its rows, and on some steps the digests of one of its rows and of one row of another rank."""
 
 DIGEST_BITS = 24
 """Width of a digest; float32 holds integers of 24 bits exactly."""
@@ -51,6 +52,8 @@ class RankFacts:
     ranks: dict[str, RankSpread] = field(default_factory=dict)
     nonfinite_ranks: list[int] = field(default_factory=list)
     mismatched_ranks: list[int] = field(default_factory=list)
+    changed_ranks: list[int] = field(default_factory=list)
+    weight_digest: str = ""
     digests: dict[str, list[int]] = field(default_factory=dict)
     median_step_s: float = 0.0
     fingerprint: str = ""
@@ -71,6 +74,8 @@ def summarize_slots(table: Numbers, *, divisor: float, replicate: int, stride: i
         nonfinite_ranks=nonfinite,
         median_step_s=_median(slots["step_s"]),
         fingerprint=f"{total:016x}" if total else "",
+        changed_ranks=[int(rank) for rank in np.flatnonzero(slots["weights_changed"])[:MAX_NAMED]],
+        weight_digest=f"{combine_digests(slots['weight_digest'], replicate=replicate):06x}",
     )
     if len(loss) == 1:
         return facts
@@ -144,6 +149,12 @@ def _median(values: Numbers) -> float:
     parted = np.partition(values, middle)
     high = float(parted[middle])
     return high if len(values) % 2 else (float(parted[:middle].max()) + high) / 2
+
+
+def combine_digests(weight_digest: Numbers, *, replicate: int) -> int:
+    """The digest of all weights, from those of the shards of the first replica."""
+    shards = weight_digest.reshape(replicate, -1)[0]
+    return int(shards.astype(np.int64).sum() % DIGEST_MODULUS)
 
 
 def find_mismatched(weight_digest: Numbers, *, replicate: int) -> list[int]:

@@ -92,8 +92,7 @@ def unpack_report(
     source_sums = zip(layout.sources, values[parts["source_losses"]], values[parts["source_tokens"]], strict=True)
     tokens = scalars["tokens"] or math.nan
     table = layout.slots(report[: layout.size]).numpy()  # sync: none, likewise
-    num_replicas = replicate if facts.probed else 1
-    rank_facts = summarize_slots(table, divisor=divisor, replicate=num_replicas, stride=facts.stride)
+    rank_facts = summarize_slots(table, divisor=divisor, replicate=replicate, stride=facts.stride)
     record = StepRecord(
         time=0.0,
         iteration=facts.iteration,
@@ -119,6 +118,9 @@ def unpack_report(
         ranks=rank_facts.ranks,
         nonfinite_ranks=rank_facts.nonfinite_ranks,
         mismatched_ranks=rank_facts.mismatched_ranks,
+        changed_ranks=rank_facts.changed_ranks,
+        weight_digest=rank_facts.weight_digest,
+        weight_norm=_root(scalars["weights"]),
         digests=rank_facts.digests,
         median_step_s=rank_facts.median_step_s,
         fingerprint=rank_facts.fingerprint,

@@ -91,7 +91,13 @@ REJECTION_KINDS = frozenset({"refusal", "refusals"})
 DIVERGENT = frozenset({FindingKind.divergence, FindingKind.nonfinite, "nonfinite weights"})
 """Findings that make a spike type 3, whatever the loss does afterwards."""
 BATCH_NOT_AT_FAULT = frozenset(
-    {FindingKind.lr_jump, FindingKind.optimizer_reset, FindingKind.scale_collapse, FindingKind.fp8_range}
+    {
+        FindingKind.lr_jump,
+        FindingKind.optimizer_reset,
+        FindingKind.scale_collapse,
+        FindingKind.fp8_range,
+        FindingKind.weights_changed,
+    }
 )
 """Findings that no batch is blamed for."""
 STATE_FINDINGS = BATCH_NOT_AT_FAULT | {FindingKind.nonfinite, FindingKind.replica_mismatch, "nonfinite weights"}

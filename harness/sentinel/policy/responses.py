@@ -13,6 +13,7 @@
 | optimizer_reset | roll back, blame no batch | watch if there is no state to restore: training rebuilds the moments |
 | scale_collapse | roll back, blame no batch, then cool | |
 | fp8_range | bf16 for a while, nothing restored | as a known cause: restore, blame no batch, then bf16 |
+| weights_changed | rewind, blame no batch | |
 | replica_mismatch, data_mismatch | halt | |
 | slow, speed_recovered, duplicate_batch | nothing: for humans | |
 
@@ -45,6 +46,7 @@ FIRST_RUNG = {
     FindingKind.divergence: Rung.rollback,
     FindingKind.optimizer_reset: Rung.rollback,
     FindingKind.scale_collapse: Rung.rollback,
+    FindingKind.weights_changed: Rung.rewind,
     FindingKind.replica_mismatch: Rung.halt,
     FindingKind.data_mismatch: Rung.halt,
 }
@@ -83,8 +85,9 @@ def is_within_gradient_bound(record: ReducedRecord) -> bool:
 
 
 def has_broken_weights(record: ReducedRecord) -> bool:
+    """Norms of weights are not finite, and no rank's weights changed without an update: that has its own finding."""
     norms = [*record.group_param_norms.values(), *([] if record.param_norm is None else [record.param_norm])]
-    return not all(math.isfinite(norm) for norm in norms)
+    return not record.changed_ranks and not all(math.isfinite(norm) for norm in norms)
 
 
 @final

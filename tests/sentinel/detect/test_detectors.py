@@ -400,6 +400,17 @@ def test_replicas_that_differ_are_named_once() -> None:
     assert (finding.kind, finding.ranks, finding.step) == (FindingKind.replica_mismatch, [1, 3], 4)
 
 
+def test_changed_weights_are_named_and_explain_replicas_that_differ() -> None:
+    rows = [
+        record(step, 3.0, changed_ranks=[3] if step == 4 else [], mismatched_ranks=[1, 3] if step in (4, 5) else [])
+        for step in range(9)
+    ]
+    changed, mismatch = watch(rows)
+    assert (changed.kind, changed.ranks, changed.step) == (FindingKind.weights_changed, [3], 4)
+    assert (changed.onset, changed.cursors) == (2, []), "the update of step 3 read what step 2 had not left"
+    assert (mismatch.kind, mismatch.step) == (FindingKind.replica_mismatch, 5), "still different if nothing is done"
+
+
 values = st.one_of(st.floats(0.5, 20.0), st.sampled_from([3.0, 3.01, 2.99, 3.02, math.nan, math.inf]))
 facts = st.fixed_dictionaries(
     {},

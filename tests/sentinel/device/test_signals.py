@@ -15,8 +15,8 @@ from harness.core.events import TOKEN_LOSS_EDGES
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World, connect, disconnect
 from harness.model.loss import IGNORED, count_losses
+from harness.optim.weight_digest import DIGEST_MODULUS, WeightDigest
 from harness.sentinel.device import local_sums as module
-from harness.sentinel.device.local_sums import DIGEST_MODULUS, weight_digest
 from harness.sentinel.device.signals import SignalLayout, Signals, group_of
 from harness.sentinel.device.slots import SLOTS
 
@@ -134,17 +134,13 @@ def test_before_the_first_update_its_norm_is_zero(world: World) -> None:
     assert not LAYOUT.part(vector, "group_moments").any()
 
 
-@pytest.mark.parametrize("bit", range(32))
-def test_any_flipped_bit_changes_the_digest(bit: int) -> None:
-    weights = [torch.linspace(-1, 1, 50), torch.linspace(3, 4, 50)]
-    before = float(weight_digest(weights))
-    assert before == float(weight_digest([weight.clone() for weight in weights]))
-    integers = weights[1].view(torch.int32)
-    integers[7] ^= -(2**31) if bit == 31 else 1 << bit
-    after = weight_digest(weights)
-    assert float(after) != before
-    assert 0 <= int(after) < DIGEST_MODULUS
-    assert int(after.to(torch.float32)) == int(after), "float32 holds it exactly"
+def test_digest_and_norm_of_the_weights_are_stored(world: World) -> None:
+    signals = make_signals(make_parameters(), world)
+    digest = WeightDigest(torch.tensor(2 * DIGEST_MODULUS + 5), torch.tensor(9.0), torch.tensor(1.0))
+    signals.add_weights(digest)
+    vector = signals.reduce()
+    own = dict(zip(SLOTS, LAYOUT.slots(vector)[:, 0].tolist(), strict=True))
+    assert (own["weight_digest"], own["weights_changed"], LAYOUT.scalar(vector, "weights")) == (5.0, 1.0, 9.0)
 
 
 def test_requests_and_host_facts_are_stored_in_their_slots(world: World) -> None:

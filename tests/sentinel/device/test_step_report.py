@@ -46,6 +46,7 @@ def make_reduced(**values: float) -> Tensor:
         "busy_s": [1.0, 1.0, 1.0, 2.0],
         "decision": [9.0, 9.0, 9.0, 9.0],
         "weight_digest": [1.0, 2.0, 1.0, 3.0],
+        "weights_changed": [0.0, 1.0, 0.0, 1.0],
     }
     for name, numbers in slots.items():
         LAYOUT.slots(vector)[SLOTS.index(name)] = torch.tensor(numbers)
@@ -110,7 +111,13 @@ def test_a_step_without_probe_has_no_probe_fields() -> None:
     record = read(make_report(make_reduced(loss=200.0, tokens=50.0)), replace(FACTS, probed=False))
     assert (record.param_norm, record.v_norm, record.update_ratio, record.square_ratio) == (None,) * 4
     assert (record.group_param_norms, record.activation_rms, record.token_loss_counts) == ({}, {}, [])
-    assert record.mismatched_ranks == []
+
+
+@pytest.mark.parametrize("probed", [True, False])
+def test_digests_and_the_norm_of_the_weights_are_in_every_record(probed: bool) -> None:
+    record = read(make_report(make_reduced(loss=200.0, tokens=50.0, weights=9.0)), replace(FACTS, probed=probed))
+    assert (record.mismatched_ranks, record.changed_ranks) == ([1, 3], [1, 3])
+    assert (record.weight_digest, record.weight_norm) == ("000003", 3.0), "the digests of the first replica add up"
 
 
 def test_the_ratio_to_the_second_moment_is_that_of_the_clipped_gradient() -> None:

@@ -213,6 +213,7 @@ class TestSkip:
         (F.optimizer_reset, K.rollback),
         (F.scale_collapse, K.rollback),
         (F.fp8_range, K.precision),
+        (F.weights_changed, K.rewind),
         (F.replica_mismatch, K.halt),
         (F.weight_drift, K.watch),
         (F.lr_jump, K.watch),

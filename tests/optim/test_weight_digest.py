@@ -1,0 +1,57 @@
+"""Tests of the digest of the weights: every flipped bit changes it, and a change between two updates is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.optim.weight_digest import DIGEST_MODULUS, UpdateSums, WeightDigest, sum_bits, sum_weights
+
+
+def weights() -> list[Tensor]:
+    return [torch.linspace(-1, 1, 50), torch.linspace(3, 4, 50)]
+
+
+def digest_of(tensors: list[Tensor]) -> WeightDigest:
+    digest = WeightDigest.start(torch.device("cpu"))
+    digest.on_restore(sum_weights(tensors))
+    return digest
+
+
+@pytest.mark.parametrize("bit", range(32))
+def test_any_flipped_bit_changes_the_digest(bit: int) -> None:
+    tensors = weights()
+    before = digest_of(tensors).digest
+    assert before == digest_of(weights()).digest
+    tensors[1].view(torch.int32)[7] ^= -(2**31) if bit == 31 else 1 << bit
+    after = digest_of(tensors).digest
+    assert after != before
+    assert 0 <= int(after) < DIGEST_MODULUS
+    assert int(after.to(torch.float32)) == int(after), "float32 holds it exactly"
+
+
+def test_the_digest_does_not_depend_on_the_shards() -> None:
+    first, second = weights()
+    shards = [[first[:20], second[:7]], [first[20:], second[7:]]]
+    parts = sum(int(digest_of(shard).digest) for shard in shards)
+    assert parts % DIGEST_MODULUS == int(digest_of([first, second]).digest)
+
+
+def test_sums_are_those_of_the_weights() -> None:
+    tensors = weights()
+    sums = UpdateSums.combine([sum_weights(tensors[:1]), sum_weights(tensors[1:])])
+    assert sums.before == sums.after == sum_bits(tensors)
+    assert float(sums.square) == pytest.approx(sum(float(tensor.square().sum()) for tensor in tensors))
+
+
+def test_weights_that_differ_from_those_of_the_last_update_have_changed() -> None:
+    tensors = weights()
+    digest, sums = digest_of(tensors), sum_weights(tensors)
+    assert digest.changed == 0, "restored weights have not changed"
+    digest.on_update(sums._replace(after=sums.after + 3))
+    assert (digest.changed, digest.total) == (0, sums.after + 3)
+    digest.on_update(sums._replace(before=sums.after + 4, after=sums.after + 9))
+    assert (digest.changed, digest.total) == (1, sums.after + 9), "the update read other weights"
+    digest.on_update(sums._replace(before=sums.after + 9, after=sums.after + 9))
+    assert digest.changed == 0, "said once: a skipped update continues from what it read"
