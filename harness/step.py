@@ -62,7 +62,8 @@ class StepSignals(NamedTuple):
 def reduce_signals(parts: Parts, *, cfg: Config, probe: bool) -> StepSignals:
     """Sum the signals of all ranks in one all-reduce. A probe adds sums over weights, moments and fp8 meters."""
     parts.signals.add_gradients()
-    parts.signals.add_weights(parts.update.digest)
+    digest = parts.update.digest
+    parts.signals.add_weights(bits=digest.total, square=digest.square, changed=digest.changed)
     if probe:
         betas = (cfg.optim.beta1, cfg.optim.beta2)
         rates = parts.update.rates_by_name

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from harness.distributed.torch_private.foreach import foreach_add_
-from harness.optim.weight_digest import UpdateSums, sum_bits, sum_squares
+from harness.optim.weight_digest import UpdateSums, sum_bits, sum_weights
 
 
 class ParameterShard(NamedTuple):
@@ -65,7 +65,7 @@ def step_fused(
         eps=options.eps,
         maximize=False,
     )
-    return UpdateSums(before, sum_bits(parameters), sum_squares(parameters))
+    return sum_weights(parameters)._replace(before=before)
 
 
 def step_triton(

@@ -20,9 +20,6 @@ from torch import Tensor
 
 from harness.distributed.torch_private.foreach import foreach_norm
 
-DIGEST_MODULUS = 2**24 - 3
-"""Float32 holds every integer below it exactly. A prime: modulo a power of two, a flipped high bit would vanish."""
-
 
 class UpdateSums(NamedTuple):
     """Sums over the weights that one update read and wrote."""
@@ -56,11 +53,6 @@ class WeightDigest:
         total = torch.zeros((), dtype=torch.int64, device=device)
         return cls(total, *(torch.zeros((), dtype=torch.float32, device=device) for _ in range(2)))
 
-    @property
-    def digest(self) -> Tensor:
-        """The digest as a number that float32 holds exactly."""
-        return self.total.remainder(DIGEST_MODULUS)
-
     def on_restore(self, sums: UpdateSums) -> None:
         """The weights were initialized, loaded or restored."""
         self.on_update(sums)
@@ -76,7 +68,7 @@ class WeightDigest:
 def sum_weights(weights: Sequence[Tensor]) -> UpdateSums:
     """The sums of an update that writes nothing."""
     total = sum_bits(weights)
-    return UpdateSums(total, total, sum_squares(weights))
+    return UpdateSums(total, total, _sum_squares(weights))
 
 
 def sum_bits(weights: Sequence[Tensor]) -> Tensor:
@@ -84,5 +76,5 @@ def sum_bits(weights: Sequence[Tensor]) -> Tensor:
     return torch.stack([weight.detach().view(torch.int32).sum(dtype=torch.int64) for weight in weights]).sum()
 
 
-def sum_squares(weights: Sequence[Tensor]) -> Tensor:
+def _sum_squares(weights: Sequence[Tensor]) -> Tensor:
     return torch.stack(foreach_norm([weight.detach() for weight in weights], 2, dtype=torch.float32)).square().sum()

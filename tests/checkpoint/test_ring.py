@@ -49,6 +49,7 @@ def rewind(*overrides: str) -> dict[str, Any]:
     agreed = parts.ring.agree_on_target(before=4)
     assert agreed is slot
     returned = parts.ring.restore(agreed)
+    parts.update.measure_digest()
     return {
         "state": returned == state,
         "restored": digest(parts.tensors()) == at_snapshot,

@@ -23,7 +23,6 @@ from harness.config.schema import Config
 from harness.core.events import ActionKind, FindingKind, Outcome, StepRecord
 from harness.core.state import RunState
 from harness.distributed.world import connect
-from harness.optim.weight_digest import WeightDigest
 from harness.sentinel.device.gate import GateDecision
 from harness.sentinel.device.step_report import HostFacts, pack_report, totals, unpack_report
 from tests.distributed import cases
@@ -215,8 +214,11 @@ class SimulatedRank:
         layout.scalar(vector, "loss").fill_(rank_signals.loss * tokens)
         layout.part(vector, "group_squares").fill_(rank_signals.grad**2 / size)
         layout.slots(vector)[1, self.world.rank] = rank_signals.own_grad**2
-        digest = (rank_signals.weight_digest, rank_signals.weights**2, float(rank_signals.weights_changed))
-        signals.add_weights(WeightDigest(*map(torch.tensor, digest)))
+        signals.add_weights(
+            bits=torch.tensor(rank_signals.weight_digest),
+            square=torch.tensor(rank_signals.weights**2),
+            changed=torch.tensor(float(rank_signals.weights_changed)),
+        )
         if branches.probe:
             layout.part(vector, "group_params").fill_(rank_signals.weights**2 / size)
             layout.part(vector, "group_moments").fill_(rank_signals.moments)

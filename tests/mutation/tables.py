@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
@@ -99,6 +100,16 @@ def load_equivalents(path: Path = EQUIVALENT) -> dict[Equivalent, str]:
     """Recorded mutants and why each is equivalent."""
     entries = tomllib.loads(path.read_text(encoding="utf-8")).get("equivalent", []) if path.exists() else []
     return {
-        Equivalent(entry["file"], entry["function"], entry["before"], entry["after"]): entry["reason"]
+        Equivalent(
+            entry["file"], entry["function"], unparse_again(entry["before"]), unparse_again(entry["after"])
+        ): entry["reason"]
         for entry in entries
     }
+
+
+def unparse_again(statement: str) -> str:
+    """The statement as this version of Python writes it: quotes inside f-strings differ. Headers stay as they are."""
+    try:
+        return ast.unparse(ast.parse(statement))
+    except SyntaxError:
+        return statement

@@ -25,7 +25,6 @@ from harness.core.events import TOKEN_LOSS_EDGES
 from harness.distributed.collectives import all_reduce_sum
 from harness.distributed.reduce_scatter import CommStats
 from harness.distributed.world import World
-from harness.optim.weight_digest import WeightDigest
 from harness.precision.fp8.quantize_meters import SCALE_EXPONENTS, TensorRole
 from harness.sentinel.device.local_sums import (
     square_sums,
@@ -33,7 +32,7 @@ from harness.sentinel.device.local_sums import (
     state_sums,
     state_sums_in_one_pass,
 )
-from harness.sentinel.device.slots import DIGEST_BITS, LIMBS, SLOTS, split_fingerprint
+from harness.sentinel.device.slots import DIGEST_BITS, DIGEST_MODULUS, LIMBS, SLOTS, split_fingerprint
 
 SCALARS = ("loss", "z_loss", "tokens", "stop", "save", "command", "v", "update", "weights")
 PARTS = (
@@ -194,12 +193,12 @@ class Signals:
         steps = torch.stack([rates[name] for name in self._parameters]) / first_correction
         self._add("update", (sums.directions * steps.square()).sum() / self._world.replicate)
 
-    def add_weights(self, digest: WeightDigest) -> None:
-        """Add the digest and the squared norm of the weights that this step was computed with, and whether the last
+    def add_weights(self, *, bits: Tensor, square: Tensor, changed: Tensor) -> None:
+        """Add the sums over this rank's weights of their bit patterns (int64) and of their squares, and 1 if the last
         update found them changed."""
-        self._set_slot("weight_digest", digest.digest)
-        self._set_slot("weights_changed", digest.changed)
-        self._add("weights", digest.square / self._world.replicate)
+        self._set_slot("weight_digest", bits.remainder(DIGEST_MODULUS))
+        self._set_slot("weights_changed", changed)
+        self._add("weights", square / self._world.replicate)
 
     def add_fp8(self, sums: Mapping[str, Tensor]) -> None:
         """Add the fp8 underflow and saturation counts of a probed step: part name -> values."""

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.core.events import RankSpread
-from harness.optim.weight_digest import DIGEST_MODULUS
 
 LIMBS = ("data_low", "data_middle", "data_high")
 """The fingerprint of a rank's rows in limbs of 24, 24 and 16 bits, lowest first; float32 holds each exactly."""
@@ -32,6 +31,9 @@ ledger), fingerprint of its rows, and on some steps the digests of one of its ro
 
 DIGEST_BITS = 24
 """Width of a digest; float32 holds integers of 24 bits exactly."""
+
+DIGEST_MODULUS = 2**DIGEST_BITS - 3
+"""Modulus of the digests of weights. A prime: modulo a power of two, a flipped high bit would vanish from a sum."""
 
 MAX_WORST = 4
 """Ranks named per signal or per digest."""
