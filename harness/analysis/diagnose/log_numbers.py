@@ -1,4 +1,4 @@
-"""Computes the numbers of a log that the decision tree uses, each in one pass over its rows."""
+"""Computes the numbers of a log that the decision tree uses, from its rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import final
 
 from harness.analysis.postmortem.measures import middle
@@ -16,50 +17,168 @@ from harness.core.events import Finding, FindingKind, StepRecord
 from harness.sentinel.detect.detectors import Detectors
 
 WINDOW_ROWS, SPIKE_SIGMAS = 100, 3.0
+NOISE_SIGMAS = 5.0
+"""A single row up to here may be noise."""
+RECOVERED_SIGMAS, RECOVERED_WITHIN, RECOVERED_ROWS = 0.5, 50, 5
 OF_A_SPIKE = (FindingKind.loss_spike, FindingKind.level_shift, FindingKind.grad_spike)
 
 
 @final
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Spike:
     """A row with a high loss, and mean and standard deviation of the rows before it."""
 
     at: StepRecord
+    position: int
+    """Index of the row in the log."""
     mean: float
     sigma: float
+    is_above: bool
+    """More than three sigma above the mean; false: only the detectors found it."""
 
     @property
     def sigmas(self) -> float:
         return (self.at.loss - self.mean) / self.sigma if self.sigma > 0 else math.inf
 
+    @property
+    def recovered_level(self) -> float:
+        return self.mean + RECOVERED_SIGMAS * self.sigma
+
 
 def spikes_of(records: Sequence[StepRecord]) -> list[Spike]:
     """Rows whose loss is three sigma above the mean of the hundred applied rows before them."""
-    window: deque[float] = deque()
-    total = squares = 0.0
+    window = LossWindow()
     found: list[Spike] = []
-    for record in records:
+    for position, record in enumerate(records):
         if not math.isfinite(record.loss):
             continue
-        if len(window) == WINDOW_ROWS:
-            middle = total / WINDOW_ROWS
-            sigma = math.sqrt(max(squares / WINDOW_ROWS - middle * middle, 0.0))
-            if record.loss > middle + SPIKE_SIGMAS * sigma:
-                found.append(Spike(at=record, mean=middle, sigma=sigma))
+        if len(window.rows) == WINDOW_ROWS:
+            mean, sigma = window.mean_and_sigma() if window.may_be_spike(record.loss) else (math.inf, 0.0)
+            if record.loss > mean + SPIKE_SIGMAS * sigma:
+                found.append(Spike(at=record, position=position, mean=mean, sigma=sigma, is_above=True))
         if not record.refused:
-            window.append(record.loss)
-            gone = window.popleft() if len(window) > WINDOW_ROWS else 0.0
-            total += record.loss - gone
-            squares += record.loss * record.loss - gone * gone
+            window.add(record)
     return found
 
 
+def detected_spikes(records: Sequence[StepRecord], findings: Sequence[Finding], known: Sequence[Spike]) -> list[Spike]:
+    """Loss spikes that the detectors found at rows where three sigma found none, such as in the first hundred rows."""
+    spikes = []
+    for finding in findings:
+        if finding.kind is not FindingKind.loss_spike or any(_is_at(spike, finding) for spike in known):
+            continue
+        window = LossWindow()
+        for record in records:
+            if record.iteration < finding.onset and not record.refused and math.isfinite(record.loss):
+                window.add(record)
+        rows = [
+            at
+            for at, record in enumerate(records)
+            if finding.onset <= record.iteration <= finding.iteration and math.isfinite(record.loss)
+        ]
+        if rows and len(window.rows) > 1:
+            at = max(rows, key=lambda index: records[index].loss)
+            mean, sigma = window.mean_and_sigma()
+            spikes.append(Spike(at=records[at], position=at, mean=mean, sigma=sigma, is_above=False))
+    return spikes
+
+
+@final
+class LossWindow:
+    """The last hundred applied losses of the current state; rows that a restore undid leave it."""
+
+    def __init__(self) -> None:
+        self.rows: deque[tuple[int, float]] = deque()
+        """Step and loss."""
+        self._total = self._squares = 0.0
+
+    def add(self, record: StepRecord) -> None:
+        while self.rows and self.rows[-1][0] >= record.step:
+            self._count(self.rows.pop()[1], -1)
+        self.rows.append((record.step, record.loss))
+        self._count(record.loss, 1)
+        if len(self.rows) > WINDOW_ROWS:
+            self._count(self.rows.popleft()[1], -1)
+
+    def _count(self, loss: float, sign: int) -> None:
+        self._total += sign * loss
+        self._squares += sign * loss * loss
+
+    def may_be_spike(self, loss: float) -> bool:
+        """A fast test by running sums, which are a little inexact."""
+        mean = self._total / len(self.rows)
+        variance = max(self._squares / len(self.rows) - mean * mean, 0.0)
+        return loss > mean + 0.9 * SPIKE_SIGMAS * math.sqrt(variance) - 1e-6 * abs(mean)
+
+    def mean_and_sigma(self) -> tuple[float, float]:
+        losses = [loss for _, loss in self.rows]
+        mean = math.fsum(losses) / len(losses)
+        return mean, math.sqrt(math.fsum((loss - mean) ** 2 for loss in losses) / len(losses))
+
+
 def is_confirmed(spike: Spike, findings: Sequence[Finding]) -> bool:
-    """Whether a detector also found something at this row."""
-    return any(
-        finding.kind in OF_A_SPIKE and finding.onset - 2 <= spike.at.iteration <= finding.iteration + 2
-        for finding in findings
-    )
+    """Whether it is more than noise: far out, rejected by the gate, or found by a detector too."""
+    if spike.at.refused or spike.sigmas > NOISE_SIGMAS:
+        return True
+    return any(finding.kind in OF_A_SPIKE and _is_at(spike, finding) for finding in findings)
+
+
+def _is_at(spike: Spike, finding: Finding) -> bool:
+    return finding.onset - 2 <= spike.at.iteration <= finding.iteration + 2
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """How the loss went on after a spike."""
+
+    answer: bool | None
+    """None: the log ends before it is known."""
+    number: str
+
+
+def recovery_of_spike(spike: Spike, records: Sequence[StepRecord]) -> Recovery:
+    """Whether the loss is back at mean + 0.5 sigma within fifty steps, on the same state.
+
+    Back means that a row and the median of the `RECOVERED_ROWS` rows from it on are at the level: one low row is noise.
+    Rows after a restore belong to another state and say nothing about the spike.
+    """
+    after, restored_at = rows_until_restore(spike, records)
+    level = f"mean + 0.5 sigma is {spike.recovered_level:.4g}"
+    for first in range(len(after) - RECOVERED_ROWS + 1):
+        rows = [row.loss for row in after[first : first + RECOVERED_ROWS]]
+        if max(rows[0], median(rows)) <= spike.recovered_level:
+            return Recovery(answer=True, number=f"{level}; back at step {after[first].step}")
+    if len(after) == RECOVERED_WITHIN:
+        return Recovery(answer=False, number=f"{level}; not in the {len(after)} rows after it")
+    if restored_at is not None:
+        undone = f"an older state was restored at step {restored_at}, {len(after)} rows after it"
+        return Recovery(answer=False, number=f"{level}; not back when {undone}")
+    return Recovery(answer=None, number=f"{level}; only {len(after)} of {RECOVERED_WITHIN} rows are there")
+
+
+def rows_until_restore(spike: Spike, records: Sequence[StepRecord]) -> tuple[list[StepRecord], int | None]:
+    """At most fifty applied rows after a spike, and the step of the restore that ends them; None: no restore."""
+    after: list[StepRecord] = []
+    newest = spike.at.step
+    for record in records[spike.position + 1 :]:
+        if record.refused:
+            continue
+        if is_restored(record, newest, was_refused=spike.at.refused and not after):
+            return after, record.step
+        newest = record.step
+        after.append(record)
+        if len(after) == RECOVERED_WITHIN:
+            break
+    return after, None
+
+
+def is_restored(record: StepRecord, newest: int, *, was_refused: bool) -> bool:
+    """Whether an applied row started from an older state: its step is not after the newest one.
+
+    A rejected update does not count as a step, so the next row after it has the same number plus one.
+    """
+    return record.step < newest + (0 if was_refused else 1)
 
 
 def describe_rare_tokens(spike: Spike, records: Sequence[StepRecord]) -> str | None:
@@ -77,15 +196,19 @@ def run_detectors(records: Sequence[StepRecord], detect: DetectConfig) -> list[F
     return [finding for record in records for finding in detectors.observe(record)]
 
 
-def largest_weight_change(records: Sequence[StepRecord]) -> tuple[str, float]:
-    """The layer group whose weight norm changed most from the first to the last probe, and the factor."""
+def largest_weight_change(records: Sequence[StepRecord]) -> tuple[str, float] | None:
+    """The layer group whose weight norm changed most from the first to the last probe, and last over first; None: there
+    are fewer than two probes."""
     probes = [record.group_param_norms for record in records if record.group_param_norms]
-    factors = [
-        (name, max(probes[-1][name] / norm, norm / probes[-1][name]))
-        for name, norm in (probes[0].items() if probes else ())
-        if norm > 0 and probes[-1].get(name, 0.0) > 0
-    ]
-    return max(factors, key=lambda pair: pair[1], default=("", 1.0))
+    if len(probes) < 2:
+        return None
+    ratios = [(name, probes[-1][name] / norm) for name, norm in probes[0].items() if norm > 0 and name in probes[-1]]
+    return max(ratios, key=lambda pair: change_factor(pair[1]), default=None)
+
+
+def change_factor(ratio: float) -> float:
+    """A ratio as a factor of change, up or down; a norm that vanished changed infinitely."""
+    return max(ratio, 1 / ratio) if ratio > 0 else math.inf
 
 
 def split_in_thirds(records: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:

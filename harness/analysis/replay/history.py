@@ -8,15 +8,18 @@ back from a step to the newest checkpoint on disk. A rejected update changes not
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from harness.config.errors import ConfigError
 from harness.core.events import Action, CheckpointSaved, Event, Finding, Outcome, RunStarted, StepRecord
+from harness.core.rundir import RunDir
 from harness.sentinel.policy.policy_state import RESTORES
 
+REPLAY_FILE = "replay.json"
 START = 0
 """Iteration of the initial state of a run."""
 
@@ -120,3 +123,16 @@ def older_checkpoint(history: History, iteration: int, available: Collection[str
     taken = {name: history.checkpoints.get(name, START) for name in available}
     earlier = [(at, name) for name, at in taken.items() if at in states and at < before]
     return max(earlier)[1] if earlier else None
+
+
+def read_replays(run: RunDir) -> list[dict[str, Any]]:
+    """Results of replays in a run directory; files that cannot be read are skipped."""
+    results = []
+    for path in sorted(run.incidents.glob(f"*/{REPLAY_FILE}")):
+        try:
+            tree = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(tree, dict):
+            results.append(tree)
+    return results

@@ -20,8 +20,13 @@ def test_a_run_directory_with_its_numbers_and_as_json(tmp_path: Path, capsys: py
     run = str(stories.write(tmp_path / "run", stories.one_rank()).path)
     assert main(["diagnose", run]) == 10
     shown = capsys.readouterr().out
-    assert "Q1.2  What was the dtype regime?\n      fp32 " in shown
-    assert shown.splitlines()[-1] == "=> non-finite from step 150: ranks 1; layer groups not known"
+    assert "Q1.2  What was the dtype regime in the run?\n      fp32 " in shown
+    *_, conclusion, replay, stop, train = shown.splitlines()
+    assert conclusion == "=> non-finite from step 150: ranks 1; layer groups not in the log"
+    assert replay == f"   harness replay {run} --incident 1"
+    assert stop == f"   harness ctl {run} stop --reason 'non-finite from step 150' --wait"
+    assert train.startswith("   harness train ")
+    assert train.endswith(f" optim.clip_value=100 run.dir={tmp_path} run.name=run run.resume=changed")
     assert main(["diagnose", run, "--json"]) == 10
     result = json.loads(capsys.readouterr().out)
     assert (result["finds"], result["exit_code"]) == ("not_finite", 10)
@@ -35,7 +40,7 @@ def test_a_csv_of_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["diagnose", csv(tmp_path / "b.csv", spiked)]) == 20
     assert "back at step 403" in capsys.readouterr().out
     assert main(["diagnose", csv(tmp_path / "c.csv", [*losses(300), math.nan]), "--precision", "bf16"]) == 10
-    assert "as for fp32, or an overflow of the exponent" in capsys.readouterr().out
+    assert "as for fp32, an exponent overflow near 1e38" in capsys.readouterr().out
 
 
 def test_a_run_without_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

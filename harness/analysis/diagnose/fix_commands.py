@@ -1,0 +1,28 @@
+"""The fix of a diagnosis as shell commands: replay the step, restore a checkpoint, and train on with the change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from harness.analysis.diagnose.diagnosis import Diagnosis
+from harness.analysis.postmortem.overrides import shell_command
+
+
+def fix_commands(diagnosis: Diagnosis, *, run: str, is_running: bool, overrides: Sequence[str]) -> list[str]:
+    """Commands in the order in which they are run; `overrides` reproduce the run's configuration.
+
+    A running run is rolled back, stopped and started with the change. One that has ended is started first, because only
+    a running run can be rolled back.
+    """
+    replay = [shell_command("harness", "replay", run, *diagnosis.replay)] if diagnosis.replay else []
+    ctl, reason = ["harness", "ctl", run], ["--reason", diagnosis.conclusion.partition(":")[0], "--wait"]
+    step = str(diagnosis.restore_step)
+    restore = [] if diagnosis.restore_step is None else [shell_command(*ctl, "rollback", "--to", step, *reason)]
+    changed = {override.partition("=")[0] for override in diagnosis.overrides}
+    kept = [override for override in overrides if override.partition("=")[0] not in changed]
+    place = [f"run.dir={PurePath(run).parent}", f"run.name={PurePath(run).name}", "run.resume=changed"]
+    train = [shell_command("harness", "train", *kept, *diagnosis.overrides, *place)]
+    if not is_running:
+        return [*replay, *(train if diagnosis.overrides or restore else []), *restore]
+    return [*replay, *restore, *([shell_command(*ctl, "stop", *reason), *train] if diagnosis.overrides else [])]

@@ -1,0 +1,99 @@
+"""What the decision tree reads: the records of a run, its other events, and what its directory holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from harness.checkpoint.catalog import Checkpoint, Health
+from harness.core.events import Action, EvalRecord, Event, HeldOutMeasured, RunEnded, RunStarted, StepRecord
+
+HALF_FORMATS = ("fp16",)
+"""Formats whose range ends at 65504, so that they need a loss scale."""
+MIXED_FORMATS = ("fp16", "bf16", "fp8")
+SCALED_BY = 2.0
+"""Factor by which a fix changes the learning rate or the weight decay."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRun:
+    records: Sequence[StepRecord]
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The configuration with dotted keys; empty for the log of another program."""
+    events: Sequence[Event] = ()
+    """The other events of the log, in order."""
+    checkpoints: Sequence[Checkpoint] = ()
+    """Checkpoints on disk."""
+    replays: Sequence[dict[str, Any]] = ()
+    """Results of `harness replay` in the run directory."""
+
+    @property
+    def precision(self) -> str | None:
+        """Number format of the matmuls; None: not in the log."""
+        kind = self.settings.get("precision.kind")
+        return None if kind is None else str(kind)
+
+    @property
+    def loss_scales(self) -> list[float]:
+        return [record.loss_scale for record in self.records if record.loss_scale is not None]
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether overflows of the gradient are expected, because a loss scale is searched for."""
+        return self.precision in HALF_FORMATS or (self.precision is None and bool(self.loss_scales))
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the log has gradient norms; those of other programs may not."""
+        return any(record.grad_norm != 0 for record in self.records)
+
+    @property
+    def is_running(self) -> bool:
+        last = next((event for event in reversed(self.events) if isinstance(event, RunEnded | RunStarted)), None)
+        return isinstance(last, RunStarted)
+
+    @property
+    def evaluations(self) -> list[EvalRecord | HeldOutMeasured]:
+        """Losses on held-out data: of the evaluations, or else of the fixed held-out rows."""
+        evals: list[EvalRecord | HeldOutMeasured] = [e for e in self.events if isinstance(e, EvalRecord)]
+        return evals or [event for event in self.events if isinstance(event, HeldOutMeasured)]
+
+    def setting(self, key: str) -> float | None:
+        value = self.settings.get(key)
+        return float(value) if isinstance(value, int | float) else None
+
+    def checkpoint_before(self, step: int) -> Checkpoint | None:
+        """The newest checkpoint on disk from before a step that is not known to be bad."""
+        usable = [c for c in self.checkpoints if c.step < step and c.health in (Health.good, Health.candidate)]
+        return max(usable, key=lambda checkpoint: (checkpoint.step, checkpoint.generation), default=None)
+
+    def replay_of(self, iteration: int) -> dict[str, Any] | None:
+        return next((found for found in self.replays if found.get("iteration") == iteration), None)
+
+    def replay_arguments(self, iteration: int) -> list[str]:
+        """Arguments of `harness replay` for a step; its incident if the step belongs to one."""
+        actions = [event for event in self.events if isinstance(event, Action) and event.incident]
+        for action in actions:
+            if action.onset <= iteration <= action.iteration:
+                return ["--incident", str(action.incident)]
+        return ["--iteration", str(iteration)]
+
+    def is_expected_overflow(self, record: StepRecord) -> bool:
+        """Whether a rejected update belongs to the search for the loss scale."""
+        has_overflow = not math.isfinite(record.grad_norm) and math.isfinite(record.loss)
+        return self.scales_loss and record.loss_scale is not None and record.refused and has_overflow
+
+
+def scaled_override(key: str, value: float | None, factor: float) -> list[str]:
+    """The override that multiplies a setting; empty if its value is not known."""
+    return [] if value is None else [f"{key}={value * factor:g}"]
+
+
+def describe_checkpoint(checkpoint: Checkpoint | None) -> str:
+    """The checkpoint to restore, in words."""
+    if checkpoint is None:
+        return "no checkpoint from before it is on disk: the cost is a full re-train"
+    return f"restore {checkpoint.name} (step {checkpoint.step})"

@@ -1,0 +1,139 @@
+"""Section 2 of the tree: did the loss spike, did it recover, and what caused it?
+
+Rows three sigma above the mean are only candidates, because noise alone gives one in a few hundred rows. A spike
+counts if a detector of the sentinel confirms it, if the gate rejected the update, or from five sigma on; otherwise the
+walk goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import mean
+
+from harness.analysis.diagnose.diagnosis import NOT_LOGGED, Answers, Diagnosis, Finds
+from harness.analysis.diagnose.log_numbers import (
+    RECOVERED_WITHIN,
+    WINDOW_ROWS,
+    Recovery,
+    Spike,
+    describe_rare_tokens,
+    detected_spikes,
+    is_confirmed,
+    recovery_of_spike,
+    spikes_of,
+)
+from harness.analysis.diagnose.logged_run import LoggedRun, describe_checkpoint
+from harness.core.events import Finding, FindingKind
+
+LONG_TAIL_FACTOR = 30.0
+STRATIFY = "data.stratify.rare_below=10"
+PREVENTION = ["optim.clip_norm=0.5", STRATIFY]
+
+
+def ask_spikes(answers: Answers, run: LoggedRun, findings: Sequence[Finding]) -> Diagnosis | None:
+    """Ask about spikes; None: there is none, or only noise."""
+    above = spikes_of(run.records)
+    found = detected_spikes(run.records, findings, above)
+    confirmed = [spike for spike in above if is_confirmed(spike, findings)] + found
+    spike = choose_spike(run, confirmed or above)
+    _ask_whether(answers, run, above, found, confirmed, spike)
+    if spike is None:
+        return None
+    recovery = recovery_of_spike(spike, run.records)
+    question = "Does the loss recover to mean + 0.5 sigma within 50 steps?"
+    answers.ask("Q2.2", question, NOT_LOGGED if recovery.answer is None else recovery.answer, recovery.number)
+    if not confirmed:
+        number = f"noise alone gives about {0.00135 * len(run.records):.1f} such rows in {len(run.records)}"
+        answers.ask("Q2.3", "What caused the spike?", "noise: no detector confirms it and nothing was refused", number)
+        return None
+    if recovery.answer is False:
+        return _ask_lasting(answers, run, spike, recovery)
+    return _ask_recovered(answers, run, spike, recovery, findings)
+
+
+def choose_spike(run: LoggedRun, spikes: Sequence[Spike]) -> Spike | None:
+    """The spike that did not recover, or else the largest one."""
+    lasting = [spike for spike in spikes if recovery_of_spike(spike, run.records).answer is False]
+    return max(lasting or spikes, key=lambda spike: spike.sigmas, default=None)
+
+
+def _ask_whether(
+    answers: Answers,
+    run: LoggedRun,
+    above: Sequence[Spike],
+    found: Sequence[Spike],
+    confirmed: Sequence[Spike],
+    chosen: Spike | None,
+) -> None:
+    number = f"{len(above)} rows above 3 sigma, {len(confirmed) - len(found)} of them confirmed"
+    if found:
+        number += f"; {len(found)} more found by the detectors"
+    if chosen is not None:
+        number += f"; at step {chosen.at.step}: loss {chosen.at.loss:.4g}, {chosen.sigmas:.1f} sigma"
+    question = "Is there a step with a loss 3 sigma above the mean of the 100 steps before it?"
+    has_window = len(run.records) > WINDOW_ROWS
+    if not has_window and chosen is None:
+        number = f"only {len(run.records)} rows, more than {WINDOW_ROWS} are needed"
+    answers.ask("Q2.1", question, chosen is not None if has_window or chosen is not None else NOT_LOGGED, number)
+
+
+def _ask_lasting(answers: Answers, run: LoggedRun, spike: Spike, recovery: Recovery) -> Diagnosis:
+    """Q2.4: the loss stays elevated, or an older state was restored before it recovered."""
+    checkpoint = run.checkpoint_before(spike.at.step)
+    is_restored = "restored" in recovery.number
+    restore = "an older state was restored already" if is_restored else describe_checkpoint(checkpoint)
+    fix = f"{restore}; lower the clipping threshold and stratify rare tokens: {' '.join(PREVENTION)}"
+    cause = f"the optimizer's moments are corrupted by the spike at step {spike.at.step}"
+    answers.ask("Q2.4", "The loss stays elevated: what is the cause and the fix?", fix, cause)
+    end = "before an older state was restored" if is_restored else f"within {RECOVERED_WITHIN} steps"
+    return Diagnosis(
+        nodes=answers.nodes,
+        finds=Finds.lasting_spike,
+        conclusion=f"the loss did not recover from the spike at step {spike.at.step} {end}",
+        overrides=PREVENTION,
+        restore_step=None if checkpoint is None or is_restored else checkpoint.step,
+    )
+
+
+def _ask_recovered(
+    answers: Answers, run: LoggedRun, spike: Spike, recovery: Recovery, findings: Sequence[Finding]
+) -> Diagnosis:
+    """Q2.3: the cause of a spike that recovered, or that is too young to tell."""
+    cause, number, fix, overrides = cause_of_spike(spike, run, findings)
+    answers.ask("Q2.3", "What caused the spike, and what is the fix?", f"{cause}; fix: {fix}", number)
+    end = "that recovered" if recovery.answer else f"less than {RECOVERED_WITHIN} steps ago"
+    return Diagnosis(
+        nodes=answers.nodes,
+        finds=Finds.spike,
+        conclusion=f"a spike at step {spike.at.step} {end}: {cause}",
+        overrides=overrides,
+        replay=[] if overrides else [*run.replay_arguments(spike.at.iteration), "--batch"],
+    )
+
+
+def cause_of_spike(spike: Spike, run: LoggedRun, findings: Sequence[Finding]) -> tuple[str, str, str, list[str]]:
+    """Cause from gradient norm, learning rate and batch, in that order; the numbers; the fix, and as overrides."""
+    before = [
+        record.grad_norm
+        for record in run.records[: spike.position]
+        if math.isfinite(record.grad_norm) and not record.refused
+    ][-WINDOW_ROWS:]
+    usual = mean(before) if before and run.has_gradients else 0.0
+    long_tail = ("a long-tail token in the batch", f"stratify rare tokens: {STRATIFY}", [STRATIFY])
+    number = f"gradient norm {spike.at.grad_norm:.4g} (mean {usual:.4g})" if usual else f"gradient norm {NOT_LOGGED}"
+    if usual and not spike.at.grad_norm <= LONG_TAIL_FACTOR * usual:
+        return long_tail[0], f"{number}: more than 30 times", *long_tail[1:]
+    near = [finding for finding in findings if abs(finding.iteration - spike.at.iteration) <= RECOVERED_WITHIN]
+    for kind, cause, fix in (
+        (FindingKind.lr_jump, "a bug in the learning-rate schedule", "repair the code that set the rate"),
+        (FindingKind.duplicate_batch, "a bug in the data loader", "repair the loader so that no batch is repeated"),
+    ):
+        message = next((finding.message for finding in near if finding.kind is kind), None)
+        if message is not None:
+            return cause, f"{number}; {message}", fix, []
+    if (rare_tokens := describe_rare_tokens(spike, run.records)) is not None:
+        return long_tail[0], f"{number}; {rare_tokens}", *long_tail[1:]
+    rate = "no jump of the learning rate" if math.isfinite(spike.at.lr) else f"learning rate {NOT_LOGGED}"
+    batch = "no duplicate batch" if spike.at.fingerprint else f"batch {NOT_LOGGED}"
+    return "not known", f"{number}; {rate}; {batch}", "replay the step", []
