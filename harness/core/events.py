@@ -549,7 +549,7 @@ def _decode(value: Any, kind: str) -> Any:
     if kind in _CHOICES:
         return _CHOICES[kind](value)
     if "RankSpread" in kind or "Fp8Health" in kind:
-        return _parse_numbers(value)
+        return parse_numbers(value)
     if "float" not in kind:
         return value
     if isinstance(value, dict):
@@ -557,13 +557,13 @@ def _decode(value: Any, kind: str) -> Any:
     return float(value) if isinstance(value, str | int) and not isinstance(value, bool) else value
 
 
-def _parse_numbers(value: Any) -> Any:
+def parse_numbers(value: Any) -> Any:
     """Convert every string in plain data to a float, at any depth."""
     match value:
         case dict():
-            return {key: _parse_numbers(child) for key, child in value.items()}
+            return {key: parse_numbers(child) for key, child in value.items()}
         case list():
-            return [_parse_numbers(child) for child in value]
+            return [parse_numbers(child) for child in value]
         case str():
             return float(value)
         case _:

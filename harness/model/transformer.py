@@ -40,6 +40,8 @@ class Output(NamedTuple):
 
     objective: Tensor
     """seed * (sum of row_losses + z_sum); differentiate this one."""
+    token_losses: Tensor
+    """Cross-entropy of each token [B, S] in nats, zero where the target is ignored."""
     row_losses: Tensor
     """Cross-entropy in nats, summed over the counted tokens of each sequence [B]."""
     row_tokens: Tensor
@@ -238,9 +240,11 @@ class Transformer(nn.Module):
         sums = chunked_cross_entropy(
             hidden.flatten(0, 1), self._head_weight(), targets.flatten(), seed, options=self.loss_options
         )
+        token_losses = sums.losses.view_as(targets)
         return Output(
             objective=sums.objective,
-            row_losses=sums.losses.view_as(targets).sum(dim=1),
+            token_losses=token_losses,
+            row_losses=token_losses.sum(dim=1),
             row_tokens=(targets != IGNORED).sum(dim=1, dtype=torch.float32),
             z_sum=sums.z_sum,
             activation_square_sums=torch.stack(square_sums) if probe else None,

@@ -16,13 +16,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from harness.analysis.replay import history
 from harness.analysis.replay.history import History
 from harness.analysis.replay.replay_text import render
-from harness.checkpoint import catalog
-from harness.checkpoint.catalog import Health
+from harness.analysis.replay.request import plan_replay
 from harness.config import compose
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
 from harness.config.schema import Config
@@ -30,14 +28,12 @@ from harness.core import events
 from harness.core.rundir import RunDir, write_atomically
 from launch.cli.parser import CommandParser
 
-if TYPE_CHECKING:
-    from harness.build import Parts
-
 DESCRIPTION = """\
 Restore the newest good checkpoint before the step that caused an incident, replay the log up to it, and run the step
 twice. If the logged values recur, the cause is deterministic; otherwise it is transient (the hardware). Names the first
-module with a non-finite output, and compares the batch with its neighbours on this and on an older state (data, or data
-x state). The result is RUN/incidents/NNN/replay.json; the post-mortem is rewritten with it.
+operation with a non-finite result, forward or backward, measures activations and token losses of the step, and compares
+the batch with its neighbours on this and on an older state (data, or data x state). --precision fp32 repeats the step
+in fp32. The result is RUN/incidents/NNN/replay.json; the post-mortem is rewritten with it.
 """
 LONG_S = 7 * 86400.0
 """Disables hang detection: a replay has no training loop with a heartbeat."""
@@ -68,6 +64,9 @@ def build_parser() -> ArgumentParser:
     which.add_argument("--incident", type=int, metavar="N", help="replay the step that caused this incident")
     which.add_argument("--iteration", type=int, metavar="N", help="replay any iteration of the log")
     parser.add_argument("--batch", action="store_true", help="measure the samples of the batch one by one")
+    parser.add_argument(
+        "--precision", choices=["fp32"], help="also compute the step in fp32: an overflow of the format, or structural?"
+    )
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks; default: as in the log")
     parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
     return parser
@@ -79,29 +78,14 @@ def replay(run: RunDir, cfg: Config, args: Namespace) -> Path:
     iteration = find_iteration(log, args)
     ranks = args.ranks or log.world_size(iteration)
     require(ranks >= 1, "--ranks", f"must be at least 1, got {ranks}")
-    good = [
-        checkpoint.name
-        for checkpoint in catalog.list_checkpoints(run.checkpoints)
-        if checkpoint.health in (Health.good, Health.candidate)
-    ]
-    path = history.find_path(log, iteration, good)
-    report = run.incidents / (f"{args.incident:03d}" if args.incident else f"iteration-{iteration}") / "replay.json"
+    folder = f"{args.incident:03d}" if args.incident else f"iteration-{iteration}"
+    report = run.incidents / folder / history.REPLAY_FILE
+    planned = plan_replay(run, cfg, log, iteration, ranks=ranks, report=Path())
+    order = replace(planned, with_samples=args.batch, in_fp32=args.precision is not None)
 
-    from harness.analysis.replay.rerun import ReplayRequest, replay_config, run_replay_worker
+    from harness.analysis.replay.rerun import replay_config, run_replay_worker
     from launch.local import start
 
-    order = ReplayRequest(
-        run=run.path.resolve(),
-        report=Path(),
-        checkpoint=path.checkpoint,
-        steps=path.records,
-        older=history.older_checkpoint(log, iteration, good, path.checkpoint),
-        exactly=ranks == log.world_size(iteration) and not cfg.parallel.compile,
-        with_samples=args.batch,
-        tamper=partial(repeat_data_fault, run.path.resolve(), log.world_size(iteration))
-        if run.drill.exists()
-        else None,
-    )
     with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         launch_cfg = replace(cfg.launch, nproc=ranks, hang_after_s=LONG_S, start_within_s=LONG_S)
         run_cfg = replace(cfg.run, dir=scratch, name="replay")
@@ -112,13 +96,6 @@ def replay(run: RunDir, cfg: Config, args: Namespace) -> Path:
         report.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(report, result.read_text(encoding="utf-8"))
     return report
-
-
-def repeat_data_fault(run: Path, world_size: int, parts: Parts) -> None:
-    """In a drill, inject the same bad data again."""
-    from harness.faults.bad_batches import corrupt_planned_batches
-
-    corrupt_planned_batches(RunDir(run), parts.batches, world_size)
 
 
 def update_postmortem(run: RunDir, incident: int) -> None:

@@ -84,7 +84,7 @@ def _ask_fingerprint(
     place = "the gradient; the forward pass is finite" if math.isfinite(first.loss) else "the loss"
     number = f"loss not finite in {len(in_loss)} of these {len(broken)} rows"
     question = "Is it the signature of an overflow?"
-    verdict = precision_verdict(run.replay_of((in_loss or broken)[0].iteration))
+    verdict = _fp32_verdict(run.replay_of((in_loss or broken)[0].iteration))
     if verdict is not None:
         answers.ask("Q3.3", question, verdict, f"first in {place}; {number}")
         return []
@@ -95,7 +95,7 @@ def _ask_fingerprint(
     return [*run.replay_arguments(in_loss[0].iteration), "--precision", "fp32"]
 
 
-def precision_verdict(replayed: dict[str, Any] | None) -> str | None:
+def _fp32_verdict(replayed: dict[str, Any] | None) -> str | None:
     """What a replay in fp32 says about a step; None: there was none."""
     verdict = (replayed or {}).get("precision_verdict")
     return None if not verdict else str(verdict)

@@ -10,6 +10,7 @@ Left out: modules inside a compiled block, which run as one. A replay is not com
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.analysis.replay.operation_names import Scope, name_operation
+from harness.analysis.replay.operation_names import LOGITS_GRADIENT, Scope, name_operation
 from harness.distributed.shards import local
 from harness.model.transformer import Attention, SwiGLU, Transformer
 
@@ -58,6 +59,8 @@ def watch_modules(model: nn.Module, *, on_reference_path: bool = True) -> Iterat
     seen = NonFiniteModules()
     watch = _Watch(seen)
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # hooks return views
         if on_reference_path:
             stack.enter_context(reference_path(model))
         for handle in _add_hooks(model, watch):
@@ -115,10 +118,11 @@ class _Watch(TorchDispatchMode):
     def _check(self, scope: Scope, operator: str, inputs: tuple[Any, ...], output: Any) -> None:
         shape = tuple(output.shape) if isinstance(output, Tensor) else ()
         named = name_operation(scope, operator.rstrip("_"), shape)
-        is_open = len(self.seen.path) < MAX_PATH if scope.is_forward else not self.seen.backward
+        is_forward = scope.is_forward and named != LOGITS_GRADIENT
+        is_open = len(self.seen.path) < MAX_PATH if is_forward else not self.seen.backward
         if not is_open or is_finite(output):
             return
-        if not scope.is_forward:
+        if not is_forward:
             if is_finite(inputs):
                 self.seen.backward = named
             return

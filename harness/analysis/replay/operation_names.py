@@ -17,6 +17,8 @@ from harness.model.transformer import Attention, SwiGLU, Transformer
 SOFTMAX = ("_softmax", "_safe_softmax", "_softmax_backward_data")
 SWIGLU = {"silu": "silu(gate)", "silu_backward": "silu(gate)", "mul": "SwiGLU product"}
 BATCHED_MATMULS = ("bmm", "baddbmm", "matmul")
+LOGITS_GRADIENT = "gradient of the logits"
+"""The loss computes it in the forward pass, chunk by chunk."""
 MATMULS = ("mm", "addmm", "matmul", "linear")
 
 
@@ -74,9 +76,11 @@ def _in_model(scope: Scope, operator: str, shape: tuple[int, ...]) -> str:
     if operator in MATMULS:
         scope.saw_softmax = scope.saw_softmax and not is_logits  # the next chunk of the loss begins
         scope.saw_logits = True
-        return "head logits" if is_logits else "gradient of the logits"
+        return "head logits" if is_logits else LOGITS_GRADIENT
     if not scope.saw_logits:
         return "residual stream"
+    if is_logits and not scope.saw_softmax:
+        return "head logits"
     if is_logits:
-        return "softmax of the loss" if scope.saw_softmax else "head logits"
+        return "softmax of the loss" if operator in ("exp", "sub") else LOGITS_GRADIENT
     return "loss reduction"

@@ -34,6 +34,9 @@ def render(replayed: dict[str, Any]) -> str:
     if older := replayed["before"]:
         lines.append(f"batch      on an older state, {older['checkpoint']}: {_comparison(older)}")
     lines += [f"rank {rank:<5} {_seen(seen)}" for rank, seen in replayed["seen"].items()]
+    if replayed.get("in_fp32"):
+        lines.append(f"fp32       {_numbers(replayed['in_fp32'])}: {replayed['precision_verdict']}")
+    lines += _measured(replayed.get("measured") or {})
     if replayed["samples"]:
         lines += ["", *_samples(replayed["samples"])]
     return "\n".join(lines) + "\n"
@@ -60,11 +63,32 @@ def _comparison(batch: dict[str, Any]) -> str:
 def _seen(seen: dict[str, Any]) -> str:
     parts = [
         f"non-finite weights in {seen['broken_weights']}" if seen["broken_weights"] else "",
-        f"first non-finite output in forward: {seen['forward']}" if seen["forward"] else "",
+        f"first non-finite output in forward: {_spread(seen)}" if seen["forward"] else "",
         f"first non-finite gradient in backward: {seen['backward']}" if seen["backward"] else "",
         f"{len(seen['gradients'])} parameters with a non-finite gradient" if seen["gradients"] else "",
     ]
     return "; ".join(filter(None, parts))
+
+
+def _spread(seen: dict[str, Any]) -> str:
+    """The origin, and the next operation that its value reached."""
+    path = seen.get("path") or [seen["forward"]]
+    return " -> ".join(path[:2])
+
+
+def _measured(measured: dict[str, Any]) -> list[str]:
+    """The activations in order, and the tokens with the highest losses."""
+    activations = [
+        f"{point['point']} {float(point['rms']):.3g} (amax {float(point['amax']):.3g})"
+        for point in measured.get("activations", [])
+        if point["point"].count(".") < 2  # the residual stream; attention and MLP are in the file
+    ]
+    tokens = [
+        f"{token['token']} {float(token['loss']):.3g} (row {token['row']}, position {token['position']})"
+        for token in measured.get("worst_tokens", [])[:NUM_SAMPLES]
+    ]
+    lines = [f"activation {', '.join(activations)}"] if activations else []
+    return [*lines, f"tokens     highest losses: {', '.join(tokens)}"] if tokens else lines
 
 
 def _samples(samples: list[dict[str, Any]]) -> list[str]:

@@ -2,16 +2,15 @@
 
 How: model, optimizer and data are built from the run's configuration, not compiled, so that modules can be hooked. Each
 step before the guilty one is compared with the log. The guilty step is computed twice from the same state and compared
-with the log, and a third time with every module watched. Then the loss of the guilty batch is compared with that of the
-batches before it, on this state and on an older one. The run is not changed: no event, ledger entry or checkpoint is
-written.
+with the log, and a third time with every operation watched and everything measured that the run did not probe. Then the
+loss of the guilty batch is compared with that of the batches before it, on this state and on an older one. On request
+the step is computed once more in fp32. The run is not changed: no event, ledger entry or checkpoint is written.
 Left out: faults of a drill that struck once. Data that a drill corrupted is corrupted again, as bad data would be.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
@@ -19,7 +18,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from harness.analysis.replay.measure_step import measure_activations, reduce_measurements
+from harness.analysis.replay.measured_step import MeasuredStep, probed_fields
 from harness.analysis.replay.module_watch import NonFiniteModules, watch_modules
+from harness.analysis.replay.request import ReplayRequest
 from harness.analysis.replay.samples import SampleGradient, measure_samples
 from harness.analysis.replay.verdict import (
     BatchComparison,
@@ -27,6 +29,7 @@ from harness.analysis.replay.verdict import (
     Reproducibility,
     StepNumbers,
     classify,
+    describe_precision,
     find_origin,
     is_same,
 )
@@ -34,6 +37,7 @@ from harness.build import Parts, build, closing_parts
 from harness.checkpoint import store
 from harness.checkpoint.io_retry import IoRetry
 from harness.config.errors import EXIT_DONE, ConfigError
+from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
 from harness.core.events import StepRecord, encode
 from harness.core.rundir import RunDir, write_atomically
@@ -49,27 +53,8 @@ from harness.step import finish_step, forward_backward, loss_sums
 
 NUM_NEIGHBOURS = 4
 """Batches before the guilty one that its loss is compared with."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayRequest:
-    """What to replay, and where to write the result."""
-
-    run: Path
-    report: Path
-    """File of the result."""
-    checkpoint: str | None
-    """None: the initial state."""
-    steps: list[StepRecord]
-    """Steps from the checkpoint to the guilty one, which is last."""
-    older: str | None
-    """An older checkpoint for comparison; None: the initial state."""
-    exactly: bool
-    """Whether results must be bit-identical to the log."""
-    with_samples: bool
-    tamper: Callable[[Parts], None] | None = None
-    """Corrupts the data again, in a drill."""
+FORMAT_STATE = ("device.scale", "device.clean_steps")
+"""State of the loss scale, which fp32 does not have."""
 
 
 @final
@@ -94,6 +79,11 @@ class ReplayResult:
     nature: Reproducibility
     cause: Origin
     samples: list[SampleGradient] = field(default_factory=list)
+    measured: MeasuredStep = field(default_factory=MeasuredStep)
+    in_fp32: StepNumbers | None = None
+    """The guilty step computed in fp32; None: not requested."""
+    precision_verdict: str = ""
+    """Whether the number format caused it; empty: the step was not computed in fp32."""
 
 
 def run_replay_worker(request: ReplayRequest, cfg: Config) -> int:
@@ -133,10 +123,11 @@ def replay_steps(request: ReplayRequest, parts: Parts, cfg: Config, world: World
     copy_back(tensors, reached)
     second = StepNumbers.of(replay_step(parts, cfg, guilty))
     copy_back(tensors, reached)
-    seen = watch_step(parts, cfg, guilty)
+    seen, measured = watch_guilty_step(parts, cfg, guilty, first, reached)
     copy_back(tensors, reached)
     samples = measure_samples(parts, guilty.cursor) if request.with_samples else []
     here = compare_batch(parts, cfg, guilty.cursor, request.checkpoint)
+    in_fp32 = replay_in_fp32(request, cfg, world, guilty, reached) if request.in_fp32 else None
     logged = StepNumbers.of(guilty)
     found = classify(logged, first, second, is_faithful=left_at is None, exactly=request.exactly)
     before = None
@@ -144,7 +135,6 @@ def replay_steps(request: ReplayRequest, parts: Parts, cfg: Config, world: World
         copy_back(tensors, initial)
         restore(request.older, root, parts, world)
         before = compare_batch(parts, cfg, guilty.cursor, request.older)
-    all_seen = dict(enumerate(gather_results(lambda: seen)))
     return ReplayResult(
         iteration=guilty.iteration,
         cursor=guilty.cursor,
@@ -155,12 +145,15 @@ def replay_steps(request: ReplayRequest, parts: Parts, cfg: Config, world: World
         logged=logged,
         first=first,
         second=second,
-        seen={rank: of_rank for rank, of_rank in all_seen.items() if not of_rank.is_clean},
+        seen=seen,
         here=here,
         before=before,
         nature=found,
         cause=find_origin(found, here, before),
         samples=samples,
+        measured=measured,
+        in_fp32=in_fp32,
+        precision_verdict=describe_precision(cfg.precision.kind, logged, first, in_fp32),
     )
 
 
@@ -177,16 +170,21 @@ def restore(name: str | None, root: Path, parts: Parts, world: World) -> None:
     set_rate(parts, state)
 
 
-def replay_step(parts: Parts, cfg: Config, record: StepRecord) -> StepRecord:
+def replay_step(parts: Parts, cfg: Config, record: StepRecord, *, probe: bool = False) -> StepRecord:
     """Compute a logged step again, in the precision it had; returns its new record."""
     parts.fp8_layers.use_fp8(record.in_fp8 is not False)
-    forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=False)
-    report = finish_step(parts, cfg=cfg, probe=False)
+    forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=probe)
+    return finish_replayed_step(parts, cfg, record, probe=probe)
+
+
+def finish_replayed_step(parts: Parts, cfg: Config, record: StepRecord, *, probe: bool) -> StepRecord:
+    """Everything after the backward pass of a replayed step; returns its record."""
+    report = finish_step(parts, cfg=cfg, probe=probe)
     facts = HostFacts(
         iteration=record.iteration,
         cursor=record.cursor,
         tokens=record.tokens,
-        probed=False,
+        probed=probe,
         posted_s=0.0,
         memory_bytes=0,
         batch={},
@@ -203,12 +201,55 @@ def replay_step(parts: Parts, cfg: Config, record: StepRecord) -> StepRecord:
     )
 
 
-def watch_step(parts: Parts, cfg: Config, record: StepRecord) -> NonFiniteModules:
-    """Compute a logged step with every module watched; the hooks may change the last bits of the gradients."""
-    with watch_modules(parts.model) as seen:
-        forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=False)
-    finish_step(parts, cfg=cfg, probe=False)
-    return seen
+def watch_guilty_step(
+    parts: Parts, cfg: Config, record: StepRecord, replayed: StepNumbers, reached: dict[str, Tensor]
+) -> tuple[dict[int, NonFiniteModules], MeasuredStep]:
+    """Non-finite operations by rank, and the measurements of the guilty step.
+
+    A fused kernel may overflow where the reference path does not. If the replayed step was not finite and no rank found
+    anything, the step is watched again with the fused kernels. All ranks decide that from the same numbers.
+    """
+    seen, measured = watch_step(parts, cfg, record, on_reference_path=True)
+    if not seen and not replayed.is_finite:
+        copy_back(parts.tensors(), reached)
+        seen, _ = watch_step(parts, cfg, record, on_reference_path=False)
+    return seen, measured
+
+
+def watch_step(
+    parts: Parts, cfg: Config, record: StepRecord, *, on_reference_path: bool
+) -> tuple[dict[int, NonFiniteModules], MeasuredStep]:
+    """Compute a logged step with every operation watched; the last bits of its values may differ."""
+    parts.fp8_layers.use_fp8(record.in_fp8 is not False)
+    with (
+        measure_activations(parts.model) as sums,
+        watch_modules(parts.model, on_reference_path=on_reference_path) as own,
+    ):
+        forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=True)
+    probed = finish_replayed_step(parts, cfg, record, probe=True)
+    activations, worst_tokens = reduce_measurements(sums)
+    by_rank = dict(enumerate(gather_results(lambda: own)))
+    seen = {rank: of_rank for rank, of_rank in by_rank.items() if not of_rank.is_clean}
+    fields = probed_fields(probed, activations)
+    return seen, MeasuredStep(activations=activations, worst_tokens=worst_tokens, probed=fields)
+
+
+def replay_in_fp32(
+    request: ReplayRequest, cfg: Config, world: World, record: StepRecord, reached: dict[str, Tensor]
+) -> StepNumbers:
+    """Compute the guilty step in fp32, from the same state and on the same batch.
+
+    The weights and moments of the state are fp32 in every precision. Loss scale and fp8 scales belong to the format and
+    are left out.
+    """
+    in_fp32 = replace(cfg, precision=replace(cfg.precision, kind=PrecisionKind.fp32))
+    with closing_parts(build(in_fp32, world, RunDir(request.run))) as parts:
+        if request.tamper is not None:
+            request.tamper(parts)
+        tensors = parts.tensors()
+        names = [name for name in tensors if name in reached and name not in FORMAT_STATE]
+        copy_back({name: tensors[name] for name in names}, reached)
+        return StepNumbers.of(replay_step(parts, in_fp32, record))
 
 
 def compare_batch(parts: Parts, cfg: Config, cursor: int, checkpoint: str | None) -> BatchComparison:

@@ -60,6 +60,10 @@ class StepNumbers:
     def of(cls, record: StepRecord) -> StepNumbers:
         return cls(loss=record.loss, grad_norm=record.grad_norm, group_grad_norms=dict(record.group_grad_norms))
 
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,3 +121,16 @@ def find_origin(found: Reproducibility, here: BatchComparison, before: BatchComp
     if here.excess < STANDS_OUT:
         return Origin.state
     return Origin.data if before.excess >= ALIKE * here.excess else Origin.data_and_state
+
+
+def describe_precision(kind: str, logged: StepNumbers, replayed: StepNumbers, in_fp32: StepNumbers | None) -> str:
+    """Whether the number format made a step non-finite, from the same step in fp32; empty: it was not computed."""
+    if in_fp32 is None:
+        return ""
+    if not in_fp32.is_finite:
+        return "structural: the step is not finite in fp32 either"
+    if not replayed.is_finite:
+        return f"{kind} overflow: the step is finite in fp32"
+    if not logged.is_finite:
+        return f"neither: the replay is finite in {kind} as well as in fp32"
+    return f"no overflow: the step is finite in {kind} and in fp32"

@@ -5,24 +5,30 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from harness import train
 from harness.analysis.replay import history
+from harness.analysis.replay.measured_step import add_measurements
 from harness.analysis.replay.replay_text import render
-from harness.analysis.replay.rerun import ReplayRequest, replay_config, run_replay_worker
+from harness.analysis.replay.request import ReplayRequest, repeat_data_fault
+from harness.analysis.replay.rerun import replay_config, run_replay_worker
 from harness.build import Parts
 from harness.checkpoint import catalog
 from harness.config.compose import load
 from harness.core import events
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
+from harness.distributed.shards import local
 from harness.faults import drill_worker
 from harness.faults.fault_plan import Fault, FaultKind, FaultPlan
-from launch.cli.replay import repeat_data_fault
+from launch.cli.main import main
 from tests.distributed import faulty_runs
 from tests.distributed.cases import TINY
 from tests.distributed.pool import Pool
@@ -43,10 +49,12 @@ def replay_on(
     *,
     iteration: int | None = None,
     samples: bool = False,
+    in_fp32: bool = False,
     tamper: Callable[[Parts], None] | None = None,
+    overrides: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Replay a step, by default the guilty one of the first incident, on two ranks."""
-    cfg = replay_config(load([*TINY, *RUN, f"run.dir={run.path.parent}", f"run.name={run.path.name}"]))
+    cfg = replay_config(load([*TINY, *RUN, *overrides, f"run.dir={run.path.parent}", f"run.name={run.path.name}"]))
     log = history.read(events.read(run.events))
     guilty = iteration or history.guilty_step(log, 1).iteration
     names = [saved.name for saved in catalog.list_checkpoints(run.checkpoints)]
@@ -59,6 +67,7 @@ def replay_on(
         older=history.older_checkpoint(log, guilty, names, path.checkpoint),
         exactly=True,
         with_samples=samples,
+        in_fp32=in_fp32,
         tamper=tamper,
     )
     assert ranks.run(2, run_replay_worker, request, cfg) == [0, 0]
@@ -97,6 +106,73 @@ def test_samples_have_loss_gradient_norm_and_source(ranks: Pool, victim: RunDir)
     assert sum(losses) / 8 == pytest.approx(found["first"]["loss"], rel=1e-5)
     assert all(sample["file"] == "pydoc_data.topics" and sample["grad_norm"] > 0 for sample in found["samples"])
     assert "x the median)" in render(found)
+
+
+def test_guilty_step_is_measured(ranks: Pool, victim: RunDir) -> None:
+    """The run did not probe iteration 36; the replay measures it, the embedding too, and the post-mortem shows it."""
+    found = replay_on(ranks, victim)
+    measured = found["measured"]
+    points = {point["point"]: point for point in measured["activations"]}
+    assert {"embedding", "blocks.0.attention", "blocks.0.mlp", "blocks.0", "blocks.1", "norm"} <= points.keys()
+    assert all(0 < point["rms"] <= point["amax"] for point in points.values())
+    probed = measured["probed"]
+    assert probed["activation_rms"]["embedding"] == points["embedding"]["rms"]
+    assert probed["activation_rms"]["blocks.1"] == pytest.approx(points["blocks.1"]["rms"], rel=1e-4)
+    assert sum(probed["token_loss_counts"]) == 8 * 32
+    worst = [token["loss"] for token in measured["worst_tokens"]]
+    assert worst == sorted(worst, reverse=True)
+    assert {token["row"] for token in measured["worst_tokens"]} <= set(range(8))
+    assert worst[0] > found["first"]["loss"]
+    records = [event for event in events.read(victim.events) if isinstance(event, StepRecord)]
+    assert not records[35].token_loss_counts
+    add_measurements(records, found)
+    assert sum(records[35].token_loss_counts) == 8 * 32
+    assert next(iter(records[35].activation_rms)) == "embedding"
+    unfaithful = [replace(records[35], token_loss_counts=[])]
+    add_measurements(unfaithful, found | {"left_the_log_at": 33})
+    assert not unfaithful[0].token_loss_counts
+
+
+FP16 = ("precision=fp16", "precision.initial_loss_scale=1e9", "run.name=scaled", "train.num_steps=20")
+
+
+@pytest.fixture(scope="module")
+def scaled(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """An fp16 run whose first gradients overflow, until the loss scale fits."""
+    directory = tmp_path_factory.mktemp("scaled")
+    assert ranks.run(2, train_in, str(directory), *RUN, *FP16) == [0, 0]
+    return RunDir(directory / "scaled")
+
+
+def train_in(directory: str, *overrides: str) -> int:
+    return train.run_worker(load([*TINY, *overrides, f"run.dir={directory}"]))
+
+
+def break_weights(parts: Parts) -> None:
+    with torch.no_grad():
+        local(next(iter(parts.update.parameters.values()))).fill_(math.inf)
+
+
+def test_step_in_fp32_tells_an_overflow_from_a_structural_cause(ranks: Pool, scaled: RunDir) -> None:
+    first = replay_on(ranks, scaled, iteration=1, in_fp32=True, overrides=FP16)
+    assert first["logged"]["grad_norm"] in ("inf", "nan")
+    assert math.isfinite(first["in_fp32"]["grad_norm"])
+    assert first["precision_verdict"] == "fp16 overflow: the step is finite in fp32"
+    assert {seen["backward"] for seen in first["seen"].values()} == {"gradient of the logits"}
+    assert not any(seen["forward"] for seen in first["seen"].values())
+    assert "fp16 overflow: the step is finite in fp32" in render(first)
+    broken = replay_on(ranks, scaled, iteration=1, in_fp32=True, tamper=break_weights, overrides=FP16)
+    assert broken["precision_verdict"] == "structural: the step is not finite in fp32 either"
+
+
+def test_healthy_fp16_run_with_an_initial_overflow_exits_with_0(
+    scaled: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = [event for event in events.read(scaled.events) if isinstance(event, StepRecord)]
+    assert log[0].refused
+    assert not log[-1].refused
+    assert main(["diagnose", str(scaled.path)]) == 0
+    assert "none needed: the loss scale has adapted" in capsys.readouterr().out
 
 
 def run_drill(directory: str) -> int:

@@ -1,0 +1,71 @@
+"""What to replay: the step, the checkpoint to start from, and the log between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, final
+
+from harness.analysis.replay import history
+from harness.analysis.replay.history import History
+from harness.checkpoint import catalog
+from harness.checkpoint.catalog import Health
+from harness.config.schema import Config
+from harness.core.events import StepRecord
+from harness.core.rundir import RunDir
+
+if TYPE_CHECKING:
+    from harness.build import Parts
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRequest:
+    """What to replay, and where to write the result."""
+
+    run: Path
+    report: Path
+    """File of the result."""
+    checkpoint: str | None
+    """None: the initial state."""
+    steps: list[StepRecord]
+    """Steps from the checkpoint to the guilty one, which is last."""
+    older: str | None
+    """An older checkpoint for comparison; None: the initial state."""
+    exactly: bool
+    """Whether results must be bit-identical to the log."""
+    with_samples: bool
+    in_fp32: bool = False
+    """Compute the guilty step once more in fp32."""
+    tamper: Callable[[Parts], None] | None = None
+    """Corrupts the data again, in a drill."""
+
+
+def plan_replay(run: RunDir, cfg: Config, log: History, iteration: int, *, ranks: int, report: Path) -> ReplayRequest:
+    """The replay of one iteration from the newest usable checkpoint before it."""
+    good = [
+        checkpoint.name
+        for checkpoint in catalog.list_checkpoints(run.checkpoints)
+        if checkpoint.health in (Health.good, Health.candidate)
+    ]
+    path = history.find_path(log, iteration, good)
+    world_size = log.world_size(iteration)
+    return ReplayRequest(
+        run=run.path.resolve(),
+        report=report,
+        checkpoint=path.checkpoint,
+        steps=path.records,
+        older=history.older_checkpoint(log, iteration, good, path.checkpoint),
+        exactly=ranks == world_size and not cfg.parallel.compile,
+        with_samples=False,
+        tamper=partial(repeat_data_fault, run.path.resolve(), world_size) if run.drill.exists() else None,
+    )
+
+
+def repeat_data_fault(run: Path, world_size: int, parts: Parts) -> None:
+    """In a drill, inject the same bad data again."""
+    from harness.faults.bad_batches import corrupt_planned_batches
+
+    corrupt_planned_batches(RunDir(run), parts.batches, world_size)
