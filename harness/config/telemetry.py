@@ -24,7 +24,11 @@ class TelemetryConfig:
     """Write loss.png when the run ends, unless it was interrupted (exit code 75)."""
     postmortem: bool
     """Write incidents/NNN/ when an incident ends, in a separate process."""
+    replay_s: float = 60.0
+    """Seconds for which a finished run replays the guilty steps of its incidents on the CPU, for their post-mortems; 0:
+    no replay."""
 
     def __post_init__(self) -> None:
         require(self.exit_wait_s >= 0, "telemetry.exit_wait_s", f"must be 0 or more, got {self.exit_wait_s}")
+        require(self.replay_s >= 0, "telemetry.replay_s", f"must be 0 or more, got {self.replay_s}")
         require(bool(self.experiment), "telemetry.experiment", "must not be empty")

@@ -40,8 +40,8 @@ NOT_IN_TWIN_KEY = (
 
 
 def configure(train: Sequence[str], overrides: Sequence[str]) -> Config:
-    """Compose the training config of a drill; overrides of the command line come last."""
-    cfg = compose.load([*train, *overrides])
+    """Compose the training config of a drill, without replays; overrides of the command line come last."""
+    cfg = compose.load([*train, "telemetry.replay_s=0", *overrides])
     require(cfg.run.name is None, "run.name", "must not be set: a drill is named after its scenario")
     require(not cfg.launch.dry_run, "launch.dry_run", "must be false: a drill starts two real runs")
     return cfg

@@ -84,6 +84,8 @@ class EventReporter:
                 self._draw()
             if is_written and self._postmortems is not None:
                 self._postmortems.finish(HURRIED_WAIT_S if is_hurried else EXIT_WAIT_S)
+                if not is_hurried:
+                    self._postmortems.replay_incidents(self._cfg.telemetry.replay_s)
         self._report(event)
 
     def _draw(self) -> None:

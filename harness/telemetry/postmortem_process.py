@@ -5,7 +5,8 @@ finds the report without asking for it.
 How: `on_event` receives each event after it is in the log. `DRAFT_AFTER` iterations after an action it starts `python
 -m harness.analysis.postmortem RUN --incident N` for a first draft, and again when the incident or the run ends. Only
 one process runs at a time, with low priority, in its own session. It shares only the run directory with the trainer.
-`finish` waits a bounded time and leaves no process behind; `harness postmortem` can write missing reports later.
+`finish` waits a bounded time and leaves no process behind; `harness postmortem` can write missing reports later. After
+that, `replay_incidents` replays the guilty steps on the CPU, also within a bounded time: training is over by then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from typing import final
 
 from harness.core import processes
@@ -26,6 +28,10 @@ DRAFT_AFTER = 50
 EXIT_WAIT_S, HURRIED_WAIT_S = 60.0, 5.0
 """Seconds for which the end of a run waits for its reports, normally and after an interruption. The text of a report is
 written before its pictures."""
+REPORT_S = 10.0
+"""Seconds of the time for replays that are left for writing the report."""
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables by which torchrun tells a process that it is a rank."""
 POLL_S = 0.05
 REMARKS = 0
 """Incident number that stands for duplicate batches outside any incident; reported at the end of a run."""
@@ -43,6 +49,8 @@ class PostmortemProcess:
         self._due: dict[int, int] = {}
         """Incident -> the iteration of its first draft."""
         self._process: subprocess.Popen[bytes] | None = None
+        self._reported: list[int] = []
+        """Incidents of this start, in order."""
         self._failed = False
         self._has_remarks = False
 
@@ -79,9 +87,27 @@ class PostmortemProcess:
                 time.sleep(POLL_S)
         return not self._failed
 
+    def replay_incidents(self, wait_s: float) -> None:
+        """Replay the guilty step of each reported incident and write its report again, while the time lasts.
+
+        The process gets no GPU and none of the variables that would make it a rank of this run. A replay that is not
+        done in time is no failure: its report stays as it is.
+        """
+        until = time.monotonic() + wait_s
+        for number in self._reported:
+            left_s = until - time.monotonic() - REPORT_S
+            if left_s <= 0:
+                return
+            self._start(number, "--replay-within", f"{left_s:.1f}", without=RANK_VARIABLES, CUDA_VISIBLE_DEVICES="")
+            while self._process is not None and self._process.poll() is None and time.monotonic() < until:
+                time.sleep(POLL_S)
+            self._end_process()
+
     def _enqueue(self, number: int) -> None:
         if number not in self._waiting:
             self._waiting.append(number)
+        if number != REMARKS and number not in self._reported:
+            self._reported.append(number)
 
     def _advance(self) -> None:
         """Start the next report if the last one is finished."""
@@ -95,14 +121,15 @@ class PostmortemProcess:
         if self._waiting:
             self._start(self._waiting.pop(0))
 
-    def _start(self, number: int) -> None:
-        command = processes.command(MODULE, str(self._run.path), "--incident", str(number))
+    def _start(self, number: int, *options: str, without: Collection[str] = (), **variables: str) -> None:
+        command = processes.command(MODULE, str(self._run.path), "--incident", str(number), *options)
+        environment = {key: value for key, value in processes.child_environment().items() if key not in without}
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("ab") as output:
                 self._process = subprocess.Popen(
                     command,
-                    env=processes.child_environment(),
+                    env=environment | variables,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -113,11 +140,14 @@ class PostmortemProcess:
 
     def _give_up(self, reason: str) -> None:
         self._waiting.clear()
+        self._end_process()
+        self._warn(reason)
+
+    def _end_process(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
-        self._warn(reason)
 
     def _warn(self, reason: str) -> None:
         self._failed = True

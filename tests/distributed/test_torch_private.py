@@ -27,6 +27,7 @@ from harness.distributed.torch_private.compiled_call import discard_compiled_cal
 from harness.distributed.torch_private.foreach import foreach_add_, foreach_copy_, foreach_norm
 from harness.distributed.torch_private.fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from harness.distributed.torch_private.fsdp_param import cast_on_copy, fsdp_params
+from harness.distributed.torch_private.operator_mode import OperatorMode
 from harness.distributed.torch_private.pytree import tree_map
 from harness.distributed.torch_private.storage_info import StorageInfo
 
@@ -189,6 +190,25 @@ def test_attention_ops() -> None:
         F.scaled_dot_product_attention(query, query, query, is_causal=True)
     assert ATTENTION_OPS & set(operators.called)
     assert len(ATTENTION_OPS) == 4
+
+
+def test_operator_mode() -> None:
+    """Operators of the forward and the backward pass are seen, also of composite functions."""
+
+    class Names(OperatorMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def on_operator(self, namespace: str, name: str, inputs: tuple[Any, ...], output: Any) -> None:
+            assert bool(torch.isfinite(output).all()), "does not see its own operators"
+            assert inputs
+            self.names.append(f"{namespace}::{name}")
+
+    weight = torch.ones(3, 3, requires_grad=True)
+    with Names() as seen:
+        F.softmax(F.linear(torch.ones(2, 3), weight), dim=-1).square().sum().backward()
+    assert {"aten::mm", "aten::_softmax", "aten::_softmax_backward_data"} <= set(seen.names)
 
 
 def test_storage_info() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -104,3 +105,46 @@ def test_a_hanging_process_is_killed_at_the_end(
     assert not writer.finish(0.3)
     assert process.poll() is not None
     assert "still writing after 0.3 s" in capsys.readouterr().err
+
+
+REPLAYER = """\
+import json, os, pathlib, sys, time
+run = pathlib.Path(sys.argv[1])
+if "--replay-within" in sys.argv:
+    seen = {key: os.environ.get(key) for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES")}
+    with (run / "replayed").open("a") as log: print(json.dumps([sys.argv[3], float(sys.argv[5]), seen]), file=log)
+"""
+
+
+def test_incidents_are_replayed_after_the_run_without_gpu_and_rank(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stand_in_writer.py").write_text(REPLAYER)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "8"), ("MASTER_ADDR", "host")):
+        monkeypatch.setenv(name, value)
+    writer = PostmortemProcess(run)
+    send_events(writer, stories.finding(FindingKind.duplicate_batch, 9, "twice"))
+    send_events(writer, stories.ended(number=1), stories.ended(number=2))
+    assert writer.finish(30)
+    assert not (run.path / "replayed").exists()
+    writer.replay_incidents(0)
+    assert not (run.path / "replayed").exists(), "no time, no replay"
+    writer.replay_incidents(40)
+    replayed = [json.loads(line) for line in (run.path / "replayed").read_text().splitlines()]
+    assert [number for number, _, _ in replayed] == ["1", "2"]
+    assert all(seconds <= 30 for _, seconds, _ in replayed)
+    own = {"RANK": None, "WORLD_SIZE": None, "MASTER_ADDR": None, "CUDA_VISIBLE_DEVICES": ""}
+    assert all(seen == own for _, _, seen in replayed)
+
+
+def test_a_replay_that_hangs_is_ended_without_a_warning(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = PostmortemProcess(run)
+    send_events(writer, stories.ended())
+    assert writer.finish(30)
+    (tmp_path / "stand_in_writer.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(postmortem_process, "REPORT_S", 0.1)
+    writer.replay_incidents(0.5)
+    assert writer._process is None
+    assert "warning" not in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """`python -m harness.analysis.postmortem RUN --incident N`: the process that a run starts when an incident ends.
 
-It runs at low priority. On an error its last line is the message, and the run repeats it as a warning.
+It runs at low priority. On an error its last line is the message, and the run repeats it as a warning. With
+`--replay-within` it first replays the guilty step on the CPU; a run asks for that after its last step.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from harness.analysis.postmortem.gather import find_incident, read_non_step_events, remarks
 from harness.analysis.postmortem.write import write_folder
+from harness.analysis.replay.after_run import replay_after_run
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError
 from harness.core.rundir import RunDir
 
@@ -23,11 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.analysis.postmortem")
     parser.add_argument("run", type=Path)
     parser.add_argument("--incident", type=int, required=True, metavar="N", help="number of the incident; 0: remarks")
+    parser.add_argument("--replay-within", type=float, metavar="SECONDS", help="replay the guilty step first")
     args = parser.parse_args(argv)
     os.nice(NICENESS)
     run = RunDir(args.run)
     try:
         chosen = [find_incident(run, args.incident)] if args.incident else remarks(read_non_step_events(run.events))
+        if args.replay_within is not None:
+            replay_after_run(run, args.incident, within_s=args.replay_within)
         for incident in chosen:
             write_folder(run, incident)
     except ConfigError as error:

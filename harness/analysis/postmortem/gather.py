@@ -20,6 +20,8 @@ from typing import Any
 from harness.analysis.postmortem.costs import cost_of
 from harness.analysis.postmortem.evidence import OTHERS, Evidence, GuiltyBatch, RunFacts, Token
 from harness.analysis.postmortem.recorded_batch import entropy, rarest
+from harness.analysis.replay.history import read_replay
+from harness.analysis.replay.measured_step import add_measurements
 from harness.config import compose
 from harness.config.errors import ConfigError, require
 from harness.core import events
@@ -170,6 +172,7 @@ def gather_evidence(run: RunDir, incident: Incident) -> Evidence:
     actions = [] if is_remark else [e for e in log if isinstance(e, Action) and e.incident == incident.number]
     outcomes = [] if is_remark else [e for e in log if isinstance(e, Outcome) and e.incident == incident.number]
     records = read_steps(run.events, first, last)
+    add_measurements(records, read_replay(run.incidents / folder_of(incident)) or {})
     findings = [event for event in within if isinstance(event, Finding) and _belongs_to(event, incident)]
     evidence = Evidence(
         folder=folder_of(incident),

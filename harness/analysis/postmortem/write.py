@@ -6,7 +6,6 @@ The result of a replay in the folder becomes a section of the report.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from harness.analysis.postmortem import evidence as schema
@@ -15,12 +14,13 @@ from harness.analysis.postmortem.gather import gather_evidence
 from harness.analysis.postmortem.overrides import overrides_in
 from harness.analysis.postmortem.report import html_report, markdown_report
 from harness.analysis.postmortem.report.panels import draw
+from harness.analysis.replay.after_run import SKIPPED_FILE
+from harness.analysis.replay.history import read_replay
 from harness.analysis.replay.replay_text import render as render_replay
 from harness.core.events import Incident
 from harness.core.rundir import RunDir, write_atomically
 
 EVIDENCE, MARKDOWN, PAGE = "evidence.json", "postmortem.md", "postmortem.html"
-REPLAY = "replay.json"
 
 
 def write_folder(run: RunDir, incident: Incident) -> Path:
@@ -41,9 +41,9 @@ def write_folder(run: RunDir, incident: Incident) -> Path:
 
 
 def replay_section(folder: Path) -> str:
-    """The result of `harness replay`, if there is one in the folder."""
-    try:
-        replayed = json.loads((folder / REPLAY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
+    """The result of `harness replay`, or why there is none, if the folder says so."""
+    replayed = read_replay(folder)
+    if replayed is None:
+        skipped = folder / SKIPPED_FILE
+        return f"\n## Replay\n\n{skipped.read_text(encoding='utf-8')}" if skipped.is_file() else ""
     return f"\n## Replay\n\n```text\n{render_replay(replayed)}```\n"

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from harness.config.errors import ConfigError
@@ -125,14 +126,16 @@ def older_checkpoint(history: History, iteration: int, available: Collection[str
     return max(earlier)[1] if earlier else None
 
 
+def read_replay(folder: Path) -> dict[str, Any] | None:
+    """The result of a replay in the folder of an incident; None: there is none, or it cannot be read."""
+    try:
+        tree = json.loads((folder / REPLAY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
 def read_replays(run: RunDir) -> list[dict[str, Any]]:
-    """Results of replays in a run directory; files that cannot be read are skipped."""
-    results = []
-    for path in sorted(run.incidents.glob(f"*/{REPLAY_FILE}")):
-        try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(tree, dict):
-            results.append(tree)
-    return results
+    """All results of replays in a run directory."""
+    folders = sorted(path.parent for path in run.incidents.glob(f"*/{REPLAY_FILE}"))
+    return [tree for folder in folders if (tree := read_replay(folder)) is not None]

@@ -19,10 +19,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.analysis.replay.operation_names import LOGITS_GRADIENT, Scope, name_operation
 from harness.distributed.shards import local
+from harness.distributed.torch_private.operator_mode import OperatorMode
 from harness.model.transformer import Attention, SwiGLU, Transformer
 
 CHECKED_NAMESPACES = ("aten", "harness")
@@ -84,7 +84,7 @@ def reference_path(model: nn.Module) -> Iterator[None]:
                 model.loss_options = options
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OperatorMode):
     """Checks every operator, and keeps the stack of the modules that run."""
 
     def __init__(self, seen: NonFiniteModules) -> None:
@@ -102,18 +102,10 @@ class _Watch(TorchDispatchMode):
         finally:
             self.is_paused = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        output = func(*args, **options)
-        name = func.overloadpacket.__name__
-        if (
-            self.scopes
-            and not self.is_paused
-            and func.namespace in CHECKED_NAMESPACES
-            and not name.startswith(UNCHECKED)
-        ):
-            self._check(self.scopes[-1], name, (*args, *(v for key, v in options.items() if key != "out")), output)
-        return output
+    def on_operator(self, namespace: str, name: str, inputs: tuple[Any, ...], output: Any) -> None:
+        is_checked = namespace in CHECKED_NAMESPACES and not name.startswith(UNCHECKED)
+        if self.scopes and not self.is_paused and is_checked:
+            self._check(self.scopes[-1], name, inputs, output)
 
     def _check(self, scope: Scope, operator: str, inputs: tuple[Any, ...], output: Any) -> None:
         shape = tuple(output.shape) if isinstance(output, Tensor) else ()
