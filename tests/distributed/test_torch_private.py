@@ -195,7 +195,7 @@ def test_attention_ops() -> None:
 def test_operator_mode() -> None:
     """Operators of the forward and the backward pass are seen, also of composite functions."""
 
-    class Names(OperatorMode):
+    class Names(OperatorMode):  # type: ignore[no-untyped-call]
         def __init__(self) -> None:
             super().__init__()
             self.names: list[str] = []
@@ -207,7 +207,7 @@ def test_operator_mode() -> None:
 
     weight = torch.ones(3, 3, requires_grad=True)
     with Names() as seen:
-        F.softmax(F.linear(torch.ones(2, 3), weight), dim=-1).square().sum().backward()
+        F.softmax(F.linear(torch.ones(2, 3), weight), dim=-1).square().sum().backward()  # type: ignore[no-untyped-call]
     assert {"aten::mm", "aten::_softmax", "aten::_softmax_backward_data"} <= set(seen.names)
 
 

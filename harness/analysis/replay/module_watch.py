@@ -84,7 +84,7 @@ def reference_path(model: nn.Module) -> Iterator[None]:
                 model.loss_options = options
 
 
-class _Watch(OperatorMode):
+class _Watch(OperatorMode):  # type: ignore[no-untyped-call]
     """Checks every operator, and keeps the stack of the modules that run."""
 
     def __init__(self, seen: NonFiniteModules) -> None:

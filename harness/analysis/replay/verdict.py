@@ -94,10 +94,11 @@ def is_same(one: StepNumbers, other: StepNumbers, *, exactly: bool) -> bool:
             (one.group_grad_norms.get(name, math.nan), other.group_grad_norms.get(name, math.nan), 0.0)
             for name in groups
         ]
-    return all(_agree(a, b, 0.0 if exactly else tolerance) for a, b, tolerance in pairs)
+    return all(agree_within(a, b, 0.0 if exactly else tolerance) for a, b, tolerance in pairs)
 
 
-def _agree(one: float, other: float, tolerance: float) -> bool:
+def agree_within(one: float, other: float, tolerance: float) -> bool:
+    """Whether two numbers agree within a relative tolerance; with a tolerance NaN and Inf count as the same."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.isfinite(one) == math.isfinite(other) and (tolerance > 0 or repr(one) == repr(other))
     return abs(one - other) <= tolerance * max(abs(one), abs(other))

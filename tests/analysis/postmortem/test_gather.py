@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from harness.analysis.diagnose.decision_tree import render, walk
+from harness.analysis.diagnose.logged_run import LoggedRun
 from harness.analysis.postmortem import evidence as schema
 from harness.analysis.postmortem import gather as gather_module
 from harness.analysis.postmortem.gather import (
@@ -213,4 +214,4 @@ def test_any_log_can_be_gathered_rendered_and_diagnosed(log: list[Event | str]) 
             tree = schema.to_tree(evidence)
             assert schema.to_tree(schema.evidence_from_tree(tree)) == tree
         step_records = [event for event in read_steps(run.events, 0, 1000) if isinstance(event, StepRecord)]
-        assert "=>" in render(walk(step_records, {}, detect=config()))
+        assert "=>" in render(walk(LoggedRun(records=step_records, events=known), detect=config()))

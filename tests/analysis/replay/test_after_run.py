@@ -24,6 +24,7 @@ from harness.analysis.replay.history import REPLAY_FILE
 from harness.analysis.replay.request import ReplayRequest
 from harness.config.compose import load
 from harness.config.errors import ConfigError
+from harness.core.events import Incident
 from harness.core.rundir import RunDir
 from launch.cli.main import main
 from tests.analysis.postmortem import stories
@@ -76,7 +77,7 @@ def test_report_says_why_the_step_was_not_replayed(tmp_path: Path) -> None:
     assert reason.startswith("The step was not replayed after the run: ")
     assert reason.endswith(f"; run `harness replay {run.path} --incident 1`.\n")
     assert len(reason.splitlines()) == 1
-    (incident,) = [event for event in log if event.name == "incident"]
+    (incident,) = [event for event in log if isinstance(event, Incident)]
     assert reason in (write_folder(run, incident) / MARKDOWN).read_text()
 
 

@@ -128,9 +128,14 @@ def test_guilty_step_is_measured(ranks: Pool, victim: RunDir) -> None:
     add_measurements(records, found)
     assert sum(records[35].token_loss_counts) == 8 * 32
     assert next(iter(records[35].activation_rms)) == "embedding"
-    unfaithful = [replace(records[35], token_loss_counts=[])]
-    add_measurements(unfaithful, found | {"left_the_log_at": 33})
-    assert not unfaithful[0].token_loss_counts
+    assert records[35].v_norm is None, "the fault struck once, so the replay has another gradient"
+    for other in ({"left_the_log_at": 33}, {"logged": found["logged"] | {"loss": 9.0}}):
+        unfaithful = [replace(records[35], token_loss_counts=[])]
+        add_measurements(unfaithful, found | other)
+        assert not unfaithful[0].token_loss_counts
+    reproduced = [replace(records[35], token_loss_counts=[])]
+    add_measurements(reproduced, found | {"nature": "deterministic"})
+    assert reproduced[0].v_norm == probed["v_norm"]
 
 
 FP16 = ("precision=fp16", "precision.initial_loss_scale=1e9", "run.name=scaled", "train.num_steps=20")
