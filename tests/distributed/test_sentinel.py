@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from harness.analysis.replay.rerun import ReplayRequest, replay_config, run_replay_worker
+from harness.analysis.replay.request import ReplayRequest
+from harness.analysis.replay.rerun import replay_config, run_replay_worker
 from harness.core import events
 from harness.core.events import Action, ActionKind, Event, Finding, FindingKind, Outcome, RunEnded, StepRecord
 from harness.core.rundir import RunDir
