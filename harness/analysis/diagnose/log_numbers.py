@@ -17,8 +17,6 @@ from harness.core.events import Finding, FindingKind, StepRecord
 from harness.sentinel.detect.detectors import Detectors
 
 WINDOW_ROWS, SPIKE_SIGMAS = 100, 3.0
-NOISE_SIGMAS = 5.0
-"""A single row up to here may be noise."""
 RECOVERED_SIGMAS, RECOVERED_WITHIN, RECOVERED_ROWS = 0.5, 50, 5
 OF_A_SPIKE = (FindingKind.loss_spike, FindingKind.level_shift, FindingKind.grad_spike)
 
@@ -117,10 +115,8 @@ class LossWindow:
 
 
 def is_confirmed(spike: Spike, findings: Sequence[Finding]) -> bool:
-    """Whether it is more than noise: far out, rejected by the gate, or found by a detector too."""
-    if spike.at.refused or spike.sigmas > NOISE_SIGMAS:
-        return True
-    return any(finding.kind in OF_A_SPIKE and _is_at(spike, finding) for finding in findings)
+    """Whether it is more than one outlier: the gate rejected this row, or a detector also found something at it."""
+    return spike.at.refused or any(finding.kind in OF_A_SPIKE and _is_at(spike, finding) for finding in findings)
 
 
 def _is_at(spike: Spike, finding: Finding) -> bool:

@@ -1,8 +1,8 @@
 """Section 2 of the tree: did the loss spike, did it recover, and what caused it?
 
-Rows three sigma above the mean are only candidates, because noise alone gives one in a few hundred rows. A spike
-counts if a detector of the sentinel confirms it, if the gate rejected the update, or from five sigma on; otherwise the
-walk goes on.
+Rows three sigma above the mean are only candidates, because noise alone gives one in a few hundred rows, and the losses
+of real batches have heavier tails than normal noise. A spike counts if a detector of the sentinel confirms it or the
+gate rejected the update; otherwise the walk goes on.
 """
 
 from __future__ import annotations

@@ -135,11 +135,13 @@ def test_q21_three_sigma(sigmas: float, answer: str) -> None:
     assert node(found, "Q2.1").answer == answer
 
 
-@pytest.mark.parametrize(("sigmas", "finds"), [(4.999, Finds.nothing), (5.001, Finds.spike)])
-def test_q23_one_row_below_five_sigma_may_be_noise(sigmas: float, finds: Finds) -> None:
-    found = diagnose(flat_log(changes={200: {"loss": MEAN + sigmas * SIGMA}}))
-    assert found.finds is finds
-    assert (node(found, "Q2.3").answer.startswith("noise")) == (finds is Finds.nothing)
+def test_q23_one_outlier_is_noise_unless_it_is_confirmed() -> None:
+    row = {"loss": MEAN + 6 * SIGMA}
+    outlier = diagnose(flat_log(changes={200: row}))
+    assert outlier.finds is Finds.nothing
+    assert node(outlier, "Q2.3").answer == "noise: no detector confirms it and nothing was refused"
+    assert diagnose(flat_log(changes={200: row | {"refused": True}})).finds is Finds.spike
+    assert diagnose(flat_log(changes={at: {"loss": 6.0} for at in (200, 201)})).finds is Finds.spike
 
 
 @pytest.mark.parametrize(("at", "answer"), [(99, NOT_LOGGED), (100, "yes")])
