@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from harness.analysis.replay.rerun import replay_config, run_replay_worker
 from harness.build import Parts
 from harness.checkpoint import catalog
 from harness.config.compose import load
-from harness.core import events
+from harness.core import events, processes
 from harness.core.events import StepRecord
 from harness.core.rundir import RunDir
 from harness.distributed.shards import local
@@ -168,6 +169,18 @@ def test_step_in_fp32_tells_an_overflow_from_a_structural_cause(ranks: Pool, sca
     assert "fp16 overflow: the step is finite in fp32" in render(first)
     broken = replay_on(ranks, scaled, iteration=1, in_fp32=True, tamper=break_weights, overrides=FP16)
     assert broken["precision_verdict"] == "structural: the step is not finite in fp32 either"
+
+
+@pytest.mark.full
+def test_command_repeats_the_step_in_fp32(scaled: RunDir) -> None:
+    """`harness replay` starts the ranks itself and writes the result into the run directory."""
+    arguments = ["replay", str(scaled.path), "--iteration", "1", "--precision", "fp32"]
+    command = processes.command("launch.cli.main", *arguments)
+    result = subprocess.run(command, env=processes.child_environment(), capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "verdict    deterministic" in result.stdout
+    assert "fp16 overflow: the step is finite in fp32" in result.stdout
+    assert (scaled.incidents / "iteration-1" / history.REPLAY_FILE).is_file()
 
 
 def test_healthy_fp16_run_with_an_initial_overflow_exits_with_0(
