@@ -2,9 +2,9 @@
 
 How: model, optimizer and data are built from the run's configuration, not compiled, so that modules can be hooked. Each
 step before the guilty one is compared with the log. The guilty step is computed twice from the same state and compared
-with the log, and a third time with every operation watched and everything measured that the run did not probe. Then the
-loss of the guilty batch is compared with that of the batches before it, on this state and on an older one. On request
-the step is computed once more in fp32. The run is not changed: no event, ledger entry or checkpoint is written.
+with the log, the second time as a probed step, and a third time with every operation watched. Then the loss of the
+guilty batch is compared with that of the batches before it, on this state and on an older one. On request the step is
+computed once more in fp32. The run is not changed: no event, ledger entry or checkpoint is written.
 Left out: faults of a drill that struck once. Data that a drill corrupted is corrupted again, as bad data would be.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from harness.analysis.replay.measure_step import measure_activations, reduce_measurements
+from harness.analysis.replay.activation_probe import measure_activations, reduce_measurements
 from harness.analysis.replay.measured_step import MeasuredStep, probed_fields
 from harness.analysis.replay.module_watch import NonFiniteModules, watch_modules
 from harness.analysis.replay.request import ReplayRequest
@@ -121,9 +121,10 @@ def replay_steps(request: ReplayRequest, parts: Parts, cfg: Config, world: World
     reached = clone(tensors)
     first = StepNumbers.of(replay_step(parts, cfg, guilty))
     copy_back(tensors, reached)
-    second = StepNumbers.of(replay_step(parts, cfg, guilty))
+    probed, measured = measure_guilty_step(parts, cfg, guilty)
+    second = StepNumbers.of(probed)
     copy_back(tensors, reached)
-    seen, measured = watch_guilty_step(parts, cfg, guilty, first, reached)
+    seen = watch_guilty_step(parts, cfg, guilty, first, reached)
     copy_back(tensors, reached)
     samples = measure_samples(parts, guilty.cursor) if request.with_samples else []
     here = compare_batch(parts, cfg, guilty.cursor, request.checkpoint)
@@ -174,11 +175,6 @@ def replay_step(parts: Parts, cfg: Config, record: StepRecord, *, probe: bool = 
     """Compute a logged step again, in the precision it had; returns its new record."""
     parts.fp8_layers.use_fp8(record.in_fp8 is not False)
     forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=probe)
-    return finish_replayed_step(parts, cfg, record, probe=probe)
-
-
-def finish_replayed_step(parts: Parts, cfg: Config, record: StepRecord, *, probe: bool) -> StepRecord:
-    """Everything after the backward pass of a replayed step; returns its record."""
     report = finish_step(parts, cfg=cfg, probe=probe)
     facts = HostFacts(
         iteration=record.iteration,
@@ -201,37 +197,40 @@ def finish_replayed_step(parts: Parts, cfg: Config, record: StepRecord, *, probe
     )
 
 
+def measure_guilty_step(parts: Parts, cfg: Config, record: StepRecord) -> tuple[StepRecord, MeasuredStep]:
+    """Compute a logged step again as a probed one; returns its new record and what a run does not measure."""
+    with measure_activations(parts.model) as sums:
+        probed = replay_step(parts, cfg, record, probe=True)
+    activations, worst_tokens = reduce_measurements(sums)
+    fields = probed_fields(probed, activations)
+    return probed, MeasuredStep(activations=activations, worst_tokens=worst_tokens, probed=fields)
+
+
 def watch_guilty_step(
     parts: Parts, cfg: Config, record: StepRecord, replayed: StepNumbers, reached: dict[str, Tensor]
-) -> tuple[dict[int, NonFiniteModules], MeasuredStep]:
-    """Non-finite operations by rank, and the measurements of the guilty step.
+) -> dict[int, NonFiniteModules]:
+    """Non-finite operations of the guilty step, by rank; ranks without any are left out.
 
     A fused kernel may overflow where the reference path does not. If the replayed step was not finite and no rank found
     anything, the step is watched again with the fused kernels. All ranks decide that from the same numbers.
     """
-    seen, measured = watch_step(parts, cfg, record, on_reference_path=True)
+    seen = watch_step(parts, cfg, record, on_reference_path=True)
     if not seen and not replayed.is_finite:
         copy_back(parts.tensors(), reached)
-        seen, _ = watch_step(parts, cfg, record, on_reference_path=False)
-    return seen, measured
+        seen = watch_step(parts, cfg, record, on_reference_path=False)
+    return seen
 
 
 def watch_step(
     parts: Parts, cfg: Config, record: StepRecord, *, on_reference_path: bool
-) -> tuple[dict[int, NonFiniteModules], MeasuredStep]:
+) -> dict[int, NonFiniteModules]:
     """Compute a logged step with every operation watched; the last bits of its values may differ."""
     parts.fp8_layers.use_fp8(record.in_fp8 is not False)
-    with (
-        measure_activations(parts.model) as sums,
-        watch_modules(parts.model, on_reference_path=on_reference_path) as own,
-    ):
-        forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=True)
-    probed = finish_replayed_step(parts, cfg, record, probe=True)
-    activations, worst_tokens = reduce_measurements(sums)
-    by_rank = dict(enumerate(gather_results(lambda: own)))
-    seen = {rank: of_rank for rank, of_rank in by_rank.items() if not of_rank.is_clean}
-    fields = probed_fields(probed, activations)
-    return seen, MeasuredStep(activations=activations, worst_tokens=worst_tokens, probed=fields)
+    with watch_modules(parts.model, on_reference_path=on_reference_path) as own:
+        forward_backward(parts, parts.batches[record.cursor], cfg=cfg, probe=False)
+    finish_step(parts, cfg=cfg, probe=False)
+    by_rank = enumerate(gather_results(lambda: own))
+    return {rank: of_rank for rank, of_rank in by_rank if not of_rank.is_clean}
 
 
 def replay_in_fp32(

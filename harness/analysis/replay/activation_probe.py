@@ -40,9 +40,9 @@ class StepMeasurements:
 
     def add_activations(self, point: str, values: Tensor) -> None:
         assert self._is_own is not None
-        own = values.detach()[self._is_own].float()
+        own = values.detach()[self._is_own].double()
         if own.numel():
-            self.squares[point] = self.squares.get(point, 0.0) + float(own.square().sum(dtype=torch.float64))
+            self.squares[point] = self.squares.get(point, 0.0) + float(own.square().sum())
             self.counts[point] = self.counts.get(point, 0) + own.numel()
             self.amaxes[point] = _larger(self.amaxes.get(point, 0.0), float(own.abs().max()))
 
