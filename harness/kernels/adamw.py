@@ -24,14 +24,14 @@ def step_adamw(
     terms: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Update parameters in place by their gradients and moments; all contiguous and in fp32. Returns the sums of the
-    parameters' bit patterns before and after (int64), and the sum of their squares after.
+    parameters' bit patterns before and after (int64, modulo 2**32), and the sum of their squares after.
 
     `terms`, one row per tensor: 1 to skip the update, the divisor of the gradient, 1 - lr * weight_decay,
     lr / bias_correction1, sqrt(bias_correction2), 1 - beta1, 1 - beta2, eps.
     """
     table = build_table(parameters, gradients, firsts, seconds)
     squares = empty_sums(table, 1)
-    bits = torch.empty(2, table.num_programs, dtype=torch.int64, device=squares.device)
+    bits = torch.empty(2, table.num_programs, dtype=torch.int32, device=squares.device)
     _step_adamw[(table.num_programs,)](parameters[0], terms, bits, squares, *table.arguments, BLOCK)
     before, after = bits.sum(dim=1)
     return before, after, squares.sum()
@@ -63,13 +63,13 @@ def _step_adamw(
     skip = tl.load(row) != 0
     divisor, decay, step_size, correction2 = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     weight1, weight2, eps = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
-    before, square = tl.zeros((block,), tl.int64), tl.zeros((block,), tl.float32)
+    before, square = tl.zeros((block,), tl.int32), tl.zeros((block,), tl.float32)
     after = before
     for start in range(begin, tl.minimum(begin + PIECE, count), block):
         at = start + tl.arange(0, block)
         inside = at < count
         updated = tl.load(parameter + at, mask=inside, other=0.0)
-        before += updated.to(tl.int32, bitcast=True).to(tl.int64)
+        before += updated.to(tl.int32, bitcast=True)  # wraps around
         if not skip:
             grad = tl.load(gradient + at, mask=inside, other=0.0) / divisor
             exp_avg = tl.load(first + at, mask=inside, other=0.0)
@@ -81,7 +81,7 @@ def _step_adamw(
             tl.store(first + at, exp_avg, mask=inside)
             tl.store(second + at, exp_avg_sq, mask=inside)
             tl.store(parameter + at, updated, mask=inside)
-        after += tl.where(inside, updated.to(tl.int32, bitcast=True), 0).to(tl.int64)
+        after += tl.where(inside, updated.to(tl.int32, bitcast=True), 0)
         square += tl.where(inside, updated * updated, 0.0)
     out, num_programs = bits + tl.program_id(0), tl.num_programs(0)
     tl.store(out, tl.sum(before))

@@ -3,9 +3,9 @@
 Why: a flipped bit in a weight is copied to all ranks by the next all-gather, and training continues from it. The digest
 of the weights that an update reads, compared with that of the weights that the update before left, shows it at once and
 names the rank.
-How: the digest is the sum of the weights' bit patterns as int32 numbers, so any single flipped bit changes it, and the
-sum over all shards does not depend on the number of ranks. The update kernel computes it in its own pass over the
-weights (`harness.kernels.adamw`); torch's kernel needs a pass before and one after. All values stay on the device.
+How: the digest is the sum of the weights' bit patterns modulo 2**32. Any single flipped bit changes it, and its sum over
+all shards does not depend on the number of ranks. The update kernel computes it in its own pass over the weights
+(`harness.kernels.adamw`); torch's kernel needs a pass before and one after. All values stay on the device.
 Left out: the order of the weights; two weights that are exchanged leave the digest as it is.
 """
 
@@ -20,12 +20,14 @@ from torch import Tensor
 
 from harness.distributed.torch_private.foreach import foreach_norm
 
+DIGEST_MASK = 2**32 - 1
+
 
 class UpdateSums(NamedTuple):
     """Sums over the weights that one update read and wrote."""
 
     before: Tensor
-    """Sum of the bit patterns that it read, int64."""
+    """Sum of the bit patterns that it read, modulo 2**32; int64."""
     after: Tensor
     """Sum of the bit patterns that it left; equal to `before` if the update was skipped."""
     square: Tensor
@@ -33,7 +35,8 @@ class UpdateSums(NamedTuple):
 
     @classmethod
     def combine(cls, parts: Sequence[UpdateSums]) -> UpdateSums:
-        return cls(*(torch.stack(column).sum() for column in zip(*parts, strict=True)))
+        before, after, square = (torch.stack(column).sum() for column in zip(*parts, strict=True))
+        return cls(before & DIGEST_MASK, after & DIGEST_MASK, square)
 
 
 @dataclass(slots=True)
@@ -41,7 +44,7 @@ class WeightDigest:
     """Digest, squared norm and change of this rank's weights, on the device."""
 
     total: Tensor
-    """Sum of the bit patterns after the last update, int64."""
+    """Sum of the bit patterns after the last update, modulo 2**32; int64."""
     square: Tensor
     """Sum of the squared weights after the last update."""
     changed: Tensor
@@ -72,8 +75,9 @@ def sum_weights(weights: Sequence[Tensor]) -> UpdateSums:
 
 
 def sum_bits(weights: Sequence[Tensor]) -> Tensor:
-    """Sum of the bit patterns of fp32 tensors as int32 numbers; int64."""
-    return torch.stack([weight.detach().view(torch.int32).sum(dtype=torch.int64) for weight in weights]).sum()
+    """Sum of the bit patterns of fp32 tensors, modulo 2**32; int64."""
+    sums = [weight.detach().view(torch.int32).sum(dtype=torch.int64) for weight in weights]
+    return torch.stack(sums).sum() & DIGEST_MASK
 
 
 def _sum_squares(weights: Sequence[Tensor]) -> Tensor:

@@ -60,7 +60,7 @@ def build_report(layout: SignalLayout, number: int, generator: torch.Generator) 
         slots[SLOTS.index(name)] = level * noise(layout.num_ranks)
     slots[SLOTS.index("decision")] = 12345.0
     replicate = REPLICATE if layout.num_ranks % REPLICATE == 0 else 1
-    slots[SLOTS.index("weight_digest")] = torch.arange(layout.num_ranks // replicate).repeat(replicate).float()
+    slots[SLOTS.index("weights_low")] = torch.arange(layout.num_ranks // replicate).repeat(replicate).float()
     is_bad = number % BAD_EVERY == BAD_EVERY - 1
     if is_bad:
         slots[SLOTS.index("grad_square"), number % layout.num_ranks] = math.nan

@@ -32,7 +32,7 @@ from harness.sentinel.device.local_sums import (
     state_sums,
     state_sums_in_one_pass,
 )
-from harness.sentinel.device.slots import DIGEST_BITS, DIGEST_MODULUS, LIMBS, SLOTS, split_fingerprint
+from harness.sentinel.device.slots import DIGEST_BITS, LIMBS, SLOTS, split_fingerprint
 
 SCALARS = ("loss", "z_loss", "tokens", "stop", "save", "command", "v", "update", "weights")
 PARTS = (
@@ -194,9 +194,10 @@ class Signals:
         self._add("update", (sums.directions * steps.square()).sum() / self._world.replicate)
 
     def add_weights(self, *, bits: Tensor, square: Tensor, changed: Tensor) -> None:
-        """Add the sums over this rank's weights of their bit patterns (int64) and of their squares, and 1 if the last
-        update found them changed."""
-        self._set_slot("weight_digest", bits.remainder(DIGEST_MODULUS))
+        """Add the sums over this rank's weights of their bit patterns (modulo 2**32) and of their squares, and 1 if the
+        last update found them changed."""
+        self._set_slot("weights_low", bits & 0xFFFF)
+        self._set_slot("weights_high", bits >> 16)
         self._set_slot("weights_changed", changed)
         self._add("weights", square / self._world.replicate)
 

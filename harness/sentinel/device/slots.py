@@ -21,19 +21,18 @@ from harness.core.events import RankSpread
 LIMBS = ("data_low", "data_middle", "data_high")
 """The fingerprint of a rank's rows in limbs of 24, 24 and 16 bits, lowest first; float32 holds each exactly."""
 SLOTS = (
-    *("loss", "grad_square", "busy_s", "device_s", "decision", "weight_digest", "weights_changed", "step_s"),
+    *("loss", "grad_square", "busy_s", "device_s", "decision"),
+    *("weights_low", "weights_high", "weights_changed", "step_s"),
     *("plan", *LIMBS, "own_row", "other_row"),
 )
 """Mean loss of the rank; squared norm of its gradient before the reduce-scatter; host seconds outside collectives; on
-CUDA the seconds of its loss head (`harness.distributed.compute_clock`); digest of its decisions; digest of its weights,
-and 1 if they changed between the last two updates; its last step time. Data: digest of the data plan (corpus, order,
-ledger), fingerprint of its rows, and on some steps the digests of one of its rows and of one row of another rank."""
+CUDA the seconds of its loss head (`harness.distributed.compute_clock`); digest of its decisions. Digest of its weights
+in halves of 16 bits, and 1 if they changed between the last two updates; its last step time. Data: digest of the data
+plan (corpus, order, ledger), fingerprint of its rows, and on some steps the digests of one of its rows and of one row
+of another rank."""
 
 DIGEST_BITS = 24
 """Width of a digest; float32 holds integers of 24 bits exactly."""
-
-DIGEST_MODULUS = 2**DIGEST_BITS - 3
-"""Modulus of the digests of weights. A prime: modulo a power of two, a flipped high bit would vanish from a sum."""
 
 MAX_WORST = 4
 """Ranks named per signal or per digest."""
@@ -72,12 +71,13 @@ def summarize_slots(table: Numbers, *, divisor: float, replicate: int, stride: i
     is_bad = ~(np.isfinite(loss) & np.isfinite(grad_square))
     nonfinite = [int(rank) for rank in np.flatnonzero(is_bad)[:MAX_NAMED]]
     total = sum_fingerprints(*(slots[name] for name in LIMBS))
+    weights = slots["weights_low"].astype(np.int64) + (slots["weights_high"].astype(np.int64) << 16)
     facts = RankFacts(
         nonfinite_ranks=nonfinite,
         median_step_s=_median(slots["step_s"]),
         fingerprint=f"{total:016x}" if total else "",
         changed_ranks=[int(rank) for rank in np.flatnonzero(slots["weights_changed"])[:MAX_NAMED]],
-        weight_digest=f"{combine_digests(slots['weight_digest'], replicate=replicate):06x}",
+        weight_digest=f"{combine_digests(weights, replicate=replicate):08x}",
     )
     if len(loss) == 1:
         return facts
@@ -97,7 +97,7 @@ def summarize_slots(table: Numbers, *, divisor: float, replicate: int, stride: i
     return replace(
         facts,
         ranks={name: found for name, found in spreads.items() if found},
-        mismatched_ranks=find_mismatched(slots["weight_digest"], replicate=replicate) if replicate > 1 else [],
+        mismatched_ranks=find_mismatched(weights, replicate=replicate) if replicate > 1 else [],
         digests=ranks_by_digest(slots["decision"]),
         other_data={name: ranks for name, ranks in differing.items() if ranks},
     )
@@ -153,21 +153,20 @@ def _median(values: Numbers) -> float:
     return high if len(values) % 2 else (float(parted[:middle].max()) + high) / 2
 
 
-def combine_digests(weight_digest: Numbers, *, replicate: int) -> int:
+def combine_digests(weights: NDArray[np.int64], *, replicate: int) -> int:
     """The digest of all weights, from those of the shards of the first replica."""
-    shards = weight_digest.reshape(replicate, -1)[0]
-    return int(shards.astype(np.int64).sum() % DIGEST_MODULUS)
+    return int(weights.reshape(replicate, -1)[0].sum() % 2**32)
 
 
-def find_mismatched(weight_digest: Numbers, *, replicate: int) -> list[int]:
+def find_mismatched(digests: Numbers | NDArray[np.int64], *, replicate: int) -> list[int]:
     """Ranks whose digest differs from the majority of their replicas; all replicas if there is no majority."""
-    by_replica = weight_digest.reshape(replicate, -1)
+    by_replica = digests.reshape(replicate, -1)
     num_shards = by_replica.shape[1]
     ranks: list[int] = []
     for shard in np.flatnonzero((by_replica != by_replica[0]).any(axis=0))[:MAX_NAMED]:
-        digests, counts = np.unique(by_replica[:, shard], return_counts=True)
+        values, counts = np.unique(by_replica[:, shard], return_counts=True)
         has_majority = 2 * counts.max() > replicate
-        agrees = (by_replica[:, shard] == digests[counts.argmax()]) & has_majority
+        agrees = (by_replica[:, shard] == values[counts.argmax()]) & has_majority
         ranks += [int(replica * num_shards + shard) for replica in np.flatnonzero(~agrees)]
     return sorted(ranks)[:MAX_NAMED]
 

@@ -17,7 +17,7 @@ from harness.distributed.world import World, connect, disconnect
 from harness.model.loss import IGNORED, count_losses
 from harness.sentinel.device import local_sums as module
 from harness.sentinel.device.signals import SignalLayout, Signals, group_of
-from harness.sentinel.device.slots import DIGEST_MODULUS, SLOTS
+from harness.sentinel.device.slots import SLOTS
 
 BETAS, EPS, RATE = (0.9, 0.95), 1e-8, 0.125
 LAYOUT = SignalLayout(groups=("embedding", "blocks.0"), layers=("blocks.0",), sources=("web", "code", "books"))
@@ -135,11 +135,12 @@ def test_before_the_first_update_its_norm_is_zero(world: World) -> None:
 
 def test_digest_and_norm_of_the_weights_are_stored(world: World) -> None:
     signals = make_signals(make_parameters(), world)
-    bits = torch.tensor(2 * DIGEST_MODULUS + 5)
+    bits = torch.tensor(0xFEDC_0005)
     signals.add_weights(bits=bits, square=torch.tensor(9.0), changed=torch.tensor(1.0))
     vector = signals.reduce()
     own = dict(zip(SLOTS, LAYOUT.slots(vector)[:, 0].tolist(), strict=True))
-    assert (own["weight_digest"], own["weights_changed"], LAYOUT.scalar(vector, "weights")) == (5.0, 1.0, 9.0)
+    assert (own["weights_low"], own["weights_high"], own["weights_changed"]) == (5.0, 0xFEDC, 1.0)
+    assert LAYOUT.scalar(vector, "weights") == 9.0
 
 
 def test_requests_and_host_facts_are_stored_in_their_slots(world: World) -> None:

@@ -81,7 +81,7 @@ def test_nonfinite_ranks_are_named_and_do_not_change_the_spread() -> None:
 
 
 def test_a_record_does_not_grow_with_the_cluster() -> None:
-    rows = table(1000, loss=math.nan, decision=np.arange(1000), weight_digest=np.arange(1000))
+    rows = table(1000, loss=math.nan, decision=np.arange(1000), weights_low=np.arange(1000))
     found = summarize_slots(rows, divisor=1.0, replicate=2)
     assert len(found.nonfinite_ranks) == len(found.mismatched_ranks) == MAX_NAMED
     assert len(found.digests) <= 8

@@ -45,7 +45,8 @@ def make_reduced(**values: float) -> Tensor:
         "grad_square": [16.0, 64.0, 16.0, 16.0],
         "busy_s": [1.0, 1.0, 1.0, 2.0],
         "decision": [9.0, 9.0, 9.0, 9.0],
-        "weight_digest": [1.0, 2.0, 1.0, 3.0],
+        "weights_low": [0x8001, 2.0, 0x8001, 3.0],
+        "weights_high": [1.0, 0xFFFF, 1.0, 0xFFFF],
         "weights_changed": [0.0, 1.0, 0.0, 1.0],
     }
     for name, numbers in slots.items():
@@ -117,7 +118,7 @@ def test_a_step_without_probe_has_no_probe_fields() -> None:
 def test_digests_and_the_norm_of_the_weights_are_in_every_record(probed: bool) -> None:
     record = read(make_report(make_reduced(loss=200.0, tokens=50.0, weights=9.0)), replace(FACTS, probed=probed))
     assert (record.mismatched_ranks, record.changed_ranks) == ([1, 3], [1, 3])
-    assert (record.weight_digest, record.weight_norm) == ("000003", 3.0), "the digests of the first replica add up"
+    assert (record.weight_digest, record.weight_norm) == ("00008003", 3.0), "the sum over the first replica"
 
 
 def test_the_ratio_to_the_second_moment_is_that_of_the_clipped_gradient() -> None:
