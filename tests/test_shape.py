@@ -140,6 +140,7 @@ TORCH_FREE_MODULES = (
     "launch.cli.judge",
     "launch.cli.diagnose",
     "launch.cli.postmortem",
+    "launch.cli.verify",
     "launch.cli.plan",
     "launch.slurm.submit",
     "launch.slurm.job_directory",

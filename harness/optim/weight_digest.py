@@ -3,9 +3,9 @@
 Why: a flipped bit in a weight is copied to all ranks by the next all-gather, and training continues from it. The digest
 of the weights that an update reads, compared with that of the weights that the update before left, shows it at once and
 names the rank.
-How: the digest is the sum of the weights' bit patterns modulo 2**32. Any single flipped bit changes it, and its sum over
-all shards does not depend on the number of ranks. The update kernel computes it in its own pass over the weights
-(`harness.kernels.adamw`); torch's kernel needs a pass before and one after. All values stay on the device.
+How: the digest is the sum of the weights' bit patterns modulo 2**32. Any single flipped bit changes it, and the sum of
+the digests of all shards does not depend on the number of ranks. The update kernel computes it in its own pass over the
+weights (`harness.kernels.adamw`); torch's kernel needs a pass before and one after. All values stay on the device.
 Left out: the order of the weights; two weights that are exchanged leave the digest as it is.
 """
 

@@ -24,6 +24,7 @@ SUMMARIES = {
     "ctl": "send a command to a running run: harness ctl RUN stop | pause | skip | lr | rollback ...",
     "checkpoint": "list, verify, prune, export or import checkpoints: harness checkpoint list RUN ...",
     "postmortem": "write the report of an incident: harness postmortem RUN [--incident N]",
+    "verify": "check that the remedy of an incident works: harness verify RUN --incident N [--rerun]",
     "replay": "rerun the step that caused an incident: harness replay RUN --incident N [--batch]",
     "diagnose": "walk a decision tree over a run or a log: harness diagnose RUN | FILE [--json]",
     "judge": "run the detectors over any loss log: harness judge FILE [--json] [--plot OUT.png]",

@@ -12,13 +12,16 @@ from harness.analysis.dashboard.index import RunRow, find_runs, render, run_row
 from harness.analysis.dashboard.page import render as render_page
 from harness.analysis.dashboard.page_data import page_data
 from harness.analysis.dashboard.story import Story
+from harness.analysis.postmortem.lessons import FILE as LESSONS
+from harness.analysis.postmortem.lessons import read_lessons
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, ConfigError, require
 from harness.core.rundir import RunDir, write_atomically
 from launch.cli.parser import CommandParser
 
 DESCRIPTION = """\
 Write DIR/index.html: every run at or below DIR with its state, losses, incidents, goodput and a link to its page,
-grouped by sweep. With --build the page of every run is written too; without it only existing pages are linked.
+grouped by sweep, and the lessons of past incidents (lessons.md beside the runs), which are also printed. With --build
+the page of every run is written too; without it only existing pages are linked.
 """
 
 
@@ -27,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = build_parser().parse_args(argv)
         print(write_run_index(Path(args.dir), Path(args.output) if args.output else None, build=args.build))
+        for line in lessons_below(Path(args.dir)):
+            print(line)
     except ConfigError as error:
         print(f"harness: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -42,8 +47,16 @@ def write_run_index(root: Path, out: Path | None, *, build: bool) -> Path:
     rows = [row for run in find_runs(root) for row in [read_row(run, root=root, build=build)]]
     require(bool(rows), str(root), "no run found: no events.jsonl at or below it")
     out = out or root / "index.html"
-    write_atomically(out, render(rows, title=root.resolve().name))
+    write_atomically(out, render(rows, title=root.resolve().name, lessons=lessons_below(root)))
     return out
+
+
+def lessons_below(root: Path) -> list[str]:
+    """The lessons beside the runs at or below a directory; of a run itself, its own."""
+    is_run = RunDir(root).events.exists()
+    folders = {root.resolve().parent} if is_run else {run.path.resolve().parent for run in find_runs(root)}
+    lines = [line for folder in sorted(folders) for line in read_lessons(folder / LESSONS)]
+    return [line for line in lines if line.startswith(f"- {root.resolve().name} ")] if is_run else lines
 
 
 def read_row(run: RunDir, *, root: Path, build: bool) -> RunRow:

@@ -2,6 +2,7 @@
 
 An action names its incident; findings since the incident's onset belong to it; an outcome gives an action's result and
 cost. An incident event from the policy gives the verdict. Actions of an operator belong to no incident.
+Losses and costs of an incident come from `harness.analysis.postmortem.gather`, as in its post-mortem.
 """
 
 from __future__ import annotations
@@ -9,7 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import final
 
-from harness.core.events import Action, Event, Finding, Incident, Outcome
+from harness.analysis.postmortem.gather import (
+    OPEN,
+    IncidentSummary,
+    incidents,
+    read_run_facts,
+    state_of_incident,
+    summarize_incident,
+)
+from harness.analysis.postmortem.incident_numbers import AFTER_RECORDS
+from harness.core.events import Action, ActionKind, Event, Finding, Incident, Outcome, RunEnded, RunStarted
+from harness.core.rundir import RunDir
 
 MOST_FINDINGS = 200
 """Findings kept while they wait for an action, and findings kept for one incident."""
@@ -49,21 +60,9 @@ class IncidentStory:
     ranks: set[int] = field(default_factory=set)
     groups: set[str] = field(default_factory=set)
     cursors: set[int] = field(default_factory=set)
-    verdict: str = "open"
+    verdict: str = OPEN
     """How it ended."""
     spike_type: int | None = None
-
-    @property
-    def steps_lost(self) -> int:
-        return sum(taken.steps_lost for taken in self.actions)
-
-    @property
-    def tokens_lost(self) -> int:
-        return sum(taken.tokens_lost for taken in self.actions)
-
-    @property
-    def seconds(self) -> float:
-        return sum(taken.seconds for taken in self.actions)
 
 
 @final
@@ -73,11 +72,43 @@ class IncidentStories:
 
     by_number: dict[int, IncidentStory] = field(default_factory=dict)
     _waiting: list[Finding] = field(default_factory=list)
+    _log: list[Event] = field(default_factory=list)
+    """Events that the numbers of incidents are computed from."""
+    _settled: dict[int, IncidentSummary] = field(default_factory=dict, compare=False)
+    """Summaries that later steps cannot change."""
 
     def __len__(self) -> int:
         return len(self.by_number)
 
+    def summaries(self, run: RunDir, *, last: int) -> dict[int, IncidentSummary]:
+        """Numbers and cost of each incident; `last` is the newest iteration of the log."""
+        found: dict[int, IncidentSummary] = {}
+        if not run.events.exists() or not self.by_number:
+            return found
+        facts = read_run_facts(run, self._log)
+        for incident in incidents(self._log):
+            summary = self._settled.get(incident.number)
+            if summary is None:
+                summary = summarize_incident(run, incident, self._log, facts)
+                if not incident.is_open and last > incident.last + AFTER_RECORDS:
+                    self._settled[incident.number] = summary
+            found[incident.number] = summary
+        return found
+
+    def state_of(self, number: int) -> str:
+        """How an incident ended, in words."""
+        story = self.by_number[number]
+        end = next((event for event in reversed(self._log) if isinstance(event, RunEnded | RunStarted)), None)
+        has_halted = any(taken.kind == ActionKind.halt for taken in story.actions)
+        return state_of_incident(story.verdict, has_halted=has_halted, has_ended=isinstance(end, RunEnded))
+
+    @property
+    def num_open(self) -> int:
+        return sum(self.state_of(number) == OPEN for number in self.by_number)
+
     def add(self, event: Event) -> None:
+        if isinstance(event, Finding | Action | Outcome | Incident | RunStarted | RunEnded):
+            self._log.append(event)
         match event:
             case Finding():
                 self._waiting = [*self._waiting[-MOST_FINDINGS:], event]

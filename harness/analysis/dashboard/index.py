@@ -17,7 +17,7 @@ from typing import final
 from urllib.parse import quote
 
 from harness.analysis.dashboard.page import fill_template, policy, resource
-from harness.analysis.dashboard.page_data import short, state_of, step_of
+from harness.analysis.dashboard.page_data import count_noun, short, state_of, step_of, summarize_incidents
 from harness.analysis.dashboard.series import thin
 from harness.analysis.dashboard.story import Story
 from harness.core.rundir import RunDir
@@ -43,6 +43,8 @@ class RunRow:
     loss: float
     eval_loss: float
     num_incidents: int
+    incident_steps: int
+    """Steps that its incidents cost, as their post-mortems state."""
     goodput: float
     tax: float
     tokens_per_s: float
@@ -78,6 +80,7 @@ def run_row(run: RunDir, story: Story, *, root: Path, now_s: float) -> RunRow:
         loss=float(last.get("loss", math.nan)),
         eval_loss=math.nan if story.eval_loss is None else story.eval_loss,
         num_incidents=len(story.incidents),
+        incident_steps=sum(summary.cost.steps for summary in summarize_incidents(run, story).values()),
         goodput=total.of_time,
         tax=total.tax,
         tokens_per_s=float(last.get("tokens_per_s", math.nan)),
@@ -87,13 +90,16 @@ def run_row(run: RunDir, story: Story, *, root: Path, now_s: float) -> RunRow:
     )
 
 
-def render(rows: Sequence[RunRow], *, title: str) -> str:
-    """The HTML document."""
+def render(rows: Sequence[RunRow], *, title: str, lessons: Sequence[str] = ()) -> str:
+    """The HTML document; the lessons of past incidents come last."""
     groups: dict[tuple[str, bool], list[RunRow]] = {}
     for row in rows:
         groups.setdefault((row.group, row.is_sweep), []).append(row)
     script = resource("index.js")
     body = "\n".join(table_of(*group, rows=members) for group, members in groups.items())
+    if lessons:
+        items = "\n".join(f"<li>{escape(line.removeprefix('- '))}</li>" for line in lessons)
+        body += f"\n<section><h2>Lessons</h2><ul>\n{items}\n</ul></section>"
     count = f"{len(rows)} {'run' if len(rows) == 1 else 'runs'}"
     return fill_template(
         resource("index.html"),
@@ -131,7 +137,7 @@ def line_of(row: RunRow) -> str:
         (format_loss(row.loss), row.loss),
         (sparkline_svg(row.losses), ""),
         (format_loss(row.eval_loss), row.eval_loss),
-        (f"{row.num_incidents}", row.num_incidents),
+        (incidents_cell(row), row.num_incidents),
         (f"{row.goodput:.1%}", row.goodput),
         (f"{row.tax:.2%}", row.tax),
         ("" if math.isnan(row.tokens_per_s) else f"{row.tokens_per_s:,.0f}", row.tokens_per_s),
@@ -139,6 +145,10 @@ def line_of(row: RunRow) -> str:
     ]
     marked = zip(HEADS, cells, strict=True)
     return "<tr>" + "".join(cell_of(head, text, value) for head, (text, value) in marked) + "</tr>"
+
+
+def incidents_cell(row: RunRow) -> str:
+    return f"{row.num_incidents} ({count_noun(row.incident_steps, 'step')})" if row.num_incidents else "0"
 
 
 def cell_of(head: str, text: str, value: str | float) -> str:

@@ -77,7 +77,7 @@ function showIncidents() {
     { class: "card", type: "button", "data-incident": incident.number, onclick: () => openDrawer(incident.number) },
     make("span", { class: incident.verdict === "open" ? "number" : "number closed" }, `#${incident.number}`),
     make("span", { class: "what" }, `${incident.kinds.join(", ") || "no finding"} at iteration ${number(incident.onset)}: ${incident.answer}`),
-    make("span", { class: "cost" }, `${number(incident.steps_lost)} steps, ${duration(incident.seconds)} · ${incident.verdict}`)));
+    make("span", { class: "cost" }, `loss ${incident.losses} · ${incident.cost_steps} · ${incident.verdict}`)));
   element("incident-list").replaceChildren(cards.length ? make("div", { class: "cards" }, ...cards) : make("p", { class: "none" }, "None."));
 }
 
@@ -139,7 +139,7 @@ function openDrawer(wanted) {
   body.replaceChildren(facts([
     ["began", `iteration ${number(incident.onset)}, ${clock(incident.time)}`], ["until", `iteration ${number(incident.last)}`],
     ["outcome", incident.verdict + (incident.spike_type ? `, type ${incident.spike_type}` : "")], ["ranks", list(incident.ranks)], ["layers", list(incident.groups)],
-    ["batches", list(incident.cursors)], ["cost", incident.cost],
+    ["batches", list(incident.cursors)], ["loss", incident.losses], ["recovery loss", incident.recovery], ["resumed", incident.resumed], ["cost", incident.cost],
   ]), make("p", { class: "after" }, make("button", { class: "tool", type: "button", onclick: () => zoomTo(incident) }, "show in the panels")));
   if (incident.findings.length) body.append(make("h3", {}, "Findings"), table(["iteration", "finding"], incident.findings));
   if (incident.actions.length) body.append(make("h3", {}, "Actions"), table(["iteration", "action", "why", "result"], incident.actions));

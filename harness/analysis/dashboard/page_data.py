@@ -18,6 +18,15 @@ from harness.analysis.dashboard.incidents import IncidentStory, TakenAction
 from harness.analysis.dashboard.series import ColumnTable, pack_table, thin
 from harness.analysis.dashboard.story import BlamedBatch, Story
 from harness.analysis.markdown_html import to_html
+from harness.analysis.postmortem.evidence import Cost, IncidentNumbers
+from harness.analysis.postmortem.gather import IncidentSummary
+from harness.analysis.postmortem.report.incident_text import (
+    cost_in_steps,
+    cost_text,
+    loss_path,
+    recovery_text,
+    resumption_text,
+)
 from harness.config.errors import EXIT_DONE, EXIT_HALTED, EXIT_INTERRUPTED
 from harness.core.events import TOKEN_LOSS_EDGES
 from harness.core.rundir import RunDir
@@ -54,8 +63,12 @@ def table_data(table: ColumnTable, first: int) -> dict[str, Any]:
 def facts_of(run: RunDir, story: Story, *, now_s: float) -> dict[str, Any]:
     """State of the run, its incidents, its goodput and the marks of its timeline."""
     goodput = story.accounts.total()
-    incidents = [incident_facts(run, incident) for incident in story.incidents.by_number.values()]
-    num_open = sum(incident["verdict"] == "open" for incident in incidents)
+    summaries = summarize_incidents(run, story)
+    incidents = [
+        incident_facts(run, incident, summaries.get(number), state=story.incidents.state_of(number))
+        for number, incident in story.incidents.by_number.items()
+    ]
+    num_open = story.incidents.num_open
     return {
         "revision": revision_of(run, story, now_s=now_s),
         "run": run_facts(run, story, goodput, now_s=now_s),
@@ -71,6 +84,11 @@ def facts_of(run: RunDir, story: Story, *, now_s: float) -> dict[str, Any]:
         "who": {name: worst_rank(story.steps, name) for name in ("rank_grad_who", "rank_time_who")},
         "edges": list(TOKEN_LOSS_EDGES),
     }
+
+
+def summarize_incidents(run: RunDir, story: Story) -> dict[int, IncidentSummary]:
+    """Numbers and cost of each incident of a run."""
+    return story.incidents.summaries(run, last=int(story.last.get("iteration", 0)))
 
 
 def revision_of(run: RunDir, story: Story, *, now_s: float) -> str:
@@ -160,7 +178,7 @@ def goodput_facts(goodput: Goodput) -> dict[str, Any]:
         "of_time": goodput.of_time,
         "of_tokens": goodput.of_tokens,
         "tax": goodput.tax,
-        "tax_more": f"{count_noun(goodput.num_refused + goodput.num_undone, 'step')} lost",
+        "tax_more": f"{count_noun(goodput.num_refused + goodput.num_undone, 'step')} refused or undone",
         "wall_s": wall_s,
         "accounts": [
             {
@@ -182,26 +200,29 @@ def goodput_facts(goodput: Goodput) -> dict[str, Any]:
     }
 
 
-def incident_facts(run: RunDir, story: IncidentStory) -> dict[str, Any]:
+def incident_facts(run: RunDir, story: IncidentStory, summary: IncidentSummary | None, *, state: str) -> dict[str, Any]:
+    """One incident; losses and cost are those of its post-mortem."""
+    cost, numbers = (Cost(), IncidentNumbers()) if summary is None else (summary.cost, summary.numbers)
     folder = incident_folder(story.number)
     text = read_text(run.path / folder / "postmortem.md")
     names = [name for name in EVIDENCE if (run.path / folder / name).exists()]
     return {
         "number": story.number,
         "kinds": story.kinds,
-        "onset": story.onset,
+        "onset": story.onset if numbers.onset is None else numbers.onset,
         "last": story.last,
         "time": story.time,
-        "verdict": story.verdict,
+        "verdict": state,
         "spike_type": story.spike_type,
         "answer": ", then ".join(dict.fromkeys(taken.kind for taken in story.actions)) or "no action",
         "ranks": first_names(story.ranks),
         "groups": first_names(story.groups),
         "cursors": first_names(story.cursors),
-        "steps_lost": story.steps_lost,
-        "seconds": story.seconds,
-        "cost": f"{count_noun(story.steps_lost, 'step')}, {story.tokens_lost:,} tokens, "
-        f"{story.seconds:.2f} s of recovery",
+        "losses": loss_path(numbers),
+        "recovery": recovery_text(numbers),
+        "resumed": resumption_text(numbers),
+        "cost_steps": cost_in_steps(cost),
+        "cost": cost_text(cost),
         "findings": [[f"{found.iteration:,}", f"{found.kind}: {found.message}"] for found in story.findings],
         "actions": [[f"{taken.iteration:,}", taken.kind, taken.reason, outcome_text(taken)] for taken in story.actions],
         "links": [[name, f"{folder}/{name}"] for name in names],

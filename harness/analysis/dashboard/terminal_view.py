@@ -117,7 +117,7 @@ def sparkline(values: Sequence[float], least: float, greatest: float) -> str:
 
 def goodput_line(story: Story) -> str:
     total = story.accounts.total()
-    num_open = sum(incident.verdict == "open" for incident in story.incidents.by_number.values())
+    num_open = story.incidents.num_open
     incidents = count_noun(len(story.incidents), "incident") + (f" ({num_open} open)" if num_open else "")
     lost = f"{total.num_refused} refused  {total.num_undone} undone"
     return f"goodput {total.of_time:.1%}  stability tax {total.tax:.2%}  {incidents}  {lost}"

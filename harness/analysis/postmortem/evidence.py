@@ -8,6 +8,7 @@ How: dataclasses are written field by field. Events keep their form from `events
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from harness.config.errors import ConfigError
 from harness.core import events
 from harness.core.events import (
     Action,
+    ChangePlanned,
     CheckpointJudged,
     CheckpointSaved,
     Event,
@@ -32,6 +34,8 @@ from harness.core.events import (
 from harness.core.rundir import write_atomically
 
 SCHEMA = 1
+RECOVERY_STEPS = 50
+"""A spike that is over within this many applied steps after its peak has recovered."""
 
 EVENT_LISTS = ("records", "findings", "actions", "outcomes", "faults", "others")
 
@@ -88,6 +92,8 @@ class GuiltyBatch:
     """Source -> number of its sequences in the batch."""
     source_losses: dict[str, float] = field(default_factory=dict)
     rarest: list[Token] = field(default_factory=list)
+    is_whole: bool = False
+    """Whether `rarest` counts the whole batch, as read again; else the rows of rank 0, as recorded."""
     token_loss_counts: list[int] = field(default_factory=list)
     """Histogram of token losses, as in a step record; empty if the step was not probed."""
     reread: str = ""
@@ -127,6 +133,74 @@ class Cost:
 
 @final
 @dataclass(slots=True, kw_only=True)
+class IncidentNumbers:
+    """The numbers of an incident that every report states; computed in `harness.analysis.postmortem.incident_numbers`.
+
+    None: not measured. A loss that is not finite is NaN.
+    """
+
+    onset: int | None = None
+    """Iteration of the first affected step."""
+    onset_step: int | None = None
+    """The step that this iteration applied, or would have applied."""
+    onset_cursor: int | None = None
+    """Batch index of this iteration."""
+    level: float | None = None
+    """Pre-spike loss: exponential average over about fifty applied steps before the onset, with their trend."""
+    sigma: float = 0.0
+    """Spread of the loss before the onset, from differences between neighbouring steps."""
+    peak: float | None = None
+    """Highest loss, or the first that is not finite."""
+    peak_iteration: int | None = None
+    peak_refused: bool = False
+    """The update of that step was rejected, so its loss did no damage."""
+    usual_grad: float | None = None
+    """Median gradient norm before clipping, before the onset."""
+    highest_grad: float | None = None
+    """Highest finite one of the same steps."""
+    peak_grad: float | None = None
+    """Highest gradient norm before clipping; NaN or Inf if one occurred."""
+    num_after_peak: int = 0
+    """Applied steps after the peak that the log has."""
+    loss_after_50: float | None = None
+    """Recovery loss: median around the fiftieth applied step after the peak; NaN: it was not finite to the end."""
+    loss_after_500: float | None = None
+    resumed_step: int | None = None
+    """The first step of nine in a row whose median is back within half a sigma of the pre-spike loss."""
+    resumed_iteration: int | None = None
+    resumed_after: int | None = None
+    """Applied steps from the peak to `resumed_step`."""
+
+    @property
+    def has_recovered(self) -> bool | None:
+        """Whether the loss was back within fifty steps; None: fewer steps followed, or there is no level."""
+        if self.loss_after_50 is not None and not math.isfinite(self.loss_after_50):
+            return False
+        if self.level is None:
+            return None
+        if self.resumed_after is not None and self.resumed_after <= RECOVERY_STEPS:
+            return True
+        return False if self.num_after_peak >= RECOVERY_STEPS else None
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Hypothesis:
+    """One possible cause of the incident, as the report ranks it."""
+
+    cause: str
+    score: float
+    """From 0 to 1; 0.5 or more is enough to act on."""
+    status: str
+    """likely, possible, ruled out, or not examined."""
+    text: str
+    """The evidence for the cause, against it, or what is missing."""
+    panel: int
+    """Number of the picture that shows it; 0: the configuration."""
+
+
+@final
+@dataclass(slots=True, kw_only=True)
 class Evidence:
     schema: int = SCHEMA
     folder: str
@@ -143,15 +217,26 @@ class Evidence:
     faults: list[FaultInjected] = field(default_factory=list)
     """Injected faults; only a drill has any."""
     others: list[Event] = field(default_factory=list)
-    """Starts, checkpoints, operator interventions and the end of the run, within the window."""
+    """Starts, checkpoints, planned changes, interventions and the end of the run, within the window; starts and
+    interventions also from before it."""
     earlier: list[Incident] = field(default_factory=list)
     """Incidents of the run before this one."""
     batches: list[GuiltyBatch] = field(default_factory=list)
     cost: Cost = field(default_factory=Cost)
+    numbers: IncidentNumbers = field(default_factory=IncidentNumbers)
+    checkpoint: str = ""
+    """The newest checkpoint on disk that was saved before the onset and is neither tainted nor damaged."""
+    hypotheses: list[Hypothesis] = field(default_factory=list)
+    """All causes that the rules know, the likeliest first."""
 
     @property
     def onset(self) -> int:
-        return self.incident.onset
+        """Iteration of the first affected step."""
+        return self.incident.onset if self.numbers.onset is None else self.numbers.onset
+
+    @property
+    def onset_step(self) -> int:
+        return self.incident.onset_step if self.numbers.onset_step is None else self.numbers.onset_step
 
     def of(self, *kinds: type[Event]) -> Iterator[Any]:
         """Events of `others` with one of these types, in order."""
@@ -162,7 +247,7 @@ class Evidence:
         return list(dict.fromkeys([*self.incident.kinds, *(str(finding.kind) for finding in self.findings)]))
 
 
-OTHERS = (RunStarted, CheckpointSaved, CheckpointJudged, Intervention, RunEnded)
+OTHERS = (RunStarted, ChangePlanned, CheckpointSaved, CheckpointJudged, Intervention, RunEnded)
 
 
 def to_tree(evidence: Evidence) -> dict[str, Any]:
@@ -170,9 +255,10 @@ def to_tree(evidence: Evidence) -> dict[str, Any]:
     tree = {
         item.name: getattr(evidence, item.name) for item in fields(evidence) if item.name not in ("incident", "earlier")
     }
-    for name in ("run", "cost"):
+    for name in ("run", "cost", "numbers"):
         tree[name] = asdict(tree[name])
-    tree["batches"] = [asdict(batch) for batch in evidence.batches]
+    for name in ("batches", "hypotheses"):
+        tree[name] = [asdict(item) for item in tree[name]]
     for name in EVENT_LISTS:
         tree[name] = _events_to_json(tree[name])
     (tree["incident"],) = _events_to_json([evidence.incident])
@@ -197,6 +283,9 @@ def evidence_from_tree(tree: dict[str, Any], *, path: str = "evidence.json") -> 
             num_thinned=tree["num_thinned"],
             batches=[_batch_from_json(batch) for batch in tree["batches"]],
             cost=Cost(**tree["cost"]),
+            numbers=_numbers_from_json(tree.get("numbers", {})),
+            checkpoint=tree.get("checkpoint", ""),
+            hypotheses=[Hypothesis(**each) for each in tree.get("hypotheses", [])],
             **lists,
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -223,6 +312,12 @@ def _events_to_json(listed: Sequence[Event]) -> list[Any]:
 
 def _events_from_json(trees: Sequence[Any]) -> list[Any]:
     return [events.from_json(json.dumps(tree)) for tree in trees]
+
+
+def _numbers_from_json(tree: dict[str, Any]) -> IncidentNumbers:
+    """A number that is not finite is a string."""
+    numbers: dict[str, Any] = {name: float(each) if isinstance(each, str) else each for name, each in tree.items()}
+    return IncidentNumbers(**numbers)
 
 
 def _batch_from_json(tree: dict[str, Any]) -> GuiltyBatch:

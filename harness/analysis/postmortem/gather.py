@@ -14,33 +14,47 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from harness.analysis.postmortem.costs import cost_of
-from harness.analysis.postmortem.evidence import OTHERS, Evidence, GuiltyBatch, RunFacts, Token
+from harness.analysis.postmortem.evidence import (
+    OTHERS,
+    Cost,
+    Evidence,
+    GuiltyBatch,
+    IncidentNumbers,
+    RunFacts,
+    Token,
+)
+from harness.analysis.postmortem.incident_numbers import AFTER_RECORDS, incident_numbers
 from harness.analysis.postmortem.recorded_batch import entropy, rarest
 from harness.analysis.replay.history import read_replay
 from harness.analysis.replay.measured_step import add_measurements
+from harness.checkpoint.catalog import Health, list_checkpoints
 from harness.config import compose
-from harness.config.errors import ConfigError, require
+from harness.config.errors import ConfigError, StorageError, require
 from harness.core import events
 from harness.core.credentials import without_credentials
 from harness.core.events import (
     ABOUT_SPEED,
     Action,
     ActionKind,
+    CheckpointSaved,
     Event,
     FaultInjected,
     Finding,
     FindingKind,
     Incident,
+    Intervention,
     Outcome,
     RunEnded,
     RunStarted,
     StepRecord,
 )
 from harness.core.rundir import RunDir
+from harness.sentinel.policy.policy_state import RESTORES
 from harness.telemetry.event_log import tail
 from harness.telemetry.log_index import between, rare_lines
 
@@ -89,9 +103,10 @@ def incidents(log: Sequence[Event]) -> list[Incident]:
 
 def _reconstruct_incident(number: int, log: Sequence[Event]) -> Incident:
     actions = [event for event in log if isinstance(event, Action) and event.incident == number]
-    first, last = min(action.onset for action in actions), max(action.iteration for action in actions)
+    named = [action.onset for action in actions if action.kind not in RESTORES]  # a restore has a margin before it
+    first, last = min(named or [action.onset for action in actions]), max(action.iteration for action in actions)
     found = [event for event in log if isinstance(event, Finding) and first <= event.iteration <= last]
-    onset = min((max(first, finding.onset) for finding in found), default=first)  # a restore has a margin before it
+    onset = min((max(first, finding.onset) for finding in found), default=first)
     onset_step = max(0, actions[0].step - max(0, actions[0].iteration - onset))
     return Incident(
         time=actions[-1].time,
@@ -167,29 +182,81 @@ def gather_evidence(run: RunDir, incident: Incident) -> Evidence:
     log = read_non_step_events(run.events)
     first, last = incident.onset - BEFORE, incident.last + AFTER
     faults = [event for event in _events(rare_lines(run.faults)) if isinstance(event, FaultInjected)]
-    within = [event for event in log if first <= event.iteration <= last]
     is_remark = incident.verdict == REMARK
-    actions = [] if is_remark else [e for e in log if isinstance(e, Action) and e.incident == incident.number]
-    outcomes = [] if is_remark else [e for e in log if isinstance(e, Outcome) and e.incident == incident.number]
-    records = read_steps(run.events, first, last)
+    facts = read_run_facts(run, log)
+    summary = summarize_incident(run, incident, log, facts)
+    records = [record for record in summary.records if record.iteration <= last]
+    findings = summary.findings
     add_measurements(records, read_replay(run.incidents / folder_of(incident)) or {})
-    findings = [event for event in within if isinstance(event, Finding) and _belongs_to(event, incident)]
     evidence = Evidence(
         folder=folder_of(incident),
-        run=read_run_facts(run, log),
+        run=facts,
         incident=incident,
         findings=findings,
-        actions=actions,
-        outcomes=outcomes,
+        actions=[] if is_remark else [e for e in log if isinstance(e, Action) and e.incident == incident.number],
+        outcomes=summary.outcomes,
         faults=[fault for fault in faults if first <= fault.iteration <= last],
-        others=[event for event in within if isinstance(event, OTHERS)],
+        others=[event for event in log if _is_context(event, first, last)],
         earlier=[] if is_remark else [other for other in incidents(log) if other.number < incident.number],
+        numbers=summary.numbers,
+        cost=summary.cost,
     )
-    evidence.cost = cost_of(evidence, records)
+    evidence.checkpoint = newest_checkpoint_before(run, log, evidence.onset)
     evidence.batches = _guilty_batches(evidence, records)
     evidence.records = _thin_records(records, incident.onset, {finding.iteration for finding in findings})
     evidence.num_thinned = len(records) - len(evidence.records)
     return evidence
+
+
+def _is_context(event: Event, first: int, last: int) -> bool:
+    """Whether an event belongs to `others`: within the window, or a start or an intervention before it."""
+    earliest = 0 if isinstance(event, RunStarted | Intervention) else first
+    return isinstance(event, OTHERS) and earliest <= event.iteration <= last
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentSummary:
+    """The numbers and the cost of an incident, and the events that they come from."""
+
+    incident: Incident
+    numbers: IncidentNumbers
+    cost: Cost
+    records: list[StepRecord]
+    findings: list[Finding]
+    outcomes: list[Outcome]
+
+
+def summarize_incident(run: RunDir, incident: Incident, log: Sequence[Event], facts: RunFacts) -> IncidentSummary:
+    """Numbers and cost of one incident; the only source of them for all reports. `log`: all events except steps."""
+    is_remark = incident.verdict == REMARK
+    outcomes = [] if is_remark else [e for e in log if isinstance(e, Outcome) and e.incident == incident.number]
+    findings = [event for event in log if isinstance(event, Finding) and _belongs_to(event, incident)]
+    records = read_steps(run.events, incident.onset - BEFORE, incident.last + AFTER_RECORDS)
+    numbers = incident_numbers(incident, records, findings)
+    cost = cost_of(incident, numbers, records, outcomes, facts)
+    return IncidentSummary(
+        incident=incident, numbers=numbers, cost=cost, records=records, findings=findings, outcomes=outcomes
+    )
+
+
+def state_of_incident(verdict: str, *, has_halted: bool, has_ended: bool) -> str:
+    """How an incident ended. In a run that has ended none is open: it halted the run, or the run ended before it."""
+    if verdict != OPEN:
+        return verdict
+    if has_halted:
+        return "halted the run"
+    return "not settled when the run ended" if has_ended else OPEN
+
+
+def newest_checkpoint_before(run: RunDir, log: Iterable[Event], onset: int) -> str:
+    """Name of the newest checkpoint from before an iteration that is on disk and neither tainted nor damaged."""
+    saved = [event for event in log if isinstance(event, CheckpointSaved) and event.iteration < onset]
+    try:
+        usable = {each.name for each in list_checkpoints(run.checkpoints) if each.health is not Health.tainted}
+    except StorageError:
+        return ""
+    return next((event.directory for event in reversed(saved) if event.directory in usable), "")
 
 
 def _belongs_to(finding: Finding, incident: Incident) -> bool:

@@ -1,4 +1,4 @@
-"""Numbers of an incident that the rules, the report and the pictures share; each is computed once, here.
+"""Measurements of an incident that the rules share.
 
 Usual values come from the applied records before the onset. A number that was not recorded is None and counts neither
 for nor against any cause.
@@ -13,18 +13,14 @@ from itertools import pairwise
 from statistics import median
 from typing import final
 
-from harness.analysis.postmortem.costs import level_of
-from harness.analysis.postmortem.evidence import Evidence
-from harness.analysis.postmortem.recorded_batch import entropy, rare_count
+from harness.analysis.postmortem.evidence import Evidence, IncidentNumbers
+from harness.analysis.postmortem.incident_numbers import middle as middle
+from harness.analysis.postmortem.recorded_batch import entropy
 from harness.config.errors import ConfigError
 from harness.config.optim import OptimConfig, ScheduleKind
 from harness.core.events import ActionKind, Intervention, StepRecord
 from harness.optim.schedule import schedule_factor
 
-EMA_STEPS = 50
-RECOVERY_STEPS, RECOVERY_RECORDS = 50, 9
-RECOVERED_SIGMAS = 0.5
-"""Recovered: fifty steps after the peak the loss is within half a sigma of the mean before."""
 SETTLED_STEPS = 100
 """Weight norms before this step are not compared: they still grow from initialization."""
 LEAST_SPREAD = 0.02
@@ -38,26 +34,30 @@ class Measures:
     """Applied records with a finite loss before the onset; at most the last hundred."""
     during: list[StepRecord]
     """From the onset to the incident's last iteration."""
-    level: float | None
-    """Mean loss of the last 25 records before the onset."""
-    sigma: float
-    ema: float | None
-    """Loss before the onset: exponential moving average over about fifty steps."""
-    peak: StepRecord | None
-    """Record with the highest loss, or the first with a non-finite loss."""
-    recovery_loss: float | None
-    """Median loss of a few records fifty steps after the peak; None: the log ends before."""
-    usual_grad: float | None
-    peak_grad: float | None
-    """The highest gradient norm before clipping; NaN or Inf if one occurred."""
+    numbers: IncidentNumbers
     usual_lr: float | None
     onset_lr: float | None
 
     @property
-    def has_recovered(self) -> bool | None:
-        if self.level is None or self.recovery_loss is None:
-            return None
-        return self.recovery_loss <= self.level + RECOVERED_SIGMAS * self.sigma
+    def level(self) -> float | None:
+        return self.numbers.level
+
+    @property
+    def sigma(self) -> float:
+        return self.numbers.sigma
+
+    @property
+    def usual_grad(self) -> float | None:
+        return self.numbers.usual_grad
+
+    @property
+    def peak_grad(self) -> float | None:
+        return self.numbers.peak_grad
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all losses and gradient norms of the incident are finite."""
+        return all(math.isfinite(record.loss + record.grad_norm) for record in self.during)
 
     @property
     def grad_factor(self) -> float | None:
@@ -69,10 +69,11 @@ class Measures:
     @property
     def rise(self) -> float | None:
         """Peak loss above its level, in spreads; Inf if it was not finite."""
-        if self.peak is None or self.level is None:
+        peak = self.numbers.peak
+        if peak is None or self.level is None:
             return None
         spread = max(self.sigma, LEAST_SPREAD * abs(self.level), 1e-9)
-        return (self.peak.loss - self.level) / spread if math.isfinite(self.peak.loss) else math.inf
+        return (peak - self.level) / spread if math.isfinite(peak) else math.inf
 
     @property
     def suspects(self) -> list[StepRecord]:
@@ -89,51 +90,16 @@ class Measures:
 
 def measure(evidence: Evidence) -> Measures:
     """Compute all measures of an incident."""
-    incident, records = evidence.incident, evidence.records
-    before = [r for r in records if r.iteration < incident.onset and not r.refused and math.isfinite(r.loss)][-100:]
-    during = [r for r in records if incident.onset <= r.iteration <= incident.last]
-    level = level_of(records, incident.onset)
-    peak = peak_of(during)
-    grads = [record.grad_norm for record in during]
+    incident, records, onset = evidence.incident, evidence.records, evidence.onset
+    before = [r for r in records if r.iteration < onset and not r.refused and math.isfinite(r.loss)][-100:]
+    during = [r for r in records if onset <= r.iteration <= incident.last]
     return Measures(
         before=before,
         during=during,
-        level=None if level is None else level[0],
-        sigma=0.0 if level is None else level[1],
-        ema=ema_of(before),
-        peak=peak,
-        recovery_loss=None if peak is None else recovery_of(records, peak),
-        usual_grad=middle(record.grad_norm for record in before),
-        peak_grad=next((grad for grad in grads if not math.isfinite(grad)), max(grads, default=None)),
+        numbers=evidence.numbers,
         usual_lr=before[-1].lr if before else None,
         onset_lr=during[0].lr if during else None,
     )
-
-
-def peak_of(during: Sequence[StepRecord]) -> StepRecord | None:
-    broken = next((record for record in during if not math.isfinite(record.loss)), None)
-    return broken or max(during, key=lambda record: record.loss, default=None)
-
-
-def ema_of(before: Sequence[StepRecord]) -> float | None:
-    mean: float | None = None
-    for record in before:
-        mean = record.loss if mean is None else mean + (record.loss - mean) * 2 / (EMA_STEPS + 1)
-    return mean
-
-
-def recovery_of(records: Sequence[StepRecord], peak: StepRecord) -> float | None:
-    """The loss fifty applied steps after the peak, or at the end of the log if at least half of them are there."""
-    later = [r for r in records if r.iteration > peak.iteration and not r.refused][:RECOVERY_STEPS]
-    if len(later) < RECOVERY_STEPS // 2:
-        return None
-    return median(sorted(r.loss if math.isfinite(r.loss) else math.inf for r in later[-RECOVERY_RECORDS:]))
-
-
-def middle(values: Iterable[float | None]) -> float | None:
-    """Median of the finite values; None if there are none."""
-    kept = [value for value in values if value is not None and math.isfinite(value)]
-    return median(kept) if kept else None
 
 
 def spread_of(values: Sequence[float]) -> tuple[float, float] | None:
@@ -153,16 +119,6 @@ def entropy_shift(measures: Measures) -> tuple[float, float, float] | None:
         return None
     farthest = max(seen, key=lambda value: abs(value - usual[0]))
     return farthest, usual[0], abs(farthest - usual[0]) / usual[1]
-
-
-def rare_surplus(measures: Measures) -> tuple[int, float, StepRecord] | None:
-    """Highest count of rarest tokens in a suspected batch, the usual count, and the record of that batch."""
-    usual = middle(rare_count(record) for record in measures.before)
-    counted = [(count, record) for record in measures.suspects if (count := rare_count(record)) is not None]
-    if usual is None or not counted:
-        return None
-    count, record = max(counted, key=lambda pair: pair[0])
-    return count, max(usual, 1.0), record
 
 
 def weight_growth(evidence: Evidence) -> tuple[str, float] | None:
@@ -192,6 +148,37 @@ def weight_jump(evidence: Evidence) -> tuple[str, float] | None:
                 factor = max(norm / before, before / norm) if 0 < norm < math.inf else math.inf
                 worst = (name, factor) if worst is None or factor > worst[1] else worst
     return worst
+
+
+def first_broken_weights(evidence: Evidence) -> tuple[StepRecord, str] | None:
+    """The first step with a weight norm that is not finite, and the layer group if it was probed, else "the model"; None:
+    all are finite."""
+    for record in evidence.records:
+        broken = [name for name, norm in record.group_param_norms.items() if not math.isfinite(norm)]
+        if broken or not math.isfinite(record.weight_norm or 0.0):
+            return record, broken[0] if broken else "the model"
+    return None
+
+
+def layer_growth(measures: Measures) -> tuple[float, float, bool] | None:
+    """Activations of the first and last probed layer over their usual values, and whether they grow in between.
+
+    From the probe of the incident where the last layer is highest; None: not probed.
+    """
+    usual: dict[str, list[float]] = {}
+    for record in measures.before:
+        for name, value in record.activation_rms.items():
+            if 0 < value < math.inf:
+                usual.setdefault(name, []).append(value)
+    rows = [
+        [value / median(usual[name]) for name, value in record.activation_rms.items() if name in usual]
+        for record in measures.during
+    ]
+    rows = [[math.inf if math.isnan(value) else value for value in row] for row in rows if len(row) > 1]
+    if not rows:
+        return None
+    worst = max(rows, key=lambda row: row[-1])
+    return worst[0], worst[-1], all(later >= 0.9 * earlier for earlier, later in pairwise(worst))
 
 
 def _probes(evidence: Evidence) -> list[StepRecord]:
@@ -237,7 +224,9 @@ def off_schedule(evidence: Evidence, measures: Measures) -> tuple[StepRecord, fl
     A scale that already held before the onset is divided out. None if an action or an operator changed the rate.
     """
     usual = middle(_rate_factor(evidence, record) for record in measures.before[-20:])
-    if not usual or any(action.lr_scale is not None for action in evidence.actions) or any(evidence.of(Intervention)):
+    first = measures.before[0].iteration if measures.before else evidence.onset
+    changed = any(event.iteration >= first for event in evidence.of(Intervention))
+    if not usual or changed or any(action.lr_scale is not None for action in evidence.actions):
         return None
     factors = [(record, factor / usual) for record in measures.during if (factor := _rate_factor(evidence, record))]
     return max(factors, key=lambda pair: abs(math.log(pair[1])), default=None)

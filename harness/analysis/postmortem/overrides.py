@@ -35,7 +35,7 @@ def overrides_in(run: RunDir) -> list[str]:
 
 def overrides_of(cfg: Config) -> list[str]:
     """Overrides that reproduce a configuration; empty if none were found."""
-    groups = groups_of(cfg)
+    groups = [*groups_of(cfg), *required_overrides(cfg)]
     try:
         wanted, start = computed_settings(cfg), computed_settings(compose.load(groups))
         overrides = [*groups, *differing_overrides(wanted, start, cfg)]
@@ -62,6 +62,13 @@ def groups_of(cfg: Config) -> list[str]:
         for group, option in chosen.items()
         if option in compose.options_of(group) and option != defaults[group]
     ]
+
+
+def required_overrides(cfg: Config) -> list[str]:
+    """Overrides without which the group options are no valid configuration: `data=files` needs paths."""
+    sources = cfg.data.sources
+    is_files = list(sources) == ["main"] and sources["main"].kind is DataKind.files
+    return [f"data.sources.main.paths={hydra_value(list(sources['main'].paths))}"] if is_files else []
 
 
 def computed_settings(cfg: Config) -> dict[str, Any]:

@@ -10,10 +10,15 @@ from pathlib import Path
 
 from harness.analysis.postmortem import evidence as schema
 from harness.analysis.postmortem.batch_tokens import reread_batches
+from harness.analysis.postmortem.evidence import Evidence
 from harness.analysis.postmortem.gather import gather_evidence
+from harness.analysis.postmortem.lessons import record_lesson
+from harness.analysis.postmortem.measures import measure
 from harness.analysis.postmortem.overrides import overrides_in
 from harness.analysis.postmortem.report import html_report, markdown_report
 from harness.analysis.postmortem.report.panels import draw
+from harness.analysis.postmortem.rules.hypotheses import rank_causes, root_cause
+from harness.analysis.postmortem.rules.remedies import remedy_of
 from harness.analysis.replay.after_run import SKIPPED_FILE
 from harness.analysis.replay.history import read_replay
 from harness.analysis.replay.replay_text import render as render_replay
@@ -24,20 +29,37 @@ EVIDENCE, MARKDOWN, PAGE = "evidence.json", "postmortem.md", "postmortem.html"
 
 
 def write_folder(run: RunDir, incident: Incident) -> Path:
-    """Write everything about one incident; returns its folder."""
+    """Write everything about one incident, and its lesson; returns its folder."""
     evidence = gather_evidence(run, incident)
+    evidence.hypotheses = markdown_report.hypotheses_of(evidence)
     folder = run.incidents / evidence.folder
     folder.mkdir(parents=True, exist_ok=True)
     schema.write(evidence, folder / EVIDENCE)
     write_atomically(folder / MARKDOWN, markdown_report.render(evidence))
-    evidence.run.overrides = overrides_in(run)
-    reread_batches(run, evidence.batches)
+    complete_evidence(run, evidence)
     schema.write(evidence, folder / EVIDENCE)
+    record_lesson(run, evidence.folder, lesson_of(evidence))
     panels = draw(evidence, folder)
     text = markdown_report.render(evidence, panels) + replay_section(folder)
     write_atomically(folder / MARKDOWN, text)
     write_atomically(folder / PAGE, html_report.render(text, folder, title=f"{evidence.run.name} {evidence.folder}"))
     return folder
+
+
+def complete_evidence(run: RunDir, evidence: Evidence) -> None:
+    """Add what takes seconds: the overrides that reproduce the run, and the tokens of the guilty batches."""
+    evidence.run.overrides = overrides_in(run)
+    reread_batches(run, evidence.batches)
+    evidence.hypotheses = markdown_report.hypotheses_of(evidence)
+
+
+def lesson_of(evidence: Evidence) -> str:
+    """The line for `lessons.md`; empty if the cause is not known."""
+    cause = root_cause(rank_causes(evidence, measure(evidence)))
+    if cause is None:
+        return ""
+    drill = ", drill" if evidence.faults else ""
+    return f"{remedy_of(cause.cause, evidence).lesson} ({cause.cause}{drill})"
 
 
 def replay_section(folder: Path) -> str:

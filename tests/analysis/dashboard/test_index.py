@@ -19,6 +19,7 @@ ROW = RunRow(
     loss=2.5,
     eval_loss=math.nan,
     num_incidents=2,
+    incident_steps=17,
     goodput=0.985,
     tax=0.0123,
     tokens_per_s=61534.4,
@@ -35,7 +36,8 @@ def test_one_row() -> None:
         '<td class=n data-value="1200">1,200 of 1,200</td><td class=n data-value="2.5">2.5000</td>'
         '<td data-value=""><svg class="spark" width="120" height="28" viewBox="0 0 120 28" role="img" '
         'aria-label="loss from 4 to 2"><polyline points="0.0,1.0 60.0,14.0 120.0,27.0"/></svg></td>'
-        '<td class=n data-value="nan"></td><td class=n data-value="2">2</td><td class=n data-value="0.985">98.5%</td>'
+        '<td class=n data-value="nan"></td><td class=n data-value="2">2 (17 steps)</td>'
+        '<td class=n data-value="0.985">98.5%</td>'
         '<td class=n data-value="0.0123">1.23%</td><td class=n data-value="61534.4">61,534</td>'
         '<td data-value="2026-01-02 03:04">2026-01-02 03:04</td></tr>'
     )

@@ -142,7 +142,7 @@ def test_facts_of_a_run(tmp_path: Path) -> None:
     assert incident["findings"] == [["100", "loss_spike: 9.00 against a bound of 4.00"]]
     assert page_facts["guilty"][0]["rarest"] == "147 (1, 12), 156 (2, 105), 157 (2, 107)"
     assert page_facts["who"]["rank_time_who"] == "most often rank 5 (100% of the steps)"
-    assert page_facts["goodput"]["tax_more"] == "21 steps lost"
+    assert page_facts["goodput"]["tax_more"] == "21 steps refused or undone"
 
 
 def test_an_empty_run_has_a_page(tmp_path: Path) -> None:

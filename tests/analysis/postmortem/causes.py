@@ -24,7 +24,7 @@ INJECTED = {
     "duplicate_batch": Cause.data_duplicate,
     "repeated_batch": Cause.data_duplicate,
     "data_shift": Cause.other_data,
-    "data_shift_planned": Cause.other_data,
+    "data_shift_planned": Cause.planned_change,
     "lr_spike": Cause.lr_discontinuity,
     "warmup_cut": Cause.lr_discontinuity,
     "beta2_stale": Cause.beta2_stale,

@@ -1,13 +1,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+import math
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from harness.analysis.postmortem import evidence as schema
-from harness.analysis.postmortem.evidence import SCHEMA, Cost, Evidence, GuiltyBatch, RunFacts
+from harness.analysis.postmortem.evidence import (
+    SCHEMA,
+    Cost,
+    Evidence,
+    GuiltyBatch,
+    Hypothesis,
+    IncidentNumbers,
+    RunFacts,
+)
 from harness.analysis.postmortem.rules.causes import Cause
 from harness.config.errors import ConfigError
 from tests.analysis.postmortem import stories
@@ -22,6 +31,8 @@ def test_written_evidence_reads_back_equal(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == schema.to_tree(schema.read(path))
     again = schema.read(path)
     assert (again.incident, again.cost, again.batches) == (evidence.incident, evidence.cost, evidence.batches)
+    assert math.isnan(again.numbers.peak_grad or 0.0)
+    assert replace(again.numbers, peak_grad=0.0) == replace(evidence.numbers, peak_grad=0.0)
     assert len(again.records) == len(evidence.records)
     nan = [record for record in again.records if record.grad_norm != record.grad_norm]
     assert [record.nonfinite_ranks for record in nan] == [[1]]
@@ -29,7 +40,7 @@ def test_written_evidence_reads_back_equal(tmp_path: Path) -> None:
 
 def test_docs_name_every_key_and_cause() -> None:
     assert f"schema {SCHEMA}" in DOCUMENT.splitlines()[0]
-    for kind in (Evidence, RunFacts, GuiltyBatch, Cost):
+    for kind in (Evidence, RunFacts, GuiltyBatch, Cost, IncidentNumbers, Hypothesis):
         missing = [each.name for each in fields(kind) if f"`{each.name}`" not in DOCUMENT]
         assert missing == [], kind.__name__
     assert [cause for cause in Cause if f"| {cause} |" not in DOCUMENT] == []

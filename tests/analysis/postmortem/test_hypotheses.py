@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.postmortem.measures import measure
-from harness.analysis.postmortem.rules.causes import Cause, RuleResult
-from harness.analysis.postmortem.rules.hypotheses import KNOWN, RULES, rank_causes, root_cause
-from harness.analysis.postmortem.rules.remedies import REMEDIES, remedy_of
-from harness.core.events import Action, ActionKind, Event
+from harness.analysis.postmortem.rules.causes import KNOWN, Cause, CauseStatus, RuleResult
+from harness.analysis.postmortem.rules.hypotheses import RULES, rank_causes, root_cause
+from harness.analysis.postmortem.rules.remedies import REMEDIES, remedy_of, restore_commands
+from harness.checkpoint.catalog import Health, mark, name_of
+from harness.core.events import Action, ActionKind, CheckpointSaved, Event, FindingKind, RunStarted, StepRecord
 from tests.analysis.postmortem import stories
 from tests.analysis.postmortem.stories import FP8, FP16, ONSET, SETTINGS, evidence_of, log_of, write
+from tests.sentinel.series import record
 
 SLOW = SETTINGS.replace("beta2: 0.95", "beta2: 0.999")
 STORIES: list[tuple[Callable[[], list[Event]], str, Cause]] = [
@@ -29,7 +32,19 @@ STORIES: list[tuple[Callable[[], list[Event]], str, Cause]] = [
     (stories.unfit, FP8, Cause.fp8_range),
     (stories.growing, SETTINGS, Cause.structural),
     (stories.duplicated, SETTINGS, Cause.data_duplicate),
+    (stories.planned_phase, stories.PHASED, Cause.planned_change),
+    (stories.planned_phase, SETTINGS, Cause.planned_change),
+    (stories.hot_start, stories.HOT, Cause.lr_too_high),
+    (stories.hot_resume, stories.RAISED, Cause.lr_too_high),
+    (stories.longer_schedule, SETTINGS, Cause.lr_discontinuity),
+    (stories.broken_update, SETTINGS, Cause.destructive_update),
+    (stories.cascade, stories.BF16, Cause.numerical_cascade),
+    (stories.bad_rank, SETTINGS, Cause.corrupted_rank),
+    (stories.bad_shard, SETTINGS, Cause.scrambled_data),
 ]
+"""Known stories with the settings of their run and the cause that must come first."""
+IDS = [f"{story.__name__}-{number}" for number, (story, _, _) in enumerate(STORIES)]
+VARIED_SEEDS = (1, 2, 3)
 
 
 def ranked(tmp_path: Path, log: list[Event], settings: str = SETTINGS) -> list[RuleResult]:
@@ -37,17 +52,28 @@ def ranked(tmp_path: Path, log: list[Event], settings: str = SETTINGS) -> list[R
     return rank_causes(evidence, measure(evidence))
 
 
-@pytest.mark.parametrize(("story", "settings", "cause"), STORIES, ids=[str(cause) for _, _, cause in STORIES])
+@pytest.mark.parametrize(("story", "settings", "cause"), STORIES, ids=IDS)
 def test_only_the_true_cause_is_known(
     tmp_path: Path, story: Callable[[], list[Event]], settings: str, cause: Cause
 ) -> None:
     first, *others = ranked(tmp_path, story(), settings)
     assert first.cause is cause
-    assert first.score >= 0.8
+    assert first.score >= 0.7
     assert first.support is not None
     assert [other.cause for other in others if other.score >= KNOWN] == []
-    unsure = [other for other in others if other.support is None and other.against is None]
-    assert unsure == [], "what is not the cause says why"
+    assert all(other.reason.text for other in others), "what is not the cause says why"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", VARIED_SEEDS)
+@pytest.mark.parametrize(("story", "settings", "cause"), STORIES, ids=IDS)
+def test_the_cause_is_the_same_in_other_runs(
+    tmp_path: Path, story: Callable[[], list[Event]], settings: str, cause: Cause, seed: int
+) -> None:
+    """The rules were not written from these logs."""
+    first, *others = ranked(tmp_path, stories.vary(story(), seed), settings)
+    assert first.cause is cause
+    assert [other.cause for other in others if other.score >= KNOWN] == []
 
 
 def test_every_cause_has_a_rule_and_a_remedy(tmp_path: Path) -> None:
@@ -112,3 +138,87 @@ def test_changing_outlier_rank_is_not_blamed(tmp_path: Path) -> None:
     same = {ONSET + at: loud(1) for at in range(4)}
     results = {j.cause: j for j in ranked(tmp_path, log_of(same, [stories.ended(last=ONSET + 3)]))}
     assert results[Cause.corrupted_rank].score >= KNOWN
+
+
+def test_missing_evidence_rules_nothing_out(tmp_path: Path) -> None:
+    """A log with losses only, without probes, batches, ranks or settings."""
+
+    def bare(row: StepRecord) -> StepRecord:
+        loss = 6.0 if row.iteration == ONSET else row.loss
+        return record(row.iteration, loss, math.nan, lr=math.nan)
+
+    log = [bare(event) if isinstance(event, StepRecord) else event for event in log_of({}, stories.skipped())]
+    start = next(event for event in log if isinstance(event, RunStarted))
+    log = [replace(event, world_size=1) if event is start else event for event in log]
+    results = {result.cause: result.status for result in ranked(tmp_path, log, "{}\n")}
+    assert [cause for cause, status in results.items() if status is CauseStatus.ruled_out] == []
+    assert {cause for cause, status in results.items() if status is CauseStatus.not_examined} >= {
+        Cause.long_tail_token,
+        Cause.scrambled_data,
+        Cause.data_duplicate,
+        Cause.other_data,
+        Cause.fp16_overflow,
+        Cause.fp8_range,
+        Cause.beta2_stale,
+        Cause.optimizer_reset,
+        Cause.structural,
+        Cause.numerical_cascade,
+        Cause.corrupted_rank,
+        Cause.planned_change,
+    }
+
+
+def test_too_high_rate_is_never_structural_nor_ruled_out(tmp_path: Path) -> None:
+    results = {result.cause: result for result in ranked(tmp_path, stories.hot_start(), stories.HOT)}
+    assert results[Cause.structural].score < KNOWN
+    usual = {result.cause: result for result in ranked(tmp_path, stories.broken_update())}
+    assert usual[Cause.lr_too_high].status is CauseStatus.possible, "with NaN it is never ruled out"
+
+
+def test_moved_schedule_is_named(tmp_path: Path) -> None:
+    evidence = evidence_of(write(tmp_path / "run", stories.longer_schedule()))
+    sentence = remedy_of(Cause.lr_discontinuity, evidence).sentence
+    assert "run.resume=changed changed train.num_steps from 160 to 400 at iteration 149" in sentence
+
+
+def test_onset_after_rejections_in_a_row_is_the_first_rejected_update(tmp_path: Path) -> None:
+    evidence = evidence_of(write(tmp_path / "run", stories.rejected_in_a_row()))
+    assert evidence.incident.onset == ONSET - 1
+    assert (evidence.numbers.onset, evidence.numbers.onset_step, evidence.numbers.onset_cursor) == 3 * (ONSET,)
+    assert evidence.batches[0].index == ONSET
+
+
+def test_onset_that_a_finding_names_is_kept(tmp_path: Path) -> None:
+    """The applied update before the rejections had a gradient spike: it is the onset."""
+    spike = stories.finding(FindingKind.grad_spike, ONSET - 1, "gradient norm 9 against at most 4")
+    log = sorted([*stories.rejected_in_a_row(), spike], key=lambda event: event.iteration)
+    assert evidence_of(write(tmp_path / "run", log)).numbers.onset == ONSET - 1
+
+
+def test_broken_run_is_restored_from_a_finite_checkpoint_or_restarted(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", stories.broken_update())
+    evidence = evidence_of(run)
+    evidence.run.overrides = ["model=50m", "optim.lr=0.001"]
+    assert evidence.numbers.loss_after_50 is not None
+    assert math.isnan(evidence.numbers.loss_after_50)
+    text, (command,) = restore_commands(evidence)
+    assert "start again with a lower learning rate" in text
+    assert command == f"harness train model=50m optim.lr=0.0005 run.dir={tmp_path} run.name=run-lower-lr"
+    evidence.checkpoint = "step-00000140-gen-0"
+    _, (command,) = restore_commands(evidence)
+    assert command == f"harness train model=50m optim.lr=0.001 run.dir={tmp_path} run.name=run"
+    evidence.run.ended = ""
+    _, (command,) = restore_commands(evidence)
+    assert command.startswith(f"harness ctl {run.path} rollback --to 140 --reason")
+
+
+def test_newest_checkpoint_before_the_onset(tmp_path: Path) -> None:
+    def saved(at: int) -> CheckpointSaved:
+        return CheckpointSaved(time=1.8e9, iteration=at, step=at, directory=name_of(at, 0), seconds=1.0)
+
+    log = sorted([*stories.broken_update(), *map(saved, (100, 120, 130, 160))], key=lambda event: event.iteration)
+    run = write(tmp_path / "run", log)
+    for at in (100, 120, 160):
+        (run.checkpoints / name_of(at, 0)).mkdir(parents=True)
+    mark(run.checkpoints / name_of(120, 0), Health.tainted, "test")
+    assert evidence_of(run).checkpoint == name_of(100, 0), "130 is gone, 120 is tainted, 160 is too late"

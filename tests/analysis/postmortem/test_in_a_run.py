@@ -44,11 +44,12 @@ def test_run_writes_its_postmortem_and_its_check_passes(ranks: Pool, tmp_path: P
     assert (folder / PAGE).stat().st_size > 100_000
 
     lines = [line.strip() for line in (folder / MARKDOWN).read_text().splitlines()]
-    train, look = (
-        shlex.split(next(line for line in lines if line.startswith(f"harness {word} ")))
-        for word in ("train", "diagnose")
+    train, check = (
+        shlex.split(next(line for line in lines if line.startswith(f"harness {word} "))) for word in ("train", "verify")
     )
     overrides = [arg for arg in train[2:] if not arg.startswith("run.dir=")]
     ((code, records), _) = ranks.run(2, cases.run, str(tmp_path), *overrides)
     assert (code, records[-1].step) == (0, 60)
-    assert main(look[1:]) == 0
+    assert main(check[1:]) == 0
+    assert main(["verify", str(tmp_path / "victim"), "--incident", "1"]) == 0, "the run itself passed the place"
+    assert (tmp_path / "lessons.md").read_text().count("- victim 001: ") == 1

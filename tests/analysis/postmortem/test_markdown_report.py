@@ -15,7 +15,7 @@ from harness.analysis.postmortem.evidence import Evidence, RunFacts
 from harness.analysis.postmortem.report import html_report, markdown_report
 from harness.analysis.postmortem.report.incident_text import FILES, NOT_MEASURED
 from harness.analysis.postmortem.report.panels import PAINTERS, draw
-from harness.analysis.postmortem.rules.causes import Panel
+from harness.analysis.postmortem.rules.causes import Cause, Panel
 from harness.analysis.postmortem.write import EVIDENCE, MARKDOWN, PAGE, write_folder
 from harness.core.events import Event
 from tests.analysis.postmortem import stories
@@ -24,14 +24,11 @@ from tests.analysis.postmortem.stories import evidence_of, write
 GOLDEN = Path(__file__).parent / "golden"
 OVERRIDES = ["optim.lr=0.001", "optim.clip_norm=1.0", "precision=fp16", "train.num_steps=400"]
 SECTIONS = (
-    "## Spike #1",
-    "### Symptoms",
-    "### Evidence",
-    "### Classification",
-    "### Recovery action",
-    "### Outcome",
-    "### Lessons / followups",
-    "# Loss spike post-mortem",
+    "- What: ",
+    "- Why: ",
+    "- Done: ",
+    "- Change: ",
+    "- Cost: ",
     "## 1. Symptoms",
     "## 2. Hypotheses",
     "## 3. Discriminating evidence",
@@ -39,35 +36,81 @@ SECTIONS = (
     "## 5. Remediation",
     "## 6. Verification",
     "## 7. Lesson",
+    "## 8. Evidence",
 )
 
 
 def story(tmp_path: Path, name: str) -> Evidence:
     make: Callable[[], list[Event]] = getattr(stories, name)
-    settings = {"overflow": stories.FP16, "unfit": stories.FP8}.get(name, stories.SETTINGS)
+    settings = {"overflow": stories.FP16, "unfit": stories.FP8, "hot_start": stories.HOT}.get(name, stories.SETTINGS)
     evidence = evidence_of(write(tmp_path / "run", make(), settings))
     evidence.run.path, evidence.run.overrides = "runs/run", OVERRIDES
     return evidence
 
 
-@pytest.mark.parametrize("name", ["poisoned", "one_rank", "overflow", "duplicated", "unfit"])
+@pytest.mark.parametrize("name", ["poisoned", "one_rank", "overflow", "duplicated", "unfit", "broken_update"])
 def test_markdown_equals_golden_file(tmp_path: Path, name: str) -> None:
     assert markdown_report.render(story(tmp_path, name)) == (GOLDEN / f"{name}.md").read_text()
 
 
-def test_all_sections_of_both_templates_in_order(tmp_path: Path) -> None:
+def test_summary_and_all_sections_in_order(tmp_path: Path) -> None:
     text = markdown_report.render(story(tmp_path, "poisoned"))
     places = [text.index(f"\n{section}") for section in SECTIONS]
     assert places == sorted(places)
 
 
-def test_missing_measurements_are_reported_as_not_measured(tmp_path: Path) -> None:
+def test_missing_measurements_are_reported_as_not_measured() -> None:
     bare = Evidence(folder="001", run=RunFacts(name="run", path="run"), incident=stories.ended())
     text = markdown_report.render(bare)
     assert "## 4. Root cause\nnot known yet\n" in text
-    assert f"- Pre-spike loss: {NOT_MEASURED}" in text
-    assert f"## Guilty batches\n{NOT_MEASURED}" in text
-    assert draw(bare, tmp_path) == list(Panel)
+    assert f"- pre-spike loss (50-step EMA): {NOT_MEASURED}" in text
+    assert f"- guilty batches: {NOT_MEASURED}" in text
+    assert " -> rules out " not in text, "nothing was measured"
+
+
+def test_empty_pictures_are_left_out_and_removed(tmp_path: Path) -> None:
+    (tmp_path / FILES[Panel.scale]).write_bytes(b"of an earlier report")
+    bare = Evidence(folder="001", run=RunFacts(name="run", path="run"), incident=stories.ended())
+    assert draw(bare, tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("poisoned", "Loss spike, rejected"),
+        ("one_rank", "Non-finite gradient"),
+        ("overflow", "Non-finite loss"),
+        ("duplicated", "Duplicate batches"),
+        ("broken_update", "Non-finite weights"),
+        ("hot_start", "Non-finite loss"),
+        ("rate_jump", "Jump of the learning rate"),
+    ],
+)
+def test_title_says_what_happened(tmp_path: Path, name: str, title: str) -> None:
+    assert markdown_report.render(story(tmp_path, name)).startswith(f"# {title}: incident ")
+
+
+def test_incident_that_ends_in_nan_did_not_recover(tmp_path: Path) -> None:
+    text = markdown_report.render(story(tmp_path, "broken_update"))
+    assert "- recovery loss (50 steps after the peak): did not recover: NaN\n" in text
+    assert "; halted the run\n" in text
+    assert "still open" not in text
+
+
+def test_nothing_but_the_summary_is_said_twice(tmp_path: Path) -> None:
+    for name in ("poisoned", "one_rank", "overflow"):
+        lines = markdown_report.render(story(tmp_path / name, name)).splitlines()
+        texts = [line.lstrip("- ").partition(": ")[2] or line for line in lines if len(line) > 40]
+        assert len(texts) == len(set(texts)), name
+
+
+def test_hypotheses_are_in_the_evidence(tmp_path: Path) -> None:
+    evidence = story(tmp_path, "poisoned")
+    found = {each.cause: each for each in markdown_report.hypotheses_of(evidence)}
+    assert set(found) == set(Cause)
+    assert (found["long-tail token"].status, found["other data"].status) == ("likely", "not examined")
+    assert found["other data"].text == "the held-out loss was not checked"
 
 
 def test_fp8_panel_is_drawn_for_fp8_runs(tmp_path: Path) -> None:
@@ -100,12 +143,15 @@ def test_folder_is_complete_and_can_be_written_again(tmp_path: Path) -> None:
     incident = evidence_of(run).incident
     folder = write_folder(run, incident)
     first = {path.name for path in folder.iterdir()}
-    assert {EVIDENCE, MARKDOWN, PAGE, *FILES.values()} == first
-    assert schema.read(folder / EVIDENCE).incident == incident
-    for name in FILES.values():
+    pictures = [FILES[panel] for panel in Panel if panel is not Panel.scale]  # fp32 has no loss scale
+    assert {EVIDENCE, MARKDOWN, PAGE, *pictures} == first
+    again = schema.read(folder / EVIDENCE)
+    assert again.incident == incident
+    assert len(again.hypotheses) == len(Cause)
+    for name in pictures:
         data = (folder / name).read_bytes()
         assert data.startswith(b"\x89PNG")
         assert struct.unpack(">II", data[16:24]) == (836, 297)
-    assert (folder / MARKDOWN).read_text().count("![panel") == len(Panel)
+    assert (folder / MARKDOWN).read_text().count("![panel") == len(pictures)
     assert write_folder(run, incident) == folder
     assert {path.name for path in folder.iterdir()} == first

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.analysis.postmortem.evidence import Evidence
-from harness.analysis.postmortem.report.incident_text import NOT_MEASURED
 from harness.core.events import ActionKind, StepRecord
 from harness.telemetry.run_picture import BLUE, GREY, GRID, INK, ORANGE, RED
 
@@ -83,7 +82,7 @@ def finish_axes(
     is_drawn = is_map or bool(axes.lines or axes.collections)
     incident = evidence.incident
     if not is_map:
-        axes.axvspan(incident.onset - 0.5, incident.last + 0.5, color=SHADE, zorder=0)
+        axes.axvspan(evidence.onset - 0.5, incident.last + 0.5, color=SHADE, zorder=0)
         _use_log_scale_if_wide(axes)
         if from_zero and axes.get_yscale() == "linear":
             axes.set_ylim(bottom=0)
@@ -99,7 +98,8 @@ def finish_axes(
     style_axes(axes, unit)
     axes.set_xlabel("iteration" if axes.get_subplotspec() is None or _is_last(axes) else "", fontsize=SMALL, color=INK)
     if axes.get_legend_handles_labels()[0] and not is_map:
-        axes.legend(frameon=False, fontsize=SMALLER, labelcolor=INK, loc="upper left", ncols=4)
+        beside = (1.0, 1.0)  # a legend over the axes would cover curves
+        axes.legend(frameon=False, fontsize=SMALLER, labelcolor=INK, loc="upper left", bbox_to_anchor=beside)
     return is_drawn
 
 
@@ -151,10 +151,3 @@ def style_axes(axes: Axes, unit: str) -> None:
     axes.spines["bottom"].set_color(GREY)
     axes.tick_params(length=0, labelsize=SMALL - 0.5, colors=INK)
     axes.set_ylabel(unit, fontsize=SMALL, color=INK)
-
-
-def show_not_measured(figure: Figure) -> None:
-    """Replace the contents of a figure by "not measured"."""
-    for axes in figure.axes:
-        axes.set_visible(False)
-    figure.text(0.5, 0.45, NOT_MEASURED, ha="center", va="center", fontsize=12, color=GREY)

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from harness.analysis.postmortem.evidence import Evidence, GuiltyBatch
+from harness.analysis.postmortem.evidence import Cost, Evidence, IncidentNumbers, Token
+from harness.analysis.postmortem.measures import Measures
 from harness.analysis.postmortem.rules.causes import Panel
 from harness.core.events import Action, Outcome
 
@@ -18,9 +19,28 @@ TYPES = {
     1: "1 (recoverable)",
     2: "2 (lingering)",
     3: "3 (divergent)",
-    None: "none: the update was refused, the incident was cured before a type could be determined, or the loss did "
-    "not change",
+    None: "none: no loss spike reached the weights, or it was cured before its type was visible",
 }
+KIND_TITLES = (
+    ("duplicate_batch", "Duplicate batches"),
+    ("replica_mismatch", "Replicas that differ"),
+    ("data_mismatch", "Ranks that read different data"),
+    ("fp8_range", "fp8 range"),
+    ("scale_collapse", "Collapse of the loss scale"),
+    ("optimizer_reset", "Reset of the optimizer"),
+    ("lr_jump", "Jump of the learning rate"),
+    ("divergence", "Divergence"),
+    ("loss_spike", "Loss spike"),
+    ("level_shift", "Lasting rise of the loss"),
+    ("grad_spike", "Gradient spike"),
+    ("v_stale", "Stale second moment"),
+    ("weight_drift", "Drift of the weights"),
+    ("rank_outlier", "Rank that differs from the others"),
+    ("refusals", "Rejected updates"),
+    ("refusal", "Rejected update"),
+)
+"""Kind of finding -> title of its report; the first that an incident has counts."""
+SPIKE_SPREADS = 3.0
 FILES = {panel: f"panel-{panel.value:02}-{panel.name}.png" for panel in Panel}
 TITLES = {
     Panel.loss: "loss",
@@ -105,22 +125,26 @@ def _action_line(action: Action, outcome: Outcome | None) -> str:
     return f"{text} (iteration {action.iteration})"
 
 
-def cost_text(evidence: Evidence) -> str:
-    """Cost in steps, tokens, time and money."""
-    cost = evidence.cost
+def cost_in_steps(cost: Cost) -> str:
+    """Cost in steps, and what became of them."""
     parts = [(cost.undone_steps, "undone"), (cost.refused_steps, "refused"), (cost.raised_steps, "with a raised loss")]
     split = ", ".join(f"{count} {what}" for count, what in parts if count)
+    return f"{cost.steps} step{'s' if cost.steps != 1 else ''}{f' ({split})' if split else ''}"
+
+
+def cost_text(cost: Cost) -> str:
+    """Cost in steps, tokens, time and money."""
     price = "no price set" if cost.money is None else f"{cost.money:,.2f} at cluster.price_per_gpu_hour"
-    steps = f"{cost.steps} step{'s' if cost.steps != 1 else ''}{f' ({split})' if split else ''}"
-    return f"{steps}, {cost.tokens:,} tokens, {format_duration(cost.seconds)}, {cost.gpu_hours:.3g} GPU hours, {price}"
+    spent = f"{cost.tokens:,} tokens, {format_duration(cost.seconds)}, {cost.gpu_hours:.3g} GPU hours"
+    return f"{cost_in_steps(cost)}, {spent}, {price}"
 
 
-def token_texts(batch: GuiltyBatch) -> list[str]:
+def token_texts(tokens: Sequence[Token]) -> list[str]:
     """Each rare token with its text and its counts."""
     return [
         f"{rare.token}{f' `{printable(rare.text)}`' if rare.text else ''} x{rare.num_in_batch}"
         + ("" if rare.num_in_corpus is None else f" of {rare.num_in_corpus} in the corpus")
-        for rare in batch.rarest
+        for rare in tokens
     ]
 
 
@@ -129,9 +153,50 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text).replace("`", "'")
 
 
-def panel_name(panel: Panel) -> str:
-    return f"panel {panel.value}"
+def panel_name(panel: Panel | None) -> str:
+    return "configuration" if panel is None else f"panel {panel.value}"
 
 
 def join_names(names: Sequence[object]) -> str:
     return ", ".join(map(str, names)) or "none found"
+
+
+def title_of(evidence: Evidence, measures: Measures) -> str:
+    """What happened, in a few words."""
+    if "nonfinite weights" in evidence.kinds():
+        return "Non-finite weights"
+    for name in ("loss", "grad_norm"):
+        if any(not math.isfinite(getattr(record, name)) for record in measures.during):
+            return "Non-finite loss" if name == "loss" else "Non-finite gradient"
+    known = evidence.kinds()
+    title = next((title for kind, title in KIND_TITLES if kind in known), "Incident")
+    is_spike = measures.rise is not None and measures.rise > SPIKE_SPREADS
+    if is_spike and title.startswith(("Rejected", "Gradient")):
+        title = "Loss spike"
+    return f"{title}, rejected" if title == "Loss spike" and evidence.numbers.peak_refused else title
+
+
+def loss_path(numbers: IncidentNumbers) -> str:
+    """Loss before, at its peak and fifty steps later, as every report states them."""
+    peak = f"{format_number(numbers.peak)}{' (refused)' if numbers.peak_refused else ''}"
+    after = "" if numbers.loss_after_50 is None else f" -> {format_number(numbers.loss_after_50)}"
+    return f"{format_number(numbers.level)} -> {peak}{after}"
+
+
+def recovery_text(numbers: IncidentNumbers) -> str:
+    """The recovery loss, or that there was none."""
+    if numbers.loss_after_50 is None:
+        few = numbers.num_after_peak
+        return f"{NOT_MEASURED}: only {few} step{'s' if few != 1 else ''} followed the peak"
+    loss = format_number(numbers.loss_after_50)
+    return f"did not recover: {loss}" if numbers.has_recovered is False else loss
+
+
+def resumption_text(numbers: IncidentNumbers) -> str:
+    """The step at which the loss was back on its course."""
+    if numbers.level is None:
+        return NOT_MEASURED
+    if numbers.resumed_step is None:
+        return f"not within the {numbers.num_after_peak} steps after the peak that the log has"
+    after = f"{numbers.resumed_after} step{'s' if numbers.resumed_after != 1 else ''} after the peak"
+    return f"at step {numbers.resumed_step}, {after}"

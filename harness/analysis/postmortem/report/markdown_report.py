@@ -1,18 +1,20 @@
-"""Renders the post-mortem of an incident as Markdown: summary, spike record and post-mortem.
+"""Renders the post-mortem of an incident as Markdown: a summary, then seven sections and the evidence.
 
-A pure function of the evidence. Symptoms with numbers come before hypotheses. A section without measurements says
-"not measured"; a cause with a score below `KNOWN` is "not known yet".
+A pure function of the evidence. The summary is for the engineer on call. Symptoms with numbers come before hypotheses.
+A number that is not in the log is "not measured"; a cause with a score below `KNOWN` is "not known yet".
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.analysis.postmortem.evidence import Evidence
+from harness.analysis.postmortem.evidence import Evidence, GuiltyBatch, Hypothesis
+from harness.analysis.postmortem.gather import state_of_incident
 from harness.analysis.postmortem.measures import Measures, measure
+from harness.analysis.postmortem.overrides import shell_command
+from harness.analysis.postmortem.rare_tokens import flag_tokens
 from harness.analysis.postmortem.report.incident_text import (
     FILES,
-    MOST_LINES,
     NOT_KNOWN,
     NOT_MEASURED,
     TITLES,
@@ -23,14 +25,21 @@ from harness.analysis.postmortem.report.incident_text import (
     format_number,
     format_time,
     join_names,
+    loss_path,
     panel_name,
     printable,
+    recovery_text,
+    resumption_text,
+    title_of,
     token_texts,
 )
-from harness.analysis.postmortem.rules.causes import Panel, RuleResult
-from harness.analysis.postmortem.rules.hypotheses import KNOWN, rank_causes, root_cause
-from harness.analysis.postmortem.rules.remedies import Check, Remedy, check_of, remedy_of
+from harness.analysis.postmortem.rules.causes import CauseStatus, Panel, RuleResult
+from harness.analysis.postmortem.rules.hypotheses import rank_causes, root_cause
+from harness.analysis.postmortem.rules.remedies import Remedy, remedy_of, restore_commands
+from harness.analysis.postmortem.verification import verification_of
 from harness.core.events import ActionKind
+
+MOST_BATCHES, MOST_TOKENS = 4, 5
 
 
 def render(evidence: Evidence, panels: Sequence[Panel] = ()) -> str:
@@ -39,37 +48,60 @@ def render(evidence: Evidence, panels: Sequence[Panel] = ()) -> str:
     ranked = rank_causes(evidence, measures)
     cause = root_cause(ranked)
     remedy = None if cause is None else remedy_of(cause.cause, evidence)
-    check = check_of(None if cause is None else cause.cause, remedy, evidence, measures)
     parts = [
-        *_heading(evidence, cause, remedy),
-        *_spike(evidence, measures, cause, remedy),
-        *_report(evidence, measures, ranked),
-        *_answers(remedy, check),
-        *_samples(evidence),
+        *_summary(evidence, measures, cause, remedy),
+        *_symptoms(evidence, measures),
+        *_hypotheses(ranked),
+        *_root_cause(evidence, remedy),
+        *_remediation(evidence, remedy),
+        *_verification(evidence, remedy),
+        *_lesson(remedy),
+        *_evidence(evidence, measures),
         *_pictures(panels),
     ]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _heading(evidence: Evidence, cause: RuleResult | None, remedy: Remedy | None) -> list[str]:
-    incident, run = evidence.incident, evidence.run
+def hypotheses_of(evidence: Evidence) -> list[Hypothesis]:
+    """All causes as they are written to `evidence.json`, the likeliest first."""
+    return [
+        Hypothesis(
+            cause=str(result.cause),
+            score=result.score,
+            status=str(result.status),
+            text="; ".join(reason.text for reason in (result.reason, *result.details)),
+            panel=int(result.reason.panel or 0),
+        )
+        for result in rank_causes(evidence, measure(evidence))
+    ]
+
+
+def state_text(evidence: Evidence) -> str:
+    """How the incident ended."""
+    has_halted = any(action.kind is ActionKind.halt for action in evidence.actions)
+    return state_of_incident(evidence.incident.verdict, has_halted=has_halted, has_ended=bool(evidence.run.ended))
+
+
+def _summary(evidence: Evidence, measures: Measures, cause: RuleResult | None, remedy: Remedy | None) -> list[str]:
+    """What an engineer on call needs in the first half minute."""
+    run, numbers = evidence.run, evidence.numbers
+    grads = f"gradient norm {format_number(numbers.peak_grad)} (usually {format_number(numbers.usual_grad)})"
+    changes = "" if remedy is None else " ".join(remedy.overrides)
+    change = f"`{changes}`" if changes else NOT_KNOWN if remedy is None else "no config key; see section 5"
     drill = []
     if evidence.faults:
         fault, num = evidence.faults[0], len(evidence.faults)
         struck = f"rank {fault.rank}, iteration {fault.iteration}" + (f"; {num} times in all" if num > 1 else "")
         drill = [f"- Drill, injected fault: {fault.message} ({struck})"]
-    kinds = ", ".join(evidence.kinds()) or NOT_MEASURED
-    state = "still open" if incident.is_open else incident.verdict
-    verdict = NOT_KNOWN if cause is None else f"{cause.cause} ({cause.score:.2f})"
-    done = action_counts(evidence) or "no action"
     return [
-        f"# Incident {evidence.folder} of {run.name}, {format_time(_onset_time(evidence))}",
+        f"# {title_of(evidence, measures)}: incident {evidence.folder} of {run.name}, "
+        + format_time(_onset_time(evidence)),
         "",
-        f"- What: {kinds}, iterations {incident.onset} to {incident.last}; {state}",
-        f"- Why: {verdict}",
-        f"- Done: {done}",
-        f"- Change: {NOT_KNOWN if remedy is None else remedy.change}",
-        f"- Cost: {cost_text(evidence)}",
+        f"- What: loss {loss_path(numbers)}, {grads}; {state_text(evidence)}",
+        f"- Why: {NOT_KNOWN if cause is None else f'{cause.cause} ({cause.score:.2f})'}",
+        f"- Done: {action_counts(evidence) or 'no action'}",
+        f"- Change: {change}",
+        f"- Cost: {cost_text(evidence.cost)}",
         *drill,
         "",
     ]
@@ -80,138 +112,148 @@ def _onset_time(evidence: Evidence) -> float:
     return evidence.incident.time if record is None else record.time
 
 
-def _spike(evidence: Evidence, measures: Measures, cause: RuleResult | None, remedy: Remedy | None) -> list[str]:
-    """The spike record: symptoms, evidence, classification, action, outcome."""
-    incident, run = evidence.incident, evidence.run
+def _symptoms(evidence: Evidence, measures: Measures) -> list[str]:
+    numbers, run = evidence.numbers, evidence.run
+    peak = ""
+    if numbers.peak_iteration is not None:
+        refused = ", refused: it did not reach the weights" if numbers.peak_refused else ""
+        peak = f" (iteration {numbers.peak_iteration}{refused})"
     cursors = [record.cursor for record in measures.during]
-    blamed = ", ".join(str(batch.index) for batch in evidence.batches) or "none"
-    seen = f"{min(cursors)} to {max(cursors)}" if cursors else NOT_MEASURED
-    usual_grad = format_number(measures.usual_grad)
+    seen = f"; the incident covers batches {min(cursors)} to {max(cursors)}" if len(set(cursors)) > 1 else ""
+    index = NOT_MEASURED if numbers.onset_cursor is None else f"{numbers.onset_cursor}{seen}"
+    late = (
+        []
+        if numbers.loss_after_500 is None
+        else [f"- loss 500 steps after the peak: {format_number(numbers.loss_after_500)}"]
+    )
+    schedule = str(run.settings.get("optim.schedule") or "")
     return [
-        f"## Spike #{incident.number}",
-        "",
-        "### Symptoms",
-        f"- Pre-spike loss: {format_number(measures.level)}",
-        f"- Peak loss: {format_number(None if measures.peak is None else measures.peak.loss)}",
-        f"- Recovery loss (50 steps later): {format_number(measures.recovery_loss)}",
-        f"- Grad norm peak: {format_number(measures.peak_grad)} (pre-clip; usually {usual_grad})",
-        "",
-        "### Evidence",
-        f"- mlflow run: {run.tracking or NOT_MEASURED}",
-        f"- Batch index range: {seen}; guilty: {blamed}",
-        f"- Token histogram for offending batches: {panel_name(Panel.tokens)}",
-        f"- Per-layer activation L2 at spike: {_activations(measures)}",
-        f"- Guilty ranks: {join_names(incident.ranks)}; layer groups: {join_names(incident.groups)}",
-        "",
-        "### Classification",
-        f"- Type: {TYPES.get(incident.spike_type, str(incident.spike_type))}",
-        f"- Root cause: {NOT_KNOWN if cause is None else cause.cause}",
-        "",
-        "### Recovery action",
-        *([f"- {line}" for line in action_lines(evidence)] or ["- none"]),
-        "",
-        "### Outcome",
-        *_outcome(evidence, measures),
-        f"- Cost of incident: {cost_text(evidence)}",
-        "",
-        "### Lessons / followups",
-        f"- {NOT_KNOWN if remedy is None else remedy.lesson}",
+        "## 1. Symptoms",
+        f"- step where it began: {evidence.onset_step} (iteration {evidence.onset})",
+        f"- findings: {', '.join(evidence.kinds()) or NOT_MEASURED}",
+        f"- pre-spike loss (50-step EMA): {format_number(numbers.level)}",
+        f"- peak loss: {format_number(numbers.peak)}{peak}",
+        f"- recovery loss (50 steps after the peak): {recovery_text(numbers)}",
+        *late,
+        f"- pre-spike trajectory resumed: {resumption_text(numbers)}",
+        f"- gradient norm before clipping: {format_number(numbers.peak_grad)} "
+        f"(usually {format_number(numbers.usual_grad)})",
+        f"- learning rate: {format_number(measures.onset_lr)} (before: {format_number(measures.usual_lr)}"
+        f"{f'; schedule {schedule}' if schedule else ''})",
+        f"- precision: {run.precision}",
+        f"- batch index: {index}",
+        f"- unusual tokens in that batch: {_unusual(evidence, measures)}",
         "",
     ]
 
 
-def _report(evidence: Evidence, measures: Measures, ranked: Sequence[RuleResult]) -> list[str]:
-    """Sections 1 to 3 of the post-mortem: symptoms, hypotheses, discriminating evidence."""
-    incident, run, peak = evidence.incident, evidence.run, measures.peak
-    recovery = format_number(measures.recovery_loss) if measures.has_recovered is not False else "did not recover"
-    if measures.has_recovered is False:
-        recovery += f": {format_number(measures.recovery_loss)}"
-    usual_grad = format_number(measures.usual_grad)
-    likely = [result for result in ranked if result.support is not None][:5]
+def _unusual(evidence: Evidence, measures: Measures) -> str:
+    """The flagged tokens of the guilty batches, or that there are none."""
+    judged = [(batch, flag_tokens(batch, evidence, measures.before)) for batch in evidence.batches]
+    known = [(batch, flagged) for batch, flagged in judged if flagged is not None]
+    for batch, flagged in known:
+        if flagged:
+            return f"{', '.join(token_texts(flagged)[:MOST_TOKENS])} (batch {batch.index})"
+    if not known:
+        return NOT_MEASURED
+    is_part = evidence.run.world_size > 1 and not all(batch.is_whole for batch, _ in known)
+    return f"none flagged{' in the rows of rank 0' if is_part else ''}"
+
+
+def _hypotheses(ranked: Sequence[RuleResult]) -> list[str]:
+    """Sections 2 and 3: the ranking, then the observation behind each place in it."""
+    listed = [result for result in ranked if result.status in (CauseStatus.likely, CauseStatus.possible)]
+    places = {result.cause: f"H{place}" for place, result in enumerate(listed, start=1)}
+    of_status = {
+        status: [result for result in ranked if result.status is status]
+        for status in (CauseStatus.ruled_out, CauseStatus.not_examined)
+    }
+    ranking = [
+        f"{place}. {result.cause}: {result.status} ({result.score:.2f}), {panel_name(result.reason.panel)}"
+        for place, result in enumerate(listed, start=1)
+    ]
+    names = [
+        f"- {status}: {', '.join(str(result.cause) for result in results)}"
+        for status, results in of_status.items()
+        if results
+    ]
+    lines = []
+    for result in listed:
+        place = places[result.cause]
+        reasons = [(reason, "favors") for reason in (result.support, *result.details)]
+        reasons += [(result.against, "speaks against")]
+        lines += [f"- {panel_name(each.panel)}: {each.text} -> {verb} {place}" for each, verb in reasons if each]
+    for status, results in of_status.items():
+        end = "rules out {}" if status is CauseStatus.ruled_out else "{} is not examined"
+        lines += [f"- {panel_name(r.reason.panel)}: {r.reason.text} -> {end.format(r.cause)}" for r in results]
     return [
-        f"# Loss spike post-mortem: {format_time(_onset_time(evidence))}, {run.name}",
-        "",
-        "## 1. Symptoms",
-        f"- step where spike began: {incident.onset_step} (iteration {incident.onset})",
-        f"- pre-spike loss (50-step EMA): {format_number(measures.ema)}",
-        f"- peak loss: {format_number(None if peak is None else peak.loss)}"
-        + ("" if peak is None else f" (iteration {peak.iteration}{', refused' if peak.refused else ''})"),
-        f"- recovery loss (50 steps after peak): {recovery}",
-        f"- grad-norm pre-clip at spike: {format_number(measures.peak_grad)} (usually {usual_grad})",
-        f"- LR at spike: {format_number(measures.onset_lr)} (before: {format_number(measures.usual_lr)})",
-        f"- dtype regime: {run.precision}",
-        f"- batch index in the spike step: {measures.during[0].cursor if measures.during else NOT_MEASURED}",
-        f"- corpus tokens in that batch that look unusual: {_unusual(evidence)}",
-        "",
         "## 2. Hypotheses",
-        *(
-            [
-                f"{place}. {result.cause} ({result.score:.2f}): {support.text} ({panel_name(support.panel)})"
-                for place, result in enumerate(likely, start=1)
-                if (support := result.support) is not None
-            ]
-            or ["none: the log has no evidence for any known cause"]
-        ),
+        *(ranking or ["none: the log has no evidence for any known cause"]),
+        *names,
         "",
         "## 3. Discriminating evidence",
-        *_discriminating(ranked, likely),
+        *lines,
         "",
     ]
 
 
-def _discriminating(ranked: Sequence[RuleResult], likely: Sequence[RuleResult]) -> list[str]:
-    lines = []
-    places = {result.cause: f"H{place}" for place, result in enumerate(likely, start=1)}
-    for result in likely[:3]:
-        if result.support is not None and result.score >= KNOWN:
-            panel = panel_name(result.support.panel)
-            lines.append(f"- {panel}: {result.support.text} -> favors {places[result.cause]}")
-    for result in ranked:
-        if result.against is not None and result.score < KNOWN:
-            hypothesis = places.get(result.cause, result.cause)
-            lines.append(f"- {panel_name(result.against.panel)}: {result.against.text} -> rules out {hypothesis}")
-    return lines[:MOST_LINES] or [NOT_MEASURED]
-
-
-def _answers(remedy: Remedy | None, check: Check) -> list[str]:
-    """Sections 4 to 7 of the post-mortem: root cause, remediation, verification, lesson."""
-    overrides = [] if remedy is None else remedy.overrides
+def _root_cause(evidence: Evidence, remedy: Remedy | None) -> list[str]:
+    spike_type = evidence.incident.spike_type
     return [
         "## 4. Root cause",
         NOT_KNOWN if remedy is None else remedy.sentence,
         "",
-        "## 5. Remediation",
-        f"- {NOT_KNOWN if remedy is None else remedy.change}",
-        *([f"- `{' '.join(overrides)}`"] if overrides else ["- no config key makes this change"] if remedy else []),
-        "",
-        "## 6. Verification",
-        f"- Re-run with seed {NOT_MEASURED if check.seed is None else check.seed} through step "
-        f"{NOT_MEASURED if check.steps is None else check.steps}:",
-        "",
-        *[f"      {line}" for line in check.commands],
-        "",
-        *[f"- expect {line}" for line in check.expect],
-        "",
-        "## 7. Lesson",
-        NOT_KNOWN if remedy is None else remedy.lesson,
+        f"- spike type: {TYPES.get(spike_type, str(spike_type))}",
         "",
     ]
 
 
-def _outcome(evidence: Evidence, measures: Measures) -> list[str]:
-    incident = evidence.incident
+def _remediation(evidence: Evidence, remedy: Remedy | None) -> list[str]:
     halted = next((action for action in evidence.actions if action.kind is ActionKind.halt), None)
-    if halted is not None:
-        return [f"- The run halted: {halted.reason}"]
-    state, loss = "still open" if incident.is_open else incident.verdict, format_number(measures.recovery_loss)
-    match measures.has_recovered:
-        case None:
-            return [f"- {state}; the loss fifty steps later was {NOT_MEASURED}"]
-        case True:
-            return [f"- {state}; the loss is back at {loss} fifty steps after its peak"]
-        case _:
-            before = format_number(measures.level)
-            return [f"- {state}; the loss is {loss} fifty steps after its peak (before the incident {before})"]
+    restore, commands = restore_commands(evidence)
+    return [
+        "## 5. Remediation",
+        *[f"- by the sentinel: {line}" for line in action_lines(evidence)],
+        *([f"- the run halted: {halted.reason}"] if halted is not None else []),
+        *([f"- {restore}:", "", *(f"      {line}" for line in commands), ""] if restore else []),
+        f"- change: {NOT_KNOWN if remedy is None else remedy.change}",
+        "",
+    ]
+
+
+def _verification(evidence: Evidence, remedy: Remedy | None) -> list[str]:
+    wanted = verification_of(evidence, remedy)
+    seed = NOT_MEASURED if wanted.seed is None else wanted.seed
+    number = str(evidence.incident.number)
+    is_remark = evidence.folder.startswith("remark")
+    check = shell_command("harness", "verify", evidence.run.path, "--incident", number)
+    train = [f"      {shell_command('harness', 'train', *wanted.train)}"] if wanted.train else []
+    return [
+        "## 6. Verification",
+        f"- re-run with seed {seed} and the change through step {wanted.through}:",
+        "",
+        *train,
+        *([] if is_remark else [f"      {check} --log {wanted.folder}" if train else f"      {check}"]),
+        "",
+        *[f"- expect {line}" for line in wanted.expectations()],
+        "",
+    ]
+
+
+def _lesson(remedy: Remedy | None) -> list[str]:
+    return ["## 7. Lesson", NOT_KNOWN if remedy is None else remedy.lesson, ""]
+
+
+def _evidence(evidence: Evidence, measures: Measures) -> list[str]:
+    incident, run = evidence.incident, evidence.run
+    return [
+        "## 8. Evidence",
+        *([f"- MLflow run: {run.tracking}"] if run.tracking else []),
+        f"- guilty ranks: {join_names(incident.ranks)}; layer groups: {join_names(incident.groups)}",
+        f"- activation RMS by layer: {_activations(measures)}",
+        *(_batch_lines(evidence.batches) or [f"- guilty batches: {NOT_MEASURED}"]),
+        "",
+    ]
 
 
 def _activations(measures: Measures) -> str:
@@ -219,35 +261,21 @@ def _activations(measures: Measures) -> str:
     if probed is None:
         return NOT_MEASURED
     layers = ", ".join(f"{name} {format_number(value, 3)}" for name, value in probed.activation_rms.items())
-    return f"RMS at iteration {probed.iteration}: {layers} ({panel_name(Panel.activations)})"
+    return f"{layers} (iteration {probed.iteration}, {panel_name(Panel.activations)})"
 
 
-def _unusual(evidence: Evidence) -> str:
-    batch = next((batch for batch in evidence.batches if batch.rarest), None)
-    if batch is None:
-        return NOT_MEASURED
-    return f"{', '.join(token_texts(batch)[:5])} (batch {batch.index})" if batch.rarest else "none flagged"
-
-
-def _samples(evidence: Evidence) -> list[str]:
-    lines = ["## Guilty batches"]
-    if not evidence.batches:
-        return [*lines, NOT_MEASURED, ""]
-    for batch in evidence.batches[:4]:
+def _batch_lines(batches: Sequence[GuiltyBatch]) -> list[str]:
+    lines = []
+    for batch in batches[:MOST_BATCHES]:
         facts = [f"fingerprint {batch.fingerprint}" if batch.fingerprint else "fingerprint not measured"]
         facts += [] if batch.entropy_nats is None else [f"entropy {batch.entropy_nats:.2f} nats"]
         facts += [f"{count} rows of {name}" for name, count in batch.rows.items() if count]
         facts += ["update refused"] if batch.refused else []
-        facts += (
-            ["DIFFERS from the data on disk now"]
-            if batch.is_changed
-            else []
-            if batch.reread
-            else ["tokens not compared with the data on disk"]
-        )
+        not_read = [] if batch.reread else ["tokens not compared with the data on disk"]
+        facts += ["DIFFERS from the data on disk now"] if batch.is_changed else not_read
         lines.append(f"- batch {batch.index}: {', '.join(facts)}")
         lines += [f"  - `{printable(sample)}`" for sample in batch.samples[:2]]
-    return [*lines, ""]
+    return lines
 
 
 def _pictures(panels: Sequence[Panel]) -> list[str]:

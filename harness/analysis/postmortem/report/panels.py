@@ -1,4 +1,4 @@
-"""Draws the pictures (panels) of an incident, one file each. All are written; one without data says "not measured".
+"""Draws the pictures (panels) of an incident, one file each. One without data is left out.
 
 Pictures over time share one axis: the incident is shaded, actions are marked above, injected faults below. A non-finite
 value is a gap with a cross at the top. Two pictures show the guilty batch instead: its token losses and its tokens.
@@ -20,7 +20,6 @@ from harness.analysis.postmortem.report.axes import (
     draw_two,
     finish_axes,
     series,
-    show_not_measured,
     style_axes,
     with_bf16_gaps,
 )
@@ -40,20 +39,23 @@ RANK_COLOURS = (BLUE, ORANGE, "#3f8f4e", "#8453a8", "#8a6d3b", "#2a8c9b")
 
 
 def draw(evidence: Evidence, folder: Path) -> list[Panel]:
-    """Write all pictures; returns the list of panels."""
+    """Write the pictures that have data, and remove the others of an earlier report; returns the panels drawn."""
     from matplotlib.figure import Figure
 
+    drawn = []
     for panel, painter in PAINTERS.items():
+        path = folder / FILES[panel]
         figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH, layout="constrained", facecolor="white")
         title = f"{panel.value}  {TITLES[panel]}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold", color=INK)
         if not painter(figure, evidence):
-            show_not_measured(figure)
-        path = folder / FILES[panel]
+            path.unlink(missing_ok=True)
+            continue
+        drawn.append(panel)
         scratch = path.with_name(f".{path.name}.tmp")
         figure.savefig(scratch, format="png")
         scratch.replace(path)
-    return list(PAINTERS)
+    return drawn
 
 
 def _draw_loss(figure: Figure, evidence: Evidence) -> bool:
@@ -61,7 +63,7 @@ def _draw_loss(figure: Figure, evidence: Evidence) -> bool:
     applied = [record for record in evidence.records if not record.refused]
     refused = [record for record in evidence.records if record.refused]
     draw_line(axes, series(applied, lambda record: record.loss), BLUE, "applied")
-    draw_dots(axes, series(refused, lambda record: record.loss), RED, "refused")
+    draw_dots(axes, series(refused, lambda record: record.loss), RED, "refused, not applied")
     draw_line(axes, _bound(evidence, "loss"), GREY, "the gate's bound", dashed=True)
     return finish_axes(
         axes, evidence, "nats", gaps=[r.iteration for r in evidence.records if not math.isfinite(r.loss)]

@@ -1,9 +1,8 @@
-"""Remedy for each cause: one sentence, the smallest configuration change, and commands that verify it.
+"""Remedy for each cause: one sentence, the smallest configuration change, and how to restore a broken run.
 
-Why: a lesson without a configuration change is forgotten, and a change that was not tested may not help.
-How: the change is given as overrides of `harness train`. The check trains the same run again from the same seed, with
-the change, past the incident, and then runs `harness diagnose`, which exits with 0 if it finds nothing. For causes that
-no config key can change (a faulty machine, a bug in the loader) the check is `harness replay`.
+Why: a lesson without a configuration change is forgotten.
+How: the change is given as overrides of `harness train`; `harness.analysis.postmortem.verification` tests it. A run
+whose loss is not finite needs an older state first: `restore_commands`.
 """
 
 from __future__ import annotations
@@ -15,32 +14,20 @@ from pathlib import PurePath
 from typing import final
 
 from harness.analysis.postmortem.evidence import Evidence
-from harness.analysis.postmortem.measures import Measures, measure, off_schedule, weight_jump
+from harness.analysis.postmortem.measures import first_broken_weights, measure, off_schedule, weight_jump
 from harness.analysis.postmortem.overrides import shell_command
+from harness.analysis.postmortem.rare_tokens import flag_tokens
 from harness.analysis.postmortem.rules.causes import Cause
+from harness.analysis.postmortem.rules.data_rules import find_planned_change
+from harness.analysis.postmortem.rules.rate_rules import find_rate_change, rate_range
 
-STEPS_PAST = 50
-"""Steps that a check trains past the incident: the time a spike has to recover."""
-LEAST_TOLERANCE = 0.05
-"""Nats."""
 OFF_SCHEDULE = 0.2
 """Tolerated difference between learning rate and schedule, as the logarithm of their ratio."""
 KEPT_SHARE = 4
 """At most one block in this many stays in bf16; beyond that another fp8 recipe is the smaller change."""
-REPLAY_CAUSES = (Cause.corrupted_rank, Cause.scrambled_data)
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """The test that confirms the fix."""
-
-    commands: list[str]
-    """Shell commands, in order."""
-    seed: int | None
-    steps: int | None
-    expect: list[str]
-    """Conditions that must hold afterwards, with numbers."""
+RATE_DIVISOR = 2.0
+RARE_BELOW, CLIP_NORM = 10, 0.5
+"""Stratified batching spreads tokens with fewer occurrences than this; the clip threshold for rare tokens."""
 
 
 @final
@@ -63,6 +50,66 @@ def remedy_of(cause: Cause, evidence: Evidence) -> Remedy:
 def _setting(evidence: Evidence, key: str, default: float) -> float:
     value = evidence.run.settings.get(key)
     return float(value) if isinstance(value, int | float) else default
+
+
+def is_broken(evidence: Evidence) -> bool:
+    """Whether the run did not recover from values that are not finite."""
+    numbers = evidence.numbers
+    ended = numbers.loss_after_50 is not None and not math.isfinite(numbers.loss_after_50)
+    return ended or "nonfinite weights" in evidence.kinds()
+
+
+def restore_commands(evidence: Evidence) -> tuple[str, list[str]]:
+    """What to do about a run that is not finite any more, and the commands: restore the newest checkpoint without NaN,
+    else start again with a lower learning rate. Empty if the run is finite."""
+    run = evidence.run
+    if not is_broken(evidence):
+        return "", []
+    folder = str(PurePath(run.path).parent)
+    if evidence.checkpoint:
+        step = int(evidence.checkpoint.removeprefix("step-").partition("-")[0])
+        text = f"restore {evidence.checkpoint}, the newest checkpoint from before the first value that is not finite"
+        if not run.ended:
+            reason = f"incident {evidence.incident.number}: not finite"
+            return text, [shell_command("harness", "ctl", run.path, "rollback", "--to", str(step), "--reason", reason)]
+        return text, [shell_command("harness", "train", *run.overrides, f"run.dir={folder}", f"run.name={run.name}")]
+    rate = _setting(evidence, "optim.lr", 0.0) / RATE_DIVISOR
+    kept = [override for override in run.overrides if not override.startswith("optim.lr=")]
+    place = [f"run.dir={folder}", f"run.name={run.name}-lower-lr"]
+    text = "no checkpoint from before the first value that is not finite: start again with a lower learning rate"
+    return text, [shell_command("harness", "train", *kept, f"optim.lr={rate:g}", *place)] if rate else []
+
+
+def _planned_change(evidence: Evidence) -> Remedy:
+    change = find_planned_change(evidence) or "the data changed as planned"
+    return Remedy(
+        sentence=f"The data changed as planned: {change}.",
+        change="nothing is broken; if the rise matters, blend the new data in over several phases of data.phases",
+        lesson="A planned change of the data raises the training loss; judge it by the held-out loss.",
+    )
+
+
+def _destructive_update(evidence: Evidence) -> Remedy:
+    broken = first_broken_weights(evidence)
+    where = f" of {broken[1]}" if broken is not None else ""
+    since = f" (found at iteration {broken[0].iteration})" if broken is not None else ""
+    return Remedy(
+        sentence=f"An update wrote values that are not finite, or far too large, into the weights{where}{since}, "
+        "and every later step computed with them.",
+        change="limit single values of the gradient",
+        overrides=["optim.clip_value=100"],
+        lesson="One applied update with a NaN destroys the weights for good: reject it before the optimizer step.",
+    )
+
+
+def _numerical_cascade(evidence: Evidence) -> Remedy:
+    precision = evidence.run.precision
+    return Remedy(
+        sentence=f"Round-off in {precision} grew from layer to layer until the activations were far above usual.",
+        change="compute attention in fp32" if precision == "bf16" else "compute in bf16 with attention in fp32",
+        overrides=["model.attention=fp32", *([] if precision == "bf16" else ["precision=bf16"])],
+        lesson="Activations that grow from layer to layer lose their low bits first; probe them by depth.",
+    )
 
 
 def _corrupted_rank(evidence: Evidence) -> Remedy:
@@ -127,12 +174,18 @@ def _optimizer_reset(_evidence: Evidence) -> Remedy:
 
 def _lr_discontinuity(evidence: Evidence) -> Remedy:
     measures = measure(evidence)
+    if (moved := find_rate_change(evidence)) is not None:
+        return Remedy(
+            sentence=f"The learning rate changed by a factor of {moved.factor:.3g}, because {moved.text}.",
+            change=f"resume with the old value of {moved.key}, or with a warm-up to the new rate",
+            lesson="A longer or shorter schedule moves the learning rate of the step at which a run resumes.",
+        )
     before, at = measures.usual_lr, measures.onset_lr
     jump = "" if before is None or at is None else f" from {before:.3g} to {at:.3g}"
     farthest = off_schedule(evidence, measures)
     off = ", against its schedule" if farthest and abs(math.log(farthest[1])) > OFF_SCHEDULE else ""
     warmup = int(_setting(evidence, "optim.warmup_steps", 0))
-    in_warmup = evidence.incident.onset_step <= warmup + 1
+    in_warmup = evidence.onset_step <= warmup + 1
     change = "raise the learning rate over the whole warmup" if in_warmup else "use the scheduled learning rate again"
     return Remedy(
         sentence=f"The learning rate jumped{jump} within one step{off}.",
@@ -154,19 +207,29 @@ def _beta2_stale(evidence: Evidence) -> Remedy:
 
 
 def _long_tail_token(evidence: Evidence) -> Remedy:
-    batch = next((batch for batch in evidence.batches if batch.rarest), None)
-    tokens = "" if batch is None else ", ".join(rare.text or str(rare.token) for rare in batch.rarest[:3])
-    named = f" ({tokens})" if tokens else ""
+    before = measure(evidence).before
+    judged = ((batch, flag_tokens(batch, evidence, before)) for batch in evidence.batches)
+    batch, flagged = next(((batch, flagged) for batch, flagged in judged if flagged), (None, []))
+    named = ", ".join(token.text or str(token.token) for token in flagged[:3])
     index = "A batch" if batch is None else f"Batch {batch.index}"
     clip = evidence.run.settings.get("optim.clip_norm")
-    half = 0.5 if not isinstance(clip, int | float) else min(0.5, clip / 2)
+    half = CLIP_NORM if not isinstance(clip, int | float) else min(CLIP_NORM, clip / 2)
+    in_corpus = [token.num_in_corpus for token in flagged if token.num_in_corpus]
+    can_spread = batch is not None and not batch.is_changed and bool(in_corpus) and _num_sources(evidence) == 1
+    spread = [f"data.stratify.rare_below={max(RARE_BELOW, *(count + 1 for count in in_corpus))}"] if can_spread else []
     return Remedy(
-        sentence=f"{index} held far more rare tokens{named} than usual, and their gradient dominated the update.",
-        change="halve the clip threshold, which limits the effect of one batch; "
-        "with a single source, data.stratify.rare_below=10 spreads rare tokens over batches",
-        overrides=[f"optim.clip_norm={half:g}"],
-        lesson="Many rare tokens in one batch can dominate the gradient of all ranks: spread them, and clip lower.",
+        sentence=f"{index} held the rare token{'s' if len(flagged) > 1 else ''} {named or 'not known'} far more often "
+        "than usual, and the gradient of the embedding dominated the update.",
+        change="lower the clip threshold, which limits the effect of one batch"
+        + (", and spread rare tokens over the batches" if spread else ""),
+        overrides=[f"optim.clip_norm={half:g}", *spread],
+        lesson="One rare token several times in a batch can dominate the gradient: spread rare tokens, and clip lower.",
     )
+
+
+def _num_sources(evidence: Evidence) -> int:
+    keys = [key.split(".") for key in evidence.run.settings if key.startswith("data.sources.")]
+    return len({key[2] for key in keys if len(key) > 2})
 
 
 def _scrambled_data(evidence: Evidence) -> Remedy:
@@ -218,17 +281,26 @@ def _structural(evidence: Evidence) -> Remedy:
 
 
 def _lr_too_high(evidence: Evidence) -> Remedy:
-    rate = _setting(evidence, "optim.lr", 0.0)
+    rate, span = _setting(evidence, "optim.lr", 0.0), rate_range(evidence.run.settings)
+    change = find_rate_change(evidence)
+    is_above = span is not None and rate > span[1]
+    lower = math.sqrt(span[0] * span[1]) if span is not None and is_above else rate / RATE_DIVISOR
+    why = f", since {change.text}" if change is not None and change.key == "optim.lr" else ""
     return Remedy(
-        sentence=f"The learning rate (peak {rate:g}) is too high for this phase of training.",
-        change="halve the learning rate",
-        overrides=[f"optim.lr={rate / 2:g}"] if rate else [],
-        lesson="Spikes that recur across restarts and batches call for a lower learning rate.",
+        sentence=f"The learning rate (peak {rate:g}) is too high for this model at this point of training{why}.",
+        change="use a learning rate within the usual range for the size" if is_above else "halve the learning rate",
+        overrides=[f"optim.lr={lower:.1g}" if is_above else f"optim.lr={lower:g}"] if rate else [],
+        lesson="A rate far above the usual range for the size diverges; `harness plan` warns about it before the start."
+        if is_above
+        else "Spikes that recur across restarts and batches call for a lower learning rate.",
     )
 
 
 REMEDIES: dict[Cause, Callable[[Evidence], Remedy]] = {
+    Cause.planned_change: _planned_change,
     Cause.corrupted_rank: _corrupted_rank,
+    Cause.destructive_update: _destructive_update,
+    Cause.numerical_cascade: _numerical_cascade,
     Cause.fp16_overflow: _fp16_overflow,
     Cause.fp8_range: _fp8_range,
     Cause.optimizer_reset: _optimizer_reset,
@@ -241,43 +313,3 @@ REMEDIES: dict[Cause, Callable[[Evidence], Remedy]] = {
     Cause.structural: _structural,
     Cause.lr_too_high: _lr_too_high,
 }
-
-
-def check_of(cause: Cause | None, remedy: Remedy | None, evidence: Evidence, measures: Measures) -> Check:
-    """The check that confirms a remedy: train the run again with the change, past the incident."""
-    run, incident = evidence.run, evidence.incident
-    steps = verify_steps(evidence)
-    tolerance = max(LEAST_TOLERANCE, 3 * measures.sigma)
-    expect = ["exit code 0 of both commands: training finishes, and diagnose finds nothing"]
-    if measures.level is not None:
-        expect.append(f"loss at step {incident.onset_step} within {tolerance:.2g} nats of {measures.level:.3f}")
-    if measures.usual_grad is not None:
-        high = 5 * measures.usual_grad
-        expect.append(f"no gradient norm above {high:.3g} in steps {incident.onset_step} to {steps}")
-    commands = []
-    if run.overrides and steps:
-        folder, name = str(PurePath(run.path).parent), f"verify-{run.name}-{evidence.folder}"
-        changes = remedy.overrides if remedy is not None else []
-        changed_keys = {override.partition("=")[0] for override in changes} | {"train.num_steps"}
-        kept = [override for override in run.overrides if override.partition("=")[0] not in changed_keys]
-        place = [f"train.num_steps={steps}", f"run.dir={folder}", f"run.name={name}"]
-        commands = [
-            shell_command("harness", "train", *kept, *changes, *place),
-            shell_command("harness", "diagnose", f"{folder}/{name}"),
-        ]
-    if cause in REPLAY_CAUSES or not commands:
-        commands.append(shell_command("harness", "replay", run.path, "--incident", str(incident.number)))
-    seed = run.settings.get("run.seed")
-    return Check(commands=commands, seed=seed if isinstance(seed, int) else None, steps=steps, expect=expect)
-
-
-def verify_steps(evidence: Evidence) -> int | None:
-    """Steps of a check: `STEPS_PAST` after the incident, at least one more than warmup and decay, at most the run's."""
-    num_steps = evidence.run.settings.get("train.num_steps")
-    if not isinstance(num_steps, int):
-        return None
-    schedule = _setting(evidence, "optim.warmup_steps", 0)
-    if evidence.run.settings.get("optim.schedule") == "wsd":
-        schedule += _setting(evidence, "optim.decay_steps", 0)
-    wanted = max(evidence.incident.last_step + STEPS_PAST, int(schedule) + 1)
-    return min(wanted, num_steps)

@@ -10,20 +10,20 @@ import math
 from harness.analysis.postmortem import measures as m
 from harness.analysis.postmortem.evidence import Evidence
 from harness.analysis.postmortem.measures import Measures
-from harness.analysis.postmortem.rules.causes import Cause, Panel, Reason, RuleResult, rate_cause
+from harness.analysis.postmortem.rules.causes import Cause, Panel, Reason, RuleResult, leave_unexamined, rate_cause
+from harness.analysis.postmortem.rules.update_rules import TORN, is_ordinary
 from harness.core.events import FindingKind
 
 OVERFLOW_PRECISION = "fp16"
 """fp8 saturates instead of overflowing, and its GEMMs return bf16."""
 RANK_FACTOR = 10.0
 """A rank is an outlier if its gradient norm exceeds this many times that of the others."""
-ORDINARY = 5.0
-"""A gradient norm up to this many times the usual one is ordinary."""
 STALE_RATIO, STALE_BETA2 = 4.0, 0.98
-GROWN, TORN = 2.0, 100.0
-"""Factors by which a weight norm grows within the window, or changes between two probes, to count as evidence."""
-OFF_SCHEDULE = 1.2
-"""Tolerated ratio between learning rate and schedule."""
+GROWN = 2.0
+"""Factor by which a weight norm grows within the window to count as evidence."""
+NOT_KNOWN = "not known"
+RESET_SHARE, RESET_WITHIN = 0.25, 20
+"""A second moment that falls to this share of its last value, within this many iterations, was reset."""
 SCALE_ROWS = 5
 """Rows after an overflow within which the loss scale decreases."""
 
@@ -34,12 +34,16 @@ def corrupted_rank(evidence: Evidence, measures: Measures) -> RuleResult:
     if FindingKind.replica_mismatch in evidence.kinds():
         ranks = ", ".join(map(str, evidence.incident.ranks)) or "some"
         return rate_cause(cause, 1.0, Reason(f"weights of rank {ranks} differ from their replicas", Panel.ranks))
+    if FindingKind.weights_changed in evidence.kinds():
+        ranks = ", ".join(map(str, evidence.incident.ranks)) or "some"
+        return rate_cause(cause, 1.0, Reason(f"weights of rank {ranks} changed between two updates", Panel.ranks))
     broken = [record for record in measures.during if record.nonfinite_ranks]
     if broken:
         named = {rank for record in broken for rank in record.nonfinite_ranks}
         if len(named) >= world:
-            text = "all ranks were not finite at once" if world > 1 else "world_size is 1: no rank to compare with"
-            return rate_cause(cause, 0.15, None, Reason(text, Panel.ranks))
+            if world == 1:
+                return leave_unexamined(cause, "world_size is 1: there is no rank to compare with", Panel.ranks)
+            return rate_cause(cause, 0.15, None, Reason("all ranks were not finite at once", Panel.ranks))
         ranks = ", ".join(map(str, sorted(named)))
         often = f"{len(broken)} iteration{'s' if len(broken) > 1 else ''}"
         text = f"only rank {ranks} of {world} ranks was not finite before the reduction, in {often}"
@@ -55,6 +59,10 @@ def corrupted_rank(evidence: Evidence, measures: Measures) -> RuleResult:
         text = f"gradient norm of rank {rank} before the reduction was {value:.3g}; of the others {usual:.3g}"
         score = min(0.55 + 0.15 * math.log10(value / max(usual, 1e-9) / RANK_FACTOR), 0.9)
         return rate_cause(cause, score * share, Reason(text, Panel.ranks))
+    if world == 1:
+        return leave_unexamined(cause, "world_size is 1: there is no rank to compare with", Panel.ranks)
+    if not any(record.ranks.get("grad_norm") for record in measures.suspects):
+        return leave_unexamined(cause, "gradient norms of single ranks are not in the log", Panel.ranks)
     text = "no rank stood out: gradient norms before the reduction were similar and finite"
     return rate_cause(cause, 0.05, None, Reason(text, Panel.ranks))
 
@@ -83,12 +91,6 @@ def _transient(evidence: Evidence, measures: Measures) -> Reason | None:
     return Reason(f"{text}, after an ordinary gradient: the weights were corrupted, not the data", Panel.loss)
 
 
-def is_ordinary(measures: Measures) -> bool:
-    """Whether the last update before the onset came from an ordinary gradient."""
-    applied, usual = measures.before[-1:], measures.usual_grad or 0.0
-    return bool(applied) and all(math.isfinite(r.grad_norm) and r.grad_norm <= ORDINARY * usual for r in applied)
-
-
 def _outlying_rank(measures: Measures) -> tuple[int, float, float, float] | None:
     """The rank far above the others: rank, its norm, the others' norm, and its share of the rows with an outlier."""
     rows: list[tuple[int, float, float]] = []
@@ -110,12 +112,14 @@ def _outlying_rank(measures: Measures) -> tuple[int, float, float, float] | None
 def fp16_overflow(evidence: Evidence, measures: Measures) -> RuleResult:
     """Activations or gradients exceed the range of fp16, and the loss scale falls."""
     cause, precision = Cause.fp16_overflow, evidence.run.precision
+    if precision == NOT_KNOWN:
+        return leave_unexamined(cause, "the precision is not known", None)
     if precision != OVERFLOW_PRECISION:
         return rate_cause(
             cause,
             0.0,
             None,
-            Reason(f"the run uses {precision}, which does not overflow like fp16", Panel.scale),
+            Reason(f"the run uses {precision}, which does not overflow like fp16", None),
         )
     broken = [record for record in measures.during if not math.isfinite(record.grad_norm)]
     around = range(evidence.onset - 1, evidence.incident.last + SCALE_ROWS)
@@ -139,8 +143,10 @@ def fp16_overflow(evidence: Evidence, measures: Measures) -> RuleResult:
 def fp8_range(evidence: Evidence, measures: Measures) -> RuleResult:
     """Outliers set the fp8 scale of a tensor, and the other values underflow."""
     cause, precision = Cause.fp8_range, evidence.run.precision
+    if precision == NOT_KNOWN:
+        return leave_unexamined(cause, "the precision is not known", None)
     if precision != "fp8":
-        return rate_cause(cause, 0.0, None, Reason(f"the run uses {precision}", Panel.scale))
+        return rate_cause(cause, 0.0, None, Reason(f"the run uses {precision}", None))
     found = [finding for finding in evidence.findings if finding.kind is FindingKind.fp8_range]
     if found:
         again = f", and {len(found) - 1} more time{'s' if len(found) > 2 else ''}" if len(found) > 1 else ""
@@ -148,63 +154,47 @@ def fp8_range(evidence: Evidence, measures: Measures) -> RuleResult:
         return rate_cause(cause, 0.95, Reason(text, Panel.scale))
     shares = m.worst_underflow([*measures.before, *measures.during])
     if not shares:
-        return rate_cause(cause, 0.1, None, Reason("fp8 underflow was not probed around the onset", Panel.scale))
+        return leave_unexamined(cause, "fp8 underflow was not probed around the onset", Panel.scale)
     worst = max(shares, key=lambda name: shares[name])
     text = f"at most {shares[worst]:.0%} of the values of any layer group underflowed in fp8 ({worst})"
     return rate_cause(cause, 0.0, None, Reason(text, Panel.scale))
 
 
-def lr_discontinuity(evidence: Evidence, measures: Measures) -> RuleResult:
-    """The learning rate jumped, or differs from its schedule."""
-    cause = Cause.lr_discontinuity
-    jump = next((finding for finding in evidence.findings if finding.kind is FindingKind.lr_jump), None)
-    off = m.off_schedule(evidence, measures)
-    is_off = off is not None and max(off[1], 1 / off[1]) > OFF_SCHEDULE
-    if jump is not None:
-        schedule = f"; its schedule gives {m.scheduled_lr(evidence, off[0]):.3g}" if off is not None and is_off else ""
-        return rate_cause(
-            cause, 0.9 + 0.05 * is_off, Reason(f"{jump.message}, iteration {jump.iteration}{schedule}", Panel.rate)
-        )
-    if off is not None and is_off:
-        text = f"learning rate {off[0].lr:.3g} at iteration {off[0].iteration} is {off[1]:.3g} times the scheduled one"
-        return rate_cause(cause, 0.8, Reason(text, Panel.rate))
-    if measures.usual_lr is None or measures.onset_lr is None:
-        return rate_cause(cause, 0.1, None, Reason("the learning rate before the onset is not in the log", Panel.rate))
-    text = f"the learning rate did not jump: {measures.usual_lr:.3g} before, {measures.onset_lr:.3g} at the onset"
-    return rate_cause(cause, 0.0, None, Reason(text, Panel.rate))
-
-
-def optimizer_reset(evidence: Evidence, measures: Measures) -> RuleResult:
+def optimizer_reset(evidence: Evidence, _measures: Measures) -> RuleResult:
     """Adam's moments fall to near zero during training."""
     cause = Cause.optimizer_reset
     found = next((finding for finding in evidence.findings if finding.kind is FindingKind.optimizer_reset), None)
     if found is not None:
         return rate_cause(cause, 0.95, Reason(f"{found.message}, iteration {found.iteration}", Panel.moments))
-    norms = [r.v_norm for r in [*measures.before, *measures.during] if r.v_norm is not None and math.isfinite(r.v_norm)]
-    if len(norms) < 2:
-        return rate_cause(
-            cause, 0.1, None, Reason("Adam's second moment was not probed around the onset", Panel.moments)
-        )
-    text = f"Adam's second moment did not fall: norm {min(norms):.3g} to {max(norms):.3g}"
+    probes = [r for r in evidence.records if r.v_norm is not None and math.isfinite(r.v_norm)]
+    since = [r.v_norm or 0.0 for r in probes if evidence.onset <= r.iteration <= evidence.incident.last + RESET_WITHIN]
+    earlier = [r.v_norm or 0.0 for r in probes if r.iteration < evidence.onset]
+    if not since or not earlier:
+        return leave_unexamined(cause, "Adam's second moment was not probed before and after the onset", Panel.moments)
+    if min(since) < RESET_SHARE * earlier[-1]:
+        text = f"Adam's second moment fell from norm {earlier[-1]:.3g} to {min(since):.3g}"
+        return rate_cause(cause, 0.6, Reason(text, Panel.moments))
+    text = f"Adam's second moment did not fall: norm {earlier[-1]:.3g} before, {min(since):.3g} after the onset"
     return rate_cause(cause, 0.0, None, Reason(text, Panel.moments))
 
 
 def beta2_stale(evidence: Evidence, measures: Measures) -> RuleResult:
     """Adam's second moment adapts too slowly to a large gradient, and the updates that follow are too large."""
     cause, beta2 = Cause.beta2_stale, evidence.run.settings.get("optim.beta2")
-    if not isinstance(beta2, int | float) or beta2 < STALE_BETA2:
-        memory = (
-            "is not known"
-            if beta2 is None
-            else f"is {beta2:g}, which averages only {1 / max(1 - float(beta2), 1e-9):.0f} steps"
-        )
-        return rate_cause(cause, 0.05, None, Reason(f"optim.beta2 {memory}", Panel.moments))
+    if not isinstance(beta2, int | float):
+        return leave_unexamined(cause, "optim.beta2 is not known", None)
+    if beta2 < STALE_BETA2:
+        text = f"optim.beta2 is {beta2:g}, which averages only {1 / max(1 - float(beta2), 1e-9):.0f} steps"
+        return rate_cause(cause, 0.05, None, Reason(text, None))
     ratio = max((r.square_ratio for r in measures.during if r.square_ratio is not None), default=None)
     is_stale = FindingKind.v_stale in evidence.kinds() or (ratio is not None and ratio > STALE_RATIO)
     memory = f"optim.beta2={beta2:g} averages {1 / (1 - beta2):.0f} steps"
+    if not is_stale and ratio is None:
+        text = f"{memory}; the gradient relative to the second moment was not probed in the incident"
+        return leave_unexamined(cause, text, Panel.moments)
     if not is_stale:
-        size = "was not probed" if ratio is None else f"was at most {ratio:.3g} times the root of the second moment"
-        return rate_cause(cause, 0.3, Reason(memory, Panel.moments), Reason(f"the gradient {size}", Panel.moments))
+        size = f"the gradient was at most {ratio:.3g} times the root of the second moment"
+        return rate_cause(cause, 0.2, Reason(memory, Panel.moments), Reason(size, Panel.moments))
     size = "" if ratio is None else f", and the gradient was {ratio:.3g} times the root of Adam's second moment"
     score = 0.9 if FindingKind.optimizer_reset not in evidence.kinds() else 0.3
     return rate_cause(cause, score, Reason(f"{memory}{size}", Panel.moments))
@@ -226,25 +216,7 @@ def structural(evidence: Evidence, _measures: Measures) -> RuleResult:
         earlier_text = f"{len(same_kind)} earlier incidents of this kind"
         text = f"{failed} recovery actions in a row did not help" if failed >= 3 else earlier_text
         return rate_cause(cause, 0.5, Reason(text, Panel.loss))
-    size = "was not probed" if growth is None else f"of {growth[0]} grew at most {growth[1]:.2f}-fold"
-    return rate_cause(
-        cause, 0.1, None, Reason(f"weight norm {size}, and recovery did not fail repeatedly", Panel.weights)
-    )
-
-
-def lr_too_high(evidence: Evidence, measures: Measures) -> RuleResult:
-    """The loss leaves its level without any other sign; the standard remedy is a lower learning rate."""
-    cause = Cause.lr_too_high
-    cooled = any(action.lr_scale is not None and action.lr_scale < 1 for action in evidence.actions)
-    diverged = FindingKind.divergence in evidence.kinds()
-    rates = [record.lr for record in evidence.records if math.isfinite(record.lr)]
-    at_peak = bool(rates) and measures.onset_lr is not None and measures.onset_lr >= 0.8 * max(rates)
-    risen = measures.rise is not None and measures.rise > 3
-    if not (risen or diverged or cooled):
-        return rate_cause(cause, 0.1, None, Reason("the loss did not leave its level", Panel.loss))
-    high = "" if measures.rise is None else f"loss {measures.rise:.1f} spreads above its level"
-    high = high if measures.rise != math.inf else "loss not finite"
-    signs = [high if risen else "", "divergence" if diverged else ""]
-    signs += ["near the peak of the learning rate" if at_peak else "", "a lower rate was tried" if cooled else ""]
-    score = 0.2 + 0.3 * diverged + 0.1 * at_peak + 0.1 * cooled
-    return rate_cause(cause, score, Reason(", ".join(sign for sign in signs if sign), Panel.rate))
+    if growth is None:
+        return leave_unexamined(cause, "weight norms were not probed around the onset", Panel.weights)
+    size = f"weight norm of {growth[0]} grew at most {growth[1]:.2f}-fold"
+    return rate_cause(cause, 0.1, None, Reason(f"{size}, and recovery did not fail repeatedly", Panel.weights))

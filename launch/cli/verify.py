@@ -1,0 +1,122 @@
+"""`harness verify`: checks that the remedy of an incident works, criterion by criterion.
+
+How: the criteria come from the post-mortem. They are checked on the log of the run itself if it continued past the
+incident; else, or with --rerun, the run is trained again with the same seed and the remedy, in a directory of its own
+(`verify-RUN-NNN`). An interrupted repetition is resumed.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.analysis.postmortem.evidence import Evidence
+from harness.analysis.postmortem.gather import find_incident, gather_evidence, read_steps, settings_of
+from harness.analysis.postmortem.measures import measure
+from harness.analysis.postmortem.rules.hypotheses import rank_causes, root_cause
+from harness.analysis.postmortem.rules.remedies import remedy_of
+from harness.analysis.postmortem.verification import (
+    CheckedCriterion,
+    Verification,
+    check_log,
+    kept_steps,
+    verification_of,
+)
+from harness.analysis.postmortem.write import complete_evidence
+from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, StorageError, require
+from harness.core.events import StepRecord
+from harness.core.rundir import RunDir
+from launch.cli.parser import CommandParser
+
+DESCRIPTION = """\
+Check the criteria of an incident's post-mortem: the smoothed loss stays at its pre-spike level, the guilty step has an
+ordinary loss, and gradient norms around it are ordinary before and after clipping. Without --rerun and --log the log of
+RUN itself is checked if it continued past the incident; else RUN is trained again with its seed and the remedy.
+
+exit code: 0 all criteria hold, 1 one does not, 2 bad input, 75 the repetition was interrupted (run the command again)
+"""
+EXIT_FAILED = 1
+STEPS_BEFORE, LAST_ITERATION = 100, 1 << 62
+"""Steps before the guilty one that the smoothed loss needs, with a margin; above every iteration."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print one line for each criterion; returns the exit code."""
+    try:
+        args = build_parser().parse_args(argv)
+        run = require_run(args.run)
+        evidence = gather_evidence(run, find_incident(run, args.incident))
+        complete_evidence(run, evidence)
+        wanted = plan_verification(evidence)
+        checked = choose_run(run, args, wanted)
+        if checked is None:
+            checked = RunDir(Path(wanted.folder))
+            code = train_again(wanted, evidence)
+            if code == EXIT_INTERRUPTED:
+                return code
+        is_own = checked is run  # without the remedy: its own clip threshold counts
+        lines = check_run(checked, verification_of(evidence, None) if is_own else wanted)
+    except (ConfigError, StorageError) as error:
+        print(f"harness: {error}", file=sys.stderr)
+        return EXIT_INTERRUPTED if isinstance(error, StorageError) else EXIT_BAD_CONFIG
+    print(f"{checked.path}, incident {args.incident} of {run.path}:")
+    for line in lines:
+        print(f"  {'pass' if line.passed else 'FAIL'}  {line.text}")
+    return EXIT_DONE if all(line.passed for line in lines) else EXIT_FAILED
+
+
+def require_run(path: Path) -> RunDir:
+    """The run directory; `ConfigError` if it is none."""
+    run = RunDir(path)
+    require(run.events.exists(), str(path), f"is not a run directory: it has no {run.events.name}")
+    return run
+
+
+def plan_verification(evidence: Evidence) -> Verification:
+    """The criteria, with the remedy of the root cause if one is known."""
+    cause = root_cause(rank_causes(evidence, measure(evidence)))
+    return verification_of(evidence, None if cause is None else remedy_of(cause.cause, evidence))
+
+
+def choose_run(run: RunDir, args: Namespace, wanted: Verification) -> RunDir | None:
+    """The run whose log is checked; None: a repetition that must be trained first."""
+    if args.log is not None:
+        return require_run(args.log)
+    if not args.rerun and max(kept_steps(steps_of(run, wanted)), default=0) >= wanted.through:
+        return run
+    return None
+
+
+def steps_of(run: RunDir, wanted: Verification) -> list[StepRecord]:
+    """The steps that the criteria need; a step is never in an earlier iteration than its number."""
+    return read_steps(run.events, max(wanted.guilty_step - STEPS_BEFORE, 0), LAST_ITERATION)
+
+
+def train_again(wanted: Verification, evidence: Evidence) -> int:
+    """Train the run again with the remedy; returns the exit code of the training."""
+    from launch import train
+
+    message = "its configuration cannot be written as overrides; train it again by hand and pass --log"
+    require(bool(wanted.train), evidence.run.path, message)
+    is_local = evidence.run.settings.get("launch.kind", "local") == "local"
+    ranks = [f"launch.nproc={evidence.run.world_size}"] if is_local else []
+    return train.main([*wanted.train, *ranks])
+
+
+def check_run(run: RunDir, wanted: Verification) -> list[CheckedCriterion]:
+    """The criteria, checked on the log of a run."""
+    require(run.events.exists(), str(run.path), "has no log: the training did not start")
+    clip = settings_of(run).get("optim.clip_norm")
+    return check_log(wanted, steps_of(run, wanted), clip_norm=float(clip) if isinstance(clip, int | float) else None)
+
+
+def build_parser() -> ArgumentParser:
+    parser = CommandParser(prog="harness verify", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run with the incident, such as runs/first")
+    parser.add_argument("--incident", type=int, required=True, metavar="N", help="number of the incident")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--rerun", action="store_true", help="train again with the remedy, even if RUN continued")
+    which.add_argument("--log", type=Path, metavar="OTHER", help="check the log of this run instead")
+    return parser

@@ -1,0 +1,132 @@
+"""`harness verify`: one line for each criterion, exit code 0 or 1, and one line for bad input."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.analysis.postmortem.verification import Verification
+from harness.core.events import Event, StepRecord
+from harness.core.rundir import RunDir
+from launch.cli import verify
+from launch.cli.main import main
+from tests.analysis.postmortem import stories
+from tests.analysis.postmortem.stories import ONSET, SETTINGS, write
+
+THROUGH = 250
+LOWER_CLIP = SETTINGS.replace("clip_norm: 1.0", "clip_norm: 0.5")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run with a rejected batch of rare tokens; its log ends before the check would."""
+    return write(tmp_path / "run", stories.poisoned())
+
+
+def repetition(tmp_path: Path, settings: str = LOWER_CLIP, **changes: object) -> RunDir:
+    """A healthy repetition of the run, with changes at the guilty step."""
+    rows: list[Event] = [stories.healthy(at) for at in range(THROUGH + 1)]
+    guilty = rows[ONSET]
+    assert isinstance(guilty, StepRecord)
+    rows[ONSET] = replace(guilty, **changes)  # type: ignore[arg-type]
+    return write(tmp_path / "again", rows, settings)
+
+
+def test_all_criteria_hold(run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    again = repetition(tmp_path)
+    assert main(["verify", str(run.path), "--incident", "1", "--log", str(again.path)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head == f"{again.path}, incident 1 of {run.path}:"
+    assert [line.split()[0] for line in lines] == 5 * ["pass"]
+    assert lines[2] == "  pass  loss at step 150 is 2.516, expected below 2.698"
+    assert lines[4] == "  pass  largest gradient norm after clipping is 0.5, expected at most 0.5"
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "failed"),
+    [
+        ({"loss": 2.9}, LOWER_CLIP, "loss at step 150 is 2.9, expected below 2.698"),
+        ({"grad_norm": 9.0}, LOWER_CLIP, "largest gradient norm before clipping in steps 138 to 238 is 9"),
+        ({}, SETTINGS, "largest gradient norm after clipping is 0.85, expected at most 0.5"),
+    ],
+)
+def test_one_criterion_fails(
+    run: RunDir,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, float],
+    settings: str,
+    failed: str,
+) -> None:
+    again = repetition(tmp_path, settings, **changes)
+    assert main(["verify", str(run.path), "--incident", "1", "--log", str(again.path)]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  FAIL")]
+    assert failed in line
+
+
+def test_raised_loss_fails_through_the_last_step(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[Event] = [stories.healthy(at) for at in range(THROUGH + 1)]
+    rows = [replace(row, loss=row.loss + 0.1 * (row.iteration > 200)) for row in rows if isinstance(row, StepRecord)]
+    again = write(tmp_path / "again", rows, LOWER_CLIP)
+    assert main(["verify", str(run.path), "--incident", "1", "--log", str(again.path)]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "FAIL" in line]
+    assert "smoothed loss is at most" in line
+
+
+def test_log_that_ends_too_early_fails(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(run.path), "--incident", "1", "--log", str(run.path)]) == 1
+    assert "  FAIL  reached step 229 of 250\n" in capsys.readouterr().out
+
+
+def test_run_that_continued_is_checked_without_a_repetition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The steps that the run kept count: the rejected update and undone steps do not."""
+    monkeypatch.setattr(verify, "train_again", lambda *_: pytest.fail("must not train"))
+    more: list[Event] = [stories.healthy(at) for at in range(stories.NUM_ROWS, THROUGH + 1)]
+    again: list[Event] = [replace(stories.healthy(at), iteration=at + 101) for at in range(ONSET, THROUGH + 1)]
+    spiked = write(tmp_path / "spiked", [*stories.poisoned(), *more])
+    assert main(["verify", str(spiked.path), "--incident", "1"]) == 1, "step 150 was never applied"
+    run = write(tmp_path / "run", [*stories.poisoned(), *more, *again])
+    assert main(["verify", str(run.path), "--incident", "1"]) == 0, "after a rollback it was"
+    assert f"{run.path}, incident 1 of {run.path}:\n  pass  reached step 250 of 250" in capsys.readouterr().out
+
+
+def test_otherwise_the_run_is_trained_again_with_its_remedy(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def train(wanted: Verification, _evidence: object) -> int:
+        asked.append(wanted)
+        repetition(tmp_path).path.rename(wanted.folder)
+        return 0
+
+    monkeypatch.setattr(verify, "train_again", train)
+    assert main(["verify", str(run.path), "--incident", "1"]) == 0
+    (wanted,) = asked
+    assert wanted.folder == f"{tmp_path}/verify-run-001"
+    assert capsys.readouterr().out.startswith(f"{wanted.folder}, incident 1 of {run.path}:")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["RUN", "--incident", "7"], "--incident: RUN has no incident 7; incidents of this run: 1"),
+        (["RUN/none", "--incident", "1"], "RUN/none: is not a run directory: it has no events.jsonl"),
+        (["RUN", "--incident", "1", "--log", "RUN/x"], "RUN/x: is not a run directory: it has no events.jsonl"),
+        (["RUN"], "verify: the following arguments are required: --incident; see --help"),
+        (["RUN", "--incident", "1"], "RUN: its configuration cannot be written as overrides; train it again by hand"),
+    ],
+)
+def test_bad_input_is_one_line(
+    run: RunDir, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["verify", *(each.replace("RUN", str(run.path)) for each in arguments)]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"harness: {message.replace('RUN', str(run.path))}")
+    assert line.count("\n") == 1
