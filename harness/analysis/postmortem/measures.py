@@ -151,8 +151,8 @@ def weight_jump(evidence: Evidence) -> tuple[str, float] | None:
 
 
 def first_broken_weights(evidence: Evidence) -> tuple[StepRecord, str] | None:
-    """The first step with a weight norm that is not finite, and the layer group if it was probed, else "the model"; None:
-    all are finite."""
+    """The first step with a weight norm that is not finite, and the layer group if it was probed, else "the model".
+    None: all are finite."""
     for record in evidence.records:
         broken = [name for name, norm in record.group_param_norms.items() if not math.isfinite(norm)]
         if broken or not math.isfinite(record.weight_norm or 0.0):
