@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -39,6 +40,9 @@ LONGEST_FIRST = (
     "test_resume",
     "test_dashboard",
     "test_gpu",
+    "test_checkpoint",
+    "test_mechanism",
+    "test_log_index",
     "test_kernels",
     "test_processes",
     "test_compose",
@@ -76,9 +80,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Import test modules with fast imports."""
+    """Import test modules with fast imports; torch computes with one thread, because every core has a worker."""
     with loading():
-        return (yield)
+        collected = yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    return collected
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,13 +19,13 @@ with loading():
         "harness.faults.drill_worker",
         "harness.train",
         "torch._dynamo",
-        "tests.distributed.cases",
     ):
         import_module(module)
 
     from harness.config import compose
+    from tests.distributed import cases
 
     with TemporaryDirectory() as directory:
         saved = Path(directory) / "config.yaml"
-        saved.write_text(compose.to_yaml(compose.load(["launch.nproc=1"])))
+        saved.write_text(compose.to_yaml(cases.tiny()))
         compose.read(saved)

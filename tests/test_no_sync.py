@@ -42,6 +42,8 @@ LOOP = (
 )
 """Steps with and without a probe, a snapshot and an evaluation."""
 
+FULL = "parallel.activation_checkpointing=full"
+
 ALLOWED_READS = {
     "harness/data/batches.py:_fill",
     "harness/held_out.py:receive",
@@ -201,17 +203,19 @@ def guarded_run(directory: str, site: Callable[[Run], None] | None, *overrides: 
 @pytest.mark.parametrize(
     ("size", "overrides"),
     [
-        (1, ("precision=fp32",)),
-        (1, ("precision=bf16", "parallel.activation_checkpointing=full")),
         (1, ("precision=fp16", "precision.loss_scale_growth_interval=2")),
-        (1, ("precision=fp8_emulated", "parallel.activation_checkpointing=selective")),
-        (1, ("precision=fp8_emulated", "precision.fp8.recipe=delayed")),
         (1, ("precision=fp8_emulated", "precision.fp8.recipe=block")),
-        (2, ("precision=fp32", "optim.clip_value=1.0")),
         (2, ("precision=bf16", "parallel.activation_checkpointing=selective")),
-        (2, ("precision=fp16", "parallel.activation_checkpointing=full")),
-        (2, ("precision=fp8_emulated",)),
-        (2, ("precision=fp8_emulated", "precision.fp8.recipe=delayed", "parallel.activation_checkpointing=full")),
+        (2, ("precision=fp8_emulated", "precision.fp8.recipe=delayed", FULL)),
+        pytest.param(1, ("precision=fp32",), marks=pytest.mark.full),
+        pytest.param(1, ("precision=bf16", FULL), marks=pytest.mark.full),
+        pytest.param(
+            1, ("precision=fp8_emulated", "parallel.activation_checkpointing=selective"), marks=pytest.mark.full
+        ),
+        pytest.param(1, ("precision=fp8_emulated", "precision.fp8.recipe=delayed"), marks=pytest.mark.full),
+        pytest.param(2, ("precision=fp32", "optim.clip_value=1.0"), marks=pytest.mark.full),
+        pytest.param(2, ("precision=fp16", FULL), marks=pytest.mark.full),
+        pytest.param(2, ("precision=fp8_emulated",), marks=pytest.mark.full),
     ],
     ids=lambda value: value if isinstance(value, int) else " ".join(value),
 )
@@ -219,22 +223,19 @@ def test_the_loop_has_no_host_sync(ranks: Pool, tmp_path: Path, size: int, overr
     assert ranks.run(size, guarded_run, str(tmp_path), None, *overrides) == [(sorted(ALLOWED_READS), "")] * size
 
 
-FULL = "parallel.activation_checkpointing=full"
-
-
 @pytest.mark.parametrize(
     ("site", "size", "overrides"),
     [
-        (in_forward, 1, ()),
         (in_backward, 1, ()),
-        (in_recomputation, 1, (FULL,)),
         (in_recomputation, 1, (FULL, "precision=bf16")),
         (in_fp8_kernel, 1, ("precision=fp8_emulated",)),
         (in_reduce_scatter, 2, ()),
-        (in_gate, 1, ()),
-        (in_update, 1, ()),
-        (in_mailbox, 1, ()),
         (in_snapshot, 1, ()),
+        pytest.param(in_forward, 1, (), marks=pytest.mark.full),
+        pytest.param(in_recomputation, 1, (FULL,), marks=pytest.mark.full),
+        pytest.param(in_gate, 1, (), marks=pytest.mark.full),
+        pytest.param(in_update, 1, (), marks=pytest.mark.full),
+        pytest.param(in_mailbox, 1, (), marks=pytest.mark.full),
     ],
 )
 def test_every_kind_of_host_sync_is_found_and_named(
@@ -247,6 +248,7 @@ def test_every_kind_of_host_sync_is_found_and_named(
         assert {expected.get(place, place) for place in places} == set(READS)
 
 
+@pytest.mark.full
 def test_the_guard_does_not_change_results(ranks: Pool, tmp_path: Path) -> None:
     overrides = (*LOOP, "train.micro_batch_size=4", "precision=fp8_emulated", FULL)
     ((_, plain),) = ranks.run(1, cases.run, str(tmp_path / "plain"), *overrides)

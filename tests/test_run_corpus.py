@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from harness.checkpoint.store import STATE_FILE
-from harness.config.compose import load
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core import rundir
@@ -19,6 +18,7 @@ from harness.data.order.ledger import Ledger
 from harness.data.order.mixture import BatchSize
 from harness.data.sources import RecordedData, open_data, read_recorded_data
 from harness.run_corpus import RunData, plan_data, recorded_data, with_probes
+from tests.composed import load
 from tests.data.token_files import write_pair
 
 CPU = torch.device("cpu")

@@ -252,7 +252,14 @@ def test_a_failing_row_has_its_message_and_an_own_row_fails_the_run(scripted: Sc
     assert not scripted.bench.is_complete
 
 
+@pytest.fixture
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For contenders on a machine whose other cores are busy: threads that wait for each other take all its time."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 @pytest.mark.full
+@pytest.mark.usefixtures("_one_thread")
 def test_rows_alternate_in_subprocesses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Real rows of a tiny model, a checkout that does not import, and a row that this machine cannot run."""
     (tmp_path / "torchtitan").mkdir()
@@ -292,6 +299,7 @@ def test_spec_survives_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("_one_thread")
 def test_a_peer_does_not_import_modules_that_patch_torch(tmp_path: Path) -> None:
     """Also: a killed contender is reported."""
     contender = Contender.start(spec(tmp_path, "huggingface"))

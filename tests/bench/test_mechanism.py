@@ -117,7 +117,8 @@ def test_picture_is_drawn(tmp_path: Path) -> None:
 def test_burst_run_and_clean_run_differ_only_by_the_burst(ranks: Pool, tmp_path: Path) -> None:
     """Two real runs: bit-identical before the burst; its gradient is large, and the loss rises after it."""
     cell = Cell(0.999, None, 0.1)
-    small = ("model.dim=32", "model.num_layers=1", "train.batch_size=8", "train.sequence_length=32")
+    small: tuple[str, ...] = ("model.dim=32", "model.num_layers=1", "train.batch_size=8", "train.sequence_length=32")
+    small = (*small, f"train.num_steps={BURST_AT + NUM_AFTER + 2}")
     burst_trial, clean_trial = (grid.Trial(tmp_path, cell, 0, has_burst, small) for has_burst in (True, False))
     for trial in (burst_trial, clean_trial):
         ranks.run(1, grid.train, trial)

@@ -32,9 +32,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A long run and a short one with a post-mortem, each with its page, and an index over both."""
+    """Two short runs, one with a post-mortem, each with its page, and an index over both."""
     root = tmp_path_factory.mktemp("runs")
-    long_run(root / "long", NUM_STEPS)
+    long_run(root / "other", 800)
     folder = long_run(root / "short", 400) / "incidents" / "001"
     folder.mkdir(parents=True)
     text = f"# Spike #1\n\nPre-spike loss: 3.4 {EVIL}\n\n| step | loss |\n|---|---|\n| 100 | 7.0 |\n"
@@ -50,8 +50,11 @@ def costs() -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def long_page(browser: Browser, runs: Path, costs: dict[str, float]) -> Page:
-    page = drawn(browser.open((runs / "long" / "dashboard.html").as_uri()))
+def long_page(browser: Browser, tmp_path_factory: pytest.TempPathFactory, costs: dict[str, float]) -> Page:
+    root = tmp_path_factory.mktemp("long")
+    long_run(root / "run", NUM_STEPS)
+    write_run_index(root, None, build=True)
+    page = drawn(browser.open((root / "run" / "dashboard.html").as_uri()))
     costs["long"] = page.busy_s()
     return page
 
@@ -192,9 +195,9 @@ def test_the_index_sorts(browser: Browser, runs: Path) -> None:
     page = browser.open((runs / "index.html").as_uri(), width=400)
     names = "[...document.querySelectorAll('tbody tr td:first-child')].map((cell) => cell.innerText)"
     page.wait_for(f"{names}.length === 2")
-    assert page.evaluate(names) == ["long", "short"]
+    assert page.evaluate(names) == ["other", "short"]
     page.evaluate("document.querySelectorAll('th button')[2].click()")
-    assert page.evaluate(names) == ["short", "long"]
+    assert page.evaluate(names) == ["short", "other"]
     assert page.evaluate("document.documentElement.scrollWidth") == 400
     assert page.complaints() == []
 
@@ -211,6 +214,7 @@ def contrast(first: str, second: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("long_page", "short_page")
 def test_page_of_100k_steps_costs_little_more_than_one_of_400(costs: dict[str, float]) -> None:
     """Runs last, because only the foremost page receives mouse events."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from harness.config.compose import load
 from harness.config.parallel import ParallelConfig
 from harness.distributed.world import World, connect, disconnect
+from tests.composed import load
 
 
 @pytest.fixture(scope="session")

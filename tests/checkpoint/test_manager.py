@@ -18,7 +18,6 @@ from harness.checkpoint import catalog, integrity, store
 from harness.checkpoint.catalog import Health
 from harness.checkpoint.manager import CheckpointManager
 from harness.checkpoint.ring import Ring
-from harness.config.compose import load
 from harness.config.errors import StorageError
 from harness.core import events
 from harness.core.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, RunEnded, StepRecord
@@ -27,6 +26,7 @@ from harness.distributed.world import connect, disconnect
 from harness.faults.site import intercept
 from harness.run import Run
 from tests.checkpoint.storage import failing
+from tests.composed import load
 from tests.distributed import cases, faulty_runs
 from tests.distributed.faulty_runs import Fault
 from tests.distributed.pool import Pool

@@ -18,11 +18,11 @@ from harness.checkpoint.catalog import Health, name_of
 from harness.checkpoint.manager import CheckpointManager
 from harness.checkpoint.ring import Ring
 from harness.checkpoint.ring_cost import rollback_cost
-from harness.config.compose import load
 from harness.core.events import CheckpointFailed, CheckpointJudged, CheckpointSaved, Event, ReducedRecord
 from harness.core.state import RunState
 from harness.distributed.world import World
 from tests.checkpoint.storage import failing
+from tests.composed import load
 
 COMPOSED = load(["parallel.device=cpu", "train.num_steps=100", "checkpoint.retry_s=0"])
 

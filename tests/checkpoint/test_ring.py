@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from harness.build import Parts, build
-from harness.config.compose import load
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
@@ -17,6 +16,7 @@ from harness.distributed.shards import local
 from harness.distributed.world import connect
 from harness.step import finish_step, forward_backward
 from tests.checkpoint.test_ring_in_process import Bench
+from tests.composed import load
 from tests.distributed.cases import digest, run, tiny
 from tests.distributed.pool import Pool
 
@@ -66,8 +66,8 @@ def rewind(*overrides: str) -> dict[str, Any]:
     [
         (1, (), False),
         (2, ("precision=bf16",), False),
-        (4, UNEVEN, True),
-        (4, ("parallel.replicate=2", "precision=fp16"), False),
+        pytest.param(4, UNEVEN, True, marks=pytest.mark.full),
+        pytest.param(4, ("parallel.replicate=2", "precision=fp16"), False, marks=pytest.mark.full),
     ],
 )
 def test_rewind_is_bit_exact(ranks: Pool, size: int, overrides: tuple[str, ...], has_empty_shards: bool) -> None:

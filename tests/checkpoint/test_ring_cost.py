@@ -7,14 +7,14 @@ from statistics import mean
 import pytest
 
 from harness.checkpoint.ring_cost import RollbackCost, num_buffers, rewind_cost, rollback_cost
-from harness.config import compose
 from harness.config.schema import Config
+from tests import composed
 
 TOKENS = 2048
 
 
 def config(*overrides: str) -> Config:
-    return compose.load(["train.num_steps=100000", f"train.batch_tokens={TOKENS}", *overrides])
+    return composed.load(["train.num_steps=100000", f"train.batch_tokens={TOKENS}", *overrides])
 
 
 def played(*, taken_every: int, clean_reports: int, lag: int, num_steps: int = 400) -> list[int]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from harness.checkpoint import ring
 from harness.checkpoint.ring import Ring, Slot
 from harness.config.checkpoint import RingConfig
-from harness.config.compose import load
 from harness.config.errors import ConfigError
 from harness.core.state import RunState
 from harness.distributed.world import World
+from tests.composed import load
 
 RING = load(["parallel.device=cpu"]).checkpoint.ring
 

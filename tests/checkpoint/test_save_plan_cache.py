@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from harness.checkpoint import integrity, store
-from harness.config.compose import load
 from harness.core.state import RunState
 from harness.distributed.world import World, connect, disconnect
+from tests.composed import load
 from tests.distributed.pool import Pool
 
 

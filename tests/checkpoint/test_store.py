@@ -24,13 +24,13 @@ from harness.checkpoint import catalog, integrity, store
 from harness.checkpoint.integrity import OtherVersion
 from harness.checkpoint.io_retry import IoRetry
 from harness.checkpoint.tensor_index import METADATA_FILE
-from harness.config.compose import load
 from harness.config.errors import ConfigError, StorageError
 from harness.core import events
 from harness.core.events import CheckpointJudged, RunStarted
 from harness.core.state import RunState
 from harness.distributed.world import World, connect, disconnect
 from tests.checkpoint.storage import failing, tree
+from tests.composed import load
 from tests.distributed import cases
 from tests.distributed.pool import Pool
 from tests.forks import Launched
@@ -173,7 +173,8 @@ def _spoil(path: Path, change: Callable[[bytes], bytes]) -> str:
     return path.name
 
 
-DAMAGES = [flip_bit, zero_hole, truncate, empty, spoil_metadata, spoil_state, lose_a_file, lose_the_manifest]
+DAMAGES = [flip_bit, spoil_state, lose_the_manifest]
+MORE_DAMAGES = [zero_hole, truncate, empty, spoil_metadata, lose_a_file]
 STEPS = ("run.name=a", "checkpoint.every_steps=5", "checkpoint.good_after_steps=3", "train.num_steps=15")
 LONGER = (*STEPS, "train.num_steps=20", "run.resume=changed", "optim.schedule=constant")
 
@@ -199,7 +200,11 @@ def _history(records: list[events.StepRecord]) -> list[Any]:
     return sorted(last.items())
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    "damage",
+    [*DAMAGES, *(pytest.param(damage, marks=pytest.mark.full) for damage in MORE_DAMAGES)],
+    ids=lambda damage: damage.__name__,
+)
 def test_damaged_checkpoint_is_named_and_the_older_one_is_loaded(
     ranks: Pool, trained: Path, control: list[Any], tmp_path: Path, damage: Callable[[Path], str]
 ) -> None:

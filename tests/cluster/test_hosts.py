@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.compose import load, to_yaml
+from harness.config.compose import to_yaml
 from harness.config.schema import Config
 from harness.core import events
 from harness.core.events import RunStarted, StepRecord
@@ -17,6 +17,7 @@ from harness.core.rundir import RunDir, locate
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Phase
 from tests.cluster.hosts import Hosts, reason_to_skip
+from tests.composed import load
 from tests.distributed import cases
 from tests.distributed.cases import TINY
 from tests.distributed.pool import Pool

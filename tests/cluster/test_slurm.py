@@ -25,7 +25,6 @@ from pathlib import Path
 import pytest
 
 from harness.checkpoint import catalog
-from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.control import inbox
@@ -34,6 +33,7 @@ from harness.core import events
 from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir, locate
 from launch.slurm import controller, job_directory, requeue, submit
+from tests import composed
 from tests.cluster import local_slurm
 from tests.cluster.local_slurm import LocalSlurm, wait_until
 from tests.distributed import cases
@@ -67,7 +67,7 @@ class Cluster:
         self.runs = runs
 
     def config(self, name: str, *overrides: str) -> Config:
-        return compose.load([*OVERRIDES, "launch=slurm", f"run.dir={self.runs}", f"run.name={name}", *overrides])
+        return composed.load([*OVERRIDES, "launch=slurm", f"run.dir={self.runs}", f"run.name={name}", *overrides])
 
     def logs(self) -> str:
         """Logs of all jobs, for the message of a failed test."""

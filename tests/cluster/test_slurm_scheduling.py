@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import compose
 from harness.config.schema import Config
 from harness.core import events
 from harness.core.events import RunStarted
 from harness.core.rundir import RunDir, locate
 from launch.cli import status
 from launch.slurm import controller, requeue, submit
+from tests import composed
 from tests.cluster import local_slurm
 from tests.cluster.local_slurm import LocalSlurm, wait_until
 from tests.distributed import cases
@@ -63,7 +63,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalSlur
 
 def config(directory: Path, name: str, *overrides: str) -> Config:
     fixed = ["launch=slurm", "launch.nproc=1", "launch.threads=1", f"run.dir={directory}", f"run.name={name}"]
-    return compose.load([*cases.TINY, *fixed, *overrides])
+    return composed.load([*cases.TINY, *fixed, *overrides])
 
 
 def wait(slurm: LocalSlurm, *jobs: str) -> list[submit.FinishedJob]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -11,16 +12,19 @@ import yaml
 from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
+from tests import composed
 
 OVERLAYS = ("experiment", "sweep")
 GROUPS = compose.groups()
-OPTIONS = [(group, option) for group in GROUPS for option in compose.options_of(group)]
+OPTIONS = {group: compose.options_of(group) for group in GROUPS}
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_file_composes(group: str, option: str) -> None:
-    needed = ["data.sources.main.paths=[corpus]"] if option == "files" else []
-    cfg = compose.load([f"+{group}={option}" if group in OVERLAYS else f"{group}={option}", *needed])
+@pytest.mark.parametrize("row", range(max(map(len, OPTIONS.values()))))
+def test_every_file_composes(row: int) -> None:
+    """One file of each group at a time; a group with fewer files starts again."""
+    chosen = {group: options[row % len(options)] for group, options in OPTIONS.items()}
+    overrides = [f"+{group}={option}" if group in OVERLAYS else f"{group}={option}" for group, option in chosen.items()]
+    cfg = compose.load([*overrides, *(["data.sources.main.paths=[corpus]"] if chosen["data"] == "files" else [])])
     assert set(compose.plain(cfg)) == set(compose.keys_of(""))
 
 
@@ -46,12 +50,12 @@ def test_overrides_are_applied() -> None:
 
 @pytest.mark.parametrize("size", ["125m", "1b", "3b", "7b", "13b", "70b"])
 def test_a_size_brings_settings_that_suit_it(size: str) -> None:
-    cfg = compose.load([f"model={size}", "train.num_steps=1000000"])
+    cfg = composed.load([f"model={size}", "train.num_steps=1000000"])
     assert (cfg.precision.kind, cfg.model.init, cfg.optim.warmup_steps) == ("bf16", "hidden", 2000)
     assert (cfg.checkpoint.every_steps, cfg.checkpoint.every_minutes) == (0, 30)
     assert cfg.checkpoint.keep_behind_steps == cfg.sentinel.policy.rollback_margin_steps == 1000
     assert 1.5e-4 <= cfg.optim.lr <= 6e-4
-    assert compose.load([f"model={size}", "train.num_steps=5000"]).optim.warmup_steps == 100
+    assert composed.load([f"model={size}", "train.num_steps=5000"]).optim.warmup_steps == 100
 
 
 def test_overrides_win_over_the_settings_of_a_size() -> None:
@@ -143,12 +147,41 @@ def test_overrides_win_over_the_settings_of_a_size() -> None:
 )
 def test_a_bad_override_is_one_line(override: str, line: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose.load(["run.seed=1", override])
+        composed.load(["run.seed=1", override])
     message = str(caught.value)
     assert message.startswith(line)
     assert "\n" not in message
     assert "search path" not in message
     assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model=7b", "optim.lr=1e-4", "precision=fp8", "data.phases=[{from_batch: 5, weights: {main: 2}}]"],
+        ["train.batch_tokens=1024", "run.name=x", "train.num_steps=5000", "optim.warmup_steps=${train.batch_size}"],
+        ["model.dimm=1"],
+        ["optim.lr=abc", "run.seed=1"],
+        ["optim.lr=${nope}"],
+        ["optim.lr=1,2"],
+        ["model.dim=[1"],
+        ["model=tiny", "model.num_heads=3"],
+        ["data.sources.web.kind=files"],
+    ],
+)
+def test_the_cache_of_the_tests_changes_no_config_and_no_error(overrides: list[str]) -> None:
+    def load_with(load: Callable[[Sequence[str]], Config]) -> Config | str:
+        try:
+            return load(overrides)
+        except ConfigError as error:
+            return str(error)
+
+    assert load_with(composed.load) == load_with(compose.load)
+
+
+def test_a_config_from_the_cache_can_be_changed() -> None:
+    composed.load(["run.name=x"]).optim.lr = 7.0
+    assert composed.load(["run.name=x"]).optim.lr == composed.load(["run.name=y"]).optim.lr != 7.0
 
 
 def test_sources_are_added_and_turned_off_on_the_command_line() -> None:

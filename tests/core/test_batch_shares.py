@@ -6,10 +6,10 @@ from itertools import product
 
 import pytest
 
-from harness.config.compose import load
 from harness.config.errors import ConfigError
 from harness.config.schema import check_world
 from harness.core.batch_shares import Sharing
+from tests.composed import load
 
 CASES = [
     Sharing(batch_size=batch, world_size=ranks, micro_batch_size=micro)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from harness.analysis.postmortem.write import MARKDOWN
-from harness.config import compose
 from harness.core.rundir import locate, prepare_run_dir
 from harness.telemetry.postmortem_process import PostmortemProcess
 from launch.sweeps import scheduler
 from launch.sweeps.scheduler import ResourceSlot
+from tests import composed
 from tests.analysis.postmortem import stories
 from tests.launch.cli.test_main import ROOT, TINY
 
@@ -68,7 +68,7 @@ def test_a_run_and_its_sink_process_ignore_stray_modules(trapped: Path, tmp_path
     """The launcher of a sweep's job, its rank, and the rank's sink process."""
     overrides = [*TINY, f"run.dir={tmp_path / 'runs'}", "run.name=job", "telemetry.mlflow=true"]
     overrides.append("telemetry.exit_wait_s=200")
-    cfg = compose.load(overrides)
+    cfg = composed.load(overrides)
     run = locate(cfg)
     prepare_run_dir(cfg, run)
     with scheduler.lock_sweep(tmp_path) as lock:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness.config.compose import load, plain
+from harness.config.compose import plain
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core import rundir
+from tests.composed import load
 
 
 def config(root: Path, *overrides: str) -> Config:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from harness.config.compose import load
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.data.batches import Batches
 from harness.data.corpus.token_files import IndexedWriter
 from harness.data.order.ledger import Ledger
 from harness.data.sources import HELD_OUT_SEED, open_data, source_seed
+from tests.composed import load
 
 CPU = torch.device("cpu")
 MASKED = "data.document_mask=true"

@@ -8,9 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import chdir
-from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness import train
 from harness.build import Parts, build
 from harness.checkpoint import store
-from harness.config.compose import load
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core import events, rundir
@@ -39,6 +36,7 @@ from harness.distributed.world import World, connect
 from harness.faults.site import intercept
 from harness.run import Run
 from harness.step import finish_step, forward_backward, loss_sums
+from tests.composed import load
 
 TINY = (
     "model.dim=32",
@@ -60,15 +58,9 @@ TINY = (
 """A model that trains in milliseconds."""
 
 
-@cache
-def _composed(overrides: tuple[str, ...]) -> Config:
-    return load([*TINY, *overrides])
-
-
 def tiny(*overrides: str, directory: str = "runs") -> Config:
-    """The config of that model with these overrides, for a run in `directory`. Cached: composing with Hydra takes as
-    long as ten steps."""
-    cfg = deepcopy(_composed(overrides))
+    """The config of that model with these overrides, for a run in `directory`."""
+    cfg = load([*TINY, *overrides])
     cfg.run.dir = directory
     return cfg
 

@@ -25,11 +25,11 @@ import torch
 from harness import train
 from harness.build import Parts, build
 from harness.checkpoint import catalog, integrity
-from harness.config.compose import load
 from harness.config.schema import Config
 from harness.core import events, rundir
 from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.distributed.shards import local
+from tests.composed import load
 from tests.distributed import cases
 from tests.distributed.killable_ranks import (
     KILLED,
@@ -301,6 +301,7 @@ def test_a_run_killed_at_random_resumes_bit_identically(
     check_end(killable, cfg, control)
 
 
+@pytest.mark.full
 def test_only_the_chosen_rank_is_killed_and_only_at_the_chosen_call(killable: KillableRanks, tmp_path: Path) -> None:
     cfg = configure(tmp_path)
     early, late = (KillAtCall(place=FORWARD, when=When.before, nth=nth, rank=1, grace_s=0.0) for nth in (3, 100))

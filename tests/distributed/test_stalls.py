@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from fcntl import F_SETPIPE_SZ, fcntl
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -20,14 +21,15 @@ from tests.stalled import Stalled, can_stall
 
 pytestmark = pytest.mark.full
 
-NUM_STEPS, STALL_STEP = 150, 3
-PIPE_BYTES = 65536
+STALL_STEP = 3
+PIPE_BYTES = 16384
+"""Capacity of the pipe; the kernel's default is four times as much."""
 
 
-def stalled_run(directory: str, everything: bool) -> tuple[int, list[str]]:
+def stalled_run(directory: str, num_steps: int, everything: bool) -> tuple[int, list[str]]:
     """A run whose event log is a pipe that is not read until the last step starts; with `everything`, STOP, commands
     and heartbeats stall as well until then. Returns the exit code and the lines of the log, on rank 0."""
-    cfg = tiny("run.name=a", f"train.num_steps={NUM_STEPS}", directory=directory)
+    cfg = tiny("run.name=a", f"train.num_steps={num_steps}", directory=directory)
     run, is_first = locate(cfg), os.environ["RANK"] == "0"
     compute: Callable[..., None] = getattr(train, "forward_backward")  # noqa: B009  (which train only imports)
     num_steps_started, pipe, lines, num_held = 0, -1, bytearray(), 0
@@ -48,7 +50,7 @@ def stalled_run(directory: str, everything: bool) -> tuple[int, list[str]]:
             for path in (run.control, run.heartbeat):
                 path.rename(path.with_name(f"{path.name}-before"))
                 path.symlink_to(mount.path)
-        if is_first and num_steps_started == NUM_STEPS:
+        if is_first and num_steps_started == num_steps:
             num_held = mount.num_held
             run.stop.unlink(missing_ok=True)
             mount.release()
@@ -60,6 +62,7 @@ def stalled_run(directory: str, everything: bool) -> tuple[int, list[str]]:
         os.mkfifo(run.events)
         pipe = os.open(run.events, os.O_RDONLY | os.O_NONBLOCK)
         os.set_blocking(pipe, True)
+        fcntl(pipe, F_SETPIPE_SZ, PIPE_BYTES)
     try:
         with patch.object(train, "forward_backward", forward_backward):
             code = train.run_worker(cfg)
@@ -74,12 +77,15 @@ def stalled_run(directory: str, everything: bool) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "everything",
-    [False, pytest.param(True, marks=pytest.mark.skipif(not can_stall(), reason="needs root and /dev/fuse"))],
+    ("num_steps", "everything"),
+    [
+        (50, False),
+        pytest.param(120, True, marks=pytest.mark.skipif(not can_stall(), reason="needs root and /dev/fuse")),
+    ],
     ids=["log", "everything"],
 )
-def test_training_continues_and_no_event_is_lost(everything: bool, ranks: Pool, tmp_path: Path) -> None:
-    (code, lines), (other, _) = ranks.run(2, stalled_run, str(tmp_path), everything)
+def test_training_continues_and_no_event_is_lost(num_steps: int, everything: bool, ranks: Pool, tmp_path: Path) -> None:
+    (code, lines), (other, _) = ranks.run(2, stalled_run, str(tmp_path), num_steps, everything)
     assert code == other == 0
     assert sum(map(len, lines)) > 2 * PIPE_BYTES, "the pipe was full"
     log = [event for line in lines for event in parse(line)]
@@ -87,5 +93,5 @@ def test_training_continues_and_no_event_is_lost(everything: bool, ranks: Pool, 
     assert isinstance(log[0], RunStarted)
     assert isinstance(log[-1], RunEnded)
     records = [event.iteration for event in log if isinstance(event, StepRecord)]
-    assert records == list(range(1, NUM_STEPS + 1))
+    assert records == list(range(1, num_steps + 1))
     assert not RunDir(tmp_path / "a").stop.exists()

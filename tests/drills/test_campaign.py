@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.core.events import ActionKind, FindingKind
 from harness.drills import campaign
@@ -16,6 +15,7 @@ from harness.drills.campaign import EARLIEST, MARGIN, MOST_FAULTS, DrawnFault
 from harness.drills.drill_record import DrillEvidence
 from harness.drills.scenario import Bounds, Expected
 from harness.faults.fault_plan import FaultKind
+from tests import composed
 from tests.drills import logs
 
 KNOWN = campaign.mixable_scenarios()
@@ -24,7 +24,7 @@ KNOWN = campaign.mixable_scenarios()
 def test_mixable_scenarios_need_no_special_environment() -> None:
     assert {"kill_rank", "nan_grad", "corrupted_checkpoint", "hung_rank"} <= set(KNOWN)
     assert not {"full_disk", "tracking_down", "warmup_cut", "replica_mismatch", "fp16_overflow"} & set(KNOWN)
-    assert compose.load(campaign.training_overrides(KNOWN)).launch.hang_after_s == 30
+    assert composed.load(campaign.training_overrides(KNOWN)).launch.hang_after_s == 30
 
 
 @given(

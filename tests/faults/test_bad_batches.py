@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from harness.config.compose import load
 from harness.config.errors import ConfigError
 from harness.data.batches import Batches
 from harness.data.order.ledger import Ledger
@@ -17,6 +16,7 @@ from harness.data.sources import open_data
 from harness.faults.bad_batches import NUM_RAREST, TamperedCorpus
 from harness.faults.fault_plan import Fault, FaultKind
 from harness.faults.site import Site
+from tests.composed import load
 
 TINY = ("train.sequence_length=32", "train.batch_size=8")
 AT = 5

@@ -30,6 +30,7 @@ from harness.huggingface import convert
 from harness.model.init import initialize
 from harness.model.transformer import Transformer
 from harness.precision.mixed_precision import linear
+from tests import composed
 
 SEQUENCE_LENGTH = 19
 SMALL = [
@@ -54,7 +55,7 @@ VARIANTS = [
 
 @cache
 def loaded(*overrides: str) -> Config:
-    return compose.load(overrides)
+    return composed.load(overrides)
 
 
 def make_model(cfg: Config, *, seed: int = 3) -> Transformer:

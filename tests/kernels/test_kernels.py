@@ -64,7 +64,9 @@ def run(*arguments: str, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(BESIDE)])} | environment,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(BESIDE)]), "OMP_NUM_THREADS": "1"}
+        | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

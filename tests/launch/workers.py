@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.control.stop_requests import StopRequest, signals_to
@@ -17,6 +16,7 @@ from harness.core.rundir import locate
 from harness.core.state import RunState
 from harness.distributed.world import connect, disconnect
 from harness.telemetry.heartbeat import Heartbeat
+from tests import composed
 
 PATIENCE_S = 60.0
 LISTENING = "0A"
@@ -127,7 +127,7 @@ def sockets_of(pid: int) -> set[str]:
 
 
 def config(runs: Path, name: str) -> Config:
-    return compose.load([f"run.dir={runs}", f"run.name={name}", "launch.nproc=2", "parallel.device=cpu"])
+    return composed.load([f"run.dir={runs}", f"run.name={name}", "launch.nproc=2", "parallel.device=cpu"])
 
 
 def main(args: Sequence[str]) -> int:

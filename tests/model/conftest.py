@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from harness.config.compose import load
 from harness.config.model import ModelConfig
+from tests.composed import load
 
 MakeConfig = Callable[..., ModelConfig]
 

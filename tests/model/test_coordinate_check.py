@@ -24,7 +24,7 @@ from harness.precision.mixed_precision import linear
 pytestmark = pytest.mark.full
 
 MakeConfig = Callable[..., ModelConfig]
-WIDTHS = (64, 128, 256, 512, 1024)
+WIDTHS = (64, 128, 256, 512)
 SEQUENCE_LENGTH = 16
 NUM_STEPS = 4
 LR = 0.01

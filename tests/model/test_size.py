@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from harness.config.compose import conf_dir, load
+from harness.config.compose import conf_dir
 from harness.config.model import ModelConfig
 from harness.model.size import (
     block_shapes,
@@ -19,6 +19,7 @@ from harness.model.size import (
 )
 from harness.model.transformer import Transformer
 from harness.precision.mixed_precision import linear
+from tests.composed import load
 
 MakeConfig = Callable[..., ModelConfig]
 SIZES = sorted(path.stem for path in (conf_dir() / "model").glob("*.yaml") if path.stem != "base")

@@ -124,6 +124,7 @@ def limited(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_survivors_are_named_and_no_file_changes(limited: Path) -> None:
     code, output = run(limited, "limited.py", "--tests", "test_limited.py", "--jobs", "2")
     assert code == 0, output

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from harness.config.compose import load
 from harness.config.optim import OptimConfig, ScheduleKind
 from harness.optim.schedule import schedule_table
+from tests.composed import load
 
 NUM_STEPS, WARMUP = 100, 10
 

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.config.compose import load
 from harness.distributed.shards import local
 from harness.distributed.world import World, connect, disconnect
 from harness.optim.update import Group, Update, build_update
+from tests.composed import load
 from tests.distributed.pool import Pool
 
 SHAPES = {"even": (4,), "uneven": (5, 3), "one_row": (1, 4)}

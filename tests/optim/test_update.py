@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.config.compose import load
 from harness.config.optim import OptimConfig
 from harness.optim.update import Group, Update, build_update
+from tests.composed import load
 
 CPU = torch.device("cpu")
 

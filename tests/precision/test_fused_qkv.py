@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.config.compose import load
 from harness.config.model import ModelConfig
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import Fp8Recipe
@@ -20,6 +19,7 @@ from harness.precision import fused_qkv
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch
 from harness.precision.fused_qkv import apply_rope, can_fuse_qkv, project_qkv_rope
 from harness.precision.mixed_precision import linear
+from tests.composed import load
 
 MakeConfig = Callable[..., ModelConfig]
 NUM_ROWS, LENGTH = 2, 6

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from harness.config.compose import load
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import PrecisionKind
 from harness.distributed.fsdp import wrap
 from harness.model.transformer import Block, rotary_tables
 from harness.precision import mixed_precision
 from harness.precision.mixed_precision import DTYPES, emulate_half_matmul, fp32_matmul_mode, has_native_matmul, linear
+from tests.composed import load
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from harness.config import compose
 from harness.config.schema import Config
 from harness.core import rundir
 from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
+from tests import composed
 
 for name, value in {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}.items():
     os.environ.setdefault(name, value)
@@ -30,7 +30,7 @@ def make_run(tmp_path: Path) -> MakeRun:
 
     def make(name: str = "run", **telemetry: Any) -> tuple[RunDir, Config]:
         overrides = [f"telemetry.{key}={value}" for key, value in telemetry.items()]
-        cfg = compose.load([f"run.dir={tmp_path / 'runs'}", f"run.name={name}", *overrides])
+        cfg = composed.load([f"run.dir={tmp_path / 'runs'}", f"run.name={name}", *overrides])
         run = rundir.locate(cfg)
         rundir.prepare_run_dir(cfg, run)
         return run, cfg

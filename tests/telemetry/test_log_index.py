@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import time
@@ -209,26 +208,29 @@ def test_ordinary_steps_of_old_and_new_logs_match(is_old: bool) -> None:
 
 @pytest.fixture(scope="module")
 def long_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A million steps with some rejected updates and evaluations, and their index."""
+    """A million steps after the first million, with some rejected updates and evaluations, and their index.
+
+    Ten thousand lines are formatted once; the others differ in the leading digits of their numbers.
+    """
     path = tmp_path_factory.mktemp("long") / "events.jsonl"
     other = {"stop_requested": False, "step_time_s": 0.5, "flops_per_s": 1e12, "time": 0.0, "iteration": 0, "step": 0}
     zero = StepRecord(
         cursor=0, tokens=0, loss=0.0, grad_norm=0.0, lr=0.0, tokens_per_s=1.0, refused=False, **cast(Any, other)
     )
+    assert PLAIN.match(to_json(zero).encode())
     rest = to_json(zero)[to_json(zero).index('"refused"') :] + "\n"
     refused = rest.replace('"refused":false', '"refused":true')
-    assert PLAIN.match(to_json(zero).encode())
+    template = "".join(
+        f'{{"event":"step","time":@{n:04}.5,"iteration":@{n:04},"step":@{n:04},"cursor":@{n:04},"tokens":@{n:04}00,'
+        f'"loss":2.@{n % 97},"grad_norm":0.5,"lr":0.001,{rest}'
+        for n in range(10_000)
+    )
     with path.open("w") as file:
-        for first in range(1, LONG + 1, 10_000):
-            file.write(
-                "".join(
-                    f'{{"event":"step","time":{n / 2},"iteration":{n},"step":{n},"cursor":{n},"tokens":{n}00,'
-                    f'"loss":{2 + 9 / math.sqrt(n):.6f},"grad_norm":0.5,"lr":0.001,'
-                    f"{refused if n % 90_001 == 0 else rest}"
-                    for n in range(first, first + 10_000)
-                )
-            )
-            file.write(to_json(events.EvalRecord(time=0.0, iteration=first, step=first, loss=3.0, tokens=1)) + "\n")
+        for digits in range(100, 200):
+            chunk = template.replace("@", str(digits))
+            file.write(chunk if digits % 9 else chunk.replace(rest, refused, 1))
+            evaluation = events.EvalRecord(time=0.0, iteration=digits * 10_000, step=1, loss=3.0, tokens=1)
+            file.write(to_json(evaluation) + "\n")
     with path.open("rb") as lines:
         index_path(path).write_text("".join(block.to_json() + "\n" for block in list(blocks_of(lines, 0))[:-1]))
     return path
@@ -243,16 +245,18 @@ def bytes_read(act: Callable[[], object]) -> int:
     return count() - before
 
 
+@pytest.mark.full
 def test_readers_of_a_long_log_read_little(long_log: Path) -> None:
     run = RunDir(long_log.parent)
     assert long_log.stat().st_size > 400 * MIB
     assert bytes_read(lambda: gather.read_non_step_events(long_log)) < 8 * MIB
-    assert bytes_read(lambda: gather.read_steps(long_log, LONG // 2, LONG // 2 + 250)) < 8 * MIB
-    assert bytes_read(lambda: events_since(long_log, LONG - 1000)) < 8 * MIB
+    assert bytes_read(lambda: gather.read_steps(long_log, 3 * LONG // 2, 3 * LONG // 2 + 250)) < 8 * MIB
+    assert bytes_read(lambda: events_since(long_log, 2 * LONG - 1000)) < 8 * MIB
     assert bytes_read(lambda: collect(long_log)) < 64 * MIB
     assert bytes_read(lambda: Story().read_more(run)) < 128 * MIB
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("code", "most_bytes"), [(EXIT_INTERRUPTED, 16 * MIB), (EXIT_DONE, 80 * MIB)])
 def test_the_end_of_a_run_does_not_depend_on_the_length_of_the_log(
     code: int, most_bytes: int, long_log: Path, make_run: MakeRun
@@ -262,7 +266,7 @@ def test_the_end_of_a_run_does_not_depend_on_the_length_of_the_log(
     os.link(long_log, run.events)
     shutil.copy(index_path(long_log), index_path(run.events))
     world = cast(Any, SimpleNamespace(is_first=True))
-    ended = RunEnded(time=time.time(), iteration=LONG, step=LONG, exit_code=code, reason="stopped")
+    ended = RunEnded(time=time.time(), iteration=2 * LONG, step=2 * LONG, exit_code=code, reason="stopped")
 
     def leave() -> None:
         with EventReporter(cfg, run, world=world, meter=cast(Any, None)) as reporter:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from harness.config.compose import load
 from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from harness.telemetry import provenance
 from harness.telemetry.manifest import build_manifest, write_manifest
 from harness.telemetry.provenance import code
+from tests.composed import load
 
 MakeRun = Callable[..., tuple[RunDir, Config]]
 

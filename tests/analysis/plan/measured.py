@@ -10,8 +10,8 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from harness.config.compose import load
 from harness.config.schema import Config
+from tests.composed import load
 
 BASE = ("+experiment=1b_bf16", "cluster=h200", "checkpoint.ring.slots=0")
 """1b, 8 x 4096 tokens, bf16, compiled."""

@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.analysis.plan.resharding import will_reshard
-from harness.config.compose import load
 from harness.config.schema import Config
 from harness.distributed.fsdp import set_replica_all_reduce, shard
 from harness.distributed.shards import local
@@ -37,6 +36,7 @@ from harness.distributed.world import World
 from harness.model.transformer import Transformer
 from harness.precision.fp8.layers import convert_to_fp8
 from harness.precision.mixed_precision import fsdp_policy, linear
+from tests.composed import load
 
 COLLECTIVES = {
     "_allgather_base_": "all_gather",

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from harness.analysis.plan.activations import kept_bytes
 from harness.analysis.plan.fp8 import fp8_projections
-from harness.config.compose import load
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
@@ -23,6 +22,7 @@ from harness.precision import fused_qkv
 from harness.precision.fp8.layers import convert_to_fp8
 from harness.precision.mixed_precision import DTYPES, linear
 from tests.analysis.plan.shadow import fused_norms
+from tests.composed import load
 
 NUM_ROWS = 2
 IN_FP8 = ["model=tiny", "precision=fp8_emulated", "train.sequence_length=64"]

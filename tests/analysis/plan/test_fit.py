@@ -10,8 +10,8 @@ import pytest
 
 from harness.analysis.plan.fit import refusal
 from harness.analysis.plan.memory import memory
-from harness.config.compose import load
 from harness.config.schema import Config
+from tests.composed import load
 
 
 @cache

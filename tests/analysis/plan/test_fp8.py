@@ -12,10 +12,10 @@ from harness.analysis.plan.fp8 import BLOCK, WORKSPACE_BYTES, blocks_in_fp8, flo
 from harness.analysis.plan.memory import memory
 from harness.analysis.plan.plan import Plan, plan
 from harness.analysis.plan.plan_text import plan_as_dict, render
-from harness.config.compose import load
 from harness.config.parallel import ActivationCheckpointing
 from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionKind
 from harness.config.schema import Config
+from tests.composed import load
 
 TOKENS, DIM, WIDE, NUM_BLOCKS = 8 * 4096, 2048, 5632, 24
 """Of the experiment 1b_bf16."""

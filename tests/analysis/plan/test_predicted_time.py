@@ -22,9 +22,9 @@ from harness.analysis.plan.traffic import (
     rank_groups,
     seconds,
 )
-from harness.config.compose import load
 from harness.config.schema import Config
 from harness.model.size import block_shapes, num_parameters, root_shapes
+from tests.composed import load
 
 BASE = ["model=tiny", "precision=bf16", "cluster=h100", "launch.nproc=8", "train.batch_size=64"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness.analysis.plan.preflight import check_preflight, preflight, usual_lr
-from harness.config import compose
 from harness.config.errors import ConfigError
+from tests import composed
 
 LONG = "train.num_steps=1000"
 SIZES = ("tiny", "50m", "125m", "1b", "3b", "7b", "13b", "70b")
@@ -14,7 +14,7 @@ SIZES = ("tiny", "50m", "125m", "1b", "3b", "7b", "13b", "70b")
 
 @pytest.mark.parametrize("overrides", [[], *([f"model={size}"] for size in SIZES), ["+experiment=50m_one_day"]])
 def test_shipped_defaults_have_no_warning(overrides: list[str]) -> None:
-    assert preflight(compose.load([*overrides, "train.num_steps=20000"])) == []
+    assert preflight(composed.load([*overrides, "train.num_steps=20000"])) == []
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_shipped_defaults_have_no_warning(overrides: list[str]) -> None:
     ],
 )
 def test_each_unstable_setting_is_one_line(override: str, line: str) -> None:
-    (problem,) = preflight(compose.load([LONG, override]))
+    (problem,) = preflight(composed.load([LONG, override]))
     assert problem.startswith(line)
 
 
@@ -49,31 +49,31 @@ def test_each_unstable_setting_is_one_line(override: str, line: str) -> None:
     ],
 )
 def test_the_bounds_themselves_are_accepted(override: str) -> None:
-    assert preflight(compose.load([LONG, override])) == []
+    assert preflight(composed.load([LONG, override])) == []
 
 
 def test_a_short_run_needs_no_checkpoints() -> None:
-    assert preflight(compose.load(["train.num_steps=999", "checkpoint.every_steps=0"])) == []
+    assert preflight(composed.load(["train.num_steps=999", "checkpoint.every_steps=0"])) == []
 
 
 def test_fp16_without_loss_scaling() -> None:
     overrides = ["precision=fp16", "precision.initial_loss_scale=1"]
-    (problem,) = preflight(compose.load(overrides))
+    (problem,) = preflight(composed.load(overrides))
     assert problem.startswith("precision.initial_loss_scale: is 1 and does not grow in this run; fp16 without")
-    assert preflight(compose.load([*overrides, "train.num_steps=1001"])) == []
-    assert preflight(compose.load(["precision=fp16"])) == []
+    assert preflight(composed.load([*overrides, "train.num_steps=1001"])) == []
+    assert preflight(composed.load(["precision=fp16"])) == []
 
 
 def test_kept_checkpoints_and_checkpoints_by_time_reach_the_margin() -> None:
-    assert preflight(compose.load([LONG, "checkpoint.every_steps=20", "checkpoint.keep_behind_steps=100"])) == []
-    assert preflight(compose.load([LONG, "checkpoint.every_steps=20", "checkpoint.keep_every_steps=100"])) == []
-    assert preflight(compose.load([LONG, "checkpoint.every_steps=0", "checkpoint.every_minutes=30"])) == []
+    assert preflight(composed.load([LONG, "checkpoint.every_steps=20", "checkpoint.keep_behind_steps=100"])) == []
+    assert preflight(composed.load([LONG, "checkpoint.every_steps=20", "checkpoint.keep_every_steps=100"])) == []
+    assert preflight(composed.load([LONG, "checkpoint.every_steps=0", "checkpoint.every_minutes=30"])) == []
 
 
 def test_the_learning_rate_is_compared_with_the_size() -> None:
-    (problem,) = preflight(compose.load(["model=70b", "optim.lr=3e-3", "train.num_steps=20000"]))
+    (problem,) = preflight(composed.load(["model=70b", "optim.lr=3e-3", "train.num_steps=20000"]))
     assert problem.startswith("optim.lr: is 0.003, above the usual range of 3e-05 to 0.0008 for 70.6B parameters")
-    assert preflight(compose.load(["model=70b", "optim.lr=3e-3", "model.mup_base_width=256"])) == []
+    assert preflight(composed.load(["model=70b", "optim.lr=3e-3", "model.mup_base_width=256"])) == []
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_published_rates_are_usual(size: float, published: float) -> None:
 
 
 def test_strict_rejects_the_start_and_names_the_first_key() -> None:
-    cfg = compose.load(["optim.beta2=0.999", "optim.clip_norm=null", "run.preflight=strict"])
+    cfg = composed.load(["optim.beta2=0.999", "optim.clip_norm=null", "run.preflight=strict"])
     with pytest.raises(ConfigError) as error:
         check_preflight(cfg)
     assert str(error.value).startswith("optim.beta2: is 0.999; ")
     assert "(1 more; `harness plan` lists them); run.preflight=warn starts the run all the same" in str(error.value)
-    assert check_preflight(compose.load(["run.preflight=strict"])) == []
+    assert check_preflight(composed.load(["run.preflight=strict"])) == []

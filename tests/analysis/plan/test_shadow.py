@@ -11,9 +11,9 @@ import pytest
 
 from harness.analysis.plan.memory import WORKSPACE_BYTES, memory
 from harness.analysis.plan.traffic import CollectiveKind, collectives
-from harness.config.compose import load
 from harness.config.precision import PrecisionKind
 from harness.config.schema import Config
+from tests.composed import load
 
 pytestmark = pytest.mark.full
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.config.compose import load
 from harness.core.rundir import locate
 from harness.data.corpus.corpora import embedded_documents
 from harness.data.order.ledger import Ledger
@@ -22,6 +21,7 @@ from harness.data.prepare.parts import part_path
 from harness.data.prepare.prepared_files import CorpusFiles
 from harness.data.prepare.tokenizer import open_tokenizer
 from launch.cli import data
+from tests.composed import load
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["train.batch_size=4", "train.sequence_length=32"]

@@ -12,10 +12,10 @@ import pytest
 
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
-from harness.config import compose
 from harness.core.events import RunStarted, read
 from harness.core.rundir import RunDir
 from launch.cli.model_exchange import export_command, import_command
+from tests import composed
 from tests.huggingface.test_convert import make_run
 
 ROOT = Path(__file__).parents[3]
@@ -129,7 +129,7 @@ def test_a_run_starts_from_an_imported_model(
 
     program, train, *overrides = shlex.split(command)
     assert (program, train) == ("harness", "train")
-    model = compose.load(overrides).model
+    model = composed.load(overrides).model
     assert (model.dim, model.num_kv_heads, model.qk_norm, model.tied_head) == (32, 2, True, True)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
     args = [sys.executable, "-m", "launch.cli.main", "train", *overrides, *SHORT]

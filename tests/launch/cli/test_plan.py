@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from harness.checkpoint.ring_cost import num_buffers
-from harness.config import compose
 from harness.model.size import num_parameters
 from launch.cli import plan
+from tests import composed
 
 ONE_BILLION = """\
 model 1b
@@ -129,7 +129,7 @@ def test_the_text_with_checkpoints_by_time_and_by_steps(capsys: pytest.CaptureFi
 
 
 def test_memory_and_checkpoint_sizes_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    count = num_parameters(compose.load().model)
+    count = num_parameters(composed.load().model)
     assert count % 2 == 0
     plan_json = run_plan_json("launch.nproc=4", "parallel.replicate=2", capsys=capsys)
     assert (plan_json["num_ranks"], plan_json["replicate"], plan_json["num_parameters"]) == (4, 2, count)
@@ -145,7 +145,7 @@ def test_the_ring_size_matches_the_run(slots: int, capsys: pytest.CaptureFixture
     args = f"checkpoint.ring.slots={slots}"
     plan_json = run_plan_json(args, capsys=capsys)
     assert (
-        plan_json["ring_bytes"] == num_buffers(compose.load([args]).checkpoint.ring) * 12 * plan_json["num_parameters"]
+        plan_json["ring_bytes"] == num_buffers(composed.load([args]).checkpoint.ring) * 12 * plan_json["num_parameters"]
     )
 
 

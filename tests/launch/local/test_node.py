@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import compose
 from harness.config.compose import to_yaml
 from harness.config.errors import ConfigError
 from launch.local import node
 from launch.local.node import parse_rendezvous
 from launch.local.node_group import SINGLE_NODE, RendezvousSpec
+from tests import composed
 
 SLURM = {"SLURM_NNODES": "4", "SLURM_NODEID": "2", "SLURM_JOB_ID": "7"}
 
@@ -79,7 +79,7 @@ def test_an_invalid_run_is_one_line_before_anything_starts(
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    cfg = compose.load([*overrides, "parallel.device=cpu", "train.batch_size=8", f"run.dir={tmp_path}"])
+    cfg = composed.load([*overrides, "parallel.device=cpu", "train.batch_size=8", f"run.dir={tmp_path}"])
     (run / "config.yaml").write_text(to_yaml(cfg))
     assert node.main([str(run), "--nodes", "2", "--node-rank", "1", "--rendezvous", "nowhere.invalid:1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

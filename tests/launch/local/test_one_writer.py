@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from harness.checkpoint import catalog
-from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.core import events
 from harness.core.events import RunEnded, RunStarted, StepRecord
@@ -27,12 +26,13 @@ from harness.core.locking import directory_lease, lease_holder
 from harness.core.locking.lease_holder import this_process
 from harness.core.rundir import RunDir, prepare_run_dir
 from launch import train
+from tests import composed
 from tests.distributed import cases
 from tests.forks import ROOT, Launched
 
 pytestmark = pytest.mark.full
 
-ENDLESS = ("train.num_steps=100000", "optim.schedule=constant")
+ENDLESS = ("train.num_steps=100000", "optim.schedule=constant", "checkpoint.every_minutes=1000")
 IN_USE = r"harness: run\.name: {run} is in use by pid {pid} on \S+, held for \d+ s, last heartbeat \d+ s ago; [^\n]*\n"
 
 
@@ -151,7 +151,7 @@ def test_a_run_that_was_taken_over_exits_with_2_and_saves_nothing(tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["local", "slurm"])
 def test_every_launcher_rejects_a_run_that_is_live_on_another_machine(tmp_path: Path, kind: str) -> None:
-    cfg = compose.load([*cases.TINY, f"launch={kind}", f"run.dir={tmp_path}", "run.name=far"])
+    cfg = composed.load([*cases.TINY, f"launch={kind}", f"run.dir={tmp_path}", "run.name=far"])
     run = RunDir(tmp_path / "far")
     far = replace(this_process(6.0), machine="another machine", host="node7", job="99")
     held = directory_lease.acquire(run.lease, far, on_lost=lambda _: None)

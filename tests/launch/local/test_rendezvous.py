@@ -36,7 +36,10 @@ class FakeNodes:
     def all(self) -> list[NodeGroup]:
         calls = [self.call(node) for node in reversed(range(self.num_nodes))]
         found = sorted((call.result(10) for call in calls), key=lambda group: group.spec.node_rank)
-        return [self.stack.enter_context(each) for each in found]
+        self.stack.callback(
+            lambda: list(self.pool.map(NodeGroup.__exit__, found))
+        )  # together: each waits for its peers
+        return [group.__enter__() for group in found]
 
 
 @pytest.fixture

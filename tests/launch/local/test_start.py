@@ -107,6 +107,7 @@ def test_a_process_with_a_second_thread_does_not_fork() -> None:
         thread.join()
 
 
+@pytest.mark.full
 def test_the_launcher_has_one_thread_and_no_cuda_when_it_forks() -> None:
     """Torch and the trainer are loaded for several threads, none of which has started yet.
 
@@ -219,6 +220,7 @@ def test_each_rank_has_its_own_process_name(process: Launched) -> None:
     assert sorted(names) == ["rank-0\n", "rank-1\n"]
 
 
+@pytest.mark.full
 def test_a_hung_rank_is_named_with_stacks_and_all_ranks_are_killed(launch: Launch, tmp_path: Path) -> None:
     begun_s = time.monotonic()
     code, _, err = ended(launch("hang"))

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.config import compose
 from harness.config.launch import LaunchConfig
 from harness.core.rundir import RunDir
 from harness.telemetry import heartbeat
 from harness.telemetry.heartbeat import Beat, Phase
 from launch.local import supervisor
 from launch.local.supervisor import ALIVE_EXTRA_S, RankProgress, Supervisor, probe_path
+from tests import composed
 
 HANG_AFTER_S, START_WITHIN_S = 30.0, 100.0
 
@@ -23,7 +23,7 @@ HANG_AFTER_S, START_WITHIN_S = 30.0, 100.0
 @cache
 def config() -> LaunchConfig:
     overrides = [f"launch.hang_after_s={HANG_AFTER_S}", f"launch.start_within_s={START_WITHIN_S}"]
-    return compose.load(overrides).launch
+    return composed.load(overrides).launch
 
 
 class FakeRanks:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.launch import SlurmConfig
 from launch.slurm.node_exclusion import (
@@ -21,12 +20,13 @@ from launch.slurm.node_exclusion import (
     limit_exclusions,
     parse_blamed_nodes,
 )
+from tests import composed
 
 NOW = 1_000_000.0
 HOUR_S = 3600.0
 
 
-COMPOSED = compose.load(["launch=slurm"]).launch.slurm
+COMPOSED = composed.load(["launch=slurm"]).launch.slurm
 
 
 def limits(hours: float = 2.0, most: int = 2) -> SlurmConfig:

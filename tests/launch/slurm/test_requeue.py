@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from harness.checkpoint import catalog
 from harness.checkpoint.catalog import Health
-from harness.config import compose
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.control import stop_requests
@@ -35,9 +34,10 @@ from launch.slurm.requeue import (
     is_stall,
     last_progress,
 )
+from tests import composed
 
 ROOT = Path(__file__).parents[3]
-COMPOSED = compose.load(["model=tiny", "launch=slurm"])
+COMPOSED = composed.load(["model=tiny", "launch=slurm"])
 LIMITS = replace(COMPOSED.launch.slurm, max_requeues=5, max_stalled=3)
 
 

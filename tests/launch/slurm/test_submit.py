@@ -17,6 +17,7 @@ from harness.config.schema import Config
 from harness.core.rundir import RunDir
 from launch.slurm import code_snapshot, job_directory, node_health, requeue, submit
 from launch.slurm.job_script import DIRECTIVE, SETTING, build_directives, quote_value, render
+from tests import composed
 from tests.distributed.cases import TINY
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -32,7 +33,7 @@ SETTINGS = {
 
 
 def config(*overrides: str) -> Config:
-    return compose.load([*TINY, "launch=slurm", *overrides])
+    return composed.load([*TINY, "launch=slurm", *overrides])
 
 
 def render_example(*overrides: str, array: str | None = None, log: str = "slurm-%j.log", **changed: str) -> str:

@@ -25,6 +25,7 @@ from launch.cli import sweep as sweep_command
 from launch.sweeps import jobs, multirun, scheduler
 from launch.sweeps.jobs import ComposedJob, JobState
 from launch.sweeps.scheduler import ResourceSlot, split_machine
+from tests import composed
 from tests.launch.cli.test_main import ROOT, TINY, harness
 
 pytestmark = pytest.mark.full
@@ -139,7 +140,7 @@ def test_a_sweep_that_is_stopped(tmp_path: Path) -> None:
 
 @cache
 def load_config(overrides: tuple[str, ...]) -> Config:
-    return compose.load([*TINY, *overrides])
+    return composed.load([*TINY, *overrides])
 
 
 def config(*overrides: str) -> Config:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.compose import load
 from harness.config.errors import ConfigError
 from harness.config.precision import Fp8Engine, Fp8Recipe, PrecisionKind
+from tests.composed import load
 from tests.forks import Launched
 
 SIZE_ERROR = "must give GEMM dimensions that are multiples of 16 for precision=fp8, gives"

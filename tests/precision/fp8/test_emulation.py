@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config.compose import load
 from harness.config.errors import ConfigError
 from harness.precision.fp8 import engine as module
 from harness.precision.fp8.emulation import EmulatedEngine, block_scale
 from harness.precision.fp8.engine import require_engine
 from harness.precision.fp8.formats import BLOCK, FORWARD, GRADIENT, LIMITS, BlockScaling, Operand
 from harness.precision.fp8.quantize_meters import MAX_SCALE, compute_amax, compute_scale
+from tests.composed import load
 
 BOTH = pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
 BF16_ERROR = 2.0**-8

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config.compose import load
 from harness.config.precision import Fp8Recipe
 from harness.model.transformer import Transformer
 from harness.precision.fp8.layers import PRIMED_STEPS, Fp8Layers, convert_to_fp8
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch
 from harness.precision.fp8.quantize_meters import METER, SCALE_EXPONENTS, Column, TensorRole
 from harness.precision.mixed_precision import linear
+from tests.composed import load
 
 SIDE = 16
 E4M3, E5M2 = 448.0, 57344.0

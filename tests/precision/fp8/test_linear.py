@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from harness.config.compose import load
 from harness.config.precision import Fp8Recipe
 from harness.model.transformer import Transformer
 from harness.precision.fp8.formats import FORWARD, GRADIENT, LIMITS
@@ -18,6 +17,7 @@ from harness.precision.fp8.layers import Fp8Layers, convert_to_fp8
 from harness.precision.fp8.linear import Fp8Linear, Recipe, Switch, project
 from harness.precision.fp8.quantize_meters import Column, TensorRole, fp8_dtype, probing
 from harness.precision.mixed_precision import linear
+from tests.composed import load
 
 RECIPES = pytest.mark.parametrize("kind", list(Fp8Recipe))
 BF16_ERROR = 2.0**-8

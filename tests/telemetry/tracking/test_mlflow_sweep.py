@@ -11,7 +11,6 @@ import pytest
 
 from harness.analysis.sweeps import sweep_record
 from harness.analysis.sweeps.sweep_record import Job, Sweep
-from harness.config import compose
 from harness.config.errors import EXIT_INTERRUPTED
 from harness.config.schema import Config
 from harness.core import rundir
@@ -21,6 +20,7 @@ from harness.telemetry.event_log import EventLog
 from harness.telemetry.tracking.mlflow_run import PARENT_TAG
 from harness.telemetry.tracking.mlflow_sink import main, send_until_end
 from launch.sweeps import multirun
+from tests import composed
 
 MakeStep = Callable[..., StepRecord]
 
@@ -48,7 +48,7 @@ def create_run(directory: Path, job: Job, **telemetry: str) -> RunDir:
 def job_config(directory: Path, job: Job, **telemetry: str) -> Config:
     place = {"run.dir": directory, "run.name": f"'{job.name}'", "telemetry.tracking_uri": store(directory)}
     place |= {f"telemetry.{key}": value for key, value in telemetry.items()}
-    return compose.load([f"{key}={value}" for key, value in place.items()])
+    return composed.load([f"{key}={value}" for key, value in place.items()])
 
 
 def store(directory: Path) -> str:
