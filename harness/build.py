@@ -164,7 +164,10 @@ def open_data_on_all_ranks(cfg: Config, world: World, run: RunDir, ledger: Ledge
     """Open this rank's training and held-out data. All ranks read the files that rank 0 lists; if one fails, all do."""
     recorded = RecordedData(run_on_rank_zero(lambda: recorded_data(cfg, run)), run.rare_tokens)
     gather_results(lambda: make_rare_index(cfg, recorded) if world.is_first else None, world.background_group)
-    return run_on_all_ranks(lambda: open_rank_data(cfg, world, ledger, recorded))
+    opened = run_on_all_ranks(lambda: open_rank_data(cfg, world, ledger, recorded))
+    if world.is_first and (report := opened[0].stratify_report()) is not None:
+        print(f"data.stratify: {report.in_words()}", flush=True)
+    return opened
 
 
 def open_rank_data(cfg: Config, world: World, ledger: Ledger, recorded: RecordedData) -> tuple[Batches, Batches]:

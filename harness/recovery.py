@@ -16,8 +16,9 @@ and after a restore. Here the outcome only says whether the run can change it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from harness.checkpoint.io_retry import IoRetry
 from harness.config.errors import EXIT_HALTED
 from harness.core.events import Action, ActionKind, Outcome
 from harness.core.state import RunState
+from harness.data.order.ledger import return_points
 from harness.distributed.collectives import gather_results, run_on_rank_zero
 from harness.run import Ending, Run
 from harness.sentinel.policy.policy_state import RESTORES
@@ -126,7 +128,12 @@ def dispatch(action: Action, parts: Parts, state: RunState, *, root: Path) -> Re
         case ActionKind.skip:
             exclude(action, parts)
         case ActionKind.swap:
-            swap(action, parts, state)
+            assert action.source is not None
+            reweight(action, {action.source: 0.0}, parts, state)
+        case ActionKind.reweight:
+            reweight(action, action.weights, parts, state)
+        case ActionKind.include:
+            give_back(action, parts, state)
         case ActionKind.accept:
             accept(action, parts, state)
         case ActionKind.check | ActionKind.cool | ActionKind.watch | ActionKind.halt | ActionKind.precision:
@@ -134,13 +141,15 @@ def dispatch(action: Action, parts: Parts, state: RunState, *, root: Path) -> Re
     return None
 
 
-def swap(action: Action, parts: Parts, state: RunState) -> None:
-    """Set the weight of a source to 0 from here on. Raises `OSError` if a later batch would have no source left."""
-    assert action.source is not None
-    off = {action.source: 0.0}
-    if not parts.batches.can_reweight(state.cursor, off):
-        raise OSError(f"without {action.source} no source would have a weight above 0")
-    write_ledger(parts, lambda: parts.ledger.reweight(state.cursor, off, reason_with_author(action)))
+def reweight(action: Action, weights: Mapping[str, float], parts: Parts, state: RunState) -> None:
+    """Set weights of sources from here on. Raises `OSError` if a later batch would have no source left."""
+    if not parts.batches.can_reweight(state.cursor, weights):
+        raise OSError(f"with {describe_weights(weights)} no source would have a weight above 0")
+    write_ledger(parts, lambda: parts.ledger.reweight(state.cursor, weights, reason_with_author(action)))
+
+
+def describe_weights(weights: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} at {weight:g}" for name, weight in weights.items())
 
 
 def held_out_mean(parts: Parts) -> float | None:
@@ -153,10 +162,14 @@ def held_out_mean(parts: Parts) -> float | None:
 
 def accept(action: Action, parts: Parts, state: RunState) -> None:
     """Re-anchor the gate at the loss of the new data, and schedule the batches that were skipped because of it."""
-    if action.give_back:
-        batches, cursor = action.give_back, state.cursor
-        write_ledger(parts, lambda: parts.ledger.give_back(batches, cursor, reason_with_author(action)))
+    give_back(action, parts, state)
     parts.gate.reopen(loss=action.level, grad_norm=action.grad_level)
+
+
+def give_back(action: Action, parts: Parts, state: RunState) -> None:
+    """Schedule excluded batches again: those that the run has passed come next, the others in their place."""
+    for batches, from_batch in return_points(action.give_back, state.cursor):
+        write_ledger(parts, partial(parts.ledger.give_back, batches, from_batch, reason_with_author(action)))
 
 
 def rewind(action: Action, parts: Parts) -> Restored | None:

@@ -9,15 +9,13 @@ moved, another batch size.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.checkpoint import catalog, store
+from harness.checkpoint import catalog
 from harness.config.data import DataKind
-from harness.config.errors import StorageError, require
+from harness.config.errors import require
 from harness.config.run import ResumePolicy
 from harness.config.schema import Config
 from harness.core import rundir
@@ -229,21 +227,10 @@ def with_probes(name: str, source: SourceRecord, probes: Sequence[str]) -> Sourc
 def progress_of(run: RunDir) -> Progress:
     """Read from checkpoints and ledger how far the run has come."""
     cursors = [
-        cursor_of(each.path)
+        catalog.cursor_of(each.path)
         for each in catalog.list_checkpoints(run.checkpoints)
         if each.health is not catalog.Health.tainted
     ]
     entries = Ledger.load(run.ledger, writer=False)
     excluded = max((entry.last + 1 for entry in entries if isinstance(entry, Exclusion)), default=0)
     return Progress(cursors[-1] if cursors else 0, excluded, max([0, excluded, *cursors]))
-
-
-def cursor_of(checkpoint: Path) -> int:
-    """Return the cursor of a checkpoint; 0 if its state cannot be parsed, which loading reports later."""
-    path = checkpoint / store.STATE_FILE
-    try:
-        return int(json.loads(path.read_text(encoding="utf-8"))["cursor"])
-    except OSError as error:
-        raise StorageError(error.errno, f"cannot be read: {error.strerror}", str(path)) from None
-    except (ValueError, KeyError, TypeError):
-        return 0

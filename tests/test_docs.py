@@ -149,7 +149,8 @@ def problem_of_harness(name: str, arguments: Sequence[str]) -> str:
     missing = [part for part in arguments if OPTION.match(part) and part not in help_text and part not in HYDRA_OPTIONS]
     if missing:
         return f"harness {name} has no option {', '.join(missing)}"
-    return "; ".join(filter(None, map(problem_of_override, arguments)))
+    overrides = [] if name == "ctl" else arguments  # SOURCE=WEIGHT of ctl is no override
+    return "; ".join(filter(None, map(problem_of_override, overrides)))
 
 
 def problem_of_module(name: str, arguments: Sequence[str]) -> str:

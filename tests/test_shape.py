@@ -101,6 +101,7 @@ TORCH_FREE_MODULES = (
     "harness.checkpoint.ring_cost",
     "harness.telemetry.heartbeat",
     "harness.control.inbox",
+    "harness.control.order_effect",
     "harness.control.stop_requests",
     "harness.control.watcher",
     "harness.analysis.plan.fit",
@@ -384,7 +385,8 @@ def test_decisions_do_not_depend_on_rank_local_facts() -> None:
     logged = {
         "harness/sentinel/device/step_report.py",
         "harness/sentinel/policy/log_events.py",
-        "harness/control/inbox.py",
+        "harness/control/order_checks.py",
+        "harness/control/order_effect.py",
     }
     packages = ("harness/sentinel/", "harness/checkpoint/", *(f"harness/{name}" for name in BRANCHING_MODULES))
     assert_none(

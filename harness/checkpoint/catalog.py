@@ -30,6 +30,8 @@ from harness.core.locking import run_lease
 from harness.core.rundir import write_atomically
 
 HEALTH = "health.json"
+STATE_FILE = "state.json"
+"""The run state of a checkpoint."""
 NUM_BEHIND = 3
 """Intervals of `keep_behind_steps` whose first checkpoint stays: the last one may have begun just now, and the first
 one before it may be a little too young."""
@@ -89,6 +91,17 @@ def list_checkpoints(root: Path) -> list[Checkpoint]:
         if (match := _NAME.fullmatch(path.name))
     ]
     return sorted(found, key=lambda checkpoint: checkpoint.age)
+
+
+def cursor_of(path: Path) -> int:
+    """The next batch of the run at a checkpoint; 0 if its state cannot be parsed, which loading reports later."""
+    file = path / STATE_FILE
+    try:
+        return int(json.loads(file.read_text(encoding="utf-8"))["cursor"])
+    except OSError as error:
+        raise StorageError(error.errno, f"cannot be read: {error.strerror}", str(file)) from None
+    except (ValueError, KeyError, TypeError):
+        return 0
 
 
 def list_damaged(root: Path) -> list[Path]:

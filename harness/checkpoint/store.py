@@ -53,7 +53,7 @@ from harness.distributed.collectives import gather_results, run_on_rank_zero
 from harness.distributed.shards import local
 from harness.distributed.world import World
 
-STATE_FILE = "state.json"
+STATE_FILE = catalog.STATE_FILE
 LEAST_FREE_BYTES = 1 << 20
 """A disk with less free space counts as full."""
 

@@ -88,9 +88,11 @@ class StratifyConfig:
     """Spreads rare tokens over the batches."""
 
     rare_below: int
-    """A token with fewer occurrences in the training data is rare; 0: off. Rank 0 scans the data at the first start."""
+    """A token with fewer occurrences in the training data of all sources is rare; 0: off. Rank 0 scans the data at the
+    first start."""
     max_per_batch: int
-    """Maximum occurrences of one rare token in one global batch."""
+    """Maximum occurrences of one rare token in one global batch; a sequence that alone holds more is the only one with
+    that token in its batch."""
 
     def __post_init__(self) -> None:
         require(self.rare_below >= 0, "data.stratify.rare_below", f"must be 0 (off) or more, got {self.rare_below}")
@@ -120,8 +122,6 @@ class DataConfig:
         for name, source in self.sources.items():
             check_source(name, source)
         check_phases(self.phases, self.sources)
-        message = f"must be 0 (off) with {len(self.sources)} sources, got {self.stratify.rare_below}"
-        require(self.stratify.rare_below == 0 or len(self.sources) == 1, "data.stratify.rare_below", message)
 
 
 def check_source(name: str, source: SourceConfig) -> None:

@@ -6,8 +6,6 @@ A command becomes the same `Action` that the policy uses, with incident number 0
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from dataclasses import asdict
 from typing import Any
 
 from harness.build import Parts
@@ -20,15 +18,19 @@ from harness.control.commands import (
     Precision,
     Rate,
     Resume,
+    Reweight,
     Rollback,
     SaveCheckpoint,
     Skip,
+    SkipBatches,
+    UnskipBatches,
+    order_fields,
 )
-from harness.control.inbox import REFUSED, check_order, intervention_event, interventions
+from harness.control.inbox import REFUSED, intervention_event, interventions
+from harness.control.order_checks import check_order, require_unread
 from harness.core.events import Action, ActionKind, Outcome
 from harness.core.rundir import RunDir
 from harness.core.state import RunState
-from harness.data.order.ledger import Ledger
 from harness.distributed.collectives import broadcast, gather_results, run_on_rank_zero
 from harness.recovery import run_action, run_actions
 from harness.run import Ending, Run
@@ -71,6 +73,8 @@ def apply_command(run: Run, command: Command) -> tuple[dict[str, Any], Ending | 
         run.state.lr_factor = order.factor
     try:
         action = action_of(order, command.reason, parts, run.state)
+    except ConfigError as error:
+        return {REFUSED: str(error)}, None
     except OSError as error:
         return {REFUSED: f"cannot be done: {error}"}, None
     if action is None:
@@ -84,7 +88,11 @@ def apply_command(run: Run, command: Command) -> tuple[dict[str, Any], Ending | 
 
 
 def action_of(order: Order, reason: str, parts: Parts, state: RunState) -> Action | None:
-    """Return the action for a command, or None if it needs none. A collective: every rank calls it."""
+    """Return the action for a command, or None if it needs none. A collective: every rank calls it.
+
+    Raises `ConfigError` on all ranks if the place of the run in its data forbids it.
+    """
+    ledger = parts.ledger
     action = Action(
         time=time.time(),
         iteration=state.iteration,
@@ -96,26 +104,28 @@ def action_of(order: Order, reason: str, parts: Parts, state: RunState) -> Actio
     )
     match order:
         case Skip():
-            action.kind, action.exclude = ActionKind.skip, next_batches(parts.ledger, state.cursor, order.num_batches)
+            action.kind, action.exclude = ActionKind.skip, [*ledger.next_range(state.cursor, order.num_batches)]
+        case SkipBatches():
+            require_unread(ledger, order, state.cursor, state.given_back)
+            action.kind, action.exclude = ActionKind.skip, [order.first, order.last]
+        case UnskipBatches():
+            excluded = ledger.excluded_ranges(order.first, order.last)
+            action.kind, action.give_back = ActionKind.include, [[first, last] for first, last in excluded]
         case Rollback():
+            action.exclude = [*order.exclude]
             targets = run_on_rank_zero(lambda: parts.checkpoints.rollback_targets(until_step=order.to_step))
             action.kind, action.onset = ActionKind.rollback, targets[0][1] + 1 if targets else 0
         case Rate():
             action.kind, action.lr_scale = ActionKind.cool, parts.sentinel.policy.lr_scale * order.factor
         case ExcludeSource():
             action.kind, action.source = ActionKind.swap, order.source
+        case Reweight():
+            action.kind, action.weights = ActionKind.reweight, dict(order.weights)
         case Precision():
             action.kind, action.in_fp8 = ActionKind.precision, order.kind == "fp8"
         case _:
             return None
     return action
-
-
-def next_batches(ledger: Ledger, cursor: int, num_batches: int) -> list[int]:
-    """Return the first and last index of the next `num_batches` batches that are not excluded yet."""
-    first = ledger.next_index(cursor)
-    num_seen = bisect_left(range(first + 1), first, key=ledger.nth)
-    return [first, ledger.nth(num_seen + num_batches - 1)]
 
 
 def refusal_of(run: RunDir, order: Order) -> str:
@@ -140,11 +150,11 @@ def ordered_factor(run: RunDir, otherwise: float) -> float:
 
 def changes_of(order: Order, action: Action | None, outcome: Outcome | None) -> dict[str, Any]:
     """Return the result of a command, as it is logged."""
-    changes: dict[str, Any] = asdict(order)
+    changes = order_fields(order)
     if action is None or outcome is None:
         return changes
     if not outcome.succeeded:
         return changes | {REFUSED: outcome.reason or "there is no state to restore"}
-    batches = {"batches": action.exclude} if action.exclude else {}
+    batches = {"batches": action.exclude or action.give_back} if action.exclude or action.give_back else {}
     cost = {"target": outcome.target, "steps_lost": outcome.steps_lost} if outcome.target else {}
     return changes | batches | cost | {"step": outcome.step}

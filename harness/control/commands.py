@@ -1,19 +1,21 @@
 """The operator commands of `harness ctl`, and their JSON form.
 
 The command line writes a command and the run reads it, perhaps in another version of the code and days later. Both
-sides validate with the same dataclasses. Keys that are missing, unknown or of the wrong type are rejected.
+sides validate with the same dataclasses. Keys that are missing, unknown or of the wrong type are rejected. A field with
+a default may be missing and is written only if it differs, so that older files and older runs stay readable.
 
 Left out: checks that need the run (does this source exist, is there such a checkpoint), which are in
-`harness.control.inbox`, and the stop command, which must also work as a plain `touch STOP`
+`harness.control.order_checks`, and the stop command, which must also work as a plain `touch STOP`
 (`harness.control.stop_requests`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, assert_never, final
 
 from harness.config.errors import ConfigError, require
@@ -39,12 +41,43 @@ class Skip:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SkipBatches:
+    """Exclude a range of batches that the run has not read yet."""
+
+    first: int
+    last: int
+    """Inclusive."""
+
+    def __post_init__(self) -> None:
+        check_range("skip", self.first, self.last)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnskipBatches:
+    """Re-include the excluded batches of a range, whoever excluded them."""
+
+    first: int
+    last: int
+    """Inclusive."""
+
+    def __post_init__(self) -> None:
+        check_range("unskip", self.first, self.last)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
     """Roll back to the newest checkpoint at or before a step that is not tainted."""
 
     to_step: int
+    exclude: tuple[int, ...] = ()
+    """First and last batch (inclusive) to exclude; empty: none."""
 
     def __post_init__(self) -> None:
+        if self.exclude:
+            require(len(self.exclude) == 2, "rollback", f"exclude must be first and last batch, got {self.exclude}")
+            check_range("rollback", *self.exclude)
         require(0 <= self.to_step < 2**63, "rollback", f"must be to step 0 or later, got {self.to_step}")
 
 
@@ -69,6 +102,21 @@ class ExcludeSource:
 
     def __post_init__(self) -> None:
         require(bool(self.source), "exclude", "must name a source")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reweight:
+    """Change the weights of data sources from the next batch on."""
+
+    weights: dict[str, float]
+    """Source -> weight, relative to the weights of the others; 0: off. Sources that are not named keep theirs."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.weights), "reweight", "must name a source and its weight")
+        for name, weight in self.weights.items():
+            message = f"the weight of {name!r} must be 0 or more and finite, got {weight}"
+            require(0 <= weight < math.inf, "reweight", message)
 
 
 @final
@@ -100,20 +148,34 @@ class Resume:
     """Continue after a pause."""
 
 
-Order = Skip | Rollback | Rate | ExcludeSource | Precision | SaveCheckpoint | Pause | Resume
+Order = (
+    Skip
+    | SkipBatches
+    | UnskipBatches
+    | Rollback
+    | Rate
+    | ExcludeSource
+    | Reweight
+    | Precision
+    | SaveCheckpoint
+    | Pause
+    | Resume
+)
 
 ORDERS: dict[str, type[Order]] = {
     "skip": Skip,
+    "skip_batches": SkipBatches,
+    "unskip": UnskipBatches,
     "rollback": Rollback,
     "lr": Rate,
     "exclude": ExcludeSource,
+    "reweight": Reweight,
     "precision": Precision,
     "checkpoint": SaveCheckpoint,
     "pause": Pause,
     "resume": Resume,
 }
-"""Command name, on the command line and in the file -> its dataclass."""
-_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+"""Command name in the file -> its dataclass. On the command line, skip writes `skip` or `skip_batches`."""
 
 
 @final
@@ -139,24 +201,49 @@ class Command:
     def to_json(self) -> str:
         (name,) = [name for name, kind in ORDERS.items() if isinstance(self.order, kind)]
         given = {"who": self.who, "time": self.time, "reason": self.reason}
-        return json.dumps({"command": name} | asdict(self.order) | given)
+        return json.dumps({"command": name} | order_fields(self.order) | given)
+
+
+def order_fields(order: Order) -> dict[str, Any]:
+    """The fields of an order as plain data, without those that have their default."""
+    given = {field.name: field.default for field in fields(order)}
+    return {name: value for name, value in asdict(order).items() if value != given[name]}
+
+
+def check_range(key: str, first: int, last: int) -> None:
+    """Raise `ConfigError` unless `first` to `last` (inclusive) is a range of batches of a sensible size."""
+    require(0 <= first <= last < 2**63, key, f"needs batches A..B with 0 <= A <= B, got {first}..{last}")
+    message = f"must be 1 to {MOST_BATCHES:,} batches, got {last - first + 1}"
+    require(last - first < MOST_BATCHES, key, message)
+
+
+def describe_batches(first: int, last: int) -> str:
+    return f"batch {first}" if first == last else f"batches {first}..{last}"
 
 
 def in_words(order: Order) -> str:
     """Describe an order, to be read after "asked the run to"."""
     match order:
         case Skip(num_batches=1):
-            return "skip 1 batch"
+            return "skip the next batch"
         case Skip():
-            return f"skip {order.num_batches} batches"
-        case Rollback():
+            return f"skip the next {order.num_batches} batches"
+        case SkipBatches():
+            return f"skip {describe_batches(order.first, order.last)}"
+        case UnskipBatches():
+            return f"re-include {describe_batches(order.first, order.last)}"
+        case Rollback(exclude=()):
             return f"roll back to step {order.to_step}"
+        case Rollback():
+            return f"roll back to step {order.to_step} and exclude {describe_batches(*order.exclude)}"
         case Rate(factor=1):
             return "restore the learning rate"
         case Rate():
             return f"multiply the learning rate by {order.factor:g}"
         case ExcludeSource():
             return f"exclude the source {order.source}"
+        case Reweight():
+            return "set the weight of " + ", ".join(f"{name} to {weight:g}" for name, weight in order.weights.items())
         case Precision():
             return f"compute in {order.kind}"
         case SaveCheckpoint():
@@ -187,12 +274,24 @@ def parse_command(text: bytes, *, id: str) -> Command:
 def parse_order(name: str, given: Mapping[str, Any]) -> Order:
     """Build the order with this name from its fields."""
     expected = {field.name: str(field.type) for field in fields(ORDERS[name])}
+    needed = {field.name for field in fields(ORDERS[name]) if field.default is MISSING}
     message = f"takes {', '.join(expected) or 'nothing'}, got {reprlib.repr(sorted(given))}"
-    require(given.keys() == expected.keys(), name, message)
-    for key, kind in expected.items():
-        valid = type(given[key]) in _TYPES[kind]
-        require(valid, name, f"{key} must be of type {kind}, got {reprlib.repr(given[key])}")
-    return ORDERS[name](**given)
+    require(needed <= given.keys() <= expected.keys(), name, message)
+    return ORDERS[name](**{key: parse_field(name, key, expected[key], value) for key, value in given.items()})
+
+
+def parse_field(order: str, key: str, kind: str, value: Any) -> Any:
+    """Check the type of one field; a list from JSON becomes a tuple."""
+    match kind, value:
+        case ("int", int()) | ("float", int() | float()) if not isinstance(value, bool):
+            return value
+        case "str", str():
+            return value
+        case "tuple[int, ...]", [*numbers] if all(type(number) is int for number in numbers):
+            return tuple(numbers)
+        case "dict[str, float]", dict() if all(type(number) in (int, float) for number in value.values()):
+            return {str(name): float(number) for name, number in value.items()}
+    raise ConfigError(order, f"{key} must be of type {kind}, got {reprlib.repr(value)}")
 
 
 def one_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Operator commands as files in RUN/control: sending, checking, reading, answering.
+"""Operator commands as files in RUN/control: sending, reading, answering.
 
 Whoever may write to the run directory may change the run; no port, password or PID is needed. Every change is logged
 with who asked, when, why, and what came of it.
@@ -10,7 +10,8 @@ then the file is removed, so a run that is killed in between does not apply a co
 waits for the next start of the run. A file that cannot be parsed is renamed to *.refused with one line on stderr;
 nothing in that directory can stop a run.
 
-Left out: authentication. `who` is what the writer of the file claims.
+Left out: whether the run can carry out an order (`harness.control.order_checks`), and authentication: `who` is what
+the writer of the file claims.
 """
 
 from __future__ import annotations
@@ -20,37 +21,16 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, assert_never, final
+from typing import Any, final
 
-import yaml
-
-from harness.checkpoint import catalog
-from harness.checkpoint.catalog import Checkpoint, Health
 from harness.config.errors import ConfigError, require
-from harness.control.commands import (
-    Command,
-    ExcludeSource,
-    Order,
-    Pause,
-    Precision,
-    Rate,
-    Resume,
-    Rollback,
-    SaveCheckpoint,
-    Skip,
-    in_words,
-    one_line,
-    parse_command,
-)
+from harness.control.commands import Command, Order, in_words, one_line, parse_command
 from harness.core import events
-from harness.core.events import Intervention, StepRecord, to_json
+from harness.core.events import Intervention, to_json
 from harness.core.rundir import RunDir, append_line
-from harness.data.order.ledger import Ledger
-from harness.data.order.mixture import Change, phases_of
-from harness.telemetry.event_log import tail
 
 POLL_S = 0.2
 LONGEST_BYTES = 65536
@@ -122,84 +102,6 @@ def intervention_event(command: Command, iteration: int, changes: Mapping[str, A
     return Intervention(
         time=time.time(), iteration=iteration, who=command.who, reason=command.reason, changes=asked | dict(changes)
     )
-
-
-def untainted_checkpoints(run: RunDir, to_step: int) -> list[Checkpoint]:
-    """List the untainted checkpoints at or before a step, newest generation and step first."""
-    sound = [each for each in catalog.list_checkpoints(run.checkpoints) if each.health is not Health.tainted]
-    return [each for each in reversed(sound) if each.step <= to_step]
-
-
-def check_order(run: RunDir, order: Order, *, before: Sequence[Order] = ()) -> None:
-    """Raise `ConfigError` if this run cannot carry out an order after the orders `before`, judging by its directory.
-
-    The command line calls it before it sends a command, and the run before it applies one: things change in between.
-    """
-    match order:
-        case Rollback():
-            _check_step(run, order.to_step)
-        case ExcludeSource():
-            earlier = {each.source for each in before if isinstance(each, ExcludeSource)}
-            _check_source(run, order.source, earlier)
-        case Precision():
-            _check_precision(run)
-        case Skip() | Rate() | SaveCheckpoint() | Pause() | Resume():
-            pass
-        case _:
-            assert_never(order)
-
-
-def _check_step(run: RunDir, to_step: int) -> None:
-    record = last_record(run)
-    if record is not None:
-        require(
-            to_step <= record.step, "rollback", f"must be to step {record.step}, the last, or before, got {to_step}"
-        )
-    message = f"{run.path} has no checkpoint at or before step {to_step} that is not tainted"
-    require(bool(untainted_checkpoints(run, to_step)), "rollback", message)
-
-
-def _check_source(run: RunDir, name: str, earlier: set[str]) -> None:
-    data = _data_section(run)
-    weights = {source: section["weight"] for source, section in data["sources"].items()}
-    require(name in weights, "exclude", f"no source {name!r}; {run.path} has {', '.join(weights)}")
-    record = last_record(run)
-    cursor = 0 if record is None else record.cursor + 1
-    planned = [Change(phase["from_batch"], phase["weights"]) for phase in data["phases"]]
-    amended = [Change(entry.from_batch, entry.weights) for entry in Ledger.load(run.ledger, writer=False).reweightings]
-    off = dict.fromkeys({name, *earlier} & weights.keys(), 0.0)
-    try:
-        phases_of(weights, planned, [*amended, Change(cursor, off)])
-    except ConfigError:
-        raise ConfigError("exclude", f"without {name!r} no source would have a weight above 0") from None
-
-
-def _check_precision(run: RunDir) -> None:
-    match _tree(run):
-        case {"precision": {"kind": "fp8"}}:
-            return
-    raise ConfigError("precision", f"{run.path} was not started in fp8, so it has no precision to change")
-
-
-def _data_section(run: RunDir) -> dict[str, Any]:
-    match _tree(run):
-        case {"data": {"sources": dict(), "phases": list()} as data}:
-            return dict(data)
-    raise ConfigError(str(run.config), "has no data.sources and data.phases")
-
-
-def _tree(run: RunDir) -> dict[str, Any]:
-    """Return the config of a run, or an empty dict if it cannot be parsed."""
-    try:
-        tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError):
-        return {}
-    return tree if isinstance(tree, dict) else {}
-
-
-def last_record(run: RunDir) -> StepRecord | None:
-    """Return the newest step record near the end of the log, or None."""
-    return next((event for event in reversed(tail(run.events)) if isinstance(event, StepRecord)), None)
 
 
 @final

@@ -316,6 +316,10 @@ class ActionKind(StrEnum):
     rollback = "rollback"
     cool = "cool"
     swap = "swap"
+    include = "include"
+    """An operator re-includes excluded batches."""
+    reweight = "reweight"
+    """An operator changes the weights of data sources."""
     precision = "precision"
     halt = "halt"
 
@@ -340,6 +344,8 @@ class Action(Event):
     """Cool: factor on the learning rate from now on; 1 ends the cooling."""
     source: str | None = None
     """Swap: the data source to turn off."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Reweight: data source -> its new weight."""
     in_fp8: bool | None = None
     """Precision: true switches the GEMMs to fp8, false to bf16."""
     until: int | None = None
@@ -350,7 +356,8 @@ class Action(Event):
     grad_level: float | None = None
     """Accept: the gradient norm that the gate adopts as its new level."""
     give_back: list[list[int]] = field(default_factory=list)
-    """Accept: first and last batch index of each skipped or rejected range that is consumed next."""
+    """Accept and include: first and last batch index of each range that is consumed after all: next if the run has
+    passed it, else in its place."""
 
 
 @dataclass(slots=True, kw_only=True)

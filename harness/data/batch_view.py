@@ -63,11 +63,13 @@ class BatchView:
     rarest: list[RareTokenView]
     """Rarest first."""
     rows: list[RowView]
+    stratify: str = ""
+    """What `data.stratify` limits; empty: it is off."""
 
 
 def view_batch(batches: Batches, index: int, *, excluded: bool) -> BatchView:
     """The global batch with that index, including the targets of its last tokens."""
-    facts, tokens = batches.facts(index), batches.rows(index)
+    facts, tokens, limited = batches.facts(index), batches.rows(index), batches.stratify_report()
     places = [(batches.sources[source], int(sample)) for source, sample in zip(*batches.samples(index), strict=True)]
     origins = batches.origins(index)
     tokenizers = [row_tokenizer(source.corpus, origin) for (source, _), origin in zip(places, origins, strict=True)]
@@ -91,6 +93,7 @@ def view_batch(batches: Batches, index: int, *, excluded: bool) -> BatchView:
         rows_by_source=dict(zip(batches.source_names, facts.rows_by_source, strict=True)),
         rarest=[view_rare_token(rare, tokens, tokenizers) for rare in facts.rarest],
         rows=rows,
+        stratify="" if limited is None else limited.in_words(),
     )
 
 
@@ -146,6 +149,7 @@ def render(view: BatchView, *, num_characters: int) -> str:
         f"fingerprint  {view.fingerprint}",
         f"entropy      {view.entropy_nats:.3f} nats",
         f"rows         {by_source}",
+        *([f"stratify     {view.stratify}"] if view.stratify else []),
     ]
     for number, rare in enumerate(view.rarest):
         corpus = "" if rare.num_in_corpus is None else f", {rare.num_in_corpus} in the corpus"

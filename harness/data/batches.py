@@ -42,7 +42,7 @@ from harness.data.corpus.corpus import Corpus, SampleOrigin, Tokens, digest
 from harness.data.order.ledger import Ledger
 from harness.data.order.mixture import BatchSize, BatchSizes, Change, Mixture, MixtureRecipe
 from harness.data.order.order import Stretch, num_unrepeated, samples_in
-from harness.data.order.stratify import StratifiedOrder
+from harness.data.order.stratify import OrderStage, StratifiedOrder, StratifyReport
 
 Ints = NDArray[np.int64]
 
@@ -136,7 +136,6 @@ class Batches:
         assert list(recipe.weights) == [source.name for source in sources]
         assert all(source.samples.step == 1 for source in sources), "a corpus is split into contiguous parts"
         assert recipe.batch_size >= share.world_size, "check_world comes first"
-        assert stratified is None or len(sources) == 1
         self._sizes = BatchSizes(recipe.sizes or [BatchSize(0, recipe.batch_size)])
         self._rows_by_size: dict[int, _RankRows] = {}
         self.sources = tuple(sources)
@@ -236,6 +235,10 @@ class Batches:
         sources, samples = self.samples(index)
         return self._facts(self._read(sources, samples), sources)
 
+    def stratify_report(self) -> StratifyReport | None:
+        """What the limit on rare tokens applies to; None: there is no limit."""
+        return None if self._stratified is None else self._stratified.report()
+
     def fingerprint(self) -> str:
         """Equal for equal corpora under equal names, as short hexadecimal text."""
         return digest(repr([(source.name, source.corpus.fingerprint()) for source in self.sources]).encode())
@@ -260,6 +263,12 @@ class Batches:
         """Rebuild the mixture from the ledger, and drop prefetched batches, which may have other weights."""
         amendments = [Change(entry.from_batch, entry.weights) for entry in self._ledger.reweightings]
         self.mixture = self._recipe.mixture(amendments)
+        if self._stratified is not None and self._stratified.num_stages != 1 + len(amendments):
+            stages = [
+                OrderStage(self._recipe.mixture(amendments[: number + 1]), amendment.from_batch)
+                for number, amendment in enumerate(amendments)
+            ]
+            self._stratified = self._stratified.amended([OrderStage(self._recipe.mixture()), *stages])
         self._plan = self._plan_from(0, 1, self.mixture)
         self._num_applied = len(self._ledger)
         while self._prefetched:
@@ -380,7 +389,7 @@ class Batches:
     def _samples_at_turns(self, number: int, turns: Ints) -> Ints:
         """The samples of a source at these turns."""
         if self._stratified is not None:
-            turns = self._stratified.turns(turns)
+            turns = self._stratified.turns(number, turns)
         return samples_in(turns, self.sources[number].stretches, seed=self.sources[number].seed)
 
     def _read(self, sources: Ints, samples: Ints, into: Ints | None = None) -> Ints:

@@ -24,7 +24,8 @@ from harness.data.corpus.corpus_record import DataRecord, SourceRecord, later_st
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.ledger import Ledger
 from harness.data.order.mixture import Change, MixtureRecipe
-from harness.data.order.stratify import StratifiedOrder, rare_tokens, write_rare_index
+from harness.data.order.rare_tokens import ScannedSource, rare_tokens, write_rare_index
+from harness.data.order.stratify import OrderStage, StratifiedOrder, StratifiedSource
 
 HELD_OUT_SEED = 2**63
 """Seed of the held-out order: above every `run.seed`, and the same for all runs, so that their losses compare."""
@@ -59,14 +60,14 @@ def open_data(
     record, rare_index = (None, None) if recorded is None else recorded
     train_sources, held_out_sources = open_sources(cfg, record)
     share = Share(rank, world_size, device, cfg.train.micro_batch_size, compare_every=cfg.sentinel.probe_every)
-    mask, size = cfg.data.document_mask, cfg.train.batch_size
+    mask, size, recipe = cfg.data.document_mask, cfg.train.batch_size, train_recipe(cfg, record)
     train = Batches(
         train_sources,
-        recipe=train_recipe(cfg, record),
+        recipe=recipe,
         share=share,
         ledger=ledger,
         document_mask=mask,
-        stratified=build_stratified_order(cfg, train_sources, rare_index),
+        stratified=build_stratified_order(cfg, train_sources, recipe, rare_index),
         with_facts=True,
     )
     message = f"must be at most the {describe_capacity(train)} of training data, got {size}"
@@ -159,28 +160,32 @@ def source_weights(cfg: Config) -> dict[str, float]:
 def make_rare_index(cfg: Config, recorded: RecordedData) -> None:
     """Scan the data for rare tokens and write the index, if `data.stratify` needs it and it is not up to date."""
     if cfg.data.stratify.rare_below and recorded.rare_index is not None and recorded.rare_index.parent.is_dir():
-        (source,), _ = open_sources(cfg, recorded.record)
-        write_rare_index(recorded.rare_index, source.corpus, source.samples, below=cfg.data.stratify.rare_below)
+        sources, _ = open_sources(cfg, recorded.record)
+        write_rare_index(recorded.rare_index, scanned_sources(sources), below=cfg.data.stratify.rare_below)
+
+
+def scanned_sources(sources: list[Source]) -> list[ScannedSource]:
+    return [ScannedSource(source.corpus, source.samples) for source in sources]
 
 
 def build_stratified_order(
-    cfg: Config, sources: list[Source], rare_index: Path | None = None
+    cfg: Config, sources: list[Source], recipe: MixtureRecipe, rare_index: Path | None = None
 ) -> StratifiedOrder | None:
     """The order that limits rare tokens, or None if it is off. Checks that the limit can be kept in every epoch."""
     limits = cfg.data.stratify
     if limits.rare_below == 0:
         return None
-    (source,) = sources
+    found = rare_tokens(scanned_sources(sources), below=limits.rare_below, index=rare_index)
+    mixture = recipe.mixture()
     stratified = StratifiedOrder(
-        rare_tokens(source.corpus, source.samples, below=limits.rare_below, index=rare_index),
-        num_samples=len(source.samples),
-        batch_size=cfg.train.batch_size,
-        seed=source.seed,
+        [StratifiedSource(rare, len(source.samples), source.seed) for rare, source in zip(found, sources, strict=True)],
+        [OrderStage(mixture)],
         max_per_batch=limits.max_per_batch,
     )
-    num_passes = -(-cfg.train.num_steps * cfg.train.batch_size // len(source.samples))
-    for epoch in reversed(range(min(num_passes, NUM_PASSES_CHECKED))):
-        stratified.swaps(epoch)
+    for number, num_turns in enumerate(mixture.turns_before(cfg.train.num_steps)):
+        num_passes = -(-num_turns // len(sources[number].samples))
+        for epoch in reversed(range(min(num_passes, NUM_PASSES_CHECKED))):
+            stratified.check_limit(number, epoch)
     return stratified
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,14 +21,14 @@ from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, 
 from harness.control import inbox, stop_requests
 from harness.control.commands import (
     LONGEST_REASON,
-    ORDERS,
     Command,
     Order,
-    Rollback,
     in_words,
     one_line,
     parse_order,
 )
+from harness.control.order_checks import check_order
+from harness.control.order_effect import describe_effect, incident_batches, parse_batches
 from harness.core.events import Intervention, RunEnded, RunStarted, StepRecord
 from harness.core.locking import run_lease
 from harness.core.rundir import RunDir, user_name
@@ -39,30 +39,49 @@ HELP = """\
 usage: harness ctl RUN COMMAND [ARGUMENTS] --reason TEXT [--wait]
 
 RUN is a run directory, such as runs/first. Commands:
-  skip N              exclude the next N batches
-  rollback --to STEP  restore the newest untainted checkpoint at or before STEP
-  lr FACTOR           multiply the scheduled learning rate; 1 restores it
-  exclude SOURCE      stop reading a data source
-  precision KIND      bf16: run an fp8 run in bf16; fp8: switch back to fp8
-  checkpoint          save a checkpoint now
-  pause, resume       pause with everything in memory; continue
-  stop                save a checkpoint and exit with 75, or with 0 after the last step
-  list                list pending commands and recent interventions
+  skip --batches A..B      exclude these batches; or --batch N, or --next K
+  unskip --batches A..B    re-include excluded batches; or --batch N
+  rollback --to STEP       restore the newest untainted checkpoint at or before STEP; --exclude A..B or --incident N
+                           also excludes batches
+  lr FACTOR                multiply the scheduled learning rate; 1 restores it
+  exclude SOURCE           stop reading a data source
+  reweight SOURCE=WEIGHT   change the weights of data sources
+  precision KIND           bf16: run an fp8 run in bf16; fp8: switch back to fp8
+  checkpoint               save a checkpoint now
+  pause, resume            pause with everything in memory; continue
+  stop                     save a checkpoint and exit with 75, or with 0 after the last step
+  list                     list pending commands and recent interventions
 
+Commands about data first print what they would exclude or change; --dry-run sends nothing. A..B includes both ends.
 RUN/interventions.jsonl records who sent a command, when, why, and its result. Examples:
-  harness ctl runs/first skip 20 --reason "repeated boilerplate from shard 17"
-  harness ctl runs/first rollback --to 12000 --reason "loss floor moved up after 12100" --wait
+  harness ctl runs/first skip --batches 12140..12160 --reason "repeated boilerplate from shard 17"
+  harness ctl runs/first rollback --to 12000 --exclude 12090..12110 --reason "loss floor moved up after 12100" --wait
   harness ctl runs/first lr 0.5 --reason "third spike today"
   harness ctl runs/first exclude web --reason "the dump of March is broken"
+  harness ctl runs/first reweight web=0.5 code=2 --reason "more code for the last phase"
 
 See `harness ctl RUN COMMAND --help` for its arguments.
 """
 
 DESCRIPTIONS = {
-    "skip": "Exclude the next batches for ever, also after a rollback past them.",
-    "rollback": "Restore the newest untainted checkpoint at or before a step, without a restart of the processes.",
+    "skip": (
+        "Exclude batches that the run has not read yet, also after a rollback past them. Batches that were read are\n"
+        "excluded by `rollback --exclude`. --next does not count batches that are given back."
+    ),
+    "unskip": (
+        "Re-include batches that an operator or the sentinel excluded. Batches that the run has passed are read next,\n"
+        "the others in their place."
+    ),
+    "rollback": (
+        "Restore the newest untainted checkpoint at or before a step, without a restart of the processes.\n"
+        "No batch is excluded unless --exclude or --incident says so."
+    ),
     "lr": "Multiply the scheduled learning rate by a factor, until the next lr command.",
     "exclude": "Stop reading a data source; its share goes to the others by their weights.",
+    "reweight": (
+        "Change the weights of data sources from the next batch on. Weights are relative to those of the other\n"
+        "sources, which keep theirs. From then on data.phases does not change the weights of the named sources."
+    ),
     "precision": "Run an fp8 run in bf16, or switch it back to fp8.",
     "checkpoint": "Save a checkpoint now.",
     "pause": "Finish the step and wait, with everything in memory, until resume or stop.",
@@ -73,6 +92,8 @@ DESCRIPTIONS = {
     ),
     "list": "List pending commands and recent interventions.",
 }
+ABOUT_DATA = ("skip", "unskip", "rollback", "reweight")
+"""Commands whose effect on the data is printed before they are sent."""
 COMMANDS = ", ".join(DESCRIPTIONS)
 POLL_S = 0.2
 NUM_LISTED = 10
@@ -90,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
                 return list_orders(RunDir(Path(run)))
             case [run, "stop", *arguments]:
                 return send_stop(RunDir(Path(run)), parser_of_command("stop").parse_args(arguments))
-            case [run, name, *arguments] if name in ORDERS:
+            case [run, name, *arguments] if name in DESCRIPTIONS:
                 return send_command(RunDir(Path(run)), name, parser_of_command(name).parse_args(arguments))
             case [_, unknown, *_]:
                 raise ConfigError("ctl", f"unknown command {unknown!r}; choose {COMMANDS}, or --help")
@@ -109,20 +130,74 @@ def main(argv: Sequence[str]) -> int:
 def send_command(run: RunDir, name: str, args: Namespace) -> int:
     """Send any command but stop."""
     reason = parse_reason(args)
-    order = parse_order(name, {key: value for key, value in vars(args).items() if key not in ("reason", "wait")})
     log_bytes = log_size(run)
     check_running(run)
-    inbox.check_order(run, order, before=[command.order for command in inbox.waiting(run)])
+    order = build_order(run, name, args)
+    check_order(run, order, before=[command.order for command in inbox.waiting(run)])
+    effect = describe_effect(run, order)
+    if effect:
+        print(f"{name} {effect}", flush=True)
+    if effect and args.dry_run:
+        print("dry run: nothing was sent")
+        return EXIT_DONE
     try:
         command = inbox.send(run, order, who=user_name(), reason=reason)
     except OSError as error:
         raise ConfigError(str(run.control), f"cannot be written: {error.strerror}") from None
-    print(f"asked {run.path} to {in_words(order)}{describe_target(run, order)}", flush=True)
+    print(f"asked {run.path} to {in_words(order)}", flush=True)
     return (
         wait_or_interrupt(run, in_words(order), lambda: wait_for_answer(run, command, log_bytes))
         if args.wait
         else EXIT_DONE
     )
+
+
+def build_order(run: RunDir, name: str, args: Namespace) -> Order:
+    """The order of a command line."""
+    match name:
+        case "skip" | "unskip":
+            return build_skip(name, args)
+        case "rollback":
+            exclude: tuple[int, ...] = ()
+            if args.incident is not None:
+                exclude = incident_batches(run, args.incident)
+            elif args.exclude is not None:
+                exclude = parse_option("--exclude", args.exclude)
+            return parse_order(name, {"to_step": args.to_step, "exclude": exclude})
+        case "reweight":
+            return parse_order(name, {"weights": dict(map(parse_weight, args.weights))})
+        case _:
+            given = {key: value for key, value in vars(args).items() if key not in ("reason", "wait")}
+            return parse_order(name, given)
+
+
+def build_skip(name: str, args: Namespace) -> Order:
+    """The order of a skip or unskip. A bare number is an error: it could mean an index or a count."""
+    options = "--batch N (one batch) or --batches A..B (a range)"
+    if name == "skip":
+        options = "--batch N (one batch), --batches A..B (a range) or --next K (the next K)"
+    require(not args.number, name, f"{' '.join(args.number)!r} is not clear: use {options}")
+    if name == "skip" and args.next is not None:
+        return parse_order(name, {"num_batches": args.next})
+    require(args.batch is not None or args.batches is not None, name, f"missing batches: use {options}")
+    span = (args.batch, args.batch) if args.batch is not None else parse_option("--batches", args.batches)
+    return parse_order("skip_batches" if name == "skip" else name, {"first": span[0], "last": span[1]})
+
+
+def parse_option(option: str, text: str) -> tuple[int, int]:
+    try:
+        return parse_batches(text)
+    except ConfigError as error:
+        raise ConfigError(option, str(error)) from None
+
+
+def parse_weight(text: str) -> tuple[str, float]:
+    name, equals, weight = text.rpartition("=")
+    try:
+        require(bool(name and equals), "reweight", f"must be SOURCE=WEIGHT, got {text!r}")
+        return name, float(weight)
+    except ValueError:
+        raise ConfigError("reweight", f"the weight of {name!r} must be a number, got {weight!r}") from None
 
 
 def send_stop(run: RunDir, args: Namespace) -> int:
@@ -184,14 +259,6 @@ def parse_reason(args: Namespace) -> str:
     message = f"must have at most {LONGEST_REASON} characters, got {len(reason)}"
     require(len(reason) <= LONGEST_REASON, "--reason", message)
     return reason
-
-
-def describe_target(run: RunDir, order: Order) -> str:
-    """The checkpoint that a rollback would restore now."""
-    if not isinstance(order, Rollback):
-        return ""
-    best = next(iter(inbox.untainted_checkpoints(run, order.to_step)), None)
-    return f": {best.name} ({best.health})" if best is not None else ""
 
 
 def check_run_dir(run: RunDir) -> None:
@@ -275,8 +342,13 @@ def parser_of_command(name: str) -> ArgumentParser:
         prog=f"harness ctl RUN {name}", description=description, formatter_class=RawDescriptionHelpFormatter
     )
     match name:
-        case "skip":
-            parser.add_argument("num_batches", metavar="N", type=int, help="number of batches, at least 1")
+        case "skip" | "unskip":
+            parser.add_argument("number", nargs="*", help=SUPPRESS)
+            which = parser.add_mutually_exclusive_group()
+            which.add_argument("--batch", metavar="N", type=int, help="the batch with this index")
+            which.add_argument("--batches", metavar="A..B", help="the batches A to B, both included")
+            if name == "skip":
+                which.add_argument("--next", metavar="K", type=int, help="the next K batches")
         case "rollback":
             parser.add_argument(
                 "--to",
@@ -286,6 +358,11 @@ def parser_of_command(name: str) -> ArgumentParser:
                 required=True,
                 help="restore a checkpoint at or before this step",
             )
+            which = parser.add_mutually_exclusive_group()
+            which.add_argument("--exclude", metavar="A..B", help="also exclude the batches A to B, both included")
+            which.add_argument("--incident", metavar="N", type=int, help="also exclude the batches of this incident")
+        case "reweight":
+            parser.add_argument("weights", metavar="SOURCE=WEIGHT", nargs="+", help="0 or more; 0 turns a source off")
         case "lr":
             parser.add_argument(
                 "factor", metavar="FACTOR", type=float, help="above 0, at most 10; 1 restores the schedule"
@@ -296,6 +373,8 @@ def parser_of_command(name: str) -> ArgumentParser:
             parser.add_argument("kind", metavar="KIND", help="bf16 or fp8")
         case "list":
             return parser
+    if name in ABOUT_DATA:
+        parser.add_argument("--dry-run", action="store_true", help="print what it would do, and send nothing")
     until = "the run has ended; exit with its exit code" if name == "stop" else "the command is done; print the result"
     parser.add_argument("--reason", metavar="TEXT", required=True, help="reason, recorded in the log of the run")
     parser.add_argument("--wait", action="store_true", help=f"wait until {until}")

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from harness.config.errors import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, require
 from harness.core.rundir import locate
+from harness.data.prepare.document_filter import DocumentFilter
 from harness.data.prepare.prepared_files import Options
 from harness.data.prepare.tokenizer import EOD_TOKEN
 from launch.cli.parser import CommandParser
@@ -38,6 +41,9 @@ INPUT is a file or a directory of files: .txt (one document a file), .jsonl, .js
 each also as .gz or .zst, and .parquet. The same input gives the same output for any number of workers. Rerun the same
 command to continue after it was stopped or killed.
 """
+
+PLAIN_PATH = re.compile(r"[\w./-]+")
+"""Paths that need no quotes in an override."""
 
 INSPECT = """\
 Show a batch as training reads it: source, file and documents of each row, its text, the rarest tokens, entropy and
@@ -102,8 +108,16 @@ def prepare_command(arguments: Sequence[str]) -> int:
         raise ConfigError(str(error.filename or output), error.strerror or str(error)) from None
     timing = meta["timing"]
     facts = {"speed": f"{timing['tokens_per_s']:,.0f} tokens/s, {timing['seconds']:.1f} s", "output": str(output)}
+    facts["next"] = next_command(output, meta["vocab_size"])
     print(corpus_report.render(corpus_report.parse_report(meta["report"]), facts))
     return EXIT_DONE
+
+
+def next_command(output: Path, vocab_size: int) -> str:
+    """The command that trains on a prepared corpus."""
+    path = str(output) if PLAIN_PATH.fullmatch(str(output)) else json.dumps(str(output), ensure_ascii=False)
+    overrides = ["data=files", f"data.sources.main.paths=[{path}]", f"model.vocab_size={vocab_size}"]
+    return shlex.join(["harness", "train", *overrides])
 
 
 def inspect_batch(arguments: Sequence[str]) -> int:
@@ -166,9 +180,46 @@ def prepare_parser() -> ArgumentParser:
         action="store_true",
         help="parse names of special tokens in the text as these tokens; by default they are plain text",
     )
+    add_filter_options(parser)
     parser.add_argument("--workers", metavar="N", type=int, help="number of tokenizer processes; default: one per core")
     parser.add_argument("--shard-bytes", metavar="N", type=int, help="bytes of text per work unit; default: 32 MiB")
     return parser
+
+
+FILTER_HELP = {
+    "max_chars": "most characters of a document",
+    "max_bad_chars": "largest share of control characters and U+FFFD",
+    "max_repeated_chars": "largest share of characters in runs of 10 or more equal ones",
+    "max_repeated_lines": "largest share of characters in lines that equal an earlier one",
+    "max_repeated_phrases": "largest share of characters in phrases of 5 words that occurred before",
+    "max_boilerplate": "largest share of characters in lines of navigation, cookie notices or error pages",
+}
+"""Threshold -> its help text; the defaults are those of `DocumentFilter`."""
+
+
+def add_filter_options(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "filter", "Thresholds need --filter. Texts below 200 characters are checked for their encoding only."
+    )
+    group.add_argument(
+        "--filter", action="store_true", help="drop documents that are too long, degenerate or badly encoded"
+    )
+    for field in fields(DocumentFilter):
+        is_count = field.name == "max_chars"
+        default = f"{field.default:,}" if is_count else f"{field.default:g}"
+        group.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            metavar="N" if is_count else "SHARE",
+            type=int if is_count else float,
+            help=f"{FILTER_HELP[field.name]}; default: {default}",
+        )
+
+
+def parse_filter(args: Namespace) -> DocumentFilter | None:
+    given = {name: getattr(args, name) for name in FILTER_HELP if getattr(args, name) is not None}
+    for name in given:
+        require(args.filter, f"--{name.replace('_', '-')}", "needs --filter")
+    return DocumentFilter(**given) if args.filter else None
 
 
 def inspect_parser() -> ArgumentParser:
@@ -197,6 +248,7 @@ def parse_options(args: Namespace) -> Options:
         eod_token=args.eod_token,
         append_eod=args.append_eod,
         special_tokens=args.special_tokens,
+        document_filter=parse_filter(args),
     )
 
 

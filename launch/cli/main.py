@@ -21,7 +21,7 @@ SUMMARIES = {
     "status": "show live ranks and progress of a run: harness status RUN [--json]",
     "watch": "follow a run in the terminal: harness watch RUN",
     "dashboard": "write or serve the HTML page of a run: harness dashboard RUN [--serve]",
-    "ctl": "send a command to a running run: harness ctl RUN stop | pause | skip | lr | rollback ...",
+    "ctl": "send a command to a running run: harness ctl RUN stop | pause | skip | unskip | lr | rollback ...",
     "checkpoint": "list, verify, prune, export or import checkpoints: harness checkpoint list RUN ...",
     "postmortem": "write the report of an incident: harness postmortem RUN [--incident N]",
     "verify": "check that the remedy of an incident works: harness verify RUN --incident N [--rerun]",

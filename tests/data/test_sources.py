@@ -118,6 +118,28 @@ def test_rare_tokens_are_limited_in_every_batch() -> None:
         assert len(set(visited[1].tolist())) == len(visited[1]) == len(visited[0])
 
 
+def test_rare_tokens_are_limited_in_every_batch_of_a_mixture_that_the_ledger_amends() -> None:
+    tail = ["rare_tokens=4", "rare_probability=0.005", "num_samples=600", "zipf_exponent=0"]
+    sources = "+data.sources={one: {kind: synthetic, weight: 0.7}, two: {kind: synthetic, weight: 0.3}}"
+    data = ["data=base", sources, "train.sequence_length=64", *(f"data.synthetic.{item}" for item in tail)]
+    data += ["data.phases=[{from_batch: 30, weights: {two: 1.0}}]", "train.num_steps=60"]
+    limits = ["data.stratify.rare_below=200", "data.stratify.max_per_batch=2"]
+    most: list[list[int]] = []
+    for overrides in (data, [*data, *limits]):
+        with _opened(load(overrides)) as (batches, _):
+            before = [batches.samples(index)[1].tolist() for index in range(20)]
+            batches._ledger.reweight(20, {"one": 0.2}, "by an operator")
+            batches[0]
+            assert [batches.samples(index)[1].tolist() for index in range(20)] == before
+            tokens = [batches.rows(index) for index in range(60)]
+            most.append([max((rows == token).sum() for token in range(252, 256)) for rows in tokens])
+            report = batches.stratify_report()
+    assert max(most[0]) > 2
+    assert max(most[1]) <= 2
+    assert report is not None
+    assert report.num_tokens == 4
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
@@ -135,12 +157,8 @@ def test_rare_tokens_are_limited_in_every_batch() -> None:
         (["data.eval_fraction=0.99999"], r"data\.eval_fraction: must leave 2 of the \d+ sequences of main"),
         (["data=files", "data.sources.main.paths=[/no/such]"], r"data\.sources\.main\.paths: /no/such: no such file"),
         (
-            ["data=mixture", "data.stratify.rare_below=3"],
-            r"data\.stratify\.rare_below: must be 0 \(off\) with 2 sources",
-        ),
-        (
             ["data.stratify.rare_below=9999"],
-            r"data\.stratify\.max_per_batch: must be at least \d+: sequence \d+ alone contains token \d+",
+            r"data\.stratify\.max_per_batch: must be above 1: no batch has room for 1 more of token \d+",
         ),
     ],
 )

@@ -26,9 +26,12 @@ from harness.control.commands import (
     Precision,
     Rate,
     Resume,
+    Reweight,
     Rollback,
     SaveCheckpoint,
     Skip,
+    SkipBatches,
+    UnskipBatches,
     in_words,
 )
 from harness.control.inbox import REFUSED
@@ -265,6 +268,44 @@ def test_a_run_with_skipped_batches_equals_one_that_excluded_them(ranks: Pool, t
     assert step_results(twin.records) == step_results(finished.records)
 
 
+def check_twin(ranks: Pool, directory: Path, finished: FinishedRun, *overrides: str) -> FinishedRun:
+    """A run that starts with the final ledger reads the same batches and ends bit-identical."""
+    faulty_runs.copy_ledger(finished.run.path, directory / "twin")
+    twin = run_with_orders(ranks, directory, "twin", {}, *overrides)
+    assert twin.result.code == finished.result.code == 0
+    assert twin.result.state == finished.result.state
+    assert step_results(twin.records) == step_results(list(finished.last_of_step.values()))
+    return twin
+
+
+def test_batches_are_excluded_and_re_included_by_their_index(ranks: Pool, tmp_path: Path) -> None:
+    """Batch 12 is re-included after the run has passed it, batch 26 before."""
+    skips, read = [SkipBatches(first=10, last=14), SkipBatches(first=25, last=27)], SkipBatches(first=4, last=9)
+    unskips = [UnskipBatches(first=12, last=12), UnskipBatches(first=26, last=26)]
+    finished = run_with_orders(ranks, tmp_path, "victim", {5: [*skips, read], 13: unskips})
+    *done, refused, passed, ahead = check_answers(finished, *skips, read, *unskips)
+    assert [event.changes["batches"] for event in done] == [[10, 14], [25, 27]]
+    assert refused.changes[REFUSED].startswith("skip: the run is at batch 6 and has read 2 of batches 4..9; undo that")
+    assert (passed.iteration, passed.changes["batches"], ahead.changes["batches"]) == (14, [[12, 12]], [[26, 26]])
+    cursors = [record.cursor for record in finished.records]
+    assert cursors == [*range(10), *range(15, 19), 12, *range(19, 25), 26, *range(28, NUM_STEPS + 6)]
+    assert [action.kind for action in events_of(Action, finished.log)] == [
+        *(ActionKind.skip, ActionKind.skip),
+        *(ActionKind.include, ActionKind.include),
+    ]
+    check_twin(ranks, tmp_path, finished)
+
+
+def test_a_rollback_excludes_the_named_batches(ranks: Pool, tmp_path: Path) -> None:
+    early, late = Rollback(to_step=18, exclude=(12, 22)), Rollback(to_step=18, exclude=(20, 22))
+    finished = run_with_orders(ranks, tmp_path, "victim", {27: [early, late]})
+    refused, answer = check_answers(finished, early, late)
+    assert "was trained on batches up to 15, and batch 12 is to be excluded" in refused.changes[REFUSED]
+    assert (answer.changes["target"], answer.changes["batches"]) == ("step-00000016-gen-0", [20, 22])
+    assert [record.cursor for record in finished.records][28:] == [*range(16, 20), *range(23, NUM_STEPS + 3)]
+    check_twin(ranks, tmp_path, finished)
+
+
 def test_a_rolled_back_run_ends_like_the_control_run(ranks: Pool, control: FinishedRun, tmp_path: Path) -> None:
     finished = run_with_orders(ranks, tmp_path, "victim", {27: [Rollback(to_step=18)]})
     (answer,) = check_answers(finished, Rollback(to_step=18))
@@ -354,6 +395,27 @@ def test_an_excluded_source_is_not_read_and_the_last_one_is_kept(ranks: Pool, tm
         assert {name for name, rows in record.batch["rows"].items() if rows} == present
     assert finished.result.code == 0
     assert [record.step for record in finished.records] == list(range(1, NUM_STEPS + 1))
+
+
+STRATIFIED = (
+    *("data.synthetic.num_samples=2000", "data.synthetic.rare_tokens=4", "data.synthetic.rare_probability=0.002"),
+    *("data.synthetic.zipf_exponent=0", "data.stratify.rare_below=90", "data.stratify.max_per_batch=1"),
+)
+
+
+@pytest.mark.parametrize("limits", [(), STRATIFIED], ids=["plain", "stratified"])
+def test_reweighted_sources_hold_after_a_resume(ranks: Pool, tmp_path: Path, limits: tuple[str, ...]) -> None:
+    mixed = (*MIXED, *limits)
+    order = Reweight(weights={"text": 3.0, "synthetic": 1.0})
+    orders: Orders = {14: [order], 22: [Pause()]}
+    stopped = run_with_orders(ranks, tmp_path, "victim", orders, *mixed, when_paused=stop)
+    answer, _ = check_answers(stopped, order, Pause())
+    assert (answer.iteration, answer.changes["weights"]) == (14 + LAG, {"text": 3.0, "synthetic": 1.0})
+    finished = run_with_orders(ranks, tmp_path, "victim", {}, *mixed)
+    rows = [record.batch["rows"] for record in finished.records[14 + LAG :]]
+    share = sum(each.get("text", 0) for each in rows) / sum(sum(each.values()) for each in rows)
+    assert abs(share - 0.75) < 0.02
+    check_twin(ranks, tmp_path, finished, *mixed)
 
 
 def test_checkpoint_pause_and_rejected_commands_change_nothing(

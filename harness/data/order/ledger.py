@@ -169,6 +169,45 @@ class Ledger:
         place = bisect_right(self._seen, consumed) - 1
         return self._lasts[place] + 1 + consumed - self._seen[place] if place >= 0 else consumed
 
+    def next_range(self, cursor: int, num_batches: int) -> tuple[int, int]:
+        """First and last of the next `num_batches` batches that are not excluded, given-back batches aside."""
+        first = self.next_index(cursor)
+        num_seen = bisect_left(range(first + 1), first, key=self.nth)
+        return first, self.nth(num_seen + num_batches - 1)
+
+    def excluded_ranges(self, first: int, last: int) -> list[tuple[int, int]]:
+        """The ranges of excluded batches between `first` and `last` (inclusive), without those given back."""
+        given = sorted(batch for batch in self._given_back() if first <= batch <= last)
+        found = []
+        for start, end in zip(self._firsts, self._lasts, strict=True):
+            begin, end = max(start, first), min(end, last)
+            for batch in [*(batch for batch in given if begin <= batch <= end), end + 1]:
+                if begin < batch <= end + 1:
+                    found.append((begin, batch - 1))
+                begin = batch + 1
+        return found
+
+    def is_given_back(self, batch: int) -> bool:
+        """Whether the batch is consumed at another place than its own."""
+        return batch in self._given_back()
+
+    def num_consumed(self, first: int, last: int, cursor: int, given_back: int = 0) -> int:
+        """How many of the batches `first` to `last` a run at this place has consumed; excluded ones do not count."""
+        last = min(last, cursor - 1)
+        if last < first:
+            return 0
+        awaited = {
+            batch
+            for point, batches in self._given.items()
+            for batch in batches[given_back if point == cursor else 0 :]
+            if point >= cursor and batch is not None and first <= batch <= last
+        }
+        excluded = sum(end - start + 1 for start, end in self.excluded_ranges(first, last))
+        return last - first + 1 - excluded - len(awaited)
+
+    def _given_back(self) -> set[int]:
+        return {batch for batches in self._given.values() for batch in batches if batch is not None}
+
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
 
@@ -207,6 +246,16 @@ class Ledger:
         for place in range(start, len(self._firsts)):
             seen, end_before = (self._seen[-1], self._lasts[place - 1] + 1) if place else (0, 0)
             self._seen.append(seen + self._firsts[place] - end_before)
+
+
+def return_points(batches: list[list[int]], cursor: int) -> list[tuple[list[list[int]], int]]:
+    """(ranges, the batch before which they are consumed) for excluded ranges that a run at `cursor` re-includes.
+
+    What the run has passed comes next. What is ahead comes just before the batch behind it, which is its own place.
+    """
+    passed = [[first, min(last, cursor - 1)] for first, last in batches if first < cursor]
+    ahead = [[max(first, cursor), last] for first, last in batches if last >= cursor]
+    return [*([(passed, cursor)] if passed else []), *(([span], span[1] + 1) for span in ahead)]
 
 
 def _line(entry: Entry) -> str:

@@ -96,6 +96,10 @@ class BatchSizes:
     def largest(self) -> int:
         return max(self._sizes)
 
+    @property
+    def is_constant(self) -> bool:
+        return len(self._sizes) == 1
+
     def at(self, index: int) -> int:
         """Rows of the batch with this index."""
         return self._sizes[bisect_right(self._starts, index) - 1]
@@ -183,6 +187,26 @@ class Mixture:
         if self.num_sources > 1:
             place = int(np.flatnonzero(shuffled(self.sizes.at(index), (self._seed, index)) == place)[0])
         return index, place
+
+    def batches_of(self, source: int, turns: Ints) -> Ints:
+        """The batch index of each turn of a source; all of them must come (`num_turns`)."""
+        if self.num_sources == 1 and self.sizes.is_constant:
+            return turns // self.sizes.largest
+        taken = [taken[source] for taken in self._taken]
+        phases = np.searchsorted(taken, turns, side="right") - 1
+        found = np.empty_like(turns)
+        for place, (phase, turn) in enumerate(zip(phases.tolist(), turns.tolist(), strict=True)):
+            position = _find(self._trees[phase], source, turn - taken[phase])
+            found[place] = self.sizes.find(self.sizes.position(self._starts[phase]) + position)[0]
+        return found
+
+    def num_turns(self, source: int) -> int | None:
+        """How many turns a source has in the whole run; None: there is no end."""
+        return None if self.phases[-1].weights[source] else self._taken[-1][source]
+
+    def turns_in(self, source: int, index: int) -> range:
+        """The turns of a source in one batch."""
+        return range(self.turns_before(index)[source], self.turns_before(index + 1)[source])
 
     def turns_before(self, index: int) -> list[int]:
         """How many turns each source has in the batches before `index`."""

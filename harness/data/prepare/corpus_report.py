@@ -8,13 +8,14 @@ Left out: near-duplicates; only equal texts count as duplicates, by a 64-bit has
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.data.prepare.document_filter import DropReason
 from harness.data.prepare.parts import CorpusPart
 
 RARE_BELOW = 10
@@ -46,6 +47,19 @@ class NamedDocument:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DroppedDocuments:
+    """The documents that the filter dropped for one reason."""
+
+    reason: str
+    documents: int
+    bytes: int
+    """Size of their records in the input, as it was read."""
+    examples: list[NamedDocument]
+    """The first ones, by their number in the input, with their bytes."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     documents: int
     tokens: int
@@ -63,6 +77,19 @@ class Report:
     """Documents whose text equals that of an earlier one."""
     duplicate_examples: list[NamedDocument]
     """The first document of each of the most repeated texts."""
+    dropped: list[DroppedDocuments] | None = None
+    """What the filter dropped, by reason; None: there was no filter."""
+
+
+@final
+@dataclass(slots=True)
+class DropCount:
+    """Running count of the documents dropped for one reason."""
+
+    documents: int = 0
+    bytes: int = 0
+    examples: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(number in the input, bytes, file, line) of the first ones."""
 
 
 @final
@@ -71,8 +98,12 @@ class CorpusCounter:
     """Accumulates the statistics of a corpus, part by part."""
 
     vocab_size: int
+    drops: dict[DropReason, DropCount] | None = None
+    """By reason; None: there is no filter."""
     num_documents: int = 0
     num_empty: int = 0
+    num_read: int = 0
+    """Documents of the input so far."""
     counts: NDArray[np.int64] = field(init=False)
     """Occurrences of each token."""
     _longest: list[tuple[int, int]] = field(default_factory=list)
@@ -89,9 +120,23 @@ class CorpusCounter:
         self._hashes.append(part.hashes)
         self.num_documents += len(part.lengths)
         self.num_empty += part.num_empty
+        for reason, place, file, line, num_bytes in part.dropped.tolist():
+            assert self.drops is not None
+            drop = self.drops.setdefault(DropReason(reason), DropCount())
+            drop.documents += 1
+            drop.bytes += num_bytes
+            if len(drop.examples) < NUM_LONGEST:
+                drop.examples.append((self.num_read + place, num_bytes, file, line))
+        self.num_read += part.num_read
 
-    def report(self, spell_token: Callable[[int], str], origin: Callable[[int], str]) -> Report:
-        """Build the report; `origin` maps a document number to its input file and line."""
+    def report(
+        self,
+        spell_token: Callable[[int], str],
+        origin: Callable[[int], str],
+        input_place: Callable[[int, int], str],
+    ) -> Report:
+        """Build the report; `origin` maps a document of the output to its input file and line, `input_place` names a
+        line of an input file."""
         occurring = np.flatnonzero(self.counts)
         rare = np.flatnonzero((self.counts > 0) & (self.counts < RARE_BELOW))
         rarest = rare[np.argsort(self.counts[rare], kind="stable")][:NUM_EXAMPLES].tolist()
@@ -115,7 +160,21 @@ class CorpusCounter:
             duplicate_examples=[
                 NamedDocument(document=number, amount=amount, origin=origin(number)) for number, amount in repeated
             ],
+            dropped=None if self.drops is None else [*self._dropped(self.drops, input_place)],
         )
+
+    @staticmethod
+    def _dropped(
+        drops: dict[DropReason, DropCount], input_place: Callable[[int, int], str]
+    ) -> Iterator[DroppedDocuments]:
+        for reason, drop in sorted(drops.items()):
+            examples = [
+                NamedDocument(document=number, amount=num_bytes, origin=input_place(file, line))
+                for number, num_bytes, file, line in drop.examples
+            ]
+            yield DroppedDocuments(
+                reason=reason.in_words(), documents=drop.documents, bytes=drop.bytes, examples=examples
+            )
 
     def _duplicates(self) -> tuple[int, list[tuple[int, int]]]:
         """Number of duplicates, and (first document, copies) of the most repeated texts."""
@@ -126,13 +185,19 @@ class CorpusCounter:
 
 
 def parse_report(report: dict[str, Any]) -> Report:
-    """Parse a stored report."""
+    """Parse a stored report, also one of an earlier version."""
+    dropped = report.get("dropped")
     lists = {
         "rare_examples": [RareCorpusToken(**token) for token in report["rare_examples"]],
         "longest_documents": [NamedDocument(**document) for document in report["longest_documents"]],
         "duplicate_examples": [NamedDocument(**document) for document in report["duplicate_examples"]],
+        "dropped": None if dropped is None else [_parse_drop(drop) for drop in dropped],
     }
     return Report(**report | lists)
+
+
+def _parse_drop(drop: dict[str, Any]) -> DroppedDocuments:
+    return DroppedDocuments(**drop | {"examples": [NamedDocument(**document) for document in drop["examples"]]})
 
 
 def render(report: Report, facts: dict[str, str]) -> str:
@@ -150,11 +215,22 @@ def render(report: Report, facts: dict[str, str]) -> str:
             f"{report.duplicate_documents:,} documents equal an earlier one",
             *(f"{times(document.amount)}: {_place(document)}" for document in report.duplicate_examples),
         ],
+        **({} if report.dropped is None else {"dropped": _describe_drops(report.dropped)}),
         **{name: [fact] for name, fact in facts.items()},
     }
     width = max(map(len, rows))
     lines = [("" if number else name, text) for name, texts in rows.items() for number, text in enumerate(texts)]
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
+
+
+def _describe_drops(dropped: list[DroppedDocuments]) -> list[str]:
+    """The total, then each reason, each with its first documents by their number in the input."""
+    num_documents, num_bytes = sum(drop.documents for drop in dropped), sum(drop.bytes for drop in dropped)
+    lines = [f"{num_documents:,} documents, {num_bytes:,} bytes, by the filter"]
+    for drop in dropped:
+        lines.append(f"{drop.reason}: {drop.documents:,} documents, {drop.bytes:,} bytes")
+        lines += [f"  input document {each.document}, {each.amount:,} bytes, {each.origin}" for each in drop.examples]
+    return lines
 
 
 def spell(text: str) -> str:

@@ -104,6 +104,15 @@ def text_of(record: Record, path: Path, text_key: str) -> str:
     return text if is_unicode(text) else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def is_utf8(record: Record) -> bool:
+    """Whether the bytes of a record, before JSON is parsed, are UTF-8."""
+    try:
+        record.payload.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def is_unicode(text: str) -> bool:
     try:
         text.encode()
@@ -180,10 +189,12 @@ class Reader:
                 is_text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
                 require(is_text, str(path), f"column {self._text_key!r} must be a string column, got {kind}")
                 for batch in file.iter_batches(PARQUET_ROWS, columns=[self._text_key]):
-                    for text in batch.column(0).to_pylist():
+                    column = batch.column(0)
+                    column = column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
+                    for text in column.cast(pyarrow.large_binary()).to_pylist():  # bytes: `text_of` checks the UTF-8
                         row += 1
                         self.position_bytes = before + path.stat().st_size * row // num_rows
-                        yield row, (text or "").encode()
+                        yield row, text or b""
         except (pyarrow.ArrowException, OSError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(str(path), f"cannot be read as Parquet: {reason}") from None

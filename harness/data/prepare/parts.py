@@ -39,6 +39,10 @@ class CorpusPart:
     """(file, line) of each document, documents x 2."""
     num_empty: int
     """Documents left out because they contain no token."""
+    num_read: int
+    """Documents of the shard, before any was left out."""
+    dropped: NDArray[np.int64]
+    """(reason, number in the shard, file, line, bytes) of each document that the filter dropped, dropped x 5."""
 
 
 def part_path(output: Path, number: int) -> Path:
@@ -80,6 +84,8 @@ def write_part(path: Path, part: CorpusPart, key: str) -> None:
             hashes=part.hashes,
             origins=part.origins,
             num_empty=np.array(part.num_empty),
+            num_read=np.array(part.num_read),
+            dropped=part.dropped,
         )
         file.flush()
         os.fsync(file.fileno())
@@ -87,6 +93,7 @@ def write_part(path: Path, part: CorpusPart, key: str) -> None:
 
 
 def read_part(path: Path) -> CorpusPart:
+    """Read a part, also one of an earlier version, which had no filter."""
     with np.load(path, allow_pickle=False) as file:
         return CorpusPart(
             tokens=file["tokens"],
@@ -94,6 +101,8 @@ def read_part(path: Path) -> CorpusPart:
             hashes=file["hashes"],
             origins=file["origins"],
             num_empty=int(file["num_empty"]),
+            num_read=int(file["num_read"]) if "num_read" in file else 0,
+            dropped=file["dropped"] if "dropped" in file else np.empty((0, 5), dtype=np.int64),
         )
 
 

@@ -34,7 +34,8 @@ from harness.config.errors import ConfigError, require
 from harness.core.rundir import write_atomically
 from harness.data.corpus.token_files import IndexedWriter
 from harness.data.prepare.corpus_report import CorpusCounter
-from harness.data.prepare.documents import Reader, Shard, text_of
+from harness.data.prepare.document_filter import DocumentFilter, DropReason
+from harness.data.prepare.documents import Reader, Record, Shard, is_utf8, text_of
 from harness.data.prepare.parts import (
     CorpusPart,
     has_part,
@@ -71,6 +72,7 @@ class TokenizeJob:
     eod: int | None
     """End-of-document token to append; None: none."""
     vocab_size: int
+    document_filter: DocumentFilter | None
     identity: bytes
     """Identifies tokenizer and options, as far as they determine the tokens of a text."""
 
@@ -156,6 +158,7 @@ def start_tokenizing(files: CorpusFiles, inputs: Sequence[Path], options: Option
     tokenizer = open_tokenizer(path)
     eod = tokenizer.eod(options.eod_token) if options.append_eod else None
     identity = repr((VERSION, sha256, eod, options.special_tokens, options.text_key))
+    identity += "" if options.document_filter is None else repr(options.document_filter)
     return TokenizeJob(
         output=files.prefix,
         inputs=tuple(inputs),
@@ -164,6 +167,7 @@ def start_tokenizing(files: CorpusFiles, inputs: Sequence[Path], options: Option
         special_tokens=options.special_tokens,
         eod=eod,
         vocab_size=max(tokenizer.vocab_size, 0 if eod is None else eod + 1),
+        document_filter=options.document_filter,
         identity=identity.encode(),
     )
 
@@ -176,12 +180,15 @@ def clean_up_after_error(files: CorpusFiles) -> None:
 
 
 def sample_texts(inputs: Sequence[Path], options: Options, progress: Progress) -> Iterator[str]:
-    """Yield the documents to train a tokenizer on; the choice depends only on the seed and their numbers."""
+    """Yield the documents to train a tokenizer on, without dropped ones; the choice depends only on the seed and their
+    numbers."""
     reader = Reader(inputs, text_key=options.text_key)
     for number, record in enumerate(reader):
         drawn = blake2b(b"%d %d" % (options.seed, number), digest_size=8).digest()
         if int.from_bytes(drawn, "big") < options.train_fraction * 2**64:
-            yield text_of(record, inputs[record.file], options.text_key)
+            text = filtered_text(record, inputs[record.file], options.text_key, options.document_filter)
+            if isinstance(text, str):
+                yield text
         progress("training BPE", reader.position_bytes, reader.num_bytes)
 
 
@@ -220,15 +227,25 @@ def tokenize(job: TokenizeJob, *, num_workers: int, shard_bytes: int, progress: 
 def make_part(shard: Shard, job: TokenizeJob, key: str) -> int | str:
     """In a worker: tokenize a shard and write its part; returns its number of tokens, or an error message."""
     try:
-        texts = [text_of(record, job.inputs[record.file], job.text_key) for record in shard.records]
+        checked = [
+            filtered_text(record, job.inputs[record.file], job.text_key, job.document_filter)
+            for record in shard.records
+        ]
     except ConfigError as error:
         return str(error)
+    records = [record for record, text in zip(shard.records, checked, strict=True) if isinstance(text, str)]
+    texts = [text for text in checked if isinstance(text, str)]
     encoded = worker_tokenizer(job).encode(texts)
     kept = [place for place, tokens in enumerate(encoded) if len(tokens)]
     end = np.array([] if job.eod is None else [job.eod], dtype=job.dtype)
     documents = [np.concatenate([encoded[place].astype(job.dtype), end]) for place in kept]
     hashes = b"".join(blake2b(texts[place].encode(), digest_size=8).digest() for place in kept)
-    origins = [(shard.records[place].file, shard.records[place].line) for place in kept]
+    origins = [(records[place].file, records[place].line) for place in kept]
+    dropped = [
+        (reason, place, record.file, record.line, len(record.payload))
+        for place, (record, reason) in enumerate(zip(shard.records, checked, strict=True))
+        if isinstance(reason, DropReason)
+    ]
     tokens = np.concatenate([np.array([], dtype=job.dtype), *documents])
     part = CorpusPart(
         tokens=tokens,
@@ -236,9 +253,24 @@ def make_part(shard: Shard, job: TokenizeJob, key: str) -> int | str:
         hashes=np.frombuffer(hashes, dtype="<u8"),
         origins=np.array(origins, dtype=np.int64).reshape(-1, 2),
         num_empty=len(texts) - len(kept),
+        num_read=len(shard.records),
+        dropped=np.array(dropped, dtype=np.int64).reshape(-1, 5),
     )
     write_part(part_path(job.output, shard.number), part, key)
     return len(tokens)
+
+
+def filtered_text(
+    record: Record, path: Path, text_key: str, document_filter: DocumentFilter | None
+) -> str | DropReason:
+    """The text of a record, or why the filter drops it."""
+    if document_filter is None:
+        return text_of(record, path, text_key)
+    if not is_utf8(record):
+        return DropReason.invalid_utf8
+    text = text_of(record, path, text_key)
+    reason = document_filter.check(text)
+    return text if reason is None else reason
 
 
 @cache
@@ -248,7 +280,7 @@ def worker_tokenizer(job: TokenizeJob) -> Tokenizer:
 
 def join_parts(job: TokenizeJob, result: TokenizeResult, files: CorpusFiles) -> dict[str, Any]:
     """Join all parts into one corpus; returns its metadata."""
-    counter = CorpusCounter(job.vocab_size)
+    counter = CorpusCounter(job.vocab_size, drops=None if job.document_filter is None else {})
     num_documents: list[int] = []
     with IndexedWriter(files.prefix, job.dtype) as writer:
         for path in result.parts:
@@ -261,7 +293,9 @@ def join_parts(job: TokenizeJob, result: TokenizeResult, files: CorpusFiles) -> 
             files.clean()
             files.tokenizer.unlink(missing_ok=True)
             named = ", ".join(map(str, job.inputs[:3])) + (", ..." if len(job.inputs) > 3 else "")
-            require(False, named, f"no document contains a token, {counter.num_empty} are empty")
+            drops = sum(drop.documents for drop in (counter.drops or {}).values())
+            dropped = f" and {drops} were dropped by the filter" if drops else ""
+            require(False, named, f"no document contains a token, {counter.num_empty} are empty{dropped}")
     firsts = list(accumulate(num_documents, initial=0))[:-1]
 
     def origin(document: int) -> str:
@@ -270,7 +304,7 @@ def join_parts(job: TokenizeJob, result: TokenizeResult, files: CorpusFiles) -> 
         return f"{job.inputs[file]}:{line}"
 
     tokenizer = job.open_tokenizer()
-    report = counter.report(tokenizer.spell, origin)
+    report = counter.report(tokenizer.spell, origin, input_place=lambda file, line: f"{job.inputs[file]}:{line}")
     with files.counts.open("wb") as file:
         np.save(file, counter.counts)
     return {

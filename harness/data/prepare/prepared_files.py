@@ -18,11 +18,12 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
 from harness.config.errors import ConfigError, require
+from harness.data.prepare.document_filter import DocumentFilter
 from harness.data.prepare.parts import part_paths
 
 VERSION = 1
@@ -61,6 +62,8 @@ class Options:
     """Append it to each document."""
     special_tokens: bool = False
     """Encode the name of a special token within a text as that token."""
+    document_filter: DocumentFilter | None = None
+    """Which documents are dropped; None: none."""
 
     def __post_init__(self) -> None:
         message = f"must be above 0 and at most 1, got {self.train_fraction}"
@@ -79,6 +82,7 @@ class Options:
             "text_key": self.text_key,
             "append_eod": self.eod_token if self.append_eod else None,
             "special_tokens": self.special_tokens,
+            **({} if self.document_filter is None else {"filter": asdict(self.document_filter)}),
         }
 
 
@@ -130,7 +134,8 @@ class CorpusFiles:
         meta = self.read_meta()
         if meta is None:
             return None
-        changes = [name for name in identity if meta["options"].get(name) != identity[name]]
+        before = meta["options"]
+        changes = [name for name in before | identity if before.get(name) != identity.get(name)]
         changes += [] if _same_inputs(meta["inputs"], inputs) else ["inputs"]
         message = f"exists and was made with other {', '.join(changes)}; choose another --output, or remove it"
         require(not changes, str(self.meta), message)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config.errors import ConfigError
-from harness.data.order.ledger import VERSION, Exclusion, Ledger, NextBatch, Reweighting
+from harness.data.order.ledger import VERSION, Exclusion, Ledger, NextBatch, Reweighting, return_points
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
 
@@ -323,3 +323,75 @@ class TestGivingBack:
         assert len(seen) == len(set(seen))
         assert sorted(seen) == [batch for batch in range(50) if not ledger.is_excluded(batch)]
         assert ledger.num_excluded == 50 - len(seen)
+
+
+def _consume_all(ledger: Ledger, end: int) -> list[int]:
+    """The batches that a run with this ledger consumes, up to batch `end`."""
+    consumed, cursor, given_back = list[int](), 0, 0
+    while (place := ledger.next_batch(cursor, given_back)).position < end:
+        consumed.append(place.batch)
+        cursor, given_back = place.cursor, place.given_back
+    return consumed
+
+
+OPERATIONS = st.tuples(st.booleans(), st.integers(-15, 25), st.integers(0, 8), st.integers(0, 6))
+"""Exclude or re-include; first batch relative to the place of the run; length; steps before it."""
+
+
+@settings(deadline=None, max_examples=200)
+@given(operations=st.lists(OPERATIONS, max_size=15))
+def test_skips_and_returns_at_any_time_read_each_batch_at_most_once(
+    operations: list[tuple[bool, int, int, int]],
+) -> None:
+    """The rules of operator commands: only batches that were not read are excluded, only excluded ones re-included."""
+    ledger, cursor, given_back, consumed, excluded = Ledger(), 0, 0, list[int](), set[int]()
+    for is_skip, offset, length, num_steps in operations:
+        for _ in range(num_steps):
+            place = ledger.next_batch(cursor, given_back)
+            consumed.append(place.batch)
+            cursor, given_back = place.cursor, place.given_back
+        first = max(0, cursor + offset)
+        span = range(first, first + length + 1)
+        was_read = sum(batch in consumed for batch in span)
+        assert ledger.num_consumed(span[0], span[-1], cursor, given_back) == was_read
+        found = [batch for start, end in ledger.excluded_ranges(span[0], span[-1]) for batch in range(start, end + 1)]
+        assert found == sorted(excluded.intersection(span))
+        if is_skip and not was_read:
+            ledger.exclude(span[0], span[-1], "by an operator")
+            excluded |= set(span)
+        elif not is_skip:
+            ranges = [[start, end] for start, end in ledger.excluded_ranges(span[0], span[-1])]
+            ahead_before = ledger.next_batch(cursor, given_back).batch
+            for batches, from_batch in return_points(ranges, cursor):
+                ledger.give_back(batches, from_batch, "by an operator")
+            passed = sorted(batch for batch in excluded.intersection(span) if batch < cursor)
+            excluded -= set(span)
+            if passed and given_back == 0 and ahead_before >= cursor:
+                assert ledger.next_batch(cursor, given_back).batch == passed[0], "a batch that was passed comes next"
+    twin = _consume_all(ledger, 200)
+    assert twin[: len(consumed)] == consumed, "a run that starts with the final ledger reads the same"
+    assert sorted(twin) == [batch for batch in range(200) if batch not in excluded]
+    assert [batch for batch in range(100) if ledger.is_excluded(batch)] == sorted(excluded)
+    assert ledger.num_excluded == len(excluded)
+
+
+def test_a_re_included_batch_ahead_is_read_in_its_place() -> None:
+    ledger = Ledger()
+    ledger.exclude(3, 8, "by an operator")
+    for batches, from_batch in return_points([[2, 5]], 4):
+        ledger.give_back(batches, from_batch, "by an operator")
+    assert return_points([[2, 5]], 4) == [([[2, 3]], 4), ([[4, 5]], 6)]
+    assert _consume_all(ledger, 11) == [0, 1, 2, 3, 4, 5, 9, 10]
+
+
+@settings(deadline=None)
+@given(ranges=RANGES, cursor=st.integers(0, 60), count=st.integers(1, 10))
+def test_the_next_range_holds_as_many_unexcluded_batches(
+    ranges: list[tuple[int, int]], cursor: int, count: int
+) -> None:
+    ledger = Ledger()
+    for first, last in ranges:
+        ledger.exclude(first, last, "test")
+    first, last = ledger.next_range(cursor, count)
+    unexcluded = [batch for batch in range(cursor, last + 1) if not ledger.is_excluded(batch)]
+    assert (len(unexcluded), unexcluded[0], unexcluded[-1]) == (count, first, last)

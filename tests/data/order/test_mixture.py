@@ -213,6 +213,12 @@ def test_changed_batch_size_repeats_and_skips_no_turn(
         for row, (source, turn) in enumerate(zip(sources.tolist(), own.tolist(), strict=True)):
             turns[source].append(turn)
             assert mixture.find(source, turn) == (index, row)
+            assert mixture.batches_of(source, np.array([turn])).tolist() == [index]
+        for source, seen in enumerate(turns):
+            assert list(mixture.turns_in(source, index)) == sorted(own[sources == source].tolist())
+            end = mixture.num_turns(source)
+            assert (end is None) == (phases[-1].weights[source] > 0)
+            assert end is None or len(seen) <= end
     assert all(sorted(seen) == list(range(len(seen))) for seen in turns)
 
 

@@ -25,21 +25,30 @@ from harness.control.commands import (
     Precision,
     Rate,
     Resume,
+    Reweight,
     Rollback,
     SaveCheckpoint,
     Skip,
+    SkipBatches,
+    UnskipBatches,
 )
 from harness.control.inbox import Inbox
 from harness.core import rundir
-from harness.core.events import CheckpointSaved, Event, Intervention, RunEnded, RunStarted, to_json
+from harness.core.events import Action, ActionKind, CheckpointSaved, Event, Intervention, RunEnded, RunStarted, to_json
 from harness.core.rundir import RunDir, append_line, user_name
+from harness.data.order.ledger import Ledger
 from launch.cli import ctl
 
 STARTED = RunStarted(time=1.0, iteration=0, world_size=2, num_steps=9, step=0)
 SAVED = CheckpointSaved(time=2.0, iteration=5, step=5, directory="step-00000005-gen-0", seconds=0.1)
 ENDED = RunEnded(time=3.0, iteration=5, step=5, exit_code=75, reason="SIGTERM")
+SKIPPED = Action(
+    time=2.0, iteration=16, kind=ActionKind.skip, step=16, incident=2, reason="-", onset=15, exclude=[14, 15]
+)
 REASON = ("--reason", "new nodes")
-LIST = "skip, rollback, lr, exclude, precision, checkpoint, pause, resume, stop, list, or --help"
+THREE = "--batch N (one batch), --batches A..B (a range) or --next K (the next K)"
+TARGETS = "checkpoints: step 20 (tainted), step 10 (candidate)"
+LIST = "skip, unskip, rollback, lr, exclude, reweight, precision, checkpoint, pause, resume, stop, list, or --help"
 
 
 @pytest.fixture
@@ -49,9 +58,12 @@ def run(tmp_path: Path) -> RunDir:
     run.path.mkdir()
     run.config.write_text(
         "data: {sources: {web: {weight: 1.0}, books: {weight: 2.0}}, phases: []}\nprecision: {kind: fp8}\n"
+        "train: {batch_size: 4, sequence_length: 100}\n"
     )
     for step in (10, 20):
-        (run.checkpoints / catalog.name_of(step, 0)).mkdir(parents=True)
+        path = run.checkpoints / catalog.name_of(step, 0)
+        path.mkdir(parents=True)
+        (path / catalog.STATE_FILE).write_text(json.dumps({"cursor": step}))
     catalog.mark(run.checkpoints / catalog.name_of(20, 0), Health.tainted, "spike")
     return run
 
@@ -88,8 +100,27 @@ def running_inbox(run: RunDir, handle: Callable[[Inbox, Command], None]) -> Iter
 @pytest.mark.parametrize(
     ("args", "order", "description"),
     [
-        (["skip", "20"], Skip(num_batches=20), "skip 20 batches"),
-        (["rollback", "--to", "30"], Rollback(to_step=30), "roll back to step 30: step-00000010-gen-0 (candidate)"),
+        (["skip", "--next", "20"], Skip(num_batches=20), "skip the next 20 batches"),
+        (["skip", "--batch", "812"], SkipBatches(first=812, last=812), "skip batch 812"),
+        (["skip", "--batches", "812..831"], SkipBatches(first=812, last=831), "skip batches 812..831"),
+        (["unskip", "--batch", "7"], UnskipBatches(first=7, last=7), "re-include batch 7"),
+        (["unskip", "--batches", "3..7"], UnskipBatches(first=3, last=7), "re-include batches 3..7"),
+        (["rollback", "--to", "30"], Rollback(to_step=30), "roll back to step 30"),
+        (
+            ["rollback", "--to", "10", "--exclude", "11..12"],
+            Rollback(to_step=10, exclude=(11, 12)),
+            "roll back to step 10 and exclude batches 11..12",
+        ),
+        (
+            ["rollback", "--to", "10", "--incident", "2"],
+            Rollback(to_step=10, exclude=(14, 15)),
+            "roll back to step 10 and exclude batches 14..15",
+        ),
+        (
+            ["reweight", "web=0.5", "books=2"],
+            Reweight(weights={"web": 0.5, "books": 2.0}),
+            "set the weight of web to 0.5, books to 2",
+        ),
         (["lr", "0.5"], Rate(factor=0.5), "multiply the learning rate by 0.5"),
         (["lr", "1"], Rate(factor=1.0), "restore the learning rate"),
         (["exclude", "web"], ExcludeSource(source="web"), "exclude the source web"),
@@ -102,9 +133,12 @@ def running_inbox(run: RunDir, handle: Callable[[Inbox, Command], None]) -> Iter
 def test_every_command_is_sent_with_user_and_reason(
     run: RunDir, args: list[str], order: Order, description: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_log(run, STARTED)
+    write_log(run, STARTED, SKIPPED)
+    Ledger.load(run.ledger).exclude(5, 7, "incident 1")
     assert ctl.main([str(run.path), *args, *REASON]) == 0
-    assert capsys.readouterr().out == f"asked {run.path} to {description}\n"
+    effect, asked = capsys.readouterr().out.rpartition("asked ")[::2]
+    assert asked == f"{run.path} to {description}\n"
+    assert effect.startswith(f"{args[0]} ") == (args[0] in ctl.ABOUT_DATA), "its effect is printed before it is sent"
     (command,) = Inbox(run).take()
     assert (command.order, command.who, command.reason) == (order, user_name(), "new nodes")
     assert not run.stop.exists()
@@ -113,16 +147,34 @@ def test_every_command_is_sent_with_user_and_reason(
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["skip", "0"], "skip: must be 1 to 1,000,000 batches, got 0"),
-        (["skip", "-3"], "skip: must be 1 to 1,000,000 batches, got -3"),
-        (["skip", "few"], "ctl RUN skip: argument N: invalid int value: 'few'; see --help"),
-        (["skip"], "ctl RUN skip: the following arguments are required: N; see --help"),
+        (["skip", "--next", "0"], "skip: must be 1 to 1,000,000 batches, got 0"),
+        (["skip", "--next", "-3"], "skip: must be 1 to 1,000,000 batches, got -3"),
+        (["skip", "--next", "few"], "ctl RUN skip: argument --next: invalid int value: 'few'; see --help"),
+        (["skip", "812"], f"skip: '812' is not clear: use {THREE}"),
+        (["skip", "812", "--next", "3"], f"skip: '812' is not clear: use {THREE}"),
+        (["skip"], f"skip: missing batches: use {THREE}"),
+        (["skip", "--batches", "7-9"], '--batches: must be A..B, first and last batch, got "7-9"'),
+        (["skip", "--batches", "9..7"], "skip: needs batches A..B with 0 <= A <= B, got 9..7"),
+        (
+            ["skip", "--batch", "7", "--next", "2"],
+            "ctl RUN skip: argument --next: not allowed with argument --batch; see --help",
+        ),
+        (["unskip", "812"], "unskip: '812' is not clear: use --batch N (one batch) or --batches A..B (a range)"),
+        (["unskip", "--batch", "3"], "unskip: RUN excludes no batch of 3..3; its ledger is RUN/ledger.jsonl"),
+        (["reweight", "web"], "reweight: must be SOURCE=WEIGHT, got 'web'"),
+        (["reweight", "web=much"], "reweight: the weight of 'web' must be a number, got 'much'"),
+        (["reweight", "wine=1"], "reweight: no source 'wine'; RUN has web, books"),
+        (["rollback", "--to", "10", "--exclude", "x"], '--exclude: must be A..B, first and last batch, got "x"'),
+        (["rollback", "--to", "10", "--incident", "3"], "--incident: RUN has no incident 3 in its log"),
         (["lr", "0"], "lr: must be a factor above 0 and at most 10, got 0.0"),
         (["lr", "nan"], "lr: must be a factor above 0 and at most 10, got nan"),
         (["lr", "1e400"], "lr: must be a factor above 0 and at most 10, got inf"),
         (["precision", "fp16"], "precision: must be bf16 or fp8, got fp16"),
         (["exclude", "wine"], "exclude: no source 'wine'; RUN has web, books"),
-        (["rollback", "--to", "9"], "rollback: RUN has no checkpoint at or before step 9 that is not tainted"),
+        (
+            ["rollback", "--to", "9"],
+            f"rollback: RUN has no checkpoint at or before step 9 that is not tainted; {TARGETS}",
+        ),
         (["rollback"], "ctl RUN rollback: the following arguments are required: --to; see --help"),
         (["pause", "10"], "ctl RUN pause: unrecognized arguments: 10; see --help"),
     ],
@@ -152,7 +204,9 @@ def test_one_source_must_remain_after_pending_commands(run: RunDir, capsys: pyte
     assert pending_orders(run) == [ExcludeSource(source="web")]
 
 
-@pytest.mark.parametrize("name", ["skip 1", "rollback --to 10", "lr 1", "exclude web", "checkpoint", "pause", "stop"])
+@pytest.mark.parametrize(
+    "name", ["skip --next 1", "unskip --batch 1", "rollback --to 10", "lr 1", "reweight web=1", "pause", "stop"]
+)
 def test_a_reason_is_required(run: RunDir, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ctl.main([str(run.path), *name.split()]) == 2
     assert "the following arguments are required: --reason" in capsys.readouterr().err
@@ -166,9 +220,24 @@ def test_a_reason_is_required(run: RunDir, name: str, capsys: pytest.CaptureFixt
     assert not run.control.exists()
 
 
+@pytest.mark.parametrize(
+    "args", ["skip --batch 812", "skip --next 3", "unskip --batch 5", "rollback --to 10", "reweight web=2"]
+)
+def test_a_dry_run_prints_the_effect_and_sends_nothing(
+    run: RunDir, args: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_log(run, STARTED)
+    Ledger.load(run.ledger).exclude(5, 7, "incident 1")
+    assert ctl.main([str(run.path), *args.split(), *REASON, "--dry-run"]) == 0
+    effect, nothing = capsys.readouterr().out.splitlines()
+    assert effect.startswith(f"{args.split()[0]} ")
+    assert nothing == "dry run: nothing was sent"
+    assert not run.control.exists()
+
+
 def test_concurrent_commands_are_all_sent(run: RunDir) -> None:
     with ThreadPoolExecutor(8) as pool:
-        codes = pool.map(lambda n: ctl.main([str(run.path), "skip", str(n), *REASON]), range(1, 33))
+        codes = pool.map(lambda n: ctl.main([str(run.path), "skip", "--next", str(n), *REASON]), range(1, 33))
     assert set(codes) == {0}
     assert {order.num_batches for order in pending_orders(run) if isinstance(order, Skip)} == set(range(1, 33))
 
@@ -179,9 +248,10 @@ def test_wait_prints_the_result(run: RunDir, capsys: pytest.CaptureFixture[str])
 
     write_log(run, STARTED)
     with running_inbox(run, handle):
-        assert ctl.main([str(run.path), "skip", "3", *REASON, "--wait"]) == 0
-    answer = f"{run.path}: done at iteration 7: skip 3 batches, excluded: [10, 12]\n"
-    assert capsys.readouterr().out == f"asked {run.path} to skip 3 batches\n{answer}"
+        assert ctl.main([str(run.path), "skip", "--next", "3", *REASON, "--wait"]) == 0
+    effect = "skip excludes 3 batches, 0 to 2, 1,200 tokens if it is applied now, at batch 0\n"
+    answer = f"{run.path}: done at iteration 7: skip the next 3 batches, excluded: [10, 12]\n"
+    assert capsys.readouterr().out == f"{effect}asked {run.path} to skip the next 3 batches\n{answer}"
     (event,) = commands.interventions(run)
     assert (event.who, event.reason) == (user_name(), "new nodes")
 
@@ -234,7 +304,7 @@ def test_list_shows_pending_commands_and_interventions(run: RunDir, capsys: pyte
     assert lines[1] == f"  {ctl.local_time(pending_command.time)}  bob: pause (lunch)"
     assert lines[2].endswith("  eve: stop (new nodes)")
     assert lines[3] == "interventions: the last 10 of 12"
-    assert lines[4].endswith("  iteration 3  ada: skip 3 batches, excluded: [10, 12] (boilerplate)")
+    assert lines[4].endswith("  iteration 3  ada: skip the next 3 batches, excluded: [10, 12] (boilerplate)")
     assert len(lines) == 14
 
 

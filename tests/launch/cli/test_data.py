@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import pytest
 from harness.core.rundir import locate
 from harness.data.corpus.corpora import embedded_documents
 from harness.data.order.ledger import Ledger
+from harness.data.prepare.document_filter import DocumentFilter
 from harness.data.prepare.parts import part_path
 from harness.data.prepare.prepared_files import CorpusFiles
 from harness.data.prepare.tokenizer import open_tokenizer
@@ -60,6 +64,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result.stderr == ""
     for part in ("documents    79 of ", "rare tokens  ", "longest      ", "tokens/s", "output       made/topics"):
         assert part in result.stdout
+    line = "next         harness train data=files 'data.sources.main.paths=[made/topics]' model.vocab_size=500\n"
+    assert result.stdout.endswith(line)
     assert sorted(path.name for path in (directory / "made").iterdir()) == [
         "topics.bin",
         "topics.counts.npy",
@@ -84,6 +90,28 @@ def test_prepare_and_help_need_no_torch(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "script.py"]
     subprocess.run(command, cwd=tmp_path, env=environment(), check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["plain", "with space", "it's, [odd]=$x"])
+def test_the_next_command_composes_to_the_corpus(tmp_path: Path, name: str) -> None:
+    """What a shell passes on from the printed line is a valid configuration that names the corpus."""
+    harness_name, command, *overrides = shlex.split(data.next_command(tmp_path / name, 300))
+    assert (harness_name, command) == ("harness", "train")
+    cfg = load(overrides)
+    assert cfg.data.sources["main"].paths == [str(tmp_path / name)]
+    assert cfg.model.vocab_size == 300
+
+
+def test_filter_options_set_every_threshold() -> None:
+    arguments = ["in.txt", "--output", "out", "--filter", "--max-chars", "9", "--max-repeated-lines", "0.25"]
+    options = data.parse_options(data.prepare_parser().parse_args(arguments))
+    assert options.document_filter == DocumentFilter(max_chars=9, max_repeated_lines=0.25)
+    options = data.parse_options(data.prepare_parser().parse_args(arguments[:3]))
+    assert options.document_filter is None
+    assert set(data.FILTER_HELP) == {field.name for field in fields(DocumentFilter)}
+    shown = data.prepare_parser().format_help()
+    assert "default: 1,000,000" in shown
+    assert "default: 0.001" in shown
 
 
 @pytest.mark.parametrize(
@@ -115,6 +143,14 @@ def test_prepare_and_help_need_no_torch(tmp_path: Path) -> None:
         (
             ["prepare", "in.txt", "--output", "new/out", "--bytes", "--train-bpe", "300"],
             "harness: data prepare: argument --train-bpe: not allowed with argument --bytes; see --help",
+        ),
+        (
+            ["prepare", "in.txt", "--output", "new/out", "--max-chars", "9"],
+            "harness: --max-chars: needs --filter",
+        ),
+        (
+            ["prepare", "in.txt", "--output", "new/out", "--filter", "--max-boilerplate", "2"],
+            "harness: --max-boilerplate: must be a share from 0 to 1, got 2.0",
         ),
         (
             ["prepare", "in.txt", "--output", "new/out", "--tokenizer", "in.doc"],
@@ -241,6 +277,15 @@ def test_inspect_shows_bytes_ids_and_mixtures(tmp_path: Path, capsys: pytest.Cap
     first = row["first_token"]
     assert row["texts"] == [" ".join(map(str, range(first, first + 33)))]
     assert set(inspect_json(["data=mixture", "--batch", "0"], capsys)["rows_by_source"]) == {"text", "synthetic"}
+
+
+def test_inspect_says_what_stratify_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    rare = ["data.synthetic.num_samples=600", "data.synthetic.rare_tokens=2", "data.synthetic.rare_probability=0.003"]
+    limited = ["data=synthetic", "data.synthetic.zipf_exponent=0", *rare, "data.stratify.rare_below=45", "--batch", "0"]
+    assert data.main(["inspect", *SMALL, *limited]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("stratify ")]
+    assert re.fullmatch(r"stratify     2 rare tokens in \d+ sequences, at most 1 of each in a batch.*", line)
+    assert inspect_json(["data=synthetic", "--batch", "0"], capsys)["stratify"] == ""
 
 
 def test_inspect_applies_the_ledger_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
