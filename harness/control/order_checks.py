@@ -64,8 +64,8 @@ def check_order(run: RunDir, order: Order, *, before: Sequence[Order] = ()) -> N
 def require_unread(ledger: Ledger, order: SkipBatches, cursor: int, given_back: int = 0) -> None:
     """Reject a skip of batches that the run was trained on: the ledger cannot undo that, a rollback can."""
     num_read = ledger.num_consumed(order.first, order.last, cursor, given_back)
-    span = describe_batches(order.first, order.last)
-    message = f"the run is at batch {cursor} and has read {num_read:,} of {span}"
+    read = "" if order.first == order.last else f"{num_read:,} of "
+    message = f"the run is at batch {cursor} and has read {read}{describe_batches(order.first, order.last)}"
     advice = f"undo that with rollback --to STEP --exclude {order.first}..{order.last}"
     require(num_read == 0, "skip", f"{message}; {advice}, or skip later batches")
 

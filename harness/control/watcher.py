@@ -5,7 +5,7 @@ thread polls once a second and keeps what it found in memory; the loop only read
 answers to commands (`Inbox.done`). The loop waits until an answer is on disk, for at most `DONE_WAIT_S` per stall; then
 it continues with a warning. A run that is killed before the answer is on disk applies the command again later.
 
-Left out: checking an order against the run directory when it is applied (`harness.control.inbox.check_order`), and what
+Left out: checking an order against the run directory when it is applied (`harness.control.order_checks`), and what
 must be on disk before an order takes effect (ledger, tainted checkpoints). Both wait for the file system, and only when
 an operator has sent a command.
 """

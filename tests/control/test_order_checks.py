@@ -193,6 +193,8 @@ def test_an_operator_sees_what_a_skip_excludes(run: RunDir) -> None:
         "skip: the run is at batch 9 and has read 2 of batches 7..12; undo that with"
         " rollback --to STEP --exclude 7..12, or skip later batches"
     )
+    with pytest.raises(ConfigError, match=r"^skip: the run is at batch 9 and has read batch 7; undo that"):
+        describe_effect(run, SkipBatches(first=7, last=7))
     sizes = {"version": 1, "batch_sizes": [[0, 4], [13, 8]], "sources": {}}
     run.corpus.write_text(json.dumps(sizes))
     effect = "excludes 2 batches, 12 to 13, 1,200 tokens; the run is at batch 9"
