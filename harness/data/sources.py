@@ -24,7 +24,7 @@ from harness.data.corpus.corpus_record import DataRecord, SourceRecord, later_st
 from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.ledger import Ledger
 from harness.data.order.mixture import Change, MixtureRecipe
-from harness.data.order.rare_tokens import ScannedSource, rare_tokens, write_rare_index
+from harness.data.order.rare_token_rows import ScannedSource, rare_tokens, write_rare_index
 from harness.data.order.stratify import OrderStage, StratifiedOrder, StratifiedSource
 
 HELD_OUT_SEED = 2**63

@@ -398,7 +398,7 @@ def lines_of_policy() -> Golden:
 
 def _format_action(action: Action) -> str:
     facts = {each.name: getattr(action, each.name) for each in fields(action)}
-    shown = {key: value for key, value in facts.items() if value not in (None, []) and key not in ("time", "reason")}
+    shown = {key: value for key, value in facts.items() if value not in (None, [], {}) and key not in ("time", "reason")}
     shown = {key: number(value) if isinstance(value, float) else value for key, value in shown.items()}
     return f"{' '.join(f'{key}={value}' for key, value in shown.items())}: {action.reason}"
 

@@ -1,7 +1,7 @@
 """Limits rare tokens per batch: no batch contains more than `max_per_batch` occurrences of any rare token.
 
 Why: many occurrences of a token that the model has hardly seen, in one batch, are a known cause of loss spikes.
-How: one scan of the data finds the rare tokens and the samples that contain them (`harness.data.order.rare_tokens`).
+How: one scan of the data finds rare tokens and the samples that contain them (`harness.data.order.rare_token_rows`).
 Each epoch of a source then repairs the plain order: in batch after batch, a sample that would exceed the limit is
 swapped with the next sample of the source without rare tokens, in a batch that has room; if none follows, with the
 nearest before. The result is a small table of moved turns. All other turns stay, each sample is still visited exactly
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from harness.config.errors import require
 from harness.data.order.mixture import Mixture
 from harness.data.order.order import turns_of
-from harness.data.order.rare_tokens import RareTokens
+from harness.data.order.rare_token_rows import RareTokens
 
 Ints = NDArray[np.int64]
 

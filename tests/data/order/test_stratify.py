@@ -20,7 +20,7 @@ from harness.data.corpus.token_windows import FilesCorpus
 from harness.data.order.ledger import Ledger
 from harness.data.order.mixture import Change, MixtureRecipe
 from harness.data.order.order import samples_at
-from harness.data.order.rare_tokens import ScannedSource, find_rare, read_rare_index, write_rare_index
+from harness.data.order.rare_token_rows import ScannedSource, find_rare, read_rare_index, write_rare_index
 from harness.data.order.stratify import OrderStage, StratifiedOrder, StratifiedSource
 from harness.data.sources import RecordedData, make_rare_index, open_data, read_recorded_data
 

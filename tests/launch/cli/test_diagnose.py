@@ -22,9 +22,9 @@ def test_a_run_directory_with_its_numbers_and_as_json(tmp_path: Path, capsys: py
     shown = capsys.readouterr().out
     assert "Q1.2  What was the dtype regime in the run?\n      fp32 " in shown
     *_, conclusion, replay, stop, train = shown.splitlines()
-    assert conclusion == "=> non-finite from step 150: ranks 1; layer groups not in the log"
+    assert conclusion == "=> non-finite from step 149: ranks 1; layer groups not in the log"
     assert replay == f"   harness replay {run} --incident 1"
-    assert stop == f"   harness ctl {run} stop --reason 'non-finite from step 150' --wait"
+    assert stop == f"   harness ctl {run} stop --reason 'non-finite from step 149' --wait"
     assert train.startswith("   harness train ")
     assert train.endswith(f" optim.clip_value=100 run.dir={tmp_path} run.name=run run.resume=changed")
     assert main(["diagnose", run, "--json"]) == 10
