@@ -398,7 +398,8 @@ def lines_of_policy() -> Golden:
 
 def _format_action(action: Action) -> str:
     facts = {each.name: getattr(action, each.name) for each in fields(action)}
-    shown = {key: value for key, value in facts.items() if value not in (None, [], {}) and key not in ("time", "reason")}
+    hidden = ("time", "reason")
+    shown = {key: value for key, value in facts.items() if value not in (None, [], {}) and key not in hidden}
     shown = {key: number(value) if isinstance(value, float) else value for key, value in shown.items()}
     return f"{' '.join(f'{key}={value}' for key, value in shown.items())}: {action.reason}"
 
