@@ -49,8 +49,8 @@ def test_weights_that_differ_from_those_of_the_last_update_have_changed() -> Non
     digest, sums = digest_of(tensors), sum_weights(tensors)
     assert digest.changed == 0, "restored weights have not changed"
     digest.on_update(sums._replace(after=sums.after + 3))
-    assert (digest.changed, digest.total) == (0, sums.after + 3)
+    assert (int(digest.changed), int(digest.total)) == (0, int(sums.after) + 3)
     digest.on_update(sums._replace(before=sums.after + 4, after=sums.after + 9))
-    assert (digest.changed, digest.total) == (1, sums.after + 9), "the update read other weights"
+    assert (int(digest.changed), int(digest.total)) == (1, int(sums.after) + 9), "the update read other weights"
     digest.on_update(sums._replace(before=sums.after + 9, after=sums.after + 9))
     assert digest.changed == 0, "said once: a skipped update continues from what it read"
