@@ -8,21 +8,24 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 # Keep bytecode caches: hundreds of test processes import the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-gpu bench-gpu clean
+.PHONY: train test lint test-all test-gpu bench-gpu clean
 
 # Train with the default config: make train ARGS="run.name=first"
 train: .venv/.installed
 	$(BIN)/harness train $(ARGS)
 
-# Format, lint, types, and the fast tests.
+# The quick tests: one proof of every kind.
 test: .venv/.installed-test
+	$(PYTEST) -m 'not full' $(ARGS)
+
+# Format, lint and types.
+lint: .venv/.installed-test
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(PYTEST) -m 'not full' $(ARGS)
 
-# The same, then the full matrix: every drill, every point of failure, a real Slurm.
-test-all: test
+# Both, then the full matrix: every drill, every point of failure, a real Slurm.
+test-all: lint test
 	$(PYTEST) -m full $(ARGS)
 
 # Tests that need CUDA, with a summary for docs.

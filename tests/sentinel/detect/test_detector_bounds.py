@@ -9,7 +9,7 @@ import pytest
 
 from harness.core.events import Finding, FindingKind, StepRecord
 from harness.sentinel.detect.detectors import Detectors
-from harness.sentinel.detect.guards import rank_distances
+from harness.sentinel.detect.guards import STUCK_ROWS, RateGuard, ScaleGuard, rank_distances
 from harness.sentinel.detect.loss_curve import loud_ranks, slow_change
 from tests.sentinel.series import config, kinds, record
 
@@ -316,6 +316,19 @@ class TestGuards:
             (2, [1], 1),
             (3, [1], 1),
         ]
+
+    def test_the_rate_rises_from_the_second_row_on(self) -> None:
+        guard = RateGuard()
+        for step, rate, rising in ((0, 1e-4, False), (1, 2e-4, True), (2, 2e-4, False)):
+            assert guard.observe(record(step, 3.0, lr=rate)) == []
+            assert guard.rising is rising
+
+    def test_a_scale_of_one_that_does_not_move_is_stuck_and_not_below_one(self) -> None:
+        rows = [record(step, 3.0, math.inf, refused=True, loss_scale=1.0) for step in range(STUCK_ROWS + 1)]
+        guard = ScaleGuard()
+        found = [list(guard.observe(row)) for row in rows]
+        assert [len(each) for each in found] == [0] * STUCK_ROWS + [1]
+        assert found[-1][0].message == f"loss scale 1 did not change in {STUCK_ROWS} overflows"
 
 
 class TestMoments:
