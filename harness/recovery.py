@@ -3,7 +3,7 @@
 A restore first records what it is about to do, then does it. Checkpoints taken since the target are tainted and the
 excluded batches are in the ledger before the weights change, so a run that is killed in between cannot resume from the
 state that it was leaving. Weights, moments, counters, loss scale, the gate's history and the detectors' memory are
-restored gather_results with the cursor. The policy's state, the iteration counter and the operator's settings are kept.
+restored together with the cursor. The policy's state, the iteration counter and the operator's settings are kept.
 
 Every action ends in an `Outcome` with its cost. An action that fails has an outcome too, and the policy escalates. A
 write error on rank 0 is an outcome on all ranks: nothing counts before it is on disk. A restore that fails after it

@@ -6,7 +6,7 @@ How: the distance of each row above the baseline, in spreads and minus a slack, 
 One row counts at most `row_sigmas`, so a spike takes two rows. If rows are several steps apart, a whole spike may fall
 between them, and one extreme row is enough. If gradient norms are logged, they must rise too: new data shifts the loss,
 not the gradients. Slow changes are detected on block means: if the minimum of the last blocks is above the maximum of
-those before, the level shifted; blocks that keep rising, or stay far above, are a divergence.
+those before, the level shifted; blocks that keep rising, or stay far above and do not fall, are a divergence.
 Left out: the values of rejected updates; they change nothing here.
 """
 

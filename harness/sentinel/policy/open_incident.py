@@ -291,9 +291,9 @@ class OpenIncident:
         self._follow(recent, iteration, level=self.level)
         if has_recovered(level=self.level, sigma=self.sigma, loss=recent):
             return IncidentVerdict.recovered
-        has_turned = self._has_turned(recent)
-        is_acceptable = not has_turned and not self.has_cause and self.height(recent) <= cfg.accept_rise_nats
-        if not has_turned and not is_acceptable and self._is_stuck(lineage, iteration, cfg=cfg):
+        is_lower = self._has_turned(recent)
+        is_acceptable = not is_lower and not self.has_cause and self.height(recent) <= cfg.accept_rise_nats
+        if not is_lower and not is_acceptable and self._is_stuck(lineage, iteration, cfg=cfg):
             return IncidentVerdict.stuck
         if iteration < self.watched_until:
             return None
