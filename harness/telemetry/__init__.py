@@ -1,1 +1,1 @@
-"""Event log, console, heartbeat, manifest, picture, post-mortem process, and MLflow."""
+"""Event log, console, heartbeat, manifest, load of the machines, picture, post-mortem process, and MLflow."""

@@ -7,7 +7,6 @@ and no output error stops a run: if the reader of a pipe goes away, the output e
 
 from __future__ import annotations
 
-import io
 import os
 import shlex
 import sys
@@ -32,12 +31,14 @@ from harness.core.events import (
     Intervention,
     Outcome,
     RunEnded,
+    RunRestarted,
     RunStarted,
     StepRecord,
 )
 from harness.core.rundir import RunDir
-from harness.telemetry.tracking.sink_process import SINK_MODULE
-from harness.telemetry.tracking.store_uri import SQLITE, sqlite_path
+from harness.core.safe_stream import SafeStream
+from harness.telemetry.sinks.sink_process import SINK_MODULE
+from harness.telemetry.sinks.store_uri import SQLITE, sqlite_path
 
 PLAIN_EVERY_S = 5.0
 REFRESH_EVERY_S = 0.1
@@ -78,8 +79,8 @@ def closing_lines(run: RunDir, totals: RunTotals, *, tracking_uri: str | None, i
         rows.append(("picture", _short(run.picture)))
     if tracking_uri is not None:
         rows.append(("mlflow", mlflow_command(tracking_uri)))
-        if not is_sent:
-            rows.append(("send rest", f"{_program('python')} -m {SINK_MODULE} {shlex.quote(_short(run.path))}"))
+    if not is_sent:
+        rows.append(("send rest", f"{_program('python')} -m {SINK_MODULE} {shlex.quote(_short(run.path))}"))
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
@@ -130,7 +131,10 @@ def event_line(event: Event) -> str | None:
             ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
             if event.resumed_from is None:
                 return f"training {event.num_steps} steps on {ranks}"
-            return f"resumed from {event.resumed_from}, step {event.step}/{event.num_steps}, on {ranks}"
+            memory = ""
+            if event.in_memory:
+                memory = f" in {'a partner' if event.fetched_ranks else 'this machine'}'s memory"
+            return f"resumed from {event.resumed_from}{memory}, step {event.step}/{event.num_steps}, on {ranks}"
         case StepRecord(refused=True):
             return (
                 f"iteration {event.iteration}: update rejected, loss {event.loss:.4g}, grad norm {event.grad_norm:.4g}"
@@ -163,6 +167,9 @@ def event_line(event: Event) -> str | None:
         case Intervention():
             changes = ", ".join(f"{key}: {change}" for key, change in event.changes.items())
             return f"{event.who} changed {changes or 'nothing'} ({event.reason})"
+        case RunRestarted():
+            after = "".join(f"; {new} replaces {old}" for old, new in event.replaced_by.items())
+            return f"restart {event.number} after step {event.step}: {event.reason}{after}"
         case RunEnded() if event.exit_code != EXIT_DONE:
             return f"ended at step {event.step}: {event.reason} (exit code {event.exit_code})"
         case _:
@@ -183,48 +190,6 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-@final
-class SafeStream(io.TextIOBase):
-    """A stream whose reader may go away: a failed write ends the output, not the run."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.is_silent = False
-
-    def write(self, text: str) -> int:
-        if not self.is_silent:
-            try:
-                self._stream.write(text)
-            except OSError:
-                self._discard_output()
-        return len(text)
-
-    def flush(self) -> None:
-        """Also called when this object is freed, perhaps after `stream` was closed."""
-        if not self.is_silent and not self._stream.closed:
-            try:
-                self._stream.flush()
-            except OSError:
-                self._discard_output()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def _discard_output(self) -> None:
-        """Redirect the stream to /dev/null; otherwise the interpreter fails to flush the rest at exit."""
-        self.is_silent = True
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, self._stream.fileno())
-        os.close(devnull)
 
 
 @final

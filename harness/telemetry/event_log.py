@@ -23,16 +23,17 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Thread
-from typing import final
+from typing import Any, final
 
 from harness.config.schema import Config
 from harness.core import rundir
-from harness.core.events import Event, StepRecord, parse, to_json
+from harness.core.events import EndCause, Event, RunEnded, RunRestarted, RunStarted, StepRecord, parse, to_json
 from harness.core.locking import run_lease
 from harness.telemetry.log_index import IndexWriter, covered_until, read_blocks, sample_lines, whole_lines
 
@@ -53,12 +54,19 @@ class Chunk:
     """Events of a part of the log."""
 
     events: list[Event]
+    start: int
+    """Byte position in the log where the chunk starts."""
     end: int
     """Byte position in the log where the chunk ends."""
+    line_ends: list[int]
+    """Byte position after the line of each event."""
 
 
-def read_chunk(path: Path, offset: int) -> Chunk | None:
-    """Read about a megabyte of whole lines from byte `offset` on; None if there is no further whole line."""
+def read_chunk(path: Path, offset: int, until: int | None = None) -> Chunk | None:
+    """Read about a megabyte of whole lines from byte `offset` on; None if there is no further whole line.
+
+    `until` is the end of a line; the chunk ends there at the latest.
+    """
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -66,7 +74,20 @@ def read_chunk(path: Path, offset: int) -> Chunk | None:
         lines = file.readlines(CHUNK_BYTES)
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
-    return Chunk(_parse_all(lines), offset + sum(map(len, lines))) if lines else None
+    events, line_ends, end = [], [], offset
+    for line in lines:
+        if end == until:
+            break
+        end += len(line)
+        for event in parse(line.decode(errors="replace")):
+            events.append(event)
+            line_ends.append(end)
+    return Chunk(events, offset, end, line_ends) if lines else None
+
+
+def log_size(path: Path) -> int:
+    """Bytes of a log; 0 if there is none yet."""
+    return path.stat().st_size if path.exists() else 0
 
 
 def tail(path: Path, num_bytes: int = TAIL_BYTES) -> list[Event]:
@@ -90,6 +111,11 @@ def last_iteration(path: Path) -> int:
     return max((event.iteration for event in tail(path)), default=-1)
 
 
+def last_recorded_iteration(path: Path) -> int:
+    """The highest iteration whose step record is near the end of a log; -1 if there is none."""
+    return max((event.iteration for event in tail(path) if isinstance(event, StepRecord)), default=-1)
+
+
 def prepare_run(cfg: Config) -> rundir.RunDir:
     """Create the run directory, or accept a changed config and log the change as an intervention."""
     run = rundir.locate(cfg)
@@ -97,6 +123,63 @@ def prepare_run(cfg: Config) -> rundir.RunDir:
     if changes := rundir.prepare_run_dir(cfg, run, iteration=seen):
         rundir.append_line(run.events, to_json(rundir.make_config_change_event(changes, iteration=seen)))
     return run
+
+
+def record_crash(run: rundir.RunDir, exit_code: int, reason: str, cause: EndCause) -> None:
+    """Log the end of a start whose rank 0 could not do it; called by the launcher when all ranks are gone.
+
+    The event has the time of the last one before it, so that the time until the crash was noticed counts as stopped.
+    """
+    events = tail(run.events)
+    ended = RunEnded(
+        time=events[-1].time if events else time.time(),
+        iteration=max(last_iteration(run.events), 0),
+        step=_last_step(events),
+        exit_code=exit_code,
+        reason=reason,
+        cause=str(cause),
+    )
+    _append_from_launcher(run, ended)
+
+
+def record_restart(
+    run: rundir.RunDir,
+    reason: str,
+    cause: EndCause,
+    *,
+    number: int,
+    noticed: float,
+    stopped_s: float,
+    machines: dict[str, Any],
+) -> None:
+    """Log a restart inside the job; called by the launcher when all ranks are gone, before it starts them again.
+
+    `machines` holds the fields of the event about machines: `out`, `replaced_by`, `num_nodes`.
+    """
+    if not run.config.exists():
+        return
+    restarted = RunRestarted(
+        time=noticed,
+        iteration=max(last_iteration(run.events), 0),
+        step=_last_step(tail(run.events)),
+        number=number,
+        reason=reason,
+        cause=str(cause),
+        stopped_s=round(stopped_s, 3),
+        **machines,
+    )
+    _append_from_launcher(run, restarted)
+
+
+def _last_step(events: list[Event]) -> int:
+    return next((event.step for event in reversed(events) if isinstance(event, StepRecord | RunStarted | RunEnded)), 0)
+
+
+def _append_from_launcher(run: rundir.RunDir, event: Event) -> None:
+    try:
+        rundir.append_line(run.events, to_json(event))
+    except OSError as error:
+        _warn(f"cannot write {run.events}: {error.strerror}")
 
 
 def events_since(path: Path, iteration: int) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Reports the events of a run on rank 0: event log first, then console, MLflow, post-mortems and the picture.
+"""Reports the events of a run on rank 0: event log first, then console, sinks, post-mortems and the picture.
 
 Nothing here waits for the file system during training, with one bounded exception: actions and interventions are in
 the log before they are executed (`harness.telemetry.event_log`). The writer thread of the log also starts the
@@ -26,8 +26,9 @@ from harness.telemetry.event_log import EventLog
 from harness.telemetry.meters import Meter
 from harness.telemetry.postmortem_process import EXIT_WAIT_S, HURRIED_WAIT_S, PostmortemProcess
 from harness.telemetry.run_picture import draw
-from harness.telemetry.tracking.sink_process import SinkProcess
-from harness.telemetry.tracking.store_uri import tracking_uri
+from harness.telemetry.sinks.sink import enabled_sinks
+from harness.telemetry.sinks.sink_process import SinkProcess
+from harness.telemetry.sinks.store_uri import tracking_uri
 
 
 @final
@@ -48,7 +49,7 @@ class EventReporter:
             on_written = None if self._postmortems is None else self._postmortems.on_event
             self._log = EventLog(self._run.events, on_written=on_written)
             self._console = Console(self._cfg.train.num_steps)
-            self._sink = SinkProcess.start(self._run) if self._cfg.telemetry.mlflow else None
+            self._sink = SinkProcess.start(self._run) if enabled_sinks(self._cfg.telemetry) else None
         return self
 
     def emit(self, event: Event) -> None:
@@ -110,5 +111,5 @@ class EventReporter:
         if kind is not None:
             return
         is_sent = self._sink is None or self._sink.finish(self._cfg.telemetry.exit_wait_s)
-        uri = None if self._sink is None else tracking_uri(self._cfg)
+        uri = tracking_uri(self._cfg) if self._cfg.telemetry.mlflow else None
         self._console.print(closing_lines(self._run, self._console.totals, tracking_uri=uri, is_sent=is_sent))

@@ -32,8 +32,10 @@ WRITE_EVERY_S = 1.0
 WRITES_PER_S = 100
 """Limit for the writes of all ranks together."""
 
-LONGEST_REASON = 200
+LONGEST_REASON = 400
 LAST_WRITE_WITHIN_S = 2.0
+SLOWEST_DECAY = 0.98
+"""The slowest step counts half after 34 faster ones."""
 """Time limit of the last write, so that a hanging file system does not keep a rank from exiting."""
 
 
@@ -60,6 +62,8 @@ class RunStatus(StrEnum):
 
     running = "running"
     paused = "paused"
+    restarting = "restarting"
+    """The launcher starts all ranks again after a failure."""
     ended = "ended"
 
 
@@ -87,6 +91,8 @@ class Beat:
     """Time of this write, in seconds since 1970."""
     exit_code: int | None = None
     """None while the rank runs."""
+    slowest_step_s: float = 0.0
+    """Longest time between two beats of training; a past one counts less with every step."""
 
 
 def heartbeat_file(run: RunDir, rank: int) -> Path:
@@ -117,6 +123,7 @@ class Heartbeat:
         self._every_s = max(WRITE_EVERY_S, world_size / WRITES_PER_S)
         self._phase, self._iteration, self._step = Phase.start, 0, 0
         self._beats = self._writes = 0
+        self._slowest_step_s = 0.0
         self._beat_s = time.monotonic()
         self._loss: float | None = None
         self._step_time_s: float | None = None
@@ -125,12 +132,20 @@ class Heartbeat:
         self._ended = Event()
         self._thread = Thread(target=self._write_until_ended, name="heartbeat", daemon=True)
 
+    @property
+    def iteration(self) -> int:
+        """Iteration of the last beat."""
+        return self._iteration
+
     def beat(self, state: RunState, phase: Phase = Phase.train) -> None:
         """Count one beat of the loop. The first iteration still belongs to the start."""
+        now_s = time.monotonic()
+        if phase is self._phase is Phase.train:
+            self._slowest_step_s = max(now_s - self._beat_s, SLOWEST_DECAY * self._slowest_step_s)
         self._phase = phase if self._beats else Phase.start
         self._iteration, self._step = state.iteration, state.step
         self._beats += 1
-        self._beat_s = time.monotonic()
+        self._beat_s = now_s
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -147,9 +162,11 @@ class Heartbeat:
         """Set loss and step time from the last reported step."""
         self._loss, self._step_time_s = record.loss, record.step_time_s
 
-    def end(self, exit_code: int, reason: str) -> None:
-        """Set exit code and reason; the last write includes them."""
+    def end(self, exit_code: int, reason: str, state: RunState | None = None) -> None:
+        """Set exit code, reason and the last step; the last write includes them."""
         self._phase, self._exit_code, self._reason = Phase.end, exit_code, reason
+        if state is not None:
+            self._iteration, self._step = state.iteration, state.step
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -199,6 +216,7 @@ class Heartbeat:
             beat_time=now - (time.monotonic() - self._beat_s),
             time=now,
             exit_code=self._exit_code,
+            slowest_step_s=self._slowest_step_s,
         )
         replace_file(heartbeat_file(self._run, self._rank), asdict(beat))
         if self._rank == 0:
@@ -226,10 +244,18 @@ class Heartbeat:
 
 def mark_ended(run: RunDir, exit_code: int, reason: str) -> None:
     """Set `status.json` to ended, from the launcher, if rank 0 could not: it was killed, or another rank failed."""
+    _change_status(run, state=RunStatus.ended, eta_s=None, exit_code=exit_code, reason=shorten(reason))
+
+
+def mark_restarting(run: RunDir, reason: str) -> None:
+    """Set `status.json` to restarting, from the launcher, until rank 0 writes again."""
+    _change_status(run, state=RunStatus.restarting, eta_s=None, exit_code=None, reason=shorten(reason))
+
+
+def _change_status(run: RunDir, **changes: Any) -> None:
     try:
         status = json.loads(run.status.read_bytes())
-        ended = {"state": RunStatus.ended, "eta_s": None, "exit_code": exit_code, "reason": shorten(reason)}
-        replace_file(run.status, status | ended | {"time": time.time()})
+        replace_file(run.status, status | changes | {"time": time.time()})
     except (OSError, ValueError, TypeError):
         return
 

@@ -20,7 +20,7 @@ from typing import final
 from harness.core import processes
 from harness.core.events import Action, ActionKind, Event, Finding, FindingKind, Incident, StepRecord
 from harness.core.rundir import RunDir
-from harness.telemetry.tracking.sink_process import last_line
+from harness.telemetry.sinks.sink_process import last_line
 
 MODULE = "harness.analysis.postmortem"
 DRAFT_AFTER = 50

@@ -17,10 +17,10 @@ import pytest
 from harness.config.schema import Config
 from harness.core.events import CheckpointSaved, EvalRecord, Event, Intervention, RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
+from harness.core.safe_stream import SafeStream
 from harness.telemetry.console import (
     Console,
     RunTotals,
-    SafeStream,
     clock,
     closing_lines,
     mlflow_command,
@@ -157,7 +157,7 @@ def test_the_closing_lines(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, t
         "run        runs/tiny-1",
         "picture    runs/tiny-1/loss.png",
         "mlflow     .venv/bin/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db",
-        "send rest  .venv/bin/python -m harness.telemetry.tracking.mlflow_sink runs/tiny-1",
+        "send rest  .venv/bin/python -m harness.telemetry.sinks runs/tiny-1",
     ]
     run.picture.unlink()
     assert closing_lines(run, RunTotals(), tracking_uri=None, is_sent=True).splitlines() == ["run  runs/tiny-1"]

@@ -51,13 +51,38 @@ def test_phases_and_beats_of_a_run_reach_the_files(run: RunDir) -> None:
         with own.during(Phase.save):
             wait_for_beat(run, lambda beat: beat.phase is Phase.save)
         assert wait_for_beat(run, lambda beat: beat.beats == 4).phase is Phase.pause
-        own.end(75, "stopped: SIGTERM")
+        state.iteration, state.step = 8, 6
+        own.end(75, "stopped: SIGTERM", state)
     status = json.loads(run.status.read_text())
     assert (status["state"], status["exit_code"], status["reason"]) == ("ended", 75, "stopped: SIGTERM")
-    assert (status["step"], status["num_steps"], status["iteration"], status["eta_s"]) == (5, 100, 7, None)
+    assert (status["step"], status["num_steps"], status["iteration"], status["eta_s"]) == (6, 100, 8, None)
     last = heartbeat.read(heartbeat.heartbeat_file(run, 0))
     assert last is not None
     assert (last.phase, last.exit_code) == (Phase.end, 75)
+
+
+def test_the_slowest_step_is_that_of_recent_training(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock_s)
+    own = make_heartbeat(run)
+    run.heartbeat.mkdir()
+
+    def pass_time(seconds: float, phase: Phase = Phase.train) -> float:
+        nonlocal clock_s
+        clock_s += seconds
+        own.beat(RunState(), phase)
+        own._write()
+        beat = heartbeat.read(heartbeat.heartbeat_file(run, 0))
+        assert beat is not None
+        return beat.slowest_step_s
+
+    assert [pass_time(90.0), pass_time(60.0)] == [0.0, 0.0], "the start and the first iteration, which may compile"
+    assert pass_time(8.0) == 8.0
+    assert [pass_time(seconds) for seconds in (1.0, 1.0, 9.0)] == [0.98 * 8.0, 0.98 * 0.98 * 8.0, 9.0]
+    assert pass_time(50.0, Phase.evaluate) == pass_time(50.0) == 9.0, "an evaluation is no step"
+    with own.during(Phase.save):
+        clock_s += 70.0
+    assert pass_time(2.0) == 0.98 * 9.0
 
 
 def test_a_stopped_loop_differs_from_a_stopped_process(run: RunDir) -> None:
@@ -122,3 +147,6 @@ def test_the_launcher_marks_a_killed_run_as_ended(run: RunDir) -> None:
     status = json.loads(run.status.read_text())
     assert (status["state"], status["exit_code"], status["num_steps"]) == ("ended", 1, 100)
     assert status["reason"] == "rank 1 on host2 was killed by SIGKILL"
+    heartbeat.mark_restarting(run, "rank 1 on host2 was killed by SIGKILL")
+    status = json.loads(run.status.read_text())
+    assert (status["state"], status["exit_code"]) == ("restarting", None)

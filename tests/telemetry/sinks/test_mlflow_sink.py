@@ -9,9 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import yaml
@@ -19,12 +20,18 @@ import yaml
 from harness.config.errors import EXIT_INTERRUPTED
 from harness.config.schema import Config
 from harness.core.events import DrillScored, EvalRecord, Event, Incident, RunEnded, RunStarted, StepRecord
+from harness.core.locking.file_lock import exclusive
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import EventLog
-from harness.telemetry.tracking.mlflow_run import create_run, open_client
-from harness.telemetry.tracking.mlflow_sink import RunSender, main, pause_s, send_until_end
-from harness.telemetry.tracking.progress import SinkProgress, Trainer, load_progress, sole_sender
-from harness.telemetry.tracking.store_uri import tracking_uri
+from harness.telemetry.sinks.__main__ import main
+from harness.telemetry.sinks.feeder import SinkFeeder, pause_s, send_until_end
+from harness.telemetry.sinks.log_tail import LogTail
+from harness.telemetry.sinks.mlflow_progress import MlflowProgress, load_progress
+from harness.telemetry.sinks.mlflow_run import create_run, open_client
+from harness.telemetry.sinks.mlflow_sink import MlflowSink
+from harness.telemetry.sinks.sink import SinkKind
+from harness.telemetry.sinks.store_uri import tracking_uri
+from harness.telemetry.sinks.trainer_watch import Trainer
 
 MakeRun = Callable[..., tuple[RunDir, Config]]
 MakeStep = Callable[..., StepRecord]
@@ -138,8 +145,10 @@ def test_a_resumed_run_keeps_its_id(
     settings["new"] = {"key": "x" * 9000}
     run.config.write_text(yaml.safe_dump(settings))
     append(run, replace(started, resumed_from="step-1"), make_step(1))
-    sender = RunSender(run, load_progress(run, None))
-    sender.send()
+    trainer = Trainer(os.getppid(), run.events.stat().st_size)
+    feeder = SinkFeeder(SinkKind.mlflow, run, cfg.telemetry, LogTail(run), trainer)
+    sink = MlflowSink(run, load_progress(run, None))
+    feeder._send_rest(sink)
     client, second = read_stored(cfg, run)
     assert (second.info.run_id, second.info.status) == (first.info.run_id, "RUNNING")
     assert second.data.params["optim.lr"] == "0.003"
@@ -148,7 +157,7 @@ def test_a_resumed_run_keeps_its_id(
     assert {name for name in second.data.tags if name.startswith("changed.")} == {"changed.optim.lr"}
 
     append(run, replace(ended, exit_code=3))
-    sender.send()
+    feeder._send_rest(sink)
     client, third = read_stored(cfg, run)
     assert third.info.status == "FAILED"
     assert [row[0] for row in history(client, third, "loss")] == [0, 1]
@@ -191,7 +200,7 @@ def test_a_run_whose_creation_was_not_confirmed_is_found(make_run: MakeRun, make
     progress = load_progress(run, None)
     client = open_client(progress.tracking_uri)
     create_run(client, run, progress, cfg.telemetry.experiment)
-    unconfirmed = SinkProgress(tracking_uri=progress.tracking_uri, key=progress.key)
+    unconfirmed = MlflowProgress(tracking_uri=progress.tracking_uri, key=progress.key)
     create_run(client, run, unconfirmed, cfg.telemetry.experiment)
     assert unconfirmed == progress
     assert len(client.search_runs([progress.experiment_id])) == 1
@@ -246,7 +255,7 @@ def test_runs_that_start_together_share_one_new_database(
     runs = [make_run(f"run-{index}") for index in range(2)]
     for run, _ in runs:
         append(run, make_step(0), ended)
-    command = [sys.executable, "-m", "harness.telemetry.tracking.mlflow_sink"]
+    command = [sys.executable, "-m", "harness.telemetry.sinks"]
     senders = [subprocess.Popen([*command, str(run.path)], stderr=subprocess.PIPE, text=True) for run, _ in runs]
     complaints = [sender.communicate(timeout=60)[1] for sender in senders]
     assert [sender.returncode for sender in senders] == [0, 0], complaints
@@ -256,30 +265,33 @@ def test_runs_that_start_together_share_one_new_database(
     assert {view.info.status for view in seen} == {"FINISHED"}
 
 
-def test_a_second_sink_process_started_by_hand_exits(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def lock_of(run: RunDir) -> AbstractContextManager[IO[str] | None]:
+    return exclusive(run.path / ".mlflow.lock", keep_trying=lambda: False)
+
+
+def test_a_second_sink_process_started_by_hand_exits(
+    make_run: MakeRun, ended: RunEnded, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, _ = make_run()
-    with sole_sender(run, None) as first, sole_sender(run, None) as second:
-        assert (first, second) == (True, False)
-    with sole_sender(run, None) as third:
-        assert third
+    append(run, ended)
+    with lock_of(run):
+        assert send_until_end(run, None) == 1
+    assert "is being sent by another process" in capsys.readouterr().err
+    assert send_until_end(run, None) == 0
     assert main([str(run.path / "nothing")]) == 2
     assert "is not a run directory" in capsys.readouterr().err
 
 
-def test_the_sink_process_of_a_living_trainer_waits_for_the_previous_one(make_run: MakeRun) -> None:
+def test_the_sink_process_of_a_living_trainer_waits_for_the_previous_one(make_run: MakeRun, ended: RunEnded) -> None:
     run, _ = make_run()
+    append(run, ended)
     living, gone = Trainer(os.getppid(), 0), Trainer(-1, 0)
-
-    def take(trainer: Trainer) -> bool:
-        with sole_sender(run, trainer) as is_sole:
-            return is_sole
-
     with ThreadPoolExecutor(2) as pool:
-        with sole_sender(run, None):
-            waiting = pool.submit(take, living)
-            assert pool.submit(take, gone).result(timeout=30) is False
+        with lock_of(run):
+            waiting = pool.submit(send_until_end, run, living)
+            assert pool.submit(send_until_end, run, gone).result(timeout=30) == 1
             assert not waiting.done()
-        assert waiting.result(timeout=30) is True
+        assert waiting.result(timeout=60) == 0
 
 
 def test_an_invalid_uri_differs_from_a_silent_server(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:

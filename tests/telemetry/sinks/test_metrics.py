@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from harness.core.events import CheckpointSaved, DrillScored, EvalRecord, RunStarted, StepRecord
-from harness.telemetry.tracking.metrics import metrics_of
+from harness.telemetry.sinks.metrics import metrics_of
 
 MakeStep = Callable[..., StepRecord]
 

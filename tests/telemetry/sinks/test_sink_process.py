@@ -19,10 +19,10 @@ from harness.config.schema import Config
 from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import EventLog
-from harness.telemetry.tracking.mlflow_sink import send_until_end
-from harness.telemetry.tracking.progress import load_progress
-from harness.telemetry.tracking.sink_process import SinkProcess, last_line
-from harness.telemetry.tracking.store_uri import tracking_uri
+from harness.telemetry.sinks.feeder import send_until_end
+from harness.telemetry.sinks.mlflow_progress import load_progress
+from harness.telemetry.sinks.sink_process import SINK_LOG, SinkProcess, last_line
+from harness.telemetry.sinks.store_uri import tracking_uri
 from launch.drills.fault_environment import SERVER_ENVIRONMENT
 from launch.local.ports import reserved_port
 
@@ -131,10 +131,10 @@ def test_events_that_a_dead_server_missed_are_sent_later(
     log.write(make_step(0))
     log.write(ended)
     log.close()
-    wait_until(lambda: "next try in" in last_line(run.logs / "mlflow.log"), "the sink process notices the dead server")
+    wait_until(lambda: "next try in" in last_line(run.logs / SINK_LOG), "the sink process notices the dead server")
     assert not sink.finish(wait_s=0)
     assert process_of(sink).returncode == -signal.SIGTERM
-    assert "warning: some events were not sent to MLflow" in capfd.readouterr().err
+    assert "warning: some events were not sent" in capfd.readouterr().err
     assert load_progress(run, None).offset == 0
     server.start()
     assert send_until_end(run, None) == 0
@@ -159,7 +159,7 @@ def test_a_restarted_server_has_everything_once(
     server.kill()
     for iteration in range(60, 120):
         log.write(make_step(iteration))
-    wait_until(lambda: "next try in" in last_line(run.logs / "mlflow.log"), "the loss of the server is noticed")
+    wait_until(lambda: "next try in" in last_line(run.logs / SINK_LOG), "the loss of the server is noticed")
     assert process_of(sink).poll() is None
     server.start()
     for iteration in range(120, 180):
@@ -182,7 +182,7 @@ def test_a_killed_trainer_leaves_its_events_in_mlflow_and_no_process(make_run: M
 import os, signal
 from pathlib import Path
 from harness.core.rundir import RunDir
-from harness.telemetry.tracking.sink_process import SinkProcess
+from harness.telemetry.sinks.sink_process import SinkProcess
 print(SinkProcess.start(RunDir(Path({str(run.path)!r})))._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -222,11 +222,11 @@ def test_a_sink_process_that_cannot_start_causes_a_warning(
     run, _ = make_run()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert not SinkProcess.start(run).finish(wait_s=60)
-    assert "warning: cannot start the MLflow sink process" in capfd.readouterr().err
+    assert "warning: cannot start the sink process" in capfd.readouterr().err
 
 
 def test_the_sink_process_imports_no_heavy_module_at_start() -> None:
-    tracking = "harness.telemetry.tracking"
-    program = f"import sys, {tracking}.sink_process, {tracking}.mlflow_sink; print(*sys.modules)"
+    sinks = "harness.telemetry.sinks"
+    program = f"import sys, {sinks}.sink_process, {sinks}.__main__; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
-    assert not {"torch", "mlflow", "matplotlib", "hydra"} & set(modules)
+    assert not {"torch", "mlflow", "matplotlib", "hydra", "wandb", "tensorboard"} & set(modules)

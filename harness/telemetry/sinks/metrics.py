@@ -1,4 +1,4 @@
-"""Maps an event to MLflow metric names and values; a pure function.
+"""Maps an event to metric names and values, the same for every sink; a pure function.
 
 NaN and Inf cannot be plotted (MLflow stores Inf as 1.8e308), so `loss = nan` becomes `loss_nonfinite = 1`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 
-from harness.core.events import CheckpointSaved, DrillScored, EvalRecord, Event, StepRecord
+from harness.core.events import CheckpointSaved, DrillScored, EvalRecord, Event, StepRecord, SystemSampled
 
 BYTES_PER_GB = 1e9
 _NOT_IN_A_NAME = re.compile(r"[^\w\-./: ]")
@@ -30,13 +30,14 @@ def metrics_of(event: Event) -> dict[str, float]:
         case DrillScored():
             values = {"drill/passed": float(event.passed)}
             values |= {f"drill/{name}": value for name, value in event.scores.items()}
+        case SystemSampled():
+            values = _system_values(event)
         case _:
             values = {}
     return dict(_finite(name, value) for name, value in values.items() if value is not None)
 
 
 def _step_values(record: StepRecord) -> dict[str, float | None]:
-    memory_gb = None if record.memory_bytes is None else record.memory_bytes / BYTES_PER_GB
     values: dict[str, float | None] = {
         "loss": record.loss,
         "grad_norm": record.grad_norm,
@@ -48,7 +49,8 @@ def _step_values(record: StepRecord) -> dict[str, float | None]:
         "step_time_s": record.step_time_s,
         "flops_per_s": record.flops_per_s,
         "mfu": record.mfu,
-        "memory_gb": memory_gb,
+        "memory_gb": _gigabytes(record.memory_bytes),
+        "loader_wait_s": record.loader_wait_s,
         "z_loss": record.z_loss,
         "loss_scale": record.loss_scale,
         "param_norm": record.param_norm,
@@ -62,6 +64,29 @@ def _step_values(record: StepRecord) -> dict[str, float | None]:
     values |= {f"fp8_underflow/{_clean(group)}": share for group, share in record.fp8_underflow.items()}
     values |= {f"fp8_saturated/{role}": float(health["saturated"]) for role, health in record.fp8.items()}
     return values
+
+
+def _system_values(sample: SystemSampled) -> dict[str, float | None]:
+    """Load of the machine of a rank, `system/rank-R/...`, and of each of its GPUs, `system/rank-R/gpu-G/...`."""
+    machine = f"system/rank-{sample.rank}"
+    values: dict[str, float | None] = {
+        f"{machine}/cpu_load": sample.cpu_load,
+        f"{machine}/host_memory_gb": _gigabytes(sample.host_memory_bytes),
+        f"{machine}/process_memory_gb": _gigabytes(sample.process_memory_bytes),
+    }
+    by_gpu: dict[str, list[float | None]] = {
+        "utilization": sample.gpu_utilization,
+        "memory_gb": [_gigabytes(num_bytes) for num_bytes in sample.gpu_memory_bytes],
+        "power_w": sample.gpu_power_w,
+        "temperature_c": sample.gpu_temperature_c,
+    }
+    for name, readings in by_gpu.items():
+        values |= {f"{machine}/gpu-{gpu}/{name}": reading for gpu, reading in enumerate(readings)}
+    return values
+
+
+def _gigabytes(num_bytes: int | None) -> float | None:
+    return None if num_bytes is None else num_bytes / BYTES_PER_GB
 
 
 def _finite(name: str, value: float) -> tuple[str, float]:

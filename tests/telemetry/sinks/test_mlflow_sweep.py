@@ -17,8 +17,9 @@ from harness.core import rundir
 from harness.core.events import RunEnded, RunStarted, StepRecord
 from harness.core.rundir import RunDir
 from harness.telemetry.event_log import EventLog
-from harness.telemetry.tracking.mlflow_run import PARENT_TAG
-from harness.telemetry.tracking.mlflow_sink import main, send_until_end
+from harness.telemetry.sinks.__main__ import main
+from harness.telemetry.sinks.feeder import send_until_end
+from harness.telemetry.sinks.mlflow_run import PARENT_TAG
 from launch.sweeps import multirun
 from tests import composed
 

@@ -15,9 +15,11 @@ from harness.core.credentials import without_credentials
 from harness.core.events import read
 from harness.core.fast_imports import loading
 from harness.core.rundir import RunDir
-from harness.telemetry.tracking import parent_run
-from harness.telemetry.tracking.progress import SinkProgress, load_progress
-from harness.telemetry.tracking.store_uri import connection_uri, sqlite_path
+from harness.telemetry.sinks import parent_run
+from harness.telemetry.sinks.mlflow_progress import MlflowProgress, load_progress
+from harness.telemetry.sinks.sink import BadSinkError
+from harness.telemetry.sinks.sink_log import first_line
+from harness.telemetry.sinks.store_uri import connection_uri, sqlite_path
 
 PARAMS_PER_CALL = 100
 LONGEST_PARAM = 500
@@ -25,12 +27,8 @@ KEY_TAG = "harness.key"
 PARENT_TAG = "mlflow.parentRunId"
 
 
-class BadStoreError(Exception):
-    """MLflow cannot use this tracking URI, now or later."""
-
-
 def open_client(uri: str) -> Any:
-    """Open MLflow's client. Raises BadStoreError for an invalid URI, other errors for a store that does not answer."""
+    """Open MLflow's client. Raises BadSinkError for an invalid URI, other errors for a store that does not answer."""
     with loading():
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
@@ -39,7 +37,7 @@ def open_client(uri: str) -> Any:
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
     except MlflowException as error:
         if error.error_code == "INVALID_PARAMETER_VALUE":
-            raise BadStoreError(first_line(error)) from None
+            raise BadSinkError(f"telemetry.tracking_uri: {first_line(error)}") from None
         raise
 
 
@@ -57,12 +55,12 @@ def is_active(client: Any, run_id: str | None) -> bool:
         raise
 
 
-def create_run(client: Any, run: RunDir, progress: SinkProgress, experiment_name: str) -> None:
+def create_run(client: Any, run: RunDir, progress: MlflowProgress, experiment_name: str) -> None:
     """Find or create the MLflow run, and restart sending at the first event.
 
     The run is searched by its key first: an earlier call may have created it without receiving the answer.
     """
-    progress.offset = 0
+    progress.offset, progress.sampled = 0, {}
     progress.experiment_id = find_experiment(client, connection_uri(progress.tracking_uri), experiment_name)
     found = client.search_runs([progress.experiment_id], f"tags.`{KEY_TAG}` = '{progress.key}'", max_results=1)
     if found:
@@ -114,11 +112,7 @@ def milliseconds(time_s: float) -> int:
     return round(time_s * 1000)
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def nest_under_sweep(client: Any, run: RunDir, progress: SinkProgress, experiment_name: str) -> None:
+def nest_under_sweep(client: Any, run: RunDir, progress: MlflowProgress, experiment_name: str) -> None:
     """Nest the run of a sweep's job under the run of the sweep, and set that to RUNNING. Other runs are unchanged."""
     sweep = parent_run.sweep_of(run)
     if sweep is not None:
@@ -140,7 +134,7 @@ def find_sweep_run(client: Any, sweep: RunDir, tracking_uri: str, experiment_nam
     return progress.run_id
 
 
-def end_sweep_after_last_job(client: Any, run: RunDir, progress: SinkProgress) -> None:
+def end_sweep_after_last_job(client: Any, run: RunDir, progress: MlflowProgress) -> None:
     """Set the final status of the sweep of a run if this was its last job."""
     sweep = parent_run.sweep_of(run)
     if sweep is None:

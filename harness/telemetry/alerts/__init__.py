@@ -1,0 +1,1 @@
+"""Alerts about a run: what is worth one, and delivery to a webhook, a command and e-mail."""

@@ -1,0 +1,134 @@
+"""Delivers one alert: POST to a webhook, a command, or e-mail through sendmail.
+
+Each function raises if the alert was not accepted. No message contains the URL of the webhook, which is a secret: it is
+read from the environment or from a file each time it is needed, and written nowhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from email.message import EmailMessage
+from enum import StrEnum
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from harness.config.alerts import AlertKind, AlertsConfig
+from harness.config.errors import ConfigError, require
+
+REQUEST_TIMEOUT_S = 10.0
+PROGRAM_TIMEOUT_S = 60.0
+URL_KEY = "telemetry.alerts.webhook.url"
+
+
+class ChannelKind(StrEnum):
+    """Where an alert goes."""
+
+    webhook = "webhook"
+    command = "command"
+    email = "email"
+
+
+class DeliveryError(Exception):
+    """A channel did not accept an alert; it may accept it later."""
+
+
+def channels_for(cfg: AlertsConfig, kind: AlertKind) -> list[ChannelKind]:
+    """The channels that get alerts of this kind."""
+    wanted = {
+        ChannelKind.webhook: cfg.webhook.url is not None and kind in cfg.webhook.events,
+        ChannelKind.command: bool(cfg.command.run) and kind in cfg.command.events,
+        ChannelKind.email: bool(cfg.email.to) and kind in cfg.email.events,
+    }
+    return [channel for channel, is_wanted in wanted.items() if is_wanted]
+
+
+def deliver(channel: ChannelKind, cfg: AlertsConfig, fields: dict[str, Any]) -> None:
+    """Deliver an alert with these fields: `text` for people, the others for programs."""
+    match channel:
+        case ChannelKind.webhook:
+            assert cfg.webhook.url is not None
+            post_webhook(resolve_webhook(cfg.webhook.url), fields["text"])
+        case ChannelKind.command:
+            variables = {f"HARNESS_ALERT_{name.upper()}": str(value) for name, value in fields.items()}
+            run_program(cfg.command.run, json.dumps(fields) + "\n", variables)
+        case ChannelKind.email:
+            run_program([cfg.email.sendmail, "-t", "-i"], render_email(cfg, fields), {})
+
+
+def resolve_webhook(reference: str) -> str:
+    """The URL behind `env:NAME` or `file:PATH`. Raises ConfigError, without the URL, if there is none."""
+    source, _, name = reference.partition(":")
+    if source == "env":
+        url = os.environ.get(name, "")
+        require(bool(url), URL_KEY, f"the environment variable {name} is not set")
+    else:
+        try:
+            url = Path(name).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            problem = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigError(URL_KEY, f"cannot read {name}: {problem}") from None
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and url.isprintable() and " " not in url
+    except ValueError:
+        valid = False
+    require(valid, URL_KEY, f"{reference} does not hold an http or https URL")
+    return url
+
+
+def post_webhook(url: str, text: str) -> None:
+    """POST `{"text": ...}`; an answer other than 2xx raises."""
+    body = json.dumps({"text": text}).encode()
+    request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"}, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S):
+            pass
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise DeliveryError(f"the webhook answered with HTTP status {error.code}") from None
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        problem = reason.strerror if isinstance(reason, OSError) and reason.strerror else type(reason).__name__
+        raise DeliveryError(f"the webhook did not answer: {problem}") from None
+
+
+def run_program(command: Sequence[str], text: str, variables: dict[str, str]) -> None:
+    """Run a program with `text` on stdin and these variables; an exit code other than 0 raises."""
+    try:
+        done = subprocess.run(
+            [*command],
+            input=text.encode(),
+            env=os.environ | variables,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=PROGRAM_TIMEOUT_S,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise DeliveryError(f"{command[0]} took longer than {PROGRAM_TIMEOUT_S:g} s") from None
+    except OSError as error:
+        raise DeliveryError(f"cannot run {command[0]}: {error.strerror}") from None
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise DeliveryError(f"{command[0]} exited with code {done.returncode}" + (f": {said[-1]}" if said else ""))
+
+
+def render_email(cfg: AlertsConfig, fields: dict[str, Any]) -> str:
+    """The message with its headers, as sendmail reads it."""
+    message = EmailMessage()
+    subject = str(fields["text"]).splitlines()[0]
+    message["Subject"] = subject if len(subject) <= 150 else f"{subject[:149]}…"
+    message["To"] = ", ".join(cfg.email.to)
+    if cfg.email.sender is not None:
+        message["From"] = cfg.email.sender
+    message["Auto-Submitted"] = "auto-generated"
+    message.set_content(f"{fields['text']}\n")
+    return message.as_string()

@@ -1,0 +1,117 @@
+"""What a sink is: the target of a run's events, with its own progress on disk.
+
+Every sink remembers in one file of the run directory how far it has got (`mlflow.json`, `wandb.json`, ...). The number
+advances only after the target accepted the events, so a target that was down misses nothing. How each sink keeps a
+batch that was sent twice from counting twice is in its own file.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import yaml
+
+from harness.config.compose import keys_of, load_typed
+from harness.config.telemetry import TelemetryConfig
+from harness.core.events import SystemSampled
+from harness.core.rundir import RunDir, write_atomically
+from harness.telemetry.event_log import Chunk
+
+
+class SinkKind(StrEnum):
+    """The targets of a run's events."""
+
+    mlflow = "mlflow"
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+    prometheus = "prometheus"
+    alerts = "alerts"
+
+
+class BadSinkError(Exception):
+    """The target can never accept the run as it is configured; the message names the key."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SinkState:
+    """Progress of a sink; a sink with more to remember has a subclass."""
+
+    offset: int = 0
+    """Bytes of the event log that the target has accepted."""
+    sampled: dict[str, float] = field(default_factory=dict)
+    """Rank -> time of the newest system sample that the target has accepted."""
+
+
+class Sink(Protocol):
+    """One target. A method raises if the target does not answer; the same call then follows again."""
+
+    @property
+    def state(self) -> SinkState: ...
+
+    def connect(self) -> None:
+        """Open the target; does nothing if it is open."""
+
+    def send(self, chunk: Chunk) -> None:
+        """Send events."""
+
+    def send_samples(self, samples: list[SystemSampled]) -> None:
+        """Send system samples."""
+
+    def poll(self) -> None:
+        """Do what does not depend on new events; called about once a second."""
+
+    def save(self) -> None:
+        """Store the progress; called after each accepted batch."""
+
+    def end(self, *, has_ended: bool) -> None:
+        """The trainer is gone or done, and everything was sent. `has_ended`: its last event is `run_ended`."""
+
+
+State = TypeVar("State", bound=SinkState)
+
+
+def progress_file(run: RunDir, kind: SinkKind) -> Path:
+    return run.path / f"{kind}.json"
+
+
+def load_sink_state(run: RunDir, kind: SinkKind, state_type: type[State]) -> State:
+    """The stored progress of a sink; its initial state if there is none, or if the file is damaged."""
+    try:
+        stored = json.loads(progress_file(run, kind).read_text(encoding="utf-8"))
+        return state_type(**stored)
+    except (OSError, ValueError, TypeError):
+        return state_type()
+
+
+def save_state(run: RunDir, kind: SinkKind, state: SinkState) -> None:
+    write_atomically(progress_file(run, kind), json.dumps(asdict(state), indent=2) + "\n")
+
+
+def configuration(run: RunDir) -> dict[str, Any]:
+    """The stored configuration of a run, unchecked: an older version may have written it."""
+    tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    assert isinstance(tree, dict)
+    return tree
+
+
+def read_telemetry(run: RunDir) -> TelemetryConfig:
+    """The section `telemetry` of a run's stored configuration; keys that this version does not know are ignored."""
+    tree = configuration(run)["telemetry"]
+    known = {key: value for key, value in tree.items() if key in keys_of("telemetry")}
+    return load_typed(TelemetryConfig, "telemetry", [known], [])
+
+
+def enabled_sinks(cfg: TelemetryConfig) -> list[SinkKind]:
+    """The sinks of a run."""
+    enabled = {
+        SinkKind.mlflow: cfg.mlflow,
+        SinkKind.wandb: cfg.wandb.enabled,
+        SinkKind.tensorboard: cfg.tensorboard.enabled,
+        SinkKind.prometheus: cfg.prometheus.enabled,
+        SinkKind.alerts: cfg.alerts.has_channel,
+    }
+    return [kind for kind, is_on in enabled.items() if is_on]

@@ -1,0 +1,126 @@
+"""Starts and stops the sink process, which sends the events of a run to its sinks.
+
+Why: imports, retries and locks of the libraries must not slow the training loop, and a dead server must not stop a run.
+How: `start` runs `python -m harness.telemetry.sinks` in its own session, so that it does not receive the trainer's
+signals. The two processes share only the run directory. `finish` waits a bounded time and leaves no process behind.
+After a crash the launcher calls `send_last_alerts`: a scheduler may end all processes of a job with its launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self, final
+
+from harness.config.telemetry import TelemetryConfig
+from harness.core import processes
+from harness.core.rundir import RunDir
+from harness.telemetry.event_log import log_size
+from harness.telemetry.sinks.sink import SinkKind
+
+SINK_MODULE = "harness.telemetry.sinks"
+SINK_LOG = "sinks.log"
+TERMINATE_WAIT_S = 5.0
+
+
+@final
+class SinkProcess:
+    """Owned by rank 0; started after `config.yaml` is written, finished after `RunEnded` is in the log."""
+
+    def __init__(self, process: subprocess.Popen[bytes] | None, log: Path) -> None:
+        self._process = process
+        self._log = log
+
+    @classmethod
+    def start(cls, run: RunDir) -> Self:
+        """Start sending the event log as it grows. If the process cannot start, only a warning is printed."""
+        log = run.logs / SINK_LOG
+        log_bytes = log_size(run.events)
+        pids = ["--trainer", str(os.getpid()), "--launcher", str(os.getppid())]
+        args = [str(run.path), *pids, "--log-bytes", str(log_bytes)]
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    processes.command(SINK_MODULE, *args),
+                    env=processes.child_environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            _warn(f"cannot start the sink process: {error}")
+            return cls(None, log)
+        return cls(process, log)
+
+    def finish(self, wait_s: float) -> bool:
+        """Wait until everything is sent; False if it was not. The rest can be sent later."""
+        if self._process is None:
+            return False
+        try:
+            sent = self._process.wait(timeout=wait_s) == 0
+        except subprocess.TimeoutExpired:
+            sent = False
+            _terminate(self._process)
+        if not sent:
+            _warn(f"some events were not sent: {last_line(self._log) or f'still sending after {wait_s:g} s'}")
+        return sent
+
+
+def send_last_alerts(run: RunDir, cfg: TelemetryConfig, *, log_bytes: int) -> None:
+    """Send the alerts about a crash, from the launcher, within `telemetry.exit_wait_s`; prints a warning if some wait.
+
+    `log_bytes` is the size of the log before this start. The sink process of the dead trainer may be sending the
+    alerts: then this waits for it.
+    """
+    if not cfg.alerts.has_channel or not run.config.exists():
+        return
+    args = [str(run.path), "--only", str(SinkKind.alerts), "--wait", "--log-bytes", str(log_bytes)]
+    if problem := send_rest(args, log=run.logs / SINK_LOG, within_s=cfg.exit_wait_s):
+        _warn(f"some alerts were not sent: {problem}")
+
+
+def send_rest(args: Sequence[str], *, log: Path, within_s: float) -> str:
+    """Run a sink process to its end; returns what went wrong, or an empty string."""
+    try:
+        with log.open("ab") as output:
+            sent = subprocess.run(
+                processes.command(SINK_MODULE, *args),
+                env=processes.child_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                check=False,
+                timeout=within_s,
+            )
+    except subprocess.TimeoutExpired:
+        return last_line(log) or f"no answer within {within_s:g} s"
+    except OSError as error:
+        return str(error)
+    return "" if sent.returncode == 0 else last_line(log) or f"exit code {sent.returncode}"
+
+
+def last_line(path: Path) -> str:
+    """The last nonempty line of a file; empty if there is none."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=TERMINATE_WAIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)

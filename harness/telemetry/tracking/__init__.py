@@ -1,1 +1,0 @@
-"""Sends the event log to MLflow from a separate process."""

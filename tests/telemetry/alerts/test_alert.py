@@ -1,0 +1,94 @@
+"""Tests of the alerts that events call for, and of their text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.alerts import AlertKind
+from harness.core.events import Action, ActionKind, EndCause, Event, Incident, RunEnded, RunRestarted
+from harness.telemetry.alerts.alert import Alert, alerts_of, render_alert
+
+AT: dict[str, Any] = {"time": 5.0, "iteration": 7}
+
+
+def action(kind: ActionKind, incident: int = 3) -> Action:
+    return Action(**AT, kind=kind, step=7, incident=incident, reason="loss 9.1", onset=5)
+
+
+def ended(exit_code: int, cause: str = "") -> RunEnded:
+    return RunEnded(**AT, step=7, exit_code=exit_code, reason="because", cause=cause)
+
+
+def kinds(event: Event, newest_incident: int = 2) -> list[AlertKind]:
+    return [alert.kind for alert in alerts_of(event, newest_incident=newest_incident)]
+
+
+def test_the_first_action_of_an_incident_opens_it() -> None:
+    assert kinds(action(ActionKind.watch)) == [AlertKind.incident]
+    assert kinds(action(ActionKind.watch), newest_incident=3) == []
+    assert kinds(action(ActionKind.rewind)) == [AlertKind.incident, AlertKind.action]
+    assert kinds(action(ActionKind.check), newest_incident=3) == []
+    assert kinds(action(ActionKind.halt), newest_incident=3) == [AlertKind.halt]
+    assert kinds(action(ActionKind.skip, incident=0)) == [AlertKind.action], "an operator opens no incident"
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        (ended(0), [AlertKind.finished]),
+        (ended(3), [AlertKind.halt]),
+        (ended(75), [AlertKind.stopped]),
+        (ended(1), [AlertKind.failed]),
+        (ended(1, EndCause.hung_rank), [AlertKind.hang, AlertKind.failed]),
+        (ended(1, EndCause.lost_node), [AlertKind.node_out, AlertKind.failed]),
+    ],
+)
+def test_every_end_has_its_alert(event: RunEnded, expected: list[AlertKind]) -> None:
+    assert kinds(event) == expected
+
+
+def test_a_restart_is_an_alert_once_for_each_step() -> None:
+    restart = RunRestarted(**AT, step=57, number=2, reason="rank 1 on n1 was killed by SIGKILL")
+    (alert,) = alerts_of(restart, newest_incident=0)
+    assert (alert.kind, alert.topic) == (AlertKind.restarted, "restart at step 57")
+    assert alert.message == "restart 2 at step 57: rank 1 on n1 was killed by SIGKILL"
+
+
+def test_a_machine_that_a_restart_leaves_out_is_one_alert() -> None:
+    reason = "node 1 (n2) is gone"
+    restart = RunRestarted(
+        **AT, step=57, number=1, reason=reason, cause=EndCause.lost_node, out={"n2": reason}, replaced_by={"n2": "n5"}
+    )
+    out, restarted = alerts_of(restart, newest_incident=0)
+    assert (out.kind, out.topic, restarted.kind) == (AlertKind.node_out, "node out: n2", AlertKind.restarted)
+    assert out.message == f"machine n2 is out: {reason}; n5 replaces it"
+    fewer, _ = alerts_of(replace(restart, replaced_by={}), newest_incident=0)
+    assert (fewer.topic, fewer.message) == (out.topic, f"machine n2 is out: {reason}")
+
+
+def test_a_halt_by_the_policy_and_its_end_are_one_topic() -> None:
+    first, *_ = alerts_of(action(ActionKind.halt), newest_incident=3)
+    last, *_ = alerts_of(ended(3), newest_incident=3)
+    assert first.topic == last.topic
+
+
+def test_the_text_names_run_place_and_post_mortem() -> None:
+    incident = Incident(
+        **AT, number=3, kinds=["loss_spike"], onset=5, onset_step=5, last=6, last_step=6, verdict="cured"
+    )
+    (alert,) = alerts_of(incident, newest_incident=3)
+    run_dir = Path("/data/runs/big")
+    assert render_alert(alert, run_dir=run_dir, host="n1", base_url=None, num_left_out=2).splitlines() == [
+        "[big] incident 3 ended: loss_spike from iteration 5: cured",
+        "iteration 7, n1:/data/runs/big",
+        "post-mortem: /data/runs/big/incidents/003/postmortem.md",
+        "2 earlier alerts about incidents and actions were not sent (limit per hour)",
+    ]
+    linked = render_alert(alert, run_dir=run_dir, host="n1", base_url="https://files.example/runs/")
+    assert linked.endswith("post-mortem: https://files.example/runs/big/incidents/003/postmortem.html")
+    plain = Alert(kind=AlertKind.failed, **AT, message="gone", topic="gone")
+    assert "post-mortem" not in render_alert(plain, run_dir=run_dir, host="n1", base_url=None)

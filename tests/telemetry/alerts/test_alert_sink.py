@@ -1,0 +1,175 @@
+"""Tests of alerts from the log to a real webhook: a server that fails and returns, a trainer that dies, secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.config.schema import Config
+from harness.core.events import Action, ActionKind, Event, RunEnded, RunStarted, StepRecord, to_json
+from harness.core.rundir import RunDir
+from harness.telemetry.alerts.alert_sink import AlertSink
+from harness.telemetry.event_log import read_chunk
+from harness.telemetry.sinks.feeder import send_until_end
+from harness.telemetry.sinks.sink import SinkKind, progress_file
+from harness.telemetry.sinks.sink_process import SinkProcess
+from harness.telemetry.sinks.trainer_watch import Trainer
+from tests.telemetry.alerts.webhook_server import WebhookServer, webhook_server
+
+MakeRun = Callable[..., tuple[RunDir, Config]]
+MakeStep = Callable[..., StepRecord]
+ON = {"mlflow": "false", "alerts.webhook.url": "env:HOOK"}
+
+
+@pytest.fixture(name="server")
+def _server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebhookServer]:
+    with webhook_server() as server:
+        monkeypatch.setenv("HOOK", server.url)
+        yield server
+
+
+def append(run: RunDir, *events: Event) -> None:
+    with run.events.open("a") as file:
+        file.writelines(f"{to_json(event)}\n" for event in events)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out: {what}"
+        time.sleep(0.1)
+
+
+def skip(number: int) -> Action:
+    return Action(time=time.time(), iteration=7, kind=ActionKind.skip, step=7, incident=number, reason="r", onset=7)
+
+
+def titles(server: WebhookServer) -> list[str]:
+    return [text.splitlines()[0] for text in server.texts]
+
+
+def test_only_events_of_this_start_are_alerted_and_each_once(
+    make_run: MakeRun, server: WebhookServer, started: RunStarted, ended: RunEnded
+) -> None:
+    run, _ = make_run("big", **ON)
+    append(run, started, skip(1), ended)
+    assert send_until_end(run, None) == 0
+    assert server.texts == [], "alerts were not configured when this happened"
+    trainer = Trainer(-1, run.events.stat().st_size)
+    append(run, started, skip(2), skip(2), ended)
+    for _ in range(2):
+        assert send_until_end(run, trainer) == 0
+    assert titles(server) == [
+        "[big] incident 2 opened: r",
+        "[big] skip for incident 2: r",
+        "[big] finished at step 100: all steps done",
+    ]
+    assert f"post-mortem: {run.path}/incidents/002/postmortem.md" in server.texts[0]
+
+
+def test_an_alert_waits_on_disk_for_its_server(
+    make_run: MakeRun, server: WebhookServer, ended: RunEnded, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = make_run("big", **ON)
+    send_until_end(run, None)
+    append(run, replace(ended, exit_code=3, reason="structural"))
+    server.status = 503
+    assert send_until_end(run, None) == 1
+    said = capfd.readouterr().err
+    assert "webhook: the webhook answered with HTTP status 503; next try in 2 s" in said
+    assert "hunter2" not in said
+    state = json.loads(progress_file(run, SinkKind.alerts).read_text())
+    assert [item["alert"]["kind"] for item in state["queue"]] == ["halt"]
+    server.status = 200
+    state["queue"][0]["not_before"] = 0.0  # the pause is over
+    progress_file(run, SinkKind.alerts).write_text(json.dumps(state))
+    assert send_until_end(run, None) == 0
+    assert titles(server) == ["[big] the sentinel halted the run at step 100: structural"]
+
+
+def test_a_machine_that_fails_slurms_health_check_is_alerted(make_run: MakeRun, server: WebhookServer) -> None:
+    run, cfg = make_run("big", **ON)
+    line = {"time": time.time(), "job": "71", "unhealthy": {"node7": "GPU 3: uncorrectable ECC errors"}}
+    old = line | {"time": 0.0, "unhealthy": {"node1": "long ago"}}
+    (run.path / "requeues.jsonl").write_text(f"{json.dumps(old)}\nnot JSON\n{json.dumps(line)}\n")
+    sink = AlertSink(run, cfg.telemetry.alerts, None)
+    sink.connect()
+    for _ in range(2):
+        sink.poll()
+    expected = "[big] machine node7 failed the health check of job 71: GPU 3: uncorrectable ECC errors"
+    assert titles(server) == [expected]
+
+
+def test_events_and_queue_are_stored_together(make_run: MakeRun, server: WebhookServer, ended: RunEnded) -> None:
+    run, cfg = make_run("big", **ON)
+    sink = AlertSink(run, cfg.telemetry.alerts, None)
+    sink.connect()
+    append(run, ended)
+    chunk = read_chunk(run.events, 0)
+    assert chunk is not None
+    sink.send(chunk)
+    assert json.loads(progress_file(run, SinkKind.alerts).read_text())["queue"] == [], "killed before the save"
+    again = AlertSink(run, cfg.telemetry.alerts, None)
+    again.connect()
+    assert again.state.offset == 0
+    again.send(chunk)
+    again.poll()
+    assert len(server.texts) == 1
+
+
+@pytest.mark.full
+def test_a_server_that_fails_and_returns_gets_every_alert_once_while_the_run_lives(
+    make_run: MakeRun, server: WebhookServer, make_step: MakeStep, started: RunStarted, ended: RunEnded
+) -> None:
+    run, _ = make_run("big", **ON)
+    server.status = 500
+    sink = SinkProcess.start(run)
+    append(run, started, make_step(0), skip(1))
+    wait_until(lambda: server.num_refused >= 2, "the alert is tried again")
+    server.status = 200
+    append(run, make_step(1), ended)
+    assert sink.finish(wait_s=120)
+    assert titles(server) == [
+        "[big] incident 1 opened: r",
+        "[big] skip for incident 1: r",
+        "[big] finished at step 100: all steps done",
+    ]
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"hunter2" in path.read_bytes()], "the URL of a webhook is a secret"
+    assert "env:HOOK" in run.config.read_text()
+
+
+@pytest.mark.full
+def test_a_trainer_that_dies_without_a_word_is_alerted(
+    make_run: MakeRun, server: WebhookServer, make_step: MakeStep
+) -> None:
+    run, _ = make_run("big", **ON)
+    append(run, make_step(41))
+    program = f"""
+import os, signal, subprocess, sys
+from pathlib import Path
+from harness.core.rundir import RunDir
+from harness.telemetry.sinks.sink_process import SinkProcess
+if os.fork() == 0:
+    print(SinkProcess.start(RunDir(Path({str(run.path)!r})))._process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    launcher = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, timeout=60)
+    assert launcher.returncode == -signal.SIGKILL
+    wait_until(lambda: bool(server.texts), "the death is alerted")
+    assert titles(server) == ["[big] rank 0 is gone without an end, so is its launcher"]
+    assert server.texts[0].splitlines()[1].startswith("iteration 41, ")
+    process = Path("/proc") / launcher.stdout.decode().strip()
+    wait_until(lambda: not process.exists() or "State:\tZ" in (process / "status").read_text(), "no process is left")
+    assert os.environ["HOOK"] == server.url

@@ -1,0 +1,76 @@
+"""Tests of the three channels with the real thing: an HTTP server, a program, a sendmail script."""
+
+from __future__ import annotations
+
+import email
+import email.policy
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.config.alerts import AlertCommandConfig, AlertsConfig, EmailConfig, WebhookConfig
+from harness.telemetry.alerts.channels import ChannelKind, DeliveryError, deliver, post_webhook
+from tests.telemetry.alerts.webhook_server import WebhookServer, webhook_server
+
+FIELDS = {"kind": "halt", "run": "big", "iteration": 7, "text": "[big] halted: größer\nsecond line"}
+
+
+@pytest.fixture(name="server")
+def _server() -> Iterator[WebhookServer]:
+    with webhook_server() as server:
+        yield server
+
+
+def script(path: Path, body: str) -> str:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_webhook_gets_slack_json(server: WebhookServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOOK", server.url)
+    deliver(ChannelKind.webhook, AlertsConfig(webhook=WebhookConfig(url="env:HOOK")), FIELDS)
+    assert server.bodies == [{"text": FIELDS["text"]}]
+    server.status = 500
+    with pytest.raises(DeliveryError, match=r"^the webhook answered with HTTP status 500$"):
+        post_webhook(server.url, "again")
+
+
+def test_a_webhook_that_is_gone_is_an_error_without_its_url() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(DeliveryError) as it:
+        post_webhook(f"http://127.0.0.1:{port}/hunter2", "text")
+    assert str(it.value) == "the webhook did not answer: Connection refused"
+
+
+def test_a_command_gets_json_on_stdin_and_variables(tmp_path: Path) -> None:
+    program = script(
+        tmp_path / "pager",
+        f'cat > {tmp_path}/stdin; echo "$1 $HARNESS_ALERT_KIND $HARNESS_ALERT_RUN" > {tmp_path}/said',
+    )
+    deliver(ChannelKind.command, AlertsConfig(command=AlertCommandConfig(run=[program, "a b; c"])), FIELDS)
+    assert json.loads((tmp_path / "stdin").read_text()) == FIELDS
+    assert (tmp_path / "said").read_text() == "a b; c halt big\n"
+    failing = script(tmp_path / "failing", "echo no network >&2; exit 7")
+    with pytest.raises(DeliveryError, match=r"failing exited with code 7: no network$"):
+        deliver(ChannelKind.command, AlertsConfig(command=AlertCommandConfig(run=[failing])), FIELDS)
+    with pytest.raises(DeliveryError, match=r"^cannot run /no/pager: No such file or directory$"):
+        deliver(ChannelKind.command, AlertsConfig(command=AlertCommandConfig(run=["/no/pager"])), FIELDS)
+
+
+def test_an_email_goes_through_sendmail(tmp_path: Path) -> None:
+    program = script(tmp_path / "sendmail", f'echo "$@" > {tmp_path}/arguments; cat > {tmp_path}/message')
+    cfg = EmailConfig(to=["ann@lab.example", "bob@lab.example"], sender="harness@lab.example", sendmail=program)
+    deliver(ChannelKind.email, AlertsConfig(email=cfg), FIELDS)
+    assert (tmp_path / "arguments").read_text() == "-t -i\n"
+    message = email.message_from_bytes((tmp_path / "message").read_bytes(), policy=email.policy.default)
+    assert (message["Subject"], message["To"]) == ("[big] halted: größer", "ann@lab.example, bob@lab.example")
+    assert message["From"] == "harness@lab.example"
+    body = message.get_body()
+    assert body is not None
+    assert body.get_content() == f"{FIELDS['text']}\n"

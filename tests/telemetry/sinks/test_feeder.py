@@ -1,0 +1,153 @@
+"""Tests of the threads that feed sinks: a sink that hangs or fails delays no other, and the end of a run is awaited."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from threading import Event as Flag
+from threading import Thread
+from typing import Any, cast
+
+import pytest
+
+from harness.config.errors import ConfigError
+from harness.config.schema import Config
+from harness.core.events import Event, RunEnded, StepRecord, SystemSampled, to_json
+from harness.core.locking.lease_holder import start_of
+from harness.core.rundir import RunDir
+from harness.telemetry.event_log import Chunk
+from harness.telemetry.sinks import feeder, trainer_watch
+from harness.telemetry.sinks.feeder import pause_s, send_until_end
+from harness.telemetry.sinks.sink import SinkKind, SinkState
+from harness.telemetry.sinks.trainer_watch import Trainer
+
+MakeRun = Callable[..., tuple[RunDir, Config]]
+MakeStep = Callable[..., StepRecord]
+
+
+class ListSink:
+    """Keeps what it is sent; fails as often as asked, or hangs."""
+
+    def __init__(self, *, num_failures: int = 0, hangs: bool = False) -> None:
+        self.state = SinkState()
+        self.iterations: list[int] = []
+        self.has_ended: bool | None = None
+        self.ended_s = 0.0
+        self._num_failures, self._hangs = num_failures, hangs
+
+    def connect(self) -> None:
+        if self._hangs:
+            Flag().wait(60)
+
+    def send(self, chunk: Chunk) -> None:
+        if self._num_failures:
+            self._num_failures -= 1
+            raise ConnectionError("the wire was cut")
+        self.iterations += [event.iteration for event in chunk.events]
+
+    def send_samples(self, samples: list[SystemSampled]) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def save(self) -> None: ...
+
+    def end(self, *, has_ended: bool) -> None:
+        self.has_ended, self.ended_s = has_ended, time.monotonic()
+
+
+def append(run: RunDir, *events: Event) -> None:
+    with run.events.open("a") as file:
+        file.writelines(f"{to_json(event)}\n" for event in events)
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets the sinks that are built."""
+
+    def use_sinks(**sinks: Any) -> None:
+        monkeypatch.setattr(feeder, "build_sink", lambda kind, *_: sinks[str(kind)])
+        monkeypatch.setattr(feeder, "POLL_S", 0.02)
+
+    return use_sinks
+
+
+def test_a_sink_that_hangs_is_abandoned_and_the_others_are_complete(
+    make_run: MakeRun,
+    make_step: MakeStep,
+    ended: RunEnded,
+    use: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(feeder, "STUCK_AFTER_S", 6.0)
+    run, _ = make_run()
+    append(run, make_step(0), make_step(1), ended)
+    hanging, healthy = ListSink(hangs=True), ListSink()
+    use(mlflow=hanging, wandb=healthy)
+    begun_s = time.monotonic()
+    assert send_until_end(run, None, [SinkKind.mlflow, SinkKind.wandb]) == 1
+    assert healthy.iterations == [0, 1, 100]
+    assert healthy.ended_s - begun_s < feeder.STUCK_AFTER_S, "it did not wait for the other"
+    assert "mlflow: no answer within 6 s; gave up" in capfd.readouterr().err
+
+
+def test_failures_are_retried_while_the_trainer_lives_and_once_when_it_is_gone(
+    make_run: MakeRun, make_step: MakeStep, ended: RunEnded, use: Callable[..., None]
+) -> None:
+    run, _ = make_run()
+    append(run, make_step(0), ended)
+    failing = ListSink(num_failures=3)
+    use(mlflow=failing)
+    assert send_until_end(run, None, [SinkKind.mlflow]) == 1
+    assert not failing.has_ended
+    assert send_until_end(run, Trainer(os.getppid(), 0), [SinkKind.mlflow]) == 0
+    assert (failing.iterations, failing.has_ended) == ([0, 100], True)
+
+
+def test_a_bad_config_ends_only_its_own_sink(
+    make_run: MakeRun, ended: RunEnded, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = make_run()
+    append(run, ended)
+    healthy = ListSink()
+    use(wandb=healthy)
+    build = feeder.build_sink
+
+    def build_or_reject(kind: SinkKind, *others: Any) -> Any:
+        if kind is SinkKind.mlflow:
+            raise ConfigError("telemetry.tracking_uri", "is wrong")
+        return cast(Any, build)(kind, *others)
+
+    monkeypatch.setattr(feeder, "build_sink", build_or_reject)
+    assert send_until_end(run, None, [SinkKind.mlflow, SinkKind.wandb]) == 2
+    assert healthy.has_ended is True
+
+
+def test_the_end_that_the_launcher_logs_after_a_crash_is_awaited(
+    make_run: MakeRun, make_step: MakeStep, ended: RunEnded, use: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = make_run()
+    append(run, make_step(0))
+    launcher: dict[str, Any] = {"launcher_pid": os.getpid(), "launcher_started": start_of(os.getpid())}
+    sink = ListSink()
+    use(mlflow=sink)
+    trainer = Trainer(-1, 0, **launcher)
+    sending = Thread(target=send_until_end, args=(run, trainer, [SinkKind.mlflow]))
+    sending.start()
+    time.sleep(0.3)
+    assert sending.is_alive()
+    append(run, ended)
+    sending.join(timeout=30)
+    assert (sink.iterations, sink.has_ended) == ([0, 100], True)
+
+    append(run, make_step(1))
+    monkeypatch.setattr(trainer_watch, "LAUNCHER_WITHIN_S", 0.2)
+    silent = ListSink()
+    use(mlflow=silent)
+    assert send_until_end(run, Trainer(-1, run.events.stat().st_size, **launcher), [SinkKind.mlflow]) == 0
+    assert silent.has_ended is False, "a launcher that logs nothing is not awaited for ever"
+
+
+def test_pauses_grow_to_a_limit() -> None:
+    assert [pause_s(number) for number in (0, 1, 2, 3, 4, 50)] == [1, 2, 4, 8, 15, 15]
