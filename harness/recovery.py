@@ -72,8 +72,8 @@ def run_action(run: Run, action: Action) -> Outcome:
     with run.heart.during(Phase.restore):
         outcome = recover(action, run.parts, run.state, root=run.directory.checkpoints)
     if action.kind in RESTORES and outcome.succeeded:
-        for facts, values in run.parts.mailbox.read(everything=True):
-            run.log_step(facts, values)
+        in_flight = [run.log_step(facts, values) for facts, values in run.parts.mailbox.read(everything=True)]
+        outcome.steps_lost -= sum(record.refused for record in in_flight)  # counted as applied when they were issued
     run.reporter.emit(outcome)
     return outcome
 
@@ -227,7 +227,12 @@ def rollback_candidates(action: Action, parts: Parts) -> list[tuple[str, int]]:
 
 
 def persist_before_restore(action: Action, parts: Parts, *, iteration: int) -> None:
-    """Write what must be on disk before the run continues from the state after `iteration`."""
+    """Write what must be on disk before the run continues from the state after `iteration`.
+
+    Shared snapshots are withdrawn first, on all ranks before anything is on disk: a run that is killed in between must
+    not resume from one that it was leaving.
+    """
+    parts.ring.withdraw_from(iteration + 1)
     parts.checkpoints.taint_since(iteration, reason_with_author(action))
     exclude(action, parts)
     parts.checkpoints.discard_after(iteration)

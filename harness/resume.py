@@ -1,14 +1,18 @@
-"""Opens a run directory and resumes the run from its newest verified checkpoint."""
+"""Opens a run directory and resumes the run from its newest state: a snapshot in memory or a verified checkpoint."""
 
 from __future__ import annotations
 
+import sys
 import time
+import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.build import Parts
 from harness.checkpoint import store
-from harness.config.errors import ConfigError
+from harness.checkpoint.integrity import Damaged, OtherVersion
+from harness.checkpoint.memory_resume import RestoredSnapshot, SnapshotBounds, load_newest_snapshot
+from harness.config.errors import ConfigError, StorageError
 from harness.config.schema import Config
 from harness.control import stop_requests
 from harness.control.apply import ordered_factor
@@ -21,7 +25,8 @@ from harness.data.corpus.corpus_record import render_record
 from harness.distributed.collectives import run_on_all_ranks, run_on_rank_zero
 from harness.recovery import set_rate
 from harness.run_corpus import RunData
-from harness.telemetry.event_log import events_since, last_iteration
+from harness.telemetry.event_log import events_since, last_iteration, last_recorded_iteration
+from harness.telemetry.sinks.sink_checks import require_sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,7 @@ def open_run(cfg: Config, data: RunData) -> Opened:
     seen = 0
     try:
         rundir.check_resume(cfg, run)
+        require_sinks(cfg.telemetry)
         run_lease.hold(run.path, cfg.run.lease_s)
         seen = max(last_iteration(run.events), 0)
         corpus = render_record(data.record)
@@ -52,17 +58,27 @@ def open_run(cfg: Config, data: RunData) -> Opened:
         return Opened(run, seen, {}, problem=str(error))
 
 
+class LoadedState(NamedTuple):
+    """The state that a run continues from, and where it was found."""
+
+    state: RunState
+    source: str | None
+    """A checkpoint directory or a snapshot; None in a new run."""
+    damage: list[Damaged]
+    snapshot: RestoredSnapshot | None = None
+
+
 def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Event]]:
-    """Load the newest verified checkpoint, or start from scratch; returns the state and the events to log."""
-    found = store.load_newest(
-        opened.run.checkpoints, parts.tensors(), world=parts.world, retry_s=cfg.checkpoint.retry_s
-    )
-    state, directory = found.loaded or (RunState(), None)
+    """Load the newest state in memory or on disk, or start from scratch; returns the state and the events to log."""
+    loaded = load_state(cfg, parts, opened)
+    state, snapshot = loaded.state, loaded.snapshot
     parts.update.measure_digest()
     restore_sentinel(parts, state, opened)
     state.iteration = max(state.iteration, opened.last_iteration)
-    if directory is not None:
-        parts.checkpoints.continue_from(directory, state)
+    if snapshot is not None:
+        parts.checkpoints.continue_from_snapshot(state)
+    elif loaded.source is not None:
+        parts.checkpoints.continue_from(loaded.source, state)
     parts.sentinel.policy.policy_state.resume(state.iteration, state.step)
     set_rate(parts, state)
     now, iteration = time.time(), state.iteration
@@ -70,7 +86,7 @@ def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Ev
         CheckpointJudged(
             time=now, iteration=iteration, directory=error.path.parent.name, health="damaged", reason=str(error)
         )
-        for error in found.damage
+        for error in loaded.damage
     ]
     started = RunStarted(
         time=now,
@@ -78,13 +94,59 @@ def resume(cfg: Config, parts: Parts, opened: Opened) -> tuple[RunState, list[Ev
         world_size=parts.world.size,
         num_steps=cfg.train.num_steps,
         step=state.step,
-        resumed_from=directory,
+        resumed_from=loaded.source,
+        in_memory=snapshot is not None,
+        fetched_ranks=[] if snapshot is None else snapshot.fetched,
     )
     return state, [*damaged, started]
 
 
+def load_state(cfg: Config, parts: Parts, opened: Opened) -> LoadedState:
+    """Restore the newest state that every rank can reach: a snapshot in memory, else a checkpoint, else the initial
+    one. Snapshots of other states are withdrawn.
+
+    The id of this start is written last: a start that is killed before leaves all snapshots to the next one.
+    """
+    is_allowed = parts.ring.shared is not None and not opened.changes
+    snapshot = load_newest_snapshot(parts.ring, find_bounds(opened.run)) if is_allowed else None
+    if snapshot is not None:
+        source = f"snapshot of iteration {snapshot.state.iteration}"
+        loaded = LoadedState(snapshot.state, source, [], snapshot)
+    else:
+        root, retry_s = opened.run.checkpoints, cfg.checkpoint.retry_s
+        found = store.load_newest(root, parts.tensors(), world=parts.world, retry_s=retry_s)
+        state, directory = found.loaded or (RunState(), None)
+        loaded = LoadedState(state, directory, found.damage)
+    begin_start(parts, opened.run, kept=None if snapshot is None else snapshot.state.iteration)
+    return loaded
+
+
+def find_bounds(run: RunDir) -> SnapshotBounds:
+    """Which snapshots in memory the run may resume from: those of its newest start, newer than what is on disk.
+
+    If the newest checkpoint cannot be read, none may: the load from disk retries, and reports the error.
+    """
+
+    def find() -> SnapshotBounds:
+        try:
+            oldest = store.newest_saved_iteration(run.checkpoints)
+        except (StorageError, OtherVersion):
+            oldest = sys.maxsize
+        return SnapshotBounds(rundir.read_start(run), oldest, last_recorded_iteration(run.events))
+
+    return run_on_rank_zero(find)
+
+
+def begin_start(parts: Parts, run: RunDir, *, kept: int | None) -> None:
+    """Give this start its id: on the snapshots of iteration `kept`, which all ranks restored, then in the run."""
+    start = run_on_rank_zero(lambda: uuid.uuid4().hex)
+    shared = parts.ring.shared
+    run_on_all_ranks(lambda: None if shared is None else shared.begin_start(start, kept))
+    run_on_rank_zero(lambda: rundir.write_start(run, start))
+
+
 def restore_sentinel(parts: Parts, state: RunState, opened: Opened) -> None:
-    """Restore the detectors as of the checkpoint, and the policy with everything that the log says it decided since."""
+    """Restore the detectors as of the loaded state, and the policy with all that it has decided since by the log."""
     since = run_on_rank_zero(lambda: events_since(opened.run.events, state.iteration))
     run_on_all_ranks(lambda: parts.sentinel.resume(state.sentinel, since))
     state.lr_factor = run_on_rank_zero(lambda: ordered_factor(opened.run, state.lr_factor))

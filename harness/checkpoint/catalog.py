@@ -17,7 +17,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -35,6 +35,9 @@ STATE_FILE = "state.json"
 NUM_BEHIND = 3
 """Intervals of `keep_behind_steps` whose first checkpoint stays: the last one may have begun just now, and the first
 one before it may be a little too young."""
+HOLDS = "held.json"
+"""The request of an operator's command to keep the checkpoints that it has listed."""
+HOLD_S = 600.0
 _NAME = re.compile(r"step-(\d{8,})-gen-(\d+)")
 _DAMAGED = re.compile(r"step-\d{8,}-gen-\d+\.damaged(-\d+)?")
 _UNFINISHED = re.compile(r"\.step-\d{8,}-gen-\d+(\.part|(\.damaged(-\d+)?)?\.gone-[0-9a-f]+)")
@@ -155,14 +158,37 @@ def mark(path: Path, health: Health, reason: str) -> None:
     write_atomically(path / HEALTH, json.dumps({"health": health, "reason": reason, "time": time.time()}))
 
 
+def request_hold(root: Path, checkpoints: Sequence[Checkpoint], *, now: float) -> None:
+    """Ask whoever prunes to keep these checkpoints for `HOLD_S`: an operator was shown them as rollback targets.
+
+    It replaces the last request. Only a request: a run that has not read it yet may still delete one of them.
+    """
+    write_atomically(root / HOLDS, json.dumps({"time": now, "names": [checkpoint.name for checkpoint in checkpoints]}))
+
+
+def held_names(root: Path, *, now: float) -> frozenset[str]:
+    """Names of the checkpoints that an operator was shown within the last `HOLD_S`."""
+    try:
+        request = json.loads((root / HOLDS).read_text(encoding="utf-8"))
+        is_current = 0 <= now - float(request["time"]) < HOLD_S
+        return frozenset(map(str, request["names"])) if is_current else frozenset()
+    except (OSError, ValueError, KeyError, TypeError):
+        return frozenset()
+
+
 def select_for_deletion(
-    checkpoints: Sequence[Checkpoint], *, keep: int, keep_every_steps: int, keep_behind_steps: int = 0
+    checkpoints: Sequence[Checkpoint],
+    *,
+    keep: int,
+    keep_every_steps: int,
+    keep_behind_steps: int = 0,
+    held: Collection[str] = (),
 ) -> list[Checkpoint]:
     """Checkpoints that may be deleted, oldest first.
 
     Kept are the newest `keep`, the first in every `keep_every_steps` steps (0: none of these), one at least
-    `keep_behind_steps` older than the newest (0: not required), and always the newest good one and the first candidate
-    after it, which must survive until it is good itself.
+    `keep_behind_steps` older than the newest (0: not required), those named in `held`, and always the newest good one
+    and the first candidate after it, which must survive until it is good itself.
     Nothing may be deleted while any health is unread: the unread one may be the newest good one.
     """
     if any(checkpoint.health is Health.unread for checkpoint in checkpoints):
@@ -172,6 +198,7 @@ def select_for_deletion(
     kept = {checkpoint.path for checkpoint in sound[-keep:]}
     kept |= {checkpoint.path for checkpoint in _milestones(sound, keep_every_steps)}
     kept |= {checkpoint.path for checkpoint in _milestones(sound, keep_behind_steps, with_first=True)[-NUM_BEHIND:]}
+    kept |= {checkpoint.path for checkpoint in sound if checkpoint.name in held}
     good = [checkpoint for checkpoint in sound if checkpoint.health is Health.good]
     later = [checkpoint for checkpoint in sound if not good or checkpoint.age > good[-1].age]
     kept |= {checkpoint.path for checkpoint in [*good[-1:], *later[:1]]}

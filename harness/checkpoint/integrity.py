@@ -40,6 +40,8 @@ READERS = 4
 
 CHUNK_BYTES = 2**20
 """Bytes per read; hashing them takes longer than the system call."""
+PIECE_BYTES = 2**24
+"""Bytes of memory that one thread hashes at a time."""
 LATEST_TIME_S = 1e12
 """A later time is invalid."""
 
@@ -129,6 +131,17 @@ def hash_files(directory: Path, names: Iterable[str]) -> dict[str, Entry]:
     listed = sorted(names)
     with ThreadPoolExecutor(max_workers=READERS) as pool:
         return dict(zip(listed, pool.map(lambda name: hash_file(directory / name), listed), strict=True))
+
+
+def hash_buffer(buffer: memoryview) -> str:
+    """SHA-256 over the SHA-256 of each piece of `PIECE_BYTES`; pieces are hashed in parallel."""
+    pieces = [buffer[start : start + PIECE_BYTES] for start in range(0, len(buffer), PIECE_BYTES)]
+    if len(pieces) == 1:
+        digests = [hashlib.sha256(pieces[0]).digest()]
+    else:
+        with ThreadPoolExecutor(max_workers=READERS) as pool:
+            digests = list(pool.map(lambda piece: hashlib.sha256(piece).digest(), pieces))
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def write_checkpoint_manifest(directory: Path, manifest: Manifest) -> None:

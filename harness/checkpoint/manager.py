@@ -22,8 +22,9 @@ from harness.checkpoint import catalog, integrity, store
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, OtherVersion
 from harness.checkpoint.io_retry import IoRetry
-from harness.checkpoint.ring import Ring, Slot
+from harness.checkpoint.ring import Ring
 from harness.checkpoint.ring_cost import rollback_cost
+from harness.checkpoint.slot import Slot
 from harness.checkpoint.writer_thread import WriterThread
 from harness.config.errors import StorageError
 from harness.config.schema import Config
@@ -70,6 +71,19 @@ class CheckpointManager:
         self._last_unclean = state.iteration
         if run_on_rank_zero(lambda: catalog.health_of(self._root / name)) in (Health.candidate, Health.unread):
             self._candidates[name] = state.iteration
+
+    def continue_from_snapshot(self, state: RunState) -> None:
+        """Register the checkpoints on disk after a resume from memory; the next clean steps may make them good."""
+        self._last_unclean = state.iteration
+        for name, health in run_on_rank_zero(self._list_health):
+            self._on_disk.add(name)
+            if health in (Health.candidate, Health.unread):
+                self._candidates[name] = state.iteration
+
+    def _list_health(self) -> list[tuple[str, Health]]:
+        """Name and health of all checkpoints that are not tainted; on rank 0."""
+        saved = catalog.list_checkpoints(self._root)
+        return [(each.name, each.health) for each in saved if each.health is not Health.tainted]
 
     def is_due_by_clock(self) -> bool:
         """Whether `every_minutes` have passed; true once per interval, on rank 0 only. The step's all-reduce carries it
@@ -320,6 +334,7 @@ class CheckpointManager:
                 keep=self._cfg.keep,
                 keep_every_steps=self._cfg.keep_every_steps,
                 keep_behind_steps=self._cfg.keep_behind_steps,
+                held=catalog.held_names(self._root, now=time.time()),
             ):
                 with suppress(OSError):
                     catalog.delete(checkpoint.path)

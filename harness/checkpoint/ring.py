@@ -8,21 +8,29 @@ when the step report of the same iteration arrives (`Slot.complete`). A slot bec
 every step up to it was clean and one clean step was computed from it, because an update that breaks the weights shows
 only in the step after it. The newest target is never overwritten by an untrusted snapshot.
 All ranks take and trust snapshots at the same iterations. Before a rewind they agree on a slot that all of them hold.
+Trusted snapshots can be shared with later starts and other nodes (`harness.checkpoint.shared_snapshots`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, final
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from threading import Lock
+from typing import final
 
 import torch
 from torch import Tensor
 
-from harness.checkpoint.host_memory import PinnedBlock, align_up, free_bytes
+from harness.checkpoint.host_memory import PinnedBlock, align_up
 from harness.checkpoint.ring_cost import num_buffers
+from harness.checkpoint.shared_snapshots import SharedSnapshots
+from harness.checkpoint.slot import Slot
 from harness.config.checkpoint import RingConfig
 from harness.config.errors import ConfigError
+from harness.core.memory_limits import free_bytes
+from harness.core.snapshot_files import slot_name
 from harness.core.state import RunState
 from harness.distributed.collectives import all_reduce_min, gather_results
 from harness.distributed.shards import like_on_host, local
@@ -33,67 +41,38 @@ BYTES_PER_GB = 1e9
 
 
 @final
-@dataclass(slots=True)
-class Slot:
-    """Memory for one snapshot, empty or filled."""
-
-    block: PinnedBlock
-    tensors: dict[str, Tensor]
-    """This rank's part of every tensor."""
-    sharded: dict[str, Tensor]
-    """The same memory as DTensors; checkpoints are written from these."""
-    copied: torch.cuda.Event | None
-    state: RunState = field(default_factory=RunState)
-    is_taken: bool = False
-    is_complete: bool = False
-    """The reports of all steps up to it have arrived."""
-    is_trusted: bool = False
-    """Every step up to it and one step computed from it were clean; implies is_taken and is_complete."""
-    is_saving: bool = False
-    """It is being written to disk and must not be overwritten."""
-    _is_finite: bool | None = None
-
-    def complete(self, *, step: int, refused_in_row: int, sentinel: dict[str, Any] | None = None) -> None:
-        """Fill in the parts of the run state that come from the reports up to this iteration."""
-        self.state = replace(self.state, step=step, refused_in_row=refused_in_row, sentinel=sentinel or {})
-        self.is_complete = True
-
-    def wait(self) -> None:
-        """Block the host until the device-to-host copy has finished."""
-        if self.copied is not None:
-            self.copied.synchronize()  # sync: only readers of a snapshot wait for its copy; a step never does
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all values of this rank's shards are finite; computed once, on the host, on first use."""
-        if self._is_finite is None:
-            self.wait()
-            floats = [part for part in self.tensors.values() if part.is_floating_point() and part.numel()]
-            extremes = (torch.stack(torch.aminmax(part)) for part in floats)
-            self._is_finite = all(bool(pair.isfinite().all()) for pair in extremes)  # sync: none, in host memory
-        return self._is_finite
-
-    def begin(self, state: RunState) -> None:
-        """Reset the slot for a new snapshot."""
-        self.state = replace(state)
-        self.is_taken, self.is_complete, self.is_trusted, self._is_finite = True, False, False, None
-
-
-@final
 class Ring:
-    def __init__(self, tensors: Mapping[str, Tensor], *, cfg: RingConfig, world: World) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], *, cfg: RingConfig, world: World, shared: SharedSnapshots | None = None
+    ) -> None:
         self._live = {name: local(tensor.detach()) for name, tensor in tensors.items()}
         self._on_gpu = world.device.type == "cuda"
         self._stream = torch.cuda.Stream(world.device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._copying: Slot | None = None
+        self._unpublished: list[int] = []
+        """Iterations of snapshots that were taken and not submitted since; the same on all ranks."""
+        self._submitted: list[int] = []
+        """Iterations of the last snapshots that were submitted; the same on all ranks."""
         num_bytes = sum(align_up(part.nbytes) for part in self._live.values())
-        check_budget(num_bytes, cfg=cfg)
-        self._slots = [self._new_slot(tensors, num_bytes, world) for _ in range(num_buffers(cfg))]
+        num_slots = num_buffers(cfg)
+        num_replicas = 0 if shared is None else shared.num_replica_buffers
+        reused_bytes = 0 if shared is None else shared.held_bytes()
+        check_budget(num_bytes, cfg=cfg, num_replicas=num_replicas, reused_bytes=reused_bytes)
+        blocks: Sequence[PinnedBlock] | None = None
+        if shared is not None:
+            layout = layout_digest(self._live)
+            blocks = shared.allocate(num_bytes, num_slots, layout=layout, pinned=self._on_gpu)
+        self.shared = None if blocks is None else shared
+        """Access to the snapshots of other processes; None: the ring is private."""
+        self._lock: AbstractContextManager[bool] = Lock() if self.shared is None else self.shared.lock
+        """Guards the flags of the slots against the thread that publishes them."""
+        blocks = blocks or [PinnedBlock(num_bytes, pinned=self._on_gpu) for _ in range(num_slots)]
+        self._slots = [self._new_slot(tensors, slot_name(index), block, world) for index, block in enumerate(blocks)]
 
-    def _new_slot(self, tensors: Mapping[str, Tensor], num_bytes: int, world: World) -> Slot:
-        block = PinnedBlock(num_bytes, pinned=self._on_gpu)
+    def _new_slot(self, tensors: Mapping[str, Tensor], name: str, block: PinnedBlock, world: World) -> Slot:
         parts = {name: block.like(part) for name, part in self._live.items()}
         return Slot(
+            name=name,
             block=block,
             tensors=parts,
             sharded={name: like_on_host(tensors[name], part, world=world) for name, part in parts.items()},
@@ -103,7 +82,10 @@ class Ring:
     def take_snapshot(self, state: RunState) -> Slot:
         """Start copying the state into a slot; on a GPU the copy finishes before the next update."""
         slot = self._next_slot()
-        slot.begin(state)
+        with self._lock:
+            self._withdraw(slot)
+            slot.begin(state)
+        self._unpublished.append(state.iteration)
         if self._stream is None:
             self._copy(slot)
             return slot
@@ -132,21 +114,79 @@ class Ring:
 
     def trust(self, iteration: int) -> None:
         """Trust all complete snapshots from before this iteration: it and all before it were clean."""
-        for slot in self._slots:
-            if slot.is_taken and slot.is_complete and slot.state.iteration < iteration:
-                slot.is_trusted = True
+        with self._lock:
+            for slot in self._slots:
+                if slot.is_taken and slot.is_complete and slot.state.iteration < iteration:
+                    slot.is_trusted = True
+        self._submit(iteration)
+
+    def _submit(self, iteration: int) -> None:
+        """Publish the newest trusted snapshot if one was taken since the last time.
+
+        The choice follows from iterations alone, not from this rank's slots: with replicas, a submission is a
+        collective.
+        """
+        due = [taken for taken in self._unpublished if taken < iteration]
+        if due:
+            self._unpublished = [taken for taken in self._unpublished if taken >= iteration]
+            self._submitted = [*self._submitted, *due][-len(self._slots) :]
+            if self.shared is not None:
+                self.shared.submit(self._slots)
 
     def distrust(self, iteration: int) -> None:
         """Withdraw trust from snapshots taken since this iteration, which is under suspicion."""
-        for slot in self._slots:
-            if slot.state.iteration >= iteration:
-                slot.is_trusted = False
+        with self._lock:
+            for slot in self._slots:
+                if slot.state.iteration >= iteration:
+                    self._withdraw(slot)
+                    slot.is_trusted = False
+        self._unsubmit(iteration)
 
     def discard_from(self, iteration: int) -> None:
         """Discard snapshots taken since this iteration; the run has rolled back to before it."""
-        for slot in self._slots:
-            if slot.state.iteration >= iteration:
-                slot.is_taken = slot.is_trusted = slot.is_saving = False
+        with self._lock:
+            for slot in self._slots:
+                if slot.state.iteration >= iteration:
+                    self._withdraw(slot)
+                    slot.is_taken = slot.is_trusted = slot.is_saving = False
+        self._unsubmit(iteration)
+        self._unpublished = [taken for taken in self._unpublished if taken < iteration]
+
+    def withdraw_from(self, iteration: int) -> None:
+        """Withdraw shared snapshots taken since this iteration: no later start may resume from them. They stay in the
+        ring."""
+        with self._lock:
+            for slot in self._slots:
+                if slot.state.iteration >= iteration:
+                    self._withdraw(slot)
+        self._unsubmit(iteration)
+
+    def _withdraw(self, slot: Slot) -> None:
+        if self.shared is not None:
+            self.shared.withdraw(slot)
+
+    def _unsubmit(self, iteration: int) -> None:
+        """Submit snapshots taken since this iteration again once they are trusted again."""
+        if self.shared is not None and self._submitted and self._submitted[-1] >= iteration:
+            with self._lock:
+                self.shared.withdraw_replicas(iteration)
+        again = [taken for taken in self._submitted if taken >= iteration]
+        self._submitted = [taken for taken in self._submitted if taken < iteration]
+        self._unpublished = sorted({*again, *self._unpublished})
+
+    def adopt(self, name: str, state: RunState) -> RunState:
+        """Take the content of a shared block as a trusted snapshot, and restore it."""
+        slot = self.slot(name)
+        with self._lock:
+            slot.adopt(state)
+        return self.restore(slot)
+
+    def slot(self, name: str) -> Slot:
+        """The slot of a shared block."""
+        return next(slot for slot in self._slots if slot.name == name)
+
+    def slot_names(self) -> list[str]:
+        return [slot.name for slot in self._slots]
 
     def agree_on_target(self, *, before: int) -> Slot | None:
         """The newest target from before an iteration that every rank holds, or None. Collective: all ranks must
@@ -168,10 +208,17 @@ class Ring:
             torch.cuda.current_stream().synchronize()  # sync: a rewind is rare, and the slot may be written to next
         return replace(slot.state)
 
+    def end_sharing(self) -> None:
+        """Withdraw all shared snapshots: the last state is on disk, or the run was halted."""
+        if self.shared is not None:
+            self.shared.clear()
+
     def close(self) -> None:
         for slot in self._slots:
             slot.wait()
             slot.block.release()
+        if self.shared is not None:
+            self.shared.close()
 
     def _targets(self) -> list[Slot]:
         return [slot for slot in self._slots if slot.is_trusted and slot.is_finite]
@@ -186,26 +233,38 @@ class Ring:
         kept = max(trusted, key=lambda slot: slot.state.iteration, default=None) if len(self._slots) > 1 else None
         free = [slot for slot in self._slots if not slot.is_saving and slot is not kept]
         assert free, "wait for the save before taking another snapshot"
+        free = [slot for slot in free if not slot.is_sending] or free
         return min(free, key=lambda slot: slot.state.iteration if slot.is_taken else -1)
 
 
-def check_budget(num_bytes: int, *, cfg: RingConfig) -> None:
-    """Raise on all ranks, before anything is allocated, if the ring does not fit into some machine's memory."""
-    machines = gather_results(lambda: (num_bytes * num_local_ranks(), num_local_ranks(), free_bytes()))
+def layout_digest(parts: Mapping[str, Tensor]) -> str:
+    """Digest of name, dtype and shape of every tensor, in order."""
+    described = [(name, str(part.dtype), tuple(part.shape)) for name, part in parts.items()]
+    return hashlib.sha256(repr(described).encode()).hexdigest()
+
+
+def check_budget(num_bytes: int, *, cfg: RingConfig, num_replicas: int = 0, reused_bytes: int = 0) -> None:
+    """Raise on all ranks, before anything is allocated, if the ring does not fit into some machine's memory.
+
+    `num_replicas`: buffers for a partner's snapshots. `reused_bytes`: what an earlier start left on this machine.
+    """
+    machines = gather_results(lambda: (num_bytes * num_local_ranks(), num_local_ranks(), free_bytes() + reused_bytes))
     snapshot_bytes, ranks = max((snapshot_bytes, ranks) for snapshot_bytes, ranks, _ in machines)
     free = min(free for _, _, free in machines)
     allowed = free / 2 if cfg.memory_gb is None else cfg.memory_gb * BYTES_PER_GB
-    needed = snapshot_bytes * num_buffers(cfg)
+    num_needed = num_buffers(cfg) + num_replicas
+    needed = snapshot_bytes * num_needed
     if needed <= allowed:
         return
-    fitting = int(allowed // snapshot_bytes)
+    fitting = int(allowed // snapshot_bytes) - num_replicas
+    saved = f"the one being saved and {num_replicas} of a partner" if num_replicas else "the one being saved"
     message = (
-        f"{cfg.slots} snapshots and the one being saved need {num_buffers(cfg)} x "
+        f"{cfg.slots} snapshots{',' if num_replicas else ' and'} {saved} need {num_needed} x "
         f"{snapshot_bytes / BYTES_PER_GB:.3g} GB on a machine with {ranks} ranks, "
         f"{needed / BYTES_PER_GB:.3g} GB of host memory; allowed are "
         f"{allowed / BYTES_PER_GB:.3g} GB{' (half of the free memory)' if cfg.memory_gb is None else ''}, "
     )
     message += (
-        f"enough for checkpoint.ring.slots={fitting - 1 if fitting > 2 else 0}" if fitting else "not enough for one"
+        f"enough for checkpoint.ring.slots={fitting - 1 if fitting > 2 else 0}" if fitting > 0 else "not enough for one"
     )
     raise ConfigError("checkpoint.ring.memory_gb", message)

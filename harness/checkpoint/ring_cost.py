@@ -95,3 +95,9 @@ def _cost(cfg: Config, *, interval: int | None, least: int) -> RollbackCost:
 def num_buffers(cfg: RingConfig) -> int:
     """Snapshot buffers in memory: those to rewind to, and one that is being saved."""
     return cfg.slots + 1
+
+
+def num_replica_buffers(cfg: RingConfig, *, num_nodes: int, replicate: int) -> int:
+    """Buffers of a rank for its partner's snapshot: the newest complete one, and one that arrives. None on one node,
+    and none with several replicas of the model, which hold the same state."""
+    return 2 * cfg.replicas if num_nodes > 1 and replicate == 1 else 0

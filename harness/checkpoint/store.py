@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
@@ -45,7 +45,7 @@ from harness.checkpoint import catalog, integrity, tensor_index
 from harness.checkpoint.catalog import Checkpoint, Health
 from harness.checkpoint.integrity import Damaged, Entry, Manifest, OtherVersion, storage_error
 from harness.checkpoint.io_retry import IoRetry
-from harness.checkpoint.tensor_index import METADATA_FILE, TensorIndex
+from harness.checkpoint.tensor_index import METADATA_FILE, IndexedTensor, TensorIndex
 from harness.config.errors import ConfigError, StorageError
 from harness.core.rundir import write_atomically
 from harness.core.state import RunState
@@ -235,6 +235,45 @@ def _explain_write_error(reason: str, root: Path) -> str:
     return f"{reason} ({full})" if is_full and full not in reason else reason
 
 
+def write_computed(
+    target: Path, layout: Mapping[str, IndexedTensor], compute: Callable[[str], Tensor], manifest: Manifest
+) -> Written:
+    """Write a checkpoint whose tensors are computed one after the other, in this process alone.
+
+    `compute` is called once for each name in `layout`, and its tensor is released before the next call. `manifest` has
+    everything but the files.
+    """
+    scratch = catalog.scratch_path(target.parent, target.name)
+    placeholders = {name: torch.empty((), dtype=t.dtype).expand(t.size) for name, t in layout.items()}
+    try:
+        _recreate_directory(scratch)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended: no_dist=True
+            save_shards(placeholders, storage_writer=_Writer(scratch), planner=_ComputingPlanner(compute), no_dist=True)
+        files = _hash_own_shards(scratch, 0) | integrity.hash_files(scratch, [METADATA_FILE])
+        integrity.write_checkpoint_manifest(scratch, replace(manifest, files=files))
+        catalog.publish(scratch, target)
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise OSError(_explain_write_error(_first_failure(error), target.parent)) from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return Written(target, sum(entry.bytes for entry in files.values()))
+
+
+class _ComputingPlanner(DefaultSavePlanner):
+    """Plans with placeholders, and computes each tensor when the writer asks for it."""
+
+    def __init__(self, compute: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._compute(index.fqn)
+
+
 class LoadedCheckpoint(NamedTuple):
     state: RunState
     name: str
@@ -315,6 +354,17 @@ def _newest_first(root: Path) -> list[str]:
     catalog.remove_unfinished(root)
     saved = reversed(catalog.list_checkpoints(root))
     return [checkpoint.name for checkpoint in saved if _require_health(checkpoint) is not Health.tainted]
+
+
+def newest_saved_iteration(root: Path) -> int:
+    """Iteration of the checkpoint that `load_newest` would try first; -1 if there is none. On rank 0.
+
+    Raises `StorageError` or `OtherVersion` if it cannot be read.
+    """
+    for name in _newest_first(root):
+        with suppress(Damaged):
+            return integrity.read_manifest(root / name).iteration
+    return -1
 
 
 def _require_health(checkpoint: Checkpoint) -> Health:

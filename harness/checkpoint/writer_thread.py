@@ -18,12 +18,12 @@ EventT = TypeVar("EventT")
 
 @final
 class WriterThread(Generic[EventT]):
-    def __init__(self) -> None:
+    def __init__(self, name: str = "checkpoint writer") -> None:
         self._jobs: SimpleQueue[Callable[[], list[EventT]] | None] = SimpleQueue()
         self._results: deque[EventT | BaseException] = deque()
         self._num_open = 0
         self._changed = Condition()
-        Thread(target=self._work, name="checkpoint writer", daemon=True).start()
+        Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, job: Callable[[], list[EventT]]) -> None:
         """Queue a job; jobs run in the order of submission."""
@@ -39,10 +39,10 @@ class WriterThread(Generic[EventT]):
                 raise result
             yield result
 
-    def wait(self) -> None:
-        """Block until all submitted jobs are done."""
+    def wait(self, within_s: float | None = None) -> bool:
+        """Block until all submitted jobs are done; False if they are not after `within_s`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._num_open == 0)
+            return self._changed.wait_for(lambda: self._num_open == 0, timeout=within_s)
 
     def close(self) -> None:
         """Let the thread end after the submitted jobs. Does not join it: after a crash other ranks may never answer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +39,11 @@ class RunStarted(Event):
     step: int
     """Updates applied so far: 0 in a new run, more after a resume."""
     resumed_from: str | None = None
-    """Name of the checkpoint directory; None in a new run."""
+    """Name of the checkpoint directory, or `snapshot of iteration N` in memory; None in a new run."""
+    in_memory: bool = False
+    """The state came from a snapshot in memory, not from disk."""
+    fetched_ranks: list[int] = field(default_factory=list)
+    """Ranks whose part of the state came from the memory of another rank."""
 
 
 TOKEN_LOSS_EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0, 20.0)
@@ -162,6 +166,9 @@ class StepRecord(ReducedRecord):
     """Model FLOP/s divided by the peak of the hardware; None: the peak is unknown."""
     memory_bytes: int | None = None
     """Peak memory of rank 0's device, or of its process on CPU."""
+    loader_wait_s: float | None = None
+    """Seconds for which rank 0 waited for the batch: its computation, unless it was prefetched, and the start of the
+    copy to the device."""
     batch: dict[str, Any] = field(default_factory=dict)
     """Facts about the batch: `fingerprint` and `rows` (by source) of the global batch, `entropy_nats` and `rarest`
     (tokens) of rank 0's own rows."""
@@ -258,6 +265,8 @@ class FindingKind(StrEnum):
     grad_spike = "grad_spike"
     divergence = "divergence"
     level_shift = "level_shift"
+    never_learned = "never_learned"
+    """The loss stays near that of a model that knows no context."""
     weight_drift = "weight_drift"
     v_stale = "v_stale"
     lr_jump = "lr_jump"
@@ -377,7 +386,7 @@ class Outcome(Event):
     steps_lost: int = 0
     """Updates that were undone."""
     tokens_lost: int = 0
-    """Tokens whose updates were undone."""
+    """Tokens consumed since the restored state, also by rejected updates."""
     seconds: float = 0.0
     """Duration of the action."""
     reason: str = ""
@@ -451,6 +460,38 @@ class FaultInjected(Event):
 
 
 @dataclass(slots=True, kw_only=True)
+class SystemSampled(Event):
+    """Load of one machine. Written to `system/rank-NNNNN.jsonl` by the first rank of that machine, outside the step.
+
+    `iteration` is the one that the rank is in. GPUs are those that the rank sees, in their order; None: not measured.
+    """
+
+    name: ClassVar[str] = "system"
+    rank: int
+    """The rank that samples."""
+    host: str
+    """Name of the machine."""
+    every_s: float
+    """Seconds between samples; doubled whenever half of the samples are dropped."""
+    cpu_load: float
+    """Load average of one minute, divided by the number of cores."""
+    host_memory_bytes: int | None = None
+    """Memory in use on the machine."""
+    host_memory_total_bytes: int | None = None
+    """Memory of the machine."""
+    process_memory_bytes: int | None = None
+    """Resident memory of the rank that samples."""
+    gpu_utilization: list[float | None] = field(default_factory=list)
+    """Share of the time in which a kernel ran, by GPU, as NVML measures it."""
+    gpu_memory_bytes: list[int | None] = field(default_factory=list)
+    """Memory in use, by GPU, all processes together."""
+    gpu_power_w: list[float | None] = field(default_factory=list)
+    """Power draw in watts, by GPU."""
+    gpu_temperature_c: list[float | None] = field(default_factory=list)
+    """Temperature in degrees Celsius, by GPU."""
+
+
+@dataclass(slots=True, kw_only=True)
 class DrillScored(Event):
     """The score of a drill, appended to its log after the run has ended."""
 
@@ -463,17 +504,58 @@ class DrillScored(Event):
     """Measurement -> value; true and false are 1 and 0. What could not be measured is omitted."""
 
 
+class EndCause(StrEnum):
+    """Why a start ended before its time, as far as the launcher knows."""
+
+    unknown = ""
+    out_of_memory = "out of memory"
+    lost_storage = "lost storage"
+    hung_rank = "hung rank"
+    killed_rank = "killed rank"
+    lost_node = "lost node"
+    planned = "planned"
+    """No failure: the launcher restarts the run on other machines."""
+    error = "error"
+    """An exception in a rank; its traceback is in the log of the launcher."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RunRestarted(Event):
+    """A rank or a machine failed, and the launcher starts all ranks again inside the same job. `time` is when it
+    noticed the failure. A `RunStarted` follows."""
+
+    name: ClassVar[str] = "run_restarted"
+    step: int
+    """Updates that were logged before the failure."""
+    number: int
+    """Restarts of this launcher so far, counted from 1."""
+    reason: str
+    """What failed, in one line."""
+    cause: str = ""
+    """Kind of the failure, a value of `EndCause`."""
+    stopped_s: float = 0.0
+    """Seconds from the notice until all ranks were stopped."""
+    out: dict[str, str] = field(default_factory=dict)
+    """Machine that the run no longer uses since this restart -> why."""
+    replaced_by: dict[str, str] = field(default_factory=dict)
+    """Machine that the run no longer uses -> the spare that took over its ranks. Without an entry, none did."""
+    num_nodes: int = 0
+    """Machines that run ranks from now on; 0: unknown (older logs)."""
+
+
 @dataclass(slots=True, kw_only=True)
 class RunEnded(Event):
-    """A start of the run ends in an orderly way."""
+    """A start of the run ends. After a crash the launcher writes it, with the time of the last event before it."""
 
     name: ClassVar[str] = "run_ended"
     step: int
     """Updates applied."""
     exit_code: int
-    """0 done, 2 invalid config, 3 halted by the sentinel, 75 interrupted and resumable."""
+    """0 done, 1 crashed, 2 invalid config, 3 halted by the sentinel, 75 interrupted and resumable."""
     reason: str
     """Why, in one line."""
+    cause: str = ""
+    """Kind of the failure, a value of `EndCause`; empty if the run ended by itself."""
 
 
 EVENTS: dict[str, type[Event]] = {
@@ -493,7 +575,9 @@ EVENTS: dict[str, type[Event]] = {
         Incident,
         Intervention,
         FaultInjected,
+        SystemSampled,
         DrillScored,
+        RunRestarted,
         RunEnded,
     )
 }
@@ -501,7 +585,8 @@ EVENTS: dict[str, type[Event]] = {
 
 def to_json(event: Event) -> str:
     """Serialize an event as one line, without the newline. NaN and Inf become strings."""
-    return json.dumps(encode({"event": event.name} | asdict(event)), separators=(",", ":"), allow_nan=False)
+    values = {field.name: getattr(event, field.name) for field in fields(event)}
+    return json.dumps(encode({"event": event.name} | values), separators=(",", ":"), allow_nan=False)
 
 
 def from_json(line: str) -> Event:
@@ -537,14 +622,16 @@ def parse(line: str) -> Iterator[Event]:
 
 
 def encode(value: Any) -> Any:
-    """Replace NaN and Inf by strings, at any depth, so that JSON can hold the value."""
+    """Replace NaN and Inf by strings, at any depth, so that JSON can hold the value. A dataclass becomes a dict."""
     match value:
-        case float() if not math.isfinite(value):
-            return str(value)
+        case float():
+            return value if math.isfinite(value) else str(value)
         case dict():
             return {key: encode(child) for key, child in value.items()}
         case list() | tuple():
             return [encode(child) for child in value]
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            return encode(asdict(value))
         case _:
             return value
 

@@ -2,6 +2,7 @@
 
     runs/<name>/  config.yaml  corpus.json  manifest.json  events.jsonl  ledger.jsonl  interventions.jsonl  mlflow.json
                   checkpoints/step-*-gen-*/   incidents/NNN/   control/   lease/   logs/   loss.png   STOP
+                  start.json
 
 The directory is the only interface between a run and the tools that read it. Training into an existing directory
 resumes it. If its configuration differs, the start is rejected with a list of the differing keys, unless
@@ -11,6 +12,8 @@ resumes it. If its configuration differs, the start is rejected with a list of t
 from __future__ import annotations
 
 import getpass
+import hashlib
+import json
 import os
 import time
 from dataclasses import dataclass
@@ -19,12 +22,12 @@ from typing import Any
 
 import yaml
 
-from harness.config.compose import flat, plain, to_yaml
+from harness.config.compose import flat, plain, schema_default, to_yaml
 from harness.config.errors import ConfigError
 from harness.config.run import ResumePolicy
 from harness.config.schema import Config
 from harness.core.credentials import require_no_credentials
-from harness.core.events import Intervention, to_json
+from harness.core.events import Intervention, RunEnded, RunRestarted, to_json
 from harness.core.locking import run_lease
 
 MAY_DIFFER = (
@@ -35,10 +38,15 @@ MAY_DIFFER = (
     "launch.",
     "cluster.",
     "telemetry.",
+    "profile.",
     "checkpoint.",
     "parallel.timeout_s",
 )
 """Keys that may change at a resume: they decide where and how a run executes, not what it computes."""
+
+OPENING_BYTES = 64 * 1024
+BY_LAUNCHER = tuple(f'{{"event":"{kind.name}",'.encode() for kind in (RunEnded, RunRestarted))
+"""How a line of the log begins that the launcher wrote after a crash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,16 @@ class RunDir:
         return self.path / "heartbeat"
 
     @property
+    def system(self) -> Path:
+        """Samples of the load of each machine, one file per machine."""
+        return self.path / "system"
+
+    @property
+    def profiles(self) -> Path:
+        """One folder per profile: trace, table of kernels and memory snapshot of each rank."""
+        return self.path / "profiles"
+
+    @property
     def lease(self) -> Path:
         """Lease of the process that may write here."""
         return self.path / run_lease.FOLDER
@@ -108,6 +126,11 @@ class RunDir:
     @property
     def status(self) -> Path:
         return self.path / "status.json"
+
+    @property
+    def start(self) -> Path:
+        """Id of the newest start; snapshots in memory of an earlier one are not used."""
+        return self.path / "start.json"
 
     @property
     def drill(self) -> Path:
@@ -160,17 +183,44 @@ def locate(cfg: Config) -> RunDir:
 
 
 def has_begun(run: RunDir) -> bool:
-    """Whether there is a run to resume. A run that failed before its first event does not count."""
-    return run.config.exists() and run.events.exists()
+    """Whether there is a run to resume. A run that crashed in every start before its first event does not count."""
+    if not (run.config.exists() and run.events.exists()):
+        return False
+    with run.events.open("rb") as file:
+        lines = file.read(OPENING_BYTES).splitlines()
+    return not lines or any(not line.startswith(BY_LAUNCHER) for line in lines)
 
 
 def differences(cfg: Config, run: RunDir) -> dict[str, tuple[Any, Any]]:
-    """Config keys whose value differs from the stored config of the run: key -> (old, new)."""
+    """Config keys whose value differs from the stored config of the run: key -> (old, new).
+
+    A key that is newer than the stored config had its default value.
+    """
     if not has_begun(run):
         return {}
     old, new = flat(yaml.safe_load(run.config.read_text()) or {}), flat(plain(cfg))
+    old |= {key: schema_default(key) for key in new if key not in old}
     keys = [key for key in new | old if not key.startswith(MAY_DIFFER)]
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+
+
+def config_digest(cfg: Config) -> str:
+    """Digest of the keys that may not change at a resume."""
+    kept = {key: value for key, value in flat(plain(cfg)).items() if not key.startswith(MAY_DIFFER)}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def write_start(run: RunDir, start: str) -> None:
+    """Record the id of this start."""
+    write_atomically(run.start, json.dumps({"id": start}))
+
+
+def read_start(run: RunDir) -> str:
+    """The id of the newest start; empty if it is not known."""
+    try:
+        return str(json.loads(run.start.read_text(encoding="utf-8"))["id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def check_resume(cfg: Config, run: RunDir) -> None:

@@ -388,3 +388,18 @@ def test_one_checkpoint_stays_well_behind_the_newest(gaps: list[int], keep: int,
             ages = [step - each.step for each in kept]
             assert any(behind <= age <= 3 * behind + max(gaps) for age in ages)
         assert len(kept) <= keep + 3 + 2
+
+
+def test_what_an_operator_was_shown_stays_for_a_while(tmp_path: Path) -> None:
+    history = [checkpoint(step, 0, Health.good) for step in (10, 20, 30, 40)]
+    history[1] = replace(history[1], health=Health.tainted)
+    assert catalog.held_names(tmp_path, now=100.0) == frozenset(), "no request"
+    catalog.request_hold(tmp_path, history[:2], now=100.0)
+    for now, names_held in ((100.0, 2), (100.0 + catalog.HOLD_S - 1, 2), (100.0 + catalog.HOLD_S, 0), (99.0, 0)):
+        assert len(catalog.held_names(tmp_path, now=now)) == names_held
+    held = catalog.held_names(tmp_path, now=101.0)
+    deleted = select_for_deletion(history, keep=1, keep_every_steps=0, held=held)
+    assert [each.step for each in deleted] == [20, 30], "a tainted one is not held"
+    (tmp_path / catalog.HOLDS).write_text("{broken")
+    assert catalog.held_names(tmp_path, now=101.0) == frozenset()
+    assert catalog.list_checkpoints(tmp_path) == [], "the request is no checkpoint"

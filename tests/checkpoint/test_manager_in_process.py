@@ -306,6 +306,19 @@ def test_resumed_run_marks_its_checkpoint_good(tmp_path: Path, world: World) -> 
     assert not again.checkpoints._candidates, "it is good"
 
 
+def test_run_resumed_from_memory_marks_the_checkpoints_on_disk_good(tmp_path: Path, world: World) -> None:
+    earlier = Played(tmp_path, world)
+    earlier.steps(4)
+    catalog.mark(tmp_path / name_of(2, 0), Health.tainted, "a test")
+    run = Played(tmp_path, world, every_steps=0)
+    run.state = RunState(step=4, iteration=4)
+    run.checkpoints.continue_from_snapshot(run.state)
+    assert run.checkpoints.save_last(run.state, is_done=False), "it is on disk already"
+    assert run.saved == []
+    run.steps(4)
+    assert run.marks == [(name_of(4, 0), "3 clean steps followed")]
+
+
 def test_failed_good_mark_is_retried(tmp_path: Path, world: World) -> None:
     run = Played(tmp_path, world, every_steps=0)
     run.checkpoints.request_save()

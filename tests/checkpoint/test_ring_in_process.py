@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from harness.checkpoint import ring
-from harness.checkpoint.ring import Ring, Slot
+from harness.checkpoint.ring import Ring
+from harness.checkpoint.slot import Slot
 from harness.config.checkpoint import RingConfig
 from harness.config.errors import ConfigError
 from harness.core.state import RunState

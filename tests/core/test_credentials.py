@@ -18,9 +18,9 @@ from harness.config.errors import ConfigError
 from harness.core import rundir
 from harness.core.credentials import holds_credentials, move_credentials_to_environment, without_credentials
 from harness.core.rundir import RunDir
-from harness.telemetry.tracking.progress import SinkProgress, load_progress
-from harness.telemetry.tracking.sink_process import SinkProcess, last_line
-from harness.telemetry.tracking.store_uri import absolute_uri, connection_uri
+from harness.telemetry.sinks.mlflow_progress import MlflowProgress, load_progress
+from harness.telemetry.sinks.sink_process import SINK_LOG, SinkProcess, last_line
+from harness.telemetry.sinks.store_uri import absolute_uri, connection_uri
 from tests.distributed import cases
 from tests.forks import Launched
 
@@ -89,7 +89,7 @@ def test_progress_of_an_earlier_version_keeps_its_run_and_loses_its_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDir(tmp_path)
-    SinkProgress(tracking_uri=f"https://ann:{SECRET}@mlflow.example", key="k", run_id="r", offset=7).save(run)
+    MlflowProgress(tracking_uri=f"https://ann:{SECRET}@mlflow.example", key="k", run_id="r", offset=7).save(run)
     monkeypatch.setenv(VARIABLE, f"https://ann:{SECRET}@mlflow.example")
     for uri in (f"env:{VARIABLE}", "https://mlflow.example"):
         progress = load_progress(run, uri)
@@ -161,7 +161,7 @@ def test_a_run_writes_no_secret_and_its_sink_process_sends_it(
     monkeypatch.setenv(VARIABLE, uri_at(address))
     sender = SinkProcess.start(run)
     deadline = time.monotonic() + 120
-    while not (headers and "next try in" in last_line(run.logs / "mlflow.log")):
+    while not (headers and "next try in" in last_line(run.logs / SINK_LOG)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     sender.finish(0)
@@ -169,7 +169,7 @@ def test_a_run_writes_no_secret_and_its_sink_process_sends_it(
     assert set(headers) == {f"Basic {encoded.decode()}"}
     assert json.loads(run.mlflow.read_text())["tracking_uri"] == f"env:{VARIABLE}"
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {run.config, run.manifest, run.events, run.logs / "mlflow.log"} <= set(files)
+    assert {run.config, run.manifest, run.events, run.logs / SINK_LOG} <= set(files)
     for secret in (SECRET.encode(), encoded):
         assert not [path for path in files if secret in path.read_bytes()]
 

@@ -40,7 +40,7 @@ def test_only_these_fields_of_a_record_differ_between_ranks() -> None:
     `ReducedRecord`."""
     shared = {field.name for field in fields(ReducedRecord)}
     rank_local = {field.name for field in fields(StepRecord)} - shared
-    assert rank_local == {"tokens_per_s", "step_time_s", "flops_per_s", "mfu", "memory_bytes", "batch"}
+    assert rank_local == {"tokens_per_s", "step_time_s", "flops_per_s", "mfu", "memory_bytes", "loader_wait_s", "batch"}
 
 
 def test_reduced_fields_are_filled_from_old_logs() -> None:

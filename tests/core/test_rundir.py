@@ -13,6 +13,7 @@ from harness.config.compose import plain
 from harness.config.errors import ConfigError
 from harness.config.schema import Config
 from harness.core import rundir
+from harness.core.events import RunEnded, RunRestarted, RunStarted, to_json
 from tests.composed import load
 
 
@@ -45,6 +46,16 @@ def test_a_different_configuration_is_rejected_with_its_keys_and_changes_nothing
     assert "optim.beta1" in str(rejection.value)
     assert "\n" not in str(rejection.value)
     assert run.config.read_bytes() == before
+
+
+def test_a_run_that_is_older_than_a_key_had_its_default(tmp_path: Path) -> None:
+    run = start(config(tmp_path))
+    tree = yaml.safe_load(run.config.read_text())
+    del tree["model"]["norm_placement"]
+    run.config.write_text(yaml.safe_dump(tree))
+    assert rundir.differences(config(tmp_path), run) == {}
+    changed = config(tmp_path, "model.norm_placement=post")
+    assert rundir.differences(changed, run) == {"model.norm_placement": ("pre", "post")}
 
 
 def test_launch_telemetry_and_cluster_keys_may_differ(tmp_path: Path) -> None:
@@ -97,3 +108,18 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="No space"):
         rundir.write_atomically(path, "new")
     assert path.read_text() == "old"
+
+
+def test_a_run_that_only_crashed_has_not_begun(tmp_path: Path) -> None:
+    """Its name can be used with another configuration; a run with any other event cannot."""
+    cfg = config(tmp_path)
+    run = rundir.locate(cfg)
+    rundir.prepare_run_dir(cfg, run)
+    crash = RunEnded(time=0.0, iteration=0, step=0, exit_code=1, reason="rank 0 ran out of memory")
+    for _ in range(2):
+        rundir.append_line(run.events, to_json(crash))
+    restarted = RunRestarted(time=0.0, iteration=0, step=0, number=1, reason="rank 0 ran out of memory")
+    rundir.append_line(run.events, to_json(restarted))
+    assert not rundir.has_begun(run)
+    rundir.append_line(run.events, to_json(RunStarted(time=0.0, iteration=0, world_size=1, num_steps=9, step=0)))
+    assert rundir.has_begun(run)

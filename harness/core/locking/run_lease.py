@@ -79,9 +79,14 @@ def clearing_dead_lease(run: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):
-            if (dead := _dead_lease(run)) is not None:
-                release_stale_lease(run / FOLDER, dead)
+        clear_dead_lease(run)
+
+
+def clear_dead_lease(run: Path) -> None:
+    """Free the lease of a process that died on this machine without releasing it; for its launcher."""
+    with suppress(OSError):
+        if (dead := _dead_lease(run)) is not None:
+            release_stale_lease(run / FOLDER, dead)
 
 
 def guard() -> None:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -16,9 +17,10 @@ import pytest
 from harness.config.errors import ConfigError
 from harness.core.locking.file_lock import exclusive
 from harness.core.rundir import RunDir
-from harness.telemetry.tracking.parent_run import parent_lock
-from harness.telemetry.tracking.progress import sole_sender
-from harness.telemetry.tracking.store_uri import schema_lock
+from harness.telemetry.sinks.feeder import sole_sender
+from harness.telemetry.sinks.parent_run import parent_lock
+from harness.telemetry.sinks.sink import SinkKind
+from harness.telemetry.sinks.store_uri import schema_lock
 from launch.sweeps.scheduler import lock_sweep
 from tests.forks import forks
 
@@ -81,9 +83,10 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path, flock: str) -> Non
 
 @contextmanager
 def sent(directory: Path) -> Iterator[None]:
-    with sole_sender(RunDir(directory), None) as is_sole:
+    sole = partial(sole_sender, RunDir(directory), SinkKind.mlflow, keep_trying=lambda: False)
+    with sole() as is_sole:
         assert is_sole
-        with sole_sender(RunDir(directory), None) as another:
+        with sole() as another:
             assert not another
         yield
 
